@@ -1,4 +1,4 @@
-# check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
+# check: static checks. test: all tests. Both install missing packages if they run as root.
 .PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto test full soak fuzz clients clients-now client-tools compose-test images bench up
 
 SHELL := /bin/bash
@@ -19,14 +19,14 @@ fmt:
 CHECKS := fmt-check house clippy doc deny proto
 check: $(CHECKS)
 
-# Their names, for who wants to run them one by one.
+# Prints the names of the checks, which can be run one by one.
 checks:
 	@echo $(CHECKS)
 
 fmt-check:
 	cargo fmt --all --check
 
-# What keeps the house: layers, sizes, links, dependencies, subjects of commits.
+# Checks layers, sizes, links, dependencies and subjects of commits.
 house:
 	integration-tests/setup.sh house
 	cd integration-tests/house && python3 -m unittest --quiet
@@ -44,11 +44,11 @@ $(TOOLS)/bin/mdbook:
 clippy:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-# Module docs may link to private items: they are read by people who work here.
+# Module docs may link to private items, because only developers read them.
 doc:
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" cargo doc --workspace --no-deps --document-private-items --locked
 
-# Advisories are left out: their database is not reachable from every machine that runs this.
+# Advisories are not checked, because their database is not reachable from all machines.
 deny:
 	integration-tests/unless-passed.sh deny Cargo.lock Cargo.toml deny.toml -- $(MAKE) --no-print-directory deny-now
 
@@ -70,17 +70,17 @@ test:
 	integration-tests/setup.sh test
 	integration-tests/run.sh
 
-# All checks and all tests, with those that take minutes and rarely fail, more seeds, callers in all languages, and compose.yaml.
+# All checks and tests, including slow tests, more seeds, clients in all languages, and compose.yaml.
 full: export GANTRY_FULL := 1
 full: export GANTRY_SEEDS ?= 8
 full: check docs test clients compose-test
 
-# Random operations on the artifact store against its model, on both databases, with new seeds for GANTRY_SOAK hours (1) or until one fails.
+# Random operations on the artifact store, compared with its model on both databases. Runs for GANTRY_SOAK hours (1) or until a failure.
 soak:
 	integration-tests/setup.sh test
 	cargo test -p artifact-store --test suite --locked -- --ignored --nocapture --test-threads=2 soak
 
-# Changed manifests, archives, compressed streams, answers of workers, tokens and metadata of images, as others may send them, for GANTRY_SOAK hours (1) or until one fails.
+# Mutated manifests, archives, compressed streams, responses of workers, tokens and image metadata. Runs for GANTRY_SOAK hours (1) or until a failure.
 fuzz: export GANTRY_SOAK ?= 1
 fuzz:
 	cargo test -p gantry-transfer --test transfer --locked hostile_trees
@@ -88,7 +88,7 @@ fuzz:
 	cargo test -p gantry-rpc --test rpc --locked hostile_tokens
 	cargo test -p runtime-gateway --lib --locked -- hostile
 
-# Callers in other languages, and the examples with grpcurl, against the four services and against a cluster in one process.
+# Clients in other languages and the grpcurl examples, against the four services and against a cluster in one process.
 clients:
 	integration-tests/unless-passed.sh clients proto integration-tests/clients docs/clients.md -- $(MAKE) --no-print-directory clients-now
 
@@ -103,11 +103,11 @@ $(TOOLS)/bin/grpcurl:
 	integration-tests/setup.sh go
 	GOBIN=$(TOOLS)/bin go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v$(GRPCURL_VERSION)
 
-# compose.yaml, brought up for real with images of this tree's binaries. Starts an engine where none runs.
+# Test of compose.yaml with images of the binaries of this tree. Starts a container engine if none runs.
 compose-test:
 	integration-tests/unless-passed.sh compose proto docker compose.yaml integration-tests/compose.sh -- integration-tests/compose.sh
 
-# The images as they are shipped, built by docker/Dockerfile. Base images come from a registry, or from docker/base-images.sh.
+# Release images, built by docker/Dockerfile. Base images come from a registry, or from docker/base-images.sh.
 IMAGES ?= gantry
 DOCKER ?= docker
 images:

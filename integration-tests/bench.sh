@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures what docs/performance.md says, and writes it: all of it, or the sections that are named. Needs root.
+# Measures and writes docs/performance.md, or the given sections of it. Needs root.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --locked --workspace --bins

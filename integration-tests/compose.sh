@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Brings compose.yaml up for real, with images of the binaries that were just built, and runs jobs on it.
+# Test of compose.yaml: starts it with images of the current binaries, and runs jobs on it.
 #
-# An engine is started where none answers, and stopped afterwards; base images are made from Debian packages where they are missing.
+# If no container engine answers, one is started and stopped afterwards. Missing base images are made from Debian packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 
 integration-tests/setup.sh compose
-# The engine's own client: it can build with BuildKit, where another one may lack its plugin.
+# The client of the engine supports BuildKit. Another client may lack the plugin.
 docker=docker
 [ -x /usr/bin/docker ] && docker=/usr/bin/docker
 export DOCKER=$docker
@@ -17,9 +17,9 @@ fi
 export COMPOSE
 export COMPOSE_PROJECT_NAME=gantry-it-$$
 export GANTRY_IMAGES=gantry-it
-# Where no cluster of somebody who works here is.
+# Ports that differ from the defaults, which another cluster on this machine may use.
 export SCHEDULER_PORTS=7310-7319 ARTIFACT_STORE_PORTS=7320-7329 STREAMER_PORTS=7330-7339 PROXY_PORTS=7340-7349
-# So that a second job goes to another worker.
+# With this limit, a second job runs on another worker.
 export WORKER_MAX_TASKS=1
 work=$(mktemp -d)
 engine=
@@ -33,7 +33,7 @@ end() {
         $COMPOSE logs --no-color --tail 40 || true
     fi
     if [ -n "$garden" ]; then
-        # It ends with its input, while its address is still there.
+        # The process ends with its input, while its address still exists.
         exec {wanted}>&-
         wait "$garden" || true
     fi
@@ -43,7 +43,7 @@ end() {
         wait "$engine" 2>/dev/null || true
     fi
     rm -rf "$work"
-    [ $status -eq 0 ] && say "all held" || say "failed"
+    [ $status -eq 0 ] && say "passed" || say "failed"
     return $status
 }
 trap end EXIT
@@ -53,7 +53,7 @@ until_true() { # until_true WHAT SECONDS COMMAND…
     shift 2
     until "$@"; do
         if [ $SECONDS -ge $deadline ]; then
-            echo "compose: in vain waited for $what" >&2
+            echo "compose: timeout while waiting for $what" >&2
             return 1
         fi
         sleep 0.2
@@ -72,7 +72,7 @@ fi
 
 docker/base-images.sh debian postgres
 
-# Images of the binaries that the other tests use.
+# The images have the binaries of the other tests.
 cargo build --workspace --bins --locked
 mkdir -p "$work/binaries/out/bin" "$work/binaries/out/tmp"
 for program in scheduler artifact-store streamer runtime-gateway gantry; do
@@ -86,20 +86,20 @@ for target in scheduler artifact-store streamer runtime-gateway worker; do
         -t "gantry-it/$target" . >/dev/null
 done
 
-# What each image says of itself: as whom it runs (only a worker as root), what ends it, what it is, and how its health is asked.
+# Metadata of each image: user (only a worker runs as root), stop signal, title and health check.
 for target in scheduler artifact-store streamer runtime-gateway worker; do
     user=65532:65532
     [ $target != worker ] || user=
     expected="$user|SIGTERM|gantry $target|health"
-    said=$($docker image inspect "gantry-it/$target" --format \
+    labels=$($docker image inspect "gantry-it/$target" --format \
         '{{.Config.User}}|{{.Config.StopSignal}}|{{index .Config.Labels "org.opencontainers.image.title"}}|{{index .Config.Healthcheck.Test 2}}')
-    [ "$said" = "$expected" ] || {
-        echo "compose: image $target says $said, and not $expected" >&2
+    [ "$labels" = "$expected" ] || {
+        echo "compose: image $target has the metadata $labels instead of $expected" >&2
         exit 1
     }
 done
 
-# health SERVICE: the health of each of its containers
+# health SERVICE: prints the health of each container
 health() { $COMPOSE ps -q "$1" | xargs $docker inspect --format '{{.State.Health.Status}}'; }
 healthy() { # healthy SERVICE COUNT
     [ "$(health "$1" 2>/dev/null | grep -cx healthy)" -eq "$2" ]
@@ -119,10 +119,10 @@ $COMPOSE up -d --no-build >"$work/up.log" 2>&1 || {
 until_true "a healthy cluster" 30 all_healthy 1 2
 say "healthy after $(echo "$(date +%s.%N) - $started" | bc | cut -c1-4) s"
 
-# Asked once: these addresses stay right.
+# The addresses do not change, so they are read once.
 GANTRY_SERVER=$(docker/servers.sh --ranges 2>"$work/hint")
 grep -q 'docker/servers.sh --token' "$work/hint" || {
-    echo "servers.sh does not say how to get the token: $(cat "$work/hint")" >&2
+    echo "servers.sh does not print how to get the token: $(cat "$work/hint")" >&2
     exit 1
 }
 export XDG_STATE_HOME=$work/state
@@ -130,9 +130,9 @@ GANTRY_TOKEN_FILE=$(docker/servers.sh --token)
 export GANTRY_SERVER GANTRY_TOKEN_FILE
 gantry() { "$root/target/debug/gantry" "$@"; }
 
-# Every port wants the token, which only this user may read.
+# Every port requires the token, which only this user may read.
 [ "$(stat -c %a "$GANTRY_TOKEN_FILE")" = 600 ] || {
-    echo "others may read $GANTRY_TOKEN_FILE" >&2
+    echo "other users may read $GANTRY_TOKEN_FILE" >&2
     exit 1
 }
 for service in scheduler artifact-store streamer proxy; do
@@ -146,7 +146,7 @@ done
 say "no service answers without the token"
 
 mkdir -p "$work/src" && echo content >"$work/src/file"
-main_job() { # main_job NAME: uploads, runs, downloads, and exits as the command does
+main_job() { # main_job NAME: uploads, runs, downloads, and exits with the code of the command
     local code=0
     rm -rf "$work/out"
     gantry run --no-stdin -i "src=$work/src" -o "report=$work/out" -- \
@@ -158,24 +158,24 @@ main_job() { # main_job NAME: uploads, runs, downloads, and exits as the command
     say "the main job: $1"
 }
 
-# What a worker runs cannot read the token.
-unseen() { # unseen: a command with the image of the worker finds no token
+# Workloads cannot read the token.
+unseen() { # unseen: checks that a command in the host image finds no token
     gantry run --no-stdin -- sh -c 'ls /var/lib/gantry-services; cat /var/lib/gantry-services/token; test ! -e /var/lib/gantry-services/token' \
         >"$work/unseen" 2>&1 && ! grep -qF "$(cat "$GANTRY_TOKEN_FILE")" "$work/unseen"
 }
 
-workers() { # workers COUNT: so many are in contact
+workers() { # workers COUNT: checks that COUNT workers are in contact
     [ "$(gantry list workers --json | jq -s '[.[] | select(.state == "running")] | length')" -eq "$1" ]
 }
 until_true "two workers" 60 workers 2
 main_job "on a new cluster"
 unseen || {
-    echo "a container sees the token of the cluster: $(cat "$work/unseen")" >&2
+    echo "a container can read the token of the cluster: $(cat "$work/unseen")" >&2
     exit 1
 }
 say "containers do not see the token"
 
-# The output of one worker is the input on the other: while the worker that has it is busy, the second job goes elsewhere.
+# The output of one worker is an input on the other: while the first worker is busy, the second job runs elsewhere.
 placed_on() { jq -r 'select(.event == "placed") | .whereabouts.worker_name' "$1"; }
 gantry --json run --no-stdin -o made -- sh -c 'head -c 3000000 /dev/urandom > made/bytes; sha256sum < made/bytes > made/sum' >"$work/first"
 artifact=$(jq -r 'select(.event == "finished") | .outputs[0].artifact_id' "$work/first")
@@ -188,19 +188,19 @@ gantry --json run --no-stdin -i "made=artifact:$artifact" -- sh -c 'sha256sum < 
 second=$(placed_on "$work/second")
 gantry cancel --grace 0s "$blocker" >/dev/null
 [ "$first" != "$second" ] || {
-    echo "both ran on $first"
+    echo "both jobs ran on $first"
     exit 1
 }
 say "what $first made was used on $second"
 
-# A caller in another language, at one address of each service.
+# A client in another language, with one address of each service.
 GANTRY_SERVER=$(docker/servers.sh) integration-tests/clients/python/run "$work/src" >"$work/python" 2>&1 || {
     cat "$work/python"
     exit 1
 }
 say "a caller in Python"
 
-# GARDEN and BAGGAGECLAIM add a Garden worker, from here on: the servers of the tests, at the address of this machine in the cluster's network.
+# From here on, GARDEN and BAGGAGECLAIM add a Garden worker: fake servers at the address of this machine in the network of the cluster.
 host=$($docker network inspect --format '{{(index .IPAM.Config 0).Gateway}}' "${COMPOSE_PROJECT_NAME}_default")
 mkfifo "$work/wanted"
 exec {wanted}<>"$work/wanted"
@@ -218,7 +218,7 @@ $COMPOSE up -d --no-build >"$work/up.log" 2>&1 || {
 }
 until_true "a healthy gateway of a Garden worker" 120 all_healthy 1 2
 until_true "three workers" 60 workers 3
-# An image whose directories are those of this machine: that is what these servers show where one is empty.
+# The fake servers mount directories of this machine over the empty directories of an image.
 mkdir -p "$work"/image/rootfs/{usr,bin,sbin,lib,lib64,dev,proc,tmp,etc}
 echo 'root:x:0:0::/root:/bin/sh' >"$work/image/rootfs/etc/passwd"
 echo '{"env": ["OF=the image"]}' >"$work/image/metadata.json"
@@ -231,12 +231,12 @@ gantry --json run --no-stdin -i "again=artifact:$again" -- \
     sh -c 'sha256sum < again/bytes | cmp - again/sum && [ "$(cat again/of)" = "the image" ]' >"$work/fourth"
 fourth=$(placed_on "$work/fourth")
 [ "$third" = concourse ] && [ "$fourth" != concourse ] || {
-    echo "they ran on $third and $fourth"
+    echo "the jobs ran on $third and $fourth"
     exit 1
 }
 say "what $first made was used on the Garden worker, and what that made on $fourth"
 
-# More of everything.
+# More replicas of each service.
 $COMPOSE up -d --no-build --scale scheduler=2 --scale artifact-store=2 --scale streamer=2 --scale proxy=2 --scale worker=3 >"$work/up.log" 2>&1 || {
     cat "$work/up.log"
     exit 1
@@ -245,7 +245,7 @@ until_true "a healthy cluster of more" 120 all_healthy 2 3
 until_true "four workers" 60 workers 4
 main_job "with two of each service and three host workers"
 
-# A container that is killed comes back, and the cluster goes on. (`docker kill` would count as a wish.)
+# A killed container restarts, and the cluster survives. (`docker kill` would prevent the restart.)
 for service in scheduler artifact-store streamer proxy worker garden postgres; do
     container=$($COMPOSE ps -q $service | sed -n 1p)
     before=$($docker inspect --format '{{.State.StartedAt}}' "$container")
@@ -256,12 +256,12 @@ done
 until_true "four workers again" 60 workers 4
 main_job "after one container of each service was killed"
 
-# An orderly end is one, too.
+# Containers also end normally.
 $COMPOSE stop --timeout 20 >/dev/null 2>&1
 for container in $($COMPOSE ps -q scheduler artifact-store streamer proxy worker garden); do
     code=$($docker inspect --format '{{.State.ExitCode}}' "$container")
     [ "$code" -eq 0 ] || {
-        echo "$($docker inspect --format '{{.Name}}' "$container") ended with $code"
+        echo "$($docker inspect --format '{{.Name}}' "$container") ended with exit code $code"
         exit 1
     }
 done

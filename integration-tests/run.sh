@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Runs every test of the workspace, with GANTRY_FULL=1 also those that are slow, and fails when a test fails, when a service runs no test, or when a test says that it does not apply
-# here for a reason that is not on the reviewed list.
+# Runs all tests of the workspace, with GANTRY_FULL=1 also slow ones.
+#
+# Fails if a test fails, if a service runs no test, or if a test is not applicable for a reason that is not on the reviewed list.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-# What is looked for below has no colours.
+# The patterns below do not match colored output.
 export CARGO_TERM_COLOR=never
 log=$(mktemp)
 trap 'kill "${tests:-}" 2>/dev/null; rm -f "$log"' EXIT
 
-# Tests of a package in its tests/ folder run under names of their own, by which they are counted below.
+# Test suites in the tests/ folders of packages are counted by their names below, so the names must be unique.
 twice=$(
     shopt -s nullglob
     for suite in {services,shared}/*/tests/{*.rs,*/main.rs} integration-tests/tests/{*.rs,*/main.rs}; do
@@ -16,31 +17,31 @@ twice=$(
     done | sort | uniq -d
 )
 if [ -n "$twice" ]; then
-    echo "two packages have tests of one name, which cannot be told apart:" $twice
+    echo "two packages have test suites of the same name:" $twice
     exit 1
 fi
 
-# Most tests wait for processes, disks and each other.
+# Most tests wait for processes and disks, so more threads than cores are useful.
 export RUST_TEST_THREADS=${RUST_TEST_THREADS:-4}
 
-# Tests start the binaries.
+# Tests start these binaries.
 cargo build --workspace --bins --locked || exit 1
 
-# A test that hangs is told by its name, and the rest of what is checked here does not wait for it: all tests together take a quarter of an hour.
+# The timeout stops hung tests, whose names are printed. All tests together take about 15 minutes.
 timeout --kill-after=1m "${GANTRY_TESTS_WITHIN:-50m}" cargo test --workspace --locked --no-fail-fast -- --show-output ${GANTRY_FULL:+--include-ignored --skip soak --skip host::networks::name_is_resolved} >"$log" 2>&1 &
 tests=$!
 tail --follow --lines=+1 --pid=$tests "$log" | grep --line-buffered -aE '^(     Running|   Doc-tests|test result:)|^test .*FAILED|^error'
 wait $tests
 status=$?
 if [ $status -eq 124 ] || [ $status -eq 137 ]; then
-    echo "--- what did not end ---"
+    echo "--- unfinished tests ---"
     awk '/^ +Running /{running = $0}
         /^test .* has been running for over/{slow[$2] = running}
         /^test .* \.\.\. /{delete slow[$2]}
-        END{for (test in slow) print test, "of", slow[test]; print "the last that was started:", running}' "$log"
+        END{for (test in slow) print test, "of", slow[test]; print "last started suite:", running}' "$log"
 fi
 if [ $status -ne 0 ]; then
-    echo "--- what failed ---"
+    echo "--- failures ---"
     sed -n '/^failures:$/,/^test result:/p' "$log"
     grep -E -A 20 '^error' "$log"
 fi
@@ -69,14 +70,14 @@ for service in services/*/; do
     fi
 done
 
-# As many as its tests say that they run at least.
+# Minimum number of seeds, as in the tests.
 least=${GANTRY_SEED:+1}
 least=${least:-${GANTRY_SEEDS:-4}}
 for database in Sqlite Postgres; do
     seeds=$(grep -ac "^$database: nothing was wrong in " "$log")
     echo "model of the artifact store on $database: $seeds seeds passed"
     if [ "$seeds" -lt "$least" ]; then
-        echo "they are fewer than $least"
+        echo "expected at least $least"
         status=1
     fi
 done
@@ -89,9 +90,8 @@ while read -r times line; do
     fi
 done < <(grep -oE 'not applicable: .*' "$log" | sort | uniq -c)
 if [ $status -ne 0 ]; then
-    # Of a long log, the end is read: which tests failed and with what words, which seeds, and what became of a process that did not come
-    # to its end.
-    echo "--- in short ---"
+    # A summary at the end of the log: failed tests with their messages and seeds, and crashed processes.
+    echo "--- summary ---"
     sed -n '/^failures:$/,/^test result:/p' "$log" | grep -aE -A 2 "^thread '.*' .*panicked at " | grep -vaE '^(--|stack backtrace:)' | cut -c 1-600
     grep -aE "^test .*FAILED|^run it again: |has overflowed its stack|^fatal runtime error|process didn't exit successfully" "$log" | sort -u
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need from the system's packages, as root; as anybody else it says what is missing.
+# Installs the system packages that the tests need. Without root, prints the missing packages.
 set -euo pipefail
 
 packages=()
@@ -15,11 +15,11 @@ test)
     need cc gcc
     need make make
     need git git
-    # Networks that tests make.
+    # Tests make networks.
     need ip iproute2
     need nft nftables
     need python3 python3
-    # For the Garden server in integration-tests/garden-server, which wants no newer Go than this package is.
+    # The Garden server in integration-tests/garden-server works with the Go version of this package.
     need go golang-go
     need_postgresql
     ;;
@@ -31,7 +31,7 @@ node)
     need npm npm
     ;;
 compose)
-    # Also what base images are made with, and what the test reads answers with.
+    # This includes the tools that make base images, and those that parse answers.
     command -v dockerd >/dev/null 2>&1 || packages+=(docker.io)
     docker compose version >/dev/null 2>&1 || need docker-compose docker-compose
     need mmdebstrap mmdebstrap
@@ -40,7 +40,7 @@ compose)
     need strip binutils
     ;;
 go)
-    # One that is older than what go.mod asks for fetches a newer toolchain by itself, from 1.21 on.
+    # From 1.21 on, Go fetches a newer toolchain if go.mod requires one.
     need go golang-go
     ;;
 clients)

@@ -55,7 +55,7 @@ is the second run of a command. It sends the manifest or its digest, and no cont
 
 
 def sections(quick):
-    """What there is to measure, in the order in which it stands in the file."""
+    """Returns the benchmarks in the order of their sections in the document."""
     runs = 5 if quick else 21
     few = 2 if quick else 5
     return {
@@ -75,7 +75,7 @@ def sections(quick):
 
 
 def written():
-    """The sections of the file by name: each begins with a comment that names it."""
+    """Returns the sections of the document by name. Each starts with a comment that names it."""
     if not FILE.exists():
         return {}
     parts = re.split(r"^<!-- (\w+) -->\n", FILE.read_text(), flags=re.MULTILINE)
@@ -85,7 +85,7 @@ def written():
 def main():
     if os.geteuid() != 0:
         sys.exit("make bench runs containers: it needs root")
-    # Whoever ends us has everything cleared away, too.
+    # A signal also triggers the cleanup.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     quick = "--quick" in sys.argv
     all_of_them = sections(quick)
@@ -100,7 +100,7 @@ def main():
         if quick or not measured:
             continue
         title, *lines = measured
-        # The others may have changed meanwhile: another run may measure them.
+        # Another run may have changed other sections meanwhile.
         text = written()
         text[name] = "\n".join([title, "", before, *lines]).strip() + "\n"
         parts = [f"<!-- {name} -->\n{text[name]}" for name in all_of_them if name in text]

@@ -1,4 +1,4 @@
-"""What is measured: a cluster in one process, one of separate processes, and Concourse workers."""
+"""Clusters to measure: in one process, in separate processes, and with Concourse workers."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ GANTRY = RELEASE / "gantry"
 
 
 class Cluster:
-    """A local cluster with directories of its own."""
+    """Local cluster with separate directories."""
 
     def __init__(self, base, settings={}):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-", dir=base))
@@ -36,7 +36,7 @@ class Cluster:
         return subprocess.run([str(GANTRY), *args], **options)
 
     def pids(self):
-        """All processes of this cluster."""
+        """Returns the processes of this cluster."""
         found = []
         for entry in pathlib.Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -69,7 +69,7 @@ def succeeds(command, **kwargs):
 
 
 def end(child, how=signal.SIGTERM):
-    """Ends a process that we started."""
+    """Ends a process that the benchmark started."""
     child.send_signal(how)
     try:
         child.wait(30)
@@ -79,7 +79,7 @@ def end(child, how=signal.SIGTERM):
 
 
 class Ports:
-    """Ports that were free, kept until all are known, so that none is given twice."""
+    """Free ports. They stay bound until all are chosen, so that no port is chosen twice."""
 
     def __init__(self):
         self.kept = []
@@ -94,7 +94,7 @@ class Ports:
 
 
 class Postgres:
-    """A server as in production: durable. Not run by root, which it refuses."""
+    """Durable PostgreSQL server, as in production. PostgreSQL refuses to run as root."""
 
     def __init__(self, base, address):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-postgres-", dir=base))
@@ -130,7 +130,7 @@ class Postgres:
 
 
 class Processes:
-    """Scheduler, artifact store and streamer as processes of their own, on PostgreSQL. Gateways come later, as `gateway` is called."""
+    """Scheduler, artifact store and streamer as separate processes on PostgreSQL. `gateway` adds gateways."""
 
     def __init__(self, base):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-processes-", dir=base))
@@ -161,7 +161,7 @@ class Processes:
             self.spawn(name, name, own)
 
     def gateway(self, name, settings={}):
-        """Starts a gateway: of a host worker of its own with its name as a tag, unless `settings` say otherwise."""
+        """Starts a gateway for a new host worker with its name as a tag, unless `settings` select another worker."""
         ports = Ports()
         own = {
             "GANTRY_LISTEN": ports.address(),
@@ -193,7 +193,7 @@ class Processes:
         for child in reversed(self.children):
             end(child)
         self.postgres.stop()
-        # Volumes that nobody had swept yet.
+        # Volumes that were not swept yet.
         mounts = pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
         for at in reversed([line.split()[4] for line in mounts]):
             if at.startswith(f"{self.home}/"):
@@ -202,7 +202,7 @@ class Processes:
 
 
 class ConcourseWorkers:
-    """The Garden and Baggageclaim servers of the tests, one pair for each name, with that name as a tag. In a process of their own."""
+    """Fake Garden and Baggageclaim servers in a separate process: one pair for each name, with that name as a tag."""
 
     def __init__(self, base, *names):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-concourse-", dir=base))
@@ -212,13 +212,13 @@ class ConcourseWorkers:
         self.workers = json.loads(self.child.stdout.readline())
 
     def settings(self, *names):
-        """What a gateway is to be given that attends those of these names."""
+        """Returns the settings of a gateway for the workers with these names."""
         file = self.home / f"workers-{'-'.join(names)}.json"
         file.write_text(json.dumps([worker for worker in self.workers if worker["name"] in names]))
         return {"GANTRY_WORKERS_FILE": str(file)}
 
     def requests(self):
-        """All requests so far."""
+        """Returns all requests so far."""
         self.child.stdin.write("\n")
         self.child.stdin.flush()
         return json.loads(self.child.stdout.readline())
@@ -233,12 +233,12 @@ class ConcourseWorkers:
 
 
 class GardenServer:
-    """The genuine Garden server package with containers of runc, in a process of its own."""
+    """Original Garden server package with containers of runc, in a separate process."""
 
     def __init__(self, base):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-garden-", dir=base))
         program = self.home / "garden-server"
-        # It is also what its containers begin with, in which there is no library.
+        # The binary is also the init of its containers, which have no libraries.
         go = {"cwd": ROOT / "integration-tests/garden-server", "env": {**os.environ, "CGO_ENABLED": "0"}}
         subprocess.run(["go", "build", "-o", str(program), "."], check=True, **go)
         env = {"PATH": os.environ["PATH"], "TMPDIR": str(self.home)}
@@ -263,7 +263,7 @@ class GardenServer:
 
 
 def make_image(directory):
-    """A directory that is an image: a program `true` that needs no library."""
+    """Makes an image with a static program `true`."""
     root = directory / "rootfs"
     for name in ("bin", "tmp", "etc", "proc", "dev"):
         (root / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What the test of compose.yaml says: when the cluster was healthy, and how large its images are."""
+"""Results of the test of compose.yaml: time until the cluster is healthy, and sizes of images."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ IMAGE = re.compile(r"^compose: image (\S+): (\S+)$", re.MULTILINE)
 
 
 def read(output):
-    """Rows of what the test printed."""
+    """Parses the rows that the test printed."""
     [seconds] = HEALTHY.findall(output)
     images = IMAGE.findall(output)
     if not images:

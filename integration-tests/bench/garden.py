@@ -1,4 +1,4 @@
-"""A Concourse worker, beside the bare calls to it."""
+"""Runs on a Concourse worker, beside direct calls to it."""
 
 import contextlib
 import json
@@ -12,13 +12,13 @@ from measure import not_applicable, row, table, timed
 
 BARE = "bare calls: volume, container, run, output, exit, destroy both"
 REAL = "with real containers: "
-# As without a setting.
+# The default of the setting.
 DEFAULT_GRACE = "5m"
 
 
 @contextlib.contextmanager
 def measured(base, image, server, grace):
-    """Bare calls to a worker, and runs on it, through a cluster of its own that destroys containers `grace` after their ends."""
+    """Measures direct calls to a worker, and runs on it through a separate cluster that destroys containers `grace` after their ends."""
     with ConcourseWorkers(base, "garden") as concourse:
         worker = concourse.workers[0]
         if server:
@@ -28,7 +28,7 @@ def measured(base, image, server, grace):
             artifact = say("upload", "-q", str(image))
             run = lambda: cluster.run("run", "-q", "--tag", "garden", "--image", f"artifact:{artifact}", "--", "/bin/true")
             timed(run, 5)
-            # Both make their root from the same volume.
+            # Both use the same volume as their root.
             copies = [copy for copy in map(json.loads, say("--json", "list", "volumes").splitlines()) if copy["purpose"] == "replica"]
             attended = {entry["worker_id"] for entry in map(json.loads, say("--json", "list", "workers").splitlines()) if entry["name"] == "garden"}
             image = next(copy["volume_handle"] for copy in copies if copy["artifact_id"] == artifact and copy["worker_id"] in attended)
@@ -39,9 +39,9 @@ def measured(base, image, server, grace):
 
 
 def measure_garden(base, rounds, runs, server=None):
-    """Milliseconds of bare calls, of those until the end of the process is known, of ours, and of ours while it destroys what it made before:
-    `rounds` times `runs` of each, in turns, so that all meet the same load. Each run is a process of its own. Containers are made by `server`:
-    the one of the tests, if there is none."""
+    """Measures, in milliseconds, direct calls, direct calls until the exit of the process, runs of Gantry, and runs while it destroys containers:
+    `rounds` times `runs` of each, in turns, so that all meet the same load. Each run is a separate process. Containers are made by `server`,
+    or by the fake server of the tests."""
     bare, ended, later, at_once = [], [], [], []
     work = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-image-", dir=base))
     make_image(work / "image")

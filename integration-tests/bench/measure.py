@@ -1,4 +1,4 @@
-"""Figures: how they are taken, and how they stand in a table."""
+"""Measurements, and their tables."""
 
 import os
 import statistics
@@ -41,7 +41,7 @@ def not_applicable(name, fact):
 
 
 def machine():
-    """Where, when and among how much else something is measured."""
+    """Returns the machine, the time and the load of a measurement."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     load = "%.1f" % os.getloadavg()[0]
     return f"{os.cpu_count()} cores, {memory:.0f} GiB, Linux {os.uname().release.split('-')[0]}; load {load} when it began."

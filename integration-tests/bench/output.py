@@ -11,7 +11,7 @@ from measure import MIB, row, table, timed
 
 
 def resident(pid):
-    """The most memory that a process ever had resident, in MiB, without what it shares with the page cache."""
+    """Returns the peak resident memory of a process in MiB, without the pages that it shares with the page cache."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

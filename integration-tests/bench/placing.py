@@ -1,14 +1,14 @@
-"""Placing workloads on workers, beside the way in which CI systems do it."""
+"""Placement of workloads on workers, beside the method of CI systems."""
 
 import statistics
 
 from measure import row, table
 from store import runs_of
 
-# What is measured here; the rest is measured beside it.
+# Parts of the measuring program that this section runs.
 PARTS = "singles,paced,batched-16,submits,cached"
 
-# What is measured, its key, and whether a median is what it shall be.
+# Title, key, and the predicate that the median must meet.
 AIMS = [
     ("`PlaceMany` of 100 alone, 16 callers", "placed_16", lambda rate: rate >= 20_000),
     ("`PlaceMany` and `ReleaseMany` of 100, 16 callers", "batched_16", lambda rate: rate >= 20_000),
@@ -25,7 +25,7 @@ AIMS = [
 ]
 
 
-# The same with more callers, and of what uses artifacts.
+# Rows with more callers, and of leases that use artifacts.
 AIMS_OF_MORE = [
     ("`PlaceMany` of 100 alone, 64 callers", "placed_64", lambda rate: rate >= 20_000),
     ("`PlaceMany` and `ReleaseMany` of 100, 64 callers", "batched_64", lambda rate: rate >= 20_000),
@@ -34,28 +34,28 @@ AIMS_OF_MORE = [
 ]
 
 
-def judged(said, workers, what, key, is_met):
-    """With how many workers an aim is met."""
-    met = [is_met(statistics.median(run[f"{count}_{key}"] for run in said)) for count in workers]
+def judge(results, workers, what, key, is_met):
+    """Returns the number of workers with which a goal is met."""
+    met = [is_met(statistics.median(run[f"{count}_{key}"] for run in results)) for count in workers]
     names = lambda wanted: ", ".join(f"{count:,}" for count, is_so in zip(workers, met) if is_so == wanted)
     return f"- {what}: " + ("met" if all(met) else "missed" if not any(met) else f"met with {names(True)} workers, missed with {names(False)}") + "."
 
 
-def kept(said, workers, aims):
-    """How much is left of each rate with the most workers of what it is with the fewest."""
-    median = lambda count, key: statistics.median(run[f"{count}_{key}"] for run in said)
+def kept(results, workers, aims):
+    """Returns the ratio of each rate between the largest and the smallest number of workers."""
+    median = lambda count, key: statistics.median(run[f"{count}_{key}"] for run in results)
     rates = [(what, key) for what, key, _ in aims if "p99" not in what]
     left = [f"{what}: {median(workers[-1], key) / median(workers[0], key):.0%}" for what, key in rates]
     return f"With {workers[-1]:,} workers, compared with {workers[0]:,}, these parts of the rates remain: " + "; ".join(left) + "."
 
 
 def bench_placing(base, workers, seconds, aimed_seconds, runs):
-    """Figures of one scheduler on PostgreSQL with each of these numbers of workers, of so many runs with a database of its own each."""
+    """Measures one scheduler on PostgreSQL with each of these numbers of workers. Each run has a separate database."""
     counts = ",".join(map(str, workers))
-    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--aimed-seconds", aimed_seconds, "--only", PARTS)
+    results = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--aimed-seconds", aimed_seconds, "--only", PARTS)
     lines = []
     for count in workers:
-        of_all = lambda key: [run[f"{count}_{key}"] for run in said]
+        of_all = lambda key: [run[f"{count}_{key}"] for run in results]
         baseline = of_all("cached_16")
         rate = lambda what, key, reference=None: row(f"{count:,} workers: {what}", of_all(key), reference, "/s")
         lines += [
@@ -87,21 +87,21 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
         "and committed. *Alone* counts only the time in calls of `PlaceMany`, while `ReleaseMany` runs beside it.",
         "The goals, with 10,000 workers as with 10: 20,000/s by `PlaceMany`, 4,000 pairs/s of single leases, and 5 ms at p99 for a decision. Of these medians:",
         "",
-        *[judged(said, workers, *aim) for aim in AIMS],
+        *[judge(results, workers, *aim) for aim in AIMS],
         "",
-        kept(said, workers, AIMS),
+        kept(results, workers, AIMS),
         "",
     ]
     return [*table("Placing on workers", lines), *text]
 
 
 def bench_placing_more(base, workers, seconds, runs):
-    """Figures of the same with more callers in a batch, and of leases that use artifacts."""
+    """Measures one scheduler with more callers per batch, and with leases that use artifacts."""
     counts = ",".join(map(str, workers))
-    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--only", "batched-64,two,near,cached")
+    results = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--only", "batched-64,two,near,cached")
     lines = []
     for count in workers:
-        of_all = lambda key: [run[f"{count}_{key}"] for run in said]
+        of_all = lambda key: [run[f"{count}_{key}"] for run in results]
         rate = lambda what, key, reference=None: row(f"{count:,} workers: {what}", of_all(key), reference, "/s")
         lines += [
             rate("from a cache, a row for each container, 16 callers", "cached_16"),
@@ -118,9 +118,9 @@ def bench_placing_more(base, workers, seconds, runs):
         "*Two schedulers* place in the same database on the same workers. Each gets every other lease. They share the cores, so the lines show the cost of a second",
         "scheduler, and not the gain. The goals above are those of one scheduler. Of these medians:",
         "",
-        *[judged(said, workers, *aim) for aim in AIMS_OF_MORE],
+        *[judge(results, workers, *aim) for aim in AIMS_OF_MORE],
         "",
-        kept(said, workers, AIMS_OF_MORE),
+        kept(results, workers, AIMS_OF_MORE),
         "",
     ]
     return [*table("Placing on workers: large batches of many callers, and leases that use artifacts", lines), *text]

@@ -12,7 +12,7 @@ def bench_processes(base, runs):
         four = lambda: processes.run("run", "-q", "--tag", "worker", "--", "true")
         for action in (one, four):
             timed(action, 5)
-        # In turns, so that both meet the same load.
+        # Both are measured in turns, so that they meet the same load.
         for _ in range(runs):
             embedded += timed(one, 1)
             separate += timed(four, 1)

@@ -1,4 +1,4 @@
-"""The artifact store's marking, beside the same marks row by row; its other calls; and reports of what workers hold."""
+"""Marking of the artifact store, beside marking row by row, its other calls, and reports of workers."""
 
 import json
 import pathlib
@@ -13,18 +13,18 @@ DATABASES = ("PostgreSQL (fsync on)", "SQLite")
 
 
 def bench_store(base, artifacts, handles, rounds):
-    """Figures of a store with `artifacts` artifacts and as many volumes, and with a tenth of that: the cost must not follow the size. Reports are
-    of one worker with `handles` volumes, and of `rounds` minutes of a thousand workers with a thousand each."""
+    """Measures a store with `artifacts` artifacts and volumes, and with a tenth of that, because the cost must not depend on the size. Reports are
+    those of one worker with `handles` volumes, and those of `rounds` minutes of a thousand workers with a thousand volumes each."""
     marking, calls, reports = [], [], []
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-store-", dir=base))
-    # The server is not run by root.
+    # PostgreSQL refuses to run as root.
     home.chmod(0o755)
     try:
         for database in DATABASES:
             for count in (artifacts // 10, artifacts):
-                said = of_example(home, database, "collection", str(count))
-                marking += of_marking(f"{database}, {count:,} artifacts", said)
-                calls += of_calls(f"{database}, {count:,} artifacts", said)
+                results = of_example(home, database, "collection", str(count))
+                marking += of_marking(f"{database}, {count:,} artifacts", results)
+                calls += of_calls(f"{database}, {count:,} artifacts", results)
         for database in DATABASES:
             arguments = ["--handles", str(handles), "--rounds", str(rounds)]
             reports += of_reports(database, of_example(home, database, "reports", *arguments))
@@ -51,7 +51,7 @@ def bench_store(base, artifacts, handles, rounds):
 
 
 def of_example(home, database, example, *arguments):
-    """What one of the programs says that measure the store."""
+    """Returns the output of a program that measures the store."""
     postgres = Postgres(home, "127.0.0.1:7391") if database != "SQLite" else None
     own = pathlib.Path(tempfile.mkdtemp(dir=home))
     try:
@@ -67,9 +67,9 @@ def of_example(home, database, example, *arguments):
 
 
 def runs_of(base, runs, example, *arguments):
-    """What one of these programs says in each of so many runs, with a PostgreSQL of its own."""
+    """Returns the output of a program in each of several runs, with a separate PostgreSQL."""
     home = pathlib.Path(tempfile.mkdtemp(prefix=f"gantry-bench-{example}-", dir=base))
-    # The server is not run by root.
+    # PostgreSQL refuses to run as root.
     home.chmod(0o755)
     try:
         return [of_example(home, DATABASES[0], example, *map(str, arguments)) for _ in range(runs)]
@@ -77,14 +77,14 @@ def runs_of(base, runs, example, *arguments):
         shutil.rmtree(home, ignore_errors=True)
 
 
-def of_marking(name, said):
-    marks = said["marks"]
-    by_row, same = [said["row_by_row_ms"]], [said["same_row_by_row_ms"]]
-    one = lambda what, key, reference=None: row(f"{name}: {what}", [said[key]], reference)
+def of_marking(name, results):
+    marks = results["marks"]
+    by_row, same = [results["row_by_row_ms"]], [results["same_row_by_row_ms"]]
+    one = lambda what, key, reference=None: row(f"{name}: {what}", [results[key]], reference)
     return [
         one(f"{marks:,} marks row by row, in a table with nothing else", "row_by_row_ms"),
         one(f"a pass that marks {marks:,} volumes of attempts", "attempts_ms", by_row),
-        row(f"{name}: half a pass that marks {marks:,} artifacts and {marks:,} volumes", [said["alone_ms"] / 2], by_row),
+        row(f"{name}: half a pass that marks {marks:,} artifacts and {marks:,} volumes", [results["alone_ms"] / 2], by_row),
         one(f"{marks:,} artifacts and {marks:,} volumes row by row, the same", "same_row_by_row_ms"),
         one("a pass that marks as many", "alone_ms", same),
         one("a pass that marks as many, scattered", "scattered_ms", same),
@@ -95,16 +95,16 @@ def of_marking(name, said):
         one("a pass with nothing to do, the slowest", "idle_max_ms"),
         one("a pass that marks nothing, while all of the above waits for the sweep, median of 20", "waiting_ms"),
         one("CreateArtifact, median of 200", "create_ms"),
-        one(f"CreateArtifact beside a pass, median of {said['create_beside']}", "create_beside_ms"),
+        one(f"CreateArtifact beside a pass, median of {results['create_beside']}", "create_beside_ms"),
         one("CreateArtifact beside a pass, the slowest", "create_beside_max_ms"),
     ]
 
 
-def of_calls(name, said):
-    rate = lambda what, key: row(f"{name}: {what}", [said[key]], unit="/s")
-    batch = said["batch"]
+def of_calls(name, results):
+    rate = lambda what, key: row(f"{name}: {what}", [results[key]], unit="/s")
+    batch = results["batch"]
     return [
-        row(f"{name}: Locate of 20 artifacts, p99 of 2,000", [said["locate_p99_ms"]]),
+        row(f"{name}: Locate of 20 artifacts, p99 of 2,000", [results["locate_p99_ms"]]),
         rate("artifacts made by 16 callers, one in a call", "creates_per_second"),
         rate(f"artifacts made by 16 callers, {batch} in a call", "batched_creates_per_second"),
         rate("owners added by 16 callers, one in a call", "adds_per_second"),
@@ -114,19 +114,19 @@ def of_calls(name, said):
     ]
 
 
-def of_reports(name, said):
-    handles = f"{said['handles']:,} handles"
+def of_reports(name, results):
+    handles = f"{results['handles']:,} handles"
     seconds = lambda what, figures: row(f"{name}: {what}", [figure * 1e3 for figure in figures])
-    cores = lambda what, key: row(f"{name}: {workers}, {what}", [said[key] * 100], unit="% of a core")
-    workers = f"{said['workers']:,} workers with {said['each']:,} handles a minute"
+    cores = lambda what, key: row(f"{name}: {workers}, {what}", [results[key] * 100], unit="% of a core")
+    workers = f"{results['workers']:,} workers with {results['each']:,} handles a minute"
     lines = [
-        seconds(f"a report of {handles}, unchanged", said["unchanged_s"]),
-        seconds(f"a report of {handles} that confirms all", [said["confirmed_s"]]),
-        seconds(f"an empty report that finds {handles} destroyed, and forgets them", [said["forgotten_s"]]),
-        row(f"{name}: memory of the store before", [said["rss_idle_kib"] / 1024], unit="MiB"),
-        row(f"{name}: memory of the store at most", [said["rss_peak_kib"] / 1024], unit="MiB"),
-        seconds(f"{workers}, a report, median of {said['reports']:,}, {said['failed']} failed", [said["latency_median_s"]]),
-        seconds(f"{workers}, a report, p99", [said["latency_p99_s"]]),
+        seconds(f"a report of {handles}, unchanged", results["unchanged_s"]),
+        seconds(f"a report of {handles} that confirms all", [results["confirmed_s"]]),
+        seconds(f"an empty report that finds {handles} destroyed, and forgets them", [results["forgotten_s"]]),
+        row(f"{name}: memory of the store before", [results["rss_idle_kib"] / 1024], unit="MiB"),
+        row(f"{name}: memory of the store at most", [results["rss_peak_kib"] / 1024], unit="MiB"),
+        seconds(f"{workers}, a report, median of {results['reports']:,}, {results['failed']} failed", [results["latency_median_s"]]),
+        seconds(f"{workers}, a report, p99", [results["latency_p99_s"]]),
         cores("the store", "store_cores"),
     ]
-    return lines + ([cores("the database", "database_cores")] if said["database_cores"] is not None else [])
+    return lines + ([cores("the database", "database_cores")] if results["database_cores"] is not None else [])

@@ -1,4 +1,4 @@
-"""Trees from worker to worker."""
+"""Transfers of trees between workers."""
 
 import contextlib
 import pathlib
@@ -30,17 +30,17 @@ def transfer(base, work, source, target, more):
         concourse = stack.enter_context(ConcourseWorkers(base, *GARDEN))
         settings = lambda name: {**concourse.settings(name), **more} if name in GARDEN else {}
         upload = lambda path: processes.run("upload", "-q", str(path), stdout=subprocess.PIPE).stdout.decode().strip()
-        # While there is one worker, an upload goes there.
+        # While there is only one worker, uploads are stored on it.
         processes.gateway(source, settings(source))
         tree, image = upload(work / "tree"), upload(work / "image")
         processes.gateway(target, settings(target))
         command = ["run", "-q", "--tag", target, "--image", f"artifact:{image}", "--no-stdin"]
         program = ["--", "/bin/true"]
-        # The image goes first.
+        # The image is transferred first.
         processes.run(*command, *program)
         moved = lambda: processes.run(*command, "-i", f"in=artifact:{tree}:ro", *program)
         [first, again] = timed(moved, 2)
-        # The image, and the tree.
+        # Waits for the image and the tree.
         sent = [request for request in concourse.requests() if "/stream-p2p-out?" in request]
         assert len(sent) == (2 if more else 0), sent
         return first - again

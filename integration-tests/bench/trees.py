@@ -1,4 +1,4 @@
-"""Trees to the cluster and back."""
+"""Upload and download of trees."""
 
 import pathlib
 import random
@@ -12,7 +12,7 @@ from measure import row, table, timed
 
 
 def make_tree(root, files, size):
-    """Files of one size, half of whose bytes compress well."""
+    """Makes files of one size, half of whose bytes compress well."""
     noise = random.Random(1)
     for index in range(files):
         directory = root / f"d{index % 100:02}"
@@ -25,7 +25,7 @@ def bench_tree(name, base, runs, files, size):
     work = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-tree-", dir=base))
     tree, copy, down = work / "tree", work / "copy", work / "down"
     make_tree(tree, files, size)
-    # Files that were modified just now are never trusted to be unchanged; let the tree settle as any real one has.
+    # The scanner never trusts recently modified files, so the tree must be older.
     time.sleep(2.5)
     lines = []
     tar = f"mkdir {copy} && tar -C {tree} -c . | tar -C {copy} -x"

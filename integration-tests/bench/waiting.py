@@ -1,11 +1,11 @@
-"""Waiting for workers: how soon a freed slot is given on, how dear an explanation is, and how long a queue may be."""
+"""Waiting for workers: delay of granting a freed slot, cost of an explanation, and length of the queue."""
 
 import statistics
 
 from measure import row, table
 from store import runs_of
 
-# What `Explain` is asked for over workers of which a tenth is of another platform, and of the others every tenth has one of a hundred tags.
+# Requests to `Explain`. A tenth of the workers has another platform, and a tenth of the others has one of a hundred tags.
 MIXED = [
     ("`Explain` of a spec that many would take", "placed"),
     ("`Explain` of a workload that waits behind a thousand, all that could are full", "waits"),
@@ -19,12 +19,12 @@ SLOT, EXPLAIN = 10, 20
 
 
 def bench_waiting(base, workers, queue, freed, seconds, runs):
-    """Figures of schedulers on PostgreSQL, with each of these numbers of workers, of so many runs with a database of its own each."""
+    """Measures schedulers on PostgreSQL with each of these numbers of workers. Each run has a separate database."""
     counts, most = ",".join(map(str, workers)), workers[-1]
     waiting = runs_of(base, runs, "waiting", "--workers", counts, "--queue", queue, "--freed", freed, "--seconds", seconds)
     explaining = runs_of(base, runs, "explaining", "--workers", most)
-    said = [one | other for one, other in zip(waiting, explaining)]
-    of_all = lambda key: [run[key] for run in said]
+    results = [one | other for one, other in zip(waiting, explaining)]
+    of_all = lambda key: [run[key] for run in results]
     one = lambda what, key, unit="ms": row(what, of_all(key), None, unit)
     lines = [
         one("from the release of a slot at one replica to the event `placed` at the other, median", "freed_p50_ms"),

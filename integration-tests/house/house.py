@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that keep the house in order. `make house` runs all of them.
+"""Structural checks of the repository. `make house` runs all of them.
 
 layers   modules of a crate depend on those that stand below them in layers.txt, and on nothing else
 circles  modules of one folder do not depend on each other in a circle
@@ -12,7 +12,7 @@ attacks  docs/security.md names tests that exist
 unused   dependencies that no file of their crate names
 subjects subjects of commits on this branch
 
-A check prints one line for each finding, and ends with 1 if there is one.
+Each finding is one line of output. The exit code is 1 if there is a finding.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = pathlib.Path(__file__).resolve().parent / "layers.txt"
-# What generated code names.
+# Dependencies of generated code.
 GENERATED = {"tonic-prost", "prost", "tonic", "prost-types"}
 LIMITS = pathlib.Path(__file__).resolve().parent / "limits.txt"
 BUDGETS = pathlib.Path(__file__).resolve().parent / "budgets.txt"
@@ -35,7 +35,7 @@ def crates(root):
 
 
 def code(text):
-    """A file without comments, texts and the modules that only tests have."""
+    """Returns a file without comments, string contents and test modules."""
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r'r(#*)".*?"\1', '""', text, flags=re.S)
     text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text, flags=re.S)
@@ -43,7 +43,7 @@ def code(text):
 
 
 def is_test(path, source):
-    """Whether a file of a crate's sources is compiled for tests alone."""
+    """Returns whether a source file of a crate is compiled only for tests."""
     relative = path.relative_to(source)
     names = [*relative.parts[:-1], relative.stem]
     for depth, name in enumerate(names):
@@ -56,7 +56,7 @@ def is_test(path, source):
 
 
 def paths(text):
-    """The paths below `crate::` that a file names, with those in braces."""
+    """Returns the paths below `crate::` that a file uses, including those in braces."""
     for match in re.finditer(r"\bcrate::(\w+|\{)", text):
         if match.group(1) != "{":
             yield match.group(1)
@@ -72,7 +72,7 @@ def paths(text):
 
 
 def edges(directory):
-    """Which module of a crate names which other one, and in which file first."""
+    """Returns the dependencies between the modules of a crate, each with the first file."""
     source = directory / "src"
     entry = next((source / name for name in ("lib.rs", "main.rs") if (source / name).exists()), None)
     if entry is None:
@@ -95,7 +95,7 @@ def edges(directory):
 
 
 def sibling_edges(source):
-    """Per folder below the sources of a crate: which of its modules names which other one."""
+    """Returns, for each source folder of a crate, the dependencies between its modules."""
     folders = {}
     for path in sorted(source.rglob("*.rs")):
         if is_test(path, source):
@@ -120,11 +120,11 @@ def check_circles(root, limits):
     for name, directory in crates(root):
         for folder, uses in sibling_edges(directory / "src").items():
             rest = {module: {other for other in used if other in uses} for module, used in uses.items()}
-            # What uses nothing that is left is in no circle.
+            # A module without remaining dependencies is in no circle.
             while free := [module for module, used in rest.items() if not used & rest.keys()]:
                 for module in free:
                     del rest[module]
-            # Nor is what nothing uses that is left.
+            # A module without remaining dependents is in no circle.
             while free := [module for module in rest if not any(module in used for used in rest.values())]:
                 for module in free:
                     del rest[module]
@@ -137,7 +137,7 @@ def check_circles(root, limits):
 
 
 def texts(root):
-    """What people read: (file, line) of documents, contracts, comments, errors, logs and help."""
+    """Yields the prose as (file, line): documents, contracts, comments, errors, logs and help."""
     for path in [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("proto/**/*.proto"), *root.glob("proto/*.md")]:
         yield from ((path, line) for line in path.read_text().splitlines())
     for _, directory in crates(root):
@@ -148,7 +148,7 @@ def texts(root):
 
 
 def read_limits(path):
-    """Per check: (what is counted, how many there may be)."""
+    """Returns the limits of each check, as pairs of a subject and a maximum."""
     limits = {}
     for line in path.read_text().splitlines():
         line = line.split("#")[0].strip()
@@ -178,7 +178,7 @@ def check_width(root, limits):
 
 
 def read_layers(path):
-    """Per crate: its modules from the top to the bottom, and edges against that order."""
+    """Returns, for each crate, its modules from top to bottom and the allowed edges against that order."""
     layers, crate = {}, None
     for number, line in enumerate(path.read_text().splitlines(), 1):
         line = line.split("#")[0].strip()
@@ -218,7 +218,7 @@ def check_layers(root, layers):
 
 
 def propose(root):
-    """Writes an order for each crate with few edges against it: the start of layers.txt."""
+    """Prints an order of modules for each crate with few edges against it, as a start for layers.txt."""
     for name, directory in crates(root):
         modules, found = edges(directory)
         if len(modules) < 2:
@@ -228,7 +228,7 @@ def propose(root):
             uses = {module: {high for low, high in found if low == module and high in rest} for module in rest}
             used = {module: {low for low, high in found if high == module and low in rest} for module in rest}
             free = sorted(module for module in rest if not used[module])
-            # Where there is a circle, begin with what uses most and is used least.
+            # In a circle, the module with the most dependencies and the fewest dependents comes first.
             top = free or [max(sorted(rest), key=lambda module: len(uses[module]) - len(used[module]))]
             order += top
             rest -= set(top)
@@ -247,7 +247,7 @@ def lines(path):
 
 
 def sizes(root):
-    """Lines of production code and of tests: of each service and shared, and of all."""
+    """Counts the lines of production code and of tests, for each service, shared and all."""
     sums = {}
     for name, directory in [*crates(root), ("integration-tests", root / "integration-tests")]:
         kind = "shared" if directory.parent.name == "shared" else name

@@ -1,4 +1,4 @@
-"""The checks find what they are for."""
+"""Tests of the checks."""
 
 import pathlib
 import tempfile

@@ -1,4 +1,4 @@
-//! Concourse workers for tests: servers that speak as theirs do, each at an address that outlives it.
+//! Fake Concourse workers. Their servers keep their addresses when they are replaced.
 
 use std::fs;
 use std::io;
@@ -10,63 +10,64 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{Manner, Server};
 
-/// A Garden and a Baggageclaim server. Both are reached through addresses that stay when they are restarted or replaced.
-pub struct Pair {
-    /// What runs in containers.
+/// Garden server and Baggageclaim server. Their addresses stay when they are restarted or replaced.
+pub struct ConcourseWorker {
+    /// Server of containers.
     pub garden: Server,
-    /// What is in volumes.
+    /// Server of volumes.
     pub volumes: baggageclaim::Server,
     manner: Manner,
     driver: Driver,
-    fronts: [Front; 2],
+    forwarders: [Forwarder; 2],
     tokio: tokio::runtime::Runtime,
 }
 
-impl Pair {
-    /// Starts both.
+impl ConcourseWorker {
+    /// Starts both servers.
     #[must_use]
     pub fn start(manner: Manner, driver: Driver) -> Self {
         let tokio = tokio::runtime::Runtime::new().expect("a tokio runtime");
         let garden = Server::start(manner);
         let volumes = tokio.block_on(baggageclaim::Server::start(driver));
-        let fronts = [Front::start(garden.address()), Front::start(volumes.address().to_string())];
-        Self { garden, volumes, manner, driver, fronts, tokio }
+        let forwarders =
+            [Forwarder::start(garden.address()), Forwarder::start(volumes.address().to_string())];
+        Self { garden, volumes, manner, driver, forwarders, tokio }
     }
 
-    /// Where the Garden server is reached.
+    /// Returns the address of the Garden server.
     #[must_use]
     pub fn garden_address(&self) -> String {
-        self.fronts[0].address.clone()
+        self.forwarders[0].address.clone()
     }
 
-    /// Where the Baggageclaim server is reached.
+    /// Returns the address of the Baggageclaim server.
     #[must_use]
     pub fn volumes_address(&self) -> String {
-        self.fronts[1].address.clone()
+        self.forwarders[1].address.clone()
     }
 
-    /// Breaks every connection, as when both servers are started again over what they hold, and has Baggageclaim forget what was being made.
+    /// Simulates a restart of both servers with their contents: breaks all connections, and lets Baggageclaim forget unfinished operations.
     pub fn restart(&self) {
         self.volumes.restart();
-        self.fronts.iter().for_each(Front::cut);
+        self.forwarders.iter().for_each(Forwarder::cut);
     }
 
-    /// Puts servers with nothing in them in the place of these.
+    /// Replaces the servers by empty ones.
     pub fn replace(&mut self) {
         self.volumes = self.tokio.block_on(baggageclaim::Server::start(self.driver));
         self.garden = Server::start(self.manner);
-        self.fronts[0].lead_to(self.garden.address());
-        self.fronts[1].lead_to(self.volumes.address().to_string());
+        self.forwarders[0].lead_to(self.garden.address());
+        self.forwarders[1].lead_to(self.volumes.address().to_string());
     }
 
-    /// How many processes it was asked to run.
+    /// Returns the number of processes that were requested.
     #[must_use]
     pub fn runs(&self) -> usize {
         let ran = |line: &&String| line.starts_with("POST ") && line.ends_with("/processes");
         self.garden.requests().iter().filter(ran).count()
     }
 
-    /// Makes `/tmp/NAME` in every container that runs.
+    /// Makes the file `/tmp/NAME` in every running container.
     pub fn touch(&self, name: &str) {
         for volume in self.volumes.handles() {
             let tmp = self.volumes.path(&volume).join("rootfs/tmp");
@@ -77,7 +78,7 @@ impl Pair {
     }
 }
 
-/// Makes a directory that is an image: the Garden server of the tests shows this machine's directories in those that are empty.
+/// Makes an image. The fake Garden server mounts directories of this machine over its empty directories.
 pub fn make_image(path: &Path) {
     let root = path.join("rootfs");
     for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
@@ -87,8 +88,8 @@ pub fn make_image(path: &Path) {
     fs::write(path.join("metadata.json"), r#"{"env": ["OF=the image"]}"#).expect("write");
 }
 
-/// An address that leads to a server, and to another one later.
-struct Front {
+/// TCP forwarder with a fixed address and a changeable target.
+struct Forwarder {
     address: String,
     shared: Arc<Shared>,
 }
@@ -103,7 +104,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Front {
+impl Forwarder {
     fn start(leads_to: String) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address").to_string();
@@ -126,7 +127,7 @@ impl Front {
 
     fn cut(&self) {
         for socket in lock(&self.shared.sockets).drain(..) {
-            // One that is closed already is as good.
+            // The socket may already be closed.
             socket.shutdown(Shutdown::Both).ok();
         }
     }
@@ -137,11 +138,11 @@ impl Front {
     }
 }
 
-impl Drop for Front {
+impl Drop for Forwarder {
     fn drop(&mut self) {
         self.shared.stopping.store(true, Ordering::SeqCst);
         self.cut();
-        // Wakes the one that accepts.
+        // The connection wakes the accepting thread.
         TcpStream::connect(&self.address).ok();
     }
 }
@@ -151,7 +152,7 @@ impl Shared {
         let Ok(far) = TcpStream::connect(&*lock(&self.leads_to)) else { return };
         let (near, far) = (Arc::new(near), Arc::new(far));
         let mut sockets = lock(&self.sockets);
-        // Only those that nobody copies any more.
+        // Sockets without a copying thread are dropped.
         sockets.retain(|socket| Arc::strong_count(socket) > 1);
         for (from, to) in [(&near, &far), (&far, &near)] {
             from.set_nodelay(true).ok();

@@ -1,4 +1,4 @@
-//! The suite as its users meet it: the `gantry` binary, a cluster of its own for each test, and what is on the machine afterwards.
+//! Harness of the end-to-end tests: the `gantry` binary, a separate cluster for each test, and checks of the machine afterwards.
 
 pub mod concourse;
 pub mod machines;
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-/// How long a condition may take to come true before a test has failed.
+/// Time limit for a condition before the test fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Whether this process may run containers. Says so when it may not.
+/// Returns whether this process may run containers. Prints a message if it may not.
 #[must_use]
 pub fn may_run_containers() -> bool {
     let root = rustix::process::geteuid().is_root();
@@ -28,14 +28,14 @@ pub fn may_run_containers() -> bool {
     root
 }
 
-/// The `gantry` binary of this build, beside which the others are.
+/// Returns the path of the `gantry` binary of this build. The other binaries are beside it.
 #[must_use]
 pub fn gantry_binary() -> PathBuf {
     if let Some(path) = std::env::var_os("GANTRY_BINARY") {
         return path.into();
     }
     let this = std::env::current_exe().expect("the path of this program");
-    // Tests are in a directory below that of the binaries.
+    // Test binaries are in a subdirectory of the directory with the binaries.
     let found =
         this.ancestors().skip(1).take(2).map(|directory| directory.join("gantry")).find(|path| path.exists());
     found.unwrap_or_else(|| {
@@ -43,7 +43,7 @@ pub fn gantry_binary() -> PathBuf {
     })
 }
 
-/// Waits until `condition` answers something.
+/// Waits until `condition` returns a value, and returns it.
 pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -55,7 +55,7 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A local cluster with directories of its own, which is started by the first command and stopped when this is dropped.
+/// Local cluster with separate directories. The first command starts it, and drop stops it.
 pub struct Cluster {
     /// Unmounted before the directory that it is in is removed.
     disk: Option<SmallDisk>,
@@ -70,7 +70,7 @@ impl Default for Cluster {
 }
 
 impl Cluster {
-    /// Not started yet.
+    /// Makes the directories of a cluster, which is not started yet.
     #[must_use]
     pub fn new() -> Self {
         let home = tempfile::Builder::new().prefix("gantry-it-").tempdir().expect("a temporary directory");
@@ -78,28 +78,28 @@ impl Cluster {
         Self { disk: None, home, settings: Vec::new() }
     }
 
-    /// With a setting in the environment of every command, and so of the cluster.
+    /// Adds a setting to the environment of every command, and so of the cluster.
     #[must_use]
     pub fn with(mut self, name: &str, value: &str) -> Self {
         self.settings.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// From the next command on.
+    /// Changes a setting for all later commands.
     pub fn set(&mut self, name: &str, value: &str) {
         self.settings.retain(|(known, _)| known != name);
         self.settings.push((name.to_owned(), value.to_owned()));
     }
 
-    /// With its state on a disk of so many MiB.
+    /// Puts the state of the cluster on a disk of `mib` MiB.
     #[must_use]
     pub fn on_small_disk(mut self, mib: u32) -> Self {
         self.disk = Some(SmallDisk::mount(self.home.path().join("state"), mib));
         self
     }
 
-    /// Starts the cluster in the foreground, in a table of mounts of its own that `prepare`, a shell script, may change. Answers once it
-    /// listens. What it says on standard error goes to the file `up.log`.
+    /// Starts the cluster in the foreground, in a separate mount namespace that the shell script `prepare` may change. Returns once the cluster
+    /// listens. Its standard error goes to the file `up.log`.
     #[must_use]
     pub fn up(&self, prepare: &str) -> Child {
         let gantry = self.gantry(["up"]);
@@ -113,43 +113,43 @@ impl Cluster {
         let mut line = String::new();
         let mut stdout = BufReader::new(child.stdout.take().expect("stdout"));
         stdout.read_line(&mut line).expect("a line");
-        assert!(line.starts_with("listening on "), "{line:?}: {}", self.said_by_up());
-        // It goes on writing there, and nobody reads it.
+        assert!(line.starts_with("listening on "), "{line:?}: {}", self.up_log());
+        // The cluster may write more, which the test does not read.
         child.stdout = Some(stdout.into_inner());
         child
     }
 
-    /// What the cluster that was started by [`Cluster::up`] said on standard error.
+    /// Returns the standard error of the cluster that [`Cluster::up`] started.
     #[must_use]
-    pub fn said_by_up(&self) -> String {
+    pub fn up_log(&self) -> String {
         std::fs::read_to_string(self.path("up.log")).unwrap_or_default()
     }
 
-    /// Kills everything of the cluster at once: services, supervisors, what is in containers.
+    /// Kills all processes of the cluster at once: services, supervisors and containers.
     pub fn kill_everything(&self) {
         wait_for("the end of everything", || {
             let processes = snapshot::processes(self);
             for pid in processes.keys() {
-                // SAFETY: kill has no memory to be unsafe about.
+                // SAFETY: kill accesses no memory of this process.
                 unsafe { libc::kill(*pid, libc::SIGKILL) };
             }
             processes.is_empty().then_some(())
         });
     }
 
-    /// A directory for the test's own files.
+    /// Returns the path of a file of the test.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.home.path().join(name)
     }
 
-    /// Where the cluster keeps its state.
+    /// Returns the state directory of the cluster.
     #[must_use]
     pub fn state(&self) -> PathBuf {
         self.home.path().join("state/gantry")
     }
 
-    /// A command line, with no standard input.
+    /// Makes a `gantry` command without standard input.
     pub fn gantry<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new(gantry_binary());
         command
@@ -163,9 +163,9 @@ impl Cluster {
             .envs(self.settings.iter().map(|(name, value)| (name, value)))
             .current_dir(self.home.path())
             .stdin(Stdio::null());
-        // SAFETY: the call runs no code of ours.
+        // SAFETY: signal is safe to call between fork and exec.
         unsafe {
-            // A shell starts background commands, such as a run of these tests, with SIGINT ignored.
+            // A shell ignores SIGINT for background commands, which these tests may be.
             command.pre_exec(|| {
                 libc::signal(libc::SIGINT, libc::SIG_DFL);
                 Ok(())
@@ -174,25 +174,25 @@ impl Cluster {
         command
     }
 
-    /// Runs a command line to its end.
+    /// Runs a command to its end.
     pub fn output<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
         self.gantry(arguments).output().expect("gantry runs")
     }
 
-    /// Runs a command line that must succeed, and answers its standard output.
+    /// Runs a command that must succeed, and returns its standard output.
     pub fn succeed<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Vec<u8> {
         let output = self.output(arguments);
         assert!(output.status.success(), "{}", describe(&output));
         output.stdout
     }
 
-    /// Uploads a directory, and answers the id of its artifact.
+    /// Uploads a directory, and returns the id of its artifact.
     #[must_use]
     pub fn upload(&self, directory: impl AsRef<Path>) -> String {
         id(self.succeed([OsStr::new("upload"), directory.as_ref().as_os_str()]))
     }
 
-    /// The cluster's process. `None`: none runs.
+    /// Returns the process id of the cluster. `None`: no cluster runs.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
         let status = self.output(["status", "--json"]);
@@ -200,29 +200,29 @@ impl Cluster {
         i32::try_from(status.get("process_id")?.as_i64()?).ok()
     }
 
-    /// Kills the cluster's process without warning.
+    /// Kills the process of the cluster.
     pub fn kill(&self) {
         let pid = self.pid().expect("a running cluster");
-        // SAFETY: kill has no memory to be unsafe about.
+        // SAFETY: kill accesses no memory of this process.
         assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
         wait_for("the end of the cluster", || {
             (!Path::new("/proc").join(pid.to_string()).exists()).then_some(())
         });
     }
 
-    /// Suspends the cluster's process: its socket accepts connections, and no call is answered.
+    /// Suspends the process of the cluster. Its socket still accepts connections, but no call is answered.
     pub fn freeze(&self) {
         let pid = self.pid().expect("a running cluster");
-        // SAFETY: kill has no memory to be unsafe about.
+        // SAFETY: kill accesses no memory of this process.
         assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
     }
 
-    /// What `list KIND` answers.
+    /// Returns the objects that `gantry list KIND` prints.
     #[must_use]
     pub fn list(&self, kind: &str) -> Vec<serde_json::Value> {
         let output = self.succeed(["list", kind, "--json"]);
         let lines = output.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
-        lines.map(|line| serde_json::from_slice(line).expect("a JSON object a line")).collect()
+        lines.map(|line| serde_json::from_slice(line).expect("one JSON object per line")).collect()
     }
 }
 
@@ -238,7 +238,7 @@ impl Drop for Cluster {
     }
 }
 
-/// A disk of its own, in memory.
+/// Small disk in memory.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
@@ -260,19 +260,19 @@ impl Drop for SmallDisk {
     }
 }
 
-/// Writes a file, with the directories that it is in.
+/// Writes a file, and creates its parent directories.
 pub fn write(path: &Path, contents: impl AsRef<[u8]>) {
     std::fs::create_dir_all(path.parent().expect("a directory above it")).expect("directories");
     std::fs::write(path, contents).expect("write");
 }
 
-/// The id that a command printed.
+/// Parses the id that a command printed.
 #[must_use]
 pub fn id(output: impl Into<Vec<u8>>) -> String {
     String::from_utf8(output.into()).expect("an id").trim().to_owned()
 }
 
-/// A run that has printed `ready`, with the rest of its standard output.
+/// Starts a command, and waits until it has printed `ready`. Also returns the rest of its standard output.
 #[must_use]
 pub fn started(mut command: Command) -> (Child, BufReader<ChildStdout>) {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
@@ -280,9 +280,9 @@ pub fn started(mut command: Command) -> (Child, BufReader<ChildStdout>) {
     let mut line = String::new();
     stdout.read_line(&mut line).expect("a line");
     if line != "ready\n" {
-        let mut said = String::new();
-        child.stderr.take().expect("stderr").read_to_string(&mut said).expect("text");
-        panic!("{line:?} instead of ready: {said}");
+        let mut printed = String::new();
+        child.stderr.take().expect("stderr").read_to_string(&mut printed).expect("text");
+        panic!("{line:?} instead of ready: {printed}");
     }
     (child, stdout)
 }
@@ -290,11 +290,11 @@ pub fn started(mut command: Command) -> (Child, BufReader<ChildStdout>) {
 /// Sends a signal to a command.
 pub fn send(child: &Child, signal: i32) {
     let pid = i32::try_from(child.id()).expect("a pid");
-    // SAFETY: kill has no memory to be unsafe about.
+    // SAFETY: kill accesses no memory of this process.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
-/// How a command ended and what it said, for failures.
+/// Describes the end and the output of a command, for messages of failed tests.
 #[must_use]
 pub fn describe(output: &Output) -> String {
     format!(
@@ -305,7 +305,7 @@ pub fn describe(output: &Output) -> String {
     )
 }
 
-/// The exit code; fails on a signal.
+/// Returns the exit code. Panics if a signal ended the command.
 #[must_use]
 pub fn code(output: &Output) -> i32 {
     output.status.code().unwrap_or_else(|| panic!("no exit code: {}", describe(output)))

@@ -1,5 +1,7 @@
-//! Worker machines that are not: each a network namespace with an address of its own, where this machine may make some, and a table of
-//! mounts of its own with a boot id of its own, so that one can be rebooted or taken away.
+//! Simulated worker machines, which can be rebooted or removed.
+//!
+//! Each machine has its own mount namespace with its own boot id. If this machine permits that, each also has a network namespace with its own
+//! address.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{describe, snapshot, wait_for};
 
-/// Machines, and the network between them and this one.
+/// Simulated machines, and the network between them and this machine.
 pub struct Machines {
     home: PathBuf,
     network: Option<Network>,
@@ -18,11 +20,11 @@ pub struct Machines {
     boots: u32,
 }
 
-/// One that is switched on: the process that keeps its table of mounts.
+/// Machine that is switched on: the process that holds its mount namespace.
 struct Machine(Child);
 
 impl Machines {
-    /// So many, switched on. What is theirs lives in `home`: `state-0`, `run-0`, ….
+    /// Switches on `count` machines. Their files are in `home`: `state-0`, `run-0` and so on.
     #[must_use]
     pub fn new(home: &Path, count: usize) -> Self {
         let mut machines =
@@ -34,7 +36,7 @@ impl Machines {
         machines
     }
 
-    /// The address of this machine that all of them reach.
+    /// Returns the address of this machine for all simulated machines.
     #[must_use]
     pub fn own_address(&self) -> String {
         self.network
@@ -42,20 +44,20 @@ impl Machines {
             .map_or_else(|| "127.0.0.1".to_owned(), |network| format!("{}.1", network.prefix))
     }
 
-    /// The address of one of them.
+    /// Returns the address of a machine.
     #[must_use]
     pub fn address(&self, index: usize) -> String {
         let network = self.network.as_ref();
         network.map_or_else(|| "127.0.0.1".to_owned(), |network| format!("{}.{}", network.prefix, index + 11))
     }
 
-    /// A directory of one of them.
+    /// Returns a directory of a machine.
     #[must_use]
     pub fn directory(&self, kind: &str, index: usize) -> PathBuf {
         self.home.join(format!("{kind}-{index}"))
     }
 
-    /// The words before a command that is run there.
+    /// Returns the words that precede a command in order to run it on a machine.
     #[must_use]
     pub fn prefix(&self, index: usize) -> Vec<String> {
         let Machine(keeper) = self.machines[index].as_ref().expect("it is switched on");
@@ -72,7 +74,7 @@ impl Machines {
         let script = "mount --bind \"$1\" /proc/sys/kernel/random/boot_id; echo on; exec sleep infinity";
         let mut command = Command::new("unshare");
         command.args(["--mount", "--propagation", "private", "sh", "-ec", script, "machine"]).arg(&boot);
-        // So that it is found among the processes of this machine.
+        // The variable marks the process as one of the machine.
         command.env("MACHINE", self.directory("state", index)).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut keeper = command.spawn().expect("unshare");
         let mut line = String::new();
@@ -81,7 +83,7 @@ impl Machines {
         self.machines[index] = Some(Machine(keeper));
     }
 
-    /// Everything that runs there.
+    /// Returns the processes of a machine.
     #[must_use]
     pub fn processes(&self, index: usize) -> BTreeMap<i32, String> {
         let mut found = snapshot::processes_of(&self.directory("state", index));
@@ -89,12 +91,12 @@ impl Machines {
         found
     }
 
-    /// Stops everything there at once; its mounts go with it, and what it had in memory.
+    /// Kills all processes of a machine. Its mounts and its memory are lost.
     fn switch_off(&mut self, index: usize) {
         wait_for("the end of everything on a machine", || {
             let processes = self.processes(index);
             for pid in processes.keys() {
-                // SAFETY: kill has no memory to be unsafe about.
+                // SAFETY: kill accesses no memory of this process.
                 unsafe { libc::kill(*pid, libc::SIGKILL) };
             }
             // The gateway is a child of the suite, which waits for it.
@@ -111,13 +113,13 @@ impl Machines {
         fs::remove_dir_all(self.directory("run", index)).ok();
     }
 
-    /// Switches one off and on again. Its gateway must be started by who started it before.
+    /// Switches a machine off and on again. The caller must restart its gateway.
     pub fn reboot(&mut self, index: usize) {
         self.switch_off(index);
         self.switch_on(index);
     }
 
-    /// Takes one away for good, with all that it held. Control groups, which it shares with this machine, go too.
+    /// Removes a machine for good, with all of its files and control groups.
     pub fn remove(&mut self, index: usize) {
         let handles = self.handles(index);
         self.switch_off(index);
@@ -125,7 +127,7 @@ impl Machines {
         fs::remove_dir_all(self.directory("state", index)).expect("its disk is gone");
     }
 
-    /// The containers on its disk.
+    /// Returns the handles of the containers on the disk of a machine.
     #[must_use]
     pub fn handles(&self, index: usize) -> Vec<String> {
         let entries = fs::read_dir(self.directory("state", index).join("containers"));
@@ -133,7 +135,7 @@ impl Machines {
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
     }
 
-    /// What there is of containers and volumes: files, mounts and processes besides the gateway's own.
+    /// Lists the files, mounts and processes of containers and volumes on a machine.
     #[must_use]
     pub fn held(&self, index: usize) -> BTreeSet<String> {
         let Machine(keeper) = self.machines[index].as_ref().expect("it is switched on");
@@ -167,7 +169,7 @@ impl Drop for Machines {
     }
 }
 
-/// A bridge in a namespace of its own, where no rules for packets are, with this machine and all others on it.
+/// Bridge in a separate network namespace without packet rules, which connects this machine and all simulated machines.
 struct Network {
     own: String,
     prefix: String,
@@ -175,7 +177,7 @@ struct Network {
 }
 
 impl Network {
-    /// `None`: this machine may not make one, and says so.
+    /// Makes a network. `None`: this machine does not permit that, and a message is printed.
     fn new(count: usize) -> Option<Self> {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = std::process::id() * 4 + MADE.fetch_add(1, Ordering::Relaxed) % 4;

@@ -1,4 +1,4 @@
-//! What a cluster occupies on the machine: mounts, cgroups, processes, files, rows.
+//! Resources of a cluster on the machine: mounts, cgroups, processes, files and rows.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -6,26 +6,26 @@ use std::path::Path;
 
 use crate::Cluster;
 
-/// Everything of a cluster that could leak. Two that are equal mean that nothing did.
+/// Resources of a cluster that could leak. Equal snapshots mean that nothing leaked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Mount points of the machine, with what is mounted there.
+    /// Mount points of the machine, with the mounted file systems.
     pub mounts: BTreeSet<String>,
     /// Control groups of every hierarchy.
     pub cgroups: BTreeSet<String>,
-    /// The cluster's processes, by number and command line.
+    /// Processes of the cluster, with number and command line.
     pub processes: BTreeSet<String>,
-    /// Files below the state directory, but for databases and logs, which may grow.
+    /// Files below the state directory, except databases and logs, which may grow.
     pub files: BTreeSet<String>,
     /// Volumes, containers and artifacts that the artifact store knows.
     pub rows: BTreeSet<String>,
 }
 
 impl Snapshot {
-    /// As things are now.
+    /// Takes a snapshot of a cluster.
     #[must_use]
     pub fn of(cluster: &Cluster) -> Self {
-        // A cluster may have a table of mounts of its own.
+        // A cluster may have a separate mount namespace.
         let table =
             cluster.pid().map_or("/proc/self/mountinfo".to_owned(), |pid| format!("/proc/{pid}/mountinfo"));
         let mounts = fs::read_to_string(table).expect("mountinfo");
@@ -36,14 +36,14 @@ impl Snapshot {
         all_files(&cluster.state(), &cluster.state(), &mut files);
         let mut rows = BTreeSet::new();
         for kind in ["volumes", "containers", "artifacts"] {
-            // A tombstone lets people ask what became of an artifact; it goes by itself.
+            // A tombstone records why an artifact was deleted, and expires later.
             let live = |row: &&serde_json::Value| row["state"] != "deleting";
             rows.extend(cluster.list(kind).iter().filter(live).map(|row| format!("{kind} {row}")));
         }
         Self { mounts, cgroups, processes: processes(cluster).into_values().collect(), files, rows }
     }
 
-    /// What is here and not there.
+    /// Lists the resources of this snapshot that `other` does not have.
     #[must_use]
     pub fn beyond(&self, other: &Self) -> Vec<String> {
         let sets = [
@@ -60,7 +60,7 @@ impl Snapshot {
     }
 }
 
-/// Control groups of every hierarchy.
+/// Lists the control groups of every hierarchy.
 #[must_use]
 pub fn cgroups() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
@@ -93,14 +93,13 @@ fn all_files(root: &Path, below: &Path, found: &mut BTreeSet<String>) {
     }
 }
 
-/// The processes of a cluster: those whose command line, environment or open files name its directories, as those of supervisors do, and
-/// those in a container, whose root is made of them.
+/// Finds the processes of a cluster. Their command line, environment, open files or root file system name its directories.
 #[must_use]
 pub fn processes(cluster: &Cluster) -> BTreeMap<i32, String> {
     processes_of(&cluster.path(""))
 }
 
-/// The same, for whatever lives in the directory `home`.
+/// Finds the processes whose command line, environment, open files or root file system name the directory `home`.
 #[must_use]
 pub fn processes_of(home: &Path) -> BTreeMap<i32, String> {
     let home = home.display().to_string();
@@ -118,8 +117,7 @@ pub fn processes_of(home: &Path) -> BTreeMap<i32, String> {
             let open = fs::read_dir(path.join("fd")).into_iter().flatten().flatten();
             open.filter_map(|fd| fs::read_link(fd.path()).ok()).any(|target| target.starts_with(home))
         };
-        // Whose root is made of what is there. Mounts elsewhere in its table say nothing: a supervisor of another cluster took over all that
-        // there were on the machine when it started.
+        // Only the root mount counts. A supervisor of another cluster inherited all mounts of the machine at its start.
         let is_inside = || {
             let mounts = fs::read_to_string(path.join("mountinfo")).unwrap_or_default();
             let root = |line: &str| line.split(' ').nth(4) == Some("/") && line.contains(home);

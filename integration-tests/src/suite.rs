@@ -1,7 +1,7 @@
-//! The four services as processes of their own, on a real PostgreSQL: each with directories, ports and a log of its own, and each may be
-//! killed, told to end and started again at any moment.
+//! The four services as separate processes on PostgreSQL. Each process has its own directories, ports and log, and may be killed, terminated and
+//! restarted at any time.
 //!
-//! Scheduler and artifact store live in one database, each as a user that owns its own schema and may not look into the other's.
+//! Scheduler and artifact store share a database. Each uses a separate user and schema, and cannot read the schema of the other.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -21,41 +21,41 @@ use crate::{describe, gantry_binary, id, send, snapshot, wait_for};
 const TOKEN: &str = "the-token-of-the-suite";
 const INNER_TOKEN: &str = "the-token-of-its-gateways";
 
-/// How many of each there are.
+/// Number of processes of each kind.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// `scheduler-0`, …
+    /// Schedulers: `scheduler-0`, …
     pub schedulers: usize,
-    /// `artifact-store-0`, …
+    /// Artifact stores: `artifact-store-0`, …
     pub stores: usize,
-    /// `streamer-0`, …
+    /// Streamers: `streamer-0`, …
     pub streamers: usize,
-    /// `runtime-gateway-0`, …, each with a host worker of its own: `worker-0`, …
+    /// Gateways: `runtime-gateway-0`, …, each with its own host worker: `worker-0`, …
     pub gateways: usize,
-    /// `proxy-0`, …, through which callers go when there is one.
+    /// Proxies: `proxy-0`, …. If there is one, callers use it.
     pub proxies: usize,
 }
 
 impl Shape {
-    /// One of each, and no proxy.
+    /// One process of each kind, and no proxy.
     pub const ONE: Self = Self { schedulers: 1, stores: 1, streamers: 1, gateways: 1, proxies: 0 };
-    /// One of each, but for gateways: those are added with [`Suite::attend`].
+    /// One scheduler, artifact store and streamer. Gateways are added with [`Suite::attend`].
     pub const NO_WORKER: Self = Self { gateways: 0, ..Self::ONE };
 }
 
-/// The terms of a suite in which a worker whose gateway is silent may soon be taken over.
+/// Settings with short terms, so that another gateway may soon take over the worker of a silent one.
 pub const SHORT_TERMS: &[(&str, &str)] =
     &[("GANTRY_HEARTBEAT", "500ms"), ("GANTRY_WORKER_TTL", "5s"), ("GANTRY_POLL_INTERVAL", "200ms")];
 
-/// What a test that failed prints of the databases: a title, and SQL that answers rows.
+/// Queries whose results a failed test prints, each with a title.
 const STATE: &[(&str, &str)] = &[
     ("how workloads have ended", "SELECT outcome, count(*) FROM its_scheduler.workloads GROUP BY 1"),
     (
-        "those that did not succeed",
+        "workloads that did not succeed",
         "SELECT id, outcome, ending, retried, failed_on, whereabouts FROM its_scheduler.workloads WHERE outcome <> 'succeeded' LIMIT 20",
     ),
     (
-        "those that have not ended",
+        "unfinished workloads",
         "SELECT w.state, w.retried, w.failed_on, l.state, l.phase, h.name, count(*), min(left(w.waiting_for, 200)),
              (extract(epoch FROM now()) - max(l.granted_at) / 1e6)::int AS last_granted, min(w.id::text)
          FROM its_scheduler.workloads w
@@ -73,9 +73,9 @@ const STATE: &[(&str, &str)] = &[
                   WHERE worker_id = w.id AND state <> 'ended' GROUP BY 1, 2) l) AS leases
          FROM its_scheduler.workers w JOIN its_scheduler.heartbeats c ON c.worker_id = w.id ORDER BY w.name",
     ),
-    ("what is owed to the store", "SELECT count(*), max(tries), min(due_at) FROM its_scheduler.outbox"),
+    ("outbox for the store", "SELECT count(*), max(tries), min(due_at) FROM its_scheduler.outbox"),
     (
-        "calls that wait",
+        "waiting calls",
         "SELECT replica, beat, changed, left(calls, 300) FROM its_scheduler.peer_waiters",
     ),
     (
@@ -86,17 +86,17 @@ const STATE: &[(&str, &str)] = &[
     ),
 ];
 
-/// A cluster of processes. Everything of it is gone when this is dropped.
+/// Cluster of processes. Drop removes everything of it.
 pub struct Suite {
     home: TempDir,
-    /// Where scheduler and store keep their rows.
+    /// Database server of the scheduler and the artifact store.
     pub postgres: Server,
     services: BTreeMap<String, Service>,
-    /// What is in the environment of every service.
+    /// Environment of every service.
     settings: Vec<(String, String)>,
-    /// Whether gateways have a token of their own.
+    /// Whether gateways have a separate token.
     walled: bool,
-    /// Where the gateways run, if not here.
+    /// Simulated machines of the gateways, if they do not run on this machine.
     machines: Option<Machines>,
 }
 
@@ -110,7 +110,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// What processes of this kind are called, but for their number.
+    /// Returns the name of processes of this kind, without their number.
     fn word(self) -> &'static str {
         match self {
             Self::Proxy => "proxy",
@@ -127,7 +127,7 @@ impl Kind {
         }
     }
 
-    /// Whose addresses it is told, and how.
+    /// Returns the settings for the addresses of other services.
     fn peers(self) -> &'static [(&'static str, Kind)] {
         const SCHEDULER: (&str, Kind) = ("GANTRY_SCHEDULER", Kind::Scheduler);
         const STORE: (&str, Kind) = ("GANTRY_ARTIFACT_STORE", Kind::Store);
@@ -140,34 +140,34 @@ impl Kind {
     }
 }
 
-/// One process.
+/// Process of a service.
 struct Service {
     kind: Kind,
-    /// Where it listens: a host and a port.
+    /// Listening address: a host and a port.
     address: String,
     endpoint: String,
     metrics: String,
-    /// What it alone is told.
+    /// Environment of this process alone.
     environment: Vec<(String, String)>,
     machine: Option<usize>,
     child: Option<Child>,
 }
 
 impl Suite {
-    /// Starts all of them, and waits until each is ready. `settings` are in the environment of every service.
+    /// Starts all processes, and waits until each is ready. `settings` are in the environment of every service.
     #[must_use]
     pub fn start(shape: Shape, settings: &[(&str, &str)]) -> Self {
         Self::new(shape, settings, false).begin()
     }
 
-    /// The same, with a machine of its own for each gateway.
+    /// Starts all processes, each gateway on a separate simulated machine.
     #[must_use]
     pub fn start_on_machines(shape: Shape, settings: &[(&str, &str)]) -> Self {
         Self::new(shape, settings, true).begin()
     }
 
-    /// The same, where the gateways have a token that callers do not know, so that a caller reaches a worker through a proxy only. The other
-    /// services ask for none, for a gateway has but one to present.
+    /// Starts all processes, with a token of the gateways that callers do not know. A caller then reaches workers only through a proxy. The other
+    /// services require no token, because a gateway has only one to present.
     #[must_use]
     pub fn start_walled(shape: Shape, settings: &[(&str, &str)]) -> Self {
         let mut suite = Self::new(shape, settings, false);
@@ -213,7 +213,7 @@ impl Suite {
         suite
     }
 
-    /// What each of a kind is told, besides where the others are.
+    /// Returns the settings of processes of a kind, without the addresses of other services.
     fn settings_of(&self, kind: Kind) -> Vec<(String, String)> {
         let database = |user: &str| {
             let (url, schema) = (self.postgres.url(user), format!("its_{user}"));
@@ -227,11 +227,11 @@ impl Suite {
         }
     }
 
-    /// What a gateway is told about its worker, which keeps its things in `state-DIRECTORY`.
+    /// Returns the settings of a gateway about its worker, whose state directory is `state-DIRECTORY`.
     fn settings_of_gateway(&self, worker: &str, directory: &str) -> Vec<(String, String)> {
         let directory = |kind: &str| self.path(&format!("{kind}-{directory}")).display().to_string();
         owned(&[
-            // Some processes tell the test of themselves over its loopback.
+            // Some processes connect to the test over its loopback.
             ("GANTRY_WORKER_ALLOW", "host-image,host-network"),
             ("GANTRY_WORKER_NAME", worker),
             ("GANTRY_STATE_DIR", &directory("state")),
@@ -239,7 +239,7 @@ impl Suite {
         ])
     }
 
-    /// Adds a process, which is not started.
+    /// Adds a process without starting it.
     fn add(
         &mut self,
         name: &str,
@@ -256,11 +256,11 @@ impl Suite {
         let address = format!("{host}:{}", ports.free());
         let (endpoint, metrics) = (format!("http://{address}"), format!("{host}:{}", ports.free()));
         let service = Service { kind, address, endpoint, metrics, environment, machine, child: None };
-        assert!(self.services.insert(name.to_owned(), service).is_none(), "there is a {name} already");
+        assert!(self.services.insert(name.to_owned(), service).is_none(), "{name} exists already");
     }
 
-    /// Starts one more gateway, of the host worker `worker` unless `settings` say otherwise. Gateways that are told the same worker share its
-    /// directories. Nothing is waited for.
+    /// Starts another gateway for the host worker `worker`, unless `settings` select another one. Gateways of the same worker share its
+    /// directories. Does not wait.
     pub fn attend(&mut self, name: &str, worker: &str, settings: &[(&str, &str)]) {
         let mut own = self.settings_of_gateway(worker, worker);
         own.extend(owned(settings));
@@ -278,25 +278,25 @@ impl Suite {
         self
     }
 
-    /// The processes, such as `scheduler-0`.
+    /// Returns the names of the processes, such as `scheduler-0`.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         self.services.keys().cloned().collect()
     }
 
-    /// A file of the test's own.
+    /// Returns the path of a file of the test.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.home.path().join(name)
     }
 
-    /// Where the gateways run.
+    /// Returns the simulated machines of the gateways.
     #[must_use]
     pub fn machines(&self) -> &Machines {
         self.machines.as_ref().expect("it was started on machines")
     }
 
-    /// Reboots the machine of a gateway, which is started again and waited for.
+    /// Reboots the machine of a gateway, restarts the gateway, and waits until it is ready.
     pub fn reboot(&mut self, index: usize) {
         self.machines.as_mut().expect("it was started on machines").reboot(index);
         let name = format!("runtime-gateway-{index}");
@@ -305,19 +305,19 @@ impl Suite {
         self.wait_until_ready(&name);
     }
 
-    /// Takes away a gateway's machine, with all that it holds, for good.
+    /// Removes the machine of a gateway with all of its files.
     pub fn remove_machine(&mut self, index: usize) {
         self.machines.as_mut().expect("it was started on machines").remove(index);
         self.kill(&format!("runtime-gateway-{index}"));
     }
 
-    /// The address at which a service listens.
+    /// Returns the address of a service.
     #[must_use]
     pub fn address(&self, name: &str) -> &str {
         &self.service(name).endpoint
     }
 
-    /// The token of everybody.
+    /// Returns the token of callers.
     #[must_use]
     pub fn token(&self) -> &'static str {
         TOKEN
@@ -332,7 +332,7 @@ impl Suite {
         all.map(|service| service.endpoint.as_str()).collect::<Vec<_>>().join(",")
     }
 
-    /// A command line of a service's own binary, with its settings in the environment.
+    /// Makes a command of the binary of a service, with its settings in the environment.
     #[must_use]
     pub fn command(&self, name: &str, arguments: &[&str]) -> Command {
         let service = self.service(name);
@@ -375,18 +375,18 @@ impl Suite {
         service.child = Some(child.expect("it starts"));
     }
 
-    /// What `health` of the service says.
+    /// Runs the `health` command of a service.
     #[must_use]
     pub fn health(&self, name: &str, service: &str) -> Output {
         self.command(name, &["health", "--service", service]).output().expect("it runs")
     }
 
-    /// Waits until the process says that it is ready.
+    /// Waits until a process is ready.
     pub fn wait_until_ready(&self, name: &str) {
         wait_for(&format!("{name} is ready"), || self.health(name, "").status.success().then_some(()));
     }
 
-    /// Waits until the process says that it is not ready, and answers why.
+    /// Waits until a process is not ready, and returns the reason.
     #[must_use]
     pub fn wait_until_not_ready(&self, name: &str) -> String {
         wait_for(&format!("{name} is not ready"), || {
@@ -395,7 +395,7 @@ impl Suite {
         })
     }
 
-    /// Kills a process without warning.
+    /// Kills a process.
     pub fn kill(&mut self, name: &str) {
         let mut child =
             self.services.get_mut(name).and_then(|service| service.child.take()).expect("it runs");
@@ -403,7 +403,7 @@ impl Suite {
         child.wait().expect("ended");
     }
 
-    /// Tells a process to end, and answers how it did.
+    /// Terminates a process, and returns its exit status.
     pub fn terminate(&mut self, name: &str) -> ExitStatus {
         self.signal(name, libc::SIGTERM);
         self.wait(name)
@@ -414,20 +414,20 @@ impl Suite {
         send(self.service(name).child.as_ref().expect("it runs"), signal);
     }
 
-    /// The id of a process that runs.
+    /// Returns the id of a running process.
     #[must_use]
     pub fn pid(&self, name: &str) -> u32 {
         self.service(name).child.as_ref().expect("it runs").id()
     }
 
-    /// Waits for the end of a process, and answers how it ended.
+    /// Waits for the end of a process, and returns its exit status.
     pub fn wait(&mut self, name: &str) -> ExitStatus {
         let mut child =
             self.services.get_mut(name).and_then(|service| service.child.take()).expect("it runs");
         wait_for(&format!("the end of {name}"), || child.try_wait().expect("asked"))
     }
 
-    /// What a process answers to operators at `path`: the status line and the body.
+    /// Reads a page of the metrics server of a process. Returns the status line and the body.
     #[must_use]
     pub fn page(&self, name: &str, path: &str) -> (String, String) {
         let service = self.service(name);
@@ -446,18 +446,18 @@ impl Suite {
         (head.lines().next().unwrap_or_default().to_owned(), body.to_owned())
     }
 
-    /// All that a process said so far.
+    /// Returns the log of a process.
     #[must_use]
-    pub fn said(&self, name: &str) -> String {
+    pub fn log(&self, name: &str) -> String {
         fs::read_to_string(self.path(&format!("{name}.log"))).unwrap_or_default()
     }
 
-    /// Waits until a process has said this.
-    pub fn wait_until_it_says(&self, name: &str, text: &str) {
-        wait_for(text, || self.said(name).contains(text).then_some(()));
+    /// Waits until the log of a process contains `text`.
+    pub fn wait_for_log(&self, name: &str, text: &str) {
+        wait_for(text, || self.log(name).contains(text).then_some(()));
     }
 
-    /// Waits until the gateway `by` attends `worker`, and answers the worker.
+    /// Waits until the gateway `by` attends `worker`, and returns the worker.
     pub fn attended(&self, worker: &str, by: &str) -> Value {
         wait_for(&format!("{by}, which attends {worker},"), || {
             let shown = self.gantry(&["show", "worker", worker, "--json"]).output().expect("gantry runs");
@@ -466,7 +466,7 @@ impl Suite {
         })
     }
 
-    /// Where all services are, as `--server` takes it.
+    /// Returns the addresses of all services, as `--server` takes them.
     #[must_use]
     pub fn server(&self) -> String {
         let words = [
@@ -480,7 +480,7 @@ impl Suite {
         words.map(|(word, addresses)| format!("{word}={addresses}")).collect::<Vec<_>>().join(",")
     }
 
-    /// A command line of `gantry` that calls this cluster.
+    /// Makes a `gantry` command that calls this cluster.
     #[must_use]
     pub fn gantry(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(gantry_binary());
@@ -490,18 +490,18 @@ impl Suite {
         command
     }
 
-    /// Uploads a directory, and answers the id of its artifact.
+    /// Uploads a directory, and returns the id of its artifact.
     #[must_use]
     pub fn upload(&self, directory: &Path) -> String {
         id(self.succeed(&["upload", directory.to_str().expect("UTF-8")]))
     }
 
-    /// What there is, and what it waits for: titles, and the rows below each.
+    /// Runs the queries of `STATE`. Returns their titles and rows.
     pub fn state(&self) -> impl Iterator<Item = (&'static str, Result<Vec<String>, String>)> {
         STATE.iter().map(|(what, sql)| (*what, self.postgres.try_query(sql)))
     }
 
-    /// Runs a command line that must succeed, and answers its standard output.
+    /// Runs a `gantry` command that must succeed, and returns its standard output.
     pub fn succeed(&self, arguments: &[&str]) -> String {
         let output = self.gantry(arguments).output().expect("gantry runs");
         assert!(output.status.success(), "{}", describe(&output));
@@ -515,7 +515,7 @@ fn owned(settings: &[(&str, &str)]) -> Vec<(String, String)> {
     settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
 }
 
-/// Ports that were free, kept until all are known, so that none is given twice.
+/// Free ports. They stay bound until all are chosen, so that no port is chosen twice.
 #[derive(Default)]
 struct Ports(Vec<TcpListener>);
 
@@ -532,12 +532,12 @@ impl Drop for Suite {
     fn drop(&mut self) {
         if std::thread::panicking() {
             for name in self.names() {
-                let log = self.said(&name);
+                let log = self.log(&name);
                 let from = log.len().saturating_sub(8_000);
                 eprintln!("--- {name} ---\n{}", log.get(from..).unwrap_or(&log));
             }
             for (what, rows) in self.state() {
-                // Where nobody answers, that is said.
+                // If the database does not answer, the error is printed.
                 eprintln!("--- {what} ---\n{}", rows.unwrap_or_else(|why| vec![why]).join("\n"));
             }
         }
@@ -552,7 +552,7 @@ impl Drop for Suite {
     }
 }
 
-/// Removes everything from the machine that lives in the directory `home`: processes, their control groups, mounts.
+/// Removes the processes, control groups and mounts of the directory `home` from the machine.
 fn clear(home: &Path) {
     for _ in 0..200 {
         let processes = snapshot::processes_of(home);
@@ -560,7 +560,7 @@ fn clear(home: &Path) {
             break;
         }
         for pid in processes.keys() {
-            // SAFETY: kill has no memory to be unsafe about.
+            // SAFETY: kill accesses no memory of this process.
             unsafe { libc::kill(*pid, libc::SIGKILL) };
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -582,7 +582,7 @@ fn clear(home: &Path) {
     remove_groups(Path::new("/sys/fs/cgroup"), &handles);
 }
 
-/// Removes control groups that are named for one of `handles`.
+/// Removes control groups whose names contain one of `handles`.
 pub(crate) fn remove_groups(below: &Path, handles: &[String]) {
     for entry in fs::read_dir(below).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {

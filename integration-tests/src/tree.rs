@@ -1,4 +1,4 @@
-//! Directories, compared to the last bit.
+//! Exact comparison of directories.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// Everything about an entry that has to come back as it went.
+/// Properties of an entry that a round trip must preserve.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     kind: &'static str,
@@ -21,7 +21,7 @@ pub struct Entry {
     sparse: bool,
 }
 
-/// All entries below `root`, by path.
+/// Reads all entries below `root`, by path.
 #[must_use]
 pub fn read(root: &Path) -> BTreeMap<PathBuf, Entry> {
     let mut entries = BTreeMap::new();
@@ -75,7 +75,7 @@ pub fn assert_same(left: &Path, right: &Path) {
     compare(&read(left), &read(right));
 }
 
-/// The same, where `right` was made by a process from what the tar of a Concourse worker made of `left`: whole seconds, and no holes.
+/// Compares two trees. `right` is a copy of `left` through tar on a Concourse worker, so it has whole seconds and no holes.
 pub fn assert_same_through_tar(left: &Path, right: &Path) {
     let mut left = read(left);
     let mut right = read(right);
@@ -100,7 +100,7 @@ fn compare(left: &BTreeMap<PathBuf, Entry>, right: &BTreeMap<PathBuf, Entry>) {
     }
 }
 
-/// A directory with everything that can go wrong on the way: odd names, links, holes, old times, no permissions.
+/// Makes a directory with difficult entries: odd names, links, holes, old times and missing permissions.
 pub fn make_difficult(root: &Path) {
     fs::create_dir_all(root).expect("the root");
     let file = |name: &OsStr, content: &[u8], mode: u32| {

@@ -1,9 +1,7 @@
-//! Runs `/bin/true` once on a Concourse worker by bare calls, without services around them: what remains of `gantry run -- /bin/true` there.
-//! For `make bench`.
+//! Runs `/bin/true` once on a Concourse worker with direct calls, as the baseline of `gantry run -- /bin/true` in `make bench`.
 //!
-//! It does what any client of the two protocols has to: a copy-on-write volume of the image and a container in it, both with properties
-//! by which they would be found again, the process, its output to the end, its exit, and both destroyed. It prints the milliseconds until
-//! the end of the process was known.
+//! It makes the calls that every client of the two protocols needs. It creates a copy-on-write volume of the image and a container with
+//! properties. Then it runs the process, reads its output and exit, and destroys both. It prints the milliseconds until the exit was known.
 
 use std::io::Write;
 use std::time::Instant;
@@ -18,7 +16,7 @@ async fn main() -> Result<(), Error> {
     let begin = Instant::now();
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let [garden, baggageclaim, image] = &arguments[..] else {
-        return Err("usage: bare_garden GARDEN BAGGAGECLAIM VOLUME, which has an image".into());
+        return Err("usage: bare_garden GARDEN BAGGAGECLAIM VOLUME; VOLUME must contain an image".into());
     };
     let containers = garden::Client::new(garden, Settings::default());
     let volumes = baggageclaim::Client::new(baggageclaim, Timeouts::default());
@@ -39,10 +37,10 @@ async fn main() -> Result<(), Error> {
     };
     containers.create(&container).await?;
     let process = ProcessSpec { id: name.clone(), path: "/bin/true".to_owned(), ..ProcessSpec::default() };
-    // With all that it writes, which is nothing.
+    // Waits for the output, which is empty, and the exit.
     let exit = containers.run(&name, &process).await?.wait().await?;
     if exit.status != 0 {
-        return Err(format!("it ended with {}", exit.status).into());
+        return Err(format!("the process ended with status {}", exit.status).into());
     }
     let ended = begin.elapsed();
     containers.destroy(&name).await?;

@@ -1,8 +1,8 @@
-//! `garden_worker [--listen ADDRESS] NAME…`: serves as Concourse workers until its standard input ends, on the loopback or at another address
-//! of this machine. For `make bench` and `make compose-test`.
+//! Fake Concourse workers for `make bench` and `make compose-test`: `garden_worker [--listen ADDRESS] NAME…`.
 //!
-//! It prints, in one line, what such workers say when they register: one for each NAME, with that name as its tag. To each line of its
-//! input it answers with one of JSON: the requests so far.
+//! The process serves on the loopback or at another address of this machine until its standard input ends. It first prints one line of JSON with the
+//! registrations of the workers: one for each NAME, with that name as its tag. For each line of its input, it prints one line of JSON with the
+//! requests so far.
 
 use std::io::{BufRead, Error, ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr};
@@ -15,7 +15,7 @@ async fn main() -> std::io::Result<()> {
     let mut names = std::env::args().skip(1).peekable();
     let mut address = IpAddr::from(Ipv4Addr::LOCALHOST);
     if names.next_if(|word| word == "--listen").is_some() {
-        let wrong = || Error::new(ErrorKind::InvalidInput, "--listen wants an IP address");
+        let wrong = || Error::new(ErrorKind::InvalidInput, "--listen needs an IP address");
         address = names.next().and_then(|word| word.parse().ok()).ok_or_else(wrong)?;
     }
     let mut workers = Vec::new();

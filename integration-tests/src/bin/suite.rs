@@ -1,8 +1,8 @@
-//! Runs the four services as processes of their own, on PostgreSQL, with a proxy and two host workers, until its standard input ends or it is
-//! told to end. Nothing of it is left then.
+//! Suite for other programs: the four services as separate processes on PostgreSQL, a proxy and two host workers.
 //!
-//! Once all are ready it prints a line of JSON: `server`, as `gantry --server` takes it, and `token_file`. With `--walled` that token opens the
-//! proxy only: the workers' gateways want another one.
+//! The suite runs until its standard input ends or a signal arrives, and then removes everything. Once all services are ready, it prints a line of JSON:
+//! `server`, the value for `gantry --server`, and `token_file`. With `--walled`, the gateways of the workers reject that token, and only the
+//! proxy accepts it.
 
 use std::io::{self, Write};
 
@@ -18,10 +18,10 @@ fn main() -> io::Result<()> {
         [walled] if walled == "--walled" => true,
         _ => return Err(io::Error::new(io::ErrorKind::InvalidInput, "usage: suite [--walled]")),
     };
-    // PostgreSQL lives as long as this thread, which therefore does the waiting.
+    // PostgreSQL ends with this thread, so this thread waits.
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let _entered = tokio.enter();
-    // From here on a signal is not the end before all is tidied up.
+    // From here on, a signal ends the process only after the cleanup.
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     let suite = if walled { Suite::start_walled(SHAPE, &[]) } else { Suite::start(SHAPE, &[]) };
     let found = serde_json::json!({ "server": suite.server(), "token_file": suite.path("token") });
@@ -29,7 +29,7 @@ fn main() -> io::Result<()> {
 
     let (end, ended) = oneshot::channel();
     std::thread::spawn(move || {
-        // Read to its end, or not readable: nobody wants the suite any more.
+        // The end of the input, or an error, ends the suite.
         io::copy(&mut io::stdin(), &mut io::sink()).ok();
         end.send(()).ok();
     });

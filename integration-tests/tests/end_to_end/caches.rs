@@ -1,27 +1,27 @@
-//! Caches: what one run leaves is found by the next, on whichever worker and kind of worker that runs.
+//! Caches between runs, on one worker or different kinds of workers.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, may_run_containers, wait_for};
 use serde_json::Value;
 use testing::baggageclaim::Driver;
 use testing::garden::Manner;
 
-/// What ended goes at once.
+/// Settings with which ended workloads are collected at once.
 const SOON: &[(&str, &str)] = &[("GANTRY_GC_GRACE", "0s"), ("GANTRY_COLLECT_INTERVAL", "1s")];
 
-/// Services, and workers with a gateway and a tag of their names.
+/// Services and workers. Each worker has its own gateway, and its name as its tag.
 struct Scene {
     suite: Suite,
-    pairs: Vec<Pair>,
+    pairs: Vec<ConcourseWorker>,
     image: String,
 }
 
 impl Scene {
-    /// With a host worker.
+    /// Starts the services with a host worker.
     fn start(more: &[(&str, &str)]) -> Self {
         let suite = Suite::start(Shape::NO_WORKER, &[SHORT_TERMS, SOON, more].concat());
         let mut scene = Self { suite, pairs: Vec::new(), image: "host".to_owned() };
@@ -36,13 +36,13 @@ impl Scene {
     }
 
     fn concourse(&mut self, worker: &str, (manner, driver): (Manner, Driver)) {
-        let pair = Pair::start(manner, driver);
+        let pair = ConcourseWorker::start(manner, driver);
         let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
         self.pairs.push(pair);
         self.attend(worker, &[("GANTRY_GARDEN", &garden), ("GANTRY_BAGGAGECLAIM", &volumes)]);
     }
 
-    /// `gantry run` of a script on a worker, with the cache `name` at `/cache`.
+    /// Makes a `gantry run` of a script on a worker, with the cache `name` at `/cache`.
     fn run(&self, worker: &str, name: &str, more: &[&str], script: &str) -> Command {
         let image = if worker == "host" { "host" } else { &self.image };
         let cache = format!("{name}=/cache");
@@ -50,14 +50,14 @@ impl Scene {
         self.suite.gantry(&[&run[..], more, &["--", "sh", "-c", script]].concat())
     }
 
-    /// The exit code of that, and what it said.
+    /// Runs a script, and returns its exit code and output.
     fn ran(&self, worker: &str, name: &str, script: &str) -> (Option<i32>, String) {
         let output = self.run(worker, name, &[], script).output().expect("gantry runs");
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
         if output.status.code() == Some(125) {
             panic!("{worker}: {}", describe(&output));
         }
-        (output.status.code(), said)
+        (output.status.code(), printed)
     }
 
     fn json(&self, arguments: &[&str]) -> Vec<Value> {
@@ -65,14 +65,14 @@ impl Scene {
         listed.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
     }
 
-    /// The artifact that a cache has.
+    /// Returns the artifact of a cache.
     fn version(&self, name: &str) -> String {
         let caches = self.json(&["list", "caches"]);
         let cache = caches.iter().find(|cache| cache["name"] == name).expect("there is such a cache");
         cache["artifact_id"].as_str().expect("it has something").to_owned()
     }
 
-    /// Waits until nothing is left but the replicas of these artifacts, none of which is the child of another volume.
+    /// Waits until only the replicas of these artifacts are left, and none of them is the child of another volume.
     fn wait_for_nothing_but(&self, artifacts: &[String]) {
         wait_for("the end of everything else", || {
             self.suite.succeed(&["gc"]);
@@ -90,7 +90,7 @@ impl Scene {
 }
 
 #[test]
-fn what_one_kind_of_worker_leaves_is_found_on_the_other() {
+fn cache_moves_between_kinds_of_workers() {
     if !may_run_containers() {
         return;
     }
@@ -114,7 +114,7 @@ fn what_one_kind_of_worker_leaves_is_found_on_the_other() {
         assert_eq!(scene.ran(worker, "log", &add(&name)), (Some(0), expected.clone()), "{name}");
         expected.push_str(&format!("{name}\n"));
     }
-    // What is only read stays what it is, wherever; so does what a run that is stopped leaves, and one that fails leaves what it changed.
+    // A run that only reads, or that is stopped, leaves the version unchanged. A run that fails leaves its changes.
     let version = scene.version("log");
     for worker in ["host", "overlay", "naive"] {
         assert_eq!(scene.ran(worker, "log", "cat /cache/log"), (Some(0), expected.clone()));
@@ -146,26 +146,26 @@ fn what_one_kind_of_worker_leaves_is_found_on_the_other() {
         of_caches.iter().all(only).then_some(())
     });
 
-    // A cache of that name can be cleared, and is empty then.
+    // A cache can be cleared by its name, and is then empty.
     assert!(scene.suite.succeed(&["clear-cache", "log"]).contains("1 cache"));
     let none = scene.suite.gantry(&["clear-cache", "log"]).output().expect("gantry runs");
     assert!(!none.status.success());
     assert_eq!(scene.ran("overlay", "log", "ls -A /cache"), (Some(0), String::new()));
 }
 
-/// A run that says `ready` and goes on when it is told to.
-struct Waiting {
+/// Run that prints `ready`, and continues on request.
+struct WaitingProcess {
     child: Child,
 }
 
-impl Waiting {
+impl WaitingProcess {
     fn start(scene: &Scene, worker: &str, name: &str, script: &str) -> Self {
         let script = format!("echo ready; read line; {script}");
         let mut run = scene.run(worker, name, &[], &script);
         let mut child = run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry runs");
-        let mut said = String::new();
-        BufReader::new(child.stdout.as_mut().expect("it is piped")).read_line(&mut said).expect("read");
-        assert_eq!(said, "ready\n");
+        let mut printed = String::new();
+        BufReader::new(child.stdout.as_mut().expect("it is piped")).read_line(&mut printed).expect("read");
+        assert_eq!(printed, "ready\n");
         Self { child }
     }
 
@@ -176,14 +176,14 @@ impl Waiting {
 }
 
 #[test]
-fn a_version_that_is_superseded_while_it_is_used_stays_for_who_uses_it() {
+fn superseded_cache_version_survives_while_used() {
     if !may_run_containers() {
         return;
     }
     let scene = Scene::start(&[]);
     assert_eq!(scene.ran("host", "c", "echo first > /cache/first").0, Some(0));
     let first = scene.version("c");
-    let slow = Waiting::start(&scene, "host", "c", "cat /cache/first > /cache/slow");
+    let slow = WaitingProcess::start(&scene, "host", "c", "cat /cache/first > /cache/slow");
     assert_eq!(scene.ran("host", "c", "rm /cache/first; echo second > /cache/second").0, Some(0));
     let second = scene.version("c");
     assert_ne!(first, second);
@@ -198,7 +198,7 @@ fn a_version_that_is_superseded_while_it_is_used_stays_for_who_uses_it() {
 }
 
 #[test]
-fn a_gateway_that_is_killed_again_and_again_loses_nothing_of_a_cache() {
+fn killed_gateway_loses_no_cache_content() {
     if !may_run_containers() {
         return;
     }
@@ -226,12 +226,12 @@ fn a_gateway_that_is_killed_again_and_again_loses_nothing_of_a_cache() {
 }
 
 #[test]
-fn nothing_is_left_of_a_cache_once_it_was_unused_for_its_ttl() {
+fn unused_cache_is_deleted_after_ttl() {
     if !may_run_containers() {
         return;
     }
     let scene = Scene::start(&[("GANTRY_TASK_CACHE_TTL", "3s")]);
-    // Used for longer than that, it stays.
+    // A cache that is used for longer than its TTL stays.
     assert_eq!(scene.ran("host", "c", "echo kept > /cache/file; sleep 6").0, Some(0));
     wait_for("the end of the cache", || {
         scene.suite.succeed(&["gc"]);

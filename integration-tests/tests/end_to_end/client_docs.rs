@@ -1,6 +1,6 @@
-//! `docs/clients.md` shows what the clients do: its excerpts are what their sources have between `docs:NAME` and `docs:end`.
+//! Excerpts in `docs/clients.md`: they match the sources of the clients between `docs:NAME` and `docs:end`.
 //!
-//! `GANTRY_BLESS=1 cargo test -p integration-tests --test end_to_end client_docs` takes them over.
+//! `GANTRY_BLESS=1 cargo test -p integration-tests --test end_to_end client_docs` copies the excerpts into the document.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The lines of `source` that are marked with `name`, as far to the left as they go.
+/// Returns the lines of `source` that are marked with `name`, with the common indentation removed.
 fn excerpt(source: &str, name: &str) -> String {
     let marker =
         |line: &str| line.trim_start_matches([' ', '\t', '/', '#']).strip_prefix("docs:").map(str::to_owned);
@@ -37,7 +37,7 @@ fn excerpt(source: &str, name: &str) -> String {
 }
 
 #[test]
-fn excerpts_are_what_the_clients_have() {
+fn excerpts_match_clients() {
     let path = root().join("docs/clients.md");
     let document = read(&path);
     let (mut renewed, mut rest, mut count) = (String::new(), document.as_str(), 0);

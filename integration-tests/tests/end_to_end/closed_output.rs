@@ -1,4 +1,4 @@
-//! Standard output that nobody reads, or that cannot be written: commands end as others do, and never in a panic.
+//! Standard output that is closed or cannot be written. Commands end normally, and never panic.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -6,10 +6,10 @@ use std::process::{Command, Stdio};
 
 use integration_tests::{Cluster, describe, may_run_containers};
 
-/// SIGPIPE, as shells say it.
+/// Exit code of a shell for SIGPIPE.
 const PIPE: i32 = 141;
 
-/// Runs `command` with its standard output closed at the other end. Answers the exit code and what it said.
+/// Runs `command` with its standard output closed at the other end. Returns the exit code and standard error.
 fn unread(mut command: Command) -> (Option<i32>, String) {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
@@ -18,14 +18,14 @@ fn unread(mut command: Command) -> (Option<i32>, String) {
 
 fn ended(command: &mut Command) -> (Option<i32>, String) {
     let mut child = command.stderr(Stdio::piped()).spawn().expect("gantry");
-    let mut said = String::new();
-    child.stderr.take().expect("stderr").read_to_string(&mut said).expect("text");
-    assert!(!said.contains("panicked"), "{command:?}: {said}");
-    (child.wait().expect("it ends").code(), said)
+    let mut printed = String::new();
+    child.stderr.take().expect("stderr").read_to_string(&mut printed).expect("text");
+    assert!(!printed.contains("panicked"), "{command:?}: {printed}");
+    (child.wait().expect("it ends").code(), printed)
 }
 
 #[test]
-fn commands_that_nobody_reads_end_as_by_sigpipe() {
+fn commands_without_reader_end_as_by_sigpipe() {
     if !may_run_containers() {
         return;
     }
@@ -60,36 +60,39 @@ fn commands_that_nobody_reads_end_as_by_sigpipe() {
         for json in [false, true] {
             let more: &[&str] = if json { &["--json"] } else { &[] };
             let words = [more, arguments].concat();
-            // Where nothing has to be said there is nothing to fail: `--json gc` of nothing, and events of what has no output.
+            // A command without output does not fail: `--json gc` without garbage, and events of a workload without output.
             let nothing = ["gc", "-d"].iter().any(|word| json && words.contains(word));
-            let (code, said) = unread(cluster.gantry(&words));
+            let (code, printed) = unread(cluster.gantry(&words));
             assert!(
                 code == Some(PIPE) || nothing && code == Some(0),
-                "{words:?} ended with {code:?}: {said}"
+                "{words:?} ended with {code:?}: {printed}"
             );
 
             let full = File::options().write(true).open("/dev/full").expect("a full file");
-            let (code, said) = ended(cluster.gantry(&words).stdout(full));
+            let (code, printed) = ended(cluster.gantry(&words).stdout(full));
             if nothing {
                 assert!(
                     code.is_some_and(|code| code == 0 || code == 125),
-                    "{words:?} ended with {code:?}: {said}"
+                    "{words:?} ended with {code:?}: {printed}"
                 );
             } else {
-                assert_eq!(code, Some(125), "{words:?}: {said}");
-                assert!(said.contains("cannot write to standard output: No space left"), "{words:?}: {said}");
+                assert_eq!(code, Some(125), "{words:?}: {printed}");
+                assert!(
+                    printed.contains("cannot write to standard output: No space left"),
+                    "{words:?}: {printed}"
+                );
             }
         }
     }
-    // What has been said before it was closed counts for nothing: help has no more to do.
+    // `help` succeeds even if its output is closed.
     for arguments in [["--help"].as_slice(), &["help", "run"], &["--version"]] {
-        let (code, said) = unread(cluster.gantry(arguments));
-        assert_eq!(code, Some(0), "{arguments:?}: {said}");
+        let (code, printed) = unread(cluster.gantry(arguments));
+        assert_eq!(code, Some(0), "{arguments:?}: {printed}");
     }
 }
 
 #[test]
-fn a_command_without_standard_output_does_its_work() {
+fn command_works_without_stdout() {
     if !may_run_containers() {
         return;
     }
@@ -99,7 +102,7 @@ fn a_command_without_standard_output_does_its_work() {
         let mut closed = Command::new("sh");
         closed.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(gantry.get_program()).args(gantry.get_args());
         closed.env_clear().envs(gantry.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        let (code, said) = ended(closed.current_dir(cluster.path("")).stdin(Stdio::null()));
-        assert_eq!(code, Some(0), "{arguments:?}: {said}");
+        let (code, printed) = ended(closed.current_dir(cluster.path("")).stdin(Stdio::null()));
+        assert_eq!(code, Some(0), "{arguments:?}: {printed}");
     }
 }

@@ -1,11 +1,11 @@
-//! The main job on a Concourse worker: the servers are those of the tests, everything else is the suite.
+//! Main job on a Concourse worker. Its servers are fakes, and everything else is the real suite.
 
 use std::fs;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for, write};
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{Fault, Manner, Server};
@@ -16,19 +16,19 @@ const EVERY: [(Manner, Driver); 3] = [
     (Manner::Houdini, Driver::Naive),
 ];
 
-/// A cluster with this machine and a Concourse worker, which has the tag `garden`.
+/// Cluster with this machine and a Concourse worker, which has the tag `garden`.
 struct Suite {
     cluster: Cluster,
     garden: Server,
     volumes: baggageclaim::Server,
-    /// Where the server of the volumes lives.
+    /// State directory of the volume server.
     _tokio: tokio::runtime::Runtime,
     image: String,
-    /// The network of its containers.
+    /// Network of the containers.
     network: &'static str,
 }
 
-/// Houdini isolates nothing, so a container there has the worker's own network.
+/// Houdini isolates nothing, so its containers have the network of the worker.
 fn network(manner: Manner) -> &'static str {
     if manner == Manner::Houdini { "host" } else { "private" }
 }
@@ -43,7 +43,7 @@ impl Suite {
         let garden = Server::start(manner);
         let volumes = tokio.block_on(baggageclaim::Server::start(driver));
         let mut cluster = Cluster::new();
-        // As such a worker registers, with a tag.
+        // Document with which such a worker registers, with a tag.
         let worker = serde_json::json!([{
             "name": "concourse", "addr": garden.address(), "baggageclaim_url": format!("http://{}", volumes.address()),
             "platform": "linux", "tags": ["garden"], "team": "", "resource_types": null, "start_time": 1,
@@ -60,7 +60,7 @@ impl Suite {
         Self { cluster, garden, volumes, _tokio: tokio, image, network: network(manner) }
     }
 
-    /// The arguments of a run on the Concourse worker.
+    /// Returns the arguments of a run on the Concourse worker.
     fn job<'a>(&'a self, more: &[&'a str], script: &'a str) -> Vec<&'a str> {
         let run = ["run", "--tag", "garden", "--network", self.network, "--image", &self.image];
         [&run[..], more, &["--", "sh", "-c", script]].concat()
@@ -83,7 +83,7 @@ fn attended(cluster: &Cluster) {
 }
 
 #[test]
-fn a_directory_goes_to_a_concourse_worker_and_a_result_comes_back() {
+fn concourse_worker_runs_with_input_and_output() {
     if !may_run_containers() {
         return;
     }
@@ -95,12 +95,12 @@ fn a_directory_goes_to_a_concourse_worker_and_a_result_comes_back() {
         }
         let script = "find src -type f | wc -l > report/files; echo changed > src/a; cat src/a > report/a; echo $OF; exit 3";
         for _ in 0..2 {
-            // The second finds its input unchanged: the first wrote into a copy.
+            // The second run finds its input unchanged, because the first wrote into a copy.
             let output = cluster.output(suite.job(&["-i", "src=src", "-o", "report=./out"], script));
             assert_eq!(code(&output), 3, "{kind:?}: {}", describe(&output));
-            // Houdini may lose what a process writes last.
-            let said = String::from_utf8_lossy(&output.stdout).into_owned();
-            assert!(said == "the image\n" || kind.0 == Manner::Houdini, "{kind:?}: {said:?}");
+            // Houdini may lose the last output of a process.
+            let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(printed == "the image\n" || kind.0 == Manner::Houdini, "{kind:?}: {printed:?}");
             assert_eq!(suite.read("out/files").trim(), "3");
             assert_eq!(suite.read("out/a").trim(), "changed");
         }
@@ -113,12 +113,12 @@ fn a_directory_goes_to_a_concourse_worker_and_a_result_comes_back() {
 }
 
 #[test]
-fn a_concourse_worker_is_not_asked_again_for_what_is_known() {
+fn concourse_worker_receives_no_repeated_requests() {
     if !may_run_containers() {
         return;
     }
     let suite = Suite::new(EVERY[0]);
-    // The first learns what the image says of its processes.
+    // The first run reads the metadata of the image.
     suite.cluster.succeed(suite.job(&[], "[ \"$OF\" = 'the image' ]"));
     let before = suite.volumes.requests();
     assert!(before.iter().any(|line| line.contains("stream-out?path=metadata.json")), "{before:?}");
@@ -131,7 +131,7 @@ fn a_concourse_worker_is_not_asked_again_for_what_is_known() {
 }
 
 #[test]
-fn a_run_on_a_concourse_worker_outlives_its_gateway() {
+fn run_on_concourse_worker_survives_gateway() {
     if !may_run_containers() {
         return;
     }
@@ -140,7 +140,7 @@ fn a_run_on_a_concourse_worker_outlives_its_gateway() {
         let script = "echo ready; until [ -e /tmp/go ]; do sleep 0.05; done; echo over; exit 7";
         let (mut run, mut stdout) = started(suite.cluster.gantry(suite.job(&[], script)));
         suite.cluster.kill();
-        // The next command starts another cluster over what is there.
+        // The next command starts another cluster with the same state.
         suite.cluster.succeed(["list", "workers"]);
         let attached = |line: &String| {
             line.starts_with("GET ") && line.contains("/processes/") && !line.contains("/attaches/")
@@ -150,7 +150,7 @@ fn a_run_on_a_concourse_worker_outlives_its_gateway() {
         });
         let root = suite.garden.handles();
         assert_eq!(root.len(), 1, "{root:?}");
-        // Whatever has a root of its own finds the file in it.
+        // A container with a separate root finds the file in it.
         for volume in
             fs::read_dir(suite.volumes.path("x").ancestors().nth(2).expect("the volumes")).expect("list")
         {
@@ -159,14 +159,14 @@ fn a_run_on_a_concourse_worker_outlives_its_gateway() {
                 fs::write(tmp.join("go"), "").expect("write");
             }
         }
-        let mut said = String::new();
-        stdout.read_to_string(&mut said).expect("text");
+        let mut printed = String::new();
+        stdout.read_to_string(&mut printed).expect("text");
         let status = run.wait().expect("wait");
         let mut log = String::new();
         run.stderr.take().expect("stderr").read_to_string(&mut log).expect("text");
-        assert_eq!(status.code(), Some(7), "{kind:?}: {said:?} {log}");
-        assert_eq!(said, "over\n", "{kind:?}: {log}");
-        let gap = "some of stdout may be missing here: the connection to its worker was down";
+        assert_eq!(status.code(), Some(7), "{kind:?}: {printed:?} {log}");
+        assert_eq!(printed, "over\n", "{kind:?}: {log}");
+        let gap = "some of stdout may be missing here, because the connection to the worker was down";
         assert!(log.contains(gap), "{kind:?}: {log}");
         let runs = suite.garden.requests().iter().filter(|line| line.ends_with("/processes")).count();
         assert_eq!(runs, 1, "{kind:?}: it ran twice");
@@ -174,7 +174,7 @@ fn a_run_on_a_concourse_worker_outlives_its_gateway() {
 }
 
 #[test]
-fn a_run_on_a_concourse_worker_ends_when_it_is_asked_to() {
+fn run_on_concourse_worker_can_be_cancelled() {
     if !may_run_containers() {
         return;
     }
@@ -196,19 +196,19 @@ fn a_run_on_a_concourse_worker_ends_when_it_is_asked_to() {
             (rest, workload["exit"]["code"].clone())
         };
         let houdini = kind.0 == Manner::Houdini;
-        // One that knows what to do about it does that, and says what it has to say.
-        let (said, exit) =
+        // A process that handles the signal ends with its own exit code and output.
+        let (printed, exit) =
             ended("trap 'echo stopping; exit 5' TERM; echo ready; while :; do sleep 0.05; done");
-        assert!(said == "stopping\n" || (houdini && said.is_empty()), "{kind:?}: {said:?}");
+        assert!(printed == "stopping\n" || (houdini && printed.is_empty()), "{kind:?}: {printed:?}");
         assert_eq!(exit, 5, "{kind:?}: it was asked, not killed");
-        // Of another one the worker says which signal it was, as far as it says it.
-        let (said, exit) = ended("echo ready; exec sleep 1000");
-        assert_eq!((said.as_str(), exit), ("", if houdini { 255 } else { 143 }.into()), "{kind:?}");
+        // For other processes, the worker reports the signal if it can.
+        let (printed, exit) = ended("echo ready; exec sleep 1000");
+        assert_eq!((printed.as_str(), exit), ("", if houdini { 255 } else { 143 }.into()), "{kind:?}");
     }
 }
 
 #[test]
-fn an_image_says_as_whom_its_processes_run_on_a_concourse_worker() {
+fn image_sets_user_on_concourse_worker() {
     if !may_run_containers() {
         return;
     }
@@ -239,18 +239,22 @@ fn an_image_says_as_whom_its_processes_run_on_a_concourse_worker() {
             assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{kind:?} {more:?}");
         }
         let output = run(&image("of-nobody", "gantry-nobody"), &[]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(code(&output) == 125 && said.contains("USER_NOT_FOUND"), "{kind:?}: {}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            code(&output) == 125 && printed.contains("USER_NOT_FOUND"),
+            "{kind:?}: {}",
+            describe(&output)
+        );
     }
 }
 
 #[test]
-fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
+fn only_marker_is_left_on_concourse_worker() {
     if !may_run_containers() {
         return;
     }
     for (manner, driver) in EVERY {
-        let pair = Pair::start(manner, driver);
+        let pair = ConcourseWorker::start(manner, driver);
         let mut cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
         let worker = serde_json::json!([{
             "name": "concourse", "garden": pair.garden_address(), "baggageclaim": pair.volumes_address(), "tags": ["garden"],
@@ -277,7 +281,7 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
         pair.restart();
         wait_for("an empty worker", || {
             cluster.succeed(["gc"]);
-            // The image is still wanted, for it was uploaded by itself.
+            // The image is still kept, because it was uploaded separately.
             let volumes = cluster.list("volumes");
             let of_image: Vec<_> = volumes
                 .iter()
@@ -295,11 +299,11 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
 }
 
 #[test]
-fn one_concourse_worker_is_given_by_flags() {
+fn concourse_worker_is_configured_by_flags() {
     if !may_run_containers() {
         return;
     }
-    let pair = Pair::start(Manner::Containerd, Driver::Overlay);
+    let pair = ConcourseWorker::start(Manner::Containerd, Driver::Overlay);
     let cluster = Cluster::new();
     let addresses = ["--garden", &pair.garden_address(), "--baggageclaim", &pair.volumes_address()];
     let labels = [
@@ -312,7 +316,7 @@ fn one_concourse_worker_is_given_by_flags() {
     let labels = labels.as_flattened();
     let mut up = cluster.gantry([&["up"], &addresses[..], labels].concat());
     let mut up = up.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("gantry");
-    // Commands that find no cluster would start one without it.
+    // Other commands would start a cluster without the worker.
     wait_for("the cluster", || cluster.pid());
     attended(&cluster);
     let workers = cluster.list("workers");
@@ -338,7 +342,7 @@ fn one_concourse_worker_is_given_by_flags() {
     assert_eq!(code(&without), 125, "{}", describe(&without));
 }
 
-/// An archive of the root file system of the cluster's image, in which `/release` says `release`.
+/// Makes an archive of the root file system of the cluster's image, with `release` in the file `/release`.
 fn archived(cluster: &Cluster, archive: &Path, release: &str) {
     let root = cluster.path("image/rootfs");
     write(&root.join("release"), release);
@@ -346,7 +350,7 @@ fn archived(cluster: &Cluster, archive: &Path, release: &str) {
     assert!(tar.expect("tar is installed").success());
 }
 
-/// The artifact of something that the Concourse worker brings along, once it is imported from `path`.
+/// Returns the artifact of a worker-provided image, once it is imported from `path`.
 fn imported(cluster: &Cluster, resource_type: Option<&str>, path: &Path) -> String {
     wait_for("an import", || {
         let imports = cluster.list("imports");
@@ -360,11 +364,11 @@ fn imported(cluster: &Cluster, resource_type: Option<&str>, path: &Path) -> Stri
 }
 
 #[test]
-fn what_a_concourse_worker_brings_along_becomes_artifacts() {
+fn worker_provided_images_become_artifacts() {
     if !may_run_containers() {
         return;
     }
-    let mut pair = Pair::start(Manner::Containerd, Driver::Overlay);
+    let mut pair = ConcourseWorker::start(Manner::Containerd, Driver::Overlay);
     let (garden, volumes) = (pair.garden_address(), format!("http://{}", pair.volumes_address()));
     let mut cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
     make_image(&cluster.path("image"));
@@ -372,7 +376,7 @@ fn what_a_concourse_worker_brings_along_becomes_artifacts() {
     archived(&cluster, &old, "old");
     archived(&cluster, &new, "new");
     write(&certs.join("ca.crt"), "trusted");
-    // As such a worker registers. One of its images is not where it says.
+    // Document with which such a worker registers. The path of one image does not exist.
     let file = cluster.path("workers.json");
     let register = |image: &Path, version: &str| {
         let worker = serde_json::json!({
@@ -395,7 +399,7 @@ fn what_a_concourse_worker_brings_along_becomes_artifacts() {
     let types = serde_json::json!([{ "name": "time", "version": "1" }, { "name": "git", "version": "4.2" }]);
     assert_eq!(listed["labels"]["resource_types"], types, "{listed}");
 
-    // Commands run in what was imported, with its certificates, whatever could not be.
+    // Commands run in an imported image, with its certificates, even if other imports fail.
     let run = ["run", "--tag", "garden", "-i", "src=src", "-o", "out=./out", "--image"];
     let script = "test ! -e /mine && touch /mine && echo $http_proxy > out/proxy && cp src/a out/x \
         && cat /etc/ssl/certs/ca.crt release > out/y && ! touch /etc/ssl/certs/mine 2>/dev/null; exit $?";
@@ -430,19 +434,22 @@ fn what_a_concourse_worker_brings_along_becomes_artifacts() {
     assert_eq!((&failed["resource_type"], &failed["path"]), (&"time".into(), &"/nonexistent.tgz".into()));
     assert!(failed["failed_why"].as_str().is_some_and(|why| !why.is_empty()), "{failed}");
     let refused = cluster.output([&run[..], &["resource-type:time", "--", "true"]].concat());
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(code(&refused) != 0 && said.contains("cannot import"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(code(&refused) != 0 && printed.contains("cannot import"), "{printed}");
     let refused = cluster.output([&run[..], &["resource-type:s3", "--", "true"]].concat());
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains("concourse") && said.contains("brings no image of the resource type s3"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        printed.contains("concourse") && printed.contains("brings no image of the resource type s3"),
+        "{printed}"
+    );
 
-    // Whoever attends the worker next finds it.
+    // The next gateway of the worker finds the import.
     cluster.kill();
     ran("old");
     assert_eq!(imported(&cluster, Some("git"), &old), first);
     assert_eq!(imported(&cluster, None, &certs), of_certs);
 
-    // Another version takes its place, and the older one goes.
+    // Another version replaces the import, and the older one is deleted.
     cluster.kill();
     register(&new, "4.3");
     attended(&cluster);
@@ -465,7 +472,7 @@ fn what_a_concourse_worker_brings_along_becomes_artifacts() {
     ran("new");
 }
 
-/// How the only workload ended.
+/// Returns the end of the only workload.
 fn failure(cluster: &Cluster) -> String {
     let workloads = cluster.list("workloads");
     let [workload] = &workloads[..] else { panic!("{workloads:?}") };
@@ -477,7 +484,7 @@ fn containers_asked_for(suite: &Suite) -> usize {
 }
 
 #[test]
-fn a_concourse_worker_takes_what_it_can_limit_and_nothing_else() {
+fn concourse_worker_takes_only_limits_it_supports() {
     if !may_run_containers() {
         return;
     }
@@ -485,9 +492,9 @@ fn a_concourse_worker_takes_what_it_can_limit_and_nothing_else() {
         let suite = Suite::new(kind);
         let refused = |limit: &[&str], why: &str| {
             let output = suite.cluster.output(suite.job(limit, "true"));
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let printed = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!(code(&output), 125, "{kind:?} {limit:?}: {}", describe(&output));
-            assert!(said.contains("NO_COMPATIBLE_WORKER") && said.contains(why), "{kind:?}: {said}");
+            assert!(printed.contains("NO_COMPATIBLE_WORKER") && printed.contains(why), "{kind:?}: {printed}");
         };
         refused(&["--cpu", "1"], "lacks limits-cpu");
         if kind.0 == Manner::Houdini {
@@ -503,13 +510,13 @@ fn a_concourse_worker_takes_what_it_can_limit_and_nothing_else() {
         let greedy = "head -c 200000000 /dev/zero | tail -c 200000000 > /dev/null; exit $?";
         let killed = suite.cluster.output(suite.job(&["--memory", "64M"], greedy));
         assert_eq!(code(&killed), 137, "{kind:?}: {}", describe(&killed));
-        let said = String::from_utf8_lossy(&killed.stderr);
-        assert_eq!(said.contains("memory"), kind.0 == Manner::Guardian, "{kind:?}: {said}");
+        let printed = String::from_utf8_lossy(&killed.stderr);
+        assert_eq!(printed.contains("memory"), kind.0 == Manner::Guardian, "{kind:?}: {printed}");
     }
 }
 
 #[test]
-fn input_that_a_concourse_worker_cannot_take_is_refused_and_ends_the_command() {
+fn unsupported_input_stops_command_on_concourse_worker() {
     if !may_run_containers() {
         return;
     }
@@ -518,12 +525,15 @@ fn input_that_a_concourse_worker_cannot_take_is_refused_and_ends_the_command() {
     let mut run =
         run.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
     let mut stdin = run.stdin.take().expect("stdin");
-    // Its standard input stays open: nobody else would end it.
+    // Standard input stays open, so nothing else ends the command.
     stdin.write_all(b"\xff\xfe").expect("it is read");
     let ended = run.wait_with_output().expect("gantry ends");
-    let said = String::from_utf8_lossy(&ended.stderr);
+    let printed = String::from_utf8_lossy(&ended.stderr);
     assert_eq!(code(&ended), 125, "{}", describe(&ended));
-    assert!(said.contains("standard input cannot be sent") && said.contains("UNSUPPORTED"), "{said}");
+    assert!(
+        printed.contains("cannot send standard input to the command") && printed.contains("UNSUPPORTED"),
+        "{printed}"
+    );
     let workload = wait_for("the end of what ran", || {
         suite.cluster.list("workloads").into_iter().find(|one| one["state"] == "finished")
     });
@@ -531,7 +541,7 @@ fn input_that_a_concourse_worker_cannot_take_is_refused_and_ends_the_command() {
 }
 
 #[test]
-fn a_run_that_a_concourse_worker_refuses_is_no_start() {
+fn run_refused_by_concourse_worker_never_starts() {
     if !may_run_containers() {
         return;
     }
@@ -539,15 +549,15 @@ fn a_run_that_a_concourse_worker_refuses_is_no_start() {
     let unavailable = Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned());
     suite.garden.inject("/processes", unavailable);
     let output = suite.cluster.output(suite.job(&[], "true"));
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(code(&output), 125, "{}", describe(&output));
-    assert!(said.contains("come back later"), "{said}");
-    // Nobody else could take it.
+    assert!(printed.contains("come back later"), "{printed}");
+    // No other worker can take the workload.
     assert_eq!(failure(&suite.cluster), "START_FAILED");
 }
 
 #[test]
-fn a_concourse_worker_that_is_full_is_not_at_fault_and_work_waits_for_room() {
+fn full_concourse_worker_is_not_quarantined() {
     if !may_run_containers() {
         return;
     }
@@ -559,7 +569,7 @@ fn a_concourse_worker_that_is_full_is_not_at_fault_and_work_waits_for_room() {
         let asked = containers_asked_for(&suite);
         let waits = suite.cluster.gantry(suite.job(&[], "exit 7")).stderr(Stdio::piped()).spawn();
         let waits = waits.expect("gantry");
-        // Its gateway has lost patience, and been asked again.
+        // The gateway has given up and was asked again.
         wait_for("a second attempt", || {
             let workloads = suite.cluster.list("workloads");
             let waiting = workloads.iter().find(|one| one["waiting_for"][0].is_string());

@@ -1,4 +1,4 @@
-//! Workers are taken out of service and put back, as an operator does it.
+//! Workers that are taken out of service and put back by an operator.
 
 use std::process::{Output, Stdio};
 
@@ -6,7 +6,7 @@ use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, id, may_run_containers, wait_for};
 use serde_json::Value;
 
-/// Services, and two host workers.
+/// Services and two host workers.
 fn start() -> Suite {
     let settings = [SHORT_TERMS, &[("GANTRY_STOP_AFTER", "6s"), ("GANTRY_LOST_AFTER", "8s")]].concat();
     let mut suite = Suite::start(Shape::NO_WORKER, &settings);
@@ -71,14 +71,14 @@ fn cordoned_worker_drains_and_interruptible_work_moves() {
     assert!(why.contains("is cordoned") && why.contains("it is told to run again"), "{why}");
     assert_eq!(json(&suite, &["show", "workload", &goes])["state"], "running");
 
-    // It reads its standard input to the end.
+    // The workload reads its standard input to the end.
     let stayed = stays.wait_with_output().expect("gantry ends");
     assert!(stayed.status.success(), "{}", describe(&stayed));
     let output = cordoning.wait_with_output().expect("gantry ends");
     assert!(output.status.success(), "{}", describe(&output));
-    let (answer, said) = text(&output);
+    let (answer, printed) = text(&output);
     assert_eq!(answer, "worker one: running, cordoned, drained\n");
-    assert!(said.contains("1 of them may be interrupted") && said.contains(&goes), "{said}");
+    assert!(printed.contains("1 of them interruptible") && printed.contains(&goes), "{printed}");
     let moved = wait_for("the interruptible workload on the other worker", || {
         let shown = json(&suite, &["show", "workload", &goes]);
         (shown["state"] == "running" && shown["whereabouts"]["worker_name"] == "two").then_some(shown)
@@ -86,7 +86,7 @@ fn cordoned_worker_drains_and_interruptible_work_moves() {
     assert_ne!(moved["whereabouts"]["attempt_id"], first["whereabouts"]["attempt_id"]);
     suite.succeed(&["cancel", &goes, "--grace", "0s"]);
 
-    // The gateway comes back, and the worker is cordoned all the same.
+    // The gateway restarts, and the worker is still cordoned.
     let mut suite = suite;
     suite.kill("one");
     suite.spawn("one");
@@ -105,7 +105,7 @@ fn cordoned_worker_drains_and_interruptible_work_moves() {
 }
 
 #[test]
-fn what_is_only_on_a_worker_that_is_cordoned_is_stalled_or_lost_is_at_risk() {
+fn artifact_on_unreliable_worker_is_at_risk() {
     if !may_run_containers() {
         return;
     }
@@ -137,7 +137,7 @@ fn what_is_only_on_a_worker_that_is_cordoned_is_stalled_or_lost_is_at_risk() {
 }
 
 #[test]
-fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
+fn worker_with_last_replica_is_not_removed() {
     if !may_run_containers() {
         return;
     }
@@ -146,27 +146,30 @@ fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
     let outputs = wait_for_state(&suite, &made, "finished");
     let artifact = outputs["outputs"][0]["artifact_id"].as_str().expect("an artifact").to_owned();
     let refused = suite.gantry(&["retire", "one"]).output().expect("gantry runs");
-    let (_, said) = text(&refused);
+    let (_, printed) = text(&refused);
     assert!(!refused.status.success());
-    assert!(said.contains("LAST_REPLICA") && said.contains(&artifact) && said.contains("--force"), "{said}");
+    assert!(
+        printed.contains("LAST_REPLICA") && printed.contains(&artifact) && printed.contains("--force"),
+        "{printed}"
+    );
     assert_eq!(json(&suite, &["show", "worker", "one"])["desired"], "run");
     let in_contact = suite.gantry(&["prune", "one", "--force"]).output().expect("gantry runs");
     assert!(text(&in_contact).1.contains("WORKER_IN_CONTACT"), "{}", describe(&in_contact));
 
-    // Somebody uses it on the other worker: a copy is there then, and nothing is lost.
+    // A run on the other worker copies the artifact there, so nothing is lost.
     let input = format!("in=artifact:{artifact}");
     suite.succeed(&["run", "--quiet", "--tag", "two", "-i", &input, "--", "cat", "in/file"]);
-    assert_eq!(suite.succeed(&["retire", "one"]), "worker one: it has gone\n");
-    assert_eq!(suite.succeed(&["retire", "one"]), "worker one: it has gone\n");
-    suite.wait_until_it_says("one", "this worker was retired");
+    assert_eq!(suite.succeed(&["retire", "one"]), "worker one: removed\n");
+    assert_eq!(suite.succeed(&["retire", "one"]), "worker one: removed\n");
+    suite.wait_for_log("one", "this worker was retired");
     suite.succeed(&["run", "--quiet", "--tag", "two", "-i", &input, "--", "cat", "in/file"]);
-    // Started again, it is who it was, until somebody lets it.
+    // The restarted gateway is still retired until it is uncordoned.
     suite.terminate("one");
     suite.spawn("one");
     wait_for("a gateway that is not let in", || {
-        (suite.said("one").matches("this worker was retired").count() > 1).then_some(())
+        (suite.log("one").matches("this worker was retired").count() > 1).then_some(())
     });
-    assert_eq!(suite.succeed(&["uncordon", "one"]), "worker one: it may register again\n");
+    assert_eq!(suite.succeed(&["uncordon", "one"]), "worker one: may register again\n");
     suite.attended("one", "one");
     suite.succeed(&["run", "--quiet", "--tag", "one", "--", "true"]);
 
@@ -176,7 +179,7 @@ fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
     });
     let refused = suite.gantry(&["prune", "two"]).output().expect("gantry runs");
     assert!(text(&refused).1.contains(&artifact), "{}", describe(&refused));
-    assert_eq!(suite.succeed(&["prune", "two", "--force"]), "worker two: it has gone\n");
+    assert_eq!(suite.succeed(&["prune", "two", "--force"]), "worker two: removed\n");
     let workers = suite.succeed(&["list", "workers"]);
     assert!(!workers.contains("two"), "{workers}");
     let lost = suite.gantry(&["download", &artifact, "out"]).output().expect("gantry runs");
@@ -184,7 +187,7 @@ fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
 }
 
 #[test]
-fn the_output_that_only_a_lost_worker_has_is_not_waited_for() {
+fn output_of_lost_worker_is_not_awaited() {
     if !may_run_containers() {
         return;
     }
@@ -203,9 +206,9 @@ fn the_output_that_only_a_lost_worker_has_is_not_waited_for() {
         assert!(!output.status.success(), "{}", describe(&output));
         text(&output).1
     };
-    let said = logs();
-    assert!(said.contains("cannot be had: its worker, one, is lost, silent for "), "{said}");
+    let printed = logs();
+    assert!(printed.contains(": its worker one is lost, silent for "), "{printed}");
     suite.succeed(&["prune", "one", "--force"]);
-    let said = logs();
-    assert!(said.contains("cannot be had: its worker, one, has gone with what it kept"), "{said}");
+    let printed = logs();
+    assert!(printed.contains(": its worker one was removed from the cluster"), "{printed}");
 }

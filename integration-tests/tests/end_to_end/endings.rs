@@ -1,4 +1,4 @@
-//! Every way in which a run can end, and the exit code that tells it.
+//! Ends of a run, and their exit codes.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,7 +12,7 @@ fn sh(script: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_exit_code_is_that_of_the_process() {
+fn exit_code_is_that_of_process() {
     if !may_run_containers() {
         return;
     }
@@ -35,7 +35,7 @@ fn the_exit_code_is_that_of_the_process() {
     assert_eq!(code(&user), 125, "{}", describe(&user));
     assert!(
         String::from_utf8_lossy(&user.stderr)
-            .contains("(USER_NOT_FOUND); check the name, or give a number with --user"),
+            .contains("(USER_NOT_FOUND); check the name, or give a number to --user"),
         "{}",
         describe(&user)
     );
@@ -43,14 +43,14 @@ fn the_exit_code_is_that_of_the_process() {
     assert_eq!(code(&directory), 125, "{}", describe(&directory));
     assert!(
         String::from_utf8_lossy(&directory.stderr)
-            .contains("(WORKING_DIRECTORY_MISSING); check the path given with --dir"),
+            .contains("(WORKING_DIRECTORY_MISSING); check the path of --dir"),
         "{}",
         describe(&directory)
     );
 }
 
 #[test]
-fn a_time_limit_ends_it_and_publishes_nothing() {
+fn timeout_stops_command_without_outputs() {
     if !may_run_containers() {
         return;
     }
@@ -62,12 +62,12 @@ fn a_time_limit_ends_it_and_publishes_nothing() {
 }
 
 #[test]
-fn a_time_limit_ends_the_whole_tree() {
+fn timeout_stops_all_processes() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
-    // A number that nobody else sleeps for.
+    // A number of seconds that no other process sleeps.
     let mark = format!("{}", 1_000_000 + std::process::id());
     let script = format!("setsid sleep {mark} & (sleep {mark} &); echo ready; exec sleep {mark}");
     let (child, _stdout) = started(cluster.gantry(["run", "--timeout", "1s", "--", "sh", "-c", &script]));
@@ -82,7 +82,7 @@ fn a_time_limit_ends_the_whole_tree() {
 }
 
 #[test]
-fn an_output_that_is_gone_is_said_and_an_empty_one_is_fine() {
+fn missing_output_fails_and_empty_one_does_not() {
     if !may_run_containers() {
         return;
     }
@@ -101,7 +101,7 @@ fn an_output_that_is_gone_is_said_and_an_empty_one_is_fine() {
         );
         assert!(!cluster.path("gone").exists());
     }
-    // Replacing it by another directory is what build scripts do.
+    // Build scripts replace the output directory by another one.
     let script = "mkdir build; echo x > build/x; rm -rf out; mv build out";
     let replaced = cluster.output(["run", "-o", "out=./replaced", "--", "sh", "-c", script]);
     assert_eq!(code(&replaced), 0, "{}", describe(&replaced));
@@ -109,7 +109,7 @@ fn an_output_that_is_gone_is_said_and_an_empty_one_is_fine() {
 }
 
 #[test]
-fn an_interrupt_asks_the_process_to_stop() {
+fn interrupt_reaches_process() {
     if !may_run_containers() {
         return;
     }
@@ -124,7 +124,7 @@ fn an_interrupt_asks_the_process_to_stop() {
         assert_eq!(code(&output), expected, "{}", describe(&output));
         assert_eq!(rest, "stopping\n", "the process was asked, not killed");
     }
-    // The process did not trap the signal, and its child would go on for ever.
+    // The process does not trap the signal, and its child would run forever.
     let (child, _stdout) = started(cluster.gantry(sh("sleep 1000 & echo ready; wait")));
     send(&child, libc::SIGINT);
     assert_eq!(code(&child.wait_with_output().expect("gantry ends")), 130);
@@ -155,12 +155,12 @@ fn signals_ignored_at_start_stay_ignored() {
 }
 
 #[test]
-fn a_second_interrupt_does_not_wait_and_the_work_ends_all_the_same() {
+fn second_interrupt_ends_command_at_once() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
-    // It is told to end and does not, so that there is something to wait for.
+    // The process ignores the request to end, so the command has something to wait for.
     let script = "trap '' INT TERM; echo ready; while :; do sleep 0.05; done";
     let (mut child, _stdout) = started(cluster.gantry(sh(script)));
     let mut stderr = BufReader::new(child.stderr.take().expect("stderr"));
@@ -174,9 +174,9 @@ fn a_second_interrupt_does_not_wait_and_the_work_ends_all_the_same() {
     assert_eq!(child.wait().expect("gantry ends").code(), Some(130));
     let mut rest = String::new();
     stderr.read_to_string(&mut rest).expect("text");
-    assert!(rest.contains("is cancelled all the same"), "{rest:?}");
+    assert!(rest.contains(" is cancelled"), "{rest:?}");
     let workload = || cluster.list("workloads").pop().expect("the workload");
-    assert_ne!(workload()["state"], "finished", "nobody waited for its end");
+    assert_ne!(workload()["state"], "finished", "gantry did not wait for the end");
     let ended = wait_for("the end of the workload", || {
         let workload = workload();
         (workload["state"] == "finished").then_some(workload)
@@ -185,7 +185,7 @@ fn a_second_interrupt_does_not_wait_and_the_work_ends_all_the_same() {
 }
 
 #[test]
-fn what_has_ended_is_not_said_to_go_on() {
+fn ended_workload_is_not_reported_as_running() {
     if !may_run_containers() {
         return;
     }
@@ -198,8 +198,8 @@ fn what_has_ended_is_not_said_to_go_on() {
     assert_eq!(code(&cluster.output(["attach", &ended])), 3);
     let cancelled = cluster.output(["cancel", &ended]);
     assert_eq!(code(&cancelled), 0, "{}", describe(&cancelled));
-    let said = String::from_utf8_lossy(&cancelled.stderr).into_owned();
-    assert!(said.contains("it had ended before: failed (exit 3)"), "{}", describe(&cancelled));
+    let printed = String::from_utf8_lossy(&cancelled.stderr).into_owned();
+    assert!(printed.contains("the workload has already ended: failed (exit 3)"), "{}", describe(&cancelled));
     let json = cluster.succeed(["--json", "cancel", &ended]);
     let json: serde_json::Value = serde_json::from_slice(&json).expect("one JSON document");
     assert_eq!((&json["asked"], &json["outcome"]), (&false.into(), &"failed".into()));
@@ -217,16 +217,16 @@ fn what_has_ended_is_not_said_to_go_on() {
         child.stdout.take().expect("stdout").read_exact(&mut first).expect("a byte");
         let output = child.wait_with_output().expect("gantry ends");
         assert_eq!(code(&output), 141, "{command}: {}", describe(&output));
-        let said = String::from_utf8_lossy(&output.stderr).contains("goes on");
-        assert_eq!(said, goes_on, "{command}: {}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stderr).contains("runs on; stop it with");
+        assert_eq!(printed, goes_on, "{command}: {}", describe(&output));
     }
     let show = cluster.succeed(["show", "workload", &running, "--json"]);
     let show: serde_json::Value = serde_json::from_slice(&show).expect("JSON");
-    assert_eq!(show["state"], "running", "nobody asked it to end: {show}");
+    assert_eq!(show["state"], "running", "no signal stopped it: {show}");
 }
 
 #[test]
-fn a_closed_standard_output_cancels() {
+fn closed_stdout_cancels_workload() {
     if !may_run_containers() {
         return;
     }
@@ -240,7 +240,7 @@ fn a_closed_standard_output_cancels() {
 }
 
 #[test]
-fn a_detached_run_can_be_followed_cancelled_and_read_afterwards() {
+fn detached_run_can_be_followed_and_cancelled() {
     if !may_run_containers() {
         return;
     }
@@ -266,19 +266,19 @@ fn a_detached_run_can_be_followed_cancelled_and_read_afterwards() {
     assert_eq!(ended["outcome"], "aborted", "{ended}");
     let logs = cluster.output(["logs", &endless]);
     assert_eq!(code(&logs), 0, "{}", describe(&logs));
-    let said = String::from_utf8_lossy(&logs.stderr).to_lowercase();
-    assert!(said.contains("cancelled"), "{}", describe(&logs));
+    let printed = String::from_utf8_lossy(&logs.stderr).to_lowercase();
+    assert!(printed.contains("cancelled"), "{}", describe(&logs));
 }
 
 #[test]
-fn output_is_whole_although_the_disk_is_full() {
+fn output_is_complete_on_full_disk() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new().on_small_disk(64);
     cluster.succeed(["run", "--", "true"]);
     let mut filler = File::create(cluster.state().join("filler")).expect("a file");
-    // All but some room for what a run writes beside its output.
+    // Fills the disk, except for the space that a run needs beside its output.
     let free = || {
         let disk = rustix::fs::statvfs(cluster.state()).expect("the disk");
         disk.f_bavail * disk.f_frsize

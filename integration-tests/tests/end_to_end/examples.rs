@@ -7,14 +7,14 @@ use std::process::{Command, Stdio};
 
 use integration_tests::{Cluster, describe, gantry_binary, may_run_containers, write};
 
-/// Commands of an indented block: without comments, with lines that go on joined.
+/// Splits a block into commands. Comments are dropped, and continued lines are joined.
 fn commands(block: &str) -> Vec<String> {
     let mut commands = vec![String::new()];
     for line in block.lines().map(str::trim) {
         if line.starts_with('#') || line.is_empty() {
             continue;
         }
-        let last = commands.last_mut().expect("one at least");
+        let last = commands.last_mut().expect("a command");
         match line.strip_suffix('\\') {
             Some(part) => last.push_str(part),
             None => {
@@ -27,13 +27,22 @@ fn commands(block: &str) -> Vec<String> {
     commands
 }
 
-/// What stands between a line and the next one that is not indented.
+/// Returns the indented block after the line `Examples:`.
 fn examples_of_help(text: &str) -> String {
     let (_, rest) = text.split_once("Examples:\n").expect("there are examples");
     rest.lines().take_while(|line| line.is_empty() || line.starts_with(' ')).collect::<Vec<_>>().join("\n")
 }
 
-/// A directory with the tools that examples take from a home. A directory below `/tmp` cannot be shown in containers.
+/// Returns the block of the section "Examples" of docs/cli.md.
+fn examples_of_cli_document() -> String {
+    let document = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/cli.md");
+    let document = fs::read_to_string(document).expect("docs/cli.md");
+    let (_, section) = document.split_once("## Examples\n").expect("a section with examples");
+    let block = section.split("```sh\n").nth(1).and_then(|rest| rest.split("```").next());
+    block.expect("examples").to_owned()
+}
+
+/// Makes a directory with the tools that examples take from a home directory. Containers cannot see directories below `/tmp` of the host.
 fn tools() -> tempfile::TempDir {
     let tools = tempfile::tempdir_in("/var/tmp").expect("a directory");
     let cargo = tools.path().join("cargo");
@@ -44,7 +53,7 @@ fn tools() -> tempfile::TempDir {
     tools
 }
 
-/// Runs commands one after the other in one shell, in a directory with what they name.
+/// Runs the commands in order, in a directory with the files that they use.
 fn run(cluster: &Cluster, tools: &Path, commands: &[String]) {
     let home = cluster.path(".");
     for (path, text) in [
@@ -94,7 +103,7 @@ fn run(cluster: &Cluster, tools: &Path, commands: &[String]) {
 }
 
 #[test]
-fn examples_of_run_work() {
+fn examples_of_run_and_cli_document_work() {
     if !may_run_containers() {
         return;
     }
@@ -104,8 +113,9 @@ fn examples_of_run_work() {
     let mut up = up.arg(tools.path()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("gantry");
     integration_tests::wait_for("a cluster", || cluster.pid());
     let help = String::from_utf8(cluster.succeed(["help", "run"])).expect("text");
-    let commands = commands(&examples_of_help(&help));
-    assert!(commands.len() >= 7, "{commands:?}");
+    let mut commands = commands(&examples_of_help(&help));
+    commands.extend(self::commands(&examples_of_cli_document()));
+    assert!(commands.len() >= 8, "{commands:?}");
     run(&cluster, tools.path(), &commands);
     assert_eq!(fs::read_to_string(cluster.path("here/sorted")).expect("made"), "a\nb\n");
     assert_eq!(fs::read_to_string(cluster.path("here/out/result")).expect("brought"), "long\n");

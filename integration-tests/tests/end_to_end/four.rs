@@ -1,4 +1,4 @@
-//! The four services as processes of their own, on PostgreSQL.
+//! The four services as separate processes, on PostgreSQL.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -20,7 +20,7 @@ fn status(suite: &Suite) -> (i32, Value) {
     (code(&output), document.unwrap_or_else(|error| panic!("{error}: {}", describe(&output))))
 }
 
-/// Uploads a directory, has it changed, and brings it back.
+/// Uploads a directory, changes it in a container, and downloads it.
 fn main_job(suite: &Suite, word: &str) {
     let source = suite.path("source");
     fs::create_dir_all(&source).expect("made");
@@ -36,7 +36,7 @@ fn main_job(suite: &Suite, word: &str) {
 }
 
 #[test]
-fn the_main_job_goes_on_while_one_of_each_is_missing() {
+fn main_job_survives_loss_of_one_replica() {
     if !may_run_containers() {
         return;
     }
@@ -61,14 +61,14 @@ fn the_main_job_goes_on_while_one_of_each_is_missing() {
     assert_eq!(seen["workers"][0]["name"], "worker-0", "{seen}");
 
     exported_metrics_are_documented(&suite);
-    // What a test that fails prints.
+    // A failed test prints this state.
     let state: BTreeMap<_, _> = suite.state().map(|(what, rows)| (what, rows.expect(what))).collect();
     assert!(
         matches!(&state["workers"][..], [worker] if worker.starts_with("worker-0|run|running|")),
         "{state:?}"
     );
 
-    // Whichever of the two each client talks to, the other one takes its place.
+    // Each client uses either replica, and the other one replaces it.
     for missing in ["0", "1"] {
         for program in ["scheduler", "artifact-store", "streamer"] {
             suite.kill(&format!("{program}-{missing}"));
@@ -83,7 +83,7 @@ fn the_main_job_goes_on_while_one_of_each_is_missing() {
             suite.wait_until_ready(&format!("{program}-{missing}"));
         }
     }
-    // The gateway, too: what it attends is still there.
+    // The gateway is killed, too. Its containers and volumes are still there.
     suite.kill("runtime-gateway-0");
     suite.spawn("runtime-gateway-0");
     suite.wait_until_ready("runtime-gateway-0");
@@ -112,7 +112,7 @@ fn exported_metrics_are_documented(suite: &Suite) {
     let (_, page) = suite.page("scheduler-0", "/metrics");
     let (_, other) = suite.page("scheduler-1", "/metrics");
     let counted = |page: &str| page.contains("gantry_rpc_calls_total{");
-    assert!(counted(&page) || counted(&other), "somebody was called: {page}");
+    assert!(counted(&page) || counted(&other), "a store was called: {page}");
     assert!(page.contains("gantry_scheduler_workers{state=\"running\"} 1"), "{page}");
     for nothing_drifts in [
         "counters_drift{counter=\"tasks\"} 0",
@@ -124,7 +124,7 @@ fn exported_metrics_are_documented(suite: &Suite) {
 }
 
 #[test]
-fn readiness_follows_the_database_and_nothing_is_lost() {
+fn readiness_follows_database() {
     if !may_run_containers() {
         return;
     }
@@ -146,7 +146,7 @@ fn readiness_follows_the_database_and_nothing_is_lost() {
         let alive = suite.health(name, "liveness");
         assert!(alive.status.success(), "{}", describe(&alive));
     }
-    // One that starts meanwhile waits, alive.
+    // A service that starts meanwhile waits, and is alive.
     suite.kill("scheduler-0");
     suite.spawn("scheduler-0");
     wait_for("it is alive", || suite.health("scheduler-0", "liveness").status.success().then_some(()));
@@ -170,7 +170,7 @@ fn readiness_follows_the_database_and_nothing_is_lost() {
 }
 
 #[test]
-fn a_service_that_is_told_to_end_lets_its_calls_go_and_they_go_on_elsewhere() {
+fn terminated_service_hands_over_its_calls() {
     if !may_run_containers() {
         return;
     }
@@ -183,7 +183,7 @@ fn a_service_that_is_told_to_end_lets_its_calls_go_and_they_go_on_elsewhere() {
     for name in suite.names() {
         let begun = Instant::now();
         suite.signal(&name, libc::SIGTERM);
-        // While it drains it says so at once, though nothing is wrong with it, and still answers.
+        // A draining service reports that at once, although it is healthy, and still answers.
         wait_for("it says that it drains", || {
             let (head, body) = suite.page(&name, "/readyz");
             (head.contains("503") && body.contains("ending")).then_some(())
@@ -200,7 +200,7 @@ fn a_service_that_is_told_to_end_lets_its_calls_go_and_they_go_on_elsewhere() {
 }
 
 #[test]
-fn settings_are_checked_before_anything_is_done() {
+fn settings_are_checked_first() {
     let binary = |name: &str| integration_tests::gantry_binary().with_file_name(name);
     let needed = [
         ("scheduler", vec!["--database-url", "postgres://me:secret@h/d", "--artifact-store", "http://a:1"]),
@@ -231,8 +231,8 @@ fn settings_are_checked_before_anything_is_done() {
 
         let refused = |more: &[&str], variable: (&str, &str), why: &str| {
             let output = run(more, variable);
-            let said = String::from_utf8_lossy(&output.stderr);
-            assert!(!output.status.success() && said.contains(why), "{why:?}: {}", describe(&output));
+            let printed = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && printed.contains(why), "{why:?}: {}", describe(&output));
         };
         let nothing = ("OTHER", "1");
         refused(&[], ("GANTRY_DRAIN_TIMEUOT", "1s"), "did you mean GANTRY_DRAIN_TIMEOUT?");
@@ -264,7 +264,7 @@ fn settings_are_checked_before_anything_is_done() {
 }
 
 #[test]
-fn each_service_logs_what_others_can_reach() {
+fn services_warn_about_reachable_addresses() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = |name: &str| directory.path().join(name).display().to_string();
     fs::write(path("token"), "a-token").expect("write");
@@ -302,10 +302,10 @@ fn each_service_logs_what_others_can_reach() {
         command.args(own).args(listen(host)).args(who).env_clear().stderr(Stdio::piped());
         let mut child = command.spawn().expect("it starts");
         let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
-        for said in expected {
-            let is_it = |line: &String| said.iter().all(|part| line.contains(part));
+        for printed in expected {
+            let is_it = |line: &String| printed.iter().all(|part| line.contains(part));
             let found = lines.by_ref().map_while(Result::ok).find(is_it);
-            assert!(found.is_some(), "{name} {host} {who:?}: {said:?} is not said");
+            assert!(found.is_some(), "{name} {host} {who:?}: {printed:?} is not printed");
         }
         child.kill().expect("kill");
         child.wait().expect("it ends");
@@ -322,12 +322,12 @@ fn each_service_logs_what_others_can_reach() {
     }
 }
 
-/// A process that is killed at the latest when this is dropped.
-struct Killed(std::process::Child);
+/// Process that is killed on drop.
+struct KillOnDrop(std::process::Child);
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         self.0.kill().ok();
         self.0.wait().ok();
     }
@@ -353,20 +353,20 @@ fn services_without_token_file_share_a_generated_token() {
         command
     };
     let log = |name: &str| path(&format!("{name}.log"));
-    let said = |name: &str| fs::read_to_string(log(name)).expect("its log");
-    // All at the same time: one of them makes the token.
+    let printed = |name: &str| fs::read_to_string(log(name)).expect("its log");
+    // All services start at the same time, and one of them makes the token.
     let processes: Vec<_> = services
         .iter()
         .map(|(name, own)| {
             let mut command = command(name, "state");
             command.args(own).args(["--log", "trace"]).stderr(fs::File::create(log(name)).expect("a log"));
-            Killed(command.spawn().expect("it starts"))
+            KillOnDrop(command.spawn().expect("it starts"))
         })
         .collect();
     let endpoint = |name: &str| {
         wait_for(&format!("the address of {name}"), || {
-            let said = said(name);
-            let (_, endpoint) = said.split_once("listening endpoint=\"")?;
+            let printed = printed(name);
+            let (_, endpoint) = printed.split_once("listening endpoint=\"")?;
             Some(endpoint.split_once('"')?.0.to_owned())
         })
     };
@@ -410,18 +410,21 @@ fn services_without_token_file_share_a_generated_token() {
     fs::write(path("other/gantry-services/token"), "another-token").expect("written");
     let refused = list("other");
     let message = String::from_utf8_lossy(&refused.stderr);
-    assert!(message.contains("the default for services on this machine"), "{}", describe(&refused));
+    assert!(message.contains("the default file "), "{}", describe(&refused));
 
     drop(processes);
     for (name, _) in services {
-        let said = said(name);
-        assert!(said.contains(&file.display().to_string()), "{name} does not say where the token is: {said}");
-        assert!(!said.contains(token), "{name} logs the token");
+        let printed = printed(name);
+        assert!(
+            printed.contains(&file.display().to_string()),
+            "{name} does not say where the token is: {printed}"
+        );
+        assert!(!printed.contains(token), "{name} logs the token");
     }
 }
 
 #[test]
-fn a_schema_is_migrated_beforehand_where_services_may_not() {
+fn schema_can_be_migrated_beforehand() {
     let directory = tempfile::tempdir().expect("a directory");
     let postgres = Server::new();
     for (program, peer, schema) in
@@ -443,9 +446,9 @@ fn a_schema_is_migrated_beforehand_where_services_may_not() {
             let run = |arguments: &[&str]| command(arguments).output().expect("it runs");
             let serve = [peer, "http://127.0.0.1:1", "--insecure", "--no-migrate"];
             let refused = run(&serve);
-            let said = String::from_utf8_lossy(&refused.stderr);
+            let printed = String::from_utf8_lossy(&refused.stderr);
             assert!(
-                !refused.status.success() && said.contains("older than this program"),
+                !refused.status.success() && printed.contains("older than this program"),
                 "{}",
                 describe(&refused)
             );
@@ -463,7 +466,7 @@ fn a_schema_is_migrated_beforehand_where_services_may_not() {
 }
 
 #[test]
-fn a_watched_cluster_is_shown_when_something_has_changed() {
+fn watched_status_is_printed_on_change() {
     if !may_run_containers() {
         return;
     }
@@ -497,7 +500,7 @@ fn a_watched_cluster_is_shown_when_something_has_changed() {
     until("nothing waits", &|seen| {
         seen["queue"] == Value::Array(Vec::new()) && seen["workloads"]["running"].is_null()
     });
-    // That a service is away is itself to be seen, beside those that are there.
+    // A missing service is part of the status, beside the others.
     suite.kill("scheduler-0");
     let seen = until("the scheduler is missed", &|seen| seen["unseen"][0]["what"] == "workers");
     let ready = |name: &str| {
@@ -518,7 +521,7 @@ fn a_watched_cluster_is_shown_when_something_has_changed() {
     assert_eq!(watch.wait().expect("ended").code(), Some(130));
 }
 
-/// What stands in the columns of a line.
+/// Splits a line into its columns.
 fn cells(line: &str) -> Vec<&str> {
     line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect()
 }

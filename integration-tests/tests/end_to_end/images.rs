@@ -7,10 +7,10 @@ use std::process::Command;
 
 use integration_tests::{Cluster, code, describe, may_run_containers};
 
-/// Programs that the image has.
+/// Programs of the image.
 const PROGRAMS: [&str; 5] = ["sh", "cat", "ls", "id", "env"];
 
-/// Makes a small root file system with programs of this machine, and the libraries that they need.
+/// Makes a small root file system with programs of this machine and their libraries.
 fn root_file_system(root: &Path) {
     for directory in ["bin", "etc", "home/ann"] {
         fs::create_dir_all(root.join(directory)).expect("directories");
@@ -39,7 +39,7 @@ fn upload(cluster: &Cluster, directory: &str) -> String {
 }
 
 #[test]
-fn a_process_runs_in_the_root_file_system_of_an_artifact() {
+fn process_runs_in_image_of_artifact() {
     if !may_run_containers() {
         return;
     }
@@ -55,15 +55,15 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
         String::from_utf8(output.stdout).expect("text")
     };
 
-    let said =
+    let printed =
         run(&[], r#"echo "$A, $B, $HOME"; id -u; id -g; cat /marker; echo changed > /marker; cat /marker"#);
-    assert_eq!(said, "of the image, of the image, /home/ann\n4242\n4243\nof the image\nchanged\n");
-    let said =
+    assert_eq!(printed, "of the image, of the image, /home/ann\n4242\n4243\nof the image\nchanged\n");
+    let printed =
         run(&["--env", "B=mine", "--user", "root"], r#"echo "$A, $B"; id -u; cat /marker; echo x > /new"#);
-    assert_eq!(said, "of the image, mine\n0\nof the image\n", "what was written reached nobody else");
+    assert_eq!(printed, "of the image, mine\n0\nof the image\n", "the writes stayed in the container");
 
-    // Nothing of the worker is seen but what every container has.
-    let said = run(
+    // The process sees nothing of the worker except the directories that every container has.
+    let printed = run(
         &[],
         "ls -a /; test -d /proc/self && test -c /dev/null && test -d /sys/class && echo fresh; ls /tmp /etc",
     );
@@ -73,13 +73,13 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
         .chain([".", "..", "dev", "proc", "run", "sys", "tmp", "workspace"].map(str::to_owned))
         .collect();
     expected.sort_unstable();
-    let (root, rest) = said.split_once("fresh\n").expect("what every container has");
+    let (root, rest) = printed.split_once("fresh\n").expect("what every container has");
     let mut root: Vec<_> = root.lines().collect();
     root.sort_unstable();
     assert_eq!(root, expected);
     assert_eq!(rest, "/etc:\ngroup\nhosts\npasswd\nresolv.conf\n\n/tmp:\n");
 
-    // With inputs and outputs, which it may replace.
+    // The process may replace its inputs and outputs.
     fs::create_dir(cluster.path("src")).expect("directory");
     fs::write(cluster.path("src/file"), "content").expect("write");
     let arguments = ["run", "--image", &image, "-i", "src=src", "-o", "out=back", "--", "sh", "-c"];
@@ -89,7 +89,7 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
 }
 
 #[test]
-fn a_type_of_the_cluster_is_an_image_for_every_worker() {
+fn cluster_wide_type_is_image_on_all_workers() {
     if !may_run_containers() {
         return;
     }
@@ -108,12 +108,16 @@ fn a_type_of_the_cluster_is_an_image_for_every_worker() {
             script,
         ])
     };
-    let nobody = run("true");
-    assert_eq!(code(&nobody), 125, "{}", describe(&nobody));
-    assert!(String::from_utf8_lossy(&nobody.stderr).contains("resource type tool"), "{}", describe(&nobody));
+    let missing = run("true");
+    assert_eq!(code(&missing), 125, "{}", describe(&missing));
+    assert!(
+        String::from_utf8_lossy(&missing.stderr).contains("resource type tool"),
+        "{}",
+        describe(&missing)
+    );
     let no_image = cluster.output(["upload", "--resource-type", "tool", "image/rootfs"]);
     assert!(
-        String::from_utf8_lossy(&no_image.stderr).contains("no directory rootfs/"),
+        String::from_utf8_lossy(&no_image.stderr).contains("the directory has no rootfs/"),
         "{}",
         describe(&no_image)
     );
@@ -131,7 +135,7 @@ fn a_type_of_the_cluster_is_an_image_for_every_worker() {
 }
 
 #[test]
-fn an_image_that_is_none_is_refused_clearly() {
+fn invalid_image_is_rejected() {
     if !may_run_containers() {
         return;
     }
@@ -152,17 +156,17 @@ fn an_image_that_is_none_is_refused_clearly() {
         }
         let image = upload(&cluster, name);
         let output = cluster.output(["run", "--image", &image, "--", "true"]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(said.contains("INVALID_IMAGE") && said.contains(says), "{name}: {}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(printed.contains("INVALID_IMAGE") && printed.contains(says), "{name}: {}", describe(&output));
     }
-    // A root file system in which nothing is: it is one, and there is no program.
+    // An empty root file system is valid, but contains no program.
     fs::create_dir_all(cluster.path("empty/rootfs")).expect("directories");
     let image = upload(&cluster, "empty");
     let output = cluster.output(["run", "--image", &image, "--", "true"]);
     assert_eq!(code(&output), 127, "{}", describe(&output));
     let output = cluster.output(["run", "--image", &image, "--user", "ann", "--", "true"]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("USER_NOT_FOUND"), "{}", describe(&output));
-    // One that there is not is an input that there is not.
+    // An unknown image is an unavailable input.
     let none = "artifact:00000000-0000-4000-8000-000000000000";
     let output = cluster.output(["run", "--image", none, "--", "true"]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("INPUT_UNAVAILABLE"), "{}", describe(&output));

@@ -1,4 +1,4 @@
-//! The life of a local cluster: started by whoever comes first, kept through crashes, ended when it is idle.
+//! Life of a local cluster: started by the first command, kept through crashes, and ended when idle.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -10,7 +10,7 @@ use std::process::{Child, Stdio};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, snapshot, started, wait_for};
 
 #[test]
-fn two_first_runs_at_the_same_moment_share_one_cluster() {
+fn simultaneous_first_runs_share_one_cluster() {
     if !may_run_containers() {
         return;
     }
@@ -41,12 +41,12 @@ fn find_socket(directory: &Path) -> Option<std::path::PathBuf> {
 }
 
 #[test]
-fn a_run_goes_on_when_its_cluster_is_killed_and_started_again() {
+fn run_survives_restart_of_cluster() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
-    // The process goes on by itself while there is no cluster, and ends after a while.
+    // The process runs on while there is no cluster, and ends after a while.
     let script = "echo begin; sleep 3; echo end; echo kept > out/file";
     let id = cluster.succeed(["run", "-d", "-o", "out", "--", "sh", "-c", script]);
     let id = String::from_utf8(id).expect("an id").trim().to_owned();
@@ -68,7 +68,7 @@ fn a_run_goes_on_when_its_cluster_is_killed_and_started_again() {
 }
 
 #[test]
-fn cluster_inherits_nothing_of_its_first_command() {
+fn cluster_inherits_nothing_of_first_command() {
     if !may_run_containers() {
         return;
     }
@@ -110,9 +110,9 @@ fn cluster_inherits_nothing_of_its_first_command() {
     assert!(!link("fd/7").is_ok_and(|file| file == Path::new("/")));
 
     let script = "nice; stat -c %a /; ulimit -t; ulimit -f; grep Cpus_allowed: /proc/self/status | cut -f2";
-    let said = cluster.succeed(["run", "--user", "65534", "--", "sh", "-c", script]);
-    let said = String::from_utf8(said).expect("text");
-    assert_eq!(said.lines().collect::<Vec<_>>(), ["0", "755", "unlimited", "unlimited", &processors]);
+    let printed = cluster.succeed(["run", "--user", "65534", "--", "sh", "-c", script]);
+    let printed = String::from_utf8(printed).expect("text");
+    assert_eq!(printed.lines().collect::<Vec<_>>(), ["0", "755", "unlimited", "unlimited", &processors]);
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn workloads_wait_when_few_files_can_be_opened() {
         let output = run.wait_with_output().expect("gantry ends");
         assert_eq!((code(&output), &*output.stdout), (0, &b"hello\n"[..]), "{}", describe(&output));
     }
-    assert!(cluster.said_by_up().contains("hard limit of open files is low"), "{}", cluster.said_by_up());
+    assert!(cluster.up_log().contains("hard limit of open files is low"), "{}", cluster.up_log());
     cluster.succeed(["down", "--force"]);
     up.wait().expect("the cluster ends");
 }
@@ -165,7 +165,7 @@ fn cluster_ends_when_its_state_is_removed() {
 }
 
 #[test]
-fn cluster_that_hangs_is_named_and_killed() {
+fn hung_cluster_is_reported_and_killed() {
     if !may_run_containers() {
         return;
     }
@@ -175,23 +175,23 @@ fn cluster_that_hangs_is_named_and_killed() {
     cluster.freeze();
     let status = cluster.output(["status"]);
     assert_eq!(code(&status), 125, "{}", describe(&status));
-    let said = String::from_utf8_lossy(&status.stderr).into_owned();
-    assert!(said.contains(&format!("the cluster, process {pid}, does not answer")), "{said}");
-    assert!(said.contains("`gantry down --force` kills it"), "{said}");
+    let printed = String::from_utf8_lossy(&status.stderr).into_owned();
+    assert!(printed.contains(&format!("the cluster (process {pid}) does not answer")), "{printed}");
+    assert!(printed.contains("`gantry down --force` kills it"), "{printed}");
     let down = cluster.output(["down", "--force"]);
     assert_eq!(code(&down), 0, "{}", describe(&down));
-    assert!(describe(&down).contains("killed a cluster that did not answer"), "{}", describe(&down));
+    assert!(describe(&down).contains("killed the cluster, which did not answer"), "{}", describe(&down));
     assert_eq!(cluster.succeed(["run", "--", "echo", "again"]), b"again\n");
 }
 
 #[test]
-fn an_idle_cluster_ends_by_itself() {
+fn idle_cluster_ends() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new().with("GANTRY_IDLE_END", "1s").with("GANTRY_GC_GRACE", "0s");
     cluster.succeed(["run", "--", "true"]);
-    // Not `pid`: who asks uses it.
+    // `pid` is not used here, because its call would count as use.
     wait_for("the end of the cluster", || snapshot::processes(&cluster).is_empty().then_some(()));
     assert!(find_socket(&cluster.path("run")).is_none());
     let next = cluster.output(["run", "--", "echo", "again"]);
@@ -199,7 +199,7 @@ fn an_idle_cluster_ends_by_itself() {
 }
 
 #[test]
-fn a_cluster_knows_the_workloads_of_every_team() {
+fn cluster_counts_workloads_of_all_teams() {
     if !may_run_containers() {
         return;
     }
@@ -211,11 +211,11 @@ fn a_cluster_knows_the_workloads_of_every_team() {
     assert_eq!(by_state.values().filter_map(serde_json::Value::as_u64).sum::<u64>(), 1, "{status}");
     let down = cluster.output(["down", "--force"]);
     assert_eq!(code(&down), 0, "{}", describe(&down));
-    let said = String::from_utf8_lossy(&down.stderr);
-    assert!(said.contains("cancelled 1 workload"), "{said}");
+    let printed = String::from_utf8_lossy(&down.stderr);
+    assert!(printed.contains("cancelled 1 workload"), "{printed}");
 }
 
-/// A command that can be talked to: its standard output line by line.
+/// Command whose standard output is read line by line.
 fn lines(child: &mut Child) -> impl FnMut() -> String + use<> {
     let mut stdout = BufReader::new(child.stdout.take().expect("stdout"));
     move || {
@@ -226,7 +226,7 @@ fn lines(child: &mut Child) -> impl FnMut() -> String + use<> {
 }
 
 #[test]
-fn a_socket_that_was_left_behind_is_replaced() {
+fn stale_socket_is_replaced() {
     if !may_run_containers() {
         return;
     }
@@ -235,23 +235,23 @@ fn a_socket_that_was_left_behind_is_replaced() {
     let before = cluster.pid().expect("a cluster");
     cluster.kill();
     assert!(find_socket(&cluster.path("run")).is_some(), "what was killed left its socket");
-    assert!(cluster.pid().is_none(), "nobody listens there");
+    assert!(cluster.pid().is_none(), "no cluster listens there");
     let output = cluster.output(["run", "--", "echo", "hello"]);
     assert_eq!(output.stdout, b"hello\n", "{}", describe(&output));
     assert_ne!(cluster.pid(), Some(before));
 }
 
-/// Another user of the machine, who listens where the cluster would.
-struct Stranger(UnixListener);
+/// Server of another user of the machine, at the socket of the cluster.
+struct ForeignServer(UnixListener);
 
-impl Stranger {
+impl ForeignServer {
     const USER: u32 = 65534;
 
     fn listen(cluster: &Cluster) -> Self {
         fs::set_permissions(cluster.path(""), fs::Permissions::from_mode(0o711)).expect("passable");
         let socket = cluster.path("run/gantry/gantry.sock");
         let listen = move || {
-            // Of this thread alone.
+            // Only for this thread.
             let user = rustix::process::Uid::from_raw(Self::USER);
             rustix::thread::set_thread_res_uid(user, user, user).expect("another user");
             UnixListener::bind(socket).expect("a socket")
@@ -261,18 +261,18 @@ impl Stranger {
         Self(listener)
     }
 
-    /// What was said to it. That somebody listens is found out by connecting, which says nothing.
-    fn told(&self) -> Vec<u8> {
-        let mut told = Vec::new();
+    /// Returns the received bytes. A connection alone sends none.
+    fn received(&self) -> Vec<u8> {
+        let mut received = Vec::new();
         while let Ok((mut caller, _)) = self.0.accept() {
-            caller.read_to_end(&mut told).expect("whoever called has gone");
+            caller.read_to_end(&mut received).expect("the caller has closed");
         }
-        told
+        received
     }
 }
 
 #[test]
-fn a_runtime_directory_that_others_may_enter_is_closed() {
+fn open_runtime_directory_is_made_private() {
     if !may_run_containers() {
         return;
     }
@@ -280,15 +280,15 @@ fn a_runtime_directory_that_others_may_enter_is_closed() {
     let directory = cluster.path("run/gantry");
     fs::create_dir(&directory).expect("a directory");
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("opened");
-    let stranger = Stranger::listen(&cluster);
+    let stranger = ForeignServer::listen(&cluster);
     let output = cluster.output(["run", "--", "echo", "hello"]);
     assert_eq!(output.stdout, b"hello\n", "{}", describe(&output));
     assert_eq!(fs::metadata(&directory).expect("metadata").permissions().mode() & 0o777, 0o700);
-    assert_eq!(stranger.told(), b"");
+    assert_eq!(stranger.received(), b"");
 }
 
 #[test]
-fn a_runtime_directory_of_somebody_else_is_not_used() {
+fn runtime_directory_of_other_user_is_rejected() {
     if !may_run_containers() {
         return;
     }
@@ -296,26 +296,29 @@ fn a_runtime_directory_of_somebody_else_is_not_used() {
     let directory = cluster.path("run/gantry");
     fs::create_dir(&directory).expect("a directory");
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("opened");
-    let stranger = Stranger::listen(&cluster);
+    let stranger = ForeignServer::listen(&cluster);
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o700)).expect("closed");
-    chown(&directory, Some(Stranger::USER), None).expect("given away");
+    chown(&directory, Some(ForeignServer::USER), None).expect("given away");
     for command in [&["run", "--", "true"][..], &["up"], &["list", "workloads"]] {
         let output = cluster.output(command);
         assert_eq!(code(&output), 125, "{}", describe(&output));
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(said.contains("belongs to somebody else; set XDG_STATE_HOME or XDG_RUNTIME_DIR"), "{said}");
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            printed.contains("belongs to another user; set XDG_STATE_HOME or XDG_RUNTIME_DIR"),
+            "{printed}"
+        );
     }
-    assert_eq!(stranger.told(), b"");
+    assert_eq!(stranger.received(), b"");
 
-    // As `su` leaves it behind: all of it is somebody else's, and the state directory is used.
-    chown(cluster.path("run"), Some(Stranger::USER), None).expect("given away");
+    // Environment after `su`: everything belongs to another user, and the state directory is used.
+    chown(cluster.path("run"), Some(ForeignServer::USER), None).expect("given away");
     cluster.succeed(["run", "--", "true"]);
     let socket = cluster.state().join("run/gantry.sock");
     assert!(fs::metadata(&socket).is_ok_and(|metadata| metadata.file_type().is_socket()), "{socket:?}");
 }
 
 #[test]
-fn a_cluster_in_the_foreground_says_where_it_listens_and_tcp_needs_its_token() {
+fn foreground_cluster_prints_addresses_and_token_file() {
     if !may_run_containers() {
         return;
     }
@@ -334,7 +337,7 @@ fn a_cluster_in_the_foreground_says_where_it_listens_and_tcp_needs_its_token() {
     let token = after("the token for TCP is in ");
     assert_eq!(fs::metadata(&token).expect("the token").permissions().mode() & 0o777, 0o600);
 
-    // Somebody with other directories, who has only the address and a copy of the token.
+    // A caller with other directories has only the address and a copy of the token.
     let elsewhere = Cluster::new();
     fs::copy(&token, elsewhere.path("token")).expect("a copy");
     let say = ["run", "--", "echo", "hello"];
@@ -356,7 +359,7 @@ fn a_cluster_in_the_foreground_says_where_it_listens_and_tcp_needs_its_token() {
 }
 
 #[test]
-fn down_asks_what_runs_to_end_and_with_force_kills_it() {
+fn down_stops_workloads_and_force_kills_them() {
     if !may_run_containers() {
         return;
     }
@@ -366,8 +369,8 @@ fn down_asks_what_runs_to_end_and_with_force_kills_it() {
         let (follower, mut stdout) = started(cluster.gantry(["run", "--", "sh", "-c", script]));
         let down = cluster.output(down);
         assert_eq!(code(&down), 0, "{}", describe(&down));
-        let said = String::from_utf8_lossy(&down.stderr);
-        assert!(said.contains("cancelled 1 workload") && said.contains("has ended"), "{said}");
+        let printed = String::from_utf8_lossy(&down.stderr);
+        assert!(printed.contains("cancelled 1 workload") && printed.contains("has ended"), "{printed}");
         let mut rest = String::new();
         stdout.read_to_string(&mut rest).expect("text");
         assert_eq!(rest, expected, "{}", describe(&down));
@@ -379,7 +382,7 @@ fn down_asks_what_runs_to_end_and_with_force_kills_it() {
 }
 
 #[test]
-fn down_is_over_with_its_cluster_although_the_next_one_has_begun() {
+fn down_ends_when_next_cluster_has_started() {
     if !may_run_containers() {
         return;
     }
@@ -387,7 +390,7 @@ fn down_is_over_with_its_cluster_although_the_next_one_has_begun() {
     cluster.succeed(["run", "--", "true"]);
     let down = cluster.gantry(["down"]).stderr(Stdio::piped()).spawn().expect("gantry");
     wait_for("the socket to go", || find_socket(&cluster.path("run")).is_none().then_some(()));
-    // Its cluster waits for the lock, and takes it as soon as it is free.
+    // The next cluster waits for the lock, and takes it as soon as it is free.
     assert_eq!(cluster.succeed(["run", "--", "echo", "again"]), b"again\n");
     let down = down.wait_with_output().expect("gantry ends");
     assert_eq!(code(&down), 0, "{}", describe(&down));

@@ -1,6 +1,6 @@
-//! The suite as its users meet it. Each test has a cluster of its own, and they run side by side.
+//! End-to-end tests. Each test has a separate cluster, and tests run in parallel.
 //!
-//! Tests that take minutes and rarely fail are ignored; `make full` runs them.
+//! Slow tests that rarely fail are ignored by default. `make full` runs them.
 
 mod caches;
 mod client_docs;

@@ -1,4 +1,4 @@
-//! The main job: a directory goes to a worker, a container runs on it, its output comes by, the result comes back.
+//! Main job: uploads a directory, runs a container, follows its output, and downloads the result.
 
 use std::fs;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::process::Stdio;
 use integration_tests::{Cluster, code, describe, may_run_containers, tree};
 
 #[test]
-fn a_directory_goes_out_and_a_result_comes_back() {
+fn input_is_uploaded_and_output_downloaded() {
     if !may_run_containers() {
         return;
     }
@@ -30,12 +30,12 @@ fn a_directory_goes_out_and_a_result_comes_back() {
     let first = cluster.output(job);
     assert_eq!(code(&first), 3, "{}", describe(&first));
     assert_eq!(first.stdout, b"/workspace\n", "{}", describe(&first));
-    let said = String::from_utf8_lossy(&first.stderr);
-    assert!(said.contains("oops"), "{said}");
-    assert!(said.contains("placed"), "it says where it was placed: {said}");
+    let printed = String::from_utf8_lossy(&first.stderr);
+    assert!(printed.contains("oops"), "{printed}");
+    assert!(printed.contains("placed"), "it says where it was placed: {printed}");
     assert_eq!(fs::read_to_string(cluster.path("out/files")).expect("the result").trim(), "3");
 
-    // The same again: nothing is sent, other files in the target are kept.
+    // The second upload sends nothing, and other files in the target are kept.
     fs::write(cluster.path("out/mine"), "kept").expect("write");
     let second = cluster.output(job);
     assert_eq!(code(&second), 3, "{}", describe(&second));
@@ -44,13 +44,13 @@ fn a_directory_goes_out_and_a_result_comes_back() {
 }
 
 #[test]
-fn everything_comes_back_as_it_went() {
+fn difficult_tree_survives_round_trip() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
     tree::make_difficult(&cluster.path("src"));
-    // An output with the name of an input starts with its contents; one of its own is filled by a copy.
+    // An output with the name of an input starts with its contents. Another output is filled by a copy.
     let run = cluster.output([
         "run",
         "--preserve-special",
@@ -72,7 +72,7 @@ fn everything_comes_back_as_it_went() {
 }
 
 #[test]
-fn an_input_is_copy_on_write_unless_it_is_read_only() {
+fn input_is_copy_on_write_by_default() {
     if !may_run_containers() {
         return;
     }
@@ -84,13 +84,13 @@ fn an_input_is_copy_on_write_unless_it_is_read_only() {
     assert_ne!(code(&run), 0, "{}", describe(&run));
     assert_eq!(run.stdout, b"after\nbefore", "{}", describe(&run));
     assert!(String::from_utf8_lossy(&run.stderr).to_lowercase().contains("read-only"), "{}", describe(&run));
-    // The artifact itself never changed.
+    // The artifact itself is unchanged.
     let id = cluster.upload("src");
     assert_eq!(cluster.succeed(["cat", &id, "file"]), b"before");
 }
 
 #[test]
-fn standard_input_and_output_are_binary_clean() {
+fn stdin_and_stdout_are_binary_clean() {
     if !may_run_containers() {
         return;
     }
@@ -110,7 +110,7 @@ fn standard_input_and_output_are_binary_clean() {
 }
 
 #[test]
-fn many_short_runs_at_once_lose_no_output() {
+fn parallel_short_runs_lose_no_output() {
     if !may_run_containers() {
         return;
     }
@@ -131,7 +131,7 @@ fn many_short_runs_at_once_lose_no_output() {
 }
 
 #[test]
-fn nothing_of_the_callers_environment_is_inherited() {
+fn environment_of_caller_is_not_inherited() {
     if !may_run_containers() {
         return;
     }
@@ -149,7 +149,7 @@ fn nothing_of_the_callers_environment_is_inherited() {
 }
 
 #[test]
-fn a_program_of_several_files_is_built_in_a_container_and_runs() {
+fn program_is_built_and_run_in_container() {
     if !may_run_containers() {
         return;
     }

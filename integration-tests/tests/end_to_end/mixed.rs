@@ -1,23 +1,23 @@
-//! Host workers and Concourse workers in one cluster: what one of them made is an input on the other, and stays what it is.
+//! Host workers and Concourse workers in one cluster. The output of one is an unchanged input on the other.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, may_run_containers, tree, wait_for, write};
 use serde_json::Value;
 use testing::baggageclaim::Driver;
 use testing::garden::Manner;
 
-/// Copies everything, as it is.
+/// Command that copies everything unchanged.
 const COPY: &str = "cp -a in/. made/";
 
-/// Services, and the workers that were started so far, each with a gateway of its own and a tag of its name.
+/// Services and workers. Each worker has its own gateway, and its name as its tag.
 struct Scene {
     suite: Suite,
-    pairs: Vec<Pair>,
+    pairs: Vec<ConcourseWorker>,
 }
 
 impl Scene {
@@ -25,7 +25,7 @@ impl Scene {
         Self { suite: Suite::start(Shape::NO_WORKER, SHORT_TERMS), pairs: Vec::new() }
     }
 
-    /// One more worker. Without a tag, it takes what is uploaded.
+    /// Adds a worker. A worker without a tag takes uploads.
     fn attend(&mut self, worker: &str, settings: &[(&str, &str)]) {
         self.suite.attend(worker, worker, settings);
         self.suite.attended(worker, worker);
@@ -40,7 +40,7 @@ impl Scene {
     }
 
     fn concourse_with(&mut self, worker: &str, (manner, driver): (Manner, Driver), more: &[(&str, &str)]) {
-        let pair = Pair::start(manner, driver);
+        let pair = ConcourseWorker::start(manner, driver);
         let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
         self.pairs.push(pair);
         let own =
@@ -48,7 +48,7 @@ impl Scene {
         self.attend(worker, &[&own[..], more].concat());
     }
 
-    /// Kills the gateway of a worker, so that nothing comes from there any more.
+    /// Kills the gateway of a worker, so that its bytes are unavailable.
     fn kill(&mut self, worker: &str) {
         self.suite.kill(worker);
         wait_for("the silence of a worker", || {
@@ -62,7 +62,7 @@ impl Scene {
         format!("artifact:{}", self.suite.upload(path))
     }
 
-    /// Runs `script` on a worker with `artifact` as its input `in`. Answers its output `made`, and what it said.
+    /// Runs `script` on a worker with `artifact` as its input `in`. Returns its output `made`, and its standard output.
     fn run(&self, worker: &str, image: &str, artifact: &str, script: &str) -> String {
         let input = format!("in={artifact}");
         let run = ["run", "--json", "--tag", worker, "--image", image, "-i", &input, "-o", "made"];
@@ -75,7 +75,7 @@ impl Scene {
         format!("artifact:{}", id.unwrap_or_else(|| panic!("no output in {last}")))
     }
 
-    /// Brings an artifact into a new directory.
+    /// Downloads an artifact into a new directory.
     fn download(&self, artifact: &str, into: &str) -> PathBuf {
         let path = self.suite.path(into);
         let id = artifact.strip_prefix("artifact:").expect("an artifact");
@@ -85,7 +85,7 @@ impl Scene {
 }
 
 #[test]
-fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
+fn output_is_input_on_other_kind_of_worker() {
     if !may_run_containers() {
         return;
     }
@@ -95,7 +95,7 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
     tree::make_difficult(&data);
     make_image(&image);
 
-    // All of it is on the host worker, for there is no other.
+    // All artifacts are on the host worker, because there is no other.
     scene.host("host");
     let (data_there, image) = (scene.upload(&data), scene.upload(&image));
     let by_host = scene.run("host", "host", &data_there, COPY);
@@ -103,21 +103,21 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
 
     scene.concourse("overlay", (Manner::Containerd, Driver::Overlay));
     scene.concourse("naive", (Manner::Guardian, Driver::Naive));
-    // A process there finds what tar makes of it, and so is what it makes.
+    // A process there sees the tree that tar can represent, and makes such a tree.
     let by_overlay = scene.run("overlay", &image, &by_host, COPY);
     let first = scene.download(&by_overlay, "by-overlay");
     tree::assert_same_through_tar(&data, &first);
-    // From there on nothing is lost, in either direction and between two of them.
+    // From here on nothing is lost, in either direction and between two Concourse workers.
     let back = scene.run("host", "host", &by_overlay, COPY);
     tree::assert_same_through_tar(&first, &scene.download(&back, "back"));
     let by_naive = scene.run("naive", &image, &by_overlay, COPY);
     tree::assert_same_through_tar(&first, &scene.download(&by_naive, "by-naive"));
     let again = scene.run("host", "host", &by_naive, COPY);
     tree::assert_same_through_tar(&first, &scene.download(&again, "again"));
-    let runs: Vec<_> = scene.pairs.iter().map(Pair::runs).collect();
+    let runs: Vec<_> = scene.pairs.iter().map(ConcourseWorker::runs).collect();
     assert_eq!(runs, [1, 1], "each ran where it was meant to, once");
 
-    // Who asks for what only one kind of them can do is told where it is not.
+    // A requirement that only one kind of worker meets is explained.
     let whole = |worker, image| {
         let run = ["run", "--require", "ends-whole", "--tag", worker, "--image", image, "--", "true"];
         scene.suite.gantry(&run).output().expect("gantry runs")
@@ -126,16 +126,16 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
     assert!(on_host.status.success(), "{}", describe(&on_host));
     let refused = whole("overlay", &image);
     assert_eq!(refused.status.code(), Some(125), "{}", describe(&refused));
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(said.contains("overlay: its runtime lacks ends-whole"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr);
+    assert!(printed.contains("overlay: its runtime lacks ends-whole"), "{printed}");
 
-    // What was copied to a Concourse worker is as it was, parts of seconds and holes included, though its maker is gone.
+    // A copy on a Concourse worker is exact, including nanoseconds and holes, although the original worker is gone.
     scene.kill("host");
     tree::assert_same(&data, &scene.download(&by_host, "kept"));
 }
 
 #[test]
-fn what_was_handed_over_before_there_was_a_worker_comes_to_all_kinds_of_them() {
+fn inline_artifact_reaches_all_kinds_of_workers() {
     if !may_run_containers() {
         return;
     }
@@ -158,7 +158,7 @@ fn what_was_handed_over_before_there_was_a_worker_comes_to_all_kinds_of_them() {
     let listed = scene.suite.succeed(&["list", "artifacts", "--at-risk", "--json"]);
     assert_eq!(listed, "");
 
-    // What is too large, or none of what a small tree has, is not.
+    // A large tree, or one with unsupported entries, is rejected.
     let large = scene.suite.path("large");
     write(&large.join("file"), "x".repeat(1 << 20));
     let refused = hand_over(&large).expect("gantry runs");
@@ -173,7 +173,7 @@ fn what_was_handed_over_before_there_was_a_worker_comes_to_all_kinds_of_them() {
     let by_garden = scene.run("garden", &image, &artifact, COPY);
     tree::assert_same_through_tar(&data, &scene.download(&by_garden, "by-garden"));
 
-    // The bytes come from the store also where all who had them are gone.
+    // The store has the bytes even if all workers that had them are gone.
     scene.kill("host");
     scene.kill("garden");
     scene.host("late");
@@ -182,8 +182,8 @@ fn what_was_handed_over_before_there_was_a_worker_comes_to_all_kinds_of_them() {
     tree::assert_same(&data, &scene.download(&artifact, "itself"));
 }
 
-/// How often a worker was asked to send volumes to others, and how often to hand them out: not what is kept beside them.
-fn sent(pair: &Pair) -> (usize, usize) {
+/// Counts the requests to send volumes to other workers and to hand them out, without volumes of manifests.
+fn sent(pair: &ConcourseWorker) -> (usize, usize) {
     let requests = pair.volumes.requests();
     let count = |what: &str| {
         let asked = |line: &&String| line.contains(what) && !line.contains(".manifest/");
@@ -193,7 +193,7 @@ fn sent(pair: &Pair) -> (usize, usize) {
 }
 
 #[test]
-fn what_one_concourse_worker_made_goes_straight_to_another_where_both_are_allowed_to() {
+fn concourse_workers_copy_directly_when_allowed() {
     if !may_run_containers() {
         return;
     }
@@ -218,7 +218,7 @@ fn what_one_concourse_worker_made_goes_straight_to_another_where_both_are_allowe
     );
     tree::assert_same_through_tar(&data, &scene.download(&again, "again"));
 
-    // Its operator has not allowed it.
+    // The operator has not allowed direct copies.
     scene.concourse("three", (Manner::Guardian, Driver::Naive));
     let third = scene.run("three", &image, &made, COPY);
     assert_eq!(scene.pairs.iter().map(|pair| sent(pair).0).collect::<Vec<_>>(), [2, 0, 0]);
@@ -226,7 +226,7 @@ fn what_one_concourse_worker_made_goes_straight_to_another_where_both_are_allowe
 }
 
 #[test]
-fn an_image_is_one_wherever_it_was_uploaded() {
+fn image_works_wherever_it_was_uploaded() {
     if !may_run_containers() {
         return;
     }
@@ -245,7 +245,7 @@ fn an_image_is_one_wherever_it_was_uploaded() {
     assert_eq!((&*read("of"), &*read("file")), ("the image\n", "kept\n"));
     assert_eq!(read("passwd"), "root:x:0:0::/root:/bin/sh\n");
 
-    // On the host its directories stay empty: what there is is read by a program that brings all that it needs.
+    // On the host the directories of the image are empty, so the program must bring all that it needs.
     let cat =
         scene.suite.gantry(&["run", "--tag", "host", "--image", &by_concourse, "--", "/bin/sh"]).output();
     let cat = cat.expect("gantry runs");

@@ -1,4 +1,4 @@
-//! What another build of these programs has left: it is said what it is and what to do, and nothing of it is touched.
+//! State of another build. The error names it and the remedy, and the state is not changed.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use integration_tests::{Cluster, code, describe, gantry_binary, may_run_containers};
 use sea_orm::ConnectionTrait;
 
-/// Does what an edited migration does: the program expects a column that is not there.
+/// Has the effect of an edited migration: the program expects a missing column.
 fn take_a_column(database: &str) {
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     runtime.block_on(async {
@@ -19,7 +19,7 @@ fn take_a_column(database: &str) {
 }
 
 #[test]
-fn a_state_directory_of_another_build_is_named_and_kept() {
+fn state_directory_of_other_build_is_kept() {
     if !may_run_containers() {
         return;
     }
@@ -35,14 +35,14 @@ fn a_state_directory_of_another_build_is_named_and_kept() {
         "{database} was made by another build of this program (the table workloads has no column traceparent). Nothing in it was changed"
     );
     let state = cluster.state();
-    let advice = "move that directory away, and the next start makes a new one";
+    let advice = "move the directory away, and the next start makes a new one";
     for arguments in [["run", "--", "true"].as_slice(), &["up"]] {
         let refused = cluster.output(arguments);
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
-        let said = String::from_utf8_lossy(&refused.stderr);
-        let where_it_is = format!("cannot go on with what is in {}", state.display());
+        let printed = String::from_utf8_lossy(&refused.stderr);
+        let where_it_is = format!("cannot use the state directory {}", state.display());
         for text in [what.as_str(), advice, &where_it_is] {
-            assert!(said.contains(text), "{text:?} is not said: {}", describe(&refused));
+            assert!(printed.contains(text), "{text:?} is not printed: {}", describe(&refused));
         }
     }
     let url = format!("sqlite://{database}");
@@ -56,7 +56,7 @@ fn a_state_directory_of_another_build_is_named_and_kept() {
     assert!(String::from_utf8_lossy(&scheduler.stderr).contains(&what), "{}", describe(&scheduler));
     assert!(fs::read(database).expect("a database") == before, "nothing was changed");
 
-    // As it was told.
+    // Follows the advice of the error.
     fs::rename(&state, cluster.path("away")).expect("moved away");
     cluster.succeed(["run", "--", "true"]);
 }

@@ -1,4 +1,4 @@
-//! Spans as a collector gets them: over OTLP, from the command line and from the cluster.
+//! Spans that a collector receives over OTLP, from the command line and from the cluster.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,15 +18,15 @@ use tokio::runtime::Runtime;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-/// A span and the process that sent it, as its resource names it.
+/// Span with the process that sent it, as its resource names it.
 #[derive(Debug, Clone)]
-struct Received {
+struct ReceivedSpan {
     sender: String,
     span: Span,
 }
 
-impl Received {
-    /// Who did it: the command line or one of the services.
+impl ReceivedSpan {
+    /// Service that made the span, or the command line.
     fn service(&self) -> String {
         text(&self.span.attributes, "service").unwrap_or_default()
     }
@@ -40,12 +40,12 @@ fn text(attributes: &[KeyValue], key: &str) -> Option<String> {
     }
 }
 
-/// A collector that keeps everything.
+/// Collector that keeps all spans.
 #[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<Received>>>);
+struct Collector(Arc<Mutex<Vec<ReceivedSpan>>>);
 
 impl Collector {
-    /// Serves on a port of its own until `runtime` is dropped. Answers its address.
+    /// Serves on a free port until `runtime` is dropped. Returns the address.
     fn serve(&self, runtime: &Runtime) -> String {
         let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).expect("a port");
         let address = listener.local_addr().expect("an address");
@@ -54,8 +54,8 @@ impl Collector {
         format!("http://{address}")
     }
 
-    fn received(&self) -> Vec<Received> {
-        self.0.lock().expect("nobody panics with it").clone()
+    fn received(&self) -> Vec<ReceivedSpan> {
+        self.0.lock().expect("not poisoned").clone()
     }
 }
 
@@ -65,21 +65,21 @@ impl TraceService for Collector {
         &self,
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut kept = self.0.lock().expect("nobody panics with it");
+        let mut kept = self.0.lock().expect("not poisoned");
         for resource in request.into_inner().resource_spans {
             let attributes = resource.resource.map(|resource| resource.attributes).unwrap_or_default();
             let sender = text(&attributes, "service.name").unwrap_or_default();
             let spans = resource.scope_spans.into_iter().flat_map(|scope| scope.spans);
-            kept.extend(spans.map(|span| Received { sender: sender.clone(), span }));
+            kept.extend(spans.map(|span| ReceivedSpan { sender: sender.clone(), span }));
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
     }
 }
 
-/// Spans whose parent is not among them.
-fn orphans(spans: &[Received]) -> Vec<&Received> {
+/// Returns the spans whose parent is missing.
+fn orphans(spans: &[ReceivedSpan]) -> Vec<&ReceivedSpan> {
     let ids: BTreeSet<_> = spans.iter().map(|received| &received.span.span_id).collect();
-    let parents = |received: &&Received| {
+    let parents = |received: &&ReceivedSpan| {
         let parent = &received.span.parent_span_id;
         !parent.is_empty() && !ids.contains(parent)
     };
@@ -87,7 +87,7 @@ fn orphans(spans: &[Received]) -> Vec<&Received> {
 }
 
 #[test]
-fn a_collector_gets_the_spans_of_one_run_from_the_command_line_and_all_services() {
+fn collector_receives_spans_of_all_services() {
     if !may_run_containers() {
         return;
     }
@@ -96,7 +96,7 @@ fn a_collector_gets_the_spans_of_one_run_from_the_command_line_and_all_services(
     let endpoint = collector.serve(&runtime);
     let cluster = Cluster::new()
         .with("OTEL_EXPORTER_OTLP_ENDPOINT", &endpoint)
-        // So that nothing comes but what is flushed at an end.
+        // With this interval, spans are sent only at the end of a process.
         .with("OTEL_BSP_SCHEDULE_DELAY", "3600000");
     fs::create_dir(cluster.path("src")).expect("directory");
     fs::write(cluster.path("src/file"), "content").expect("write");
@@ -118,7 +118,7 @@ fn a_collector_gets_the_spans_of_one_run_from_the_command_line_and_all_services(
 
     cluster.succeed(["down"]);
     let spans = of_trace();
-    let services: BTreeSet<_> = spans.iter().map(Received::service).collect();
+    let services: BTreeSet<_> = spans.iter().map(ReceivedSpan::service).collect();
     let expected = ["artifact-store", "gantry", "runtime-gateway", "scheduler", "streamer"];
     assert_eq!(services, expected.map(str::to_owned).into(), "sent before the cluster ends");
     assert!(orphans(&spans).is_empty(), "spans without their parents: {:#?}", orphans(&spans));
@@ -133,15 +133,15 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn a_collector_that_is_not_there_is_in_nobodys_way() {
+fn missing_collector_is_harmless() {
     if !may_run_containers() {
         return;
     }
-    // A port that somebody had just now, and nobody listens on.
+    // A port on which no process listens.
     let nowhere = std::net::TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port");
     let cluster = Cluster::new().with("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("http://{nowhere}"));
-    let output = cluster.output(["run", "-q", "--", "sh", "-c", "echo said; exit 3"]);
+    let output = cluster.output(["run", "-q", "--", "sh", "-c", "echo text; exit 3"]);
     assert_eq!(code(&output), 3, "{}", describe(&output));
-    assert_eq!(output.stdout, b"said\n");
+    assert_eq!(output.stdout, b"text\n");
     cluster.succeed(["down"]);
 }

@@ -1,11 +1,11 @@
-//! The whole of it: every service twice, three workers on machines of their own, and a proxy through which all callers go, while each process
-//! is killed and started again, one worker is rebooted and one goes for good.
+//! Pipeline on the whole suite: two replicas of each service, three workers on separate machines, and a proxy for all callers. Each process is
+//! killed and started again, one worker is rebooted, and one is removed for good.
 //!
-//! Each process tells the test that it has begun, over a connection that it opens before anything else, and then waits for the test: so the
-//! test decides what is under way when something dies, and sees a process that runs twice.
+//! Each process connects to the test before anything else, and then waits for the test. So the test decides which processes run when a service
+//! dies, and notices a process that runs twice.
 //!
-//! What ran on the machine that is rebooted ends as `errored(WORKER_LOST)` and is not started again by itself; all else ends with its own exit
-//! code, its output in full and its bytes right. Who watches does so through the proxy, over every death.
+//! A process on the rebooted machine ends as `errored(WORKER_LOST)` and is not started again. All others end with their own exit code, their
+//! complete output and the right bytes. Watchers follow them through the proxy, across all failures.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,24 +23,24 @@ use serde_json::Value;
 
 const SHAPE: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 3, proxies: 1 };
 
-/// One task at a time on each worker, so that what is made at the same time is made on different workers.
+/// Number of tasks per worker. Artifacts that are made at the same time are made on different workers.
 const SETTINGS: &[(&str, &str)] = &[
     ("GANTRY_WORKER_MAX_TASKS", "1"),
     ("GANTRY_HEARTBEAT", "500ms"),
     ("GANTRY_WORKER_TTL", "5s"),
     ("GANTRY_STOP_AFTER", "20s"),
     ("GANTRY_LOST_AFTER", "25s"),
-    // Long enough for who watches to come back for the output of what ended meanwhile.
+    // Long enough for a watcher to return for the output of a process that has ended.
     ("GANTRY_GC_GRACE", "20s"),
     ("GANTRY_COLLECT_INTERVAL", "1s"),
     ("GANTRY_REPORT_INTERVAL", "1s"),
 ];
 
-/// Which two earlier ones each takes the outputs of. The first three take two of three uploads.
+/// Indexes of the two earlier workloads whose outputs each workload takes. The first three take two of three uploads.
 const TAKES: [(usize, usize); 10] =
     [(0, 1), (1, 2), (0, 2), (0, 1), (1, 2), (0, 2), (3, 4), (4, 5), (3, 5), (7, 8)];
 
-/// Processes that have begun and wait to be let go on.
+/// Processes that have started and wait for the test.
 struct Gate {
     listener: TcpListener,
     waiting: BTreeMap<String, TcpStream>,
@@ -54,7 +54,7 @@ impl Gate {
         Self { listener, waiting: BTreeMap::new(), begun: Vec::new() }
     }
 
-    /// What a process does first, in the words of a shell.
+    /// Shell commands with which each process starts.
     fn script(&self, name: &str) -> String {
         let address = self.listener.local_addr().expect("bound");
         let (host, port) = (address.ip(), address.port());
@@ -86,7 +86,7 @@ impl Gate {
         stream.write_all(b"go\n").expect("it listens");
     }
 
-    /// Every process that has begun, each of which did once.
+    /// Returns all processes that have started, each of which did so once.
     fn once(&mut self) -> BTreeSet<String> {
         self.let_in();
         let begun: BTreeSet<_> = self.begun.iter().cloned().collect();
@@ -95,8 +95,8 @@ impl Gate {
     }
 }
 
-/// A workload of the pipeline and somebody who watches it through the proxy.
-struct Watched {
+/// Workload of the pipeline, with a watcher through the proxy.
+struct WatchedWorkload {
     name: String,
     id: String,
     watcher: Child,
@@ -106,13 +106,13 @@ struct Scene {
     suite: Suite,
     gate: Gate,
     handles: BTreeSet<String>,
-    /// Which processes have done something for others.
+    /// Names of the services that have received calls.
     useful: BTreeSet<String>,
 }
 
 impl Scene {
     fn show(&self, kind: &str, id: &str) -> Value {
-        // While somebody is being killed, an answer may fail.
+        // A call may fail while a service is being killed.
         wait_for(&format!("{kind} {id}"), || {
             let output = self.suite.gantry(&["show", kind, id, "--json"]).output().expect("gantry runs");
             serde_json::from_slice(output.stdout.trim_ascii()).ok()
@@ -124,8 +124,8 @@ impl Scene {
         listed.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
     }
 
-    /// Submits number `number` of the pipeline under a name of its own.
-    fn submit(&self, number: usize, name: &str, made: &[Option<String>]) -> Watched {
+    /// Submits workload `number` of the pipeline under the name `name`.
+    fn submit(&self, number: usize, name: &str, made: &[Option<String>]) -> WatchedWorkload {
         let (left, right) = TAKES[number];
         let input = |letter: &str, from: usize| match number {
             0..3 => format!("{letter}={}", self.suite.path(&format!("upload-{from}")).display()),
@@ -141,8 +141,8 @@ impl Scene {
         self.watch(name, id.trim())
     }
 
-    /// Submits something that takes all of these.
-    fn submit_copy(&self, name: &str, artifacts: &[String]) -> Watched {
+    /// Submits a workload that takes all of these artifacts.
+    fn submit_copy(&self, name: &str, artifacts: &[String]) -> WatchedWorkload {
         let script = format!("{}echo end {name}", self.gate.script(name));
         let inputs = artifacts.iter().enumerate().map(|(n, id)| format!("in{n}=artifact:{id}"));
         let inputs: Vec<_> = inputs.flat_map(|input| ["-i".to_owned(), input]).collect();
@@ -153,18 +153,18 @@ impl Scene {
         self.watch(name, id.trim())
     }
 
-    fn watch(&self, name: &str, id: &str) -> Watched {
+    fn watch(&self, name: &str, id: &str) -> WatchedWorkload {
         let mut watcher = self.suite.gantry(&["attach", id]);
         let watcher = watcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry runs");
-        Watched { name: name.to_owned(), id: id.to_owned(), watcher }
+        WatchedWorkload { name: name.to_owned(), id: id.to_owned(), watcher }
     }
 
-    /// Submits some of the pipeline, which begin before it answers.
-    fn submit_all(&self, numbers: std::ops::Range<usize>, made: &[Option<String>]) -> Vec<Watched> {
+    /// Submits some workloads of the pipeline, and returns when their processes have started.
+    fn submit_all(&self, numbers: std::ops::Range<usize>, made: &[Option<String>]) -> Vec<WatchedWorkload> {
         numbers.map(|number| self.submit(number, &number.to_string(), made)).collect()
     }
 
-    fn all_wait(&mut self, watched: &[Watched]) {
+    fn all_wait(&mut self, watched: &[WatchedWorkload]) {
         for one in watched {
             self.gate.wait_for(&one.name);
         }
@@ -173,8 +173,8 @@ impl Scene {
         }
     }
 
-    /// Waits for the end, looks at what was said, and answers the artifact that was made.
-    fn end(&self, watched: Watched) -> String {
+    /// Waits for the end, checks the output, and returns the artifact.
+    fn end(&self, watched: WatchedWorkload) -> String {
         let finished = wait_for(&format!("the end of {}", watched.name), || {
             let shown = self.show("workload", &watched.id);
             (shown["state"] == "finished").then_some(shown)
@@ -184,13 +184,13 @@ impl Scene {
         let number: i64 = name.split('-').next().and_then(|number| number.parse().ok()).expect("a number");
         assert_eq!(finished["exit"]["code"], number, "{finished} {}", describe(&output));
         assert_eq!(i64::from(code(&output)), number, "{}", describe(&output));
-        // Nothing is lost and nothing comes twice, whatever broke meanwhile.
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert_eq!(said, format!("begin {name}\nend {name}\n"), "{}", describe(&output));
+        // No output is lost or repeated, whichever service failed meanwhile.
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(printed, format!("begin {name}\nend {name}\n"), "{}", describe(&output));
         finished["outputs"][0]["artifact_id"].as_str().unwrap_or_else(|| panic!("{finished}")).to_owned()
     }
 
-    fn end_all(&mut self, watched: Vec<Watched>, made: &mut Vec<Option<String>>) {
+    fn end_all(&mut self, watched: Vec<WatchedWorkload>, made: &mut Vec<Option<String>>) {
         for one in &watched {
             self.gate.release(&one.name);
         }
@@ -200,14 +200,14 @@ impl Scene {
         }
     }
 
-    /// Which worker has it.
-    fn worker_of(&self, watched: &Watched) -> usize {
+    /// Returns the worker of a workload.
+    fn worker_of(&self, watched: &WatchedWorkload) -> usize {
         let name = self.show("workload", &watched.id)["whereabouts"]["worker_name"].clone();
         let number = name.as_str().and_then(|name| name.strip_prefix("worker-")?.parse().ok());
         number.unwrap_or_else(|| panic!("{name} is no worker"))
     }
 
-    /// Notes whether a process was called, but for how it is.
+    /// Records whether a service received calls other than health checks.
     fn ask_what_it_did(&mut self, name: &str) {
         let (_, page) = self.suite.page(name, "/metrics");
         let calls = page.lines().filter(|line| {
@@ -233,7 +233,7 @@ impl Scene {
         names.iter().for_each(|name| self.suite.wait_until_ready(name));
     }
 
-    /// On which workers, by id, there are complete copies of each artifact.
+    /// Returns, for each artifact, the ids of the workers with complete replicas.
     fn replicas(&self, artifact: &str) -> BTreeSet<String> {
         let shown = self.show("artifact", artifact);
         let replicas = shown["replicas"].as_array().expect("replicas");
@@ -244,7 +244,7 @@ impl Scene {
         self.show("worker", &format!("worker-{index}"))["worker_id"].as_str().expect("an id").to_owned()
     }
 
-    /// Lets go of everything that was kept.
+    /// Removes everything that keeps artifacts.
     fn let_go(&self) {
         let runtime = tokio::runtime::Runtime::new().expect("a runtime");
         runtime.block_on(async {
@@ -259,7 +259,7 @@ impl Scene {
     }
 }
 
-/// The bytes that each makes.
+/// Returns the bytes that each workload makes.
 fn expected(uploads: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let mut made: Vec<Vec<u8>> = Vec::new();
     for (number, (left, right)) in TAKES.into_iter().enumerate() {
@@ -271,7 +271,7 @@ fn expected(uploads: &[Vec<u8>]) -> Vec<Vec<u8>> {
 
 #[test]
 #[ignore = "slow: make full"]
-fn a_pipeline_comes_out_right_while_every_process_dies_once() {
+fn pipeline_survives_death_of_each_process() {
     if !may_run_containers() {
         return;
     }
@@ -289,7 +289,7 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     main_job(&scene);
     let mut made = Vec::new();
 
-    // The first three run while one scheduler after the other dies, and the proxy.
+    // The first three run while each scheduler and the proxy die in turn.
     let first = scene.submit_all(0..3, &made);
     scene.all_wait(&first);
     let workers: BTreeSet<_> = first.iter().map(|one| scene.worker_of(one)).collect();
@@ -314,8 +314,8 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     let crossed = made.iter().flatten().filter(|artifact| scene.replicas(artifact).len() > 1).count();
     assert_eq!(crossed, 3, "each of the first outputs is needed by two workers, at the same time");
 
-    // One of them loses its machine. Its process has run, so it is not started again: it ends so, and is submitted anew.
-    let [third, mut fourth, fifth] = <[Watched; 3]>::try_from(next).map_err(|_| ()).expect("three");
+    // One of them loses its machine. Its process has run, so it is not retried: it ends as lost, and is submitted again.
+    let [third, mut fourth, fifth] = <[WatchedWorkload; 3]>::try_from(next).map_err(|_| ()).expect("three");
     scene.suite.reboot(scene.worker_of(&fourth));
     let lost = wait_for("the end of what ran on the machine", || {
         let shown = scene.show("workload", &fourth.id);
@@ -333,7 +333,7 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     scene.all_wait(&next);
     scene.end_all(next, &mut made);
 
-    // Of the next three, one ends while no gateway is there.
+    // One of the next three ends while no gateway runs.
     let last = scene.submit_all(6..9, &made);
     scene.all_wait(&last);
     let doomed = scene.worker_of(&last[2]);
@@ -353,7 +353,7 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     }
     scene.ready(&["runtime-gateway-0", "runtime-gateway-1", "runtime-gateway-2"]);
 
-    // What only one worker has is copied: it is an input on every worker at once. Then the one goes for good.
+    // An artifact of a single worker becomes an input on every worker, and so is copied. Then that worker is removed for good.
     let gone = scene.worker_id(doomed);
     let only_there = |artifact: &&String| scene.replicas(artifact) == BTreeSet::from([gone.clone()]);
     let only: Vec<_> = made.iter().flatten().filter(only_there).cloned().collect();
@@ -382,7 +382,7 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     let all: BTreeSet<_> = all.chain((0..SHAPE.gateways).map(|copy| format!("0-copy-{copy}"))).collect();
     assert_eq!(begun, all);
     nothing_is_left(&scene, doomed);
-    // Neither of two was only there.
+    // Neither of two artifacts had its only replica there.
     let own = format!("runtime-gateway-{doomed}");
     for name in scene.suite.names().into_iter().filter(|name| *name != own) {
         scene.ask_what_it_did(&name);
@@ -401,11 +401,11 @@ fn main_job(scene: &Scene) {
     assert!(fs::read(out.join("twice")).expect("brought back") == [bytes.as_slice(), &bytes].concat());
 }
 
-/// Once nobody keeps anything, and the worker that is `gone` is said to be: no row, no lease, no pin, no file, no mount, no
-/// process, no control group.
+/// Checks that nothing is left once all artifacts are released and the worker `gone` is pruned: no row, lease, pin, file, mount,
+/// process or control group.
 fn nothing_is_left(scene: &Scene, gone: usize) {
     scene.let_go();
-    // By nobody's force: nothing that is kept was only there.
+    // No --force is needed, because no kept artifact had its only replica there.
     wait_for("the worker that is gone is forgotten", || {
         let pruned = scene.suite.gantry(&["prune", &format!("worker-{gone}")]).output().expect("gantry runs");
         pruned.status.success().then_some(())
@@ -426,7 +426,7 @@ fn nothing_is_left(scene: &Scene, gone: usize) {
     loop {
         left.clear();
         for kind in ["artifacts", "volumes", "containers"] {
-            // A tombstone lets people ask what became of an artifact; it goes by itself.
+            // A tombstone records why an artifact was deleted, and expires later.
             let live = |row: &Value| kind != "artifacts" || row["state"] != "deleting";
             left.extend(scene.list(kind).into_iter().filter(live).map(|row| format!("{kind} {row}")));
         }

@@ -1,4 +1,4 @@
-//! A proxy before two workers, whose gateways let nobody in who has only the token of the callers.
+//! Proxy before two workers, whose gateways reject the token of the callers.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,7 +9,7 @@ use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, id, may_run_containers, started, write};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::runtime::attach_request::Message as Say;
-use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::attach_response::Message as ResponseMessage;
 use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::runtime::{AttachRequest, AttachResponse, CloseStdin, Resume, Signal, StdinData, exited};
 use tokio::sync::mpsc;
@@ -27,17 +27,17 @@ fn start() -> Option<Suite> {
     Some(suite)
 }
 
-/// One more worker.
+/// Adds a worker.
 fn attend(suite: &mut Suite, worker: &str, settings: &[(&str, &str)]) {
     suite.attend(worker, worker, settings);
     suite.attended(worker, worker);
 }
 
 #[test]
-fn the_main_job_goes_through_the_proxy_to_either_worker() {
+fn main_job_works_through_proxy() {
     let Some(mut suite) = start() else { return };
     let source = suite.path("source");
-    // Several messages of content, with a digest each.
+    // The content needs several messages, with one digest each.
     let sent: String = (0..1 << 20).map(|line| format!("{line:07}\n")).collect();
     write(&source.join("file"), &sent);
     let input = format!("src={}", source.display());
@@ -52,13 +52,13 @@ fn the_main_job_goes_through_the_proxy_to_either_worker() {
     stdout.read_line(&mut line).expect("a line");
     assert_eq!(line, "ready\n");
     run.stdin.take().expect("stdin").write_all(b"word\n").expect("it is read");
-    let mut said = String::new();
-    stdout.read_to_string(&mut said).expect("text");
+    let mut printed = String::new();
+    stdout.read_to_string(&mut printed).expect("text");
     assert!(run.wait().expect("it ends").success());
-    assert!(said == format!("word\n{sent}"), "{} bytes came out", said.len());
+    assert!(printed == format!("word\n{sent}"), "{} bytes came out", printed.len());
     assert!(fs::read_to_string(out.join("file")).expect("the output") == sent, "the output is what was sent");
 
-    // The other one, in the background; its output is read by two, one after the other.
+    // A background workload on the other worker, whose output is read twice in turn.
     attend(&mut suite, "two", &[("GANTRY_WORKER_TAGS", "two")]);
     let out = suite.path("other");
     let script = "echo begin; echo made > out/file; sleep 1; echo end";
@@ -74,17 +74,17 @@ fn the_main_job_goes_through_the_proxy_to_either_worker() {
     suite.succeed(&["download", &artifact, to]);
     assert_eq!(fs::read_to_string(out.join("file")).expect("the output"), "made\n");
 
-    // Without the proxy, the gateways do not let this caller in.
+    // Without the proxy, the gateways reject this caller.
     let server = suite.server();
     let (past_the_proxy, _) = server.rsplit_once(",proxy=").expect("the proxy comes last");
     let mut direct = suite.gantry(&["cat", &artifact, "file"]);
     let direct = direct.env("GANTRY_SERVER", past_the_proxy).output().expect("gantry runs");
-    let said = String::from_utf8_lossy(&direct.stderr);
-    assert!(!direct.status.success() && said.contains("token"), "{}", describe(&direct));
+    let printed = String::from_utf8_lossy(&direct.stderr);
+    assert!(!direct.status.success() && printed.contains("token"), "{}", describe(&direct));
 }
 
 #[test]
-fn a_call_that_breaks_with_the_proxy_goes_on_at_the_next_one() {
+fn broken_call_resumes_at_next_proxy() {
     let Some(mut suite) = start() else { return };
     let script = "while read word; do echo \"heard $word\"; done; echo end";
     let mut run = suite.gantry(&["run", "--", "sh", "-c", script]);
@@ -98,7 +98,7 @@ fn a_call_that_breaks_with_the_proxy_goes_on_at_the_next_one() {
         assert_eq!(line, format!("heard {word}\n"));
     };
     say("one");
-    // Killed in the middle, twice; each time another proxy stands at the same address.
+    // The proxy is killed twice in the middle. Each time another proxy listens at the same address.
     for word in ["two", "three"] {
         suite.kill(PROXY);
         suite.spawn(PROXY);
@@ -111,18 +111,18 @@ fn a_call_that_breaks_with_the_proxy_goes_on_at_the_next_one() {
     assert!(run.wait().expect("it ends").success());
 }
 
-/// A call to `Containers.Attach` at the proxy.
-struct Attached {
+/// Call to `Containers.Attach` at the proxy.
+struct Attachment {
     say: mpsc::Sender<AttachRequest>,
     hear: Streaming<AttachResponse>,
     /// Standard output so far.
     output: Vec<u8>,
-    /// How much of the input was taken.
+    /// Number of input bytes that the process has taken.
     taken: u64,
 }
 
-impl Attached {
-    /// To the process of a workload, with its output from `offset` on.
+impl Attachment {
+    /// Attaches to the process of a workload, with its output from `offset` on.
     async fn open(suite: &Suite, workload: &serde_json::Value, offset: u64) -> Self {
         let proxy = peer(suite.address(PROXY), Outgoing::internal().with_token(Some(suite.token())));
         let text = |name: &str| workload["whereabouts"][name].as_str().expect("a string").to_owned();
@@ -134,41 +134,42 @@ impl Attached {
             worker_id: text("worker_id"),
             observes: false,
         };
-        let (say, said) = mpsc::channel(8);
-        say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("it is heard");
-        let call = ContainersClient::new(proxy.expect("an address")).attach(ReceiverStream::new(said)).await;
+        let (say, printed) = mpsc::channel(8);
+        say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("sent");
+        let call =
+            ContainersClient::new(proxy.expect("an address")).attach(ReceiverStream::new(printed)).await;
         Self { say, hear: call.expect("attached").into_inner(), output: Vec::new(), taken: 0 }
     }
 
     async fn say(&self, message: Say) {
-        self.say.send(AttachRequest { message: Some(message) }).await.expect("it is heard");
+        self.say.send(AttachRequest { message: Some(message) }).await.expect("sent");
     }
 
-    /// Hears everything until all of this was written; or else how the process ended.
+    /// Receives until all of this output has arrived. Otherwise returns how the process ended.
     async fn until(&mut self, text: &str) -> Option<exited::How> {
         let mut ended = None;
         loop {
             if self.output == text.as_bytes() {
                 return None;
             }
-            let heard = self.hear.message().await.expect("it goes on").expect("it is not cut");
-            match heard.message.expect("a message") {
-                Heard::Output(output) => self.output.extend(output.data),
-                Heard::StdinAck(ack) => self.taken = ack.offset,
-                Heard::Exited(exited) => ended = exited.how,
-                Heard::Done(_) => return ended,
-                Heard::Started(_) | Heard::Truncated(_) => {}
+            let response = self.hear.message().await.expect("it goes on").expect("it is not cut");
+            match response.message.expect("a message") {
+                ResponseMessage::Output(output) => self.output.extend(output.data),
+                ResponseMessage::StdinAck(ack) => self.taken = ack.offset,
+                ResponseMessage::Exited(exited) => ended = exited.how,
+                ResponseMessage::Done(_) => return ended,
+                ResponseMessage::Started(_) | ResponseMessage::Truncated(_) => {}
             }
         }
     }
 }
 
 #[test]
-fn signals_and_the_end_of_the_input_go_through_the_proxy() {
+fn proxy_forwards_signals_and_end_of_input() {
     let Some(suite) = start() else { return };
     let script = "trap 'echo caught; caught=1' USR1; echo ready; until [ \"$caught\" ]; do sleep 0.05; done; cat; echo end; exec sleep 1000";
     let mut command = suite.gantry(&["run", "--", "sh", "-c", script]);
-    // Its input stays open: what ends it is said by the other caller.
+    // The input stays open. The other caller ends the process.
     command.stdin(Stdio::piped());
     let (mut run, mut stdout) = started(command);
     let listed = suite.succeed(&["list", "workloads", "--json"]);
@@ -176,13 +177,13 @@ fn signals_and_the_end_of_the_input_go_through_the_proxy() {
 
     let tokio = tokio::runtime::Runtime::new().expect("a runtime");
     let ended = tokio.block_on(async {
-        let mut first = Attached::open(&suite, &workload, 0).await;
+        let mut first = Attachment::open(&suite, &workload, 0).await;
         first.until("ready\n").await;
         first.say(Say::Signal(Signal { number: 10 })).await;
         first.until("ready\ncaught\n").await;
-        // The call is left, and goes on where it was.
+        // The caller leaves the call, and resumes it.
         drop(first);
-        let mut second = Attached::open(&suite, &workload, 6).await;
+        let mut second = Attachment::open(&suite, &workload, 6).await;
         second.say(Say::Stdin(StdinData { offset: 0, data: b"word\n".as_slice().into() })).await;
         second.until("caught\nword\n").await;
         second.say(Say::CloseStdin(CloseStdin {})).await;
@@ -192,7 +193,7 @@ fn signals_and_the_end_of_the_input_go_through_the_proxy() {
         second.until("nothing more").await
     });
     assert_eq!(ended, Some(exited::How::Signal(15)));
-    // Who is attached, too, sees the same.
+    // The other attached caller receives the same output.
     let mut rest = String::new();
     stdout.read_to_string(&mut rest).expect("text");
     assert_eq!(rest, "caught\nword\nend\n");
@@ -200,7 +201,7 @@ fn signals_and_the_end_of_the_input_go_through_the_proxy() {
 }
 
 #[test]
-fn a_reader_who_stalls_holds_the_process_back_and_not_the_proxy() {
+fn stalled_reader_slows_process_not_proxy() {
     let Some(suite) = start() else { return };
     let script = "yes 0123456789abcdef | head -c 300000000";
     let mut run = suite.gantry(&["run", "--", "sh", "-c", script]);
@@ -208,7 +209,7 @@ fn a_reader_who_stalls_holds_the_process_back_and_not_the_proxy() {
     let mut stdout = run.stdout.take().expect("stdout");
     let mut piece = vec![0; 1 << 20];
     stdout.read_exact(&mut piece).expect("it begins");
-    // Nobody reads, until nothing moves any more.
+    // The test reads nothing until the output stops.
     let resident = || resident(suite.pid(PROXY));
     let mut before = resident();
     loop {
@@ -219,7 +220,7 @@ fn a_reader_who_stalls_holds_the_process_back_and_not_the_proxy() {
         }
         before = now;
     }
-    // A proxy that took everything would hold 300 MB.
+    // A proxy without flow control would hold 300 MB.
     assert!(resident() < 120 << 20, "the proxy holds {} bytes", resident());
     let mut read = piece.len();
     while let Ok(more @ 1..) = stdout.read(&mut piece) {
@@ -230,7 +231,7 @@ fn a_reader_who_stalls_holds_the_process_back_and_not_the_proxy() {
     assert!(resident() < 120 << 20, "the proxy holds {} bytes", resident());
 }
 
-/// Bytes of memory that a process has.
+/// Returns the memory of a process in bytes.
 fn resident(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its size");

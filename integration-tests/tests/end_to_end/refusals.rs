@@ -1,4 +1,4 @@
-//! What the command line refuses, before it does anything where that is possible, and what it says.
+//! Errors of the command line, most of them before it does anything.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -10,33 +10,33 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use integration_tests::{Cluster, code, describe, may_run_containers};
 use serde_json::Value;
 
-fn said(output: &Output) -> String {
+fn stderr_text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Fails unless the command was refused with `text` and nothing else.
+/// Fails unless the command failed with `text`, and printed no answer.
 fn refused(output: &Output, text: &str) {
     assert_eq!(code(output), 125, "{}", describe(output));
-    assert!(said(output).contains(text), "{text:?} is not said: {}", describe(output));
+    assert!(stderr_text(output).contains(text), "{text:?} is missing: {}", describe(output));
     assert!(output.stdout.is_empty(), "{}", describe(output));
 }
 
 #[test]
-fn what_cannot_work_is_refused_before_a_cluster_is_started() {
+fn invalid_arguments_are_rejected_before_cluster_start() {
     let cluster = Cluster::new();
     fs::write(cluster.path("file"), "").expect("write");
     fs::create_dir(cluster.path("d")).expect("directory");
     let cases: [(&[&str], &str); 13] = [
         (&["-i", "src=gone"], "cannot upload \"gone\": No such file or directory"),
-        (&["-i", "src=file"], "it is no directory"),
-        (&["-i", "a=d", "-i", "a=d"], "two inputs are called \"a\""),
-        (&["-o", "a", "-o", "a"], "two outputs are called \"a\""),
-        (&["-o", "a=file"], "output \"a\" cannot be brought into \"file\": it is no directory"),
-        (&["-o", "a=file/x"], "is no directory"),
-        (&["-o", "a=x", "-o", "b=./x"], "go into the same directory"),
-        (&["-o", "a=x", "-o", "b=x/y"], "lies in \"x\""),
+        (&["-i", "src=file"], "not a directory"),
+        (&["-i", "a=d", "-i", "a=d"], "two inputs have the name \"a\""),
+        (&["-o", "a", "-o", "a"], "two outputs have the name \"a\""),
+        (&["-o", "a=file"], "cannot download output \"a\" into \"file\": not a directory"),
+        (&["-o", "a=file/x"], "is not a directory"),
+        (&["-o", "a=x", "-o", "b=./x"], "have the same directory"),
+        (&["-o", "a=x", "-o", "b=x/y"], "is inside \"x\""),
         (&["-d", "-o", "a=x"], "with --detach"),
-        (&["--trace", "gone/trace"], "there is no directory"),
+        (&["--trace", "gone/trace"], "does not exist"),
         (&["--memory", "1K"], "a container needs 6.0 MiB to start"),
         (&["--cpu", "0"], "is no number of cores"),
         (&["--cpu", "99999999"], "no worker has as many cores"),
@@ -58,7 +58,7 @@ fn what_cannot_work_is_refused_before_a_cluster_is_started() {
 }
 
 #[test]
-fn a_cluster_that_is_not_there_is_named() {
+fn unreachable_cluster_is_named() {
     let cluster = Cluster::new();
     for address in ["there", "127.0.0.1:1", "https://127.0.0.1:1", "unix:relative", "http://"] {
         refused(&cluster.output(["--server", address, "list", "workers"]), "cannot parse service address");
@@ -66,14 +66,14 @@ fn a_cluster_that_is_not_there_is_named() {
     for address in ["http://127.0.0.1:1", "unix:///nonexistent/gantry.sock"] {
         let output = cluster.output(["--server", address, "list", "workers"]);
         refused(&output, "the cluster does not answer");
-        refused(&output, &format!("see whether it runs and {address} is its address"));
+        refused(&output, &format!("check that the cluster runs and that {address} is its address"));
     }
     let apart = "scheduler=http://127.0.0.1:1,artifacts=http://127.0.0.1:2,streamer=http://127.0.0.1:3,proxy=http://127.0.0.1:4";
     let output = cluster.output(["--server", apart, "list", "artifacts"]);
     refused(&output, "the cluster does not answer: 127.0.0.1:2: Connection refused (UNAVAILABLE)");
     refused(
         &cluster.output(["--token-file", "gone", "list", "workers"]),
-        "cannot read the token in \"gone\"",
+        "cannot read the token file \"gone\"",
     );
     let json = cluster.output(["--json", "--server", "http://127.0.0.1:1", "list", "workers"]);
     let document: Value = serde_json::from_slice(&json.stdout).expect("one JSON document");
@@ -81,22 +81,22 @@ fn a_cluster_that_is_not_there_is_named() {
 }
 
 #[test]
-fn what_is_about_the_cluster_of_this_machine_takes_no_other() {
+fn local_commands_reject_server_option() {
     let server = "http://127.0.0.1:1";
     let cluster = Cluster::new();
     for command in ["up", "down"] {
-        let text = format!("`gantry {command}` is about the cluster on this machine; leave out --server");
+        let text = format!("`gantry {command}` acts only on the cluster on this machine; leave out --server");
         refused(&cluster.output(["--server", server, command]), &text);
         refused(&cluster.output([command, "--server", server]), &text);
     }
     let cluster = cluster.with("GANTRY_SERVER", server);
     let output = cluster.output(["down"]);
     assert_eq!(code(&output), 0, "{}", describe(&output));
-    assert!(said(&output).contains("not the one of GANTRY_SERVER"), "{}", describe(&output));
+    assert!(stderr_text(&output).contains("not on that of GANTRY_SERVER"), "{}", describe(&output));
 }
 
 #[test]
-fn a_cluster_of_somebody_else_is_not_ours_to_use() {
+fn cluster_of_other_user_is_rejected() {
     if !may_run_containers() {
         return;
     }
@@ -110,17 +110,17 @@ fn a_cluster_of_somebody_else_is_not_ours_to_use() {
     let server = format!("unix://{}", socket.display());
     let mut command = cluster.gantry(["--server", &server, "list", "workers"]);
     let output = unprivileged(&mut command).output().expect("gantry runs");
-    refused(&output, "we may not use this cluster: Permission denied (PERMISSION_DENIED)");
+    refused(&output, "this user may not access the cluster: Permission denied (PERMISSION_DENIED)");
     refused(&output, "belongs to user 65534");
 }
 
 #[test]
-fn a_second_cluster_is_refused_whatever_it_shall_listen_on() {
+fn second_cluster_is_rejected() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
-    refused(&cluster.output(["up", "--listen", "foo"]), "\"foo\" is no address to listen on: ");
+    refused(&cluster.output(["up", "--listen", "foo"]), "cannot listen on \"foo\": ");
     cluster.succeed(["run", "--", "true"]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = taken.local_addr().expect("its address").to_string();
@@ -128,7 +128,7 @@ fn a_second_cluster_is_refused_whatever_it_shall_listen_on() {
     refused(&output, "a cluster runs on this machine already (process ");
 }
 
-/// Without the capabilities that let root read and enter what its mode denies.
+/// Removes the capabilities with which root ignores file modes.
 fn unprivileged(command: &mut Command) -> &mut Command {
     // SAFETY: between fork and exec this calls nothing but prctl, which takes no memory.
     unsafe {
@@ -145,7 +145,7 @@ fn unprivileged(command: &mut Command) -> &mut Command {
 }
 
 #[test]
-fn a_token_is_asked_for_and_a_wrong_one_is_named() {
+fn missing_or_wrong_token_is_named() {
     if !may_run_containers() {
         return;
     }
@@ -163,9 +163,9 @@ fn a_token_is_asked_for_and_a_wrong_one_is_named() {
     };
     fs::write(cluster.path("wrong"), "wrong").expect("write");
     fs::write(cluster.path("empty"), "\n").expect("write");
-    refused(&list(&[]), "name the cluster's token file with --token-file");
-    refused(&list(&["--token-file", "wrong"]), "what wrong holds is not that");
-    refused(&list(&["--token-file", "empty"]), "\"empty\" holds no token");
+    refused(&list(&[]), "give the token file of the cluster with --token-file");
+    refused(&list(&["--token-file", "wrong"]), "wrong does not hold the token of this cluster");
+    refused(&list(&["--token-file", "empty"]), "the token file \"empty\" is empty");
     let right = list(&["--token-file", &token_file]);
     assert_eq!(code(&right), 0, "{}", describe(&right));
     let down = cluster.succeed(["--json", "down"]);
@@ -175,18 +175,18 @@ fn a_token_is_asked_for_and_a_wrong_one_is_named() {
 }
 
 #[test]
-fn a_setting_that_is_misspelt_is_said_to_be() {
+fn misspelt_setting_is_reported() {
     let cluster = Cluster::new();
     let output = cluster.gantry(["down"]).env("GANTRY_SERVRE", "http://there").output().expect("gantry");
     assert!(
-        said(&output).contains("GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"),
+        stderr_text(&output).contains("GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"),
         "{}",
         describe(&output)
     );
 }
 
 #[test]
-fn what_others_can_reach_is_said_aloud() {
+fn reachable_address_is_reported() {
     if !may_run_containers() {
         return;
     }
@@ -195,17 +195,17 @@ fn what_others_can_reach_is_said_aloud() {
     for (address, insecure) in [("0.0.0.0:0", true), ("127.0.0.1:0", false)] {
         let mut up = cluster.gantry(["up", "--insecure", "--listen", address]);
         let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
-        let mut said = String::new();
-        BufReader::new(up.stdout.take().expect("stdout")).read_line(&mut said).expect("a line");
+        let mut printed = String::new();
+        BufReader::new(up.stdout.take().expect("stdout")).read_line(&mut printed).expect("a line");
         cluster.succeed(["down"]);
         let output = up.wait_with_output().expect("it ends");
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(said.contains("INSECURE: nothing is encrypted on 0.0.0.0:"), insecure, "{said}");
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(printed.contains("INSECURE: nothing is encrypted on 0.0.0.0:"), insecure, "{printed}");
     }
 }
 
 #[test]
-fn a_path_of_ours_that_the_container_lacks_is_explained() {
+fn path_missing_in_container_is_explained() {
     if !may_run_containers() {
         return;
     }
@@ -213,7 +213,7 @@ fn a_path_of_ours_that_the_container_lacks_is_explained() {
     let script = cluster.path("hello.sh");
     fs::write(&script, "#!/bin/sh\necho hello from $PWD\n").expect("write");
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("chmod");
-    // The test's directory is below /tmp, unless somebody set TMPDIR.
+    // The directory of the test is below /tmp, unless TMPDIR is set.
     let below_tmp = script.starts_with("/tmp");
     let script = script.display().to_string();
     let by_path = cluster.output(["run", "--", &script]);
@@ -221,7 +221,7 @@ fn a_path_of_ours_that_the_container_lacks_is_explained() {
     for output in [&by_path, &by_shell] {
         assert_eq!(code(output), 127, "{}", describe(output));
         assert_eq!(
-            said(output).contains("/tmp in the container is its own"),
+            stderr_text(output).contains("/tmp of the container is separate"),
             below_tmp,
             "{}",
             describe(output)
@@ -229,21 +229,25 @@ fn a_path_of_ours_that_the_container_lacks_is_explained() {
     }
     let relative = cluster.output(["run", "--", "./hello.sh"]);
     assert_eq!(code(&relative), 127, "{}", describe(&relative));
-    assert!(said(&relative).contains("bring it with -i"), "{}", describe(&relative));
+    assert!(stderr_text(&relative).contains("upload it with -i"), "{}", describe(&relative));
     let nowhere = cluster.output(["run", "--", "/tmp/no-such-program"]);
     assert_eq!(code(&nowhere), 127, "{}", describe(&nowhere));
-    assert!(!said(&nowhere).contains("its own"), "it is not here either: {}", describe(&nowhere));
-    // As it was said. The cluster's own state lies in that directory, and is nobody's business.
+    assert!(
+        !stderr_text(&nowhere).contains("is separate"),
+        "it does not exist here either: {}",
+        describe(&nowhere)
+    );
+    // The hint of the error works. The state of the cluster is in that directory, and is not uploaded.
     let brought = ["run", "-i", "here=.", "--", "sh", "-c", "here/hello.sh; ls -A here here/state"];
     let brought = cluster.output(brought);
     assert_eq!(code(&brought), 0, "{}", describe(&brought));
     let listed = String::from_utf8_lossy(&brought.stdout).into_owned();
     assert_eq!(listed, "hello from /workspace\nhere:\nhello.sh\nrun\nstate\n\nhere/state:\n");
-    assert!(said(&brought).contains("state/gantry is left out"), "{}", describe(&brought));
+    assert!(stderr_text(&brought).contains("state/gantry is left out"), "{}", describe(&brought));
 }
 
 #[test]
-fn a_relative_working_directory_lies_in_the_workspace() {
+fn relative_working_directory_is_in_workspace() {
     if !may_run_containers() {
         return;
     }
@@ -259,7 +263,7 @@ fn a_relative_working_directory_lies_in_the_workspace() {
 }
 
 #[test]
-fn cat_says_what_a_path_is() {
+fn cat_rejects_paths_that_are_not_files() {
     if !may_run_containers() {
         return;
     }
@@ -288,7 +292,7 @@ fn cat_says_what_a_path_is() {
 }
 
 #[test]
-fn files_that_change_or_cannot_be_read_are_named_and_allowed_when_asked() {
+fn changed_and_unreadable_files_need_permission() {
     if !may_run_containers() {
         return;
     }
@@ -314,11 +318,11 @@ fn files_that_change_or_cannot_be_read_are_named_and_allowed_when_asked() {
     refused(&upload(&[]), "\"secret\" cannot be read: Permission denied");
     let allowed = upload(&["--allow-changed"]);
     assert_eq!(code(&allowed), 0, "{}", describe(&allowed));
-    assert!(said(&allowed).contains("\"secret\" cannot be read"), "{}", describe(&allowed));
+    assert!(stderr_text(&allowed).contains("\"secret\" cannot be read"), "{}", describe(&allowed));
     assert_eq!(files(&allowed), ["fine"], "what cannot be read is left out");
 
     fs::remove_file(cluster.path("d/secret")).expect("removed");
-    // Large enough that it grows while it is read.
+    // The file is large enough to grow while it is read.
     let growing = fs::File::create(cluster.path("d/growing")).expect("created");
     std::io::Write::write_all(&mut &growing, &vec![7; 64 << 20]).expect("written");
     let enough = AtomicBool::new(false);
@@ -334,13 +338,13 @@ fn files_that_change_or_cannot_be_read_are_named_and_allowed_when_asked() {
         enough.store(true, Ordering::Relaxed);
         refused(&stopped, "\"growing\" changed");
         assert_eq!(code(&allowed), 0, "{}", describe(&allowed));
-        assert!(said(&allowed).contains("\"growing\" changed"), "{}", describe(&allowed));
+        assert!(stderr_text(&allowed).contains("\"growing\" changed"), "{}", describe(&allowed));
         assert_eq!(files(&allowed), ["fine", "growing"]);
     });
 }
 
 #[test]
-fn why_nothing_would_run_is_explained_and_nothing_runs() {
+fn explain_runs_nothing() {
     if !may_run_containers() {
         return;
     }
@@ -349,24 +353,24 @@ fn why_nothing_would_run_is_explained_and_nothing_runs() {
         let line = ["--json", "run", "--explain"].iter().chain(arguments).chain(&["--", "true"]);
         serde_json::from_slice::<Value>(&cluster.succeed(line)).expect("one object")
     };
-    // A cluster that has just been started has no worker yet.
+    // A new cluster has no worker yet.
     integration_tests::wait_for("a worker", || (explain(&[])["verdict"] == "placed").then_some(()));
     let never = explain(&["--tag", "gpu"]);
     assert_eq!(never["verdict"], "never", "{never}");
     assert_eq!(never["workers"][0]["refusals"][0]["reason"], "MISSING_TAGS", "{never}");
-    let said = cluster.succeed(["run", "--explain", "--tag", "gpu", "--", "true"]);
-    let said = String::from_utf8(said).expect("text");
+    let printed = cluster.succeed(["run", "--explain", "--tag", "gpu", "--", "true"]);
+    let printed = String::from_utf8(printed).expect("text");
     assert!(
-        said.starts_with("no worker that is known could ever run it: it is refused if it is submitted now\n"),
-        "{said}"
+        printed.starts_with("no known worker can ever run the workload; submitting it now would fail\n"),
+        "{printed}"
     );
-    assert!(said.contains("lacks the tag gpu") && said.contains("it has the tag gpu"), "{said}");
+    assert!(printed.contains("lacks the tag gpu") && printed.contains("it has the tag gpu"), "{printed}");
     assert!(cluster.list("workloads").is_empty(), "nothing was submitted");
 
     let id = String::from_utf8(cluster.succeed(["run", "-d", "--", "true"])).expect("an id");
     let ended = integration_tests::wait_for("it has ended", || {
-        let said = String::from_utf8(cluster.succeed(["explain", id.trim()])).expect("text");
-        said.starts_with("it has ended").then_some(said)
+        let printed = String::from_utf8(cluster.succeed(["explain", id.trim()])).expect("text");
+        printed.starts_with("the workload has ended").then_some(printed)
     });
     assert!(ended.contains(": succeeded\n") && ended.contains("exit 0"), "{ended}");
     assert!(ended.contains("attempt") && ended.contains("started"), "{ended}");

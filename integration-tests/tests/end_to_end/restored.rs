@@ -1,4 +1,4 @@
-//! A backup of the artifact store is restored: what was made since is an orphan, survives, and is adopted or purged.
+//! Restore of the artifact store from a backup. Newer volumes and containers are orphans, survive, and are adopted or purged.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -8,22 +8,22 @@ use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
 use serde_json::Value;
 
 fn json<const N: usize>(cluster: &Cluster, line: [&str; N]) -> Value {
-    let said = cluster.succeed(line.iter().chain(&["--json"]));
-    serde_json::from_slice(said.trim_ascii()).expect("JSON")
+    let printed = cluster.succeed(line.iter().chain(&["--json"]));
+    serde_json::from_slice(printed.trim_ascii()).expect("JSON")
 }
 
 fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
     String::from_utf8(cluster.succeed(line)).expect("text")
 }
 
-/// Orphans, one object a line.
+/// Lists the orphans.
 fn aside(cluster: &Cluster, kind: &str) -> Vec<Value> {
-    let said = cluster.succeed(["list", kind, "--orphans", "--json"]);
-    let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    let printed = cluster.succeed(["list", kind, "--orphans", "--json"]);
+    let lines = printed.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
     lines.map(|line| serde_json::from_slice(line).expect("JSON")).collect()
 }
 
-/// Runs something that leaves the output `label`, and answers the id of its artifact.
+/// Runs a command that leaves the output `label`, and returns the id of its artifact.
 fn make(cluster: &Cluster, label: &str) -> String {
     let script = format!("echo {label} > {label}/made");
     cluster.succeed(["run", "--keep", "1h", "-o", label, "--", "sh", "-c", &script]);
@@ -32,13 +32,13 @@ fn make(cluster: &Cluster, label: &str) -> String {
     made["artifact_id"].as_str().expect("an id").to_owned()
 }
 
-/// Where the volume of an artifact is.
+/// Returns the path of the volume of an artifact.
 fn volume(cluster: &Cluster, artifact: &str) -> String {
     let shown = json(cluster, ["show", "artifact", artifact]);
     shown["replicas"][0]["volume_handle"].as_str().expect("a replica").to_owned()
 }
 
-/// Starts the cluster in the foreground, and tells it that its database came out of a backup.
+/// Starts the cluster in the foreground with `--restored`.
 fn up_restored(cluster: &Cluster) -> Child {
     let mut command = cluster.gantry(["up", "--restored"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("gantry");
@@ -51,17 +51,17 @@ fn up_restored(cluster: &Cluster) -> Child {
 }
 
 #[test]
-fn what_was_made_after_the_backup_is_orphaned_until_somebody_decides() {
+fn objects_newer_than_backup_are_orphans() {
     if !may_run_containers() {
         return;
     }
-    // One is told that its database came out of a backup, the other finds out.
+    // One cluster gets --restored, and the other one detects the restore.
     for told in [true, false] {
         let cluster = Cluster::new();
         let state = cluster.state();
         let before = make(&cluster, "before");
         cluster.succeed(["down"]);
-        // All of a cluster that has ended is in that file.
+        // That file has the whole state of an ended cluster.
         let copy = |from: &std::path::Path, to: &std::path::Path| {
             for directory in [from, to] {
                 assert!(!directory.join("artifact-store.db-wal").exists(), "in {}", directory.display());
@@ -77,7 +77,7 @@ fn what_was_made_after_the_backup_is_orphaned_until_somebody_decides() {
         let (wanted, unwanted) = (make(&cluster, "wanted"), make(&cluster, "unwanted"));
         let (good, bad) = (volume(&cluster, &wanted), volume(&cluster, &unwanted));
         let path = |volume: &str| state.join("worker/volumes").join(volume);
-        // Whose it is, is noted when nobody waits for it any more.
+        // The description of a volume is written in the background.
         wait_for("the notes of the outputs", || {
             [&good, &bad].iter().all(|volume| path(volume).join("artifact").exists()).then_some(())
         });
@@ -100,7 +100,7 @@ fn what_was_made_after_the_backup_is_orphaned_until_somebody_decides() {
         assert_eq!(containers.len(), 2, "{containers:?}");
         let listed = text(&cluster, ["list", "containers", "--orphans"]);
         assert!(listed.starts_with("HANDLE") && !listed.contains("ADOPTABLE"), "{listed}");
-        // Whoever asks for it is told that it is an orphan, and what can be done.
+        // Commands about an orphan name it, and the remedies.
         let adopt = format!("`gantry adopt {good}`");
         let explained = text(&cluster, ["explain", &good]);
         assert!(
@@ -133,7 +133,7 @@ fn what_was_made_after_the_backup_is_orphaned_until_somebody_decides() {
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
         assert_eq!(json(&cluster, ["explain", &good])["state"], "orphaned");
 
-        // Rounds of collection, and reports: something else is made, collected and swept meanwhile.
+        // Another workload is run, collected and swept meanwhile, so that rounds of collection and reports take place.
         for _ in 0..3 {
             cluster.succeed(["run", "--keep", "0s", "-o", "out", "--", "sh", "-c", "echo > out/x"]);
             cluster.succeed(["gc"]);
@@ -144,14 +144,17 @@ fn what_was_made_after_the_backup_is_orphaned_until_somebody_decides() {
         });
         assert!([&good, &bad].iter().all(|volume| path(volume).exists()), "nothing was swept");
 
-        let said = text(&cluster, ["adopt", &good, "--keep", "2h"]);
-        assert_eq!(said, format!("volume {good} holds artifact {wanted}: 7 B, kept for 2 h at least\n"));
+        let printed = text(&cluster, ["adopt", &good, "--keep", "2h"]);
+        assert_eq!(
+            printed,
+            format!("volume {good} is a replica of artifact {wanted}: 7 B, kept for at least 2 h\n")
+        );
         cluster.succeed(["adopt", &good]);
         cluster.succeed(["download", &wanted, "out"]);
         assert_eq!(fs::read_to_string(cluster.path("out/made")).expect("a file"), "wanted\n");
         cluster.succeed(["download", &before, "earlier"]);
 
-        assert_eq!(text(&cluster, ["purge", &bad]), "1 volume and 0 containers are garbage now\n");
+        assert_eq!(text(&cluster, ["purge", &bad]), "1 volume and 0 containers marked as garbage\n");
         wait_for("the end of what was purged", || (!path(&bad).exists()).then_some(()));
         let explained = wait_for("its grave", || {
             let explained = json(&cluster, ["explain", &bad]);

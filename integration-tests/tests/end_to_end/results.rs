@@ -1,4 +1,4 @@
-//! What a result may bring into its caller's directory, and what it may not.
+//! Entries of a result that may be written into the directory of the caller, and entries that may not.
 
 use std::fs;
 use std::io::Write;
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use integration_tests::{Cluster, code, describe, may_run_containers, started};
 use serde_json::Value;
 
-/// Plants everything that would run on the caller's machine, or with more rights than the caller's.
+/// Plants entries that would run on the machine of the caller, or have more rights than the caller.
 const PLANT: &str = "cd src && echo evil > .git/hooks/post-checkout && chmod 755 .git/hooks/post-checkout && \
     echo '[core] fsmonitor = evil' > .git/config && mkdir -p sub/.git/hooks .git/modules/m/hooks && \
     echo evil > sub/.git/hooks/post-merge && echo evil > .git/modules/m/hooks/post-merge && \
@@ -16,7 +16,7 @@ const PLANT: &str = "cd src && echo evil > .git/hooks/post-checkout && chmod 755
     cp file setuid && chmod 4755 setuid && mkdir group && chmod 2755 group && ln -s /etc link";
 
 #[test]
-fn planted_programs_and_rights_do_not_come_back() {
+fn planted_programs_and_rights_are_dropped() {
     if !may_run_containers() {
         return;
     }
@@ -25,7 +25,7 @@ fn planted_programs_and_rights_do_not_come_back() {
     for (path, text) in [("file", "as it was"), (".git/config", "mine"), (".git/hooks/pre-commit", "mine")] {
         fs::write(cluster.path("src").join(path), text).expect("write");
     }
-    // A directory of a group, which comes back as it went.
+    // A directory of a group, which is unchanged by the round trip.
     fs::create_dir(cluster.path("src/shared")).expect("a directory");
     fs::set_permissions(cluster.path("src/shared"), fs::Permissions::from_mode(0o2775)).expect("a mode");
     let at = |path: &str| cluster.path("src").join(path);
@@ -38,8 +38,8 @@ fn planted_programs_and_rights_do_not_come_back() {
         assert_eq!(code(&output), 0, "{}", describe(&output));
         output
     };
-    let said = String::from_utf8(run(&[]).stderr).expect("text");
-    assert_eq!(read("file").as_deref(), Some("changed\n"), "{said}");
+    let printed = String::from_utf8(run(&[]).stderr).expect("text");
+    assert_eq!(read("file").as_deref(), Some("changed\n"), "{printed}");
     assert_eq!(read(".git/HEAD").as_deref(), Some("new\n"));
     assert_eq!(read(".git/config").as_deref(), Some("mine"));
     assert_eq!(read(".git/hooks/pre-commit").as_deref(), Some("mine"));
@@ -54,14 +54,14 @@ fn planted_programs_and_rights_do_not_come_back() {
         "--allow-git-hooks",
         "group, setuid; keep them with --preserve-special",
     ] {
-        assert!(said.contains(text), "{text:?} is not said: {said}");
+        assert!(printed.contains(text), "{text:?} is not printed: {printed}");
     }
     assert!(
-        !said.contains("pre-commit") && !said.contains("shared"),
-        "what did not change is not named: {said}"
+        !printed.contains("pre-commit") && !printed.contains("shared"),
+        "what did not change is not named: {printed}"
     );
 
-    // A directory that the result made has a link in it, which leads nowhere that was not named.
+    // A link in a directory of the result does not lead a later result elsewhere.
     let out = cluster.output(["run", "-o", "x=./src/link/below", "--", "true"]);
     assert_eq!(code(&out), 125, "{}", describe(&out));
     let refused = String::from_utf8(out.stderr).expect("text");
@@ -77,7 +77,7 @@ fn planted_programs_and_rights_do_not_come_back() {
     assert_eq!(code(&out), 0, "{}", describe(&out));
     assert!(at("made/made").exists());
 
-    // Everything comes when it is asked for.
+    // With the options, everything is written.
     fs::remove_dir_all(at("group")).expect("removed");
     let clean = "rm -rf src/setuid src/link; ".to_owned() + PLANT;
     let line =
@@ -111,20 +111,20 @@ fn download_and_replacement_drop_programs_too() {
             describe(&output),
         )
     };
-    let (ended, done, said) = download(&["out"]);
-    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(2)), "{said}");
+    let (ended, done, printed) = download(&["out"]);
+    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(2)), "{printed}");
     assert_eq!(done["not_written"]["first"][0]["path"], ".git/config");
     assert!(cluster.path("out/.git/HEAD").exists() && !cluster.path("out/.git/config").exists());
     assert!(!cluster.path("out/.git/hooks").exists());
 
-    // Nobody loses a configuration by a replacement.
+    // A replacement never loses a configuration.
     fs::write(cluster.path("out/.git/config"), "mine").expect("write");
-    let (ended, _, said) = download(&["--replace", "out"]);
-    assert_eq!(ended, 125, "{said}");
-    assert!(said.contains("leave out --replace"), "{said}");
+    let (ended, _, printed) = download(&["--replace", "out"]);
+    assert_eq!(ended, 125, "{printed}");
+    assert!(printed.contains("leave out --replace"), "{printed}");
     assert_eq!(fs::read_to_string(cluster.path("out/.git/config")).expect("kept"), "mine");
-    let (ended, done, said) = download(&["--replace", "--allow-git-hooks", "out"]);
-    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(0)), "{said}");
+    let (ended, done, printed) = download(&["--replace", "--allow-git-hooks", "out"]);
+    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(0)), "{printed}");
     assert_eq!(fs::read_to_string(cluster.path("out/.git/config")).expect("replaced"), "evil");
 }
 
@@ -170,12 +170,12 @@ fn result_in_place_leaves_edits_alone() {
         assert_eq!(read(path).as_deref(), Some(text), "{path}: {}", describe(&output));
     }
     assert_eq!(read("removed"), None);
-    let said = String::from_utf8(output.stderr).expect("text");
+    let printed = String::from_utf8(output.stderr).expect("text");
     for text in [
-        "src/both was changed here while the command ran, and stays; the version of the command is src/both.gantry-result",
-        "kept although the command removed it, for it or what belongs to it was changed here meanwhile: removed-edited",
+        "conflict: your changed src/both stays; the version of the command is src/both.gantry-result",
+        "not removed as the command did, because you changed these entries or related ones: removed-edited",
     ] {
-        assert!(said.contains(text), "{text:?} is not said: {said}");
+        assert!(printed.contains(text), "{text:?} is not printed: {printed}");
     }
 }
 
@@ -196,9 +196,9 @@ fn command_that_fails_replaces_nothing() {
     assert_eq!(fs::read_to_string(cluster.path("dist/old")).expect("it stays"), "works");
     assert!(
         describe(&failed)
-            .contains("the command failed, so dist is not replaced; bring it with `gantry download")
+            .contains("dist is not replaced, because the command failed; download it with `gantry download")
     );
-    // Where nothing stands, nothing is lost.
+    // Without an existing directory, nothing can be lost.
     assert_eq!(code(&run("report", "echo why > dist/log; exit 3")), 3);
     assert_eq!(fs::read_to_string(cluster.path("report/log")).expect("brought"), "why\n");
     assert_eq!(code(&run("dist", "echo new > dist/new")), 0);
@@ -206,7 +206,7 @@ fn command_that_fails_replaces_nothing() {
 }
 
 #[test]
-fn results_come_into_mounts() {
+fn results_are_written_into_mounts() {
     if !may_run_containers() {
         return;
     }
@@ -215,7 +215,7 @@ fn results_come_into_mounts() {
     for directory in ["real", "bound"] {
         fs::create_dir(cluster.path(directory)).expect("a directory");
     }
-    // In a table of mounts of its own: it goes with the command.
+    // The mount is in a separate mount namespace, and ends with the command.
     let unshared = |line: &[&str]| {
         let gantry = cluster.gantry(line);
         let mut command = Command::new("unshare");
@@ -228,10 +228,10 @@ fn results_come_into_mounts() {
     let output = unshared(&run);
     assert_eq!(code(&output), 0, "{}", describe(&output));
     assert_eq!(fs::read_to_string(cluster.path("real/file")).expect("brought"), "made\n");
-    // What takes its place is refused before anything runs.
+    // A replacement is rejected before the command runs.
     let replaced = unshared(&[&["run", "--replace"], &run[1..]].concat());
     assert_eq!(code(&replaced), 125, "{}", describe(&replaced));
-    assert!(describe(&replaced).contains("something is mounted there"), "{}", describe(&replaced));
+    assert!(describe(&replaced).contains("a file system is mounted there"), "{}", describe(&replaced));
 }
 
 #[test]
@@ -248,7 +248,7 @@ fn abandoned_staging_is_removed_and_never_sent() {
 }
 
 #[test]
-fn output_that_is_too_deep_is_the_callers() {
+fn too_deep_output_is_error_of_caller() {
     if !may_run_containers() {
         return;
     }
@@ -266,19 +266,19 @@ fn output_that_is_too_deep_is_the_callers() {
         "-e",
         script,
     ]);
-    let said = describe(&output);
-    assert!(said.contains("OUTPUT_INVALID"), "{said}");
-    assert!(said.contains("a path of more than 4096 bytes"), "{said}");
-    // The worker takes the next one.
+    let printed = describe(&output);
+    assert!(printed.contains("OUTPUT_INVALID"), "{printed}");
+    assert!(printed.contains("a path of more than 4096 bytes"), "{printed}");
+    // The worker takes the next workload.
     let next = cluster.output(["run", "--", "true"]);
     assert_eq!(code(&next), 0, "{}", describe(&next));
 }
 
-/// Makes directories one in the other until their path has more than 4,096 bytes.
+/// Makes nested directories until their path has more than 4,096 bytes.
 const TOO_LONG: &str = "for (1..60) { my $name = 'c' x 99; mkdir $name or die; chdir $name or die }";
 
 #[test]
-fn exit_code_is_told_when_output_fails() {
+fn exit_code_is_reported_when_output_fails() {
     if !may_run_containers() {
         return;
     }
@@ -286,10 +286,10 @@ fn exit_code_is_told_when_output_fails() {
     for (exit, expected) in [("0", 125), ("7", 7)] {
         let script = format!("chdir 'bad' or die; {TOO_LONG}; exit {exit}");
         let output = cluster.output(["run", "-o", "bad=bad", "-o", "good=good", "--", "perl", "-e", &script]);
-        let said = describe(&output);
-        assert_eq!(code(&output), expected, "{said}");
-        assert!(said.contains("output \"bad\": it cannot be kept: \"ccc"), "{said}");
-        assert!(said.contains(&format!("the command itself ended with exit code {exit}")), "{said}");
+        let printed = describe(&output);
+        assert_eq!(code(&output), expected, "{printed}");
+        assert!(printed.contains("output \"bad\": it cannot be kept: \"ccc"), "{printed}");
+        assert!(printed.contains(&format!("the command itself ended with exit code {exit}")), "{printed}");
     }
 }
 
@@ -302,11 +302,11 @@ fn sockets_of_an_output_are_named() {
     let script = "use IO::Socket::UNIX; for (1..5) { IO::Socket::UNIX->new(Local => \"o/s$_\", Listen => 1) or die } \
         open F, '>', 'o/file' or die";
     let output = cluster.output(["--json", "run", "-o", "o=o", "--", "perl", "-e", script]);
-    let said = describe(&output);
-    assert_eq!(code(&output), 0, "{said}");
+    let printed = describe(&output);
+    assert_eq!(code(&output), 0, "{printed}");
     let note =
         "output \"o\": left out: \"s1\" is a socket, \"s2\" is a socket, \"s3\" is a socket, and 2 more";
-    assert!(said.contains(note), "{said}");
+    assert!(printed.contains(note), "{printed}");
     let events = String::from_utf8(output.stdout).expect("text");
     let last: Value = serde_json::from_str(events.lines().last().expect("an event")).expect("JSON");
     assert_eq!(last["notes"], serde_json::json!([note]));
@@ -314,7 +314,7 @@ fn sockets_of_an_output_are_named() {
 }
 
 #[test]
-fn cache_that_cannot_travel_stays_as_before() {
+fn invalid_cache_version_is_discarded() {
     if !may_run_containers() {
         return;
     }
@@ -323,20 +323,20 @@ fn cache_that_cannot_travel_stays_as_before() {
         let output = cluster.output(["run", "--cache", "kept=/cache", "--", "perl", "-e", script]);
         (code(&output), describe(&output))
     };
-    let (ended, said) = run("open F, '>', '/cache/first' or die");
-    assert_eq!(ended, 0, "{said}");
-    let (ended, said) = run(&format!("unlink '/cache/first'; chdir '/cache' or die; {TOO_LONG}"));
-    assert_eq!(ended, 0, "{said}");
+    let (ended, printed) = run("open F, '>', '/cache/first' or die");
+    assert_eq!(ended, 0, "{printed}");
+    let (ended, printed) = run(&format!("unlink '/cache/first'; chdir '/cache' or die; {TOO_LONG}"));
+    assert_eq!(ended, 0, "{printed}");
     assert!(
-        said.contains("cache /cache stays as it was before this run: it cannot be kept: \"ccc"),
-        "{said}"
+        printed.contains("cache /cache stays as it was before this run: it cannot be kept: \"ccc"),
+        "{printed}"
     );
-    let (ended, said) = run("exit(join(' ', glob '/cache/*') ne '/cache/first')");
-    assert_eq!(ended, 0, "{said}");
+    let (ended, printed) = run("exit(join(' ', glob '/cache/*') ne '/cache/first')");
+    assert_eq!(ended, 0, "{printed}");
 }
 
 #[test]
-fn linked_files_of_an_input_stay_one() {
+fn hard_links_of_input_are_kept() {
     if !may_run_containers() {
         return;
     }
@@ -354,12 +354,12 @@ fn linked_files_of_an_input_stay_one() {
         assert_eq!(code(&output), 0, "{}", describe(&output));
         assert_eq!(String::from_utf8_lossy(&output.stdout), "1\n2\n1\n2\nalone3\n750\n");
     }
-    // In place, and once more from what that made.
+    // A run in place, and another one with its output.
     let change = "echo 2 >> in/a/b/two && ln in/one in/a/more && rm in/z";
     let output = cluster.output(["run", "-i", "in=in", "-o", "in", "--", "sh", "-c", change]);
     assert_eq!(code(&output), 0, "{}", describe(&output));
-    let said = describe(&output);
-    let artifact = said.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let printed = describe(&output);
+    let artifact = printed.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
     let input = format!("in=artifact:{}", artifact.expect("an artifact"));
     let script = "echo 3 >> in/a/more && cat in/one in/a/b/two && stat -c %h in/one && ls in";
     let output = cluster.output(["run", "-i", &input, "--", "sh", "-c", script]);
@@ -368,17 +368,17 @@ fn linked_files_of_an_input_stay_one() {
 }
 
 #[test]
-fn device_of_number_zero_is_no_whiteout() {
+fn device_zero_is_not_whiteout() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
-    // Made by a container, in an output and in a cache.
+    // A container makes the file in an output and in a cache.
     let make = "mknod o/w c 0 0 && echo x > o/x && mknod /cache/w c 0 0";
     let output = cluster.output(["run", "-o", "o", "--cache", "c=/cache", "--", "sh", "-c", make]);
-    let said = describe(&output);
-    assert_eq!(code(&output), 0, "{said}");
-    let artifact = said.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let printed = describe(&output);
+    assert_eq!(code(&output), 0, "{printed}");
+    let artifact = printed.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
     let input = format!("o=artifact:{}", artifact.expect("an artifact"));
     let look = "ls o /cache && stat -c %F o/w && rm o/w && echo y >> o/x && ls o";
     let output = cluster.output(["run", "-i", &input, "--cache", "c=/cache", "--", "sh", "-c", look]);
@@ -388,7 +388,7 @@ fn device_of_number_zero_is_no_whiteout() {
 }
 
 #[test]
-fn input_that_cannot_travel_is_refused() {
+fn invalid_input_is_rejected() {
     if !may_run_containers() {
         return;
     }
@@ -398,7 +398,7 @@ fn input_that_cannot_travel_is_refused() {
     let made = std::process::Command::new("perl").args(["-e", &script]).arg(cluster.path("deep")).status();
     assert!(made.expect("perl runs").success());
     let output = cluster.output(["run", "-i", "deep=deep", "--", "true"]);
-    let said = describe(&output);
-    assert_eq!(code(&output), 125, "{said}");
-    assert!(said.contains("has a path of more than 4096 bytes"), "{said}");
+    let printed = describe(&output);
+    assert_eq!(code(&output), 125, "{printed}");
+    assert!(printed.contains("has a path of more than 4096 bytes"), "{printed}");
 }

@@ -1,9 +1,9 @@
-//! A gateway in a process of its own that attends several Concourse workers, and one of which flags say what it is, behind a proxy.
+//! Gateway for several Concourse workers of a file, and another gateway for a worker that flags describe, behind a proxy.
 
 use std::collections::BTreeSet;
 use std::fs;
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, may_run_containers, started};
 use rpc::client::{Outgoing, peer};
@@ -23,7 +23,7 @@ fn connect(suite: &Suite, name: &str) -> rpc::Peer {
     peer(suite.address(name), Outgoing::internal().with_token(Some(suite.token()))).expect("an address")
 }
 
-/// Attaches to what a workload runs, sends a signal, and answers why that was refused. `None`: the process ended.
+/// Attaches to a workload, sends a signal, and returns why the signal was rejected. `None`: the process ended.
 async fn refused_signal(suite: &Suite, workload: &Value, number: u32) -> Option<Refusal> {
     let text = |name: &str| workload["whereabouts"][name].as_str().expect("a string").to_owned();
     let resume = Resume {
@@ -35,12 +35,12 @@ async fn refused_signal(suite: &Suite, workload: &Value, number: u32) -> Option<
     let says = [Say::Resume(resume), Say::Signal(Signal { number })];
     let says = says.map(|message| AttachRequest { message: Some(message) });
     let call = ContainersClient::new(connect(suite, "proxy-0")).attach(tokio_stream::iter(says)).await;
-    let mut heard = match call {
-        Ok(heard) => heard.into_inner(),
+    let mut responses = match call {
+        Ok(responses) => responses.into_inner(),
         Err(status) => return Some(status.into()),
     };
     loop {
-        match heard.message().await {
+        match responses.message().await {
             Ok(Some(_)) => {}
             Ok(None) => return None,
             Err(status) => return Some(status.into()),
@@ -48,7 +48,7 @@ async fn refused_signal(suite: &Suite, workload: &Value, number: u32) -> Option<
     }
 }
 
-/// The services that reflection tells of.
+/// Lists the services that reflection names.
 async fn reflected(suite: &Suite, name: &str) -> BTreeSet<String> {
     let ask = ServerReflectionRequest {
         host: String::new(),
@@ -65,15 +65,15 @@ async fn reflected(suite: &Suite, name: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn one_gateway_attends_the_workers_of_a_file_and_another_the_one_of_its_flags() {
+fn gateways_attend_workers_of_file_and_flags() {
     if !may_run_containers() {
         return;
     }
     let mut suite = Suite::start(Shape { proxies: 1, ..Shape::NO_WORKER }, SHORT_TERMS);
     let pairs = [Manner::Containerd, Manner::Guardian, Manner::Guardian]
-        .map(|manner| Pair::start(manner, Driver::Overlay));
+        .map(|manner| ConcourseWorker::start(manner, Driver::Overlay));
     let [first, second, third] = &pairs;
-    let entry = |name: &str, pair: &Pair| {
+    let entry = |name: &str, pair: &ConcourseWorker| {
         serde_json::json!({
             "name": name, "garden": pair.garden_address(), "baggageclaim": pair.volumes_address(), "tags": [name],
         })
@@ -115,7 +115,7 @@ fn one_gateway_attends_the_workers_of_a_file_and_another_the_one_of_its_flags() 
         assert_eq!(pair.runs(), 1, "{worker}");
     }
 
-    // What a Garden worker cannot send is told with its reason, and the process goes on.
+    // A signal that a Garden worker cannot send is rejected with a reason, and the process runs on.
     let run = [
         "run",
         "--no-stdin",

@@ -1,4 +1,4 @@
-//! A worker that is gone for good, and what only it had.
+//! Artifacts of a worker that is gone for good.
 
 use std::io::Read;
 use std::process::Stdio;
@@ -6,7 +6,7 @@ use std::process::Stdio;
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{code, describe, may_run_containers, wait_for, write};
 
-/// The state of a worker, as everybody can see it.
+/// Returns the state of a worker.
 fn state(suite: &Suite, worker: &str) -> Option<String> {
     let shown = suite.gantry(&["show", "worker", worker, "--json"]).output().expect("gantry runs");
     let shown: serde_json::Value = serde_json::from_slice(shown.stdout.trim_ascii()).ok()?;
@@ -14,7 +14,7 @@ fn state(suite: &Suite, worker: &str) -> Option<String> {
 }
 
 #[test]
-fn what_only_a_worker_had_that_is_gone_is_uploaded_anew_for_the_next() {
+fn lost_input_is_uploaded_again() {
     if !may_run_containers() {
         return;
     }
@@ -32,8 +32,8 @@ fn what_only_a_worker_had_that_is_gone_is_uploaded_anew_for_the_next() {
         String::from_utf8(ran.stderr).expect("UTF-8")
     };
     run(&suite);
-    let said = run(&suite);
-    assert!(said.contains("all of it in the cluster already"), "{said}");
+    let printed = run(&suite);
+    assert!(printed.contains("already in the cluster as artifact"), "{printed}");
     let artifact = suite.upload(&fresh);
 
     suite.kill("gone");
@@ -41,23 +41,23 @@ fn what_only_a_worker_had_that_is_gone_is_uploaded_anew_for_the_next() {
     suite.attend("next", "next", &[]);
     suite.attended("next", "next");
 
-    // Whoever names the artifact waits for its worker, and is told so.
+    // A run with the artifact waits for its worker, and reports that.
     let named = format!("src=artifact:{artifact}");
     let mut waits = suite.gantry(&["run", "-i", &named, "--", "cat", "src/f"]);
     let mut waits = waits.stderr(Stdio::piped()).spawn().expect("gantry");
-    let (mut stderr, mut said) = (waits.stderr.take().expect("stderr"), Vec::<u8>::new());
-    while !String::from_utf8_lossy(&said).contains("cannot bring src to the worker yet") {
+    let (mut stderr, mut printed) = (waits.stderr.take().expect("stderr"), Vec::<u8>::new());
+    while !String::from_utf8_lossy(&printed).contains("input src is not on the worker yet") {
         let mut some = [0; 1024];
         let read = stderr.read(&mut some).expect("read");
-        assert_ne!(read, 0, "{}", String::from_utf8_lossy(&said));
-        said.extend_from_slice(&some[..read]);
+        assert_ne!(read, 0, "{}", String::from_utf8_lossy(&printed));
+        printed.extend_from_slice(&some[..read]);
     }
     waits.kill().expect("killed");
     waits.wait().expect("it ends");
 
-    // Who has the tree has it sent.
-    let said = run(&suite);
-    assert!(!said.contains("in the cluster already"), "{said}");
-    let said = run(&suite);
-    assert!(said.contains("all of it in the cluster already"), "{said}");
+    // A caller with the directory uploads it again.
+    let printed = run(&suite);
+    assert!(!printed.contains("already in the cluster"), "{printed}");
+    let printed = run(&suite);
+    assert!(printed.contains("already in the cluster as artifact"), "{printed}");
 }

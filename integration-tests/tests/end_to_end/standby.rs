@@ -1,4 +1,4 @@
-//! Two gateways with the same state directory: one attends the worker, and the other takes over when that one dies or freezes.
+//! Two gateways with the same state directory: one attends the worker, and the other takes over when the first one dies or freezes.
 
 mod concourse;
 
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 const WORKER: &str = "shared";
 
-/// Two gateways, the first of which attends, an artifact on their worker, and a process in it that waits for a word.
+/// Two gateways, the first of which attends, an artifact on their worker, and a process that waits for input.
 struct Scene {
     suite: Suite,
     run: Child,
@@ -40,11 +40,11 @@ impl Scene {
         let mut stdout = BufReader::new(run.stdout.take().expect("stdout"));
         let mut line = String::new();
         stdout.read_line(&mut line).expect("a line");
-        assert_eq!(line, "ready\n", "{}", suite.said("first"));
+        assert_eq!(line, "ready\n", "{}", suite.log("first"));
         Some(Self { suite, run, stdout, artifact })
     }
 
-    /// The second attends, in another session of the same life of the worker, and what was there goes on.
+    /// Checks that the second gateway attends in a new session of the same incarnation, and that the process still runs.
     fn goes_on(mut self, before: &Value) -> Suite {
         let now = self.suite.attended(WORKER, "second");
         assert_eq!(now["incarnation"], before["incarnation"], "what it holds is the same");
@@ -66,56 +66,56 @@ impl Scene {
     }
 }
 
-/// One more gateway, which does not attend the worker.
+/// Adds a gateway that does not attend the worker.
 fn stands_by(suite: &mut Suite, name: &str) {
     suite.attend(name, WORKER, &[]);
-    suite.wait_until_it_says(name, "this gateway stands by");
+    suite.wait_for_log(name, "this gateway stands by");
 }
 
 #[test]
-fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
+fn standby_replaces_killed_gateway() {
     let Some(mut scene) = Scene::start() else { return };
     let before = scene.suite.attended(WORKER, "first");
     scene.suite.kill("first");
     let mut suite = scene.goes_on(&before);
-    // It comes back, and stands by itself.
+    // The first gateway returns, and is the standby.
     stands_by(&mut suite, "third");
     assert_eq!(suite.succeed(&["run", "--", "echo", "again"]), "again\n");
     suite.attended(WORKER, "second");
 }
 
 #[test]
-fn a_gateway_that_freezes_is_taken_over_from_and_does_nothing_when_it_wakes_up() {
+fn standby_replaces_frozen_gateway() {
     let Some(scene) = Scene::start() else { return };
     let before = scene.suite.attended(WORKER, "first");
     scene.suite.signal("first", libc::SIGSTOP);
     let mut suite = scene.goes_on(&before);
-    suite.wait_until_it_says("second", "taking over this worker");
+    suite.wait_for_log("second", "taking over this worker");
 
-    // One runs while the old one wakes up.
+    // A workload runs while the old gateway wakes up.
     let script = "echo ready; read word; echo \"$word\"";
     let mut run = suite.gantry(&["run", "--", "sh", "-c", script]);
     let mut run = run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry");
     let mut line = String::new();
     BufReader::new(run.stdout.as_mut().expect("stdout")).read_line(&mut line).expect("a line");
-    assert_eq!(line, "ready\n", "{}", suite.said("second"));
+    assert_eq!(line, "ready\n", "{}", suite.log("second"));
     let held = suite.path(&format!("state-{WORKER}"));
     let containers = || std::fs::read_dir(held.join("containers")).expect("containers").count();
     let before = containers();
 
     suite.signal("first", libc::SIGCONT);
     let status = suite.wait("first");
-    let said = suite.said("first");
-    assert!(!status.success() && said.contains("starts and destroys nothing more"), "{said}");
-    assert_eq!(containers(), before, "{said}");
+    let printed = suite.log("first");
+    assert!(!status.success() && printed.contains("starts and destroys nothing more"), "{printed}");
+    assert_eq!(containers(), before, "{printed}");
     let now = suite.attended(WORKER, "second");
 
     run.stdin.take().expect("stdin").write_all(b"still here\n").expect("it is read");
     let ended = run.wait_with_output().expect("gantry ends");
     assert!(ended.status.success(), "{}", describe(&ended));
     assert_eq!(ended.stdout, b"still here\n");
-    // Started again, it stands by, though it held the lock before.
+    // The restarted gateway is the standby, although it held the lock before.
     stands_by(&mut suite, "third");
     assert_eq!(suite.succeed(&["run", "--", "echo", "again"]), "again\n");
-    assert_eq!(suite.attended(WORKER, "second")["session"], now["session"], "nobody disturbed it");
+    assert_eq!(suite.attended(WORKER, "second")["session"], now["session"], "the session is unchanged");
 }

@@ -1,13 +1,13 @@
-//! A thousand workloads at once, on twenty workers with limits, while schedulers and gateways are killed: no worker ever runs more than its
-//! limit, nothing runs twice or is lost, and in the end every slot is free.
+//! A thousand workloads on twenty workers with limits, while schedulers and gateways are killed. No worker exceeds its limit, no workload runs
+//! twice or is lost, and in the end every slot is free.
 //!
-//! Each process writes down itself where and when it began and ended: the worker is the one whose directories are mounted in its container. It
-//! does so over a connection to the test, and then waits until the test lets it go on; so what waits on a worker at a moment surely runs there at
-//! that moment. Which processes are killed, and when, is drawn; the seed is printed, and `GANTRY_SEED` draws the same again.
+//! Each process records where and when it starts and ends. Its worker is the one whose directories are mounted in its container. It records
+//! over a connection to the test, and then waits for the test, so a waiting process certainly runs on its worker. The killed services and the
+//! moments are random. The seed is printed, and `GANTRY_SEED` repeats it.
 //!
-//! How load is spread is looked at where placement alone decides it: while every worker is there, nobody was killed, and no process was let go on.
-//! When all slots are taken each worker runs as many as every other. How far apart they were on the way there, when four of five slots were given, is
-//! printed: when each was placed is known from what its workload says that it waited. Where workers are away, what each ran says nothing about
+//! The distribution of load is checked while only placement decides it: all workers run, no service was killed, and no process has continued.
+//! When all slots are used, all workers run the same number. The largest difference before that, when four of five slots were granted, is
+//! printed. The wait that each workload reports gives the time of its placement. While workers are away, their loads say nothing about
 //! placement.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,22 +25,22 @@ const SHAPE: Shape = Shape { schedulers: 2, gateways: WORKERS, ..Shape::ONE };
 const WORKERS: usize = 20;
 const SLOTS: usize = 15;
 const WORKLOADS: usize = 1000;
-/// Callers that submit at the same time.
+/// Number of callers that submit at the same time.
 const CALLERS: usize = 16;
-/// How many processes are let go on together, from when the first are killed on.
+/// Number of processes that continue together once services are killed.
 const TOGETHER: usize = 120;
 
-/// Draws numbers.
-struct Dice(u64);
+/// Random number generator.
+struct RandomNumbers(u64);
 
-impl Dice {
+impl RandomNumbers {
     fn new() -> Self {
         let seed = testing::seeds::seed();
         eprintln!("GANTRY_SEED={seed}");
         Self(seed)
     }
 
-    /// From 0 to below `end`.
+    /// Returns a number from 0 to `end`, exclusive.
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -49,29 +49,29 @@ impl Dice {
     }
 }
 
-/// A process that waits to be let go on.
-struct Waiting {
+/// Process that waits for the test.
+struct WaitingProcess {
     name: usize,
     worker: usize,
     begun: u64,
     stream: BufReader<TcpStream>,
 }
 
-/// What a process has written down of itself.
+/// Record of a process about itself.
 #[derive(Debug, Clone, Copy)]
-struct Ran {
+struct ProcessRecord {
     name: usize,
     worker: usize,
-    /// By the machine's clock, in microseconds.
+    /// Times by the clock of the machine, in microseconds.
     begun: u64,
     ended: u64,
 }
 
-/// Where processes wait.
+/// Server at which processes wait.
 struct Gate {
     listener: TcpListener,
-    waiting: Vec<Waiting>,
-    ran: Vec<Ran>,
+    waiting: Vec<WaitingProcess>,
+    ran: Vec<ProcessRecord>,
 }
 
 impl Gate {
@@ -104,21 +104,21 @@ impl Gate {
             let words: Vec<u64> = line.split_whitespace().map_while(|word| word.parse().ok()).collect();
             let &[name, worker, begun] = &words[..] else { panic!("a process says {line:?}") };
             let small = |number| usize::try_from(number).expect("small");
-            self.waiting.push(Waiting { name: small(name), worker: small(worker), begun, stream });
+            self.waiting.push(WaitingProcess { name: small(name), worker: small(worker), begun, stream });
         }
         for (worker, count) in self.load().into_iter().enumerate() {
             assert!(count <= SLOTS, "worker-{worker} runs {count} at once");
         }
     }
 
-    /// How many processes wait on each worker.
+    /// Counts the waiting processes of each worker.
     fn load(&self) -> Vec<usize> {
         let mut load = vec![0; WORKERS];
         self.waiting.iter().for_each(|waiting| load[waiting.worker] += 1);
         load
     }
 
-    /// Waits until so many processes wait.
+    /// Waits until this many processes wait.
     fn wait_for(&mut self, count: usize) {
         wait_for(&format!("{count} processes at once"), || {
             self.let_in();
@@ -126,25 +126,25 @@ impl Gate {
         });
     }
 
-    /// Lets all that wait go on, and waits for their ends.
+    /// Lets all waiting processes continue, and waits for their ends.
     fn release(&mut self) {
         for waiting in &mut self.waiting {
             waiting.stream.get_mut().write_all(b"go\n").expect("it listens");
         }
-        for Waiting { name, worker, begun, mut stream } in std::mem::take(&mut self.waiting) {
+        for WaitingProcess { name, worker, begun, mut stream } in std::mem::take(&mut self.waiting) {
             let mut end = String::new();
             stream.read_to_string(&mut end).expect("what it says at its end");
             let ended = end.trim().parse().unwrap_or_else(|_| panic!("{name} ends with {end:?}"));
-            self.ran.push(Ran { name, worker, begun, ended });
+            self.ran.push(ProcessRecord { name, worker, begun, ended });
         }
     }
 }
 
-/// How many ran at the same time on each worker, at most.
-fn most_at_once(ran: &[Ran]) -> Vec<usize> {
+/// Returns the maximum number of simultaneous processes of each worker.
+fn most_at_once(ran: &[ProcessRecord]) -> Vec<usize> {
     let most = |worker: usize| {
         let own = ran.iter().filter(|ran| ran.worker == worker);
-        // Of one moment ends come first.
+        // At the same instant, ends come before starts.
         let mut changes: Vec<_> = own.flat_map(|ran| [(ran.begun, 1), (ran.ended, -1)]).collect();
         changes.sort_unstable();
         let mut now = 0_i64;
@@ -161,19 +161,19 @@ struct Scene {
     suite: Suite,
     gate: Gate,
     tokio: tokio::runtime::Runtime,
-    /// Where both schedulers are.
+    /// Addresses of both schedulers.
     schedulers: String,
 }
 
 impl Scene {
     fn workloads(&self) -> WorkloadsClient<rpc::Peer> {
-        // It connects in the background.
+        // The client connects in the background.
         let _inside = self.tokio.enter();
         let outgoing = Outgoing::internal().with_token(Some(self.suite.token()));
         WorkloadsClient::new(peer(&self.schedulers, outgoing).expect("addresses"))
     }
 
-    /// Submits all workloads, by several callers at the same time.
+    /// Submits all workloads, with several callers at the same time.
     fn submit(&self) {
         let mut callers = tokio::task::JoinSet::new();
         for caller in 0..CALLERS {
@@ -195,7 +195,7 @@ impl Scene {
         self.tokio.block_on(callers.join_all());
     }
 
-    /// Every workload that there is. `None`: nobody answers just now.
+    /// Lists all workloads. `None`: no scheduler answers.
     fn all(&self) -> Option<Vec<pb::Workload>> {
         let mut client = self.workloads();
         let mut all = Vec::new();
@@ -211,7 +211,7 @@ impl Scene {
         }
     }
 
-    /// Waits until all have finished and all slots are free.
+    /// Waits until all workloads have finished and all slots are free.
     fn wait_until_finished(&self) {
         wait_for("the end of all", || {
             let listed = self.suite.gantry(&["list", "workers", "--json"]).output().expect("gantry runs");
@@ -229,7 +229,7 @@ impl Scene {
     }
 }
 
-/// When the attempt with which a workload ended was placed, in microseconds.
+/// Returns the time at which the last attempt of a workload was placed, in microseconds.
 fn placed_at(workload: &pb::Workload) -> i64 {
     let submitted = rpc::from_timestamp(&workload.submitted_at.expect("it was submitted"));
     let queued = workload.usage.and_then(|usage| usage.queued).expect("it was placed");
@@ -256,11 +256,11 @@ fn spec(script: String) -> pb::WorkloadSpec {
 
 #[test]
 #[ignore = "slow: make full"]
-fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
+fn thousand_workloads_respect_limits_of_workers() {
     if !may_run_containers() {
         return;
     }
-    let mut dice = Dice::new();
+    let mut dice = RandomNumbers::new();
     let slots = SLOTS.to_string();
     let settings: Vec<_> =
         SHORT_TERMS.iter().copied().chain([("GANTRY_WORKER_MAX_TASKS", slots.as_str())]).collect();
@@ -269,7 +269,7 @@ fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
     let tokio = tokio::runtime::Runtime::new().expect("a runtime");
     let mut scene = Scene { suite, gate: Gate::new(), tokio, schedulers };
 
-    // Every slot is taken, and nobody has more than one of them.
+    // Every slot is used, and each workload has only one.
     scene.submit();
     scene.gate.wait_for(WORKERS * SLOTS);
     assert_eq!(scene.gate.load(), [SLOTS; WORKERS]);
@@ -280,11 +280,11 @@ fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
     let mut down: Vec<String> = Vec::new();
     let mut killed: BTreeMap<String, usize> = BTreeMap::new();
     while scene.gate.ran.len() < WORKLOADS {
-        // A worker whose gateway is gone comes back a while later; meanwhile the others go on.
+        // A worker without a gateway returns later. The others run on meanwhile.
         let left = WORKLOADS - scene.gate.ran.len();
         let enough = TOGETHER.min(left);
         down.drain(..).for_each(|name| scene.suite.spawn(&name));
-        // While some run, some are being started, and some wait.
+        // At this point, some workloads run, some start and some wait.
         scene.gate.wait_for(1 + dice.below(enough));
         let gateways: BTreeSet<_> = (0..=dice.below(3)).map(|_| dice.below(WORKERS)).collect();
         let gateways = gateways.into_iter().map(|index| format!("runtime-gateway-{index}"));
@@ -292,10 +292,10 @@ fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
         for name in gateways.chain([scheduler]) {
             scene.suite.kill(&name);
             *killed.entry(name.clone()).or_default() += 1;
-            // Some are away for a while.
+            // Some services are away for a while.
             if dice.below(2) == 0 { down.push(name) } else { scene.suite.spawn(&name) }
         }
-        // What was about to start on a worker whose gateway is gone does so when it is back.
+        // A workload that was about to start on a worker without a gateway starts when the gateway is back.
         if left < TOGETHER + 4 * SLOTS {
             down.drain(..).for_each(|name| scene.suite.spawn(&name));
         }

@@ -1,4 +1,4 @@
-//! Copies from worker to worker as people see them, and reading that goes on elsewhere when a worker breaks off.
+//! Copies between workers as `gantry status` shows them, and reads that continue on another worker when one fails.
 
 mod clean;
 mod link;
@@ -14,18 +14,18 @@ use serde_json::Value;
 use clean::clean;
 use link::Link;
 
-/// Of the file that is copied.
+/// Size of the copied file.
 const SIZE: u64 = 64 << 20;
 
-/// A port that is free now.
+/// Returns a free port.
 fn free_port() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     listener.local_addr().expect("its address").to_string()
 }
 
-/// A cluster that listens on TCP, and one more worker, which is reached over a link.
+/// Cluster that listens on TCP, and another worker, which is reached over a link.
 struct Scene {
-    // Before the cluster, whose directories they are in.
+    // Dropped before the cluster, whose directories they use.
     far: Child,
     up: Child,
     link: Link,
@@ -74,7 +74,7 @@ impl Scene {
         serde_json::from_slice(&self.cluster.output(["status", "--json"]).stdout).expect("one JSON document")
     }
 
-    /// The same as somebody sees it who comes over TCP.
+    /// Makes a command of a caller that uses TCP.
     fn seen_from_outside(&self) -> Value {
         let line = ["--json", "--server", &self.server, "--token-file", &self.token_file, "status"];
         serde_json::from_slice(&self.cluster.output(line).stdout).expect("one JSON document")
@@ -108,15 +108,15 @@ impl Drop for Scene {
     }
 }
 
-/// The artifact that a run kept of its output.
+/// Returns the artifact that a run kept of its output.
 fn kept(stderr: &[u8]) -> String {
-    let said = String::from_utf8_lossy(stderr).into_owned();
-    let (_, kept) = said.split_once("kept as artifact ").expect(&said);
+    let printed = String::from_utf8_lossy(stderr).into_owned();
+    let (_, kept) = printed.split_once("kept as artifact ").expect(&printed);
     kept.split_whitespace().next().expect("an id").to_owned()
 }
 
 #[test]
-fn a_copy_under_way_is_seen_with_its_workers_and_bytes_and_is_seen_to_go() {
+fn transfer_in_progress_is_shown() {
     if !may_run_containers() {
         return;
     }
@@ -131,7 +131,7 @@ fn a_copy_under_way_is_seen_with_its_workers_and_bytes_and_is_seen_to_go() {
     let mut watch = cluster.gantry(["--json", "status", "--watch"]);
     let mut watch = watch.stdout(File::create(&watched).expect("a file")).spawn().expect("gantry");
 
-    // Only a worker without tags may run it, and its input is on the other one.
+    // Only a worker without tags may run the workload, and its input is on the other worker.
     scene.link.stall_after(SIZE / 4);
     let read = ["run", "-i", &format!("in=artifact:{artifact}"), "--", "sh", "-c", "cksum < in/file"];
     let read = cluster.gantry(read).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
@@ -166,7 +166,7 @@ fn a_copy_under_way_is_seen_with_its_workers_and_bytes_and_is_seen_to_go() {
     assert_eq!(code(&read), 0, "{}", describe(&read));
     assert_eq!(read.stdout, made.stdout, "the same bytes");
     wait_for("the end of the copy, as it is watched", || {
-        let told = fs::read_to_string(&watched).expect("what was told");
+        let told = fs::read_to_string(&watched).expect("the watched status");
         let told: Vec<Value> = told.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         let copies = |seen: &Value| seen["transfers"].as_array().map_or(0, Vec::len);
         let began = told.iter().position(|seen| copies(seen) == 1)?;
@@ -178,7 +178,7 @@ fn a_copy_under_way_is_seen_with_its_workers_and_bytes_and_is_seen_to_go() {
 }
 
 #[test]
-fn over_tcp_a_gateway_is_named_by_an_address_that_its_callers_can_reach() {
+fn gateway_has_reachable_address_over_tcp() {
     if !may_run_containers() {
         return;
     }
@@ -199,7 +199,7 @@ fn over_tcp_a_gateway_is_named_by_an_address_that_its_callers_can_reach() {
     });
     assert_eq!(worker["gateway_endpoint"], *named);
 
-    // By its name, by its address, by another way there, and by its socket.
+    // The cluster is called by name, by address, through a forwarded port, and over its socket.
     let tunnel = Link::to(&address);
     let over = |server: &str| {
         vec!["--server".to_owned(), server.to_owned(), "--token-file".to_owned(), token_file.clone()]
@@ -215,7 +215,7 @@ fn over_tcp_a_gateway_is_named_by_an_address_that_its_callers_can_reach() {
             "{way:?}: {}",
             describe(&ran)
         );
-        // Its readiness is looked at now and then.
+        // Readiness is polled at intervals.
         wait_for("a cluster that is seen as ready", || {
             let status =
                 cluster.output(way.iter().cloned().chain(["status".to_owned(), "--json".to_owned()]));
@@ -227,7 +227,7 @@ fn over_tcp_a_gateway_is_named_by_an_address_that_its_callers_can_reach() {
 }
 
 #[test]
-fn a_file_is_read_on_at_another_worker_when_one_breaks_off() {
+fn cat_continues_on_another_worker() {
     if !may_run_containers() {
         return;
     }
@@ -239,14 +239,14 @@ fn a_file_is_read_on_at_another_worker_when_one_breaks_off() {
     fs::write(cluster.path("tree/file"), &content).expect("a file");
     let artifact = String::from_utf8(cluster.succeed(["upload", "tree"])).expect("an id").trim().to_owned();
     let input = format!("in=artifact:{artifact}");
-    // Whichever worker has it: a run on the other brings it there.
+    // Runs with the artifact as an input on both workers, so that each has a replica.
     cluster.succeed(["run", "--keep", "0s", "--tag", "far", "-i", &input, "--", "true"]);
     cluster.succeed(["run", "--keep", "0s", "-i", &input, "--", "true"]);
 
     let near = Link::to(scene.server.trim_start_matches("http://"));
     let links = [&near, &scene.link];
     for json in [false, true] {
-        // Whichever is the first: each breaks off once.
+        // Either worker may be the first one. Each fails once.
         let before = links.map(Link::sent);
         links.iter().for_each(|link| link.cut_once_after(3 << 20));
         let mut line = vec!["--server", &near.endpoint, "--token-file", &scene.token_file];

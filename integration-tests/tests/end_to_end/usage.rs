@@ -1,4 +1,4 @@
-//! What a workload used, as its worker counted it, whoever attended to it at its end.
+//! Resource usage of a workload, as its worker counts it, also if the gateway was replaced.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 const IN: usize = 100_000;
 const OUT: usize = 12_345;
-/// Some 0.3 s of processor time of its own, and 64 MiB at once.
+/// Uses about 0.3 s of CPU and 64 MiB of memory.
 const WORK: &str =
     "until read -r _ _ _ _ _ _ _ _ _ _ _ _ _ used _ </proc/self/stat && [ $used -ge 30 ]; do :; done
     dd if=/dev/zero of=/dev/null bs=64M count=1 2>/dev/null";
@@ -24,7 +24,7 @@ fn finished(suite: &Suite, id: &str) -> Value {
 }
 
 #[test]
-fn a_workload_tells_what_it_used() {
+fn workload_reports_resource_usage() {
     if !may_run_containers() {
         return;
     }
@@ -46,13 +46,12 @@ fn a_workload_tells_what_it_used() {
     let usage = &shown["usage"];
     assert_eq!((&usage["bytes_in"], &usage["bytes_out"]), (&IN.into(), &OUT.into()), "{usage}");
     counted(usage);
-    let said = suite.succeed(&["show", "workload", id.trim()]);
-    for words in ["waited ", "prepared ", "ran ", " of processors", " of memory at most", "97.7 KiB brought"]
-    {
-        assert!(said.contains(words), "{words:?} is missing: {said}");
+    let printed = suite.succeed(&["show", "workload", id.trim()]);
+    for words in ["waited ", "prepared ", "ran ", " of CPU", " peak memory", "97.7 KiB of inputs copied"] {
+        assert!(printed.contains(words), "{words:?} is missing: {printed}");
     }
 
-    // Its gateway dies while it runs, and the next one was not there when inputs were brought.
+    // The gateway dies while the workload runs. The next gateway did not see the copies of inputs.
     let gate = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = gate.local_addr().expect("bound").port();
     let script = format!("exec 3<>/dev/tcp/127.0.0.1/{port}; echo here >&3; read -r _ <&3; {WORK}; exit 3");
@@ -68,7 +67,7 @@ fn a_workload_tells_what_it_used() {
     assert_eq!(shown["usage"]["bytes_in"], Value::Null, "{shown}");
     counted(&shown["usage"]);
 
-    // What never ran used nothing.
+    // A workload that never ran has no usage.
     let id = suite.succeed(&["run", "-d", "--tag", "b", "--", "no-such-program"]);
     let shown = finished(&suite, id.trim());
     assert_eq!(shown["failure"]["reason"], "PROGRAM_NOT_FOUND", "{shown}");
@@ -77,7 +76,7 @@ fn a_workload_tells_what_it_used() {
     }
 }
 
-/// Of a process that has done [`WORK`].
+/// Checks the usage of a process that executed [`WORK`].
 fn counted(usage: &Value) {
     let number = |name: &str| usage[name].as_u64().unwrap_or_else(|| panic!("{name} is missing: {usage}"));
     for name in ["cpu_ms", "running_ms"] {

@@ -1,4 +1,4 @@
-//! Whoever waits for a worker sees why, and whoever watches a workload sees everything that happens to it.
+//! Reasons for waiting, and the events of a watched workload.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Stdio};
@@ -9,10 +9,10 @@ use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, id, may_run_containers, wait_for};
 use serde_json::Value;
 
-/// Long enough for anything that happens at all.
+/// Time limit for any event.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Two schedulers, and a worker that runs one thing at a time.
+/// Two schedulers, and a worker with one slot.
 fn start() -> Suite {
     let settings = [SHORT_TERMS, &[("GANTRY_WORKER_MAX_TASKS", "1")]].concat();
     let suite = Suite::start(Shape { schedulers: 2, ..Shape::ONE }, &settings);
@@ -32,7 +32,7 @@ fn running(suite: &Suite, workload: &str) {
     });
 }
 
-/// What a child says, line by line.
+/// Reads the lines of a child process.
 fn lines(of: impl Read + Send + 'static) -> Receiver<String> {
     let (sender, lines) = sync_channel(1000);
     std::thread::spawn(move || {
@@ -45,16 +45,16 @@ fn lines(of: impl Read + Send + 'static) -> Receiver<String> {
     lines
 }
 
-/// The first line that `pick` likes.
+/// Returns the first line that `pick` accepts.
 fn until<T>(lines: &Receiver<String>, what: &str, pick: impl Fn(&str) -> Option<T>) -> T {
-    let mut said = Vec::new();
+    let mut printed = Vec::new();
     loop {
         match lines.recv_timeout(PATIENCE) {
             Ok(line) => match pick(&line) {
                 Some(found) => return found,
-                None => said.push(line),
+                None => printed.push(line),
             },
-            Err(error) => panic!("{what}: {error} after {said:?}"),
+            Err(error) => panic!("{what}: {error} after {printed:?}"),
         }
     }
 }
@@ -64,7 +64,7 @@ fn ended(mut child: Child) -> Option<i32> {
 }
 
 #[test]
-fn whoever_waits_is_told_why_in_a_line_and_a_watch_outlives_a_scheduler() {
+fn waiting_is_explained_and_watch_survives_scheduler() {
     if !may_run_containers() {
         return;
     }
@@ -93,18 +93,18 @@ fn whoever_waits_is_told_why_in_a_line_and_a_watch_outlives_a_scheduler() {
 
     let mut run = suite.gantry(&["run", "--no-stdin", "--", "true"]);
     let mut run = run.stderr(Stdio::piped()).spawn().expect("gantry runs");
-    let said = lines(run.stderr.take().expect("stderr"));
-    let line = until(&said, "why it waits", |line| line.contains("waiting, ").then(|| line.to_owned()));
+    let printed = lines(run.stderr.take().expect("stderr"));
+    let line = until(&printed, "why it waits", |line| line.contains("waiting, ").then(|| line.to_owned()));
     let expected =
         "waiting, 2nd in the queue: the only worker that could take it, worker-0, is full (1 of 1 tasks)";
     assert!(line.contains(expected), "{line}");
 
     let why = suite.succeed(&["explain", &watched]);
     assert!(
-        why.starts_with("it waits, as number 1 by priority and age: the only worker that could take it"),
+        why.starts_with("the workload waits at position 1 of the queue: the only worker that could take it"),
         "{why}"
     );
-    assert!(why.contains("how long that may take is unknown") || why.contains("it may take about"), "{why}");
+    assert!(why.contains("expected wait: "), "{why}");
     assert!(why.contains("worker-0: one of its tasks ends"), "{why}");
     let demand = suite.succeed(&["demand", "--json"]);
     let demand: Value = serde_json::from_str(demand.trim()).expect("JSON");
@@ -115,9 +115,9 @@ fn whoever_waits_is_told_why_in_a_line_and_a_watch_outlives_a_scheduler() {
     );
     assert_eq!(demand["removable"][0]["worker_name"], "worker-0", "{demand}");
     assert_eq!(demand["removable"][0]["would_lose"], false, "{demand}");
-    assert!(suite.succeed(&["demand"]).starts_with("2 wait for a worker, the oldest for "));
+    assert!(suite.succeed(&["demand"]).starts_with("2 waiting for a worker, the oldest for "));
 
-    // Whichever of them it watched, the other goes on.
+    // The watch survives the death of either scheduler.
     for scheduler in ["scheduler-0", "scheduler-1"] {
         suite.kill(scheduler);
         suite.spawn(scheduler);
@@ -133,13 +133,13 @@ fn whoever_waits_is_told_why_in_a_line_and_a_watch_outlives_a_scheduler() {
     assert_eq!(ended(watch), Some(3), "as the workload");
     assert_eq!(ended(run), Some(0));
 
-    // Afterwards it is told from the start.
+    // A later watch starts at the first event.
     let output = suite.gantry(&["watch", &watched]).output().expect("gantry runs");
     assert_eq!(output.status.code(), Some(3), "{}", describe(&output));
     let told = String::from_utf8(output.stdout).expect("text");
     let mut from = 0;
     for words in
-        ["waits for a worker: worker-0: is full", "placed on worker-0: ", "runs on worker-0", "failed"]
+        ["waiting for a worker: worker-0: is full", "placed on worker-0: ", "running on worker-0", "failed"]
     {
         let at = told[from..].find(words).unwrap_or_else(|| panic!("no {words:?} after {from}: {told}"));
         from += at;

@@ -1,4 +1,4 @@
-//! Anything can be asked why it is there or went, and what was deleted comes back while its bytes are there.
+//! Explanations why objects are kept or were deleted, and undeletion while bytes exist.
 
 use std::fs;
 
@@ -19,8 +19,8 @@ fn cluster() -> Cluster {
 }
 
 fn json<const N: usize>(cluster: &Cluster, line: [&str; N]) -> Value {
-    let said = cluster.succeed(line.iter().chain(&["--json"]));
-    serde_json::from_slice(said.trim_ascii()).expect("JSON")
+    let printed = cluster.succeed(line.iter().chain(&["--json"]));
+    serde_json::from_slice(printed.trim_ascii()).expect("JSON")
 }
 
 fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
@@ -31,7 +31,7 @@ fn id(thing: &Value, name: &str) -> String {
     thing[name].as_str().unwrap_or_else(|| panic!("no {name} in {thing}")).to_owned()
 }
 
-/// Runs something that leaves an output `out`, kept for `keep`, and answers the id of its artifact.
+/// Runs a command that leaves the output `out`, kept for `keep`, and returns the id of its artifact.
 fn make(cluster: &Cluster, keep: &str) -> String {
     let script = "cat src/file > out/made";
     cluster.succeed(["run", "--keep", keep, "-i", "src=src", "-o", "out", "--", "sh", "-c", script]);
@@ -40,7 +40,7 @@ fn make(cluster: &Cluster, keep: &str) -> String {
     id(out, "artifact_id")
 }
 
-/// The volumes and containers that a worker has of what was run, each with its kind.
+/// Returns the volumes and containers of the worker, each with its kind.
 fn held(cluster: &Cluster) -> Vec<(&'static str, String)> {
     let volumes = cluster.list("volumes");
     let containers = cluster.list("containers");
@@ -51,7 +51,7 @@ fn held(cluster: &Cluster) -> Vec<(&'static str, String)> {
 }
 
 #[test]
-fn what_is_kept_says_by_what_and_what_went_says_why() {
+fn kept_and_deleted_objects_are_explained() {
     if !may_run_containers() {
         return;
     }
@@ -65,8 +65,8 @@ fn what_is_kept_says_by_what_and_what_went_says_why() {
     let build = id(&kept["kept_by"][0], "id");
     let owner = json(&cluster, ["explain", &build]);
     assert_eq!((&owner["state"], &owner["goes_at"]), (&"succeeded".into(), &kept["goes_at"]), "{owner}");
-    let said = text(&cluster, ["explain", &made]);
-    assert!(said.contains(&format!("build {build}, which has succeeded, until ")), "{said}");
+    let printed = text(&cluster, ["explain", &made]);
+    assert!(printed.contains(&format!("build {build}, which has succeeded, until ")), "{printed}");
     for (kind, handle) in held(&cluster) {
         let explained = json(&cluster, ["explain", &handle]);
         assert_eq!(explained["thing"], kind, "{explained}");
@@ -80,8 +80,8 @@ fn what_is_kept_says_by_what_and_what_went_says_why() {
     );
     assert_eq!(json(&cluster, ["explain", &id(&worker, "id")])["thing"], "worker");
 
-    // What nobody keeps is said to go, goes, and says so.
-    let (gone, held, dry) = wait_for("something that the collector has not come across by itself", || {
+    // An object that nothing keeps is announced as garbage, deleted, and explained afterwards.
+    let (gone, held, dry) = wait_for("garbage that the collector has not marked", || {
         let gone = make(&cluster, "0s");
         let held = held(&cluster);
         let dry = text(&cluster, ["gc", "--dry-run"]);
@@ -125,7 +125,7 @@ fn what_is_kept_says_by_what_and_what_went_says_why() {
 }
 
 #[test]
-fn what_was_deleted_comes_back_from_services_of_their_own() {
+fn undelete_works_with_separate_services() {
     if !may_run_containers() {
         return;
     }
@@ -148,11 +148,11 @@ fn what_was_deleted_comes_back_from_services_of_their_own() {
 }
 
 #[test]
-fn what_was_deleted_comes_back_with_its_bytes() {
+fn undelete_restores_bytes() {
     if !may_run_containers() {
         return;
     }
-    // Else it would be destroyed at once.
+    // Without this setting, the bytes would be destroyed at once.
     let cluster = cluster().with("GANTRY_HOLD_DESTRUCTION", "true");
     let made = make(&cluster, "0s");
     cluster.succeed(["gc"]);
@@ -162,16 +162,16 @@ fn what_was_deleted_comes_back_with_its_bytes() {
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
         let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert!(
-            stderr.contains(&format!("it was deleted: `gantry undelete {made}` brings it back")),
+            stderr.contains(&format!("the artifact was deleted; `gantry undelete {made}` restores it")),
             "{stderr}"
         );
     }
-    let said = text(&cluster, ["explain", &made]);
-    assert!(said.contains("deleting (garbage; its bytes are still on a worker)"), "{said}");
-    assert!(said.ends_with(&format!("`gantry undelete {made}` brings it back.\n")), "{said}");
+    let printed = text(&cluster, ["explain", &made]);
+    assert!(printed.contains("deleting (garbage; its bytes are still on a worker)"), "{printed}");
+    assert!(printed.ends_with(&format!("`gantry undelete {made}` restores it.\n")), "{printed}");
 
-    let said = text(&cluster, ["undelete", &made, "--keep", "90m"]);
-    assert_eq!(said, format!("artifact {made} is there: 7 B on 1 worker, kept for 90 min at least\n"));
+    let printed = text(&cluster, ["undelete", &made, "--keep", "90m"]);
+    assert_eq!(printed, format!("artifact {made} is restored: 7 B on 1 worker, kept for at least 90 min\n"));
     cluster.succeed(["gc"]);
     let explained = json(&cluster, ["explain", &made]);
     assert_eq!(
@@ -186,7 +186,7 @@ fn what_was_deleted_comes_back_with_its_bytes() {
 }
 
 #[test]
-fn an_input_says_when_it_goes_and_lost_bytes_that_they_are() {
+fn input_expiry_and_lost_bytes_are_explained() {
     if !may_run_containers() {
         return;
     }
@@ -204,10 +204,10 @@ fn an_input_says_when_it_goes_and_lost_bytes_that_they_are() {
         until.into_iter().max_by_key(|until| until.to_string()),
         "{explained}"
     );
-    let said = text(&cluster, ["explain", &source]);
-    assert!(said.contains("for an attempt that has ended, until"), "{said}");
+    let printed = text(&cluster, ["explain", &source]);
+    assert!(printed.contains("for an attempt that has ended, until"), "{printed}");
 
-    // A transfer and a worker that it names are known, too.
+    // Related transfers and workers can be explained, too.
     let replica = id(&json(&cluster, ["show", "artifact", &source])["replicas"][0], "volume_handle");
     let explained = json(&cluster, ["explain", &replica]);
     let relations = explained["relations"].as_array().expect("relations");
@@ -216,13 +216,13 @@ fn an_input_says_when_it_goes_and_lost_bytes_that_they_are() {
             .iter()
             .find(|one| one["thing"] == kind)
             .unwrap_or_else(|| panic!("no {kind}: {explained}"));
-        let said = text(&cluster, ["explain", related["ids"][0].as_str().expect("an id")]);
-        assert!(said.starts_with(&format!("{kind}:")), "{said}");
+        let printed = text(&cluster, ["explain", related["ids"][0].as_str().expect("an id")]);
+        assert!(printed.starts_with(&format!("{kind}:")), "{printed}");
         let what = if kind == "worker" { "volume" } else { source.as_str() };
-        assert!(said.contains(what), "{said}");
+        assert!(printed.contains(what), "{printed}");
     }
 
-    // What was lost just now nobody knows yet.
+    // The artifact store has not noticed the loss yet.
     let path = cluster.state().join("worker/volumes").join(&replica);
     fs::remove_dir_all(&path).expect("taken away");
     let refused = cluster.output(["download", &source, "back"]);
@@ -231,7 +231,7 @@ fn an_input_says_when_it_goes_and_lost_bytes_that_they_are() {
     assert!(stderr.contains(&format!("see `gantry explain {source}`")), "{stderr}");
 }
 
-/// The leases that the scheduler has granted to workloads.
+/// Returns the leases of workloads.
 async fn leases_of_workloads(cluster: &Cluster) -> Vec<Uuid> {
     let url = format!("sqlite://{}", cluster.state().join("scheduler.db").display());
     let database = sea_orm::Database::connect(url).await.expect("a database");
@@ -242,7 +242,7 @@ async fn leases_of_workloads(cluster: &Cluster) -> Vec<Uuid> {
 }
 
 #[test]
-fn a_lease_says_for_whom_it_is_and_why_it_ended() {
+fn lease_is_explained() {
     if !may_run_containers() {
         return;
     }
@@ -252,7 +252,7 @@ fn a_lease_says_for_whom_it_is_and_why_it_ended() {
     let tokio = tokio::runtime::Runtime::new().expect("a runtime");
     let placements = || PlacementsClient::new(peer(&socket, Outgoing::internal()).expect("an address"));
 
-    // One that its holder drives.
+    // A lease that its holder drives.
     let lease = "01980000-0000-7000-8000-00000000002b";
     let request = PlaceRequest {
         lease_id: lease.to_owned(),
@@ -276,21 +276,21 @@ fn a_lease_says_for_whom_it_is_and_why_it_ended() {
     assert!(held["granted_at"].is_string() && held["expires_at"].is_string(), "{held}");
     assert_eq!(held["relations"][0]["relation"], "pins", "{held}");
     assert_eq!(held["relations"][0]["ids"][0], artifact, "{held}");
-    let said = text(&cluster, ["explain", lease]);
-    assert!(said.starts_with("lease:") && said.contains("unless its holder renews it"), "{said}");
+    let printed = text(&cluster, ["explain", lease]);
+    assert!(printed.starts_with("lease:") && printed.contains("unless the holder renews it"), "{printed}");
     let kept = text(&cluster, ["explain", &artifact]);
     assert!(kept.contains(&format!("workload or lease {lease}, which pins it")), "{kept}");
 
     let release = ReleaseRequest { lease_token: granted.lease_token };
     tokio.block_on(async { placements().release(release).await.expect("released") });
     let ended = json(&cluster, ["explain", lease]);
-    assert_eq!((&ended["state"], &ended["why"]), (&"ended".into(), &"its holder gave it back".into()));
-    let said = text(&cluster, ["explain", lease]);
-    assert!(said.contains(" ago): its holder gave it back\n"), "{said}");
+    assert_eq!((&ended["state"], &ended["why"]), (&"ended".into(), &"its holder released it".into()));
+    let printed = text(&cluster, ["explain", lease]);
+    assert!(printed.contains(" ago): its holder released it\n"), "{printed}");
     let foreign = cluster.output(["--team", "other", "explain", lease]);
     assert_eq!(code(&foreign), 125, "{}", describe(&foreign));
 
-    // One of a workload.
+    // A lease of a workload.
     let (workload, id) = {
         cluster.succeed(["run", "--", "true"]);
         let workloads = cluster.list("workloads");
@@ -301,12 +301,12 @@ fn a_lease_says_for_whom_it_is_and_why_it_ended() {
     let ended = json(&cluster, ["explain", &id]);
     assert_eq!((&ended["thing"], &ended["workload_id"]), (&"lease".into(), &workload), "{ended}");
     assert_eq!((&ended["state"], &ended["expires_at"]), (&"ended".into(), &Value::Null), "{ended}");
-    assert_eq!(ended["why"], "its worker said that its attempt has ended");
+    assert_eq!(ended["why"], "its worker reported the end of the attempt");
     assert!(ended["attempt_id"].is_string(), "{ended}");
 }
 
 #[test]
-fn what_is_handed_over_says_how_much_it_is() {
+fn inline_upload_reports_its_size() {
     let cluster = cluster();
     let handed_over = cluster.output(["upload", "--inline", "src"]);
     assert_eq!(code(&handed_over), 0, "{}", describe(&handed_over));
@@ -316,6 +316,6 @@ fn what_is_handed_over_says_how_much_it_is() {
     let refused = cluster.output(["upload", "--inline", "src"]);
     assert_eq!(code(&refused), 125, "{}", describe(&refused));
     let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(stderr.contains("it is too much for --inline (1 entry, 2.0 MiB)"), "{stderr}");
+    assert!(stderr.contains("the directory is too large for --inline (1 entry, 2.0 MiB)"), "{stderr}");
     assert!(stderr.contains("; upload it without --inline"), "{stderr}");
 }

@@ -1,4 +1,4 @@
-//! Bad cases, through the whole suite: each is told as what it is, leaves nothing, and the cluster goes on.
+//! Failures on the whole suite: each is reported correctly, leaves nothing, and the cluster survives.
 
 use std::fs;
 use std::process::Stdio;
@@ -13,17 +13,17 @@ fn run(arguments: &[&str]) -> Vec<String> {
     ["run", "--keep", "0s", "--no-stdin"].iter().chain(arguments).map(|word| (*word).to_owned()).collect()
 }
 
-/// Runs what must fail with this code, and say these words.
+/// Runs a command that must fail with this exit code and these words.
 fn fail(cluster: &Cluster, arguments: &[&str], expected: i32, words: &[&str]) {
     let output = cluster.output(run(arguments));
     assert_eq!(code(&output), expected, "{arguments:?}: {}", describe(&output));
-    let said = String::from_utf8_lossy(&output.stderr);
+    let printed = String::from_utf8_lossy(&output.stderr);
     for word in words {
-        assert!(said.contains(word), "{arguments:?} does not say {word:?}: {}", describe(&output));
+        assert!(printed.contains(word), "{arguments:?} does not say {word:?}: {}", describe(&output));
     }
 }
 
-/// A small workload with an input and an output works.
+/// Checks that a small workload with an input and an output works.
 fn works(cluster: &Cluster) {
     fs::create_dir_all(cluster.path("small")).expect("a directory");
     fs::write(cluster.path("small/file"), "content").expect("write");
@@ -33,7 +33,7 @@ fn works(cluster: &Cluster) {
     assert_eq!(fs::read(cluster.path("copied/file")).expect("read"), b"content");
 }
 
-/// What there is once everything that is over has been collected.
+/// Returns a snapshot once all garbage is collected.
 fn collected(cluster: &Cluster) -> Snapshot {
     wait_for("an empty cluster", || {
         cluster.succeed(["gc"]);
@@ -61,7 +61,7 @@ fn workload(cluster: &Cluster, id: &str) -> Value {
 }
 
 #[test]
-fn what_cannot_be_started_says_why_and_leaves_nothing() {
+fn failed_start_is_explained_and_leaves_nothing() {
     if !may_run_containers() {
         return;
     }
@@ -85,36 +85,36 @@ fn what_cannot_be_started_says_why_and_leaves_nothing() {
 }
 
 #[test]
-fn a_full_disk_is_told_and_the_cluster_goes_on() {
+fn full_disk_is_reported_and_cluster_survives() {
     if !may_run_containers() {
         return;
     }
     let _alone = alone();
     let cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s").on_small_disk(64);
 
-    // An upload that does not fit gives its room back at once.
+    // An upload that does not fit frees its space at once.
     fs::create_dir(cluster.path("large")).expect("a directory");
     let noise: Vec<u8> =
         (0..20 << 20_u32).flat_map(|n: u32| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
     fs::write(cluster.path("large/file"), noise).expect("write");
     fail(&cluster, &["-i", "large=large", "--", "true"], 125, &["DISK_FULL", "gantry gc"]);
     works(&cluster);
-    // What was learnt of the directories above stays.
+    // The scan results of the directories above are kept.
     let before = collected(&cluster);
 
-    // What a process writes into its output or elsewhere fills the disk, and its end is known all the same. Until that is collected
-    // others are told that there is no room.
+    // A process that fills the disk with its output or elsewhere still ends with a known exit. Until its files are collected,
+    // other workloads fail with a full disk.
     for place in ["out/fill", "/fill"] {
         let fill = format!("dd if=/dev/zero of={place} bs=1M count=200; code=$?; echo ended; exit $code");
         let output = cluster.output(run(&["-o", "out", "--", "sh", "-c", &fill]));
-        // The output's keep is over when the run is.
+        // The output is kept only until the run ends.
         assert!([1, 125].contains(&code(&output)), "{place}: {}", describe(&output));
         cluster.succeed(["gc"]);
         assert_nothing_left(&cluster, &before);
         works(&cluster);
     }
 
-    // A process that fills the disk, and what others meet meanwhile.
+    // A process fills the disk while other workloads run.
     let script = "dd if=/dev/zero of=/fill bs=1M count=200; read line; exit 5";
     let mut filler = cluster.gantry(["run", "--keep", "0s", "--", "sh", "-c", script]);
     let mut child = filler.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
@@ -131,27 +131,27 @@ fn a_full_disk_is_told_and_the_cluster_goes_on() {
     works(&cluster);
     assert_nothing_left(&cluster, &before);
 
-    // A result that is kept for an hour: gc lets go of it where the disk is full.
+    // A result is kept for an hour. `gantry gc` deletes it because the disk is full.
     let fill = "dd if=/dev/zero of=out/fill bs=1M count=200";
     let output = cluster.output(["run", "-o", "out=brought", "--", "sh", "-c", fill]);
     assert_eq!(code(&output), 1, "{}", describe(&output));
     fail(&cluster, &["--", "true"], 125, &["DISK_FULL", "gantry gc", "gantry delete"]);
-    // The scheduler hears of the disk with the next heartbeat.
+    // The scheduler receives the disk usage with the next heartbeat.
     wait_for("that a result is let go", || {
-        let said = String::from_utf8(cluster.succeed(["gc"])).expect("text");
-        said.contains("the disk of local is full, so 1 artifact of").then_some(())
+        let printed = String::from_utf8(cluster.succeed(["gc"])).expect("text");
+        printed.contains("the disk of local is full: 1 artifact of").then_some(())
     });
     works(&cluster);
 }
 
 #[test]
-fn a_missing_cgroup_hierarchy_is_told_where_a_limit_needs_it() {
+fn missing_cgroup_hierarchy_fails_limited_run() {
     if !may_run_containers() {
         return;
     }
     let _alone = alone();
     let cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
-    // Wherever memory is limited: in a hierarchy of its own, or in the only one.
+    // Memory limits may have a separate hierarchy or the only one.
     let mut up = cluster.up("umount /sys/fs/cgroup/memory 2>/dev/null || umount /sys/fs/cgroup");
     works(&cluster);
     let before = collected(&cluster);
@@ -162,7 +162,7 @@ fn a_missing_cgroup_hierarchy_is_told_where_a_limit_needs_it() {
     assert!(up.wait().expect("the cluster ends").success());
 }
 
-/// What a boot looks like from here: another boot id.
+/// Simulates a boot: another boot id.
 fn boot(cluster: &Cluster, id: &str) -> String {
     let path = cluster.path("boot");
     fs::write(&path, format!("{id}\n")).expect("write");
@@ -170,7 +170,7 @@ fn boot(cluster: &Cluster, id: &str) -> String {
 }
 
 #[test]
-fn after_a_reboot_what_is_left_is_reaped_and_bytes_are_right() {
+fn reboot_reaps_processes_and_keeps_bytes() {
     if !may_run_containers() {
         return;
     }
@@ -179,7 +179,7 @@ fn after_a_reboot_what_is_left_is_reaped_and_bytes_are_right() {
     let mut first = cluster.up(&boot(&cluster, "00000000-0000-4000-8000-000000000001"));
     tree::make_difficult(&cluster.path("src"));
     let artifact = cluster.upload("src");
-    // One that was kept after its end, with an output, and one that runs, on copies of the artifact.
+    // A kept container with an output, and a running one, both on copies of the artifact.
     let input = format!("in=artifact:{artifact}");
     let kept = cluster.succeed([
         "run",
@@ -211,7 +211,7 @@ fn after_a_reboot_what_is_left_is_reaped_and_bytes_are_right() {
     wait_for("a running workload", || (workload(&cluster, &runs)["state"] == "running").then_some(()));
     let (mut follower, _stdout) = started(cluster.gantry(["attach", &runs]));
 
-    // Everything stops at once; what is mounted goes with the table of mounts, and what is in memory with the boot.
+    // Everything stops at once. Mounts and memory are lost, as in a boot.
     cluster.kill_everything();
     first.wait().expect("the cluster is dead");
     follower.wait().expect("it was killed, too");
@@ -229,27 +229,27 @@ fn after_a_reboot_what_is_left_is_reaped_and_bytes_are_right() {
     let attached = cluster.output(["attach", &runs]);
     assert_eq!(code(&attached), 125, "{}", describe(&attached));
     assert!(String::from_utf8_lossy(&attached.stderr).contains(reason), "{}", describe(&attached));
-    wait_for("what is said of it", || {
-        let said = cluster.said_by_up();
-        (said.contains("did not end in order; this one takes over")
-            && said.contains("1 workload had not ended"))
+    wait_for("the report of the next cluster", || {
+        let printed = cluster.up_log();
+        (printed.contains("did not end normally; this one takes over")
+            && printed.contains("1 workload unfinished: "))
         .then_some(())
     });
     let status = wait_for("a cluster that is ready", || {
         let status = cluster.output(["status"]);
         (code(&status) == 0).then(|| String::from_utf8(status.stdout).expect("text"))
     });
-    assert!(status.contains("did not end in order"), "{status}");
+    assert!(status.contains("did not end normally"), "{status}");
 
     for (id, name) in [(&artifact, "back"), (&output, "made")] {
         cluster.succeed(["download", "--preserve-special", id, name]);
         tree::assert_same(&cluster.path("src"), &cluster.path(name));
     }
-    // The next workload reads them, too.
+    // The next workload reads the bytes, too.
     let again = cluster.output(["run", "-i", &input, "--", "cat", "in/plain"]);
     assert_eq!((code(&again), again.stdout.as_slice()), (0, b"hello\n".as_slice()), "{}", describe(&again));
 
-    // Nobody needs what is left of the containers.
+    // The leftovers of the containers are not needed.
     cluster.succeed(["down"]);
     second.wait().expect("the cluster ends");
     let mut cluster = cluster;

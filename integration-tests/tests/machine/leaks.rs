@@ -1,4 +1,4 @@
-//! Nothing is left behind, and the test would notice.
+//! Leaks: runs leave nothing behind, and the check would notice.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use integration_tests::snapshot::Snapshot;
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
 
-/// Runs of every kind of ending, with the exit code of each.
+/// Runs with different endings, and the exit code of each.
 const ENDINGS: &[(&[&str], i32)] = &[
     (&["--", "true"], 0),
     (&["-i", "src=src", "-o", "out=./out", "--", "sh", "-c", "cp -a src/. out/"], 0),
@@ -29,7 +29,7 @@ const ENDINGS: &[(&[&str], i32)] = &[
 ];
 
 fn cluster() -> Cluster {
-    // A client that is killed may have sealed its upload a moment before.
+    // A killed client may have sealed its upload a moment before.
     let cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s").with("GANTRY_ABANDONED_AFTER", "10s");
     fs::create_dir(cluster.path("src")).expect("directory");
     fs::create_dir(cluster.path("large")).expect("directory");
@@ -41,7 +41,7 @@ fn run(arguments: &[&str]) -> Vec<String> {
     ["run", "--keep", "0s", "--no-stdin"].iter().chain(arguments).map(|word| (*word).to_owned()).collect()
 }
 
-/// The one workload that runs at this moment.
+/// Returns the id of the only running workload.
 fn running(cluster: &Cluster) -> String {
     wait_for("a running workload", || {
         let workloads = cluster.list("workloads");
@@ -56,7 +56,7 @@ fn all_finished(cluster: &Cluster) {
     });
 }
 
-/// Ends that come from outside. Answers how many runs that were.
+/// Runs workloads that are ended from outside. Returns the number of runs.
 fn run_those_that_are_ended(cluster: &Cluster) -> usize {
     let endless = run(&["-o", "out=./out", "--", "sh", "-c", "echo ready; while :; do sleep 0.05; done"]);
     for (signal, expected) in [(libc::SIGINT, 130), (libc::SIGTERM, 143)] {
@@ -65,27 +65,27 @@ fn run_those_that_are_ended(cluster: &Cluster) -> usize {
         let output = child.wait_with_output().expect("gantry ends");
         assert_eq!(code(&output), expected, "{}", describe(&output));
     }
-    // Cancelled by somebody else.
+    // Another caller cancels the workload.
     let (child, _stdout) = started(cluster.gantry(&endless));
     cluster.succeed(["cancel", "--grace", "100ms", &running(cluster)]);
     let output = child.wait_with_output().expect("gantry ends");
     assert_eq!(code(&output), 143, "{}", describe(&output));
-    // The client is killed, and the workload goes on.
+    // The client is killed, and the workload runs on.
     let (mut child, _stdout) = started(cluster.gantry(&endless));
     child.kill().and_then(|()| child.wait()).expect("killed");
     cluster.succeed(["cancel", "--grace", "100ms", &running(cluster)]);
-    // Nobody reads what it says.
+    // Standard output has no reader.
     let talks = run(&["--", "sh", "-c", "echo ready; while echo more; do sleep 0.01; done"]);
     let (child, stdout) = started(cluster.gantry(&talks));
     drop(stdout);
     let output = child.wait_with_output().expect("gantry ends");
     assert_eq!(code(&output), 141, "{}", describe(&output));
-    // Left to itself, and cancelled then, or not.
+    // Detached runs, one of which is cancelled.
     let detached = cluster.succeed(run(&["-d", "--", "sleep", "100"]));
     cluster.succeed(["cancel", String::from_utf8(detached).expect("an id").trim()]);
     cluster.succeed(run(&["-d", "-o", "out", "--", "sh", "-c", "echo x > out/x"]));
     all_finished(cluster);
-    // The client is killed in the middle of its upload.
+    // The client is killed during its upload.
     let mut child = cluster.gantry(run(&["-i", "large=large", "--", "true"]));
     let mut child = child.stderr(std::process::Stdio::null()).spawn().expect("gantry");
     wait_for("an upload", || {
@@ -96,9 +96,9 @@ fn run_those_that_are_ended(cluster: &Cluster) -> usize {
     8
 }
 
-/// Answers how many runs that were.
+/// Runs all endings. Returns the number of runs.
 fn run_all(cluster: &Cluster, round: usize) -> usize {
-    // Something new to upload each time.
+    // Each round has new content to upload.
     fs::write(cluster.path("src/round"), round.to_string()).expect("write");
     let noise: Vec<u8> = (0..8 << 20_u32).map(|n: u32| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     let large = [round.to_string().into_bytes(), noise].concat();
@@ -110,7 +110,7 @@ fn run_all(cluster: &Cluster, round: usize) -> usize {
     ENDINGS.len() + run_those_that_are_ended(cluster)
 }
 
-/// What is on the machine beyond `before`, once it is nothing, or when patience ends.
+/// Returns what is on the machine beyond `before`, once that is empty or `patience` is over.
 fn left(cluster: &Cluster, before: &Snapshot, patience: Duration) -> Vec<String> {
     let deadline = Instant::now() + patience;
     loop {
@@ -124,13 +124,13 @@ fn left(cluster: &Cluster, before: &Snapshot, patience: Duration) -> Vec<String>
 }
 
 #[test]
-fn a_hundred_runs_of_every_kind_of_ending_leave_nothing() {
+fn hundred_runs_with_all_endings_leave_nothing() {
     if !may_run_containers() {
         return;
     }
     let _alone = crate::alone();
     let cluster = cluster();
-    // What the first run of a cluster makes once.
+    // The first run of a cluster makes some files once.
     run_all(&cluster, 1_000_000);
     let before = wait_for("an empty cluster", || {
         cluster.succeed(["gc"]);
@@ -147,18 +147,21 @@ fn a_hundred_runs_of_every_kind_of_ending_leave_nothing() {
     assert!(left.is_empty(), "{left:#?}");
 }
 
-/// The negative control: with destruction switched off the same check must fail, and name what is left of every kind. Control groups and
-/// processes end with the process of a workload and not by destruction, so none of these is left here either.
+/// Negative control: with destruction disabled, the same check must fail and name leftovers of every kind. Control groups and processes
+/// end with the process of a workload, without destruction, so none of these is left.
 #[test]
-fn what_is_not_destroyed_is_noticed() {
+fn held_destruction_leaves_volumes_and_containers() {
     if !may_run_containers() {
         return;
     }
     let _alone = crate::alone();
     let mut cluster = cluster().with("GANTRY_HOLD_DESTRUCTION", "true");
     let started = cluster.output(["list", "workers"]);
-    let said = String::from_utf8_lossy(&started.stderr).into_owned();
-    assert!(said.contains("destroys nothing (--hold-destruction)"), "it is said aloud: {said}");
+    let printed = String::from_utf8_lossy(&started.stderr).into_owned();
+    assert!(
+        printed.contains("never destroys garbage (--hold-destruction)"),
+        "the warning is missing: {printed}"
+    );
     let before = Snapshot::of(&cluster);
     run_all(&cluster, 0);
     let kept = left(&cluster, &before, Duration::from_secs(3));
@@ -166,9 +169,9 @@ fn what_is_not_destroyed_is_noticed() {
         assert!(kept.iter().any(|item| item.starts_with(kind)), "no {kind} in {kept:#?}");
     }
     let status = String::from_utf8(cluster.succeed(["status"])).expect("text");
-    assert!(status.contains("held: what should go stays"), "{status}");
+    assert!(status.contains("held: garbage is not destroyed"), "{status}");
 
-    // It goes with the first cluster that does not hold it.
+    // The leftovers are destroyed by the first cluster that destroys garbage.
     cluster.succeed(["down"]);
     cluster.set("GANTRY_HOLD_DESTRUCTION", "false");
     wait_for("an empty cluster", || {

@@ -1,11 +1,11 @@
-//! The command line, and the cluster on this machine.
+//! The command line `gantry`, and the cluster on this machine.
 //!
 //! ```text
 //! main ─▶ commands ─▶ follow ─▶ transfer ─▶ client ─▶ cluster ─▶ cli ─▶ render ─▶ ending
 //! ```
 //!
-//! Each chapter uses those to its right only; `make house` checks that. Answers go to standard output, everything else to standard error.
-//! A failure is printed once, here, in one sentence.
+//! A chapter may use only the chapters to its right; `make house` checks that. Answers go to standard output, everything else to standard
+//! error. `main` prints each failure once, in one sentence.
 
 mod commands;
 
@@ -43,19 +43,19 @@ use crate::render::stdout;
 use crate::render::ui::Ui;
 
 fn main() -> ExitCode {
-    // Before any thread exists: a container is made by a process that has only one.
+    // This must happen before a thread starts: only a process with a single thread can make a container.
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
-    // A write beyond `ulimit -f` is an error like any other, and no end without a word.
+    // A write beyond `ulimit -f` becomes an error instead of killing the process.
     // SAFETY: ignoring a signal runs no code.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let cli = match parse() {
         Ok(cli) => cli,
         Err(error) => {
-            // When that cannot be written, nobody reads it.
+            // An error here means that the output is closed.
             _ = error.print();
-            return ExitCode::from(if error.use_stderr() { exit_code::OURS } else { 0 });
+            return ExitCode::from(if error.use_stderr() { exit_code::GANTRY_FAILED } else { 0 });
         }
     };
     let not_set = match &cli.command {
@@ -76,13 +76,13 @@ fn main() -> ExitCode {
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let variables: Vec<_> = variables.collect();
-    settings::misspelt(variables.clone()).iter().for_each(|what| ui.warn(what));
+    settings::misspelt(variables.clone()).iter().for_each(|warning| ui.warn(warning));
     let renamed = settings::renamed_variable(variables);
     let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
     let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
         let result = runtime.block_on(commands::execute(&cli.command, &cli.global, &ui));
-        // What was interrupted tidies up. What reads our standard input is a thread of its own, and may never end.
-        runtime.shutdown_timeout(TIDY_UP);
+        // Interrupted tasks remove their temporary files. The thread that reads standard input may never end.
+        runtime.shutdown_timeout(CLEANUP_LIMIT);
         result
     });
     let code = result.unwrap_or_else(|error| fail(&ui, &cli.global, &error));
@@ -97,10 +97,10 @@ fn parse() -> Result<Cli, clap::Error> {
     Ok(cli)
 }
 
-/// How long what was interrupted may take to remove what it has half made.
-const TIDY_UP: Duration = Duration::from_secs(5);
+/// Time limit for interrupted tasks to remove their temporary files.
+const CLEANUP_LIMIT: Duration = Duration::from_secs(5);
 
-/// Says why the command failed, and answers the exit code. With `--json` a failure is an answer, too.
+/// Prints why the command failed, and returns the exit code. With `--json`, the failure is also an answer.
 fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
     let (code, ended) = match error.downcast_ref() {
         Some(Interrupted(code)) => (*code, json!({ "outcome": "interrupted", "status": code })),
@@ -110,34 +110,39 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
                 error::describe_with(error, |reason| ClusterOptions { server, token_file }.advice(reason));
             ui.error(&message);
             let failure = json!({ "reason": error::reason(error), "message": message });
-            (exit_code::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit_code::OURS }))
+            (
+                exit_code::GANTRY_FAILED,
+                json!({ "outcome": "errored", "failure": failure, "status": exit_code::GANTRY_FAILED }),
+            )
         }
     };
     if global.json && ui.events().is_none() && code != exit_code::PIPE {
-        // When that cannot be written, nobody reads it.
+        // An error here means that standard output is closed.
         _ = stdout::print_json(&ended);
     }
     ui.event("finished", ended);
     code
 }
 
-/// A cluster has all cores. Whoever calls one needs no more than a thread, and starts sooner with it; but spans are sent to a
-/// collector while the main thread waits for that.
+/// Builds the runtime of the command.
+///
+/// `gantry up` uses all cores. Other commands start faster with a single thread, unless spans are exported: the exporter works while the main
+/// thread waits for it.
 fn runtime(command: &Command) -> anyhow::Result<Runtime> {
     let mut builder = match command {
         Command::Up(_) => Builder::new_multi_thread(),
         _ if environment::exports_spans() => Builder::new_multi_thread(),
         _ => Builder::new_current_thread(),
     };
-    builder.enable_all().build().context("cannot start")
+    builder.enable_all().build().context("cannot start the async runtime")
 }
 
-/// Makes this process independent of the command that started it: a session of its own, no file of the command but the log, and none
-/// of its limits. Answers what could not be set.
+/// Makes this process independent of the command that started it: a separate session, no inherited file except the log, and no inherited
+/// limits. Returns the limits that could not be set.
 fn detach() -> Vec<NotSet> {
-    // It fails only for the leader of a process group, which is independent enough.
+    // This fails only for the leader of a process group, which is already independent.
     _ = rustix::process::setsid();
-    // SAFETY: nothing in this process has opened a file yet, so whatever is open beyond standard error belongs to nobody here.
+    // SAFETY: this process has not opened a file yet, so no code here owns a descriptor beyond standard error.
     unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
     inherited::prepare_cluster()
 }

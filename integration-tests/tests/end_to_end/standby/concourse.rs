@@ -1,10 +1,10 @@
-//! Two gateways with the same Concourse worker, each with a state directory of its own, as on two machines: one attends the worker, and the
-//! other takes over when that one dies or freezes.
+//! Two gateways for the same Concourse worker, each with its own state directory, as on two machines. One attends the worker, and the other takes
+//! over when the first one dies or freezes.
 
 use std::io::{BufReader, Read};
 use std::process::{Child, ChildStdout};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{code, describe, may_run_containers, started, wait_for};
 use serde_json::Value;
@@ -12,21 +12,21 @@ use testing::baggageclaim::Driver;
 use testing::garden::Manner;
 
 const WORKER: &str = "shared";
-/// Says something before, during and after a take-over.
+/// Prints before, during and after a takeover.
 const SCRIPT: &str =
     "echo ready; until [ -e /tmp/go ]; do sleep 0.05; done; echo over; echo made > out/file; exit 7";
 
 /// Two gateways, the first of which attends, and a process on their worker that waits for a file.
 struct Scene {
     suite: Suite,
-    pair: Pair,
+    pair: ConcourseWorker,
     image: String,
     run: Child,
     stdout: BufReader<ChildStdout>,
 }
 
-/// A gateway of the worker, with a state directory of its own.
-fn attend(suite: &mut Suite, pair: &Pair, name: &str) {
+/// Starts a gateway of the worker with its own state directory.
+fn attend(suite: &mut Suite, pair: &ConcourseWorker, name: &str) {
     let directory = suite.path(&format!("state-of-{name}")).display().to_string();
     let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
     let worker = [("GANTRY_GARDEN", &*garden), ("GANTRY_BAGGAGECLAIM", &*volumes)];
@@ -37,11 +37,11 @@ fn attend(suite: &mut Suite, pair: &Pair, name: &str) {
 impl Scene {
     fn start(kind: (Manner, Driver)) -> Self {
         let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
-        let pair = Pair::start(kind.0, kind.1);
+        let pair = ConcourseWorker::start(kind.0, kind.1);
         attend(&mut suite, &pair, "first");
         suite.attended(WORKER, "first");
         attend(&mut suite, &pair, "second");
-        suite.wait_until_it_says("second", "this gateway stands by");
+        suite.wait_for_log("second", "this gateway stands by");
         make_image(&suite.path("image"));
         let image = format!("artifact:{}", suite.upload(&suite.path("image")));
         let out = format!("out={}", suite.path("result").display());
@@ -50,18 +50,18 @@ impl Scene {
         Self { suite, pair, image, run, stdout }
     }
 
-    /// The second attends, in another session of the same life of the worker, and what was there goes on.
+    /// Checks that the second gateway attends in a new session of the same incarnation, and that the process still runs.
     fn goes_on(&mut self, before: &Value) -> Value {
         let now = self.suite.attended(WORKER, "second");
         assert_eq!(now["incarnation"], before["incarnation"], "what it holds is the same");
         let session = |worker: &Value| worker["session"].as_u64().expect("a number");
         assert!(session(&now) > session(before), "{before} {now}");
-        // It has to be there to hear it.
+        // The process must be there to be interrupted.
         wait_for("an attachment by the next gateway", || (self.attachments() > 0).then_some(()));
         now
     }
 
-    /// How often a gateway has attached to a process that ran already.
+    /// Counts how often a gateway has attached to a process that already ran.
     fn attachments(&self) -> usize {
         let attaches = |line: &&String| {
             line.starts_with("GET ") && line.contains("/processes/") && !line.contains("/attaches/")
@@ -69,24 +69,24 @@ impl Scene {
         self.pair.garden.requests().iter().filter(attaches).count()
     }
 
-    /// The process ends, and all that is told of it is true.
+    /// Ends the process, and checks its output and exit.
     fn ends_well(&mut self) {
         self.pair.touch("go");
-        let mut said = String::new();
-        self.stdout.read_to_string(&mut said).expect("text");
+        let mut printed = String::new();
+        self.stdout.read_to_string(&mut printed).expect("text");
         let status = self.run.wait().expect("gantry ends");
         let mut log = String::new();
         self.run.stderr.take().expect("stderr").read_to_string(&mut log).expect("text");
-        assert_eq!(status.code(), Some(7), "{said:?} {log}");
-        assert_eq!(said, "over\n", "{log}");
+        assert_eq!(status.code(), Some(7), "{printed:?} {log}");
+        assert_eq!(printed, "over\n", "{log}");
         assert!(log.contains("some of stdout may be missing here"), "{log}");
-        assert!(!log.contains("bytes of"), "nobody knows how much is missing: {log}");
+        assert!(!log.contains("bytes of"), "the number of missing bytes is unknown: {log}");
         let result = self.suite.path("result/file");
         assert_eq!(std::fs::read_to_string(result).expect("the output"), "made\n");
         assert_eq!(self.pair.runs(), 1, "it ran twice");
     }
 
-    /// Runs something else on the worker.
+    /// Runs another workload on the worker.
     fn runs_another(&self) {
         let output = self.suite.gantry(&["run", "--image", &self.image, "--", "echo", "again"]).output();
         let output = output.expect("gantry runs");
@@ -95,7 +95,7 @@ impl Scene {
 }
 
 #[test]
-fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
+fn standby_replaces_killed_gateway() {
     if !may_run_containers() {
         return;
     }
@@ -105,15 +105,15 @@ fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
         scene.suite.kill("first");
         scene.goes_on(&before);
         scene.ends_well();
-        // Another with the state directory of the first stands by itself, and takes over what it knew before.
+        // A third gateway with the state directory of the first one is the standby, and takes over the recorded state.
         attend(&mut scene.suite, &scene.pair, "third");
-        scene.suite.wait_until_it_says("third", "this gateway stands by");
+        scene.suite.wait_for_log("third", "this gateway stands by");
         scene.runs_another();
     }
 }
 
 #[test]
-fn a_gateway_that_freezes_does_nothing_when_it_wakes_up() {
+fn thawed_gateway_does_nothing() {
     if !may_run_containers() {
         return;
     }
@@ -125,16 +125,16 @@ fn a_gateway_that_freezes_does_nothing_when_it_wakes_up() {
     let held = || (scene.pair.garden.handles(), scene.pair.volumes.handles());
     let there = held();
     scene.suite.signal("first", libc::SIGCONT);
-    scene.suite.wait_until_it_says("first", "another gateway has taken over this worker");
-    assert_eq!(held(), there, "{}", scene.suite.said("first"));
+    scene.suite.wait_for_log("first", "another gateway has taken over this worker");
+    assert_eq!(held(), there, "{}", scene.suite.log("first"));
     scene.ends_well();
     scene.runs_another();
-    assert_eq!(scene.suite.attended(WORKER, "second")["session"], now["session"], "nobody disturbed it");
+    assert_eq!(scene.suite.attended(WORKER, "second")["session"], now["session"], "the session is unchanged");
     assert_eq!(scene.pair.runs(), 2, "each once");
 }
 
 #[test]
-fn a_gateway_that_attends_again_does_not_count_on_from_what_it_knew() {
+fn returning_gateway_does_not_reuse_output_offsets() {
     if !may_run_containers() {
         return;
     }
@@ -143,7 +143,7 @@ fn a_gateway_that_attends_again_does_not_count_on_from_what_it_knew() {
     scene.suite.signal("first", libc::SIGSTOP);
     let between = scene.goes_on(&before);
     scene.suite.signal("first", libc::SIGCONT);
-    scene.suite.wait_until_it_says("first", "another gateway has taken over this worker");
+    scene.suite.wait_for_log("first", "another gateway has taken over this worker");
     let attached = scene.attachments();
     scene.suite.kill("second");
 
@@ -156,7 +156,7 @@ fn a_gateway_that_attends_again_does_not_count_on_from_what_it_knew() {
 }
 
 #[test]
-fn a_worker_that_comes_back_empty_begins_another_life() {
+fn empty_worker_has_new_incarnation() {
     if !may_run_containers() {
         return;
     }
@@ -168,13 +168,13 @@ fn a_worker_that_comes_back_empty_begins_another_life() {
     let life = |worker: &Value| worker["incarnation"].as_u64().expect("a number");
     assert!(life(&now) > life(&before), "{before} {now}");
 
-    // What ran there is lost, which is said and not made up for.
-    let mut said = String::new();
-    scene.stdout.read_to_string(&mut said).expect("text");
-    assert!(!scene.run.wait().expect("gantry ends").success(), "{said}");
-    assert_eq!(said, "");
+    // The process there is lost. The workload reports that and is not retried.
+    let mut printed = String::new();
+    scene.stdout.read_to_string(&mut printed).expect("text");
+    assert!(!scene.run.wait().expect("gantry ends").success(), "{printed}");
+    assert_eq!(printed, "");
     assert_eq!(scene.pair.runs(), 0, "nothing is started twice");
-    // The image went with it; the worker takes another.
+    // The image was lost with the worker, so another one is used.
     scene.image = format!("artifact:{}", scene.suite.upload(&scene.suite.path("image")));
     scene.runs_another();
 }

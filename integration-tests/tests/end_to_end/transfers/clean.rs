@@ -1,4 +1,4 @@
-//! The end of a worker that is a process of its own.
+//! Cleanup of a worker whose gateway is a separate process.
 
 use std::path::PathBuf;
 
@@ -6,18 +6,18 @@ use integration_tests::gantry_binary;
 use runtime::{Runtime as _, RuntimeError};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 
-/// Destroys what a worker with these directories holds that nobody attends any more.
+/// Destroys the containers and volumes of a worker with these directories, which has no gateway any more.
 pub(crate) async fn clean(state: PathBuf, run: PathBuf) {
     let config = HostConfig {
         supervisor: gantry_binary().with_file_name("runtime-gateway"),
         ..HostConfig::new(state, run).expect("a path")
     };
-    let machine = HostRuntime::open(config).expect("nobody holds it");
+    let machine = HostRuntime::open(config).expect("not in use");
     let held = machine.list().await.expect("list");
     for container in held.containers {
         machine.destroy_container(container).await.expect("destroy a container");
     }
-    // Children go before their parents, and whose child is whose is not listed.
+    // Children must be removed before their parents, and the relation is not listed.
     let mut volumes = held.volumes;
     while !volumes.is_empty() {
         let mut parents = Vec::new();

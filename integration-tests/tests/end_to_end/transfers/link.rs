@@ -1,11 +1,11 @@
-//! What lies between two machines: it can stand still, or break.
+//! Network link between two machines, which can stall or break.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// The way to one server. Counts what that says, and lets so much of it through.
+/// Link to one server. It counts the bytes of the server, and limits them.
 pub(crate) struct Link {
     pub(crate) endpoint: String,
     flow: Arc<Flow>,
@@ -19,15 +19,15 @@ struct Flow {
 
 #[derive(Default)]
 struct State {
-    /// What the server may still say. `None`: everything.
+    /// Number of bytes that the server may still send. `None`: no limit.
     left: Option<u64>,
-    /// Whether the connection breaks then, and others do not. Otherwise it stands still.
+    /// Whether the connection breaks at the limit. Otherwise it stalls.
     cuts: bool,
     sent: u64,
 }
 
 impl Link {
-    /// A way to the server at `target`, `host:port`. Its threads end with the process.
+    /// Makes a link to the server at `target`, `host:port`. Its threads end with the process.
     pub(crate) fn to(target: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", listener.local_addr().expect("its address"));
@@ -43,22 +43,22 @@ impl Link {
         Self { endpoint, flow }
     }
 
-    /// Everything goes through.
+    /// Removes the limit.
     pub(crate) fn open(&self) {
         self.set(None, false);
     }
 
-    /// After so many bytes nothing more goes through, for now.
+    /// Stalls the link after this many bytes.
     pub(crate) fn stall_after(&self, bytes: u64) {
         self.set(Some(bytes), false);
     }
 
-    /// After so many bytes the connection breaks that has carried the last of them.
+    /// Breaks the connection that carries the last of this many bytes.
     pub(crate) fn cut_once_after(&self, bytes: u64) {
         self.set(Some(bytes), true);
     }
 
-    /// Bytes that the server has said.
+    /// Returns the number of bytes that the server has sent.
     pub(crate) fn sent(&self) -> u64 {
         self.flow.state().sent
     }
@@ -75,7 +75,7 @@ impl Flow {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until so much may go through. `false`: the connection shall break.
+    /// Waits until this many bytes may pass. `false`: the connection must break.
     fn pass(&self, bytes: u64) -> bool {
         let mut state = self.state();
         while state.left == Some(0) {
@@ -94,7 +94,7 @@ impl Flow {
 fn carry(flow: &Flow, client: &TcpStream, server: &TcpStream) {
     thread::scope(|scope| {
         scope.spawn(|| {
-            // However it ends, nothing more is said that way.
+            // Nothing more is sent in this direction.
             io::copy(&mut &*client, &mut &*server).ok();
             server.shutdown(Shutdown::Both).ok();
         });

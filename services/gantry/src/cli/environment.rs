@@ -1,6 +1,6 @@
-//! Variables of other tools that the command line follows.
+//! Environment variables of other tools that `gantry` honors.
 
-/// Whether spans are sent to a collector.
+/// Returns whether spans are sent to a collector.
 pub(crate) fn exports_spans() -> bool {
     std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT").is_some_and(|endpoint| !endpoint.is_empty())
 }

@@ -1,4 +1,4 @@
-//! The command line as a caller writes it: commands, options and their values.
+//! Command-line syntax: commands, options and their values.
 
 pub(crate) mod addresses;
 pub(crate) mod args;

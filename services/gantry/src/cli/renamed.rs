@@ -1,15 +1,15 @@
-//! Names of commands and options that have changed: the old name is refused, and the error gives the new one.
+//! Renamed commands and options. An old name is rejected, and the error gives the new name.
 
 use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::cli::args::Cli;
 
-/// Old and new names, as they are written.
+/// Pairs of an old and a new name.
 const RENAMED: [(&str, &str); 4] =
     [("land", "cordon"), ("unland", "uncordon"), ("--set-aside", "--orphans"), ("--door", "--proxy")];
 
-/// The same error or, if it is about an old name, one that gives the new name.
+/// Returns `error`, or an error with the new name if `error` is about an old name.
 pub(crate) fn explain(error: clap::Error) -> clap::Error {
     let kind = match error.kind() {
         ErrorKind::InvalidSubcommand => ContextKind::InvalidSubcommand,
@@ -18,7 +18,7 @@ pub(crate) fn explain(error: clap::Error) -> clap::Error {
     };
     let Some(ContextValue::String(given)) = error.get(kind) else { return error };
     match RENAMED.iter().find(|(old, _)| given == old) {
-        Some((old, new)) => Cli::command().error(error.kind(), format!("{old:?} is called {new:?} now")),
+        Some((old, new)) => Cli::command().error(error.kind(), format!("{old:?} was renamed: use {new:?}")),
         None => error,
     }
 }
@@ -30,16 +30,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn old_name_is_refused_with_the_new_one() {
+    fn old_name_is_rejected_with_new_one() {
         for (arguments, new) in [
-            (&["gantry", "land", "local"][..], "\"land\" is called \"cordon\" now"),
-            (&["gantry", "unland", "local"], "\"unland\" is called \"uncordon\" now"),
-            (&["gantry", "list", "volumes", "--set-aside"], "\"--set-aside\" is called \"--orphans\" now"),
+            (&["gantry", "land", "local"][..], "\"land\" was renamed: use \"cordon\""),
+            (&["gantry", "unland", "local"], "\"unland\" was renamed: use \"uncordon\""),
+            (&["gantry", "list", "volumes", "--set-aside"], "\"--set-aside\" was renamed: use \"--orphans\""),
         ] {
             let error = explain(Cli::try_parse_from(arguments).expect_err("refused"));
             assert!(error.to_string().contains(new), "{error}");
         }
         let other = explain(Cli::try_parse_from(["gantry", "lift"]).expect_err("refused"));
-        assert!(!other.to_string().contains("is called"), "{other}");
+        assert!(!other.to_string().contains("was renamed"), "{other}");
     }
 }

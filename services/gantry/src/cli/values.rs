@@ -1,4 +1,4 @@
-//! Values on the command line: inputs, outputs, variables, durations, sizes.
+//! Parsers for values of options: inputs, outputs, caches, variables, durations and sizes.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -13,7 +13,7 @@ pub(crate) use server::settings::{cpu, duration, size};
 
 use crate::render::table;
 
-/// `-i`
+/// Value of `--input`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct InputArg {
     pub(crate) name: String,
@@ -21,34 +21,34 @@ pub(crate) struct InputArg {
     pub(crate) read_only: bool,
 }
 
-/// Where an input comes from.
+/// Source of an input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Source {
     Directory(PathBuf),
     Artifact(ArtifactId),
 }
 
-/// `-o`
+/// Value of `--output`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OutputArg {
     pub(crate) name: String,
-    /// Where it is brought to. `None`: it stays in the cluster.
+    /// Directory that the output is downloaded into. `None`: the output stays in the cluster.
     pub(crate) directory: Option<PathBuf>,
 }
 
-/// `--cache`
+/// Value of `--cache`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CacheArg {
     pub(crate) name: String,
-    /// Where it appears, absolute.
+    /// Absolute path in the container.
     pub(crate) path: OsString,
 }
 
-/// `--env`
+/// Value of `--env`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct EnvironmentArg {
     pub(crate) name: OsString,
-    /// `None`: copied from our environment.
+    /// `None`: the value is copied from the environment of `gantry`.
     pub(crate) value: Option<OsString>,
 }
 
@@ -68,28 +68,28 @@ pub(crate) fn environment_parser() -> impl TypedValueParser<Value = EnvironmentA
     OsStringValueParser::new().try_map(|text| environment(&text))
 }
 
-/// A duration in which something can happen.
-pub(crate) fn some_time(text: &str) -> Result<Duration, String> {
+/// Parses a duration that is longer than 0.
+pub(crate) fn positive_duration(text: &str) -> Result<Duration, String> {
     match duration(text)? {
-        Duration::ZERO => Err("must be more than nothing".to_owned()),
+        Duration::ZERO => Err("the duration must be longer than 0".to_owned()),
         time => Ok(time),
     }
 }
 
-/// A tag: some text.
+/// Parses a tag, which must not be blank.
 pub(crate) fn tag(text: &str) -> Result<String, String> {
-    if text.trim().is_empty() { Err("a tag is some text".to_owned()) } else { Ok(text.to_owned()) }
+    if text.trim().is_empty() { Err("a tag must not be empty".to_owned()) } else { Ok(text.to_owned()) }
 }
 
-/// How many of something are wanted.
+/// Parser for a number of at least 1.
 pub(crate) fn at_least_one() -> impl TypedValueParser<Value = usize> {
     RangedU64ValueParser::<usize>::new().range(1..)
 }
 
-/// Parses `NAME=DIR`, `NAME=artifact:UUID`, both with `:ro` behind them.
+/// Parses `NAME=DIR` or `NAME=artifact:UUID`, each with an optional `:ro` at the end.
 fn input(text: &OsStr) -> Result<InputArg, String> {
     let Some((name, rest)) = split(text) else {
-        return Err("write NAME=DIR, such as src=. (NAME is what the command sees)".to_owned());
+        return Err("write NAME=DIR, such as src=. (the command sees DIR as ./NAME)".to_owned());
     };
     let name = check_name(name)?;
     let (rest, read_only) = match rest.strip_suffix(b":ro") {
@@ -101,11 +101,11 @@ fn input(text: &OsStr) -> Result<InputArg, String> {
             let id = String::from_utf8_lossy(id);
             Source::Artifact(id.parse().map_err(|_| {
                 format!(
-                    "{id:?} is not the id of an artifact (a directory of that name is written ./artifact:…)"
+                    "{id:?} is not the id of an artifact; for a directory of that name, write ./artifact:…"
                 )
             })?)
         }
-        None if rest.is_empty() => return Err(format!("{name}= names no directory")),
+        None if rest.is_empty() => return Err(format!("the directory is missing after {name}=")),
         None => Source::Directory(path(rest)),
     };
     Ok(InputArg { name, source, read_only })
@@ -114,14 +114,14 @@ fn input(text: &OsStr) -> Result<InputArg, String> {
 /// Parses `host`, `artifact:UUID` or `resource-type:NAME`.
 pub(crate) fn image(text: &str) -> Result<Image, String> {
     match text.strip_prefix("resource-type:") {
-        Some("") => return Err("resource-type: names no resource type".to_owned()),
+        Some("") => return Err("the name is missing after resource-type:".to_owned()),
         Some(name) => return Ok(Image::ResourceType(name.to_owned())),
         None => {}
     }
     match text.strip_prefix("artifact:") {
         None if text == "host" => Ok(Image::Host),
-        None => Err("write `host`, artifact:UUID (what `gantry upload DIR` printed, of a directory with rootfs/ in it) or \
-                     resource-type:NAME"
+        None => Err("write `host`, artifact:UUID or resource-type:NAME; `gantry upload DIR` prints the UUID for a directory \
+                     that contains rootfs/"
             .to_owned()),
         Some(id) => {
             id.parse().map(Image::Artifact).map_err(|_| format!("{id:?} is not the id of an artifact"))
@@ -133,7 +133,9 @@ pub(crate) fn image(text: &str) -> Result<Image, String> {
 fn output(text: &OsStr) -> Result<OutputArg, String> {
     match split(text) {
         None => Ok(OutputArg { name: check_name(text.as_bytes())?, directory: None }),
-        Some((name, b"")) => Err(format!("{}= names no directory", String::from_utf8_lossy(name))),
+        Some((name, b"")) => {
+            Err(format!("the directory is missing after {}=", String::from_utf8_lossy(name)))
+        }
         Some((name, directory)) => {
             Ok(OutputArg { name: check_name(name)?, directory: Some(path(directory)) })
         }
@@ -147,7 +149,7 @@ fn cache(text: &OsStr) -> Result<CacheArg, String> {
     };
     if !path.starts_with(b"/") {
         let path = String::from_utf8_lossy(path);
-        return Err(format!("{path:?} is not absolute: it is a path that the command sees"));
+        return Err(format!("{path:?} must be absolute; it is a path in the container"));
     }
     Ok(CacheArg { name: check_name(name)?, path: OsString::from_vec(path.to_vec()) })
 }
@@ -160,18 +162,18 @@ fn environment(text: &OsStr) -> Result<EnvironmentArg, String> {
         None => (text.as_bytes(), None),
     };
     if name.is_empty() {
-        return Err("write K=V to set a variable, or K to copy one of yours".to_owned());
+        return Err("write K=V to set a variable, or K to copy yours".to_owned());
     }
     Ok(EnvironmentArg { name: os(name), value })
 }
 
 fn check_name(name: &[u8]) -> Result<String, String> {
     let Ok(name) = String::from_utf8(name.to_vec()) else {
-        return Err("the name is not UTF-8; the directory may be, the name must".to_owned());
+        return Err("the name must be UTF-8; only the directory may have other bytes".to_owned());
     };
     if name.is_empty() || name.len() > 255 || name.contains('/') || name == "." || name == ".." {
         return Err(format!(
-            "{name:?} cannot be a name: write 1 to 255 bytes without a slash, and not . or .."
+            "{name:?} is not a valid name; write 1 to 255 bytes without a slash, other than . and .."
         ));
     }
     Ok(name)
@@ -187,13 +189,13 @@ fn path(bytes: &[u8]) -> PathBuf {
     PathBuf::from(OsString::from_vec(bytes.to_vec()))
 }
 
-/// The id of something, whatever it is.
+/// Parses the id of an object of any kind.
 pub(crate) fn any_id(text: &str) -> Result<String, String> {
-    // All ids are alike.
+    // All ids are UUIDs.
     text.parse::<domain::ArtifactId>().map(|id| id.to_string()).map_err(|error| error.to_string())
 }
 
-/// Parses how long something lives that is renewed: from a second to a day.
+/// Parses a term from one second to one day.
 pub(crate) fn term(text: &str) -> Result<Duration, String> {
     let term = duration(text)?;
     if !(Duration::from_secs(1)..=Duration::from_secs(24 * 60 * 60)).contains(&term) {
@@ -202,17 +204,17 @@ pub(crate) fn term(text: &str) -> Result<Duration, String> {
     Ok(term)
 }
 
-/// Parses the memory of a container, as [`size`] does.
+/// Parses the memory limit of a container, in bytes, with the syntax of [`size`].
 pub(crate) fn memory(text: &str) -> Result<u64, String> {
     let bytes = size(text)?;
     if bytes < LEAST_MEMORY_BYTES {
         return Err(format!(
-            "a container needs {} to start, and the command some more",
+            "the limit is too small: a container needs {} to start, and the command needs more",
             table::bytes(LEAST_MEMORY_BYTES)
         ));
     }
     if bytes > MOST_MEMORY_BYTES {
-        return Err("no worker has as much".to_owned());
+        return Err("no worker has that much memory".to_owned());
     }
     Ok(bytes)
 }
@@ -224,7 +226,7 @@ mod tests {
     const ID: &str = "0197c1a2-0000-7000-8000-000000000000";
 
     #[test]
-    fn inputs_are_directories_or_artifacts() {
+    fn input_is_directory_or_artifact() {
         let parse = |text: &str| input(OsStr::new(text));
         let directory = |path: &str| Source::Directory(PathBuf::from(path));
         let is = |name: &str, source, read_only| Ok(InputArg { name: name.to_owned(), source, read_only });
@@ -243,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn caches_have_a_name_and_an_absolute_path() {
+    fn cache_has_name_and_absolute_path() {
         let parse = |text: &str| cache(OsStr::new(text));
         let there = CacheArg { name: "cargo".to_owned(), path: OsString::from("/root/.cargo=x") };
         assert_eq!(parse("cargo=/root/.cargo=x"), Ok(there));
@@ -253,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_may_stay_in_the_cluster() {
+    fn output_without_directory_stays_in_cluster() {
         let parse = |text: &str| output(OsStr::new(text));
         assert_eq!(parse("out"), Ok(OutputArg { name: "out".to_owned(), directory: None }));
         let there = OutputArg { name: "out".to_owned(), directory: Some(PathBuf::from("./a=b")) };
@@ -264,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_are_set_or_copied() {
+    fn variable_is_set_or_copied() {
         let parse = |text: &str| environment(OsStr::new(text));
         let is = |name: &str, value: Option<&str>| {
             Ok(EnvironmentArg { name: name.into(), value: value.map(Into::into) })
@@ -277,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn durations() {
+    fn durations_are_parsed() {
         assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
         assert_eq!(duration("0"), Ok(Duration::ZERO));
         assert_eq!(duration("1h30m"), Ok(Duration::from_secs(5400)));
@@ -291,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_enough_for_a_container() {
+    fn memory_limit_has_bounds() {
         assert_eq!(memory("6M"), Ok(6 << 20));
         for wrong in ["1K", "5M", "2097152T"] {
             assert!(memory(wrong).is_err(), "{wrong}");

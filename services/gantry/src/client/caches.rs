@@ -1,7 +1,7 @@
-//! Caches of `gantry run`: those that a run mounts, and all that a team has.
+//! Caches of `gantry run`.
 //!
-//! A cache of `gantry run` is the team's, by its name alone: the step with that name of the job [`JOB`], whatever the path at which a
-//! command finds it.
+//! The name of a cache is unique within a team, and does not depend on the path in the container. The artifact store records it as the step of
+//! the job [`JOB`].
 
 use std::os::unix::ffi::OsStrExt;
 
@@ -15,12 +15,12 @@ use crate::cli::values::CacheArg;
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries::pages;
 
-/// The job whose steps are the caches of `gantry run`.
+/// Job of the task caches that `gantry run` makes.
 pub(crate) const JOB: &str = "gantry run";
-/// What the path in their keys is: all of it.
+/// Path of the task caches that `gantry run` makes.
 pub(crate) const PATH: &str = ".";
 
-/// The caches of a run, made where they are missing.
+/// Finds or creates the caches of a run.
 pub(crate) async fn mounts(connection: &Connection, wanted: &[CacheArg]) -> anyhow::Result<Vec<CacheMount>> {
     try_join_all(wanted.iter().map(async |wanted| {
         let request = FindOrCreateTaskCacheRequest {
@@ -31,7 +31,7 @@ pub(crate) async fn mounts(connection: &Connection, wanted: &[CacheArg]) -> anyh
             ttl: None,
         };
         let client = connection.caches();
-        let doing = format!("cannot prepare the cache {:?}", wanted.name);
+        let doing = format!("cannot prepare cache {:?}", wanted.name);
         let found =
             repeat(&doing, async || client.clone().find_or_create_task_cache(request.clone()).await).await?;
         Ok(mount(found.cache_id, wanted))
@@ -43,8 +43,11 @@ fn mount(task_cache_id: String, wanted: &CacheArg) -> CacheMount {
     CacheMount { task_cache_id, path: Bytes::copy_from_slice(wanted.path.as_bytes()) }
 }
 
-/// The caches of a run that are there already.
-pub(crate) async fn known(connection: &Connection, wanted: &[CacheArg]) -> anyhow::Result<Vec<CacheMount>> {
+/// Finds the existing caches of a run.
+pub(crate) async fn existing_mounts(
+    connection: &Connection,
+    wanted: &[CacheArg],
+) -> anyhow::Result<Vec<CacheMount>> {
     if wanted.is_empty() {
         return Ok(Vec::new());
     }
@@ -67,7 +70,7 @@ pub(crate) fn all(connection: &Connection, job: String) -> impl Stream<Item = an
     })
 }
 
-/// The name by which `gantry run` knows it.
+/// Returns the name of a cache of `gantry run`. `None`: another caller made the cache.
 pub(crate) fn name(cache: &TaskCache) -> Option<&str> {
     (cache.job == JOB && cache.path == PATH).then_some(cache.step.as_str())
 }

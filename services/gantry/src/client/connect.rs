@@ -1,4 +1,4 @@
-//! How the command reaches a cluster: the one it was told, or the one on this machine, which it starts when none runs.
+//! Connection of a command to a cluster: the one of `--server`, or the one on this machine, which is started if none runs.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -30,44 +30,46 @@ use crate::cluster::{self, Paths};
 use crate::ending::error::{Refused, refused, without_number};
 use crate::render::ui::Ui;
 
-/// How often a transfer is tried when calls break. A restart of the cluster fits into the pauses.
+/// Number of attempts of a transfer when calls break. The pauses are long enough for a restart of the cluster.
 pub(crate) const TRANSFER_TRIES: usize = 12;
-/// How long a call that may be repeated is repeated.
+/// Time for which an idempotent call is repeated.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long one try of a call may take.
+/// Time limit of one attempt of a call.
 const DEADLINE: Duration = Duration::from_secs(10);
-/// How long a first connection may take before the caller is told.
-const TOLD_AFTER: Duration = Duration::from_millis(800);
+/// Duration of the first connection attempt before a warning is printed.
+const WARN_AFTER: Duration = Duration::from_millis(800);
+/// First pause between two attempts.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// Longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// A cluster, as the command reaches it.
+/// Connection to the services of a cluster.
 pub(crate) struct Connection {
     addresses: Addresses,
     outgoing: Outgoing,
     scheduler: Peer,
     artifacts: Peer,
     streamer: Peer,
-    /// Where calls of containers and volumes go. `None`: to the gateway that attends the worker.
+    /// Proxy for calls to containers and volumes. `None`: the gateway of each worker is called.
     proxy: Option<Peer>,
-    /// Where the cluster is one of this machine that we may start.
+    /// Paths of the cluster on this machine, if this is that cluster.
     local: Option<Paths>,
-    /// By which addresses the process is known that has all services in one place.
+    /// Addresses of the process if it runs all services.
     aliases: OnceCell<Vec<String>>,
-    /// Held while it is started again: calls that broke together start it once.
+    /// Lock for restarting the cluster, so that several broken calls restart it only once.
     reviving: Mutex<()>,
-    /// On whose behalf.
+    /// Team for which calls are made.
     pub(crate) team: String,
 }
 
 impl Connection {
-    /// Finds the cluster, and starts one where that is the one on this machine and it does not run.
+    /// Connects to the cluster. Starts the cluster on this machine if it is used and does not run.
     pub(crate) async fn open(global: &Global, ui: &Ui) -> anyhow::Result<Self> {
         let named = named_token(global)?;
         let (addresses, local) = match &global.server {
             Some(server) => {
                 let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
-                tell_unless_listens(&addresses.scheduler, ui).await;
+                warn_unless_listening(&addresses.scheduler, ui).await;
                 (addresses, None)
             }
             None => {
@@ -87,7 +89,7 @@ impl Connection {
 
     fn new(addresses: Addresses, outgoing: Outgoing, team: String) -> Result<Self, AddressError> {
         let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
-        // One connection for what is in one place.
+        // Services at the same address share a connection.
         let reach = |address: &str| {
             if address == addresses.scheduler {
                 Ok(scheduler.clone())
@@ -109,32 +111,32 @@ impl Connection {
         })
     }
 
-    /// The cluster at `address`.
+    /// Connects to a cluster at `address`.
     #[cfg(test)]
     pub(crate) fn to(address: &str) -> Self {
         Self::new(Addresses::one(address), Outgoing::default(), "main".to_owned()).expect("an address")
     }
 
-    /// The same, with a proxy at `address`.
+    /// Adds a proxy at `address`.
     #[cfg(test)]
     pub(crate) fn through(self, address: &str) -> Self {
         Self { proxy: Some(peer(address, self.outgoing.clone()).expect("an address")), ..self }
     }
 
-    /// What may help who cannot reach a worker, to be said behind that.
+    /// Returns a hint for messages about an unreachable worker.
     pub(crate) fn hint_at_proxies(&self) -> &'static str {
         match (&self.proxy, &self.local) {
             (None, None) => {
-                "; where workers cannot be reached from here, name a proxy: --proxy, or proxy=… in --server"
+                "; if workers cannot be reached from this machine, give a proxy with --proxy or proxy=… in --server"
             }
             _ => "",
         }
     }
 
-    /// The gateway at `endpoint`, or the proxy that stands before it.
+    /// Connects to the gateway at `endpoint`, or to the proxy.
     ///
-    /// A cluster in one process is reached by its socket, by TCP, and through whatever leads there: its gateway is where the rest of it is,
-    /// whichever of its addresses it names.
+    /// A cluster in one process may have several addresses: a socket, a TCP port, or a forwarded port. Its gateway is called at the address of
+    /// the other services, whichever address the gateway itself names.
     pub(crate) async fn gateway(&self, endpoint: &str) -> anyhow::Result<Peer> {
         if let Some(proxy) = &self.proxy {
             return Ok(proxy.clone());
@@ -144,22 +146,22 @@ impl Connection {
         {
             return Ok(self.scheduler.clone());
         }
-        // Over its socket a cluster asks for no token; gateways elsewhere do.
+        // The socket of a cluster requires no token, but other gateways do.
         let token = self.local.as_ref().and_then(|paths| read_token(&paths.token()).ok());
         let outgoing = match token {
             Some(token) => self.outgoing.clone().with_token(Some(&token)),
             None => self.outgoing.clone(),
         };
-        peer(endpoint, outgoing).context("the worker's gateway has an address that we cannot use")
+        peer(endpoint, outgoing).context("cannot use the address of the worker's gateway")
     }
 
     async fn is_alias(&self, endpoint: &str) -> bool {
         let asked = self.aliases.get_or_try_init(|| aliases(&self.scheduler)).await;
-        // Who does not say may be another one.
+        // A process that does not answer may be another one.
         asked.is_ok_and(|aliases| aliases.iter().any(|alias| alias == endpoint))
     }
 
-    /// Starts the cluster on this machine again if it has gone.
+    /// Restarts the cluster on this machine if it has ended.
     pub(crate) async fn revive(&self, ui: &Ui) -> anyhow::Result<()> {
         match &self.local {
             Some(paths) => {
@@ -219,27 +221,27 @@ impl Connection {
     }
 }
 
-/// Tells the caller within a second that nothing listens at `address`. The first call is repeated for [`PATIENCE`], and fails then.
-async fn tell_unless_listens(address: &str, ui: &Ui) {
+/// Warns within a second if no service listens at `address`. The first call is repeated for [`PATIENCE`], and then fails.
+async fn warn_unless_listening(address: &str, ui: &Ui) {
     let advice = "check the address (--server or GANTRY_SERVER) and that the cluster runs there";
     let patience = PATIENCE.as_secs();
-    match tokio::time::timeout(TOLD_AFTER, listens(address)).await {
+    match tokio::time::timeout(WARN_AFTER, listens(address)).await {
         Ok(Ok(())) => {}
-        // The first call says it better.
+        // The first call has a better message.
         Ok(Err(error)) if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) => {}
         Ok(Err(error)) => {
             let cause = without_number(&error.to_string());
-            // A single replica is not named twice.
+            // The address is not repeated in the cause.
             let replica =
                 format!("{}: ", address.trim_start_matches("http://").trim_start_matches("unix://"));
             let cause = cause.strip_prefix(&replica).unwrap_or(&cause);
-            ui.warn(&format!("cannot reach {address}: {cause}; trying for {patience} s; {advice}"));
+            ui.warn(&format!("cannot reach {address}: {cause}; retrying for {patience} s; {advice}"));
         }
-        Err(_) => ui.warn(&format!("{address} does not answer yet; trying for {patience} s; {advice}")),
+        Err(_) => ui.warn(&format!("{address} does not answer; retrying for {patience} s; {advice}")),
     }
 }
 
-/// By which addresses the process behind `peer` is known, where it is a cluster in one process.
+/// Reads the addresses of the process behind `peer` if it is a cluster in one process.
 pub(crate) async fn aliases(peer: &Peer) -> Result<Vec<String>, Status> {
     let asked = ClusterClient::new(peer.clone());
     let asked = async { asked.clone().get_status(GetStatusRequest {}).await };
@@ -251,7 +253,7 @@ pub(crate) async fn aliases(peer: &Peer) -> Result<Vec<String>, Status> {
     }
 }
 
-/// Makes a call that may be repeated, and repeats it for a while when nobody answers.
+/// Makes an idempotent call, and repeats it for [`PATIENCE`] while the service does not answer.
 pub(crate) async fn repeat<T>(
     doing: &str,
     mut call: impl AsyncFnMut() -> Result<tonic::Response<T>, Status>,
@@ -265,7 +267,7 @@ pub(crate) async fn repeat<T>(
             Ok(Err(status)) => status,
             Err(_) => Status::deadline_exceeded("no answer in time"),
         };
-        // A first call may take long before it fails: it has a second try all the same.
+        // The first attempt may take long, so the time starts after it.
         let give_up = *give_up.get_or_insert_with(|| Instant::now() + PATIENCE);
         if !Refused::from(status.clone()).is_transient() || Instant::now() >= give_up {
             return Err(refused(doing)(status));
@@ -274,7 +276,7 @@ pub(crate) async fn repeat<T>(
     }
 }
 
-/// Pauses between tries, each longer than the one before.
+/// Pause between attempts, which doubles each time.
 pub(crate) struct Pause(Duration);
 
 impl Default for Pause {
@@ -284,13 +286,14 @@ impl Default for Pause {
 }
 
 impl Pause {
+    /// Sleeps for the pause, and doubles it.
     pub(crate) async fn wait(&mut self) {
         tokio::time::sleep(self.0).await;
         self.0 = (self.0 * 2).min(LONGEST_PAUSE);
     }
 }
 
-/// Reads the token of --token-file, if that was given.
+/// Reads the token of `--token-file`, if given.
 pub(crate) fn named_token(global: &Global) -> anyhow::Result<Option<String>> {
     global.token_file.as_deref().map(read_token).transpose()
 }
@@ -302,8 +305,8 @@ mod tests {
 
     use super::*;
 
-    /// Somebody who listens and serves nothing; what he answers says that he was asked.
-    async fn somebody(name: &str) -> (tempfile::TempDir, String, tokio::task::JoinSet<()>) {
+    /// Starts a server without services. Its answer `Unimplemented` proves that it was called.
+    async fn empty_server(name: &str) -> (tempfile::TempDir, String, tokio::task::JoinSet<()>) {
         let directory = tempfile::tempdir().expect("a directory");
         let socket = directory.path().join(name);
         let listener = tokio::net::UnixListener::bind(&socket).expect("bound");
@@ -315,19 +318,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn with_a_proxy_no_gateway_is_called_itself() {
-        let (_kept, proxy, _serving) = somebody("proxy").await;
+    async fn proxy_replaces_gateway() {
+        let (_kept, proxy, _serving) = empty_server("proxy").await;
         let connection = Connection::to("http://127.0.0.1:9");
         let attach = async |connection: &Connection| {
             let mut gateway = connection.containers_at("http://127.0.0.1:10").await.expect("an address");
-            let said = tokio_stream::iter([AttachRequest::default()]);
-            gateway.attach(said).await.expect_err("nobody serves it").code()
+            let requests = tokio_stream::iter([AttachRequest::default()]);
+            gateway.attach(requests).await.expect_err("no service").code()
         };
-        assert_eq!(attach(&connection).await, tonic::Code::Unavailable, "nobody listens there");
+        assert_eq!(attach(&connection).await, tonic::Code::Unavailable, "no server listens there");
         assert_eq!(
             attach(&connection.through(&proxy)).await,
             tonic::Code::Unimplemented,
-            "the proxy was asked"
+            "the proxy was called"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! The calls to a cluster that commands share: connections, tokens, and lists page by page.
+//! Calls to a cluster that commands share: connections, tokens, queries and paged lists.
 
 pub(crate) mod caches;
 pub(crate) mod connect;

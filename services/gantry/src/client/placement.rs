@@ -1,4 +1,4 @@
-//! The scheduler's explanation of where a workload would be placed, or why it is not.
+//! Query for the explanation of a placement.
 
 use anyhow::bail;
 use rpc::pb::scheduler::explain_request::Subject;
@@ -6,16 +6,16 @@ use rpc::pb::scheduler::{ExplainRequest, ExplainResponse};
 
 use crate::client::connect::{Connection, repeat};
 
-/// Which workers are told one by one.
+/// Selection of the workers that are listed one by one.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct WorkerChoice {
-    /// How many at most. 0: as many as the scheduler likes.
+    /// Maximum number of workers. 0: the default of the scheduler.
     pub(crate) most: u32,
-    /// Only these.
+    /// Names or ids of the workers to list. Empty: all.
     pub(crate) only: Vec<String>,
 }
 
-/// Asks the scheduler. A worker that was named and is not known is an error.
+/// Asks the scheduler for an explanation. Fails if a selected worker is unknown.
 pub(crate) async fn explain(
     connection: &Connection,
     subject: Subject,
@@ -25,20 +25,21 @@ pub(crate) async fn explain(
         ExplainRequest { subject: Some(subject), max_workers: workers.most, workers: workers.only.clone() };
     let placements = connection.placements();
     let response =
-        repeat("cannot explain it", async || placements.clone().explain(request.clone()).await).await?;
-    let are_all_told = workers.most == 0 || workers.most as usize >= workers.only.len();
-    if let Some(unknown) = unknown(&workers.only, &response).filter(|_| are_all_told) {
+        repeat("cannot explain the placement", async || placements.clone().explain(request.clone()).await)
+            .await?;
+    let are_all_listed = workers.most == 0 || workers.most as usize >= workers.only.len();
+    if let Some(unknown) = unknown(&workers.only, &response).filter(|_| are_all_listed) {
         bail!("worker {unknown:?} is unknown; see `gantry list workers`");
     }
     Ok(response)
 }
 
-/// The first that was asked for of which nothing was workers.
+/// Returns the first selected worker that the response does not contain.
 fn unknown<'t>(only: &'t [String], response: &ExplainResponse) -> Option<&'t String> {
-    let is_told = |name: &&String| {
+    let is_listed = |name: &&String| {
         response.workers.iter().any(|worker| worker.worker_name == **name || worker.worker_id == **name)
     };
-    only.iter().find(|name| !is_told(name))
+    only.iter().find(|name| !is_listed(name))
 }
 
 #[cfg(test)]
@@ -48,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_that_is_unknown_is_noticed() {
+    fn unknown_worker_is_found() {
         let known = WorkerExplanation {
             worker_name: "one".to_owned(),
             worker_id: "1".to_owned(),

@@ -1,4 +1,4 @@
-//! What the services have, for commands: one by its id, or all, page by page.
+//! Queries for objects of a cluster: one object by its id, or all objects page by page.
 
 use anyhow::bail;
 use futures::stream::{self, Stream, TryStreamExt};
@@ -17,14 +17,15 @@ use crate::client::connect::{Connection, repeat};
 use crate::ending::error::refusal;
 use crate::render::labels;
 
-pub(crate) fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
+/// Returns the object, or an error that names the list of its kind.
+pub(crate) fn found_or_error<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
     match item {
         Some(item) => Ok(item),
         None => bail!("there is no {kind} {id}; see `gantry list {kind}s`"),
     }
 }
 
-/// All items of a list, page after page.
+/// Streams all items of a list, page by page.
 pub(crate) fn pages<T>(
     next: impl AsyncFn(String) -> anyhow::Result<(Vec<T>, String)>,
 ) -> impl Stream<Item = anyhow::Result<T>> {
@@ -69,8 +70,8 @@ pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item
     })
 }
 
-/// Workers that cannot be read from now, or that somebody takes out of service.
-pub(crate) async fn not_to_count_on(connection: &Connection) -> anyhow::Result<Vec<String>> {
+/// Lists the ids of workers that are not in contact, cordoned or retiring.
+pub(crate) async fn unreliable_workers(connection: &Connection) -> anyhow::Result<Vec<String>> {
     let stays =
         |worker: &Worker| worker.state() == WorkerState::Running && worker.desired() == WorkerDesire::Run;
     let others = workers(connection)
@@ -79,7 +80,7 @@ pub(crate) async fn not_to_count_on(connection: &Connection) -> anyhow::Result<V
     others.try_collect().await
 }
 
-/// Artifacts that have no replica on any other worker than these.
+/// Streams the artifacts that have no replica on any worker other than these.
 pub(crate) fn at_risk(
     connection: &Connection,
     workers: Vec<String>,
@@ -92,7 +93,7 @@ pub(crate) fn at_risk(
             page_token,
         };
         let client = connection.inventory();
-        let doing = "cannot list what is at risk";
+        let doing = "cannot list artifacts at risk";
         let page = repeat(doing, async || client.clone().list_at_risk(request.clone()).await);
         page.await.map(|page| (page.artifacts, page.next_page_token))
     })
@@ -120,22 +121,22 @@ pub(crate) fn containers(
     })
 }
 
-/// One worker, for a command that does `doing` with it.
+/// Reads one worker. `doing` is the verb for the error text.
 pub(crate) async fn worker(connection: &Connection, doing: &str, worker: &str) -> anyhow::Result<Worker> {
     let request = GetWorkerRequest { worker: worker.to_owned() };
     let client = connection.workers();
     let doing = format!("cannot {doing} worker {worker}");
     let response = repeat(&doing, async || client.clone().get_worker(request.clone()).await).await?;
-    known(response.worker, "worker", worker)
+    found_or_error(response.worker, "worker", worker)
 }
 
-/// One workload, for a command that does `doing` with it.
+/// Reads one workload. `doing` is the verb for the error text.
 pub(crate) async fn workload(connection: &Connection, doing: &str, id: &str) -> anyhow::Result<Workload> {
     let request = GetRequest { team: connection.team.clone(), workload_id: id.to_owned() };
     let client = connection.workloads();
     let doing = format!("cannot {doing} workload {id}");
     let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;
-    known(response.workload, "workload", id)
+    found_or_error(response.workload, "workload", id)
 }
 
 pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Result<Artifact> {
@@ -143,17 +144,17 @@ pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Resul
     let client = connection.artifacts();
     let doing = format!("cannot show artifact {id}");
     let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
-    known(response.artifact, "artifact", id)
+    found_or_error(response.artifact, "artifact", id)
 }
 
-/// How it is with the worker that a workload is on. Empty: as it should be, or the workload is on none.
+/// Describes the worker of a workload. Empty: the worker runs normally, or the workload has none.
 pub(crate) async fn standing(connection: &Connection, of: &Workload) -> anyhow::Result<String> {
     let Some(there) = of.whereabouts.as_ref().filter(|_| labels::holds_lease(of.state())) else {
         return Ok(String::new());
     };
     let worker = match worker(connection, "show", &there.worker_id).await {
         Ok(worker) => worker,
-        // It has gone just now, and the workload goes on elsewhere.
+        // The worker was removed a moment ago, and the workload runs elsewhere.
         Err(error) if refusal(&error).is_some_and(|refusal| refusal.is(Reason::WorkerNotFound)) => {
             return Ok(String::new());
         }
@@ -171,7 +172,7 @@ pub(crate) async fn volume(connection: &Connection, handle: &str) -> anyhow::Res
     let client = connection.inventory();
     let doing = format!("cannot show volume {handle}");
     let response = repeat(&doing, async || client.clone().get_volume(request.clone()).await).await?;
-    known(response.volume, "volume", handle)
+    found_or_error(response.volume, "volume", handle)
 }
 
 pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::Result<Container> {
@@ -179,16 +180,16 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
     let client = connection.inventory();
     let doing = format!("cannot show container {handle}");
     let response = repeat(&doing, async || client.clone().get_container(request.clone()).await).await?;
-    known(response.container, "container", handle)
+    found_or_error(response.container, "container", handle)
 }
 
-/// How many bytes go on workers: an artifact has none beside those of its volumes.
+/// Returns the number of bytes that collected volumes free. Artifacts have no bytes besides those of their volumes.
 pub(crate) fn freed(response: &CollectResponse) -> u64 {
     let volumes = response.collected.iter().filter(|collected| collected.thing() == Thing::Volume);
     volumes.map(|volume| volume.size_bytes).sum()
 }
 
-/// Volumes and containers that a restored store does not know, on one worker or, if that is empty, on all.
+/// Streams the orphans on one worker. An empty id means all workers.
 pub(crate) fn orphans(
     connection: &Connection,
     worker_id: String,
@@ -202,7 +203,7 @@ pub(crate) fn orphans(
     })
 }
 
-/// The id of an orphan.
+/// Returns the handle of an orphan.
 pub(crate) fn orphan_handle(one: &Orphan) -> &str {
     if one.volume_handle.is_empty() { &one.container_handle } else { &one.volume_handle }
 }
@@ -212,7 +213,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn lists_go_on_from_page_to_page() {
+    async fn all_pages_are_streamed() {
         let all = pages(async |token: String| {
             Ok(match token.as_str() {
                 "" => (vec![1, 2], "more".to_owned()),

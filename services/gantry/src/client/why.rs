@@ -1,27 +1,27 @@
-//! What the artifact store says of an id, and the advice that follows from it for a command that was refused.
+//! Explanations of the artifact store, and the advice for a rejected command that follows from them.
 //!
-//! Commands and transfers call it. It reads only.
+//! Commands and transfers call it. It only reads.
 
 use rpc::Reason;
 use rpc::pb::artifacts::{ExplainRequest, ExplainResponse, ExplainedState, Thing};
 
 use crate::client::connect::{Connection, repeat};
-use crate::ending::error::{advised, refusal};
+use crate::ending::error::{refusal, with_advice};
 
-/// What the store knows of an id.
+/// Asks the store to explain an object.
 pub(crate) async fn explain(connection: &Connection, id: &str) -> anyhow::Result<ExplainResponse> {
     let request = ExplainRequest { team: connection.team.clone(), id: id.to_owned() };
     let client = connection.artifacts();
-    repeat("cannot explain it", async || client.clone().explain(request.clone()).await).await
+    repeat(&format!("cannot explain {id}"), async || client.clone().explain(request.clone()).await).await
 }
 
-/// What was answered about something, and of a refusal for which the store may know why, that.
+/// Returns `answered`. If the call was rejected for a reason that the store may explain, the error gets its advice.
 pub(crate) async fn or_why<T>(
     connection: &Connection,
     id: &str,
     answered: anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    const KNOWS: [Reason; 6] = [
+    const EXPLAINED_REASONS: [Reason; 6] = [
         Reason::ArtifactNotFound,
         Reason::VolumeNotFound,
         Reason::ContainerNotFound,
@@ -31,10 +31,11 @@ pub(crate) async fn or_why<T>(
     ];
     match answered {
         Err(error)
-            if refusal(&error).is_some_and(|refused| KNOWS.iter().any(|reason| refused.is(*reason))) =>
+            if refusal(&error)
+                .is_some_and(|refused| EXPLAINED_REASONS.iter().any(|reason| refused.is(*reason))) =>
         {
             match explain(connection, id).await {
-                Ok(explained) => Err(advised(error, advice(&explained))),
+                Ok(explained) => Err(with_advice(error, advice(&explained))),
                 Err(_) => Err(error),
             }
         }
@@ -42,49 +43,50 @@ pub(crate) async fn or_why<T>(
     }
 }
 
-/// What to do about the orphan with this id, or the orphan that held this artifact. `None`: there is none.
+/// Returns the remedy for the orphan with this id, or for the orphan of this artifact. `None`: the object is not an orphan.
 pub(crate) async fn orphan_advice(connection: &Connection, id: &str) -> Option<String> {
     let explained = explain(connection, id).await.ok()?;
     (explained.state() == ExplainedState::Orphaned).then(|| decide(&explained))
 }
 
-/// What to do about something that is not there as it should be.
+/// Returns the remedy for an object that is missing or deleted.
 pub(crate) fn advice(explained: &ExplainResponse) -> String {
     let id = &explained.id;
     match (explained.thing(), explained.state()) {
         (_, ExplainedState::Orphaned) => decide(explained),
         (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
-            format!("it was deleted: `gantry undelete {id}` brings it back")
+            format!("the artifact was deleted; `gantry undelete {id}` restores it")
         }
         (Thing::Artifact, ExplainedState::Deleting) => {
-            format!("it was deleted, `gantry explain {id}` says why; make it again")
+            format!("the artifact was deleted; `gantry explain {id}` says why; produce it again")
         }
-        _ if explained.bytes_lost => format!("its bytes are lost: {AGAIN}"),
+        _ if explained.bytes_lost => format!("its bytes are lost; {LOST_BYTES_REMEDY}"),
         (Thing::Artifact, ExplainedState::Sealed) => format!(
-            "its bytes may just have been lost there, or be on a worker that is away; see `gantry explain {id}`"
+            "its bytes may have been lost, or may be on a worker that is not in contact; see `gantry explain {id}`"
         ),
         _ => format!("see `gantry explain {id}`"),
     }
 }
 
-/// What to do about an orphan.
+/// Returns the remedy for an orphan.
 pub(crate) fn decide(explained: &ExplainResponse) -> String {
     let id = &explained.id;
     match (explained.thing(), explained.relations.iter().find(|relation| relation.relation == "volumes")) {
         (Thing::Artifact, Some(volumes)) => {
             let volume = volumes.ids.first().map(String::as_str).unwrap_or_default();
             if explained.can_be_adopted {
-                format!("orphaned volume {volume} held it: `gantry adopt {volume}` brings it back")
+                format!("the orphaned volume {volume} has its bytes; `gantry adopt {volume}` restores it")
             } else {
-                format!("orphaned volume {volume} was to hold it: see `gantry explain {volume}`")
+                format!("the orphaned volume {volume} may have had its bytes; see `gantry explain {volume}`")
             }
         }
         _ if explained.can_be_adopted => format!(
-            "it is an orphan: `gantry adopt {id}` makes it a replica of its artifact again, `gantry purge {id}` makes it garbage"
+            "the volume is an orphan; `gantry adopt {id}` makes it a replica of its artifact again, and `gantry purge {id}` deletes it"
         ),
-        _ => format!("it is an orphan that cannot be adopted: `gantry purge {id}` makes it garbage"),
+        _ => format!("the orphan cannot be adopted; `gantry purge {id}` deletes it"),
     }
 }
 
-/// What to do about bytes that are lost.
-pub(crate) const AGAIN: &str = "no worker has them any more, nor the artifact store; make it again";
+/// Remedy for lost bytes.
+pub(crate) const LOST_BYTES_REMEDY: &str =
+    "neither a worker nor the artifact store has them; produce the artifact again";

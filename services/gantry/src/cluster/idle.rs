@@ -1,4 +1,4 @@
-//! When a cluster ends by itself: nobody has used it for a while, nothing runs, and no container is kept.
+//! End of an idle cluster: no caller uses it, no workload runs, and no container is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ use server::Activity;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-/// How often it is looked at, at the least.
-const LOOK_AGAIN: Duration = Duration::from_secs(30);
+/// Longest interval between two checks.
+const CHECK_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Resolves when the cluster has been idle for `idle_end`. Never, when it was told to stop before.
+/// Resolves when the cluster has been idle for `idle_end`. Never resolves once the cluster is stopping.
 pub(crate) async fn until_idle(
     idle_end: Duration,
     activity: Activity,
@@ -25,7 +25,7 @@ pub(crate) async fn until_idle(
     stopping: CancellationToken,
 ) {
     let mut last_busy = Instant::now();
-    let pause = LOOK_AGAIN.min(idle_end / 10).max(Duration::from_millis(50));
+    let pause = CHECK_INTERVAL.min(idle_end / 10).max(Duration::from_millis(50));
     loop {
         tokio::select! {
             () = stopping.cancelled() => return std::future::pending().await,
@@ -34,7 +34,7 @@ pub(crate) async fn until_idle(
         if activity.idle_for() < idle_end {
             continue;
         }
-        // Nobody uses it. Whoever does not answer is busy.
+        // No caller uses the cluster. A service that does not answer counts as busy.
         if !matches!(holds_nothing(&peer).await, Ok(true)) {
             last_busy = Instant::now();
         }
@@ -44,6 +44,7 @@ pub(crate) async fn until_idle(
     }
 }
 
+/// Returns whether no workload is unfinished and no container is kept.
 async fn holds_nothing(peer: &Peer) -> Result<bool, Status> {
     let workers = WorkersClient::new(peer.clone()).list_workers(ListWorkersRequest::default()).await?;
     if workers.into_inner().workers.iter().any(|worker| worker.active_tasks > 0) {
@@ -55,14 +56,14 @@ async fn holds_nothing(peer: &Peer) -> Result<bool, Status> {
     Ok(unfinished(peer).await?.is_empty())
 }
 
-/// How many containers there are, as far as one page tells.
+/// Counts the containers, up to one page.
 pub(crate) async fn containers(peer: &Peer) -> Result<u64, Status> {
     let request = ListContainersRequest { page_size: 1000, ..ListContainersRequest::default() };
     let containers = InventoryClient::new(peer.clone()).list_containers(request).await?;
     Ok(containers.into_inner().containers.len() as u64)
 }
 
-/// How many workloads there were at `moment` that had not ended, as far as one page tells of those that have ended since.
+/// Counts the workloads that were unfinished at `moment`. Of those that have ended since, at most one page counts.
 pub(crate) async fn unfinished_at(peer: &Peer, moment: Timestamp) -> Result<u64, Status> {
     let moment = Some(rpc::timestamp(moment));
     let request =
@@ -72,18 +73,18 @@ pub(crate) async fn unfinished_at(peer: &Peer, moment: Timestamp) -> Result<u64,
         parts(time) >= parts(moment)
     };
     let mut found = unfinished(peer).await?;
-    // Those that ended meanwhile are in one list or in both.
+    // A workload that ends between the two calls may be in both lists.
     let finished = WorkloadsClient::new(peer.clone()).list(request).await?.into_inner().workloads;
     found.extend(finished.into_iter().filter(|workload| after(workload.finished_at)));
     let there = found.into_iter().filter(|workload| !after(workload.submitted_at));
     Ok(there.map(|workload| workload.workload_id).collect::<BTreeSet<_>>().len() as u64)
 }
 
-/// Workloads that have not ended, of whatever team.
+/// Lists the unfinished workloads of all teams.
 pub(crate) async fn unfinished(peer: &Peer) -> Result<Vec<Workload>, Status> {
     let mut unfinished = BTreeMap::new();
     for state in [
-        // Twice: one that loses its worker goes back to the queue, and would be seen in neither state.
+        // Listed twice, because a workload that loses its worker returns to the queue and could be missed in both states.
         WorkloadState::Assigned,
         WorkloadState::Accepted,
         WorkloadState::Pending,
@@ -93,7 +94,7 @@ pub(crate) async fn unfinished(peer: &Peer) -> Result<Vec<Workload>, Status> {
         WorkloadState::Settling,
     ] {
         let mut request = ListRequest {
-            // All of them.
+            // All teams.
             team: String::new(),
             state: state.into(),
             page_size: 1000,

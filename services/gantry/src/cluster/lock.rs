@@ -1,7 +1,7 @@
-//! Who speaks for a state directory: the process that holds the lock on a file in it.
+//! Lock of a state directory. The cluster that uses the directory holds it.
 //!
-//! The file also says who that is, or was: a cluster that ended in order leaves it empty, so that what one that did not left
-//! behind is known for what it is.
+//! The lock file records the process of the holder. A cluster that ends normally leaves the file empty, so a record without a holder means that a
+//! cluster crashed or was killed.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
@@ -13,23 +13,23 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-/// What is known of the cluster that holds the lock, or held it last.
+/// Record of the cluster that holds the lock, or held it last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) process_id: u32,
     pub(crate) socket: PathBuf,
 }
 
-/// The lock, held.
+/// Held lock.
 #[derive(Debug)]
 pub(crate) struct Lock {
     file: File,
-    /// Who held it last and did not end in order.
+    /// Record of the last holder, if it did not end normally.
     pub(crate) left_behind: Option<Record>,
 }
 
 impl Lock {
-    /// Takes the lock. `None`: somebody else holds it.
+    /// Takes the lock. `None`: another process holds it.
     pub(crate) fn take(path: &Path) -> anyhow::Result<Option<Self>> {
         let mut file = open(path)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -41,13 +41,13 @@ impl Lock {
         Ok(Some(Self { file, left_behind }))
     }
 
-    /// Says who holds it.
+    /// Records the holder.
     pub(crate) fn record(&mut self, record: &Record) -> anyhow::Result<()> {
         let text = serde_json::to_vec(record)?;
-        self.write(&text).context("cannot write into the lock file")
+        self.write(&text).context("cannot write the lock file")
     }
 
-    /// Whether the file at `path` is still the one that is locked. It is not if the state directory was removed or renamed.
+    /// Returns whether the file at `path` is still the locked one. It is not if the state directory was removed or renamed.
     pub(crate) fn is_at(&self, path: &Path) -> bool {
         let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
         let (held, found) = (self.file.metadata().map(identity), path.metadata().map(identity));
@@ -58,9 +58,9 @@ impl Lock {
         }
     }
 
-    /// Says that its holder ended in order, and lets go of it.
+    /// Records that the holder ended normally, and releases the lock.
     pub(crate) fn release(mut self) -> anyhow::Result<()> {
-        self.write(b"").context("cannot write into the lock file")
+        self.write(b"").context("cannot write the lock file")
     }
 
     fn write(&mut self, text: &[u8]) -> std::io::Result<()> {
@@ -70,12 +70,12 @@ impl Lock {
     }
 }
 
-/// Who holds the lock now. `None`: nobody.
+/// Returns the record of the current holder. `None`: no process holds the lock.
 pub(crate) fn holder(path: &Path) -> Option<Record> {
     let mut file = File::open(path).ok()?;
     match flock(&file, FlockOperation::NonBlockingLockShared) {
         Err(Errno::WOULDBLOCK) => read(&mut file),
-        // Nobody does; our own lock goes with the file.
+        // No process holds the lock. The shared lock is released with the file.
         _ => None,
     }
 }
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn one_holds_it_and_everybody_can_see_who() {
+    fn lock_has_one_visible_holder() {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("lock");
         assert_eq!(holder(&path), None);
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn lock_knows_whether_its_file_is_there() {
+    fn lock_detects_removed_file() {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("lock");
         let lock = Lock::take(&path).expect("usable").expect("free");
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn who_did_not_end_in_order_is_known_to_the_next() {
+    fn next_holder_sees_crashed_one() {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("lock");
         let mut lock = Lock::take(&path).expect("usable").expect("free");

@@ -1,12 +1,12 @@
-//! The cluster on this machine: all four services in one process, on SQLite, behind one Unix socket.
+//! Cluster on this machine: all four services in one process, with SQLite databases and one Unix socket.
 //!
 //! ```text
-//! any command ── nobody answers ──▶ starts `gantry up --detached`, waits until it answers
-//! gantry up   ── holds the lock ──▶ binds the socket, starts the services, serves; ends when asked, or idle
+//! any command ── no cluster answers ──▶ starts `gantry up --detached`, waits until it answers
+//! gantry up   ── holds the lock     ──▶ binds the socket, starts the services, serves; ends when asked, or idle
 //! ```
 //!
-//! Invariant: at most one cluster speaks for a state directory. Whoever does holds the lock on a file in it for as long as
-//! its process lives; the kernel lets go of it when that ends, however it ends.
+//! Invariant: at most one cluster uses a state directory. Its process holds a lock on a file in that directory. The kernel releases the lock
+//! when the process ends.
 
 mod down;
 mod idle;
@@ -24,9 +24,9 @@ pub(crate) use paths::Paths;
 pub(crate) use start::ensure;
 pub(crate) use up::up;
 
-/// What is said aloud where destruction is held.
+/// Warning for a cluster with `--hold-destruction`.
 const HOLDS_DESTRUCTION: &str =
-    "this cluster destroys nothing (--hold-destruction): what should go stays, and the disk fills up";
+    "this cluster never destroys garbage (--hold-destruction), so its disk fills up";
 
-/// The exit code of a detached cluster that found another one in its place.
+/// Exit code of a detached cluster if another cluster holds the lock.
 pub(crate) const ANOTHER_RUNS: u8 = 75;

@@ -1,24 +1,24 @@
-//! Where the cluster on this machine keeps things.
+//! Paths of the cluster on this machine.
 
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-/// The longest path that a socket may have: what `sockaddr_un` holds.
-const LONGEST_SOCKET: usize = 107;
+/// Maximum length of the path of a socket in bytes, as in `sockaddr_un`.
+const MAX_SOCKET_PATH: usize = 107;
 
-/// Where the cluster on this machine keeps things.
+/// Paths of the cluster on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Paths {
-    /// `$XDG_STATE_HOME/gantry`: databases, volumes, logs. Stays from cluster to cluster.
+    /// State directory `$XDG_STATE_HOME/gantry`: databases, volumes and logs. It survives restarts.
     pub(crate) state: PathBuf,
-    /// `$XDG_RUNTIME_DIR/gantry`, else in the state directory: the socket. Only we may enter it.
+    /// Directory of the socket: `$XDG_RUNTIME_DIR/gantry`, or within the state directory. Only this user may enter it.
     pub(crate) runtime: PathBuf,
 }
 
 impl Paths {
-    /// As the environment says.
+    /// Finds the paths from the environment.
     pub(crate) fn find() -> anyhow::Result<Self> {
         let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
         Self::from(variable("XDG_STATE_HOME"), variable("XDG_RUNTIME_DIR"), std::env::home_dir())
@@ -28,9 +28,11 @@ impl Paths {
         let state = match (state, home.filter(|home| home.is_absolute())) {
             (Some(state), _) => state.join("gantry"),
             (None, Some(home)) => home.join(".local/state/gantry"),
-            (None, None) => bail!("there is no place for the cluster's state; set XDG_STATE_HOME or HOME"),
+            (None, None) => {
+                bail!("cannot find a place for the state of the cluster; set XDG_STATE_HOME or HOME")
+            }
         };
-        // A runtime directory of somebody else, as `su` leaves it behind, is none.
+        // The runtime directory may belong to another user after `su`.
         let usable = |path: &PathBuf| {
             path.metadata().is_ok_and(|metadata| {
                 metadata.is_dir() && metadata.uid() == rustix::process::geteuid().as_raw()
@@ -63,17 +65,17 @@ impl Paths {
         self.state.join("token")
     }
 
-    /// The database of one service.
+    /// Returns the URL of the database of one service.
     pub(crate) fn database(&self, service: &str) -> String {
         db::sqlite_url(&self.state.join(format!("{service}.db")).display().to_string())
     }
 
-    /// What the worker on this machine holds.
+    /// Returns the directory of the worker on this machine.
     pub(crate) fn worker(&self) -> PathBuf {
         self.state.join("worker")
     }
 
-    /// What is remembered of directories that were scanned; made where it is missing.
+    /// Returns the directory with the stat caches of scanned directories, and creates it if necessary.
     pub(crate) fn stat_caches(&self) -> anyhow::Result<PathBuf> {
         let path = self.state.join("scanned");
         make_private(&self.state)?;
@@ -81,19 +83,19 @@ impl Paths {
         Ok(path)
     }
 
-    /// Makes the directories, so that nobody else can enter them.
+    /// Creates the directories, so that no other user can enter them.
     pub(crate) fn make(&self) -> anyhow::Result<()> {
         for path in [&self.state, &self.runtime] {
             if path.to_str().is_none() {
                 bail!(
-                    "cannot use the directory {}: its path is not UTF-8; set XDG_STATE_HOME and XDG_RUNTIME_DIR to other ones",
+                    "cannot use directory {}: its path is not UTF-8; set XDG_STATE_HOME and XDG_RUNTIME_DIR to other directories",
                     path.display()
                 );
             }
         }
         if self.runtime.display().to_string().contains(',') {
             bail!(
-                "cannot use the directory {}: a comma in its path separates addresses; set XDG_RUNTIME_DIR to another one",
+                "cannot use directory {}: its path must not contain a comma; set XDG_RUNTIME_DIR to another directory",
                 self.runtime.display()
             );
         }
@@ -101,10 +103,10 @@ impl Paths {
             make_private(path)?;
         }
         let socket = self.socket();
-        if socket.as_os_str().len() > LONGEST_SOCKET {
+        if socket.as_os_str().len() > MAX_SOCKET_PATH {
             bail!(
-                "the path of the socket, {}, is longer than the {LONGEST_SOCKET} bytes that the system allows; set XDG_RUNTIME_DIR to \
-                 a shorter one",
+                "cannot use socket {}: its path is longer than {MAX_SOCKET_PATH} bytes; set XDG_RUNTIME_DIR to \
+                 a shorter path",
                 socket.display()
             );
         }
@@ -112,12 +114,12 @@ impl Paths {
     }
 }
 
-/// A path as an address.
+/// Returns the address of a socket.
 pub(crate) fn endpoint(socket: &Path) -> String {
     format!("unix://{}", socket.display())
 }
 
-/// Whether a directory is ours, and nobody else can put anything into it.
+/// Returns whether a directory belongs to this user and no other user can write into it.
 pub(crate) fn only_we_write(directory: &Path) -> bool {
     directory.metadata().is_ok_and(|metadata| {
         metadata.uid() == rustix::process::geteuid().as_raw() && metadata.mode() & 0o022 == 0
@@ -129,17 +131,18 @@ fn make_private(path: &Path) -> anyhow::Result<()> {
         .recursive(true)
         .mode(0o700)
         .create(path)
-        .with_context(|| format!("cannot make the directory {}", path.display()))?;
-    let metadata = path.metadata().with_context(|| format!("cannot look at {}", path.display()))?;
+        .with_context(|| format!("cannot create directory {}", path.display()))?;
+    let metadata =
+        path.metadata().with_context(|| format!("cannot read the metadata of {}", path.display()))?;
     if metadata.uid() != rustix::process::geteuid().as_raw() {
         bail!(
-            "the directory {} belongs to somebody else; set XDG_STATE_HOME or XDG_RUNTIME_DIR",
+            "cannot use directory {}: it belongs to another user; set XDG_STATE_HOME or XDG_RUNTIME_DIR",
             path.display()
         );
     }
     if metadata.mode() & 0o077 != 0 {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700))
-            .with_context(|| format!("cannot close the directory {} to others", path.display()))?;
+            .with_context(|| format!("cannot make directory {} private", path.display()))?;
     }
     Ok(())
 }
@@ -152,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_environment_says_where() {
+    fn paths_follow_environment() {
         let root = tempfile::tempdir().expect("a directory");
         let runtime = root.path().to_owned();
         let home = || Some(PathBuf::from("/home/x"));
@@ -167,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_are_closed_to_others_also_those_that_were_open() {
+    fn directories_are_made_private() {
         let root = tempfile::tempdir().expect("a directory");
         std::fs::create_dir(root.path().join("gantry")).expect("made");
         let paths = Paths::from(Some(root.path().into()), None, None).expect("found");

@@ -1,16 +1,16 @@
-//! Where a cluster on this machine may listen over TCP.
+//! Check of the TCP address on which a cluster on this machine listens.
 
 use std::net::SocketAddr;
 
 use anyhow::bail;
 
-/// Refuses an address that others can reach: nothing is encrypted, and whoever has the token is as good as us.
+/// Rejects an address that other machines can reach, because the token would travel unencrypted.
 pub(crate) fn check(address: SocketAddr, insecure: bool) -> anyhow::Result<()> {
     if address.ip().is_loopback() || insecure {
         return Ok(());
     }
     bail!(
-        "{address} can be reached from other machines, and nothing is encrypted; listen on 127.0.0.1, or say --insecure"
+        "cannot listen on {address}: other machines can reach it, and nothing is encrypted; use 127.0.0.1, or allow it with --insecure"
     )
 }
 

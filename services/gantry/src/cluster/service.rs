@@ -1,4 +1,4 @@
-//! `gantry.local.v1.Cluster`: what only the cluster on one machine has.
+//! Service `gantry.local.v1.Cluster`: status, traces and shutdown of the cluster on this machine.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,50 +21,51 @@ use tonic::{Request, Response, Status};
 use super::idle::{containers, unfinished, unfinished_at};
 use crate::render::table::count;
 
-/// What a process has between TERM and KILL.
+/// Time between SIGTERM and SIGKILL for processes at shutdown.
 const GRACE: Duration = Duration::from_secs(10);
-/// How long the services of a new cluster may take to answer, and how often they are asked.
-const SETTLE_DOWN: Duration = Duration::from_secs(3);
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// How long Shutdown waits for workloads to end.
+/// Time limit for the services of a new cluster to answer.
+const STARTUP_LIMIT: Duration = Duration::from_secs(3);
+/// Interval between two calls to a new cluster.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Time limit of Shutdown for workloads to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is known of this process.
+/// State of this cluster.
 pub(crate) struct LocalCluster {
     pub(crate) started_at: Timestamp,
     pub(crate) state: String,
     pub(crate) endpoints: Vec<String>,
     pub(crate) idle_end: Option<Duration>,
     pub(crate) holds_destruction: bool,
-    /// The process of the cluster before, which did not end in order.
+    /// Process id of the last cluster, if it did not end normally.
     pub(crate) left_behind: Option<u32>,
-    /// What was found of it.
+    /// Messages about the workloads and containers that the last cluster left.
     pub(crate) recovered: OnceCell<Vec<String>>,
     pub(crate) activity: Activity,
     pub(crate) spans: RecentSpans,
-    /// Reaches the services of this cluster.
+    /// Connection to the services of this cluster.
     pub(crate) peer: Peer,
     /// Ends the process.
     pub(crate) shutdown: CancellationToken,
 }
 
 impl LocalCluster {
-    /// Looks for what a cluster that did not end in order has left.
+    /// Describes the workloads and containers of a last cluster that did not end normally.
     async fn recover(&self) -> Vec<String> {
         let Some(process) = self.left_behind else { return Vec::new() };
         let mut found =
-            vec![format!("the last cluster (process {process}) did not end in order; this one takes over")];
-        let workloads = patiently(|| unfinished_at(&self.peer, self.started_at)).await;
-        let containers = patiently(|| containers(&self.peer)).await;
+            vec![format!("the last cluster (process {process}) did not end normally; this one takes over")];
+        let workloads = count_patiently(|| unfinished_at(&self.peer, self.started_at)).await;
+        let containers = count_patiently(|| containers(&self.peer)).await;
         if workloads > 0 {
             found.push(format!(
-                "{} had not ended: what has its process still goes on, the rest ends as lost",
+                "{} unfinished: those whose process still runs go on, the others end as lost",
                 count(workloads, "workload")
             ));
         }
         if containers > 0 {
             found.push(format!(
-                "{} taken over, and destroyed when nobody needs {}",
+                "{} taken over; destroyed when nothing needs {}",
                 count(containers, "container"),
                 if containers == 1 { "it" } else { "them" }
             ));
@@ -74,23 +75,23 @@ impl LocalCluster {
     }
 }
 
-/// What is counted, or none where it cannot be: whoever asks wants to know what was found, and is not helped by an error.
-async fn patiently<C: Future<Output = Result<u64, Status>>>(counting: impl Fn() -> C) -> u64 {
-    let until = Instant::now() + SETTLE_DOWN;
+/// Repeats a count until the services answer. Returns 0 if they do not, because the caller only reports the number.
+async fn count_patiently<C: Future<Output = Result<u64, Status>>>(counting: impl Fn() -> C) -> u64 {
+    let until = Instant::now() + STARTUP_LIMIT;
     loop {
         match counting().await {
             Ok(count) => return count,
             Err(error) if Instant::now() >= until => {
-                tracing::warn!(error = error.message(), "what the last cluster left cannot be counted");
+                tracing::warn!(error = error.message(), "cannot count what the last cluster left");
                 return 0;
             }
-            // Everything has only just started.
-            Err(_) => tokio::time::sleep(LOOK_AGAIN).await,
+            // The services have just started.
+            Err(_) => tokio::time::sleep(POLL_INTERVAL).await,
         }
     }
 }
 
-/// The service. Cheap to clone.
+/// gRPC service of the cluster. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct ClusterService(pub(crate) Arc<LocalCluster>);
 
@@ -135,14 +136,14 @@ impl Cluster for ClusterService {
     }
 }
 
-/// Cancels everything that has not finished, and waits for it. Answers how many there were, and how many are left.
+/// Cancels all unfinished workloads, and waits for their end. Returns how many there were, and how many are left.
 pub(crate) async fn stop_workloads(peer: &Peer, grace: Duration) -> Result<(u32, u32), Status> {
     let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let unavailable = |status: Status| {
         if status.code() == tonic::Code::Unavailable {
             status
         } else {
-            Reason::Unavailable.status("gantry.local", "cannot look after what runs just now")
+            Reason::Unavailable.status("gantry.local", "cannot list the unfinished workloads now")
         }
     };
     let give_up = Instant::now() + PATIENCE;
@@ -154,7 +155,7 @@ pub(crate) async fn stop_workloads(peer: &Peer, grace: Duration) -> Result<(u32,
             workload_id: workload.workload_id.clone(),
             grace: Some(rpc::duration(grace)),
         };
-        // One that cannot be cancelled is among those that are left.
+        // A workload that cannot be cancelled counts as left.
         _ = WorkloadsClient::new(peer.clone()).cancel(request).await;
     }
     while !workloads.is_empty() && Instant::now() < give_up {

@@ -1,4 +1,4 @@
-//! The four services of a local cluster, each with a database or directory of its own, all on one socket.
+//! Start of the four services of a local cluster, all on one socket.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use server::Host;
 use super::Paths;
 use crate::cli::args::UpArgs;
 
-/// The worker on this machine. Not the machine's name, which may change while what the worker holds stays the same.
+/// Name of the worker on this machine. It differs from the name of the machine, which may change.
 const WORKER: &str = "local";
 
-/// Starts the services on `host`, and answers this machine as their worker. They reach each other over the socket, which is bound and
-/// not yet served. `callers` is where those who are sent to a worker of theirs find its gateway.
+/// Starts the services on `host`, and returns the runtime of their worker. The services reach each other over the socket, which is bound but not
+/// served yet. `callers` is the address of the gateway for callers.
 pub(super) async fn start(
     args: &UpArgs,
     paths: &Paths,
@@ -24,12 +24,12 @@ pub(super) async fn start(
     host: &mut Host,
 ) -> anyhow::Result<Arc<HostRuntime>> {
     let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
-    // The user who starts this cluster shows their own machine.
+    // The user of this machine starts the cluster, so the host image is allowed.
     machine.policy = args.policy.clone().or([Permission::HostImage]);
     machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
-    // Services that run on this machine apart from this cluster have their token there.
+    // The default token file belongs to other services on this machine.
     machine.masked.extend(server::token::default_file());
-    // Takes about as long as the databases do.
+    // This takes about as long as opening the databases.
     let opening = tokio::task::spawn_blocking(move || HostRuntime::open(machine));
 
     let endpoint = paths.endpoint();
@@ -43,16 +43,16 @@ pub(super) async fn start(
     if args.restored {
         let begun = artifact_store::restored(&store.database).await;
         let life = begun.map_err(|error| of_other_build(error, paths))?;
-        tracing::info!(store.life = %life, "the artifact store begins a new life");
+        tracing::info!(store.life = %life, "artifact store starts a new store life");
     }
     artifact_store::start(store, host).await.map_err(|error| of_other_build(error, paths))?;
     let streamer =
         streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone(), token: None };
     streamer::start(&streamer, host)?;
 
-    let runtime = opening.await.context("the worker on this machine cannot be opened")?;
+    let runtime = opening.await.context("cannot open the worker on this machine")?;
     let runtime = match runtime {
-        // That it cannot do it is what we say.
+        // The message already says that the machine is unsuitable.
         Err(RuntimeError::Unsupported(what)) => bail!("this machine cannot be a worker: {what}"),
         runtime => runtime.context("this machine cannot be a worker")?,
     };
@@ -85,7 +85,7 @@ pub(super) async fn start(
     Ok(runtime)
 }
 
-/// Says what to do where a database was made by another build: its files belong together, and so they are left together.
+/// Adds a remedy to an error about a database of another build. All files of the state directory belong together.
 fn of_other_build(error: anyhow::Error, paths: &Paths) -> anyhow::Error {
     let cause = error.chain().find_map(|cause| cause.downcast_ref());
     if !matches!(cause, Some(db::ConnectError::OtherSchema { .. })) {
@@ -93,6 +93,6 @@ fn of_other_build(error: anyhow::Error, paths: &Paths) -> anyhow::Error {
     }
     let state = paths.state.display();
     error.context(format!(
-        "this cluster cannot go on with what is in {state}; move that directory away, and the next start makes a new one"
+        "cannot use the state directory {state}: another build of gantry made it; move the directory away, and the next start makes a new one"
     ))
 }

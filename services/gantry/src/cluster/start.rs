@@ -1,4 +1,4 @@
-//! From a command to a cluster that answers: finds the one on this machine, or starts it.
+//! Start of the cluster on this machine when a command needs it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -21,32 +21,33 @@ use tokio::time::Instant;
 use super::{ANOTHER_RUNS, HOLDS_DESTRUCTION, Paths, lock, paths, paths::endpoint};
 use crate::render::ui::Ui;
 
-/// How long a cluster may take until it answers.
+/// Time limit for a cluster to answer.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long commands wait for the worker of a cluster that was just started.
+/// Time for which commands wait for the worker of a new cluster.
 const WORKER_PATIENCE: Duration = Duration::from_secs(2);
-const LOOK_AGAIN: Duration = Duration::from_millis(10);
-/// The log is put aside when it is larger than this before a start.
-const LONGEST_LOG: u64 = 8 << 20;
-/// How much of the log's end is shown when a start fails.
+/// Interval between two polls of a new cluster.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Size in bytes above which the log is rotated before a start.
+const MAX_LOG_BYTES: u64 = 8 << 20;
+/// Number of log lines that are shown when a start fails.
 const SHOWN_LINES: usize = 15;
 
-/// The address of the cluster on this machine, which is started when it does not run.
+/// Returns the address of the cluster on this machine, and starts it if it does not run.
 pub(crate) async fn ensure(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
     if let Some(endpoint) = running(paths) {
         if !lost_its_state(paths, &endpoint).await {
             return Ok(endpoint);
         }
-        ui.note("the state directory of the cluster was removed; waiting for the end of that cluster");
+        ui.note("the state directory of the cluster was removed; waiting until that cluster ends");
         let give_up = Instant::now() + PATIENCE;
         while running(paths).is_some() && Instant::now() < give_up {
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
     start(paths, ui).await.context("cannot start a cluster on this machine")
 }
 
-/// Whether the cluster at `endpoint` keeps its state in a directory that was removed. It notices that, and ends.
+/// Returns whether the state directory of the cluster at `endpoint` was removed. The cluster notices that and ends.
 async fn lost_its_state(paths: &Paths, endpoint: &str) -> bool {
     if lock::holder(&paths.lock()).is_some() {
         return false;
@@ -59,18 +60,20 @@ async fn lost_its_state(paths: &Paths, endpoint: &str) -> bool {
     status.is_some_and(|status| status.into_inner().state_directory == paths.state.display().to_string())
 }
 
-/// The address of the cluster on this machine, if one listens.
+/// Returns the address of the cluster on this machine, if one listens.
 pub(crate) fn running(paths: &Paths) -> Option<String> {
     if listens(&paths.socket()) {
         return Some(paths.endpoint());
     }
-    // It may have been started with another runtime directory.
+    // The cluster may have been started with another runtime directory.
     let socket = lock::holder(&paths.lock())?.socket;
     listens(&socket).then(|| endpoint(&socket))
 }
 
-/// Whether a cluster of ours listens on a socket. What a process that was killed left behind is there, and nobody does. Where
-/// others may put a socket, or could before its directory was closed, it may be theirs, and they are told nothing.
+/// Returns whether a cluster of this user listens on a socket.
+///
+/// The socket file of a killed process may still exist. A socket in a directory that other users can write may belong to them, so it is not
+/// used.
 pub(crate) fn listens(socket: &Path) -> bool {
     let is_ours = |stream: UnixStream| {
         socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
@@ -80,7 +83,7 @@ pub(crate) fn listens(socket: &Path) -> bool {
 
 async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
     paths.make()?;
-    ui.note(&format!("starting a cluster on this machine, its log is {}", paths.log().display()));
+    ui.note(&format!("starting a cluster on this machine; its log is {}", paths.log().display()));
     let give_up = Instant::now() + PATIENCE;
     loop {
         let mut child = Starting::spawn(paths)?;
@@ -94,27 +97,27 @@ async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
                 if status.holds_destruction {
                     ui.warn(HOLDS_DESTRUCTION);
                 }
-                knows_its_worker(&endpoint).await?;
+                await_worker(&endpoint).await?;
                 return Ok(endpoint);
             }
             match child.exit_code()? {
                 None => {}
-                // Another command was faster, or the last cluster has not gone yet.
+                // Another command was faster, or the last cluster has not ended yet.
                 Some(code) if code == i32::from(ANOTHER_RUNS) => break,
-                Some(_) => bail!("it ended at once{}", child.log_end()),
+                Some(_) => bail!("the cluster ended at once{}", child.log_end()),
             }
             if Instant::now() >= give_up {
-                bail!("it does not answer after {} s{}", PATIENCE.as_secs(), child.log_end());
+                bail!("the cluster does not answer after {} s{}", PATIENCE.as_secs(), child.log_end());
             }
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         if Instant::now() >= give_up {
-            bail!("another one is in its place and does not answer; see `gantry status`");
+            bail!("another cluster holds the lock and does not answer; see `gantry status`");
         }
     }
 }
 
-/// Whether a variable is a setting of the cluster. The others belong to the command: they may hold secrets, or name directories that go.
+/// Returns whether a variable is a setting of the cluster. Other variables may hold secrets, or name temporary directories.
 fn is_for_cluster(name: &OsStr) -> bool {
     let name = name.to_string_lossy();
     let named = ["HOME", "PATH", "TZ"].contains(&&*name);
@@ -122,8 +125,8 @@ fn is_for_cluster(name: &OsStr) -> bool {
     (named || prefixed) && name != "GANTRY_SERVER"
 }
 
-/// Waits a moment for the cluster's own worker. Before that nobody can say that a command could never run there: it would wait for ever.
-async fn knows_its_worker(endpoint: &str) -> anyhow::Result<()> {
+/// Waits a moment for the worker of the cluster. Without a worker, the scheduler cannot reject a command as unschedulable.
+async fn await_worker(endpoint: &str) -> anyhow::Result<()> {
     let mut workers = WorkersClient::new(peer(endpoint, Outgoing::internal())?);
     let give_up = Instant::now() + WORKER_PATIENCE;
     while Instant::now() < give_up {
@@ -131,24 +134,24 @@ async fn knows_its_worker(endpoint: &str) -> anyhow::Result<()> {
         if listed.is_ok_and(|listed| !listed.into_inner().workers.is_empty()) {
             return Ok(());
         }
-        tokio::time::sleep(LOOK_AGAIN).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
     Ok(())
 }
 
-/// A cluster that was started and does not answer yet.
+/// Cluster process that does not answer yet.
 struct Starting {
     child: Child,
     log: File,
-    /// Where the log ended before.
+    /// Length of the log before the start, in bytes.
     from: u64,
 }
 
 impl Starting {
     fn spawn(paths: &Paths) -> anyhow::Result<Self> {
         let path = paths.log();
-        if path.metadata().is_ok_and(|metadata| metadata.len() > LONGEST_LOG) {
-            // When that fails the log grows on.
+        if path.metadata().is_ok_and(|metadata| metadata.len() > MAX_LOG_BYTES) {
+            // If the rename fails, the log keeps growing.
             _ = std::fs::rename(&path, path.with_extension("log.1"));
         }
         let mut log = File::options()
@@ -159,7 +162,7 @@ impl Starting {
             .open(&path)
             .with_context(|| format!("cannot open {}", path.display()))?;
         let from = log.seek(SeekFrom::End(0))?;
-        let program = std::env::current_exe().context("the path of this program is unknown")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
         let child = Command::new(program)
             .args(["up", "--detached"])
             .env_clear()
@@ -177,7 +180,7 @@ impl Starting {
         Ok(self.child.try_wait()?.map(|status| status.code().unwrap_or(-1)))
     }
 
-    /// Whether the cluster answers. It may still be starting, or be the one that is going.
+    /// Returns the status of the cluster if it answers. The cluster may still be starting, or may be the last one that is ending.
     async fn answers(&mut self, endpoint: &str) -> anyhow::Result<Option<GetStatusResponse>> {
         let mut cluster = ClusterClient::new(peer(endpoint, Outgoing::internal())?);
         let asked = tokio::time::timeout(PATIENCE, cluster.get_status(GetStatusRequest {}));
@@ -186,7 +189,7 @@ impl Starting {
             tokio::select! {
                 answer = &mut asked => return Ok(answer.ok().and_then(Result::ok).map(tonic::Response::into_inner)),
                 () = tokio::time::sleep(Duration::from_millis(50)) => {
-                    // One that has ended says why in its log. One that found another in its place leaves the answer to that one.
+                    // The log says why the process ended. If another cluster holds the lock, that one may still answer.
                     if self.exit_code()?.is_some_and(|code| code != i32::from(ANOTHER_RUNS)) {
                         return Ok(None);
                     }
@@ -195,11 +198,11 @@ impl Starting {
         }
     }
 
-    /// The last lines of what it wrote, for the end of a sentence.
+    /// Returns the last lines of the log, for the end of a sentence.
     fn log_end(&mut self) -> String {
         let mut text = Vec::new();
         if self.log.seek(SeekFrom::Start(self.from)).is_ok() {
-            // What cannot be read cannot be shown.
+            // An unreadable log is shown as empty.
             _ = self.log.read_to_end(&mut text);
         }
         let text = String::from_utf8_lossy(&text);
@@ -214,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cluster_sees_settings_only() {
+    fn cluster_inherits_only_settings() {
         for name in ["HOME", "PATH", "XDG_STATE_HOME", "GANTRY_LOG", "OTEL_SERVICE_NAME", "RUST_BACKTRACE"] {
             assert!(is_for_cluster(OsStr::new(name)), "{name}");
         }

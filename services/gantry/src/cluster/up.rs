@@ -1,4 +1,4 @@
-//! `gantry up`: the four services in one process, with the same functions and the same gRPC between them as in production.
+//! `gantry up`: runs the four services in one process. They call each other over gRPC, as in production.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
@@ -26,18 +26,18 @@ use crate::ending::signals::Signals;
 use crate::render::stdout::{print, print_json};
 use crate::render::ui::Ui;
 
-/// A detached cluster ends after this long without use, unless it is told otherwise.
+/// Default time without use after which a detached cluster ends.
 const IDLE_END: Duration = Duration::from_secs(10 * 60);
-/// What is logged unless `GANTRY_LOG` says otherwise. The database layer warns of each transaction that SQLite needs no mode for it.
-const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
-/// How long the cluster before may take to end.
+/// Default of `GANTRY_LOG`. The database layer would otherwise warn about each SQLite transaction.
+const DEFAULT_LOG_FILTER: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
+/// Time limit for the last cluster to end.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Pause between two looks whether the state directory is still there.
-const LOOK_AT_STATE: Duration = Duration::from_secs(1);
-/// How long somebody who connected just before the socket was hidden may take until his first call counts.
-const HESITATION: Duration = Duration::from_millis(300);
+/// Interval between two checks that the state directory exists.
+const STATE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Time for a caller that connected before the socket was hidden to make its first call.
+const FIRST_CALL_LIMIT: Duration = Duration::from_millis(300);
 
-/// Keeps a cluster until it is told to end. Answers the exit code.
+/// Runs a cluster until it is asked to end. Returns the exit code.
 pub(crate) async fn up(args: &UpArgs, ui: &Ui, as_json: bool) -> anyhow::Result<u8> {
     let paths = Paths::find()?;
     paths.make()?;
@@ -51,7 +51,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui, as_json: bool) -> anyhow::Result<
             "a cluster runs on this machine already{process}; see `gantry status`, or stop it with `gantry down`"
         );
     };
-    // Until something is recorded, a lock that is let go says nothing new.
+    // An error before the record is written leaves the record of the last cluster.
     let tcp = match &args.listen {
         Some(address) => Some(listen(address, args.insecure).await?),
         None => None,
@@ -67,7 +67,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui, as_json: bool) -> anyhow::Result<
     Ok(0)
 }
 
-/// Serves until it is told to end.
+/// Serves until the cluster is asked to end.
 async fn serve(
     args: &UpArgs,
     ui: &Ui,
@@ -78,10 +78,10 @@ async fn serve(
     lock: &Lock,
 ) -> anyhow::Result<()> {
     let spans = RecentSpans::default();
-    let _telemetry = telemetry::init("gantry", LOGGED, Some(spans.clone()))?;
+    let _telemetry = telemetry::init("gantry", DEFAULT_LOG_FILTER, Some(spans.clone()))?;
     server::inherited::warn_of_few_open_files();
     let mut listeners = vec![bind(paths)?];
-    let socket = Identity::of(&paths.socket()).context("cannot look at the socket")?;
+    let socket = Identity::of(&paths.socket()).context("cannot read the metadata of the socket")?;
     let mut endpoints = vec![paths.endpoint()];
     let (mut token, mut open) = (None, None);
     if let Some(tcp) = tcp {
@@ -97,7 +97,7 @@ async fn serve(
     let shutdown = CancellationToken::new();
     let was_left_behind = left_behind.is_some();
     let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
-    // Whoever comes over TCP may be on another machine; whoever comes over the socket finds out that both are ours.
+    // Callers over TCP may be on another machine. Callers over the socket recognize both addresses.
     let callers = endpoints.last().cloned().unwrap_or_default();
     let machine = services::start(args, paths, &callers, &mut host).await?;
     host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
@@ -115,18 +115,18 @@ async fn serve(
     }))));
     if was_left_behind {
         let mut cluster = ClusterClient::new(peer.clone());
-        // Answers once this host serves, and logs what was found.
+        // The call is answered once this host serves, and logs the state of the last cluster.
         host.spawn(async move { _ = cluster.get_status(GetStatusRequest {}).await });
     }
-    // Before anybody is told of it, who may want it to end at once.
+    // Signals are caught before the address is printed, because the cluster may be stopped at once.
     let mut signals = Signals::catch()?;
     if args.detached {
-        tracing::info!(process.id = std::process::id(), "the cluster starts");
+        tracing::info!(process.id = std::process::id(), "cluster starts");
     } else {
         announce(&endpoints, paths, as_json)?;
         if let Some(address) = open {
             ui.warn(&format!(
-                "INSECURE: nothing is encrypted on {address}; who listens on the way learns the token"
+                "INSECURE: nothing is encrypted on {address}; anyone on the network path can read the token"
             ));
         }
         if args.hold_destruction {
@@ -144,36 +144,36 @@ async fn serve(
             }
         };
         tokio::select! {
-            () = asked_to_end(&mut signals, &peer, ui) => {}
+            () = stop_on_signal(&mut signals, &peer, ui) => {}
             () = shutdown.cancelled() => {}
-            () = idle => tracing::info!("the cluster was idle and ends"),
+            () = idle => tracing::info!("cluster ends: it was idle"),
             () = state_is_lost(paths, lock) => {
                 is_lost = true;
-                tracing::error!(path = %paths.state.display(), "the state directory was removed: the cluster ends");
+                tracing::error!(path = %paths.state.display(), "cluster ends: its state directory was removed");
             }
         }
-        // The next command starts a cluster of its own, which waits for our lock. It may have put its socket there already.
+        // The next command starts another cluster, which waits for the lock and may have made its socket already.
         if Identity::of(&paths.socket()).is_ok_and(|found| found == socket) {
             _ = std::fs::remove_file(paths.socket());
         }
         if is_lost {
             let machine = machine.clone();
-            // What cannot be killed now ends when it has been without contact for long enough.
+            // Containers that cannot be killed now end after a time without contact.
             _ = tokio::task::spawn_blocking(move || machine.abandon()).await;
         }
     };
     host.serve(listeners, end).await?;
     if is_lost {
         bail!(
-            "the state directory {} was removed or renamed; the cluster has ended, and what ran in it",
+            "the state directory {} was removed or renamed; the cluster and its workloads have ended",
             paths.state.display()
         );
     }
-    // What stays mounted would be in the way of whoever removes the state directory.
+    // Mounted volumes would prevent the removal of the state directory.
     tokio::task::spawn_blocking(move || machine.unmount_idle()).await?.context("cannot unmount volumes")
 }
 
-/// Which file a path leads to.
+/// Identity of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -187,15 +187,15 @@ impl Identity {
     }
 }
 
-/// Resolves when the state directory is not where it was: nothing that is written there would be found again.
+/// Resolves when the state directory was removed or renamed.
 async fn state_is_lost(paths: &Paths, lock: &Lock) {
     let path = paths.lock();
     while lock.is_at(&path) {
-        tokio::time::sleep(LOOK_AT_STATE).await;
+        tokio::time::sleep(STATE_CHECK_INTERVAL).await;
     }
 }
 
-/// Takes the lock, waiting for a cluster that is ending. `None`: another one runs.
+/// Takes the lock, and waits for a cluster that is ending. `None`: another cluster runs.
 async fn take_lock(paths: &Paths) -> anyhow::Result<Option<Lock>> {
     let give_up = tokio::time::Instant::now() + PATIENCE;
     loop {
@@ -209,7 +209,7 @@ async fn take_lock(paths: &Paths) -> anyhow::Result<Option<Lock>> {
     }
 }
 
-/// Binds the socket. What stands in its place was left behind: we hold the lock.
+/// Binds the socket. An existing socket file is stale, because this process holds the lock.
 fn bind(paths: &Paths) -> anyhow::Result<Listener> {
     let socket = paths.socket();
     let failed = || format!("cannot listen on {}", socket.display());
@@ -219,7 +219,7 @@ fn bind(paths: &Paths) -> anyhow::Result<Listener> {
         return Err(error).with_context(failed);
     }
     let listener = UnixListener::bind(&socket).with_context(failed)?;
-    // Nobody else can enter its directory, so there is no moment at which it is open to others.
+    // No other user can enter the directory, so the socket is never open to others.
     std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o600)).with_context(failed)?;
     Ok(Listener::Unix(listener))
 }
@@ -228,7 +228,7 @@ async fn listen(address: &str, insecure: bool) -> anyhow::Result<TcpListener> {
     let addresses: Vec<_> = tokio::net::lookup_host(address)
         .await
         .map_err(|error| {
-            anyhow!("{address:?} is no address to listen on: {error}; write one such as 127.0.0.1:7400")
+            anyhow!("cannot listen on {address:?}: {error}; write an address such as 127.0.0.1:7400")
         })?
         .collect();
     for address in &addresses {
@@ -262,25 +262,25 @@ fn announce(endpoints: &[String], paths: &Paths, as_json: bool) -> anyhow::Resul
     print(&text)
 }
 
-/// Resolves after Ctrl-C or SIGTERM, once what runs has ended. A second one does not wait for that.
-async fn asked_to_end(signals: &mut Signals, peer: &rpc::Peer, ui: &Ui) {
+/// Resolves after Ctrl-C or SIGTERM, once all workloads have ended. A second signal kills them.
+async fn stop_on_signal(signals: &mut Signals, peer: &rpc::Peer, ui: &Ui) {
     signals.next().await;
-    // One that does not answer is asked all the same.
+    // Workloads are also stopped if the list cannot be read.
     if let Ok([]) = idle::unfinished(peer).await.as_deref() {
-        ui.note("nothing runs, the cluster ends");
+        ui.note("no workload runs; the cluster ends");
     } else {
-        ui.note("asks what runs to end, it has 10 s; once more to kill it");
+        ui.note("stopping the workloads, which have 10 s; repeat the signal to kill them");
     }
     let stopped = tokio::select! {
         stopped = stop_workloads(peer, Duration::from_secs(10)) => stopped,
         _ = signals.next() => stop_workloads(peer, Duration::ZERO).await,
     };
     if let Err(error) = stopped {
-        tracing::warn!(error = error.message(), "cannot stop what runs");
+        tracing::warn!(error = error.message(), "cannot stop workloads");
     }
 }
 
-/// Resolves when the cluster is idle and nobody came while the socket was hidden.
+/// Resolves when the cluster is idle and no caller came while the socket was hidden.
 async fn end_when_idle(
     idle_end: Duration,
     paths: &Paths,
@@ -291,11 +291,11 @@ async fn end_when_idle(
     let (socket, hidden) = (paths.socket(), paths.socket().with_extension("hidden"));
     loop {
         idle::until_idle(idle_end, activity.clone(), peer.clone(), stopping.clone()).await;
-        // Whoever connected a moment ago is about to call.
+        // A caller may have connected a moment ago, and may be about to call.
         if std::fs::rename(&socket, &hidden).is_err() {
             return;
         }
-        tokio::time::sleep(HESITATION).await;
+        tokio::time::sleep(FIRST_CALL_LIMIT).await;
         if activity.idle_for() >= idle_end {
             _ = std::fs::remove_file(&hidden);
             return;

@@ -1,4 +1,4 @@
-//! `gantry cat`: one file of an artifact, to standard output.
+//! `gantry cat`: prints one file of an artifact.
 
 use std::fs::File;
 use std::io;
@@ -22,7 +22,7 @@ use crate::ending::exit_code;
 use crate::render::stdout::write_all;
 use crate::transfer::download::locate;
 
-/// Prints the bytes; as JSON, one object with all of them in base64.
+/// Prints the bytes of the file. As JSON, prints one object with the bytes in base64.
 pub(crate) async fn cat(args: &CatArgs, connection: &Connection, as_json: bool) -> anyhow::Result<()> {
     use std::os::unix::ffi::OsStrExt;
     let CatArgs { artifact, path } = args;
@@ -33,14 +33,14 @@ pub(crate) async fn cat(args: &CatArgs, connection: &Connection, as_json: bool) 
     printed.with_context(doing)
 }
 
-/// The path as the artifact knows it: no slash at its beginning, though people like to write one.
+/// Makes a path relative to the root of the artifact.
 fn within(path: &Path) -> anyhow::Result<&Path> {
     if path.components().any(|component| component == Component::ParentDir) {
-        bail!("paths are seen from the root of the artifact, and there is no way out of it; leave out ..");
+        bail!("the path must not leave the artifact; leave out ..");
     }
     let root = path.components().find(|component| matches!(component, Component::Normal(_))).is_none();
     if root {
-        bail!("that is the root of the artifact, which is a directory; name a file in it");
+        bail!("the path is the root of the artifact, which is a directory; name a file in it");
     }
     let mut components = path.components();
     loop {
@@ -58,39 +58,39 @@ async fn print(
     connection: &Connection,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let mut reading =
-        Reading { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
+    let mut transfer =
+        FileTransfer { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
     let mut pause = Pause::default();
-    let mut read = reading.attempt().await;
+    let mut read = transfer.attempt().await;
     for _ in 1..TRANSFER_TRIES {
         if !read.as_ref().is_err_and(is_transient) {
             break;
         }
         pause.wait().await;
-        read = reading.attempt().await;
+        read = transfer.attempt().await;
     }
-    // What nobody reads any more need not have come.
-    if let Some(out) = reading.out {
+    // Standard output may be closed, whether or not the file was read to its end.
+    if let Some(out) = transfer.out {
         out.finish().await?;
     }
     read
 }
 
-/// A file on its way from wherever it can be read.
-struct Reading<'a> {
+/// Transfer of a file from any gateway that can read it.
+struct FileTransfer<'a> {
     artifact: domain::ArtifactId,
     path: &'a [u8],
     connection: &'a Connection,
     as_json: bool,
-    /// Gateways at which it was tried.
+    /// Gateways that were tried.
     avoid: Vec<String>,
-    out: Option<Out>,
-    /// How much of it has come.
+    out: Option<StdoutWriter>,
+    /// Number of received bytes.
     received: u64,
 }
 
-impl Reading<'_> {
-    /// Goes on where it broke off, at another gateway if there is one.
+impl FileTransfer<'_> {
+    /// Continues the transfer, from another gateway if there is one.
     async fn attempt(&mut self) -> anyhow::Result<()> {
         let DownloadResponse { go_to, .. } = locate(self.connection, self.artifact, &self.avoid).await?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
@@ -102,13 +102,13 @@ impl Reading<'_> {
         let size = first.size_bytes;
         let out = match &mut self.out {
             Some(out) => out,
-            none => none.insert(Out::start(self.artifact, self.path, size, self.as_json)?),
+            none => none.insert(StdoutWriter::start(self.artifact, self.path, size, self.as_json)?),
         };
         if out.size != size {
-            bail!("this worker has another file there than the one before");
+            bail!("the file on this worker differs from the one on the worker before");
         }
 
-        // It is read from its beginning, and has been printed up to here.
+        // The gateway sends the file from its start. The bytes up to here are already printed.
         let mut again = self.received;
         let mut next = Some(first);
         while let Some(ReadFileResponse { mut data, .. }) = next {
@@ -117,7 +117,7 @@ impl Reading<'_> {
             let new = data.split_off(known);
             self.received += new.len() as u64;
             if !new.is_empty() && out.pieces.send(new).await.is_err() {
-                // Writing has ended, and says why.
+                // The writer has failed, and its result says why.
                 return Ok(());
             }
             next = pieces.message().await.map_err(Refused::from)?;
@@ -129,14 +129,14 @@ impl Reading<'_> {
     }
 }
 
-/// Standard output, and what goes there.
-struct Out {
+/// Writer of the file to standard output.
+struct StdoutWriter {
     size: u64,
     pieces: mpsc::Sender<bytes::Bytes>,
     writing: JoinHandle<io::Result<()>>,
 }
 
-impl Out {
+impl StdoutWriter {
     fn start(artifact: domain::ArtifactId, path: &[u8], size: u64, as_json: bool) -> anyhow::Result<Self> {
         let (pieces, queue) = mpsc::channel::<bytes::Bytes>(8);
         let file = File::from(io::stdout().as_fd().try_clone_to_owned()?);
@@ -151,7 +151,7 @@ impl Out {
         Ok(Self { size, pieces, writing })
     }
 
-    /// Waits until everything that came is written.
+    /// Waits until all received bytes are written.
     async fn finish(self) -> anyhow::Result<()> {
         drop(self.pieces);
         match self.writing.await.context("writing ended unexpectedly")? {
@@ -170,11 +170,11 @@ fn write_bytes(mut file: File, mut pieces: mpsc::Receiver<bytes::Bytes>) -> io::
     Ok(())
 }
 
-/// `about` is an object; the content is put behind its last member.
+/// Writes the JSON object `about`, with the content as its last member.
 fn write_document(mut file: File, about: &str, mut pieces: mpsc::Receiver<bytes::Bytes>) -> io::Result<()> {
     let about = about.strip_suffix('}').unwrap_or(about);
     write_all(&mut file, format!("{about},\"data\":\"").as_bytes())?;
-    let mut encoded = EncoderWriter::new(Patient(&mut file), &STANDARD);
+    let mut encoded = EncoderWriter::new(BlockingWriter(&mut file), &STANDARD);
     while let Some(data) = pieces.blocking_recv() {
         io::Write::write_all(&mut encoded, &data)?;
     }
@@ -183,10 +183,10 @@ fn write_document(mut file: File, about: &str, mut pieces: mpsc::Receiver<bytes:
     write_all(&mut file, b"\"}\n")
 }
 
-/// Writes as [`write_all`] does.
-struct Patient<'a>(&'a mut File);
+/// Writer that waits as [`write_all`] does.
+struct BlockingWriter<'a>(&'a mut File);
 
-impl io::Write for Patient<'_> {
+impl io::Write for BlockingWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         write_all(self.0, bytes).map(|()| bytes.len())
     }
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_seen_from_the_root_of_the_artifact() {
+    fn path_is_relative_to_root_of_artifact() {
         let of = |path: &'static str| within(Path::new(path)).map(|path| path.display().to_string());
         assert_eq!(of("a/b").expect("a path"), "a/b");
         assert_eq!(of("/a/b").expect("a path"), "a/b");
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_document_has_all_bytes() {
+    fn document_has_all_bytes() {
         let mut file = tempfile::tempfile().expect("a file");
         let (sender, queue) = mpsc::channel(4);
         for piece in [&b"\xff\x00"[..], b"\"x", b""] {

@@ -1,4 +1,4 @@
-//! `gantry clear-cache`: the next run finds nothing there.
+//! `gantry clear-cache`: deletes caches.
 
 use anyhow::bail;
 use domain::CacheId;
@@ -11,7 +11,7 @@ use crate::client::connect::{Connection, repeat};
 use crate::render::stdout::{print, print_json};
 use crate::render::table::count;
 
-/// `gantry clear-cache`
+/// Executes `gantry clear-cache`.
 pub(crate) async fn clear(
     connection: &Connection,
     args: &ClearCacheArgs,
@@ -26,7 +26,7 @@ pub(crate) async fn clear(
             (request.job, request.step, request.path) = (JOB.to_owned(), named.clone(), PATH.to_owned());
         }
         let client = connection.caches();
-        let doing = format!("cannot clear the cache {named:?}");
+        let doing = format!("cannot clear cache {named:?}");
         let answer =
             repeat(&doing, async || client.clone().delete_task_caches(request.clone()).await).await?;
         if answer.deleted == 0 {

@@ -1,4 +1,4 @@
-//! `gantry delete` and `gantry gc`: letting go of artifacts, and collecting what nothing keeps.
+//! `gantry delete` and `gantry gc`: deletion of artifacts, and garbage collection.
 
 use std::time::Duration;
 
@@ -23,20 +23,20 @@ use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, plain, render};
 use crate::render::ui::Ui;
 
-/// Most artifacts of one call.
-const AT_ONCE: usize = 1000;
-/// A disk with a smaller part free is full: one in so many.
-const FULL: u64 = 20;
-/// No disk with so many bytes free is full, however large it is: what fills it is then hardly ours, and work goes on.
-const NEVER_FULL: u64 = 1 << 30;
-/// How long a new worker may take to say how full its disk is.
-const FIRST_REPORT: Duration = Duration::from_secs(2);
-/// How much of a full disk is made free, as far as what is only kept for a time reaches: one in so many.
-const WANTED: u64 = 5;
-/// Most bytes of a full disk that are made free.
-const MOST_WANTED: u64 = 5 << 30;
+/// Maximum number of artifacts in one call.
+const CALL_LIMIT: usize = 1000;
+/// Divisor of the disk size. A disk with less free than size / 20 may be full.
+const FULL_DIVISOR: u64 = 20;
+/// Free bytes with which no disk is full, even a large one.
+const NEVER_FULL_BYTES: u64 = 1 << 30;
+/// Time for a new worker to report the free space of its disk.
+const FIRST_REPORT_LIMIT: Duration = Duration::from_secs(2);
+/// Divisor of the disk size. Artifacts with a time limit are deleted until size / 5 is free.
+const TARGET_DIVISOR: u64 = 5;
+/// Maximum of free bytes that are made on a full disk.
+const MAX_TARGET_BYTES: u64 = 5 << 30;
 
-/// `gantry delete`
+/// Executes `gantry delete`.
 pub(crate) async fn delete(
     connection: &Connection,
     ui: &Ui,
@@ -53,7 +53,7 @@ pub(crate) async fn delete(
     for id in &args.ids {
         match queries::workload(connection, "delete", id).await {
             Ok(workload) if workload.state() != WorkloadState::Finished => {
-                bail!("workload {id} has not ended; cancel it first with `gantry cancel {id}`")
+                bail!("workload {id} still runs or waits; stop it first with `gantry cancel {id}`")
             }
             Ok(workload) => {
                 let inputs = workload.spec.iter().flat_map(|spec| &spec.inputs);
@@ -69,7 +69,7 @@ pub(crate) async fn delete(
                     }
                 }
                 if known.is_empty() {
-                    ui.note(&format!("workload {id} has no artifacts any more"));
+                    ui.note(&format!("workload {id} has no artifacts left"));
                 }
                 artifacts.extend(known);
             }
@@ -79,16 +79,16 @@ pub(crate) async fn delete(
     }
     artifacts.sort_unstable();
     artifacts.dedup();
-    let collected = let_go(connection, &artifacts).await?;
+    let collected = delete_and_collect(connection, &artifacts).await?;
     let mut kept = Vec::new();
     for id in &artifacts {
         let explained = match why::explain(connection, id).await {
-            // The store has forgotten it already.
+            // The store has no record of the artifact any more.
             Err(error) if error::refusal(&error).is_some_and(|refused| !refused.is_transient()) => continue,
             explained => explained?,
         };
         if let Some(keeper) = explained.kept_by.first() {
-            ui.warn(&format!("artifact {id} is let go and stays until nothing uses it: {}", keeper.text));
+            ui.warn(&format!("artifact {id} is kept until nothing uses it: {}", keeper.text));
             kept.push(id);
         }
     }
@@ -106,9 +106,12 @@ fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
     error::refusal(error).is_some_and(|refusal| refusal.is(reason))
 }
 
-/// Lets go of artifacts and collects what nothing keeps then.
-async fn let_go(connection: &Connection, artifacts: &[String]) -> anyhow::Result<CollectResponse> {
-    for ids in artifacts.chunks(AT_ONCE) {
+/// Removes the owners of artifacts, and collects garbage.
+async fn delete_and_collect(
+    connection: &Connection,
+    artifacts: &[String],
+) -> anyhow::Result<CollectResponse> {
+    for ids in artifacts.chunks(CALL_LIMIT) {
         let request = DeleteArtifactsRequest { team: connection.team.clone(), artifact_ids: ids.to_vec() };
         let client = connection.artifacts();
         repeat("cannot delete artifacts", async || client.clone().delete_artifacts(request.clone()).await)
@@ -119,7 +122,7 @@ async fn let_go(connection: &Connection, artifacts: &[String]) -> anyhow::Result
     repeat("cannot collect garbage", async || collector.clone().collect(request).await).await
 }
 
-/// What was let go of because a disk is full.
+/// Artifacts that were deleted because disks are full.
 pub(crate) struct FreedArtifacts {
     /// The workers whose disks are full.
     pub(crate) workers: Vec<String>,
@@ -135,8 +138,8 @@ impl FreedArtifacts {
     }
 }
 
-/// Lets go of artifacts that are only kept for a time, the oldest first, where the disk of their worker is full. `None`: no disk is.
-/// `changes`: whether anything is changed.
+/// Deletes artifacts with a time limit, the oldest first, on workers with a full disk. `None`: no disk is full. Without `changes`, nothing is
+/// deleted.
 pub(crate) async fn free_full_disks(
     connection: &Connection,
     changes: bool,
@@ -145,8 +148,8 @@ pub(crate) async fn free_full_disks(
     if full.is_empty() {
         return Ok(None);
     }
-    // A worker that was just registered has said nothing of its disk yet.
-    tokio::time::sleep(FIRST_REPORT).await;
+    // A newly registered worker has not reported its disk yet.
+    tokio::time::sleep(FIRST_REPORT_LIMIT).await;
     let still: Vec<_> = full_workers(connection).await?;
     full.retain(|(worker, _)| still.iter().any(|(other, _)| other.worker_id == worker.worker_id));
     if full.is_empty() {
@@ -159,45 +162,48 @@ pub(crate) async fn free_full_disks(
     for artifact in all {
         let on =
             |worker: &Worker| artifact.replicas.iter().find(|replica| replica.worker_id == worker.worker_id);
-        if full.iter().any(|(worker, missing)| *missing > 0 && on(worker).is_some())
+        if full.iter().any(|(worker, to_free)| *to_free > 0 && on(worker).is_some())
             && is_kept_for_a_time(connection, &artifact.artifact_id).await?
         {
-            for (worker, missing) in &mut full {
-                *missing = missing.saturating_sub(on(worker).map_or(0, |replica| replica.size_bytes));
+            for (worker, to_free) in &mut full {
+                *to_free = to_free.saturating_sub(on(worker).map_or(0, |replica| replica.size_bytes));
             }
             artifacts.push(artifact);
         }
     }
     let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id.clone()).collect();
-    let collected =
-        if changes && !ids.is_empty() { let_go(connection, &ids).await? } else { CollectResponse::default() };
+    let collected = if changes && !ids.is_empty() {
+        delete_and_collect(connection, &ids).await?
+    } else {
+        CollectResponse::default()
+    };
     let workers = full.into_iter().map(|(worker, _)| worker.name).collect();
     Ok(Some(FreedArtifacts { workers, artifacts, collected }))
 }
 
-/// The workers whose disks are full, and how much is to be made free.
+/// Lists the workers with a full disk, each with the number of bytes to free.
 async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u64)>> {
     let mut full = Vec::new();
     let mut workers = Box::pin(queries::workers(connection));
     while let Some(worker) = workers.try_next().await? {
-        if let Some(missing) = missing(&worker) {
-            full.push((worker, missing));
+        if let Some(to_free) = to_free(&worker) {
+            full.push((worker, to_free));
         }
     }
     Ok(full)
 }
 
-/// How many bytes are to be made free on a worker. `None`: its disk is not full, or nothing is known of it.
-fn missing(worker: &Worker) -> Option<u64> {
-    of_disk(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
+/// Returns the number of bytes to free on a worker. `None`: its disk is not full, or its size is unknown.
+fn to_free(worker: &Worker) -> Option<u64> {
+    bytes_to_free(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
 }
 
-fn of_disk(capacity: u64, free: u64) -> Option<u64> {
-    let is_full = capacity > 0 && free < (capacity / FULL).min(NEVER_FULL);
-    is_full.then(|| (capacity / WANTED).min(MOST_WANTED).saturating_sub(free))
+fn bytes_to_free(capacity: u64, free: u64) -> Option<u64> {
+    let is_full = capacity > 0 && free < (capacity / FULL_DIVISOR).min(NEVER_FULL_BYTES);
+    is_full.then(|| (capacity / TARGET_DIVISOR).min(MAX_TARGET_BYTES).saturating_sub(free))
 }
 
-/// Whether nothing keeps an artifact but builds that have ended and rules, until some time.
+/// Returns whether an artifact is only kept by ended builds and rules, all with a time limit.
 async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result<bool> {
     let explained = why::explain(connection, id).await?;
     let ends = |thing: Thing| matches!(thing, Thing::Build | Thing::Unspecified);
@@ -205,7 +211,7 @@ async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result
         && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.thing())))
 }
 
-/// `gantry gc`
+/// Executes `gantry gc`.
 pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) -> anyhow::Result<()> {
     let dry_run = if args.dry_run { DryRun::Only } else { DryRun::Off };
     let collector = connection.collector();
@@ -228,7 +234,7 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
         }));
     }
     let mut text = match response.collected.is_empty() {
-        true => "nothing is garbage\n".to_owned(),
+        true => "no garbage\n".to_owned(),
         false => {
             let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
             let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
@@ -239,14 +245,14 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
         let (workers, artifacts) =
             (freed.workers.join(", "), count(freed.artifacts.len() as u64, "artifact"));
         let size: u64 = freed.artifacts.iter().map(|artifact| artifact.size_bytes).sum();
-        let verb = if args.dry_run { "would go" } else { "went" };
+        let verb = if args.dry_run { "would be deleted" } else { "were deleted" };
         text.push_str(&match freed.artifacts.len() {
             0 => format!(
-                "the disk of {workers} is full, and nothing is there that is only kept for a time; see `gantry list artifacts` and \
+                "the disk of {workers} is full, and no artifact there has a time limit; see `gantry list artifacts` and \
                  `gantry delete`\n"
             ),
             _ => format!(
-                "the disk of {workers} is full, so {artifacts} of {} {verb} that was only kept for a time\n",
+                "the disk of {workers} is full: {artifacts} of {} with a time limit {verb}\n",
                 bytes(size)
             ),
         });
@@ -265,7 +271,7 @@ fn summary(response: &CollectResponse, dry_run: bool) -> String {
     let verb = if dry_run { "would be marked" } else { "marked" };
     let mut text = format!("{} {verb}, {} on workers", things.join(", "), bytes(queries::freed(response)));
     if response.truncated {
-        text.push_str("; there is more than is listed here");
+        text.push_str("; there is more garbage than listed");
     }
     text
 }
@@ -284,10 +290,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_large_disk_is_full_only_when_hardly_anything_is_left() {
+    fn large_disk_is_full_below_one_gib() {
         let gib = 1 << 30;
-        for (capacity, free, missing) in [
-            // A Concourse worker says nothing of its disk.
+        for (capacity, free, to_free) in [
+            // A Concourse worker does not report its disk.
             (0, 0, None),
             (60 << 20, 4 << 20, None),
             (60 << 20, 2 << 20, Some(10 << 20)),
@@ -295,12 +301,12 @@ mod tests {
             (250 * gib, gib, None),
             (250 * gib, gib / 2, Some(5 * gib - gib / 2)),
         ] {
-            assert_eq!(of_disk(capacity, free), missing, "{free} of {capacity}");
+            assert_eq!(bytes_to_free(capacity, free), to_free, "{free} of {capacity}");
         }
     }
 
     #[test]
-    fn what_was_collected_is_summed_up() {
+    fn garbage_is_summarized() {
         let collected =
             |thing: Thing| Collected { thing: thing.into(), size_bytes: 512, ..Default::default() };
         let mut response = CollectResponse {
@@ -309,10 +315,10 @@ mod tests {
         };
         assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");
         response.truncated = true;
-        let said = summary(&response, false);
+        let printed = summary(&response, false);
         assert_eq!(
-            said,
-            "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more than is listed here"
+            printed,
+            "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more garbage than listed"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! `gantry demand`: what waits for what kind of worker, what workers there are, and which of them go with the least harm.
+//! `gantry demand`: demand for workers, supply of workers, and the workers that can be removed with the least harm.
 
 use rpc::pb::scheduler::{
     GetDemandRequest, GetDemandResponse, RemovableWorker, ReplicaCheck, TeamWorkers, WaitingShape,
@@ -12,17 +12,17 @@ use crate::render::labels;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{filled, plain};
 
-/// How wide a cell is at most.
+/// Maximum width of a cell, in characters.
 const WIDTH: usize = 200;
 
-/// `gantry demand`
+/// Executes `gantry demand`.
 pub(crate) async fn demand(connection: &Connection, as_json: bool) -> anyhow::Result<()> {
     let (placements, request) = (
         connection.placements(),
         GetDemandRequest { replica_check: ReplicaCheck::Each.into(), ..Default::default() },
     );
     let response =
-        repeat("cannot tell the demand", async || placements.clone().get_demand(request).await).await?;
+        repeat("cannot read the demand", async || placements.clone().get_demand(request).await).await?;
     if as_json { print_json(&document(&response)) } else { print(&text(&response)) }
 }
 
@@ -30,14 +30,14 @@ fn text(response: &GetDemandResponse) -> String {
     let GetDemandResponse { waiting, waiting_for_none, oldest_since, demand, supply, removable, refused } =
         response;
     let mut text = match (waiting, waiting_for_none) {
-        (0, _) => "nothing waits for a worker\n".to_owned(),
+        (0, _) => "no workload or lease waits for a worker\n".to_owned(),
         (count, none) => {
             let of_these = match none {
                 0 => String::new(),
-                none => format!("; {none} of them for one that there is not"),
+                none => format!("; no existing worker can take {none} of them"),
             };
             let oldest = labels::ago(oldest_since.as_ref());
-            format!("{count} wait for a worker, the oldest for {oldest}{of_these}\n")
+            format!("{count} waiting for a worker, the oldest for {oldest}{of_these}\n")
         }
     };
     if !demand.is_empty() {
@@ -45,28 +45,48 @@ fn text(response: &GetDemandResponse) -> String {
         text.push_str(&shapes(demand));
     }
     if !refused.is_empty() {
-        text.push_str("\nRefused in the last 10 minutes, for no worker could take it\n");
+        text.push_str("\nRefused in the last 10 minutes because no worker could ever take it\n");
         text.push_str(&shapes(refused));
     }
     if supply.is_empty() {
-        text.push_str("\nthere are no workers, or all are lost\n");
+        text.push_str("\nno worker is in contact\n");
     } else {
-        let header =
-            ["WORKERS", "IN SERVICE", "IDLE", "SLOTS", "FREE", "TEAM", "PLATFORM", "TAGS", "IMAGES", "HAVE"];
+        let header = [
+            "WORKERS",
+            "IN SERVICE",
+            "IDLE",
+            "USED SLOTS",
+            "FREE",
+            "TEAM",
+            "PLATFORM",
+            "TAGS",
+            "IMAGES",
+            "CAPABILITIES",
+        ];
         text.push('\n');
         text.push_str(&filled(&header, &supply.iter().map(supply_row).collect::<Vec<_>>()));
     }
     if !removable.is_empty() {
-        text.push_str("\nWorkers that go with the least harm, first the one with the least\n");
+        text.push_str("\nWorkers to remove, the one with the least harm first\n");
         text.push_str(&filled(&["WORKER", "WHY"], &removable.iter().map(removable_row).collect::<Vec<_>>()));
     }
     text
 }
 
-/// What is asked for, and why nobody ever takes it.
+/// Formats requirements, with the reasons for which no worker can ever meet them.
 fn shapes(shapes: &[WaitingShape]) -> String {
-    let header =
-        ["COUNT", "OLDEST", "TEAM", "PLATFORM", "TAGS", "IMAGE", "NEEDS", "EACH", "WAIT FOR", "NEVER"];
+    let header = [
+        "COUNT",
+        "OLDEST",
+        "TEAM",
+        "PLATFORM",
+        "TAGS",
+        "IMAGE",
+        "CAPABILITIES",
+        "RESERVES",
+        "WAITS FOR",
+        "NEVER",
+    ];
     let mut text = filled(&header, &shapes.iter().map(waiting_row).collect::<Vec<_>>());
     for why in shapes.iter().flat_map(|shape| &shape.never_for) {
         text.push_str(&format!("  {}\n", plain(why, 5 * WIDTH)));
@@ -195,10 +215,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_adds_workers_sees_what_is_asked_for_and_what_there_is() {
+    fn text_has_demand_and_supply() {
         assert_eq!(
             text(&GetDemandResponse::default()),
-            "nothing waits for a worker\n\nthere are no workers, or all are lost\n"
+            "no workload or lease waits for a worker\n\nno worker is in contact\n"
         );
         let response = GetDemandResponse {
             waiting: 5,
@@ -237,18 +257,18 @@ mod tests {
             }],
             ..Default::default()
         };
-        let said = text(&response);
-        let expected = "5 wait for a worker, the oldest for ; 2 of them for one that there is not\n\n\
-            COUNT  TEAM  PLATFORM  TAGS  IMAGE  EACH     WAIT FOR  NEVER\n\
-            2      main  linux     gpu   host   1.0 GiB  NEVER     2\n  one: lacks the tag gpu\n\n\
-            Refused in the last 10 minutes, for no worker could take it\n\
-            COUNT  TEAM  PLATFORM  WAIT FOR\n\
+        let printed = text(&response);
+        let expected = "5 waiting for a worker, the oldest for ; no existing worker can take 2 of them\n\n\
+            COUNT  TEAM  PLATFORM  TAGS  IMAGE  RESERVES  WAITS FOR  NEVER\n\
+            2      main  linux     gpu   host   1.0 GiB   NEVER      2\n  one: lacks the tag gpu\n\n\
+            Refused in the last 10 minutes because no worker could ever take it\n\
+            COUNT  TEAM  PLATFORM  WAITS FOR\n\
             3      main  darwin    NEVER\n  all 3 workers: have the platform linux\n\n\
-            WORKERS  IN SERVICE  IDLE  SLOTS  FREE  PLATFORM\n\
-            3        2           0     4      0     linux\n\n\
-            Workers that go with the least harm, first the one with the least\n\
+            WORKERS  IN SERVICE  IDLE  USED SLOTS  FREE  PLATFORM\n\
+            3        2           0     4           0     linux\n\n\
+            Workers to remove, the one with the least harm first\n\
             WORKER  WHY\none     idle\n";
-        assert_eq!(said, expected);
+        assert_eq!(printed, expected);
         assert_eq!(document(&response)["removable"][0]["would_lose"], Value::Null);
     }
 }

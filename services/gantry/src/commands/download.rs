@@ -1,4 +1,4 @@
-//! `gantry download`: an artifact comes into a directory.
+//! `gantry download`: downloads an artifact into a directory.
 
 use crate::cli::args::DownloadArgs;
 use crate::client::connect::Connection;
@@ -6,7 +6,7 @@ use crate::render::stdout::print_json;
 use crate::render::ui::Ui;
 use crate::transfer::download::Downloader;
 
-/// `gantry download`
+/// Executes `gantry download`.
 pub(crate) async fn download(
     connection: &Connection,
     ui: &Ui,
@@ -14,7 +14,7 @@ pub(crate) async fn download(
     as_json: bool,
 ) -> anyhow::Result<()> {
     let progress = ui.progress("downloading");
-    let downloader = Downloader { connection, ui, replace: args.replace, take: args.take, progress };
+    let downloader = Downloader { connection, ui, replace: args.replace, allow: args.allow, progress };
     let name = args.artifact.to_string();
     let downloaded = downloader.download(args.artifact, &name, &args.directory, None).await?;
     if as_json { print_json(&downloaded.details) } else { Ok(()) }

@@ -1,4 +1,4 @@
-//! `gantry attach`, `gantry logs`, `gantry watch` and `gantry cancel`: workloads that somebody submitted.
+//! `gantry attach`, `gantry logs`, `gantry watch` and `gantry cancel`: commands about submitted workloads.
 
 use anyhow::bail;
 use prost_types::Timestamp;
@@ -13,7 +13,7 @@ use crate::ending::error::Interrupted;
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
 use crate::follow::end::{Delivery, end};
-use crate::follow::narrate::{Waiting, said};
+use crate::follow::narrate::{WaitReasons, describe_event};
 use crate::follow::stdin;
 use crate::follow::watch::Watch;
 use crate::follow::{self, Follow, OnSignal};
@@ -22,7 +22,7 @@ use crate::render::labels::{self, now};
 use crate::render::stdout::{print, print_json};
 use crate::render::ui::Ui;
 
-/// `gantry attach`. Answers the exit code.
+/// Executes `gantry attach`, and returns the exit code.
 pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let id = args.workload.to_string();
@@ -44,7 +44,7 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
     Ok(code)
 }
 
-/// `gantry logs`: all output that is still kept, and what comes, until there is no more.
+/// Executes `gantry logs`: prints the kept output, and follows it to its end.
 pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<()> {
     let mut signals = Signals::catch()?;
     let follow = Follow {
@@ -54,14 +54,17 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
         on_signal: OnSignal::Leave,
         narrate: false,
         stdin: false,
-        // Whoever the process waits for acknowledges; reading along changes nothing.
+        // Only attached callers acknowledge output. Reading logs does not affect the process.
         acknowledge: false,
     };
     let followed = follow.run(&mut signals).await?;
     if let (None, Some(failure)) = (&followed.finished.exit, &followed.finished.failure) {
-        ui.note(&format!("it ended without an exit code: {} ({})", failure.message, failure.reason));
+        ui.note(&format!(
+            "the workload ended without an exit code: {} ({})",
+            failure.message, failure.reason
+        ));
     } else if followed.finished.outcome() == Outcome::Aborted {
-        ui.note("it was cancelled, there is no more");
+        ui.note("the workload was cancelled; this is all of its output");
     }
     if followed.output_lost {
         let Finished { exit, failure, .. } = &followed.finished;
@@ -70,15 +73,13 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
         let end = Some(labels::end(&ended)).filter(|end| !end.is_empty());
         let end = end.map_or_else(String::new, |end| format!(" ({end})"));
         let workload = args.workload;
-        bail!(
-            "not all output was printed; the workload {outcome}{end}, see `gantry show workload {workload}`"
-        );
+        bail!("some output is missing; the workload {outcome}{end}; see `gantry show workload {workload}`");
     }
     ui.event("finished", shown::finished(&followed.finished, 0));
     Ok(())
 }
 
-/// `gantry watch`: everything that happens to a workload, from its submission to its end. Answers the exit code.
+/// Executes `gantry watch`: prints the events of a workload, and returns the exit code.
 pub(crate) async fn watch(
     args: &WatchArgs,
     connection: &Connection,
@@ -87,29 +88,29 @@ pub(crate) async fn watch(
 ) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let id = args.workload.to_string();
-    let (mut watch, mut waiting) = (Watch::new(connection, ui, id.clone()), Waiting::default());
+    let (mut watch, mut waiting) = (Watch::new(connection, ui, id.clone()), WaitReasons::default());
     loop {
         let (at, event) = tokio::select! {
             event = watch.next_at() => event?,
             Some(why) = waiting.next() => {
-                happened(&now(), "waiting", why.details, &why.text, as_json)?;
+                print_event(&now(), "waiting", why.details, &why.text, as_json)?;
                 continue;
             }
             code = signals.next() => return Err(Interrupted(code).into()),
         };
         waiting.over();
-        let said = said(&event);
-        happened(&at, said.name, said.details.clone(), &said.text, as_json)?;
+        let description = describe_event(&event);
+        print_event(&at, description.name, description.details.clone(), &description.text, as_json)?;
         match event {
-            Event::Queued(_) => waiting.changed(connection, &id, said),
+            Event::Queued(_) => waiting.changed(connection, &id, description),
             Event::Finished(finished) => return Ok(exit_code::end(&finished, None).code),
             _ => {}
         }
     }
 }
 
-/// Prints what has happened to a workload. `details` is an object.
-fn happened(at: &Timestamp, name: &str, details: Value, text: &str, as_json: bool) -> anyhow::Result<()> {
+/// Prints an event of a workload. `details` is an object.
+fn print_event(at: &Timestamp, name: &str, details: Value, text: &str, as_json: bool) -> anyhow::Result<()> {
     let at = labels::instant(at);
     if !as_json {
         return print(&format!("{at}  {}\n", text.replace('\n', "\n    ")));
@@ -121,7 +122,7 @@ fn happened(at: &Timestamp, name: &str, details: Value, text: &str, as_json: boo
     print_json(&event)
 }
 
-/// `gantry cancel`. One that has ended stays as it is, which is said.
+/// Executes `gantry cancel`. A workload that has ended does not change.
 pub(crate) async fn cancel(
     args: &CancelArgs,
     connection: &Connection,
@@ -135,10 +136,10 @@ pub(crate) async fn cancel(
         let outcome = labels::outcome(known.outcome()).unwrap_or("ended");
         let end = Some(labels::end(&known)).filter(|end| !end.is_empty());
         let end = end.map_or_else(String::new, |end| format!(" ({end})"));
-        ui.note(&format!("it had ended before: {outcome}{end}"));
+        ui.note(&format!("the workload has already ended: {outcome}{end}"));
     } else {
         follow::cancel(connection, id.clone(), args.grace).await?;
-        ui.note("asked it to end");
+        ui.note("the workload is being stopped");
     }
     if as_json {
         let state = labels::workload_state(known.state());

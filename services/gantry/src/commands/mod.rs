@@ -1,4 +1,6 @@
-//! The commands, one module each. No command uses another one; what they share is in the chapters below.
+//! Commands of `gantry`, one module each.
+//!
+//! No command uses another one. Shared code is in the other chapters.
 
 mod cat;
 mod clear_cache;
@@ -29,7 +31,7 @@ use crate::ending::signals::Signals;
 use crate::render::stdout;
 use crate::render::ui::Ui;
 
-/// Carries a command out. Answers the exit code.
+/// Executes a command, and returns the exit code.
 pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
     match command {
         Command::Up(_) => validate::here("up", global, ui)?,
@@ -53,7 +55,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Upload(args) => {
             validate::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
         }
-        Command::Download(args) => validate::target(&args.directory, args.replace, args.take.follow_links)
+        Command::Download(args) => validate::target(&args.directory, args.replace, args.allow.follow_links)
             .with_context(|| format!("cannot download into {:?}", args.directory))?,
         _ => {}
     }
@@ -72,7 +74,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
     }
 }
 
-/// Commands that may be interrupted at any point.
+/// Executes a command that may be interrupted at any point.
 async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     match command {
         Command::Explain(args) => explain::explain(connection, args, as_json).await?,

@@ -1,4 +1,4 @@
-//! `gantry adopt` and `gantry purge`: an operator decides about volumes and containers that a restored store does not know.
+//! `gantry adopt` and `gantry purge`: decisions of an operator about orphans.
 
 use anyhow::bail;
 use futures::TryStreamExt;
@@ -9,15 +9,15 @@ use crate::cli::args::{AdoptArgs, PurgeArgs};
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries::{orphan_handle, orphans, worker};
 use crate::client::why;
-use crate::ending::error::{advised, refusal};
+use crate::ending::error::{refusal, with_advice};
 use crate::render::json;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, duration};
 
-/// How many handles one call names.
-const AT_ONCE: usize = 1000;
+/// Maximum number of handles in one call.
+const CALL_LIMIT: usize = 1000;
 
-/// `gantry adopt`
+/// Executes `gantry adopt`.
 pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bool) -> anyhow::Result<()> {
     let request = AdoptRequest {
         team: connection.team.clone(),
@@ -43,13 +43,13 @@ pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bo
 fn adopted(artifact: &Artifact, args: &AdoptArgs) -> String {
     let kept = match args.build {
         Some(build) => format!("kept by build {build}"),
-        None => format!("kept for {} at least", duration(args.keep)),
+        None => format!("kept for at least {}", duration(args.keep)),
     };
     let id = &artifact.artifact_id;
-    format!("volume {} holds artifact {id}: {}, {kept}\n", args.volume, bytes(artifact.size_bytes))
+    format!("volume {} is a replica of artifact {id}: {}, {kept}\n", args.volume, bytes(artifact.size_bytes))
 }
 
-/// The answer about something that should be an orphan. If it is none, the error names the list of orphans.
+/// Returns `answered`. If the object is not an orphan, the error gets advice about finding orphans.
 async fn listed<T>(
     connection: &Connection,
     id: &str,
@@ -58,15 +58,15 @@ async fn listed<T>(
 ) -> anyhow::Result<T> {
     match answered {
         Err(error) if refusal(&error).is_some_and(|refused| refused.is(unknown)) => {
-            let list = "see `gantry list volumes --orphans`, and `gantry list containers --orphans`";
+            let list = "see `gantry list volumes --orphans` and `gantry list containers --orphans`";
             let known = why::orphan_advice(connection, id).await;
-            Err(advised(error, known.unwrap_or_else(|| list.to_owned())))
+            Err(with_advice(error, known.unwrap_or_else(|| list.to_owned())))
         }
         answered => answered,
     }
 }
 
-/// `gantry purge`
+/// Executes `gantry purge`.
 pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bool) -> anyhow::Result<()> {
     let worker_id = match &args.worker {
         Some(name) => worker(connection, "purge orphans on", name).await?.worker_id,
@@ -79,10 +79,10 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         args.handles.clone()
     };
     if handles.is_empty() && !args.all {
-        bail!("name what to purge, or say --all; see `gantry list volumes --orphans`");
+        bail!("give the handles to purge, or --all; see `gantry list volumes --orphans`");
     }
     let mut purged = PurgeResponse::default();
-    for some in handles.chunks(AT_ONCE) {
+    for some in handles.chunks(CALL_LIMIT) {
         let request = PurgeRequest { handles: some.to_vec(), worker_id: worker_id.clone() };
         let client = connection.inventory();
         let doing = "cannot purge orphans";
@@ -105,7 +105,7 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
 
 fn summary(purged: &PurgeResponse) -> String {
     let PurgeResponse { volumes, containers } = *purged;
-    format!("{} and {} are garbage now", count(volumes, "volume"), count(containers, "container"))
+    format!("{} and {} marked as garbage", count(volumes, "volume"), count(containers, "container"))
 }
 
 #[cfg(test)]
@@ -117,14 +117,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_done_is_said() {
+    fn adopted_and_purged_orphans_are_described() {
         let purged = PurgeResponse { volumes: 1, containers: 2 };
-        assert_eq!(summary(&purged), "1 volume and 2 containers are garbage now");
+        assert_eq!(summary(&purged), "1 volume and 2 containers marked as garbage");
         let volume = VolumeHandle::new();
         let artifact = Artifact { artifact_id: ArtifactId::new().to_string(), ..Artifact::default() };
         let args = AdoptArgs { volume, artifact: None, build: None, keep: Duration::from_secs(5400) };
         let id = &artifact.artifact_id;
-        let said = format!("volume {volume} holds artifact {id}: 0 B, kept for 90 min at least\n");
-        assert_eq!(adopted(&artifact, &args), said);
+        let expected =
+            format!("volume {volume} is a replica of artifact {id}: 0 B, kept for at least 90 min\n");
+        assert_eq!(adopted(&artifact, &args), expected);
     }
 }

@@ -1,4 +1,4 @@
-//! `gantry undelete`: a deleted artifact comes back while its bytes are there.
+//! `gantry undelete`: restores a deleted artifact while its bytes exist.
 
 use rpc::pb::artifacts::{Artifact, UndeleteRequest, undelete_request};
 
@@ -8,7 +8,7 @@ use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, duration};
 use crate::render::{json, labels};
 
-/// `gantry undelete`
+/// Executes `gantry undelete`.
 pub(crate) async fn undelete(
     connection: &Connection,
     args: &UndeleteArgs,
@@ -20,16 +20,16 @@ pub(crate) async fn undelete(
         kept_by: Some(undelete_request::KeptBy::Keep(rpc::duration(args.keep))),
     };
     let client = connection.artifacts();
-    let doing = format!("cannot bring artifact {} back", args.artifact);
+    let doing = format!("cannot undelete artifact {}", args.artifact);
     let response = repeat(&doing, async || client.clone().undelete(request.clone()).await).await?;
     let artifact = response.artifact.unwrap_or_default();
     if as_json {
         return print_json(&json::artifact(&artifact));
     }
-    print(&back(&artifact, args))
+    print(&restored(&artifact, args))
 }
 
-fn back(artifact: &Artifact, args: &UndeleteArgs) -> String {
+fn restored(artifact: &Artifact, args: &UndeleteArgs) -> String {
     let replicas = u64::try_from(artifact.replicas.len()).unwrap_or(u64::MAX);
     let whereabouts = match (artifact.in_store, replicas) {
         (true, 0) => labels::IN_STORE.to_owned(),
@@ -37,7 +37,7 @@ fn back(artifact: &Artifact, args: &UndeleteArgs) -> String {
         (false, replicas) => format!("on {}", count(replicas, "worker")),
     };
     format!(
-        "artifact {} is there: {} {whereabouts}, kept for {} at least\n",
+        "artifact {} is restored: {} {whereabouts}, kept for at least {}\n",
         artifact.artifact_id,
         bytes(artifact.size_bytes),
         duration(args.keep)

@@ -1,4 +1,4 @@
-//! `gantry upload`: a directory becomes an artifact, and perhaps the image of a resource type.
+//! `gantry upload`: makes an artifact of a directory, and optionally the image of a resource type.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::render::stdout::{print, print_json};
 use crate::render::ui::Ui;
 use crate::transfer::upload::{Directory, Uploader};
 
-/// `gantry upload`
+/// Executes `gantry upload`.
 pub(crate) async fn upload(
     connection: &Connection,
     ui: &Ui,
@@ -30,7 +30,7 @@ pub(crate) async fn upload(
     }
 }
 
-/// `gantry upload`: uploads one directory and nothing else.
+/// Uploads the directory, and returns the artifact.
 async fn artifact(connection: &Connection, ui: &Ui, args: &UploadArgs) -> anyhow::Result<ArtifactId> {
     let name = args.directory.canonicalize().ok();
     let name = name.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
@@ -39,20 +39,20 @@ async fn artifact(connection: &Connection, ui: &Ui, args: &UploadArgs) -> anyhow
     let uploader = Uploader { connection, ui, scan: &args.scan, build: None, progress };
     let directory = Directory { name: &name, path: &args.directory, left_out: Vec::new() };
     if args.inline {
-        return uploader.hand_over(&directory).await;
+        return uploader.upload_inline(&directory).await;
     }
     let artifact = uploader.upload(&directory).await?.0;
     drop(uploader);
     if !args.label.is_empty() {
         let label = crate::client::queries::artifact(connection, &artifact.to_string()).await?.label;
         if label != args.label {
-            ui.warn(&format!("these bytes are known as {label:?}, and keep that label"));
+            ui.warn(&format!("the cluster has these bytes already, with the label {label:?}, which stays"));
         }
     }
     Ok(artifact)
 }
 
-/// Makes an artifact the image of a resource type, on all workers.
+/// Makes an artifact the image of a resource type on all workers.
 async fn put_type(
     connection: &Connection,
     name: &str,
@@ -67,7 +67,7 @@ async fn put_type(
         artifact_id: artifact.to_string(),
     };
     let client = connection.caches();
-    let doing = format!("cannot make {artifact} the image of the resource type {name:?}");
+    let doing = format!("cannot make artifact {artifact} the image of resource type {name:?}");
     repeat(&doing, async || client.clone().put_base_resource_type(request.clone()).await).await?;
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! What cannot work is said before anything is done: no cluster was started, and nothing uploaded, submitted or made.
+//! Checks of arguments before a command starts a cluster, uploads, submits or writes anything.
 //!
-//! Whatever changes between this and the work itself is met there, too.
+//! A path may change after its check, so the command itself handles the same errors.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -17,29 +17,29 @@ use crate::render::ui::Ui;
 use crate::transfer::directories::{is_in_place, refuse_links, refuse_links_here, resolve};
 use crate::transfer::ignore;
 
-/// For commands that are about the cluster on this machine, and no other.
+/// Checks a command that acts only on the cluster on this machine.
 pub(crate) fn here(command: &str, global: &Global, ui: &Ui) -> anyhow::Result<()> {
     if global.server_given {
-        bail!("`gantry {command}` is about the cluster on this machine; leave out --server");
+        bail!("`gantry {command}` acts only on the cluster on this machine; leave out --server");
     }
     if global.server.is_some() {
         ui.note(&format!(
-            "`gantry {command}` is about the cluster on this machine, not the one of GANTRY_SERVER"
+            "`gantry {command}` acts on the cluster on this machine, not on that of GANTRY_SERVER"
         ));
     }
     Ok(())
 }
 
-/// For `gantry list`.
+/// Checks the arguments of `gantry list`.
 pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     if args.at_risk && args.kind != Kind::Artifacts {
-        bail!("--at-risk is about artifacts; see `gantry list artifacts --at-risk`");
+        bail!("--at-risk is only for artifacts; see `gantry list artifacts --at-risk`");
     }
     if args.worker.is_some() && args.kind != Kind::Leases {
-        bail!("--worker is about leases; see `gantry list leases --worker NAME`");
+        bail!("--worker is only for leases; see `gantry list leases --worker NAME`");
     }
     if args.orphans && !matches!(args.kind, Kind::Volumes | Kind::Containers) {
-        bail!("--orphans is about volumes and containers; see `gantry list volumes --orphans`");
+        bail!("--orphans is only for volumes and containers; see `gantry list volumes --orphans`");
     }
     if args.orphans && args.state.is_some() {
         bail!("orphans have no state; leave out --state");
@@ -47,7 +47,7 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// For `gantry show`.
+/// Checks the arguments of `gantry show`.
 pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
     let id = &args.id;
     match args.kind {
@@ -67,12 +67,12 @@ pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
     }
 }
 
-/// For `gantry run`.
+/// Checks the arguments of `gantry run`.
 pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
     let mut names = HashSet::new();
     for input in &args.inputs {
         if !names.insert(input.name.as_str()) {
-            bail!("two inputs are called {:?}; give each a name of its own", input.name);
+            bail!("two inputs have the name {:?}; give each its own name", input.name);
         }
         check_input(input, args)?;
     }
@@ -81,31 +81,31 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
     for output in &args.outputs {
         let name = output.name.as_str();
         if !names.insert(name) {
-            bail!("two outputs are called {name:?}; give each a name of its own");
+            bail!("two outputs have the name {name:?}; give each its own name");
         }
         if args.inputs.iter().any(|input| input.name == name && input.read_only) {
             bail!(
-                "output {name:?} starts with the contents of the input of that name, which is read-only; leave out :ro"
+                "output {name:?} cannot start with the input of the same name, because that input is read-only; leave out :ro"
             );
         }
         let Some(directory) = output.directory.as_deref() else { continue };
         if args.detach {
             bail!(
-                "nothing is brought back into {directory:?} with --detach; write -o {name}, and fetch it afterwards with \
-                 `gantry download`"
+                "cannot download into {directory:?} with --detach; write -o {name}, and use `gantry download` \
+                 afterwards"
             );
         }
         let replaces = args.replace && !args.inputs.iter().any(|input| is_in_place(input, output));
-        target(directory, replaces, args.take.follow_links)
-            .with_context(|| format!("output {name:?} cannot be brought into {directory:?}"))?;
+        target(directory, replaces, args.allow.follow_links)
+            .with_context(|| format!("cannot download output {name:?} into {directory:?}"))?;
         let resolved = resolve(directory).unwrap_or_else(|| directory.to_owned());
         for (other, other_directory, other_resolved) in &targets {
             if resolved == *other_resolved {
-                bail!("outputs {other:?} and {name:?} go into the same directory; give each its own");
+                bail!("outputs {other:?} and {name:?} have the same directory; give each its own directory");
             }
             let nested = |(outer, outer_at): (&str, &Path), (inner, inner_at): (&str, &Path)| {
                 format!(
-                    "output {inner:?} goes into {inner_at:?}, which lies in {outer_at:?}, where output {outer:?} goes; give each a directory of its own"
+                    "the directory {inner_at:?} of output {inner:?} is inside {outer_at:?}, the directory of output {outer:?}; give each its own directory"
                 )
             };
             if resolved.starts_with(other_resolved) {
@@ -120,26 +120,24 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
     let mut names = HashSet::new();
     for cache in &args.caches {
         if !names.insert(cache.name.as_str()) {
-            bail!("two caches are called {:?}; give each a name of its own", cache.name);
+            bail!("two caches have the name {:?}; give each its own name", cache.name);
         }
     }
     if let Some(trace) = &args.trace {
-        let links = if args.take.follow_links { Ok(()) } else { refuse_links_here(trace) };
-        links
-            .and_then(|()| file(trace))
-            .with_context(|| format!("the trace cannot be written into {trace:?}"))?;
+        let links = if args.allow.follow_links { Ok(()) } else { refuse_links_here(trace) };
+        links.and_then(|()| file(trace)).with_context(|| format!("cannot write the trace into {trace:?}"))?;
         let resolved = resolve(trace);
         if let Some((name, ..)) = targets.iter().find(|(.., target)| Some(target) == resolved.as_ref()) {
-            bail!("the trace cannot be written into {trace:?}: output {name:?} goes there");
+            bail!("cannot write the trace into {trace:?}: that is the directory of output {name:?}");
         }
     }
     Ok(())
 }
 
-/// `:ro` at the end always means read-only. Where a directory's own name ends so, it is said how to name it.
+/// Checks one input. `:ro` at the end always means read-only. If a directory with that name exists, the error says how to write it.
 fn check_input(input: &InputArg, args: &RunArgs) -> anyhow::Result<()> {
     let Source::Directory(path) = &input.source else { return Ok(()) };
-    if !args.take.follow_links {
+    if !args.allow.follow_links {
         refuse_links_here(path).with_context(|| format!("cannot upload {path:?}"))?;
     }
     let mut literal = OsString::from(path);
@@ -148,39 +146,39 @@ fn check_input(input: &InputArg, args: &RunArgs) -> anyhow::Result<()> {
     if input.read_only && literal.is_dir() {
         let (path, literal) = (path.display(), literal.display());
         bail!(
-            "-i {name}={literal} could mean two things; write {name}={literal}/ for the directory {literal}, and {name}={path}/:ro for \
-             {path}, read-only",
+            "-i {name}={literal} is ambiguous; write {name}={literal}/ for the directory {literal}, or {name}={path}/:ro for \
+             {path} read-only",
             name = input.name
         );
     }
     directory(path, &args.scan).with_context(|| format!("cannot upload {path:?}"))
 }
 
-/// Whether a directory, and the ignore files for it, can be read.
+/// Checks that a directory and its ignore files can be read.
 fn directory(path: &Path, scan: &ScanArgs) -> anyhow::Result<()> {
     if !path.metadata()?.is_dir() {
-        bail!("it is no directory; only directories can be uploaded");
+        bail!("not a directory; only directories can be uploaded");
     }
     std::fs::read_dir(path)?;
     ignore::check(path, scan.gitignore)
 }
 
-/// For `gantry upload`.
+/// Checks the arguments of `gantry upload`.
 pub(crate) fn upload(args: &UploadArgs) -> anyhow::Result<()> {
     directory(&args.directory, &args.scan)?;
     if args.resource_type.is_some() && !args.directory.join("rootfs").is_dir() {
-        bail!("it has no directory rootfs/, so it is the image of no resource type");
+        bail!("the directory has no rootfs/, which the image of a resource type needs");
     }
     Ok(())
 }
 
-/// Whether results can be brought into a directory, which need not exist.
+/// Checks that results can be written into a directory, which need not exist.
 pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> anyhow::Result<()> {
     if !follow_links {
         refuse_links(directory)?;
     }
     match directory.metadata() {
-        Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
+        Ok(metadata) if !metadata.is_dir() => bail!("not a directory"),
         Ok(metadata) => {
             let path = directory.canonicalize()?;
             writable(&path).with_context(|| format!("{path:?}"))?;
@@ -191,7 +189,7 @@ pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> any
             Ok(())
         }
         Err(error) if error.kind() == ErrorKind::NotFound && directory.is_symlink() => {
-            bail!("it is a symbolic link that leads nowhere")
+            bail!("the path is a symbolic link to a missing file")
         }
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             let path = std::path::absolute(directory)?;
@@ -201,26 +199,26 @@ pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> any
             let there = path.ancestors().skip(1).find(|ancestor| ancestor.symlink_metadata().is_ok());
             let there = there.unwrap_or(Path::new("/"));
             if !there.is_dir() {
-                bail!("{there:?} is no directory");
+                bail!("{there:?} is not a directory");
             }
-            writable(there).with_context(|| format!("nothing can be made in {there:?}"))
+            writable(there).with_context(|| format!("cannot create a directory in {there:?}"))
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// Whether a file can be written, which need not exist. Its directory must.
+/// Checks that a file can be written. The file need not exist, but its directory must.
 fn file(path: &Path) -> anyhow::Result<()> {
     match path.metadata() {
-        Ok(metadata) if metadata.is_dir() => bail!("it is a directory"),
+        Ok(metadata) if metadata.is_dir() => bail!("the path is a directory"),
         Ok(_) => Ok(rustix::fs::access(path, Access::WRITE_OK).map_err(std::io::Error::from)?),
         Err(error) if error.kind() == ErrorKind::NotFound => {
             let path = std::path::absolute(path)?;
             let parent = path.parent().unwrap_or(Path::new("/"));
             if !parent.is_dir() {
-                bail!("there is no directory {parent:?}");
+                bail!("the directory {parent:?} does not exist");
             }
-            writable(parent).with_context(|| format!("nothing can be made in {parent:?}"))
+            writable(parent).with_context(|| format!("cannot create a file in {parent:?}"))
         }
         Err(error) => Err(error.into()),
     }
@@ -240,9 +238,9 @@ mod tests {
     use super::*;
     use crate::cli::args::{Cli, Command};
 
-    /// What is said of a command line in which `@` is a directory that has the directories `d`, `e` and `e:ro`, the directory
-    /// `bad` with a malformed ignore file, the file `f` and the link `nowhere`. Nothing is left in it.
-    fn said(arguments: &[&str]) -> String {
+    /// Checks a command line, and returns the error, or an empty text. `@` stands for a directory with the directories `d`, `e` and `e:ro`,
+    /// the directory `bad` with a malformed ignore file, the file `f` and the links `nowhere` and `link`.
+    fn check_run(arguments: &[&str]) -> String {
         let root = tempfile::tempdir().expect("a directory");
         for name in ["d", "e", "e:ro", "bad"] {
             fs::create_dir(root.path().join(name)).expect("made");
@@ -268,100 +266,103 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_narrowed_by_what_is_said_of_their_kind() {
-        let said = |line: &str| {
+    fn list_options_are_limited_to_their_kind() {
+        let check_list = |line: &str| {
             let line = ["gantry", "list"].into_iter().chain(line.split(' '));
             let Command::List(args) = Cli::try_parse_from(line).expect("parses").command else {
                 panic!("it is a list")
             };
             list(&args).map_or_else(|error| error.to_string(), |()| String::new())
         };
-        assert_eq!(said("artifacts --at-risk"), "");
-        let refused = "--at-risk is about artifacts; see `gantry list artifacts --at-risk`";
-        assert_eq!(said("workers --at-risk"), refused);
-        assert_eq!(said("volumes --at-risk"), refused);
-        assert_eq!(said("leases --worker w"), "");
-        let refused = "--worker is about leases; see `gantry list leases --worker NAME`";
-        assert_eq!(said("containers --worker w"), refused);
+        assert_eq!(check_list("artifacts --at-risk"), "");
+        let refused = "--at-risk is only for artifacts; see `gantry list artifacts --at-risk`";
+        assert_eq!(check_list("workers --at-risk"), refused);
+        assert_eq!(check_list("volumes --at-risk"), refused);
+        assert_eq!(check_list("leases --worker w"), "");
+        let refused = "--worker is only for leases; see `gantry list leases --worker NAME`";
+        assert_eq!(check_list("containers --worker w"), refused);
     }
 
     #[test]
-    fn inputs_are_directories_with_names_of_their_own() {
-        assert_eq!(said(&["-i", "a=@/d", "-i", "b=@/d", "-i", "c=@/link:ro"]), "");
-        assert_eq!(said(&["-i", "a=@/x"]), "cannot upload \"@/x\": No such file or directory");
+    fn inputs_need_directories_and_unique_names() {
+        assert_eq!(check_run(&["-i", "a=@/d", "-i", "b=@/d", "-i", "c=@/link:ro"]), "");
+        assert_eq!(check_run(&["-i", "a=@/x"]), "cannot upload \"@/x\": No such file or directory");
         assert_eq!(
-            said(&["-i", "a=@/f"]),
-            "cannot upload \"@/f\": it is no directory; only directories can be uploaded"
+            check_run(&["-i", "a=@/f"]),
+            "cannot upload \"@/f\": not a directory; only directories can be uploaded"
         );
         assert_eq!(
-            said(&["-i", "a=@/d", "-i", "a=@/e"]),
-            "two inputs are called \"a\"; give each a name of its own"
+            check_run(&["-i", "a=@/d", "-i", "a=@/e"]),
+            "two inputs have the name \"a\"; give each its own name"
         );
     }
 
     #[test]
     fn malformed_ignore_file_is_named() {
         assert_eq!(
-            said(&["-i", "a=@/bad"]),
-            "cannot upload \"@/bad\": cannot understand \"@/bad/.gantryignore:2\": the bracket `[` is not closed; write `\\[` for a \
+            check_run(&["-i", "a=@/bad"]),
+            "cannot upload \"@/bad\": cannot parse \"@/bad/.gantryignore:2\": the bracket `[` is not closed; write `\\[` for a \
              bracket in a name"
         );
     }
 
     #[test]
-    fn a_directory_whose_name_ends_as_read_only_does_is_never_taken_by_mistake() {
+    fn directory_name_with_ro_suffix_is_ambiguous() {
         assert_eq!(
-            said(&["-i", "a=@/e:ro"]),
-            "-i a=@/e:ro could mean two things; write a=@/e:ro/ for the directory @/e:ro, and a=@/e/:ro for @/e, read-only"
+            check_run(&["-i", "a=@/e:ro"]),
+            "-i a=@/e:ro is ambiguous; write a=@/e:ro/ for the directory @/e:ro, or a=@/e/:ro for @/e read-only"
         );
-        assert_eq!(said(&["-i", "a=@/e:ro/", "-i", "b=@/e/:ro", "-i", "c=@/e:ro:ro"]), "");
+        assert_eq!(check_run(&["-i", "a=@/e:ro/", "-i", "b=@/e/:ro", "-i", "c=@/e:ro:ro"]), "");
     }
 
     #[test]
-    fn outputs_go_into_directories_of_their_own() {
-        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/new/deep", "-o", "c", "--replace"]), "");
+    fn outputs_need_separate_directories() {
+        assert_eq!(check_run(&["-o", "a=@/d", "-o", "b=@/new/deep", "-o", "c", "--replace"]), "");
         assert_eq!(
-            said(&["-o", "a", "-o", "a"]),
-            "two outputs are called \"a\"; give each a name of its own"
+            check_run(&["-o", "a", "-o", "a"]),
+            "two outputs have the name \"a\"; give each its own name"
         );
         assert_eq!(
-            said(&["-o", "a=@/d", "-o", "b=@/link", "--follow-links"]),
-            "outputs \"a\" and \"b\" go into the same directory; give each its own"
+            check_run(&["-o", "a=@/d", "-o", "b=@/link", "--follow-links"]),
+            "outputs \"a\" and \"b\" have the same directory; give each its own directory"
         );
-        let nested = "output \"b\" goes into \"@/d/x/y\", which lies in \"@/d\", where output \"a\" goes; give each a directory of its own";
-        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/d/x/y"]), nested);
-        assert_eq!(said(&["-o", "b=@/d/x/y", "-o", "a=@/d"]), nested);
-        assert_eq!(said(&["-o", "a=@/f"]), "output \"a\" cannot be brought into \"@/f\": it is no directory");
+        let nested = "the directory \"@/d/x/y\" of output \"b\" is inside \"@/d\", the directory of output \"a\"; give each its own directory";
+        assert_eq!(check_run(&["-o", "a=@/d", "-o", "b=@/d/x/y"]), nested);
+        assert_eq!(check_run(&["-o", "b=@/d/x/y", "-o", "a=@/d"]), nested);
+        assert_eq!(check_run(&["-o", "a=@/f"]), "cannot download output \"a\" into \"@/f\": not a directory");
         assert_eq!(
-            said(&["-o", "a=@/f/x/y"]),
-            "output \"a\" cannot be brought into \"@/f/x/y\": \"@/f\" is no directory"
+            check_run(&["-o", "a=@/f/x/y"]),
+            "cannot download output \"a\" into \"@/f/x/y\": \"@/f\" is not a directory"
         );
         for path in ["@/link", "@/link/x", "@/link/x/y", "@/d/../link"] {
-            let refused = said(&["-o", &format!("a={path}")]);
-            let expected = "link\" is a symbolic link to \"d\", which an earlier result may have made; name the directory that it \
-                            leads to, or allow it with --follow-links";
+            let refused = check_run(&["-o", &format!("a={path}")]);
+            let expected = "link\" is a symbolic link to \"d\", which an earlier result may have made; use the target of the \
+                            link, or allow it with --follow-links";
             assert!(refused.ends_with(expected), "{refused}");
         }
-        assert_eq!(said(&["-o", "a=@/link/x", "--follow-links"]), "");
+        assert_eq!(check_run(&["-o", "a=@/link/x", "--follow-links"]), "");
         assert_eq!(
-            said(&["-o", "a=@/nowhere", "--follow-links"]),
-            "output \"a\" cannot be brought into \"@/nowhere\": it is a symbolic link that leads nowhere"
+            check_run(&["-o", "a=@/nowhere", "--follow-links"]),
+            "cannot download output \"a\" into \"@/nowhere\": the path is a symbolic link to a missing file"
         );
-        assert!(said(&["-o", "a=/proc/self/x"]).starts_with("output \"a\" cannot be brought into"));
-        assert!(said(&["-i", "a=@/d:ro", "-o", "a=@/d"]).ends_with("leave out :ro"));
-        assert!(said(&["-d", "-o", "a=@/d"]).contains("--detach"));
-        assert!(said(&["-o", "a=.", "--replace"]).contains("we are in it"));
+        assert!(check_run(&["-o", "a=/proc/self/x"]).starts_with("cannot download output \"a\" into"));
+        assert!(check_run(&["-i", "a=@/d:ro", "-o", "a=@/d"]).ends_with("leave out :ro"));
+        assert!(check_run(&["-d", "-o", "a=@/d"]).contains("--detach"));
+        assert!(check_run(&["-o", "a=.", "--replace"]).contains("current directory"));
     }
 
     #[test]
-    fn a_trace_can_be_written() {
-        assert_eq!(said(&["--trace", "@/f"]), "");
-        assert_eq!(said(&["--trace", "@/new", "-o", "a=@/d"]), "");
-        assert_eq!(said(&["--trace", "@/d"]), "the trace cannot be written into \"@/d\": it is a directory");
+    fn trace_needs_writable_file() {
+        assert_eq!(check_run(&["--trace", "@/f"]), "");
+        assert_eq!(check_run(&["--trace", "@/new", "-o", "a=@/d"]), "");
         assert_eq!(
-            said(&["--trace", "@/x/y"]),
-            "the trace cannot be written into \"@/x/y\": there is no directory \"@/x\""
+            check_run(&["--trace", "@/d"]),
+            "cannot write the trace into \"@/d\": the path is a directory"
         );
-        assert!(said(&["--trace", "@/new", "-o", "a=@/new"]).ends_with("output \"a\" goes there"));
+        assert_eq!(
+            check_run(&["--trace", "@/x/y"]),
+            "cannot write the trace into \"@/x/y\": the directory \"@/x\" does not exist"
+        );
+        assert!(check_run(&["--trace", "@/new", "-o", "a=@/new"]).ends_with("the directory of output \"a\""));
     }
 }

@@ -1,4 +1,4 @@
-//! `gantry cordon`, `uncordon`, `retire` and `prune`: workers are taken out of service, and put back.
+//! `gantry cordon`, `uncordon`, `retire` and `prune`: taking workers out of service, and putting them back.
 
 use std::time::Duration;
 
@@ -21,13 +21,13 @@ use crate::render::stdout::{print, print_json};
 use crate::render::table::{count, plain};
 use crate::render::ui::Ui;
 
-/// How often it is looked whether a worker is drained.
-const LOOK: Duration = Duration::from_millis(300);
+/// Interval between two polls of a worker that is drained.
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
-/// How many of those that a worker waits for, or that ended with it, are named.
-const NAMED: usize = 5;
+/// Maximum number of workloads that a message names.
+const NAMED_LIMIT: usize = 5;
 
-/// `gantry cordon`
+/// Executes `gantry cordon`.
 pub(crate) async fn cordon(
     connection: &Connection,
     ui: &Ui,
@@ -41,17 +41,17 @@ pub(crate) async fn cordon(
     let cordoned = repeat(&doing, async || client.clone().cordon_worker(request.clone()).await).await?.worker;
     let drained = match cordoned {
         Some(cordoned) if !args.wait.no_wait => {
-            Waiting { connection, ui, seen: None }
-                .until(cordoned, |worker| worker.drained_at.is_some())
+            DrainWait { connection, ui, seen: None }
+                .wait_until(cordoned, |worker| worker.drained_at.is_some())
                 .await?
         }
         cordoned => cordoned,
     };
-    // It was there a moment ago.
-    answer(&args.worker, drained.as_ref(), "it has gone", as_json)
+    // The worker existed a moment ago, and may have been removed since.
+    answer(&args.worker, drained.as_ref(), "removed", as_json)
 }
 
-/// `gantry uncordon`
+/// Executes `gantry uncordon`.
 pub(crate) async fn uncordon(
     connection: &Connection,
     args: &UncordonArgs,
@@ -61,10 +61,10 @@ pub(crate) async fn uncordon(
     let client = connection.workers();
     let doing = format!("cannot uncordon worker {}", args.worker);
     let running = repeat(&doing, async || client.clone().run_worker(request.clone()).await).await?.worker;
-    answer(&args.worker, running.as_ref(), "it may register again", as_json)
+    answer(&args.worker, running.as_ref(), "may register again", as_json)
 }
 
-/// `gantry retire`
+/// Executes `gantry retire`.
 pub(crate) async fn retire(
     connection: &Connection,
     ui: &Ui,
@@ -81,23 +81,23 @@ pub(crate) async fn retire(
     let retiring = repeat(&doing, async || client.clone().retire_worker(request.clone()).await).await?.worker;
     let left = match retiring {
         Some(retiring) if !args.wait.no_wait => {
-            let left = Waiting { connection, ui, seen: None }
-                .until(retiring, |worker| !worker.held_up_by.is_empty());
+            let left = DrainWait { connection, ui, seen: None }
+                .wait_until(retiring, |worker| !worker.held_up_by.is_empty());
             left.await?
         }
         retiring => retiring,
     };
     if let Some(held_up) = left.as_ref().filter(|left| !left.held_up_by.is_empty()) {
         bail!(
-            "nothing runs on worker {} any more, and it is kept: {}; copy that to another worker, or repeat this with --force",
+            "worker {} is drained but cannot be removed: {}; copy the artifacts to another worker, or retry with --force",
             plain(&held_up.name, 255),
             held_up.held_up_by
         );
     }
-    answer(&args.worker, left.as_ref(), "it has gone", as_json)
+    answer(&args.worker, left.as_ref(), "removed", as_json)
 }
 
-/// `gantry prune`
+/// Executes `gantry prune`.
 pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bool) -> anyhow::Result<()> {
     let request = PruneWorkerRequest { worker: args.worker.clone(), force: args.force };
     let client = connection.workers();
@@ -110,45 +110,45 @@ pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bo
         let gone = serde_json::json!({ "name": args.worker, "gone": true, "leases": pruned.leases, "workloads": workloads });
         return print_json(&gone);
     }
-    answer(&args.worker, None, "it has gone", as_json)?;
-    print(&ended_with_it(&pruned))
+    answer(&args.worker, None, "removed", as_json)?;
+    print(&describe_ended_leases(&pruned))
 }
 
-/// How many workloads are told at most of those that ended because a worker was pruned.
-const MOST_TOLD: usize = 1000;
+/// Maximum number of workloads in the response to PruneWorker.
+const LISTED_LIMIT: usize = 1000;
 
-/// What ended because a worker was pruned. Empty: nothing.
-fn ended_with_it(pruned: &PruneWorkerResponse) -> String {
+/// Describes the leases and workloads that ended because a worker was pruned. Empty: there were none.
+fn describe_ended_leases(pruned: &PruneWorkerResponse) -> String {
     let PruneWorkerResponse { leases, workloads } = pruned;
     if *leases == 0 {
         return String::new();
     }
-    let mut text = format!("{} ended with it", count(*leases, "lease"));
+    let mut text = format!("{} ended", count(*leases, "lease"));
     if !workloads.is_empty() {
-        let at_least = if workloads.len() < MOST_TOLD { "" } else { "at least " };
+        let at_least = if workloads.len() < LISTED_LIMIT { "" } else { "at least " };
         text.push_str(&format!(
-            ", {at_least}{} of workloads, which end with that, or begin again elsewhere",
+            ", {at_least}{} of them of workloads, which fail or start again on another worker",
             workloads.len()
         ));
     }
     text.push('\n');
-    for PrunedWorkload { team, workload_id } in workloads.iter().take(NAMED) {
+    for PrunedWorkload { team, workload_id } in workloads.iter().take(NAMED_LIMIT) {
         text.push_str(&format!("  {workload_id} of team {}\n", plain(team, 255)));
     }
-    if workloads.len() > NAMED {
-        text.push_str(&format!("  and {} more\n", workloads.len() - NAMED));
+    if workloads.len() > NAMED_LIMIT {
+        text.push_str(&format!("  and {} more\n", workloads.len() - NAMED_LIMIT));
     }
     text
 }
 
-/// `gone`: what is said of a worker that is not there.
+/// Prints the state of a worker. `gone` is the text for a worker that does not exist.
 fn answer(name: &str, worker: Option<&Worker>, gone: &str, as_json: bool) -> anyhow::Result<()> {
     match (worker, as_json) {
         (Some(worker), true) => print_json(&json::worker(worker)),
         (None, true) => print_json(&serde_json::json!({ "name": name, "gone": true })),
         (Some(worker), false) => {
             let interrupts = match &worker.interrupt_at {
-                Some(at) => format!(", what is left is interrupted at {}", labels::instant(at)),
+                Some(at) => format!(", remaining workloads are interrupted at {}", labels::instant(at)),
                 None => String::new(),
             };
             let standing = labels::standing(worker);
@@ -158,26 +158,26 @@ fn answer(name: &str, worker: Option<&Worker>, gone: &str, as_json: bool) -> any
     }
 }
 
-/// Somebody who waits for a worker to come down.
-struct Waiting<'a> {
+/// Wait for a worker to be drained or removed.
+struct DrainWait<'a> {
     connection: &'a Connection,
     ui: &'a Ui,
-    /// What was said of it last.
+    /// Last message about the worker.
     seen: Option<String>,
 }
 
-impl Waiting<'_> {
-    /// Until no lease is left on the worker and it is as `wanted`. `None`: it has gone.
-    async fn until(
+impl DrainWait<'_> {
+    /// Waits until no lease is left on the worker and it meets `wanted`. `None`: the worker was removed.
+    async fn wait_until(
         mut self,
         mut seen: Worker,
         wanted: impl Fn(&Worker) -> bool,
     ) -> anyhow::Result<Option<Worker>> {
         let id = seen.worker_id.clone();
         while seen.leases > 0 || !wanted(&seen) {
-            self.say(&seen).await?;
-            tokio::time::sleep(LOOK).await;
-            seen = match worker(self.connection, "look at", &id).await {
+            self.report(&seen).await?;
+            tokio::time::sleep(POLL_INTERVAL).await;
+            seen = match worker(self.connection, "show", &id).await {
                 Ok(seen) => seen,
                 Err(error) if refusal(&error).is_some_and(|refusal| refusal.is(Reason::WorkerNotFound)) => {
                     return Ok(None);
@@ -188,8 +188,8 @@ impl Waiting<'_> {
         Ok(Some(seen))
     }
 
-    /// Says what a worker waits for, where that is news.
-    async fn say(&mut self, worker: &Worker) -> anyhow::Result<()> {
+    /// Prints what the drain waits for, if that has changed.
+    async fn report(&mut self, worker: &Worker) -> anyhow::Result<()> {
         let workloads = self.running_on(&worker.worker_id).await?;
         let waits = waits_for(worker, &workloads);
         if self.seen.as_ref() != Some(&waits) {
@@ -199,7 +199,7 @@ impl Waiting<'_> {
         Ok(())
     }
 
-    /// What holds a lease of a worker.
+    /// Lists the workloads that hold a lease of a worker.
     async fn running_on(&self, worker: &str) -> anyhow::Result<Vec<Workload>> {
         let there = |workload: &Workload| {
             workload.whereabouts.as_ref().is_some_and(|there| there.worker_id == worker)
@@ -217,38 +217,38 @@ impl Waiting<'_> {
             let all = all.try_filter(|workload| std::future::ready(there(workload)));
             running.extend(all.try_collect::<Vec<_>>().await?);
         }
-        // One that went on meanwhile is in two of them.
+        // A workload that changed its state meanwhile is in two lists.
         running.sort_by(|one, other| one.workload_id.cmp(&other.workload_id));
         running.dedup_by(|one, other| one.workload_id == other.workload_id);
         Ok(running)
     }
 }
 
-/// What a worker waits for that comes down.
+/// Describes what the drain of a worker waits for.
 fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
     let mut text = format!("worker {}: {}", plain(&worker.name, 255), labels::standing(worker));
     if worker.leases > 0 {
-        text.push_str(&format!(", {} to end", count(worker.leases.into(), "lease")));
+        text.push_str(&format!(", waiting for {}", count(worker.leases.into(), "lease")));
         if worker.uninterruptible_leases < worker.leases {
             text.push_str(&format!(
-                ", {} of them may be interrupted",
+                ", {} of them interruptible",
                 worker.leases - worker.uninterruptible_leases
             ));
         }
     }
     if worker.leases > 0 && worker.state() == WorkerState::Lost {
-        text.push_str(", and it may run them still: `gantry prune` says that it is gone");
+        text.push_str(", which may still run; if the machine is gone, use `gantry prune`");
     }
     if let Some(at) = &worker.interrupt_at {
         text.push_str(&format!(", interrupted at {}", labels::instant(at)));
     }
-    for workload in workloads.iter().take(NAMED) {
+    for workload in workloads.iter().take(NAMED_LIMIT) {
         let command = plain(&command(workload.spec.as_ref()), 40);
         let team = workload.spec.as_ref().map_or("", |spec| spec.team.as_str());
         text.push_str(&format!("\n  {} of team {team}: {command}", workload.workload_id));
     }
-    if workloads.len() > NAMED {
-        text.push_str(&format!("\n  and {} more", workloads.len() - NAMED));
+    if workloads.len() > NAMED_LIMIT {
+        text.push_str(&format!("\n  and {} more", workloads.len() - NAMED_LIMIT));
     }
     text
 }
@@ -260,25 +260,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_ended_with_a_pruned_worker_is_said_and_not_all_of_a_lot() {
+    fn ended_leases_of_pruned_worker_are_listed() {
         let mut pruned = PruneWorkerResponse::default();
-        assert_eq!(ended_with_it(&pruned), "");
+        assert_eq!(describe_ended_leases(&pruned), "");
         pruned.leases = 1;
-        assert_eq!(ended_with_it(&pruned), "1 lease ended with it\n");
+        assert_eq!(describe_ended_leases(&pruned), "1 lease ended\n");
         pruned.leases = 8;
         let workload = |id: usize| PrunedWorkload { team: "a".to_owned(), workload_id: format!("w{id}") };
         pruned.workloads = (0..7).map(workload).collect();
         assert_eq!(
-            ended_with_it(&pruned),
-            "8 leases ended with it, 7 of workloads, which end with that, or begin again elsewhere\n  w0 of team a\n  w1 of team a\n  \
+            describe_ended_leases(&pruned),
+            "8 leases ended, 7 of them of workloads, which fail or start again on another worker\n  w0 of team a\n  w1 of team a\n  \
              w2 of team a\n  w3 of team a\n  w4 of team a\n  and 2 more\n"
         );
-        pruned.workloads = (0..MOST_TOLD).map(workload).collect();
-        assert!(ended_with_it(&pruned).contains(", at least 1000 of workloads"));
+        pruned.workloads = (0..LISTED_LIMIT).map(workload).collect();
+        assert!(describe_ended_leases(&pruned).contains(", at least 1000 of them of workloads"));
     }
 
     #[test]
-    fn what_a_worker_waits_for_is_said_and_not_all_of_a_lot() {
+    fn workloads_that_delay_drain_are_listed() {
         let worker = Worker {
             name: "one".to_owned(),
             state: WorkerState::Running.into(),
@@ -300,12 +300,12 @@ mod tests {
         let workloads: Vec<_> = (0..7).map(workload).collect();
         assert_eq!(
             waits_for(&worker, &workloads),
-            "worker one: running, cordoned, 7 leases to end, 2 of them may be interrupted\n  w0 of team a: make\n  w1 of team a: make\n  \
+            "worker one: running, cordoned, waiting for 7 leases, 2 of them interruptible\n  w0 of team a: make\n  w1 of team a: make\n  \
              w2 of team a: make\n  w3 of team a: make\n  w4 of team a: make\n  and 2 more"
         );
         let lost = Worker { state: WorkerState::Lost.into(), ..worker.clone() };
-        let said = waits_for(&lost, &[]);
-        assert!(said.ends_with("and it may run them still: `gantry prune` says that it is gone"), "{said}");
+        let text = waits_for(&lost, &[]);
+        assert!(text.ends_with("which may still run; if the machine is gone, use `gantry prune`"), "{text}");
         let empty = Worker { leases: 0, uninterruptible_leases: 0, ..worker };
         assert_eq!(waits_for(&empty, &[]), "worker one: running, cordoned");
     }

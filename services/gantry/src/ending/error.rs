@@ -1,6 +1,6 @@
-//! What went wrong, in one sentence: what failed, why, and what to do about it.
+//! Error messages: one sentence with the operation, the cause and the remedy.
 //!
-//! Everything travels as `anyhow::Error`; [`describe`] makes the sentence, and only `main` prints it.
+//! Functions return `anyhow::Error`. [`describe`] turns it into the sentence, and only `main` prints that.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -9,12 +9,12 @@ use std::fmt;
 use rpc::{Reason, Refusal};
 use tonic::{Code, Status};
 
-/// Ends the command with this exit code, after a signal or a closed standard output.
+/// Ends the command with an exit code, after a signal or because standard output is closed.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error("interrupted")]
 pub(crate) struct Interrupted(pub(crate) u8);
 
-/// What to do about an error, where its reason alone does not say it. Nothing of it stands among the causes.
+/// Remedy for an error that its reason alone does not imply. Its text is empty, so it does not appear among the causes.
 #[derive(Debug, Clone)]
 struct Advice(String);
 
@@ -24,50 +24,51 @@ impl fmt::Display for Advice {
     }
 }
 
-/// The same error, and what to do about it.
-pub(crate) fn advised(error: anyhow::Error, advice: impl Into<String>) -> anyhow::Error {
+/// Adds a remedy to an error.
+pub(crate) fn with_advice(error: anyhow::Error, advice: impl Into<String>) -> anyhow::Error {
     error.context(Advice(advice.into()))
 }
 
-/// How the library says that what came from the other side is not HTTP/2.
-const NO_HTTP2: [&str; 2] = ["frame with invalid size", "invalid preface"];
+/// Messages of the HTTP library for an answer that is not HTTP/2.
+const NOT_HTTP2: [&str; 2] = ["frame with invalid size", "invalid preface"];
 
-/// The reason for programs where a service gave none.
+/// Reason of errors that no service returned, for programs.
 pub(crate) const LOCAL_REASON: &str = "CLIENT";
 
-/// A call was refused or failed.
+/// Call that was rejected or failed.
 #[derive(Debug, Clone)]
 pub(crate) struct Refused {
     refusal: Refusal,
-    /// Why nobody answered, where nobody did.
+    /// Cause why no service answered, if none did.
     unreachable: Option<String>,
-    /// The system does not let us call it.
+    /// The operating system denies access to the socket.
     denied: bool,
-    /// Somebody listens there, who does not understand us.
+    /// Another program than Gantry listens at the address.
     foreign: bool,
 }
 
 impl Refused {
+    /// Returns whether the service gave this reason.
     pub(crate) fn is(&self, reason: Reason) -> bool {
         self.refusal.is(reason)
     }
 
-    /// Whether what was said of it names this id.
+    /// Returns whether the message of the service contains this id.
     pub(crate) fn names(&self, id: &str) -> bool {
         self.refusal.message.contains(id)
     }
 
-    /// Whether the same call may succeed later and may be repeated blindly.
+    /// Returns whether the same call may be repeated and may then succeed.
     pub(crate) fn is_transient(&self) -> bool {
         self.refusal.is_transient() && !self.denied
     }
 
-    /// What is behind it, for who knows already that it is about a service that should answer.
-    pub(crate) fn why(&self) -> String {
+    /// Returns the cause alone, for messages that already name the service.
+    pub(crate) fn cause(&self) -> String {
         self.unreachable.clone().unwrap_or_else(|| self.refusal.message.clone())
     }
 
-    /// A stream ended before the message that says that it is whole.
+    /// Error for a stream that ended before its final message.
     pub(crate) fn cut() -> Self {
         Self::from(Status::unavailable("the connection was cut"))
     }
@@ -88,13 +89,13 @@ impl From<Status> for Refused {
         let denied = denied && silent;
         let unreachable = silent.then(|| deepest.unwrap_or_else(|| refusal.message.clone()));
         let foreign =
-            unreachable.as_ref().is_some_and(|cause| NO_HTTP2.iter().any(|what| cause.contains(what)));
+            unreachable.as_ref().is_some_and(|cause| NOT_HTTP2.iter().any(|message| cause.contains(message)));
         Self { refusal, unreachable, denied, foreign }
     }
 }
 
 impl Refused {
-    /// What each worker lacks, where that is what it is about.
+    /// Writes the refusal of each worker, if the error is about placement.
     fn fmt_workers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if !self.is(Reason::NoCompatibleWorker) && !self.is(Reason::AllWorkersBusy) {
             return Ok(());
@@ -112,11 +113,14 @@ impl Refused {
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.denied {
-            return write!(f, "we may not use this cluster: Permission denied (PERMISSION_DENIED)");
+            return write!(f, "this user may not access the cluster: Permission denied (PERMISSION_DENIED)");
         }
         match (&self.unreachable, &self.refusal.reason) {
             (Some(_), _) if self.foreign => {
-                write!(f, "what listens there is no Gantry service, or wants TLS (UNAVAILABLE)")
+                write!(
+                    f,
+                    "the program at this address is not a Gantry service, or requires TLS (UNAVAILABLE)"
+                )
             }
             (Some(cause), _) => write!(f, "the cluster does not answer: {cause} (UNAVAILABLE)"),
             (None, Some(reason)) => {
@@ -125,7 +129,7 @@ impl fmt::Display for Refused {
                 write!(f, " ({reason})")
             }
             (None, None) if self.refusal.code == Code::Unimplemented => {
-                write!(f, "the other side is no Gantry service that offers this (UNIMPLEMENTED)")
+                write!(f, "the service at this address does not support this call (UNIMPLEMENTED)")
             }
             (None, None) => write!(f, "{} ({})", self.refusal.message, code_name(self.refusal.code)),
         }
@@ -134,22 +138,22 @@ impl fmt::Display for Refused {
 
 impl Error for Refused {}
 
-/// For `map_err`: the call that did `doing` was refused.
-pub(crate) fn refused(doing: impl Into<String>) -> impl FnOnce(Status) -> anyhow::Error {
-    move |status| anyhow::Error::new(Refused::from(status)).context(doing.into())
+/// Makes a function for `map_err` that describes a rejected call, such as "cannot list workers".
+pub(crate) fn refused(operation: impl Into<String>) -> impl FnOnce(Status) -> anyhow::Error {
+    move |status| anyhow::Error::new(Refused::from(status)).context(operation.into())
 }
 
-/// The refusal among the causes of `error`.
+/// Finds the rejected call among the causes of `error`.
 pub(crate) fn refusal(error: &anyhow::Error) -> Option<&Refused> {
     error.chain().find_map(|cause| cause.downcast_ref())
 }
 
-/// Whether the same may succeed later.
+/// Returns whether the same operation may succeed later.
 pub(crate) fn is_transient(error: &anyhow::Error) -> bool {
     refusal(error).is_some_and(Refused::is_transient)
 }
 
-/// The reason, for programs.
+/// Returns the reason of an error, for programs.
 pub(crate) fn reason(error: &anyhow::Error) -> String {
     match refusal(error) {
         Some(Refused { denied: true, .. }) => code_name(Code::PermissionDenied).to_owned(),
@@ -161,12 +165,12 @@ pub(crate) fn reason(error: &anyhow::Error) -> String {
     }
 }
 
-/// One sentence about `error`, and one about what to do where we know.
+/// Describes `error` in one sentence, with a remedy if one is known.
 pub(crate) fn describe(error: &anyhow::Error) -> String {
     describe_with(error, |_| None)
 }
 
-/// The same. `advise` says what to do about a reason, before what mostly helps.
+/// Describes `error` as [`describe`] does. The remedy that `advise` returns for a reason replaces the general one.
 pub(crate) fn describe_with(error: &anyhow::Error, advise: impl Fn(&str) -> Option<String>) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -191,59 +195,61 @@ pub(crate) fn describe_with(error: &anyhow::Error, advise: impl Fn(&str) -> Opti
     text
 }
 
-/// What to do where no worker's operator allows what a workload asks for.
+/// Returns the remedy for a workload that asks for something that no operator of a worker allows.
 fn needs_permission(text: &str) -> Option<&'static str> {
     let lacks = |permission: &str| text.contains(&format!("its runtime lacks {permission}"));
     (lacks("privileged") || lacks("network-host")).then_some(
-        "an operator allows it with --allow; for a cluster on this machine: `gantry down`, then \
-         `gantry up --allow host-image,host-network,privileged` with what you need of these",
+        "the operator of a worker must allow it with --allow; for the cluster on this machine, run `gantry down`, then \
+         `gantry up --allow host-image,host-network,privileged` with the permissions that you need",
     )
 }
 
-/// What to do about a reason, where it is more than the message says.
+/// Returns the general remedy for a reason.
 pub(crate) fn advice(reason: &str) -> Option<&'static str> {
     Some(match reason {
-        "UNAUTHENTICATED" => "name the cluster's token file with --token-file",
-        "UNAVAILABLE" => "try again, or look at `gantry status`",
-        "INPUT_UNAVAILABLE" => "upload it again",
-        "INPUT_DAMAGED" => "run it again: inputs are brought from elsewhere then",
-        "NO_COMPATIBLE_WORKER" => "change what you ask for, or see `gantry list workers`",
+        "UNAUTHENTICATED" => "give the token file of the cluster with --token-file",
+        "UNAVAILABLE" => "try again, or check `gantry status`",
+        "INPUT_UNAVAILABLE" => "upload the input again",
+        "INPUT_DAMAGED" => "run the command again; the input is then copied from another place",
+        "NO_COMPATIBLE_WORKER" => "change the requirements, or see `gantry list workers`",
         "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
-        "INVALID_IMAGE" => "an image has a directory rootfs, and may have a metadata.json with env and user",
-        "OUTPUT_INVALID" => "leave less there, or pack it into one file",
-        "DISK_FULL" => {
-            "`gantry gc` lets go of what is only kept for a time, `gantry delete` of more; or free space on the worker"
+        "INVALID_IMAGE" => {
+            "an image must have a directory rootfs, and may have a metadata.json with env and user"
         }
+        "OUTPUT_INVALID" => "write fewer files into the output, or pack them into one file",
+        "DISK_FULL" => "run `gantry gc`, delete artifacts with `gantry delete`, or free space on the worker",
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
-        "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and so on",
+        "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and the other lists",
         "NOT_ORPHANED" => "see `gantry explain`",
-        "NOT_ADOPTABLE" => "it can only be purged; see `gantry list volumes --orphans`",
-        "BYTES_GONE" => "upload or make it again",
+        "NOT_ADOPTABLE" => "the orphan can only be purged; see `gantry list volumes --orphans`",
+        "BYTES_GONE" => "upload or produce the artifact again",
         "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
         "VOLUME_NOT_FOUND" => "see `gantry list volumes`",
         "CONTAINER_NOT_FOUND" => "see `gantry list containers`",
-        "WORKER_IN_CONTACT" => "retire it, or stop its gateway and wait until it is stalled",
+        "WORKER_IN_CONTACT" => "retire the worker, or stop its gateway and wait until the worker is stalled",
         "LAST_REPLICA" => {
-            "have a run on another worker take it as an input, which copies it there, or lose it with --force"
+            "use the artifact as an input of a run on another worker, which copies it there, or give it up with --force"
         }
-        "INTERRUPTED" => "run it again; if it may run twice, with --interruptible",
+        "INTERRUPTED" => "run the command again; use --interruptible if the command may run twice",
         "WORKER_NOT_FOUND" => "see `gantry list workers`",
-        "NO_REPLICA" => "make it again, its bytes are lost",
-        "PROGRAM_NOT_FOUND" => "give the path that it has there, or set PATH with --env",
-        "USER_NOT_FOUND" => "check the name, or give a number with --user",
-        "WORKING_DIRECTORY_MISSING" => "check the path given with --dir",
-        "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name an interpreter that the image has",
-        "WORKER_LOST" | "START_UNKNOWN" | "EXIT_UNKNOWN" | "CONTACT_LOST" => {
-            "run it again if it may run twice, or have that done with --retries, or with more of them"
+        "NO_REPLICA" => "produce the artifact again; its bytes are lost",
+        "PROGRAM_NOT_FOUND" => "give the path of the program in the container, or set PATH with --env",
+        "USER_NOT_FOUND" => "check the name, or give a number to --user",
+        "WORKING_DIRECTORY_MISSING" => "check the path of --dir",
+        "PROGRAM_NOT_EXECUTABLE" => {
+            "make the program executable, or run it with an interpreter that the image has"
         }
-        "SETTLE_FAILED" => "run it again",
-        "START_TIMEOUT" => "allow more time with --start-timeout, or tries with --retries",
+        "WORKER_LOST" | "START_UNKNOWN" | "EXIT_UNKNOWN" | "CONTACT_LOST" => {
+            "run the command again if it may run twice, or let --retries do that"
+        }
+        "SETTLE_FAILED" => "run the command again",
+        "START_TIMEOUT" => "allow more time with --start-timeout, or use --retries",
         "QUEUE_TIMEOUT" => "allow more time with --queue-timeout, or see `gantry list workers`",
         _ => return None,
     })
 }
 
-/// The text of an I/O error without its number.
+/// Removes the error number from the text of an I/O error.
 pub(crate) fn without_number(text: &str) -> String {
     match text.rfind(" (os error ") {
         Some(at) if text.ends_with(')') => text[..at].to_owned(),
@@ -280,61 +286,61 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_is_one_sentence_with_its_reason_and_what_to_do() {
+    fn error_has_cause_reason_and_remedy() {
         let status = Reason::InputUnavailable.status("gantry.scheduler", "input \"src\" has no replica left");
         let error = refused("cannot submit the workload")(status);
         assert_eq!(
             describe(&error),
-            "cannot submit the workload: input \"src\" has no replica left (INPUT_UNAVAILABLE); upload it again"
+            "cannot submit the workload: input \"src\" has no replica left (INPUT_UNAVAILABLE); upload the input again"
         );
         assert_eq!(reason(&error), "INPUT_UNAVAILABLE");
         assert!(!is_transient(&error));
     }
 
     #[test]
-    fn what_each_worker_lacks_is_said() {
+    fn placement_error_names_refusal_of_each_worker() {
         let about = [("b", "is full".to_owned()), ("a", "has no tag \"x\"".to_owned())];
         let status = Reason::NoCompatibleWorker.status_about("gantry.scheduler", "no worker could", about);
-        let said = Refused::from(status).to_string();
-        assert_eq!(said, "no worker could: a: has no tag \"x\", b: is full (NO_COMPATIBLE_WORKER)");
+        let message = Refused::from(status).to_string();
+        assert_eq!(message, "no worker could: a: has no tag \"x\", b: is full (NO_COMPATIBLE_WORKER)");
     }
 
     #[test]
-    fn missing_permission_is_explained() {
+    fn missing_permission_has_remedy() {
         let about = [("local", "its runtime lacks network-host".to_owned())];
         let status = Reason::NoCompatibleWorker.status_about("gantry.scheduler", "no worker could", about);
-        let said = describe(&refused("cannot submit the workload")(status));
-        assert!(said.contains("gantry up --allow host-image,host-network,privileged"), "{said}");
+        let printed = describe(&refused("cannot submit the workload")(status));
+        assert!(printed.contains("gantry up --allow host-image,host-network,privileged"), "{printed}");
     }
 
     #[test]
-    fn nobody_who_answers_is_said_without_our_insides() {
+    fn silent_cluster_is_described_without_internals() {
         let error = refused("cannot list workers")(Status::new(Code::Unknown, "transport error"));
         assert_eq!(
             describe(&error),
-            "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or look at \
+            "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or check \
              `gantry status`"
         );
         assert!(is_transient(&error));
     }
 
     #[test]
-    fn a_token_that_was_given_and_is_wrong_is_named() {
+    fn missing_token_has_remedy() {
         let error =
             refused("cannot list workers")(Reason::Unauthenticated.status("gantry", "present the token"));
         assert!(describe(&error).ends_with("with --token-file"));
     }
 
     #[test]
-    fn what_is_known_to_help_stands_in_the_place_of_what_mostly_does() {
+    fn specific_remedy_replaces_general_one() {
         let status = Reason::VolumeNotFound.status("gantry.artifacts", "no volume 7");
-        let error = advised(refused("cannot adopt 7")(status), "look there").context("sorry");
+        let error = with_advice(refused("cannot adopt 7")(status), "look there").context("sorry");
         assert_eq!(describe(&error), "sorry: cannot adopt 7: no volume 7 (VOLUME_NOT_FOUND); look there");
         assert_eq!(reason(&error), "VOLUME_NOT_FOUND");
     }
 
     #[test]
-    fn io_errors_lose_their_number() {
+    fn io_error_number_is_removed() {
         let error = Err::<(), _>(std::io::Error::from_raw_os_error(2))
             .context("cannot read x")
             .expect_err("it is one");

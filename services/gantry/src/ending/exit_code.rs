@@ -1,16 +1,18 @@
-//! From the end of a workload to the exit code of the command.
+//! Exit codes of `gantry`.
+//!
+//! `run`, `attach` and `watch` end with the exit code of the workload. Codes from 124 on have the meaning that `gantry help run` lists.
 
 use rpc::pb::scheduler::{Exit, Failure, Finished, Outcome, exit::How};
 
 use crate::ending::error::advice;
 
-/// Anything of ours failed.
-pub(crate) const OURS: u8 = 125;
-/// Ctrl-C.
+/// Exit code for a failure of Gantry itself.
+pub(crate) const GANTRY_FAILED: u8 = 125;
+/// Exit code after Ctrl-C.
 pub(crate) const INTERRUPTED: u8 = 130;
-/// Standard output was closed: SIGPIPE.
+/// Exit code after SIGPIPE: standard output is closed.
 pub(crate) const PIPE: u8 = 141;
-/// SIGTERM, or cancelled by somebody else.
+/// Exit code after SIGTERM, or if another caller cancelled the workload.
 pub(crate) const TERMINATED: u8 = 143;
 
 const TIMEOUT: u8 = 124;
@@ -18,38 +20,40 @@ const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 const OUT_OF_MEMORY: u8 = 137;
 
-/// How the command ends.
+/// Exit code and final message of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct End {
-    /// The exit code.
+    /// Exit code of `gantry`.
     pub(crate) code: u8,
-    /// What a person should be told, unless the exit code says it all.
-    pub(crate) said: Option<String>,
+    /// Message for people, if the exit code alone is not enough.
+    pub(crate) message: Option<String>,
 }
 
-/// How the command ends when the workload ended like this. `asked` is the exit code of whatever made us cancel it.
-pub(crate) fn end(finished: &Finished, asked: Option<u8>) -> End {
-    let mut end = end_without_notes(finished, asked);
-    let said = end.said.into_iter().chain(finished.notes.iter().cloned()).collect::<Vec<_>>();
-    end.said = (!said.is_empty()).then(|| said.join("\n"));
+/// Returns the end of the command for a finished workload. `cancel_code` is the exit code of the event because of which `gantry` cancelled the
+/// workload.
+pub(crate) fn end(finished: &Finished, cancel_code: Option<u8>) -> End {
+    let mut end = end_without_notes(finished, cancel_code);
+    let lines = end.message.into_iter().chain(finished.notes.iter().cloned()).collect::<Vec<_>>();
+    end.message = (!lines.is_empty()).then(|| lines.join("\n"));
     end
 }
 
-fn end_without_notes(finished: &Finished, asked: Option<u8>) -> End {
+fn end_without_notes(finished: &Finished, cancel_code: Option<u8>) -> End {
     let failure = finished.failure.as_ref();
-    match (asked, finished.outcome()) {
-        (Some(code), Outcome::Aborted) => End { code, said: None },
+    match (cancel_code, finished.outcome()) {
+        (Some(code), Outcome::Aborted) => End { code, message: None },
         (None, Outcome::Aborted) => {
-            End { code: TERMINATED, said: Some("the workload was cancelled".to_owned()) }
+            End { code: TERMINATED, message: Some("the workload was cancelled".to_owned()) }
         }
-        // It succeeded, but what it said could not be written: a pipeline must not take that for all of it.
-        (Some(code @ (PIPE | OURS)), Outcome::Succeeded) => End { code, said: None },
+        // The command succeeded, but its output could not be written. A pipeline must not take the output for complete.
+        (Some(code @ (PIPE | GANTRY_FAILED)), Outcome::Succeeded) => End { code, message: None },
         (_, Outcome::Errored | Outcome::Unspecified) => errored(failure, finished.exit.as_ref()),
         (_, Outcome::Succeeded | Outcome::Failed) => {
             let mut end = exited(finished.exit.as_ref());
             if let Some(failure) = failure {
-                let said = with_exit(failure, finished.exit.as_ref());
-                end.said = Some(end.said.map_or_else(|| said.clone(), |how| format!("{how}\n{said}")));
+                let message = with_exit(failure, finished.exit.as_ref());
+                end.message =
+                    Some(end.message.map_or_else(|| message.clone(), |how| format!("{how}\n{message}")));
             }
             end
         }
@@ -60,42 +64,45 @@ fn errored(failure: Option<&Failure>, exit: Option<&Exit>) -> End {
     let Some(failure) = failure else {
         return match exit {
             Some(_) => exited(exit),
-            None => {
-                End { code: OURS, said: Some("the workload failed, and nothing is known of why".to_owned()) }
-            }
+            None => End {
+                code: GANTRY_FAILED,
+                message: Some("the workload failed for an unknown reason".to_owned()),
+            },
         };
     };
     let code = match failure.reason.as_str() {
         "RUN_TIMEOUT" => TIMEOUT,
         "PROGRAM_NOT_EXECUTABLE" => NOT_EXECUTABLE,
         "PROGRAM_NOT_FOUND" => NOT_FOUND,
-        _ => OURS,
+        _ => GANTRY_FAILED,
     };
-    End { code, said: Some(with_exit(failure, exit)) }
+    End { code, message: Some(with_exit(failure, exit)) }
 }
 
-/// What went wrong, and the command's own exit code, which is not lost for that.
+/// Describes the failure, and adds the command's own exit code.
 fn with_exit(failure: &Failure, exit: Option<&Exit>) -> String {
-    let said = sentence(failure);
+    let message = sentence(failure);
     match exit.and_then(|exit| exit.how.as_ref()) {
-        Some(How::Code(code)) => format!("{said}; the command itself ended with exit code {code}"),
-        _ => said,
+        Some(How::Code(code)) => format!("{message}; the command itself ended with exit code {code}"),
+        _ => message,
     }
 }
 
 fn exited(exit: Option<&Exit>) -> End {
-    let byte = |number: u32| u8::try_from(number).unwrap_or(OURS);
+    let byte = |number: u32| u8::try_from(number).unwrap_or(GANTRY_FAILED);
     match exit.and_then(|exit| exit.how.as_ref()) {
-        Some(How::Code(code)) => End { code: byte(*code), said: None },
+        Some(How::Code(code)) => End { code: byte(*code), message: None },
         Some(How::Signal(signal)) => End {
             code: byte(signal.saturating_add(128)),
-            said: Some(format!("the process was ended by signal {}", signal_name(*signal))),
+            message: Some(format!("the command was ended by signal {}", signal_name(*signal))),
         },
         Some(How::OutOfMemory(_)) => End {
             code: OUT_OF_MEMORY,
-            said: Some("the process was killed: it ran out of memory; allow more with --memory".to_owned()),
+            message: Some(
+                "the command was killed: it ran out of memory; allow more with --memory".to_owned(),
+            ),
         },
-        None => End { code: OURS, said: Some("how the process ended is not known".to_owned()) },
+        None => End { code: GANTRY_FAILED, message: Some("it is unknown how the command ended".to_owned()) },
     }
 }
 
@@ -144,15 +151,15 @@ mod tests {
         }
     }
 
-    fn code(outcome: Outcome, how: Option<How>, reason: Option<&str>, asked: Option<u8>) -> u8 {
-        end(&finished(outcome, how, reason), asked).code
+    fn code(outcome: Outcome, how: Option<How>, reason: Option<&str>, cancel_code: Option<u8>) -> u8 {
+        end(&finished(outcome, how, reason), cancel_code).code
     }
 
     #[test]
-    fn the_command_ends_as_its_process_did() {
+    fn exit_code_is_that_of_process() {
         assert_eq!(
             end(&finished(Outcome::Succeeded, Some(How::Code(0)), None), None),
-            End { code: 0, said: None }
+            End { code: 0, message: None }
         );
         assert_eq!(code(Outcome::Failed, Some(How::Code(3)), None, None), 3);
         assert_eq!(code(Outcome::Failed, Some(How::Code(255)), None, None), 255);
@@ -160,11 +167,11 @@ mod tests {
         assert_eq!(code(Outcome::Failed, Some(How::Signal(11)), None, None), 139);
         let killed = end(&finished(Outcome::Failed, Some(How::OutOfMemory(OutOfMemory {})), None), None);
         assert_eq!(killed.code, 137);
-        assert!(killed.said.expect("said").contains("out of memory"));
+        assert!(killed.message.expect("a message").contains("out of memory"));
     }
 
     #[test]
-    fn what_is_not_the_process_has_codes_of_its_own() {
+    fn failure_outside_process_has_own_exit_code() {
         assert_eq!(code(Outcome::Errored, None, Some("PROGRAM_NOT_EXECUTABLE"), None), 126);
         assert_eq!(code(Outcome::Errored, None, Some("PROGRAM_NOT_FOUND"), None), 127);
         assert_eq!(code(Outcome::Errored, Some(How::Signal(15)), Some("RUN_TIMEOUT"), None), 124);
@@ -175,45 +182,45 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_beside_an_exit_is_said_and_the_exit_counts() {
+    fn exit_code_wins_over_failure() {
         let ended = end(&finished(Outcome::Failed, Some(How::Code(3)), Some("OUTPUT_MISSING")), None);
-        let said = "it went wrong (OUTPUT_MISSING); the command itself ended with exit code 3";
-        assert_eq!(ended, End { code: 3, said: Some(said.to_owned()) });
+        let message = "it went wrong (OUTPUT_MISSING); the command itself ended with exit code 3";
+        assert_eq!(ended, End { code: 3, message: Some(message.to_owned()) });
         let killed = end(&finished(Outcome::Failed, Some(How::Signal(9)), Some("OUTPUT_MISSING")), None);
-        let said = killed.said.expect("said");
-        assert!(said.contains("signal 9 (KILL)") && said.contains("OUTPUT_MISSING"), "{said}");
+        let message = killed.message.expect("a message");
+        assert!(message.contains("signal 9 (KILL)") && message.contains("OUTPUT_MISSING"), "{message}");
     }
 
     #[test]
-    fn exit_code_is_told_when_an_output_fails() {
+    fn message_has_exit_code_when_output_fails() {
         let ended = end(&finished(Outcome::Errored, Some(How::Code(0)), Some("PUBLISH_FAILED")), None);
-        let said = ended.said.expect("said");
-        assert!(said.ends_with("the command itself ended with exit code 0"), "{said}");
-        assert_eq!(ended.code, OURS);
+        let message = ended.message.expect("a message");
+        assert!(message.ends_with("the command itself ended with exit code 0"), "{message}");
+        assert_eq!(ended.code, GANTRY_FAILED);
     }
 
     #[test]
-    fn notes_are_told_beside_a_success() {
+    fn notes_are_in_message_of_success() {
         let notes = vec!["output \"o\": left out: \"s\" is a socket".to_owned()];
         let finished = Finished { notes, ..finished(Outcome::Succeeded, Some(How::Code(0)), None) };
-        let said = "output \"o\": left out: \"s\" is a socket".to_owned();
-        assert_eq!(end(&finished, None), End { code: 0, said: Some(said) });
+        let message = "output \"o\": left out: \"s\" is a socket".to_owned();
+        assert_eq!(end(&finished, None), End { code: 0, message: Some(message) });
     }
 
     #[test]
-    fn a_cancelled_workload_ends_with_the_code_of_who_asked() {
+    fn cancelled_workload_ends_with_code_of_cancellation() {
         assert_eq!(code(Outcome::Aborted, Some(How::Signal(15)), None, Some(INTERRUPTED)), 130);
         assert_eq!(code(Outcome::Aborted, Some(How::Code(0)), None, Some(PIPE)), 141);
         assert_eq!(code(Outcome::Aborted, None, None, None), 143);
-        // It was over before it was cancelled: what became of it counts.
+        // The workload ended before it was cancelled.
         assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(INTERRUPTED)), 0);
         assert_eq!(code(Outcome::Failed, Some(How::Code(3)), None, Some(PIPE)), 3);
     }
 
     #[test]
-    fn output_that_could_not_be_written_is_no_success() {
-        for asked in [PIPE, OURS] {
-            assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(asked)), asked);
+    fn unwritten_output_is_not_success() {
+        for cancel_code in [PIPE, GANTRY_FAILED] {
+            assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(cancel_code)), cancel_code);
         }
     }
 }

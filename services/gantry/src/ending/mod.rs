@@ -1,6 +1,6 @@
-//! How a command ends: errors in one sentence, exit codes, and signals.
+//! End of a command: error messages, exit codes and signals.
 //!
-//! Every other chapter uses it. It uses none of them.
+//! All other chapters use this one. It uses no other chapter.
 
 pub(crate) mod error;
 pub(crate) mod exit_code;

@@ -1,17 +1,16 @@
-//! Signals that ask the command to end.
+//! Signals that ask `gantry` to end.
 
 use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::ending::exit_code;
 
-/// After SIGHUP.
+/// Exit code after SIGHUP.
 const HUNG_UP: u8 = 129;
 
-/// Catches Ctrl-C, SIGTERM and SIGHUP for as long as it lives.
+/// Receiver of Ctrl-C, SIGTERM and SIGHUP.
 ///
-/// A signal that was ignored when the command started stays ignored: `nohup` and the `&` of a script say so that the command
-/// goes on.
+/// A signal that was ignored when `gantry` started stays ignored, as `nohup` and the `&` of a script intend.
 pub(crate) struct Signals {
     interrupt: Option<Signal>,
     terminate: Option<Signal>,
@@ -19,6 +18,7 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
+    /// Starts to catch the signals.
     pub(crate) fn catch() -> anyhow::Result<Self> {
         let catch = |kind: SignalKind| {
             if is_ignored(kind) {
@@ -33,7 +33,7 @@ impl Signals {
         })
     }
 
-    /// The exit code that the next signal asks for. Cancel safe.
+    /// Waits for the next signal, and returns the exit code for it. Cancel safe.
     pub(crate) async fn next(&mut self) -> u8 {
         tokio::select! {
             () = received(&mut self.interrupt) => exit_code::INTERRUPTED,
@@ -50,11 +50,11 @@ async fn received(signal: &mut Option<Signal>) {
     }
 }
 
-/// Whether the command was started with a signal ignored.
+/// Returns whether `gantry` was started with this signal ignored.
 fn is_ignored(kind: SignalKind) -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: without a new action the call only writes the present one, for which there is room.
+    // SAFETY: without a new action, the call only writes the current action into `action`.
     let found = unsafe { libc::sigaction(kind.as_raw_value(), std::ptr::null(), action.as_mut_ptr()) };
-    // SAFETY: all of it is initialized, and every value is one.
+    // SAFETY: `action` is zeroed, and zeros are a valid `sigaction`.
     found == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }

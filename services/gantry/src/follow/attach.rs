@@ -1,7 +1,7 @@
-//! Attached to a process: its output comes, our standard input goes, and a broken call is taken up where it broke.
+//! Attachment to a process: its output, and our standard input. A broken call is resumed where it broke.
 //!
-//! Both directions are counted in bytes: output that has been written is acknowledged, input that was taken is forgotten. What lies between
-//! is bounded, so that a slow reader holds the process back, and a slow process its input.
+//! Both directions are counted in bytes. Output is acknowledged once it is written, and input is dropped once the process has taken it. The
+//! bytes in between are bounded, so a slow reader slows down the process, and a slow process slows down its input.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rpc::pb::runtime::{
     Ack, AttachRequest, AttachResponse, CloseStdin, Detach, Output, Resume, Signal, StdinData, Stream,
-    attach_request::Message as Ask, attach_response::Message as Say,
+    attach_request::Message as RequestMessage, attach_response::Message as ResponseMessage,
 };
 use rpc::pb::scheduler::{
     GetRequest, GetWorkerRequest, Whereabouts, Worker, WorkerState, Workload, WorkloadState,
@@ -27,78 +27,78 @@ use crate::ending::error::Refused;
 use crate::follow::outage::{Outage, PATIENCE};
 use crate::follow::stdin::Stdin;
 use crate::render::labels;
-use crate::render::output::{CLOSED, Closed, Sink, Which};
+use crate::render::output::{CLOSED, Closed, OutputStream, Sink};
 use crate::render::table::duration;
 use crate::render::ui::Ui;
 
-/// The number of the signal that Ctrl-C sends.
+/// Number of the signal that Ctrl-C sends.
 const SIGINT: u32 = 2;
 
-/// How much input may be on its way; the gateway asks for no more.
+/// Maximum input in flight, in bytes. The gateway accepts no more.
 const INPUT_IN_FLIGHT: u64 = 1 << 20;
-/// Output is acknowledged when this much more was written, or everything.
+/// Bytes of output after which an acknowledgement is sent.
 const ACK_EVERY: u64 = 512 << 10;
-/// After how long without an answer of a gateway the scheduler is asked whether there is any to wait for.
-const DOUBTED_AFTER: Duration = Duration::from_millis(500);
+/// Time without an answer of the gateway before the scheduler is asked whether the worker exists.
+const WORKER_CHECK_AFTER: Duration = Duration::from_millis(500);
 
-/// How much longer the worker of what has ended may take to answer that is lost, as the scheduler knows.
+/// Extra time for a lost worker to answer about a workload that has ended.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
-/// The ends of a process's output and input on our side.
+/// Local ends of the output and input of a process.
 pub(crate) struct Streams {
     pub(crate) stdout: Sink,
     pub(crate) stderr: Sink,
     pub(crate) stdin: Option<Stdin>,
-    /// Whether what was written is acknowledged: the process waits for us, and nobody else needs what we have had.
+    /// Whether written output is acknowledged. The process then waits for this reader, and acknowledged output may be dropped.
     pub(crate) acknowledge: bool,
-    /// The process that speaks.
+    /// Id of the process whose output is read.
     pub(crate) process: Option<String>,
-    /// Asks for the process to be interrupted (SIGINT).
+    /// Requests that the process is interrupted (SIGINT).
     pub(crate) interrupt: Arc<Notify>,
-    /// When the gateway accepted the call that is open or broke last.
+    /// Time at which the gateway accepted the current or last call.
     pub(crate) opened: Option<Instant>,
 }
 
-/// How an attachment ended.
+/// End of an attachment.
 #[derive(Debug)]
 pub(crate) enum AttachEnd {
-    /// All output came and was written.
+    /// All output was received and written.
     Done,
-    /// Our standard output was closed.
+    /// Standard output of `gantry` was closed.
     StdoutClosed,
     /// The worker cannot interrupt the process.
     InterruptRefused,
-    /// The worker cannot take our standard input. It gets no more of it when it is attached to again.
+    /// The worker cannot take standard input. The next attachment sends none.
     InputRefused(Refused),
-    /// The rest of the output cannot be had.
+    /// The rest of the output cannot be read.
     Lost(Refused),
-    /// The same: the workload has ended, and its worker is not there.
-    Away(MissingWorker),
+    /// The rest of the output cannot be read, because the workload has ended and its worker is missing.
+    WorkerMissing(MissingWorker),
 }
 
-/// A worker that does not answer, and why nobody waits for it.
+/// Worker that does not answer and is not waited for.
 #[derive(Debug)]
 pub(crate) enum MissingWorker {
-    /// It has gone: this was its name.
-    Gone(String),
-    /// It is lost, and may come back.
+    /// The worker with this name was removed from the cluster.
+    Removed(String),
+    /// The worker is lost, and may come back.
     Lost(Box<Worker>),
 }
 
 impl fmt::Display for MissingWorker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Gone(name) => write!(f, "its worker, {name}, has gone with what it kept"),
+            Self::Removed(name) => write!(f, "its worker {name} was removed from the cluster"),
             Self::Lost(worker) => {
                 let (name, how) = (&worker.name, labels::silent(worker));
-                write!(f, "its worker, {name}, is {how}; if it comes back with what it kept, ask again")
+                write!(f, "its worker {name} is {how}; try again when the worker is back")
             }
         }
     }
 }
 
 impl MissingWorker {
-    /// What the scheduler says of the worker of a workload that has ended. `None`: that it may answer, or nothing.
+    /// Asks the scheduler about the worker of a workload that has ended. `None`: the worker may answer, or the scheduler did not say.
     async fn of(connection: &Connection, ended: &Workload) -> Option<Self> {
         let there = ended.whereabouts.as_ref().filter(|_| ended.state() == WorkloadState::Finished)?;
         let request = GetWorkerRequest { worker: there.worker_id.clone() };
@@ -110,13 +110,13 @@ impl MissingWorker {
             }
             Err(status) => {
                 let is_gone = Refused::from(status).is(Reason::WorkerNotFound);
-                is_gone.then(|| Self::Gone(there.worker_name.clone()))
+                is_gone.then(|| Self::Removed(there.worker_name.clone()))
             }
         }
     }
 }
 
-/// Copies until the process has ended and all its output was written.
+/// Copies input and output until the process has ended and all its output is written.
 pub(crate) async fn attach(
     connection: &Connection,
     ui: &Ui,
@@ -129,7 +129,7 @@ pub(crate) async fn attach(
     loop {
         if streams.process.as_ref() != Some(&whereabouts.attempt_id) {
             if streams.process.is_some() {
-                // Another attempt is another process, with output of its own.
+                // Another attempt is another process, with separate output.
                 match restart(streams).await {
                     Ok(()) => {}
                     Err(Closed) => return AttachEnd::StdoutClosed,
@@ -138,7 +138,7 @@ pub(crate) async fn attach(
             streams.process = Some(whereabouts.attempt_id.clone());
         }
         let before = progress(streams);
-        let refused = match once(connection, ui, workload, &whereabouts, streams, &interrupted).await {
+        let refused = match attach_once(connection, ui, workload, &whereabouts, streams, &interrupted).await {
             Ok(end) => return end,
             Err(refused) => refused,
         };
@@ -159,24 +159,22 @@ pub(crate) async fn attach(
             return AttachEnd::Lost(refused);
         }
         if outage.is_news() {
-            let (worker, why, patience) = (&whereabouts.worker_name, refused.why(), duration(PATIENCE));
+            let (worker, why, patience) = (&whereabouts.worker_name, refused.cause(), duration(PATIENCE));
             let hint = connection.hint_at_proxies();
-            ui.note(&format!(
-                "worker {worker} does not answer ({why}); its output is asked for again, for {patience}{hint}"
-            ));
+            ui.note(&format!("worker {worker} does not answer ({why}); retrying for {patience}{hint}"));
         }
         outage.pause().await;
-        // Whether that helps shows in the next try.
+        // The next attempt shows whether the cluster runs again.
         _ = connection.revive(ui).await;
         let Some(now) = current(connection, workload).await else { continue };
-        if let Some(away) = MissingWorker::of(connection, &now).await {
-            return AttachEnd::Away(away);
+        if let Some(missing) = MissingWorker::of(connection, &now).await {
+            return AttachEnd::WorkerMissing(missing);
         }
         whereabouts = now.whereabouts.unwrap_or(whereabouts);
     }
 }
 
-/// The workload as it is now. `None`: nobody says.
+/// Reads the current state of the workload. `None`: the scheduler does not answer.
 async fn current(connection: &Connection, workload: &str) -> Option<Workload> {
     let request = GetRequest { team: connection.team.clone(), workload_id: workload.to_owned() };
     connection.workloads().get(request).await.ok()?.into_inner().workload
@@ -191,8 +189,8 @@ fn progress(streams: &Streams) -> (u64, u64) {
     (streams.stdout.received(), streams.stderr.received())
 }
 
-/// One call. An error means that it broke.
-async fn once(
+/// Makes one call. An error means that the call broke.
+async fn attach_once(
     connection: &Connection,
     ui: &Ui,
     workload: &str,
@@ -204,24 +202,24 @@ async fn once(
         Refused::from(Reason::WorkerUnreachable.status("gantry", crate::ending::error::describe(&error)))
     };
     let containers = connection.containers_at(&whereabouts.gateway_endpoint).await.map_err(unusable)?;
-    // Who connects to a machine that is off hears nothing for some seconds.
+    // A connection to a machine that is off fails only after some seconds.
     let doubt = async {
-        tokio::time::sleep(DOUBTED_AFTER).await;
+        tokio::time::sleep(WORKER_CHECK_AFTER).await;
         match current(connection, workload).await {
             Some(now) => match MissingWorker::of(connection, &now).await {
-                // It may answer all the same, later than others.
+                // A lost worker may still answer, but late.
                 Some(lost @ MissingWorker::Lost(_)) => {
                     tokio::time::sleep(LOST_AFTER).await;
                     Some(lost)
                 }
-                away => away,
+                missing => missing,
             },
             None => None,
         }
     };
-    let (asks, responses) = tokio::select! {
+    let (requests, responses) = tokio::select! {
         opened = open(containers, &connection.team, whereabouts, streams) => opened?,
-        Some(away) = doubt => return Ok(AttachEnd::Away(away)),
+        Some(missing) = doubt => return Ok(AttachEnd::WorkerMissing(missing)),
     };
 
     let Streams { stdout, stderr, stdin, acknowledge, interrupt, opened, .. } = streams;
@@ -230,14 +228,14 @@ async fn once(
         written: acknowledge.then(|| [stdout.written(), stderr.written()]),
         closed: stdout.written(),
         taken: taken_by_process,
-        asks: asks.clone(),
+        requests: requests.clone(),
     };
     let interrupting = async {
         loop {
             interrupt.notified().await;
             interrupted.store(true, Ordering::Relaxed);
-            if asks.send(ask(Ask::Signal(Signal { number: SIGINT }))).await.is_err() {
-                // The next call sends it.
+            if requests.send(request(RequestMessage::Signal(Signal { number: SIGINT }))).await.is_err() {
+                // The next call sends the signal.
                 interrupt.notify_one();
                 return std::future::pending::<Infallible>().await;
             }
@@ -256,7 +254,7 @@ async fn open(
     whereabouts: &Whereabouts,
     streams: &Streams,
 ) -> Result<(mpsc::Sender<AttachRequest>, Streaming<AttachResponse>), Refused> {
-    let (asks, queue) = mpsc::channel(4);
+    let (requests, queue) = mpsc::channel(4);
     let resume = Resume {
         team: team.to_owned(),
         process_id: whereabouts.attempt_id.clone(),
@@ -265,24 +263,24 @@ async fn open(
         worker_id: whereabouts.worker_id.clone(),
         observes: !streams.acknowledge,
     };
-    // The queue is empty and its other end is there.
-    _ = asks.send(ask(Ask::Resume(resume))).await;
+    // This cannot fail: the queue is empty and its receiver exists.
+    _ = requests.send(request(RequestMessage::Resume(resume))).await;
     let responses = containers.attach(ReceiverStream::new(queue)).await?.into_inner();
-    Ok((asks, responses))
+    Ok((requests, responses))
 }
 
-/// Says to a process that nobody is meant to be attached from now on, so that it is not held back.
+/// Sends the gateway a Detach message, so that the process is not slowed down for long.
 pub(crate) async fn detach(connection: &Connection, whereabouts: &Whereabouts, streams: &Streams) {
     let Ok(containers) = connection.containers_at(&whereabouts.gateway_endpoint).await else { return };
-    let said = async {
-        let (asks, mut responses) = open(containers, &connection.team, whereabouts, streams).await?;
-        _ = asks.send(ask(Ask::Detach(Detach {}))).await;
-        drop(asks);
+    let sending = async {
+        let (requests, mut responses) = open(containers, &connection.team, whereabouts, streams).await?;
+        _ = requests.send(request(RequestMessage::Detach(Detach {}))).await;
+        drop(requests);
         while responses.message().await?.is_some() {}
         Ok::<_, Refused>(())
     };
-    // Nothing says that it arrived. We are leaving, and give it a moment.
-    _ = tokio::time::timeout(Duration::from_millis(300), said).await;
+    // Nothing confirms the message. It gets a moment before the command ends.
+    _ = tokio::time::timeout(Duration::from_millis(300), sending).await;
 }
 
 async fn receive(
@@ -294,42 +292,42 @@ async fn receive(
 ) -> Result<AttachEnd, Refused> {
     while let Some(AttachResponse { message }) = responses.message().await? {
         let written = match message {
-            Some(Say::Started(started)) => {
+            Some(ResponseMessage::Started(started)) => {
                 *opened = Some(Instant::now());
                 taken.send_replace(Some(InputPosition { offset: started.stdin_offset, ended: false }));
                 Ok(())
             }
-            Some(Say::StdinAck(ack)) => {
+            Some(ResponseMessage::StdinAck(ack)) => {
                 taken.send_replace(Some(InputPosition { offset: ack.offset, ended: false }));
                 Ok(())
             }
-            Some(Say::Exited(_)) => {
+            Some(ResponseMessage::Exited(_)) => {
                 taken.send_modify(|taken| taken.get_or_insert_default().ended = true);
                 Ok(())
             }
-            Some(Say::Output(output)) => match Stream::try_from(output.stream) {
-                Ok(Stream::Stderr) => write(ui, stderr, Which::Stderr, output).await,
-                _ => write(ui, stdout, Which::Stdout, output).await,
+            Some(ResponseMessage::Output(output)) => match Stream::try_from(output.stream) {
+                Ok(Stream::Stderr) => write(ui, stderr, OutputStream::Stderr, output).await,
+                _ => write(ui, stdout, OutputStream::Stdout, output).await,
             },
-            // The worker was not watched for a while.
-            Some(Say::Truncated(truncated)) if truncated.from == truncated.to => {
+            // The connection between the gateway and the worker was down for a while.
+            Some(ResponseMessage::Truncated(truncated)) if truncated.from == truncated.to => {
                 let (which, sink) = match Stream::try_from(truncated.stream) {
-                    Ok(Stream::Stderr) => (Which::Stderr, &mut *stderr),
-                    _ => (Which::Stdout, &mut *stdout),
+                    Ok(Stream::Stderr) => (OutputStream::Stderr, &mut *stderr),
+                    _ => (OutputStream::Stdout, &mut *stdout),
                 };
                 let name = which.name();
                 ui.warn(&format!(
-                    "some of {name} may be missing here: the connection to its worker was down"
+                    "some of {name} may be missing here, because the connection to the worker was down"
                 ));
                 ui.event("truncated", serde_json::json!({ "stream": name }));
-                // Another gateway watches it now, and counts from elsewhere.
+                // Another gateway reads the output now, and counts from another offset.
                 sink.skip(truncated.from).await.map(|_| ())
             }
-            Some(Say::Truncated(truncated)) => match Stream::try_from(truncated.stream) {
-                Ok(Stream::Stderr) => skip(ui, stderr, Which::Stderr, truncated.to).await,
-                _ => skip(ui, stdout, Which::Stdout, truncated.to).await,
+            Some(ResponseMessage::Truncated(truncated)) => match Stream::try_from(truncated.stream) {
+                Ok(Stream::Stderr) => skip(ui, stderr, OutputStream::Stderr, truncated.to).await,
+                _ => skip(ui, stdout, OutputStream::Stdout, truncated.to).await,
             },
-            Some(Say::Done(_)) => {
+            Some(ResponseMessage::Done(_)) => {
                 let flushed = match stdout.flush().await {
                     Ok(()) => stderr.flush().await,
                     closed => closed,
@@ -345,59 +343,59 @@ async fn receive(
     Err(Refused::cut())
 }
 
-async fn write(ui: &Ui, sink: &mut Sink, which: Which, output: Output) -> Result<(), Closed> {
+async fn write(ui: &Ui, sink: &mut Sink, which: OutputStream, output: Output) -> Result<(), Closed> {
     let missed = sink.push(output.offset, output.data).await?;
-    missing(ui, sink, which, missed);
+    report_missing(ui, sink, which, missed);
     Ok(())
 }
 
-async fn skip(ui: &Ui, sink: &mut Sink, which: Which, to: u64) -> Result<(), Closed> {
+async fn skip(ui: &Ui, sink: &mut Sink, which: OutputStream, to: u64) -> Result<(), Closed> {
     let missed = sink.skip(to).await?;
-    missing(ui, sink, which, missed);
+    report_missing(ui, sink, which, missed);
     Ok(())
 }
 
-fn missing(ui: &Ui, sink: &mut Sink, which: Which, bytes: u64) {
+fn report_missing(ui: &Ui, sink: &mut Sink, which: OutputStream, bytes: u64) {
     if bytes > 0 {
         sink.miss(bytes);
         ui.warn(&format!(
-            "{bytes} bytes of {} are lost: they were not read in time, or the worker's disk is full",
+            "{bytes} bytes of {} are lost, because they were not read in time or the disk of the worker is full",
             which.name()
         ));
         ui.event("truncated", serde_json::json!({ "stream": which.name(), "bytes": bytes }));
     }
 }
 
-/// How much input the process has taken.
+/// Amount of input that the process has taken, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 struct InputPosition {
     offset: u64,
-    /// It takes no more.
+    /// The process takes no more input.
     ended: bool,
 }
 
-/// What goes to the process: input, and acknowledgements.
+/// Sender of input and acknowledgements.
 struct Sender {
-    /// Up to where output was written, unless it is not acknowledged.
+    /// Offsets up to which stdout and stderr were written. `None`: output is not acknowledged.
     written: Option<[watch::Receiver<u64>; 2]>,
     closed: watch::Receiver<u64>,
     taken: watch::Receiver<Option<InputPosition>>,
-    asks: mpsc::Sender<AttachRequest>,
+    requests: mpsc::Sender<AttachRequest>,
 }
 
 impl Sender {
-    /// Sends for as long as the call lives. Resolves only when standard output was closed.
+    /// Sends until the call ends. Resolves only when standard output is closed.
     async fn run(self, stdin: Option<&mut Stdin>) -> Closed {
-        let Self { written, mut closed, taken, asks } = self;
+        let Self { written, mut closed, taken, requests } = self;
         let input = async {
             if let Some(stdin) = stdin {
-                send_input(stdin, taken, &asks).await;
+                send_input(stdin, taken, &requests).await;
             }
             std::future::pending::<()>().await
         };
         let acks = async {
             if let Some([stdout, stderr]) = written {
-                send_acks(stdout, stderr, &asks).await;
+                send_acks(stdout, stderr, &requests).await;
             }
             std::future::pending::<()>().await
         };
@@ -409,24 +407,24 @@ impl Sender {
     }
 }
 
-/// Returns when all input was sent, the process takes no more, or the call broke.
+/// Sends input until all of it was sent, the process takes no more, or the call broke.
 async fn send_input(
     stdin: &mut Stdin,
     mut taken: watch::Receiver<Option<InputPosition>>,
-    asks: &mpsc::Sender<AttachRequest>,
+    requests: &mpsc::Sender<AttachRequest>,
 ) {
     let Ok(first) = taken.wait_for(Option::is_some).await.map(|taken| taken.unwrap_or_default()) else {
         return;
     };
-    stdin.taken(first.offset);
+    stdin.drop_taken(first.offset);
     for (offset, data) in stdin.kept().collect::<Vec<_>>() {
-        if asks.send(input(offset, data)).await.is_err() {
+        if requests.send(input(offset, data)).await.is_err() {
             return;
         }
     }
     while !stdin.ended() {
         let now = taken.borrow_and_update().unwrap_or_default();
-        stdin.taken(now.offset);
+        stdin.drop_taken(now.offset);
         if now.ended {
             return;
         }
@@ -434,60 +432,60 @@ async fn send_input(
         tokio::select! {
             changed = taken.changed() => if changed.is_err() { return },
             piece = stdin.next(), if room => if let Some((offset, data)) = piece
-                && asks.send(input(offset, data)).await.is_err()
+                && requests.send(input(offset, data)).await.is_err()
             {
                 return;
             },
         }
     }
-    // When that fails the call broke, and the next one says it again.
-    _ = asks.send(ask(Ask::CloseStdin(CloseStdin {}))).await;
+    // An error here means that the call broke. The next call sends the message again.
+    _ = requests.send(request(RequestMessage::CloseStdin(CloseStdin {}))).await;
     while taken.changed().await.is_ok() {
-        stdin.taken(taken.borrow_and_update().unwrap_or_default().offset);
+        stdin.drop_taken(taken.borrow_and_update().unwrap_or_default().offset);
     }
 }
 
-/// Returns when the call broke.
+/// Sends acknowledgements until the call broke.
 async fn send_acks(
     mut stdout: watch::Receiver<u64>,
     mut stderr: watch::Receiver<u64>,
-    asks: &mpsc::Sender<AttachRequest>,
+    requests: &mpsc::Sender<AttachRequest>,
 ) {
-    let mut said = (0, 0);
+    let mut acknowledged = (0, 0);
     loop {
         let now = (*stdout.borrow_and_update(), *stderr.borrow_and_update());
         if now.0 == CLOSED || now.1 == CLOSED {
             return;
         }
-        if now.0 >= said.0 + ACK_EVERY || now.1 >= said.1 + ACK_EVERY {
+        if now.0 >= acknowledged.0 + ACK_EVERY || now.1 >= acknowledged.1 + ACK_EVERY {
             let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
-            if asks.send(ask(Ask::Ack(ack))).await.is_err() {
+            if requests.send(request(RequestMessage::Ack(ack))).await.is_err() {
                 return;
             }
-            said = now;
+            acknowledged = now;
         }
-        // A little output is acknowledged a little later, together with what follows it.
-        let pause = if now == said { Duration::MAX } else { Duration::from_millis(20) };
+        // Small amounts of output are acknowledged with a delay, together with the output that follows.
+        let pause = if now == acknowledged { Duration::MAX } else { Duration::from_millis(20) };
         tokio::select! {
             changed = stdout.changed() => if changed.is_err() { return },
             changed = stderr.changed() => if changed.is_err() { return },
             () = tokio::time::sleep(pause) => {
                 let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
-                if asks.send(ask(Ask::Ack(ack))).await.is_err() {
+                if requests.send(request(RequestMessage::Ack(ack))).await.is_err() {
                     return;
                 }
-                said = now;
+                acknowledged = now;
             }
         }
     }
 }
 
-fn ask(message: Ask) -> AttachRequest {
+fn request(message: RequestMessage) -> AttachRequest {
     AttachRequest { message: Some(message) }
 }
 
 fn input(offset: u64, data: bytes::Bytes) -> AttachRequest {
-    ask(Ask::Stdin(StdinData { offset, data }))
+    request(RequestMessage::Stdin(StdinData { offset, data }))
 }
 
 #[cfg(test)]

@@ -1,4 +1,6 @@
-//! Follows a workload to its end: says what happens, attaches to its process, and passes on what we are asked.
+//! Following a workload to its end: progress lines, attachment to its process, and signals.
+//!
+//! `run`, `attach` and `logs` use [`Follow`].
 
 pub(crate) mod attach;
 pub(crate) mod end;
@@ -24,81 +26,81 @@ use crate::ending::error::{Interrupted, Refused, refused};
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
 use crate::follow::attach::{AttachEnd, Streams, attach, detach};
-use crate::follow::narrate::{Waiting, said};
+use crate::follow::narrate::{WaitReasons, describe_event};
 use crate::follow::stdin::Stdin;
 use crate::follow::watch::Watch;
-use crate::render::output::{Sink, Which};
+use crate::render::output::{OutputStream, Sink};
 use crate::render::ui::Ui;
 
-/// What the process of a cancelled workload has between TERM and KILL.
+/// Time between SIGTERM and SIGKILL for a cancelled workload.
 pub(crate) const GRACE: Duration = Duration::from_secs(10);
 
-/// What an interrupted process has between INT and TERM, and as much between TERM and KILL.
+/// Time between SIGINT and SIGTERM, and between SIGTERM and SIGKILL, for an interrupted process.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
 
-/// How often cancelling is tried while nobody answers.
+/// Number of attempts to cancel a workload while the scheduler does not answer.
 const CANCEL_TRIES: usize = 8;
 
-/// What a signal means.
+/// Meaning of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnSignal {
-    /// The workload is cancelled, after Ctrl-C once its process was interrupted; a second one does not wait for its end.
+    /// The workload is cancelled. After Ctrl-C its process is interrupted first. A second signal ends the command without waiting.
     Cancel,
-    /// The workload is left to itself.
+    /// The workload runs on.
     Leave,
 }
 
-/// How to follow.
+/// Workload to follow, and options.
 pub(crate) struct Follow<'a> {
     pub(crate) connection: &'a Connection,
     pub(crate) ui: &'a Ui,
     pub(crate) workload: String,
     pub(crate) on_signal: OnSignal,
-    /// Whether what happens before the process runs is said.
+    /// Whether events before the start of the process are printed.
     pub(crate) narrate: bool,
-    /// Whether our standard input is forwarded.
+    /// Whether standard input is forwarded.
     pub(crate) stdin: bool,
-    /// Whether output that was written is acknowledged.
+    /// Whether written output is acknowledged.
     pub(crate) acknowledge: bool,
 }
 
-/// A workload that was followed to its end.
+/// End of a followed workload.
 pub(crate) struct FollowResult {
     pub(crate) finished: Finished,
-    /// The exit code of whatever made us cancel it.
-    pub(crate) asked: Option<u8>,
-    /// The exit code if standard output was closed before all output was written, even if the workload had ended.
-    pub(crate) unread: Option<u8>,
-    /// Some of its output is missing.
+    /// Exit code of the event because of which the workload was cancelled.
+    pub(crate) cancel_code: Option<u8>,
+    /// Exit code if standard output was closed before all output was written, even if the workload had ended.
+    pub(crate) closed_code: Option<u8>,
+    /// Some of the output is missing.
     pub(crate) output_lost: bool,
 }
 
-/// What was seen of a workload so far, and what we were asked.
+/// Events of the workload so far, and signals that were received.
 #[derive(Default)]
 struct State {
     running: Option<Whereabouts>,
     finished: Option<Finished>,
-    /// The exit code of whatever made us cancel it.
-    asked: Option<u8>,
-    unread: Option<u8>,
+    /// Exit code of the event because of which the workload was cancelled.
+    cancel_code: Option<u8>,
+    closed_code: Option<u8>,
     cancelling: JoinSet<anyhow::Result<()>>,
-    /// Interrupts the process that is attached.
+    /// Interrupts the attached process.
     interrupt: Arc<Notify>,
-    /// The process was interrupted, and the workload is to be cancelled if that does not end it.
+    /// The process was interrupted, and the workload will be cancelled if the process goes on.
     interrupted: bool,
-    /// Why it waits.
-    waiting: Waiting,
+    /// Reason why the workload waits.
+    waiting: WaitReasons,
 }
 
 impl Follow<'_> {
-    /// Until the workload has ended and all its output was written. [`Interrupted`]: we do not wait for that.
+    /// Follows the workload until it has ended and all its output is written. [`Interrupted`]: the command ends before that.
     pub(crate) async fn run(&self, signals: &mut Signals) -> anyhow::Result<FollowResult> {
         let mut watch = Watch::new(self.connection, self.ui, self.workload.clone());
         let mut state = State::default();
         let mut output_lost = false;
 
         let finished = loop {
-            // Before the process runs there is nothing to copy. What was interrupted runs once more.
+            // There is no output before the process runs. An interrupted workload runs again.
             if let Some(whereabouts) = state.running.take() {
                 output_lost |= self.copy(whereabouts, &mut watch, signals, &mut state).await?;
             }
@@ -109,18 +111,23 @@ impl Follow<'_> {
                 break finished;
             }
             tokio::select! {
-                event = watch.next() => self.take(event?, &mut state),
+                event = watch.next() => self.handle_event(event?, &mut state),
                 Some(why) = state.waiting.next() => {
                     self.ui.event("waiting", why.details);
                     self.ui.note(&why.text);
                 }
-                code = signals.next() => self.signalled(code, &mut state).await?,
+                code = signals.next() => self.handle_signal(code, &mut state).await?,
             }
         };
-        Ok(FollowResult { finished, asked: state.asked, unread: state.unread, output_lost })
+        Ok(FollowResult {
+            finished,
+            cancel_code: state.cancel_code,
+            closed_code: state.closed_code,
+            output_lost,
+        })
     }
 
-    /// Copies output and input until there is no more. Answers whether some of it is lost.
+    /// Copies output and input to their end. Returns whether some output is lost.
     async fn copy(
         &self,
         whereabouts: Whereabouts,
@@ -138,9 +145,9 @@ impl Follow<'_> {
             let attached = loop {
                 tokio::select! {
                     end = &mut copying => break Ok(end),
-                    event = watch.next(), if state.finished.is_none() => self.take(event?, state),
+                    event = watch.next(), if state.finished.is_none() => self.handle_event(event?, state),
                     code = signals.next() => match self.on_signal {
-                        OnSignal::Cancel if code == exit_code::INTERRUPTED && state.asked.is_none() => {
+                        OnSignal::Cancel if code == exit_code::INTERRUPTED && state.cancel_code.is_none() => {
                             self.interrupt(state);
                         }
                         OnSignal::Cancel => self.cancel_or_leave(code, state).await?,
@@ -153,12 +160,14 @@ impl Follow<'_> {
                 continue;
             }
             let Ok(AttachEnd::InputRefused(refused)) = &attached else { break attached };
-            // It would wait for the rest for ever.
-            ui.error(&format!("standard input cannot be sent to the command, which is ended: {refused}"));
-            if state.asked.is_none() && state.finished.is_none() {
+            // The command would wait for the rest of its input forever.
+            ui.error(&format!(
+                "cannot send standard input to the command: {refused}; the command is stopped"
+            ));
+            if state.cancel_code.is_none() && state.finished.is_none() {
                 self.cancel(state);
             }
-            state.asked.get_or_insert(exit_code::OURS);
+            state.cancel_code.get_or_insert(exit_code::GANTRY_FAILED);
         };
         let failure = match (&attached, streams.stdout.failure()) {
             (Ok(AttachEnd::StdoutClosed), Some(error)) => {
@@ -169,19 +178,22 @@ impl Follow<'_> {
         if let Some(failure) = &failure {
             ui.error(failure);
         }
-        let code = if failure.is_some() { exit_code::OURS } else { exit_code::PIPE };
+        let code = if failure.is_some() { exit_code::GANTRY_FAILED } else { exit_code::PIPE };
         match (attached, self.on_signal) {
-            // An attach that starts late may miss the first output.
+            // An attachment that starts late may miss the first output.
             (Ok(AttachEnd::Done | AttachEnd::InterruptRefused), OnSignal::Leave) => Ok(false),
             (Ok(AttachEnd::Done | AttachEnd::InterruptRefused), OnSignal::Cancel) => {
                 Ok(streams.stdout.missing() > 0 || streams.stderr.missing() > 0)
             }
             (Ok(AttachEnd::Lost(refused) | AttachEnd::InputRefused(refused)), _) => {
-                ui.warn(&lost(&self.workload, had(&streams), &refused));
+                ui.warn(&describe_lost_output(&self.workload, received_bytes(&streams), &refused));
                 Ok(true)
             }
-            (Ok(AttachEnd::Away(away)), _) => {
-                ui.warn(&format!("{} cannot be had: {away}", output_of(&self.workload, had(&streams))));
+            (Ok(AttachEnd::WorkerMissing(missing)), _) => {
+                ui.warn(&format!(
+                    "cannot read {}: {missing}",
+                    output_of(&self.workload, received_bytes(&streams))
+                ));
                 Ok(true)
             }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Leave) => {
@@ -194,22 +206,22 @@ impl Follow<'_> {
             }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Cancel) => {
                 if state.finished.is_none() {
-                    if state.asked.is_none() {
+                    if state.cancel_code.is_none() {
                         self.cancel(state);
                     }
-                    state.asked.get_or_insert(code);
+                    state.cancel_code.get_or_insert(code);
                 }
-                state.unread = Some(code);
+                state.closed_code = Some(code);
                 Ok(failure.is_some())
             }
         }
     }
 
-    /// Says what happened, and keeps what we need of it.
-    fn take(&self, event: Event, state: &mut State) {
+    /// Prints an event, and updates the state.
+    fn handle_event(&self, event: Event, state: &mut State) {
         state.waiting.over();
         if self.narrate {
-            self.say(&event, state);
+            self.print_event(&event, state);
         }
         match event {
             Event::Running(event) => state.running = event.whereabouts,
@@ -224,59 +236,62 @@ impl Follow<'_> {
         }
     }
 
-    fn say(&self, event: &Event, state: &mut State) {
-        // Said last, with the exit code.
+    fn print_event(&self, event: &Event, state: &mut State) {
+        // The caller prints this event last, with the exit code.
         if matches!(event, Event::Finished(_)) {
             return;
         }
-        let said = said(event);
-        self.ui.event(said.name, said.details.clone());
-        if !said.is_news {
+        let description = describe_event(event);
+        self.ui.event(description.name, description.details.clone());
+        if !description.is_news {
             return;
         }
         match event {
-            Event::Queued(_) => state.waiting.changed(self.connection, &self.workload, said),
-            _ => said.text.lines().for_each(|line| self.ui.note(line)),
+            Event::Queued(_) => state.waiting.changed(self.connection, &self.workload, description),
+            _ => description.text.lines().for_each(|line| self.ui.note(line)),
         }
     }
 
-    /// While there is nothing to detach from.
-    async fn signalled(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
+    /// Handles a signal while no process is attached.
+    async fn handle_signal(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
         match self.on_signal {
             OnSignal::Cancel => self.cancel_or_leave(code, state).await,
             OnSignal::Leave => {
-                self.say_left(state).await;
+                self.print_if_running(state).await;
                 Err(Interrupted(code).into())
             }
         }
     }
 
-    /// The first time the workload is cancelled; the second time we go once that was heard.
+    /// Cancels the workload at the first signal. At the second signal, ends the command once the scheduler has the cancellation.
     async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
-        if state.asked.is_some() {
+        if state.cancel_code.is_some() {
             // The first signal may have interrupted the process only.
             self.cancel(state);
-            // Two seconds are enough to be heard; we were asked to go.
-            let heard = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
+            // The caller wants to leave, so the scheduler has two seconds to answer.
+            let cancelled = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
             let workload = &self.workload;
-            if matches!(heard, Ok(Some(Ok(Ok(()))))) {
-                self.ui.note(&format!("does not wait; workload {workload} is cancelled all the same"));
+            if matches!(cancelled, Ok(Some(Ok(Ok(()))))) {
+                self.ui.note(&format!("leaving; workload {workload} is cancelled"));
             } else {
-                self.ui.warn(&format!("it may go on; cancel it with `gantry cancel {workload}`"));
+                self.ui.warn(&format!(
+                    "workload {workload} may run on; stop it with `gantry cancel {workload}`"
+                ));
             }
             return Err(Interrupted(code).into());
         }
-        state.asked = Some(code);
-        self.ui.note("asks the command to end and kills it after 10 s; repeat the signal to leave at once");
+        state.cancel_code = Some(code);
+        self.ui.note("stopping the command; it is killed after 10 s; repeat the signal to leave at once");
         self.cancel(state);
         Ok(())
     }
 
     /// Interrupts the process, and cancels the workload if the process goes on.
     fn interrupt(&self, state: &mut State) {
-        state.asked = Some(exit_code::INTERRUPTED);
+        state.cancel_code = Some(exit_code::INTERRUPTED);
         state.interrupted = true;
-        self.ui.note("interrupts the command and kills it after 10 s; press Ctrl-C again to leave at once");
+        self.ui
+            .note("interrupting the command; it is killed after 10 s; press Ctrl-C again to leave at once");
         state.interrupt.notify_one();
         let cancelled = cancel(self.connection, self.workload.clone(), INTERRUPT_GRACE);
         state.cancelling.spawn(async {
@@ -287,7 +302,7 @@ impl Follow<'_> {
 
     fn cancel(&self, state: &mut State) {
         state.interrupted = false;
-        // A cancellation that waits for the process to be interrupted is early now.
+        // This replaces a cancellation that waits for the effect of the interrupt.
         state.cancelling = JoinSet::new();
         state.cancelling.spawn(cancel(self.connection, self.workload.clone(), GRACE));
     }
@@ -296,11 +311,11 @@ impl Follow<'_> {
         if self.acknowledge {
             detach(self.connection, whereabouts, streams).await;
         }
-        self.say_left(state).await;
+        self.print_if_running(state).await;
     }
 
-    /// Says that the workload goes on, if it does. Whoever only read along never thought otherwise.
-    async fn say_left(&self, state: &State) {
+    /// Prints that the workload runs on, if it does. `gantry logs` never stops a workload, so it prints nothing.
+    async fn print_if_running(&self, state: &State) {
         if !self.acknowledge || state.finished.is_some() {
             return;
         }
@@ -310,47 +325,48 @@ impl Follow<'_> {
         let answer = tokio::time::timeout(Duration::from_secs(2), workloads.get(request)).await;
         let Ok(Ok(response)) = answer else { return };
         if response.into_inner().workload.is_some_and(|now| now.state() != WorkloadState::Finished) {
-            self.ui.note(&format!("workload {workload} goes on; stop it with `gantry cancel {workload}`"));
+            self.ui.note(&format!("workload {workload} runs on; stop it with `gantry cancel {workload}`"));
         }
     }
 }
 
-/// How many bytes came.
-fn had(streams: &Streams) -> u64 {
+/// Returns the number of received bytes.
+fn received_bytes(streams: &Streams) -> u64 {
     streams.stdout.received() + streams.stderr.received()
 }
 
-/// What is missing where `had` bytes came.
-fn output_of(workload: &str, had: u64) -> String {
-    let what = if had == 0 { "the output" } else { "the rest of the output" };
+/// Names the missing part of the output if `received` bytes were received.
+fn output_of(workload: &str, received: u64) -> String {
+    let what = if received == 0 { "the output" } else { "the rest of the output" };
     format!("{what} of workload {workload}")
 }
 
-/// What is said when output cannot be had, of which `had` bytes came.
-fn lost(workload: &str, had: u64, refused: &Refused) -> String {
-    let what = output_of(workload, had);
+/// Describes output that cannot be read after `received` bytes.
+fn describe_lost_output(workload: &str, received: u64, refused: &Refused) -> String {
+    let what = output_of(workload, received);
     if refused.is(Reason::ProcessNotFound) {
         return format!(
-            "{what} is gone: logs and containers are kept for five minutes after the end, or for what \
-             --gc-grace of its gateway says, and go with their worker"
+            "{what} is deleted: output is kept for 5 minutes after the end of a workload, or for the --gc-grace of the \
+             cluster, and is lost with its worker"
         );
     }
     if refused.is_transient() {
-        let why = refused.why();
-        return format!("{what} cannot be had: its worker does not answer: {why} (UNAVAILABLE)");
+        let cause = refused.cause();
+        return format!("cannot read {what}: its worker does not answer: {cause} (UNAVAILABLE)");
     }
-    format!("{what} cannot be had: {refused}")
+    format!("cannot read {what}: {refused}")
 }
 
-/// Our ends of a process's output and input.
+/// Opens the local ends of the output and input of a process.
 fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
-    let sink = |which: Which| match ui.events() {
+    let sink = |which: OutputStream| match ui.events() {
         Some(events) => Ok(Sink::events(which, events)),
-        None => Sink::raw(which, ui.unfinished()).with_context(|| format!("our {} is closed", which.name())),
+        None => Sink::raw(which, ui.unfinished())
+            .with_context(|| format!("cannot use {}: it is closed", which.name())),
     };
     Ok(Streams {
-        stdout: sink(Which::Stdout)?,
-        stderr: sink(Which::Stderr)?,
+        stdout: sink(OutputStream::Stdout)?,
+        stderr: sink(OutputStream::Stderr)?,
         stdin: stdin.then(Stdin::read),
         acknowledge,
         process: None,
@@ -359,7 +375,7 @@ fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
     })
 }
 
-/// Asks a workload to stop. The future does not borrow the connection.
+/// Cancels a workload. The future does not borrow the connection.
 pub(crate) fn cancel(
     connection: &Connection,
     workload_id: String,

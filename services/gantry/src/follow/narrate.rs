@@ -1,4 +1,4 @@
-//! What happens to a workload, in words and for programs.
+//! Descriptions of the events of a workload, for people and for programs.
 
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::{
@@ -14,30 +14,31 @@ use crate::render::json as shown;
 use crate::render::labels;
 use crate::render::table::{bytes, plain};
 
-/// How long a line is at most.
+/// Maximum length of a line, in characters.
 const WIDTH: usize = 1000;
 
-/// What is to be said of an event.
-pub(crate) struct Said {
-    /// For programs: what has happened, and an object.
+/// Description of an event.
+pub(crate) struct EventDescription {
+    /// Name of the event, for programs.
     pub(crate) name: &'static str,
+    /// Details for programs: an object.
     pub(crate) details: Value,
-    /// For people. Of one that waits, all that each worker says.
+    /// Text for people. For a waiting workload, one line for each reason.
     pub(crate) text: String,
-    /// Whether that is of interest for who waits for the output.
+    /// Whether `gantry run` prints the text.
     pub(crate) is_news: bool,
 }
 
-/// What is to be said of `event`.
-pub(crate) fn said(event: &Event) -> Said {
+/// Describes `event`.
+pub(crate) fn describe_event(event: &Event) -> EventDescription {
     let (name, details, text, is_news) = match event {
         Event::Queued(queued) => {
             let text = match queued.reasons.as_slice() {
-                [] => "waits for its turn".to_owned(),
-                [reason] => format!("waits for a worker: {}", plain(reason, WIDTH)),
+                [] => "waiting in the queue".to_owned(),
+                [reason] => format!("waiting for a worker: {}", plain(reason, WIDTH)),
                 reasons => {
                     let lines: Vec<_> = reasons.iter().map(|reason| plain(reason, WIDTH)).collect();
-                    format!("waits for a worker:\n  {}", lines.join("\n  "))
+                    format!("waiting for a worker:\n  {}", lines.join("\n  "))
                 }
             };
             ("queued", json!({ "reasons": queued.reasons }), text, !queued.reasons.is_empty())
@@ -48,7 +49,7 @@ pub(crate) fn said(event: &Event) -> Said {
             let text = format!("placed on {}: {}", worker(at), plain(&placed.reason, WIDTH));
             ("placed", details, text, true)
         }
-        Event::Preparing(_) => ("preparing", json!({}), "its container is made".to_owned(), false),
+        Event::Preparing(_) => ("preparing", json!({}), "creating the container".to_owned(), false),
         Event::Materializing(materializing) => {
             let inputs = &materializing.inputs;
             let details = inputs.iter().map(|input| {
@@ -56,34 +57,35 @@ pub(crate) fn said(event: &Event) -> Said {
                 json!({ "name": name, "bytes_done": bytes_done, "bytes_total": bytes_total, "waits_for": waits_for })
             });
             let details = json!({ "inputs": details.collect::<Vec<_>>() });
-            ("materializing", details, brought(inputs), true)
+            ("materializing", details, describe_inputs(inputs), true)
         }
         Event::Running(running) => {
             let at = running.whereabouts.as_ref();
             let details = json!({ "whereabouts": at.map(shown::whereabouts) });
-            ("running", details, format!("runs on {}", worker(at)), false)
+            ("running", details, format!("running on {}", worker(at)), false)
         }
-        Event::Publishing(_) => ("publishing", json!({}), "its outputs are published".to_owned(), false),
+        Event::Publishing(_) => ("publishing", json!({}), "publishing the outputs".to_owned(), false),
         Event::Finished(finished) => {
             let end = exit_code::end(finished, None);
             let outcome = crate::render::labels::outcome(finished.outcome()).unwrap_or("ended");
-            let text = end.said.map_or_else(|| outcome.to_owned(), |said| format!("{outcome}: {said}"));
+            let text =
+                end.message.map_or_else(|| outcome.to_owned(), |message| format!("{outcome}: {message}"));
             ("finished", shown::finished(finished, end.code), text, false)
         }
     };
-    Said { name, details, text, is_news }
+    EventDescription { name, details, text, is_news }
 }
 
 fn worker(at: Option<&Whereabouts>) -> String {
     at.map_or_else(|| "a worker".to_owned(), |at| plain(&at.worker_name, WIDTH))
 }
 
-/// How far the inputs are that are brought to the worker.
-fn brought(inputs: &[InputProgress]) -> String {
+/// Describes the progress of copying inputs to the worker.
+fn describe_inputs(inputs: &[InputProgress]) -> String {
     let waits = inputs.iter().filter(|input| !input.waits_for.is_empty());
     let waits: Vec<_> = waits
         .map(|InputProgress { name, waits_for, .. }| {
-            format!("cannot bring {name} to the worker yet: {}", plain(waits_for, WIDTH))
+            format!("input {name} is not on the worker yet: {}", plain(waits_for, WIDTH))
         })
         .collect();
     if !waits.is_empty() {
@@ -93,29 +95,29 @@ fn brought(inputs: &[InputProgress]) -> String {
     let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
     let (done, total) = (of(|input| input.bytes_done), of(|input| input.bytes_total));
     let far = if total == 0 { String::new() } else { format!(": {} of {}", bytes(done), bytes(total)) };
-    format!("brings {} to the worker{far}", names.join(", "))
+    format!("copying {} to the worker{far}", names.join(", "))
 }
 
-/// Finds out why a workload waits, in a few words, each time that this changes.
+/// Query for the reason why a workload waits, repeated each time that the reason changes.
 #[derive(Default)]
-pub(crate) struct Waiting {
-    asked: JoinSet<Option<Why>>,
-    told: Option<String>,
+pub(crate) struct WaitReasons {
+    queries: JoinSet<Option<WaitReason>>,
+    last: Option<String>,
 }
 
-/// Why a workload waits, and for how long it may.
-pub(crate) struct Why {
-    /// For programs.
+/// Reason why a workload waits, with the expected wait.
+pub(crate) struct WaitReason {
+    /// Details for programs.
     pub(crate) details: Value,
-    /// For people.
+    /// Text for people.
     pub(crate) text: String,
-    /// What of it is told anew only when it changes.
-    why: String,
+    /// Part of the text that must change before the text is printed again.
+    key: String,
 }
 
-impl Waiting {
-    /// It waits, and why has changed. `otherwise`: what is said where the scheduler does not explain it.
-    pub(crate) fn changed(&mut self, connection: &Connection, workload: &str, otherwise: Said) {
+impl WaitReasons {
+    /// Starts a query, because the reasons have changed. `otherwise` is used if the scheduler does not explain the workload.
+    pub(crate) fn changed(&mut self, connection: &Connection, workload: &str, otherwise: EventDescription) {
         self.over();
         let subject = Subject::Workload(WaitingWorkload {
             team: connection.team.clone(),
@@ -123,7 +125,7 @@ impl Waiting {
         });
         let request = ExplainRequest { subject: Some(subject), max_workers: 1, workers: Vec::new() };
         let mut placements = connection.placements();
-        self.asked.spawn(async move {
+        self.queries.spawn(async move {
             match placements.explain(request).await {
                 Ok(response) => {
                     let response = response.into_inner();
@@ -132,31 +134,31 @@ impl Waiting {
                         "why": response.summary,
                         "expected_wait_seconds": labels::expected_wait(&response).map(|wait| wait.as_secs_f64()),
                     });
-                    Some(Why { details, text: explanation::short(&response), why: response.summary })
+                    Some(WaitReason { details, text: explanation::short(&response), key: response.summary })
                 }
-                // It waits no more.
+                // The workload no longer waits.
                 Err(status) if status.code() == tonic::Code::FailedPrecondition => None,
-                Err(_) => Some(Why {
+                Err(_) => Some(WaitReason {
                     details: otherwise.details,
-                    why: otherwise.text.clone(),
+                    key: otherwise.text.clone(),
                     text: otherwise.text,
                 }),
             }
         });
     }
 
-    /// It waits no more.
+    /// Ends the query, because the workload no longer waits.
     pub(crate) fn over(&mut self) {
-        self.asked = JoinSet::new();
+        self.queries = JoinSet::new();
     }
 
-    /// Why it waits, once that is known and where it is news. `None`: it is not asked for. Cancel safe.
-    pub(crate) async fn next(&mut self) -> Option<Why> {
-        while let Some(answered) = self.asked.join_next().await {
-            let Ok(Some(why)) = answered else { continue };
-            if self.told.as_ref() != Some(&why.why) {
-                self.told = Some(why.why.clone());
-                return Some(why);
+    /// Returns the reason once it is known, if it has changed. `None`: no query runs. Cancel safe.
+    pub(crate) async fn next(&mut self) -> Option<WaitReason> {
+        while let Some(answered) = self.queries.join_next().await {
+            let Ok(Some(reason)) = answered else { continue };
+            if self.last.as_ref() != Some(&reason.key) {
+                self.last = Some(reason.key.clone());
+                return Some(reason);
             }
         }
         None

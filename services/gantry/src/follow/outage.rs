@@ -1,6 +1,6 @@
-//! An outage of a service: when a broken stream is opened again, and when the command gives up.
+//! Outage of a service: retries of a broken stream, and the time after which the command gives up.
 //!
-//! The time starts at the first failure. A stream may carry nothing for hours before it breaks, and a machine may sleep for as long.
+//! The time starts at the first failure, because a stream may carry nothing for hours before it breaks, and a machine may sleep for hours.
 
 use std::time::Duration;
 
@@ -8,19 +8,19 @@ use tokio::time::Instant;
 
 use crate::client::connect::Pause;
 
-/// Longest outage that a command waits out. The term of an attached command is as long, so that the command goes on meanwhile.
+/// Longest outage that a command waits out. The term of an attached process is equally long, so the process runs on meanwhile.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5 * 60);
-/// How long a stream must have stood to count as proof that the service works again.
+/// Time for which a stream must have been open to prove that the service works again.
 const STEADY: Duration = Duration::from_secs(2);
-/// How long an outage lasts before the caller is told.
-const TOLD_AFTER: Duration = Duration::from_secs(3);
+/// Duration of an outage before a message is printed.
+const NOTICE_AFTER: Duration = Duration::from_secs(3);
 
 /// The failures of one stream since it last worked.
 #[derive(Default)]
 pub(crate) struct Outage {
     since: Option<Instant>,
     pause: Pause,
-    told: bool,
+    is_reported: bool,
 }
 
 impl Outage {
@@ -40,14 +40,14 @@ impl Outage {
         now.duration_since(*self.since.get_or_insert(now)) < PATIENCE
     }
 
-    /// Whether the outage has become worth telling. True once.
+    /// Returns whether a message must be printed now. True once per outage.
     pub(crate) fn is_news(&mut self) -> bool {
-        let is_news = !self.told && self.since.is_some_and(|since| since.elapsed() >= TOLD_AFTER);
-        self.told |= is_news;
+        let is_news = !self.is_reported && self.since.is_some_and(|since| since.elapsed() >= NOTICE_AFTER);
+        self.is_reported |= is_news;
         is_news
     }
 
-    /// Pauses before the next try, each time for longer.
+    /// Pauses before the next attempt, longer each time.
     pub(crate) async fn pause(&mut self) {
         self.pause.wait().await;
     }
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn stream_that_stood_ends_an_outage() {
+    async fn steady_stream_ends_outage() {
         let mut outage = Outage::default();
         assert!(outage.goes_on(None));
         let opened = Instant::now();
@@ -82,11 +82,11 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn outage_is_told_once() {
+    async fn outage_is_reported_once() {
         let mut outage = Outage::default();
         assert!(outage.goes_on(None));
         assert!(!outage.is_news());
-        tokio::time::advance(TOLD_AFTER).await;
+        tokio::time::advance(NOTICE_AFTER).await;
         assert!(outage.is_news());
         assert!(!outage.is_news());
     }

@@ -1,6 +1,6 @@
-//! Our standard input, as it is forwarded to a process.
+//! Standard input that is forwarded to a process.
 //!
-//! A thread of its own reads, for a read from a terminal cannot be interrupted; it is never waited for.
+//! A separate thread reads it, because a read from a terminal cannot be interrupted. The command never waits for that thread.
 
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Read};
@@ -9,20 +9,21 @@ use bytes::Bytes;
 use rustix::event::{PollFd, PollFlags, poll};
 use tokio::sync::mpsc;
 
+/// Size of one read, in bytes.
 const PIECE: usize = 256 << 10;
 
-/// Whether there is a standard input to forward. A terminal belongs to the process group in the foreground; reading from it in
-/// the background would stop us.
+/// Returns whether standard input can be forwarded. A terminal belongs to the foreground process group; a read in the background would stop
+/// `gantry`.
 pub(crate) fn is_readable() -> bool {
     let stdin = io::stdin();
     !stdin.is_terminal()
         || rustix::termios::tcgetpgrp(&stdin).is_ok_and(|group| group == rustix::process::getpgrp())
 }
 
-/// What is read, and what of it the process has not taken yet.
+/// Reader of standard input, with the pieces that the process has not taken yet.
 pub(crate) struct Stdin {
     pieces: mpsc::Receiver<Bytes>,
-    /// Read and not yet taken, with where each piece stands in the whole of the input.
+    /// Pieces that were read but not taken, each with its offset in the input.
     kept: VecDeque<(u64, Bytes)>,
     read: u64,
     ended: bool,
@@ -36,23 +37,23 @@ impl Stdin {
         Self { pieces, kept: VecDeque::new(), read: 0, ended: false }
     }
 
-    /// What a sender says is read.
+    /// Reader of pieces that a test sends.
     #[cfg(test)]
     pub(crate) fn from(pieces: mpsc::Receiver<Bytes>) -> Self {
         Self { pieces, kept: VecDeque::new(), read: 0, ended: false }
     }
 
-    /// Up to where input was read.
+    /// Returns the offset up to which input was read.
     pub(crate) fn position(&self) -> u64 {
         self.read
     }
 
-    /// Whether there is no more.
+    /// Returns whether the input has ended.
     pub(crate) fn ended(&self) -> bool {
         self.ended
     }
 
-    /// The next piece, and where it stands; it is kept until it is taken. `None`: there is no more. Cancel safe.
+    /// Reads the next piece, and returns it with its offset. The piece is kept until it is taken. `None`: the input has ended. Cancel safe.
     pub(crate) async fn next(&mut self) -> Option<(u64, Bytes)> {
         match self.pieces.recv().await {
             Some(piece) => {
@@ -68,14 +69,14 @@ impl Stdin {
         }
     }
 
-    /// The process has taken everything up to `offset`.
-    pub(crate) fn taken(&mut self, offset: u64) {
+    /// Drops the pieces that the process has taken, which are those before `offset`.
+    pub(crate) fn drop_taken(&mut self, offset: u64) {
         while self.kept.front().is_some_and(|(at, piece)| at + piece.len() as u64 <= offset) {
             self.kept.pop_front();
         }
     }
 
-    /// What was read and not taken.
+    /// Returns the pieces that were read but not taken.
     pub(crate) fn kept(&self) -> impl Iterator<Item = (u64, Bytes)> {
         self.kept.iter().cloned()
     }
@@ -96,10 +97,10 @@ fn read_all(pieces: &mpsc::Sender<Bytes>) {
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                // Somebody who shares the file has set it not to block.
+                // Another process that shares the file has made it non-blocking.
                 _ = poll(&mut [PollFd::new(&io::stdin(), PollFlags::IN)], None);
             }
-            // A closed or broken standard input has no more to say.
+            // A closed or broken standard input has ended.
             Err(_) => return,
         }
     }

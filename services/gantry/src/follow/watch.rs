@@ -1,4 +1,4 @@
-//! The events of a workload, without gaps: a stream that broke is resumed after the last revision seen.
+//! Events of a workload without gaps. A broken stream is resumed after the last revision that was received.
 
 use anyhow::Context;
 use prost_types::Timestamp;
@@ -7,12 +7,12 @@ use tokio::time::Instant;
 use tonic::Streaming;
 
 use crate::client::connect::Connection;
-use crate::ending::error::{Refused, advised};
+use crate::ending::error::{Refused, with_advice};
 use crate::follow::outage::{Outage, PATIENCE};
 use crate::render::table::duration;
 use crate::render::ui::Ui;
 
-/// Watches one workload.
+/// Stream of the events of one workload.
 pub(crate) struct Watch<'a> {
     connection: &'a Connection,
     ui: &'a Ui,
@@ -23,17 +23,17 @@ pub(crate) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// From its first event on.
+    /// Starts at the first event.
     pub(crate) fn new(connection: &'a Connection, ui: &'a Ui, workload: String) -> Self {
         Self { connection, ui, workload, revision: 0, stream: None, outage: Outage::default() }
     }
 
-    /// The next event. Cancel safe.
+    /// Waits for the next event. Cancel safe.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Event> {
         Ok(self.next_at().await?.1)
     }
 
-    /// The next event, and when it happened. Cancel safe.
+    /// Waits for the next event, and returns it with its time. Cancel safe.
     pub(crate) async fn next_at(&mut self) -> anyhow::Result<(Timestamp, Event)> {
         loop {
             let refused = match self.try_next().await {
@@ -49,18 +49,16 @@ impl<'a> Watch<'a> {
                 return Err(refused).with_context(|| format!("cannot watch workload {workload}"));
             }
             if !self.outage.goes_on(opened) {
-                let advice = format!("`gantry attach {workload}` follows it once the cluster answers");
-                return Err(advised(refused.into(), advice))
-                    .with_context(|| format!("cannot watch workload {workload}, which may go on"));
+                let advice = format!("run `gantry attach {workload}` when the cluster answers again");
+                return Err(with_advice(refused.into(), advice))
+                    .with_context(|| format!("cannot watch workload {workload}, which may still run"));
             }
             if self.outage.is_news() {
-                let (why, patience) = (refused.why(), duration(PATIENCE));
-                self.ui.note(&format!(
-                    "the scheduler does not answer ({why}); it is asked again for {patience}"
-                ));
+                let (cause, patience) = (refused.cause(), duration(PATIENCE));
+                self.ui.note(&format!("the scheduler does not answer ({cause}); retrying for {patience}"));
             }
             self.outage.pause().await;
-            // Whether that helps shows in the next try.
+            // The next attempt shows whether the cluster runs again.
             _ = self.connection.revive(self.ui).await;
         }
     }

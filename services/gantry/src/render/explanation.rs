@@ -1,14 +1,14 @@
-//! The scheduler's explanation of a placement as text: who would take a workload, who refuses, and what would help.
+//! Explanation of a placement as text: the workers that accept or refuse a workload, and the events that would place it.
 
 use rpc::pb::scheduler::{ExplainResponse, Verdict, WorkerExplanation};
 
 use crate::render::labels;
 use crate::render::table::{duration, filled, plain, render};
 
-/// How wide a cell is at most: what no sentence of ours comes to.
+/// Maximum width of a cell, in characters. Messages of Gantry are shorter.
 const WIDTH: usize = 1000;
 
-/// Why it waits, in one line.
+/// Describes in one line why a workload waits.
 pub(crate) fn short(response: &ExplainResponse) -> String {
     let why = plain(&response.summary, WIDTH);
     let wait = match labels::expected_wait(response) {
@@ -29,43 +29,48 @@ fn ordinal(number: u64) -> String {
     format!("{number}{ending}")
 }
 
-/// `waits`: whether it was submitted.
+/// Formats an explanation. `waits`: whether the workload is already submitted.
 pub(crate) fn text(response: &ExplainResponse, waits: bool) -> String {
     let ExplainResponse { queue_position, workers, unblocked_by, summary, groups, .. } = response;
     let best = workers.first().map_or("", |worker| worker.worker_name.as_str());
     let summary = plain(summary, WIDTH);
     let mut text = match response.verdict() {
-        Verdict::Placed if best.is_empty() => "it is placed at once\n".to_owned(),
-        Verdict::Placed => format!("it is placed at once, on {}\n", plain(best, WIDTH)),
+        Verdict::Placed if best.is_empty() => "the workload can be placed now\n".to_owned(),
+        Verdict::Placed => format!("the workload can be placed now, on {}\n", plain(best, WIDTH)),
         Verdict::NotNow if summary.is_empty() => {
-            format!("it waits, as number {queue_position} by priority and age\n")
+            format!("the workload waits at position {queue_position} of the queue\n")
         }
-        Verdict::NotNow => format!("it waits, as number {queue_position} by priority and age: {summary}\n"),
+        Verdict::NotNow => {
+            format!("the workload waits at position {queue_position} of the queue: {summary}\n")
+        }
         Verdict::Never if waits => {
-            "no worker that is known could ever run it: it waits for one that registers and can\n".to_owned()
+            "no known worker can ever run the workload; it waits for a suitable worker to register\n"
+                .to_owned()
         }
         Verdict::Never => {
-            "no worker that is known could ever run it: it is refused if it is submitted now\n".to_owned()
+            "no known worker can ever run the workload; submitting it now would fail\n".to_owned()
         }
-        Verdict::Unspecified => "the scheduler gives no verdict that is known here\n".to_owned(),
+        Verdict::Unspecified => {
+            "the scheduler gave a verdict that this version of gantry does not know\n".to_owned()
+        }
     };
     if response.verdict() == Verdict::NotNow {
         let basis = plain(&response.expected_wait_basis, WIDTH);
         match labels::expected_wait(response) {
-            Some(wait) => text.push_str(&format!("it may take about {}: {basis}\n", duration(wait))),
-            None if !basis.is_empty() => text.push_str(&format!("how long that may take is {basis}\n")),
+            Some(wait) => text.push_str(&format!("expected wait: about {}; {basis}\n", duration(wait))),
+            None if !basis.is_empty() => text.push_str(&format!("expected wait: {basis}\n")),
             None => {}
         }
     }
     if !workers.is_empty() {
         text.push('\n');
-        text.push_str(&render(&["WORKER", "SAYS"], &workers.iter().map(row).collect::<Vec<_>>()));
+        text.push_str(&render(&["WORKER", "ANSWER"], &workers.iter().map(row).collect::<Vec<_>>()));
     }
-    // All others.
+    // The remaining workers are grouped.
     let (known, gone) = (response.workers_known, response.workers_gone);
     if known + gone > workers.len() as u64 {
         let willing = response.workers_willing;
-        let would = (willing > 0).then(|| vec![willing.to_string(), "would do".to_owned(), String::new()]);
+        let would = (willing > 0).then(|| vec![willing.to_string(), "can run it".to_owned(), String::new()]);
         let refuse = groups.iter().map(|group| {
             let says: Vec<_> = group.refusals.iter().map(|refusal| refusal.message.as_str()).collect();
             let more = if group.count > group.names.len() as u64 { ", …" } else { "" };
@@ -75,14 +80,14 @@ pub(crate) fn text(response: &ExplainResponse, waits: bool) -> String {
         let rows: Vec<_> = would.into_iter().chain(refuse).collect();
         let all = match (known, gone) {
             (_, 0) => format!("all {known} workers"),
-            (0, _) => format!("{gone} that went away minutes ago"),
-            _ => format!("all {known} workers, and {gone} that went away minutes ago"),
+            (0, _) => format!("{gone} recently removed workers"),
+            _ => format!("all {known} workers and {gone} recently removed ones"),
         };
-        text.push_str(&format!("\nOf {all}\n"));
-        text.push_str(&filled(&["COUNT", "SAY", "SUCH AS"], &rows));
+        text.push_str(&format!("\nSummary of {all}\n"));
+        text.push_str(&filled(&["COUNT", "ANSWER", "EXAMPLES"], &rows));
     }
     if !unblocked_by.is_empty() {
-        text.push_str("\nIt is placed as soon as\n");
+        text.push_str("\nThe workload is placed as soon as one of these happens:\n");
         for line in unblocked_by {
             text.push_str(&format!("  {}\n", plain(line, WIDTH)));
         }
@@ -93,7 +98,7 @@ pub(crate) fn text(response: &ExplainResponse, waits: bool) -> String {
 fn row(worker: &WorkerExplanation) -> Vec<String> {
     let refusals: Vec<_> = worker.refusals.iter().map(|refusal| refusal.message.as_str()).collect();
     let says =
-        if refusals.is_empty() { format!("would do: {}", worker.standing) } else { refusals.join(", ") };
+        if refusals.is_empty() { format!("can run it: {}", worker.standing) } else { refusals.join(", ") };
     vec![worker.worker_name.clone(), plain(&says, WIDTH)]
 }
 
@@ -106,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_worker_says_why_not_and_what_would_help() {
+    fn text_has_refusals_and_remedies() {
         let refusal = |message: &str| PlacementRefusal { message: message.to_owned(), ..Default::default() };
         let response = ExplainResponse {
             verdict: Verdict::NotNow.into(),
@@ -120,13 +125,13 @@ mod tests {
             workers_known: 1,
             ..Default::default()
         };
-        let expected = "it waits, as number 3 by priority and age\n\nWORKER  SAYS\none     is cordoned, is full (2 of 2 tasks)\n\n\
-            It is placed as soon as\n  one: it is told to run again, and one of its tasks ends\n";
+        let expected = "the workload waits at position 3 of the queue\n\nWORKER  ANSWER\none     is cordoned, is full (2 of 2 tasks)\n\n\
+            The workload is placed as soon as one of these happens:\n  one: it is told to run again, and one of its tasks ends\n";
         assert_eq!(text(&response, false), expected);
     }
 
     #[test]
-    fn many_workers_are_told_together_and_the_wait_in_one_line() {
+    fn many_workers_are_summarized() {
         let refusal = PlacementRefusal { message: "are full".to_owned(), ..Default::default() };
         let names = vec!["a".to_owned(), "b".to_owned()];
         let group = RefusingWorkers { refusals: vec![refusal], count: 12, names };
@@ -140,23 +145,23 @@ mod tests {
             groups: vec![group],
             ..Default::default()
         };
-        let expected = "it waits, as number 3 by priority and age: all 12 workers that could take it are full\n\
-            it may take about 40 s: a slot was held for 40 s\n\nOf all 12 workers\n\
-            COUNT  SAY       SUCH AS\n12     are full  a, b, …\n";
+        let expected = "the workload waits at position 3 of the queue: all 12 workers that could take it are full\n\
+            expected wait: about 40 s; a slot was held for 40 s\n\nSummary of all 12 workers\n\
+            COUNT  ANSWER    EXAMPLES\n12     are full  a, b, …\n";
         assert_eq!(text(&response, false), expected);
         let line = "waiting, 3rd in the queue: all 12 workers that could take it are full";
         assert_eq!(short(&response), format!("{line}; about 40 s"));
         response.workers_gone = 3;
-        let told = text(&response, false);
-        assert!(told.contains("\nOf all 12 workers, and 3 that went away minutes ago\n"), "{told}");
+        let gone = text(&response, false);
+        assert!(gone.contains("\nSummary of all 12 workers and 3 recently removed ones\n"), "{gone}");
         response.expected_wait = None;
         response.expected_wait_basis = "unknown: none came free".to_owned();
         assert_eq!(short(&response), line);
-        assert!(text(&response, false).contains("\nhow long that may take is unknown: none came free\n"));
+        assert!(text(&response, false).contains("\nexpected wait: unknown: none came free\n"));
         response.verdict = Verdict::Never.into();
         let never = [false, true].map(|waits| text(&response, waits));
-        assert!(never[0].contains("it is refused if it is submitted now\n"), "{}", never[0]);
-        assert!(never[1].contains("it waits for one that registers and can\n"), "{}", never[1]);
+        assert!(never[0].contains("submitting it now would fail\n"), "{}", never[0]);
+        assert!(never[1].contains("it waits for a suitable worker to register\n"), "{}", never[1]);
         let ordinals = [1, 2, 11, 12, 13, 21, 102, 111, 1013].map(ordinal);
         assert_eq!(ordinals, ["1st", "2nd", "11th", "12th", "13th", "21st", "102nd", "111th", "1013th"]);
     }

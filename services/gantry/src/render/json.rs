@@ -1,6 +1,6 @@
-//! What `--json` shows of the things in a cluster.
+//! JSON documents of the objects in a cluster, for `--json`.
 //!
-//! Names are those of the protos; states are words, instants are text in UTC, digests are hex, and what is absent is null.
+//! Keys are the names of the protos. States are words, instants are text in UTC, digests are hexadecimal, and absent values are null.
 
 use rpc::pb::{artifacts, scheduler};
 use serde_json::{Value, json};
@@ -40,7 +40,7 @@ pub(crate) fn output(output: &scheduler::PublishedOutput) -> Value {
     })
 }
 
-/// The last event of a run: how it ended, and with which exit code we end.
+/// Makes the last event of a run, with the exit code of `gantry` as `status`.
 pub(crate) fn finished(finished: &scheduler::Finished, status: u8) -> Value {
     json!({
         "outcome": labels::outcome(finished.outcome()),
@@ -175,7 +175,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
     })
 }
 
-/// What is not known is null.
+/// Makes the document of resource usage. Unknown values are null.
 fn usage(usage: &scheduler::Usage) -> Value {
     let millis = |time: Option<prost_types::Duration>| time.map(millis);
     json!({
@@ -277,7 +277,7 @@ pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {
     })
 }
 
-/// What is absent where it is empty.
+/// Returns `None` for an empty text.
 pub(crate) fn some(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }

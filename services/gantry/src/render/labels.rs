@@ -1,4 +1,4 @@
-//! Words for what the protos say in numbers.
+//! Words for the enums, times and amounts of the protos.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -11,7 +11,7 @@ use rpc::pb::scheduler::{
 
 use crate::render::table::{bytes, duration};
 
-/// Where the bytes are of what was made from a small tree.
+/// Place of the bytes of a small tree.
 pub(crate) const IN_STORE: &str = "in the artifact store itself";
 
 pub(crate) fn worker_state(state: WorkerState) -> &'static str {
@@ -23,7 +23,7 @@ pub(crate) fn worker_state(state: WorkerState) -> &'static str {
     }
 }
 
-/// The word for a value of a proto's enum: `LEASE_STATE_GRANTED` is `granted`.
+/// Returns the word for an enum value of a proto. `LEASE_STATE_GRANTED` becomes `granted`.
 fn word(name: &str, prefix: &str) -> String {
     match name.trim_start_matches(prefix) {
         "UNSPECIFIED" => "unknown".to_owned(),
@@ -31,7 +31,7 @@ fn word(name: &str, prefix: &str) -> String {
     }
 }
 
-/// Whether a worker is in contact, and everything else that decides whether it gets work.
+/// Describes the state of a worker: its contact, and everything else that decides whether it gets work.
 pub(crate) fn standing(worker: &Worker) -> String {
     let mut words = vec![worker_state(worker.state())];
     match (worker.desired(), &worker.drained_at) {
@@ -53,22 +53,22 @@ pub(crate) fn standing(worker: &Worker) -> String {
     standing
 }
 
-/// The same of one that is not in contact.
+/// Describes the state of a worker that is not in contact.
 pub(crate) fn silent(worker: &Worker) -> String {
     format!("{}, silent for {}", standing(worker), ago(worker.last_contact_at.as_ref()))
 }
 
-/// Thousandths of a core as cores: `4`, `0.5`.
+/// Formats thousandths of a core as cores, such as `4` or `0.5`.
 pub(crate) fn cores(millis: u64) -> String {
     format!("{}.{:03}", millis / 1000, millis % 1000).trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// What a worker shall do.
+/// Returns the word for the desired state of a worker.
 pub(crate) fn desire(desire: WorkerDesire) -> String {
     word(desire.as_str_name(), "WORKER_DESIRE_")
 }
 
-/// Whether a workload in this state holds a lease of its worker.
+/// Returns whether a workload in this state holds a lease.
 pub(crate) fn holds_lease(state: WorkloadState) -> bool {
     matches!(state, WorkloadState::Assigned | WorkloadState::Starting | WorkloadState::Running)
 }
@@ -90,7 +90,7 @@ pub(crate) fn workload_state(state: WorkloadState) -> &'static str {
     }
 }
 
-/// `None`: it has not ended.
+/// Returns the word for an outcome. `None`: the workload has not ended.
 pub(crate) fn outcome(outcome: Outcome) -> Option<&'static str> {
     match outcome {
         Outcome::Unspecified => None,
@@ -101,7 +101,7 @@ pub(crate) fn outcome(outcome: Outcome) -> Option<&'static str> {
     }
 }
 
-/// What is to be said of how a workload ended: `exit 3`, `signal 9`, `RUN_TIMEOUT`.
+/// Describes how a workload ended, such as `exit 3`, `signal 9` or `RUN_TIMEOUT`.
 pub(crate) fn end(workload: &Workload) -> String {
     if let Some(failure) = &workload.failure {
         return failure.reason.clone();
@@ -143,12 +143,12 @@ pub(crate) fn purpose(purpose: VolumePurpose) -> String {
     word(purpose.as_str_name(), "VOLUME_PURPOSE_")
 }
 
-/// Where something of the artifact store is in its life.
+/// Returns the word for the state of an object of the artifact store.
 pub(crate) fn explained_state(state: ExplainedState) -> String {
     word(state.as_str_name(), "EXPLAINED_STATE_")
 }
 
-/// Why an attempt or a lease shall stop, as `docs/errors.md` has it. Empty: it need not.
+/// Returns the reason, as in `docs/errors.md`, for which an attempt or a lease must stop. Empty: it need not stop.
 pub(crate) fn stop_reason(reason: StopReason) -> &'static str {
     match reason {
         StopReason::Unspecified => "",
@@ -160,7 +160,7 @@ pub(crate) fn stop_reason(reason: StopReason) -> &'static str {
     }
 }
 
-/// What an id of the artifact store is the id of.
+/// Returns the word for a kind of object of the artifact store.
 pub(crate) fn thing(thing: Thing) -> &'static str {
     match thing {
         Thing::Unspecified => "unknown",
@@ -182,28 +182,28 @@ pub(crate) fn yes_or_no(it_is: bool) -> &'static str {
     if it_is { "yes" } else { "no" }
 }
 
-/// An instant as RFC 3339 writes it, in UTC. The dates of prost are those of the proleptic Gregorian calendar.
+/// Formats an instant as RFC 3339 in UTC.
 pub(crate) fn instant(at: &Timestamp) -> String {
     at.to_string()
 }
 
-/// How long ago it was, by our clock.
+/// Formats the time since an instant, by the local clock. Empty: there is no instant.
 pub(crate) fn ago(at: Option<&Timestamp>) -> String {
     let Some(at) = at else { return String::new() };
     duration(since(at))
 }
 
-/// How long ago it was, by our clock.
+/// Returns the time since an instant, by the local clock.
 pub(crate) fn since(at: &Timestamp) -> Duration {
     passed().saturating_sub(since_1970(at))
 }
 
-/// How long it is until then, by our clock. `None`: that is over.
+/// Returns the time until an instant, by the local clock. `None`: the instant has passed.
 pub(crate) fn from_now(at: &Timestamp) -> Option<Duration> {
     since_1970(at).checked_sub(passed()).filter(|left| !left.is_zero())
 }
 
-/// The present, by our clock.
+/// Returns the current time of the local clock.
 pub(crate) fn now() -> Timestamp {
     SystemTime::now().into()
 }
@@ -216,36 +216,36 @@ fn since_1970(at: &Timestamp) -> Duration {
     Duration::new(u64::try_from(at.seconds).unwrap_or(0), u32::try_from(at.nanos).unwrap_or(0))
 }
 
-/// How much room a worker has for volumes. Not every worker says.
+/// Formats the free disk space of a worker. Some workers do not report it.
 pub(crate) fn free_disk(worker: &Worker) -> String {
     match worker.capacity.unwrap_or_default().disk_bytes {
-        0 => "not known".to_owned(),
+        0 => "unknown".to_owned(),
         _ => bytes(worker.disk_free_bytes),
     }
 }
 
-/// A size, or nothing for 0.
+/// Formats a size. Empty: the size is 0.
 pub(crate) fn size(size: u64) -> String {
     if size == 0 { String::new() } else { bytes(size) }
 }
 
-/// Why a worker gets no work.
+/// Lists the reasons for which a worker gets no work.
 pub(crate) fn no_work(worker: &Worker) -> String {
     worker.refusals.iter().map(|refusal| refusal.message.as_str()).collect::<Vec<_>>().join("; ")
 }
 
-/// The command of a workload, as one text.
+/// Joins the arguments of a workload with spaces.
 pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
     let arguments = spec.into_iter().flat_map(|spec| &spec.command);
     arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-/// How long a workload may wait.
+/// Returns the expected wait of a workload.
 pub(crate) fn expected_wait(response: &ExplainResponse) -> Option<Duration> {
     response.expected_wait.and_then(|wait| Duration::try_from(wait).ok())
 }
 
-/// What is reserved, in words. Empty: nothing.
+/// Formats reserved amounts. Empty: nothing is reserved.
 pub(crate) fn amounts(requests: &ResourceRequests) -> String {
     let amounts = [
         (
@@ -271,16 +271,16 @@ pub(crate) fn lease_state(state: LeaseState) -> String {
     word(state.as_str_name(), "LEASE_STATE_")
 }
 
-/// Why a lease ended. `None`: it has not.
+/// Describes why a lease ended. `None`: the lease has not ended.
 pub(crate) fn lease_end(end: LeaseEnd) -> Option<&'static str> {
     Some(match end {
         LeaseEnd::Unspecified => return None,
-        LeaseEnd::Released => "its holder gave it back",
-        LeaseEnd::Reported => "its worker said that its attempt has ended",
+        LeaseEnd::Released => "its holder released it",
+        LeaseEnd::Reported => "its worker reported the end of the attempt",
         LeaseEnd::Expired => "its holder did not renew it in time",
-        LeaseEnd::Stopped => "it was to stop, and nothing of it had started, or its worker was lost",
+        LeaseEnd::Stopped => "it was stopped before anything started, or its worker was lost",
         LeaseEnd::Lost => {
-            "its worker was silent for too long, has begun another life or was taken out of service, or does not know it"
+            "its worker was silent for too long, has a new incarnation, was taken out of service, or does not know the lease"
         }
     })
 }
@@ -290,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn instants_and_ages_are_text() {
+    fn instants_and_ages_are_formatted() {
         assert_eq!(instant(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), "2023-11-14T22:13:20Z");
         assert_eq!(ago(None), "");
         assert_eq!(from_now(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), None);

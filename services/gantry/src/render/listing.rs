@@ -1,4 +1,4 @@
-//! Lists and single things on standard output: as a table, as fields, or as JSON.
+//! Lists and single objects on standard output, as a table, as fields, or as JSON.
 
 use futures::stream::{Stream, TryStreamExt};
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{fields, render};
 
-/// Prints at most `limit` items: a table, or one JSON document a line.
+/// Prints at most `limit` items, as a table or as one JSON document per line.
 pub(crate) async fn table<T>(
     items: impl Stream<Item = anyhow::Result<T>>,
     limit: usize,
@@ -23,7 +23,7 @@ pub(crate) async fn table<T>(
     print(&render(headers, &items.iter().map(row).collect::<Vec<_>>()))
 }
 
-/// Prints one thing: its fields, or a JSON document.
+/// Prints one object, as fields or as a JSON document.
 pub(crate) fn one<T>(
     item: &T,
     as_json: bool,

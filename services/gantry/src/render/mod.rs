@@ -1,6 +1,6 @@
-//! What a person or a program reads: tables, JSON, progress, and the two output streams.
+//! Output for people and programs: tables, JSON, progress, and the two output streams.
 //!
-//! Commands call it. It makes no call to a cluster.
+//! Commands call this chapter. It makes no call to a cluster.
 
 pub(crate) mod explanation;
 pub(crate) mod json;

@@ -1,7 +1,7 @@
-//! Where the output of a process goes: our standard output and standard error, or events on standard output.
+//! Destination of the output of a process: standard output and standard error, or events on standard output.
 //!
-//! One thread for each file writes, so that a reader that stalls holds up nothing but its own output. What was received and is not
-//! written yet is bounded by [`IN_FLIGHT`]; beyond it [`Sink::push`] waits, the call is not read, and the process is held back.
+//! One thread per file writes, so a stalled reader delays only its own output. [`IN_FLIGHT`] bounds the bytes that are received but not
+//! written. Beyond that, [`Sink::push`] waits, the call is not read, and the process is slowed down.
 
 use std::fs::File;
 use std::io;
@@ -20,21 +20,21 @@ use tokio::sync::watch;
 
 use crate::render::stdout::write_all;
 
-/// How much of one output may wait to be written.
+/// Maximum of one output that waits to be written, in bytes.
 const IN_FLIGHT: u64 = 4 << 20;
-/// How many pieces of output may wait, however small.
+/// Maximum number of pieces of output that wait.
 const QUEUE: usize = 1024;
-/// How long a full queue is left to its thread before it is looked at again.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// Pause before a full queue is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Which output.
+/// Output stream of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum OutputStream {
     Stdout,
     Stderr,
 }
 
-impl Which {
+impl OutputStream {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Stdout => "stdout",
@@ -43,23 +43,23 @@ impl Which {
     }
 }
 
-/// Whoever read our standard output has gone.
+/// Standard output of `gantry` has no reader any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Closed;
 
 enum Item {
-    Output { which: Which, offset: u64, data: Bytes, written: watch::Sender<u64> },
+    Output { which: OutputStream, offset: u64, data: Bytes, written: watch::Sender<u64> },
     Event(String),
 }
 
-/// Writes events, one JSON object a line, in the order in which they are said.
+/// Writer of events: one JSON object per line, in order.
 pub(crate) struct Events {
     items: mpsc::SyncSender<Item>,
     failure: Failure,
     thread: JoinHandle<()>,
 }
 
-/// Why standard output cannot be written, once it cannot, unless its reader has gone.
+/// Error of writing to standard output, unless the cause is a missing reader.
 type Failure = Arc<OnceLock<io::Error>>;
 
 impl Events {
@@ -74,49 +74,49 @@ impl Events {
     }
 
     pub(crate) fn say(&self, event: &Value) {
-        // Waits only when the reader stalls. When it fails, standard output is closed; whoever follows the output learns it there.
+        // This waits only while the reader stalls. It fails if standard output is closed, which the sinks report.
         _ = self.items.send(Item::Event(event.to_string()));
     }
 
     pub(crate) fn finish(self) {
         drop(self.items);
-        // A thread that panicked has written what it could.
+        // A thread that panicked cannot write more.
         _ = self.thread.join();
     }
 }
 
-/// One output of a process.
+/// Sink for one output stream of a process.
 pub(crate) struct Sink {
-    which: Which,
+    which: OutputStream,
     items: mpsc::SyncSender<Item>,
-    /// Where the next byte stands in the whole of the output.
+    /// Offset of the next byte in the output.
     received: u64,
     missing: u64,
-    /// Up to where it has been written. Closed once nobody can read any more.
+    /// Offset up to which the output was written, or [`CLOSED`].
     written: watch::Receiver<u64>,
     writing: watch::Sender<u64>,
     failure: Failure,
 }
 
 impl Sink {
-    /// Copies to our own standard output or standard error. `unfinished` is told whether the last line of what goes to the same place as
-    /// standard error has no end yet.
-    pub(crate) fn raw(which: Which, unfinished: &Arc<AtomicBool>) -> io::Result<Self> {
+    /// Makes a sink that copies to standard output or standard error. `unfinished` is set while the last line that goes to the same place as
+    /// standard error has no end.
+    pub(crate) fn raw(which: OutputStream, unfinished: &Arc<AtomicBool>) -> io::Result<Self> {
         let file = match which {
-            Which::Stdout => io::stdout().as_fd().try_clone_to_owned(),
-            Which::Stderr => io::stderr().as_fd().try_clone_to_owned(),
+            OutputStream::Stdout => io::stdout().as_fd().try_clone_to_owned(),
+            OutputStream::Stderr => io::stderr().as_fd().try_clone_to_owned(),
         }?;
-        let unfinished = (which == Which::Stderr || is_one_file()).then(|| unfinished.clone());
+        let unfinished = (which == OutputStream::Stderr || is_one_file()).then(|| unfinished.clone());
         Ok(Self::to_file(file, which, unfinished))
     }
 
-    /// Copies to events.
-    pub(crate) fn events(which: Which, events: &Events) -> Self {
+    /// Makes a sink that writes events.
+    pub(crate) fn events(which: OutputStream, events: &Events) -> Self {
         Self::new(which, events.items.clone(), events.failure.clone())
     }
 
-    /// Copies to a file.
-    pub(crate) fn to_file(file: OwnedFd, which: Which, unfinished: Option<Arc<AtomicBool>>) -> Self {
+    /// Makes a sink that copies to a file.
+    pub(crate) fn to_file(file: OwnedFd, which: OutputStream, unfinished: Option<Arc<AtomicBool>>) -> Self {
         let (items, queue) = mpsc::sync_channel(QUEUE);
         let failure = Failure::default();
         std::thread::spawn({
@@ -126,17 +126,17 @@ impl Sink {
         Self::new(which, items, failure)
     }
 
-    fn new(which: Which, items: mpsc::SyncSender<Item>, failure: Failure) -> Self {
+    fn new(which: OutputStream, items: mpsc::SyncSender<Item>, failure: Failure) -> Self {
         let (writing, written) = watch::channel(0);
         Self { which, items, received: 0, missing: 0, written, writing, failure }
     }
 
-    /// Why it cannot be written, if it is for something else than that its reader has gone.
+    /// Returns the error of writing, unless the cause is a missing reader.
     pub(crate) fn failure(&self) -> Option<&io::Error> {
         self.failure.get()
     }
 
-    /// How many bytes of this process's output were lost before they came.
+    /// Returns the number of bytes that were lost before they were received.
     pub(crate) fn missing(&self) -> u64 {
         self.missing
     }
@@ -146,17 +146,17 @@ impl Sink {
         self.missing += bytes;
     }
 
-    /// Where the next byte stands in the whole of the output.
+    /// Returns the offset of the next byte in the output.
     pub(crate) fn received(&self) -> u64 {
         self.received
     }
 
-    /// Up to where it has been written.
+    /// Returns a receiver of the offset up to which the output was written.
     pub(crate) fn written(&self) -> watch::Receiver<u64> {
         self.written.clone()
     }
 
-    /// Takes bytes that stand at `offset`; those that were taken before are skipped. Answers how many were missed before them.
+    /// Accepts bytes at `offset`, and skips those that were accepted before. Returns the number of bytes that are missing before `offset`.
     pub(crate) async fn push(&mut self, offset: u64, mut data: Bytes) -> Result<u64, Closed> {
         let missed = offset.saturating_sub(self.received);
         let known = usize::try_from(self.received.saturating_sub(offset)).unwrap_or(usize::MAX);
@@ -174,18 +174,18 @@ impl Sink {
                 Err(TrySendError::Full(item)) => item,
                 Err(TrySendError::Disconnected(_)) => return Err(Closed),
             };
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(RETRY_INTERVAL).await;
         }
         self.reach(room).await?;
         Ok(missed)
     }
 
-    /// Skips to `offset`.
+    /// Skips to `offset`. Returns the number of skipped bytes.
     pub(crate) async fn skip(&mut self, offset: u64) -> Result<u64, Closed> {
         self.push(offset.max(self.received), Bytes::new()).await
     }
 
-    /// Starts over: another process speaks.
+    /// Starts again at offset 0, for another process.
     pub(crate) async fn restart(&mut self) -> Result<(), Closed> {
         self.flush().await?;
         (self.received, self.missing) = (0, 0);
@@ -207,10 +207,10 @@ impl Sink {
     }
 }
 
-/// Said instead of an offset once nobody can read any more. No output is that long.
+/// Offset that means that standard output has no reader any more. No output is that long.
 pub(crate) const CLOSED: u64 = u64::MAX;
 
-/// Whether standard output and standard error go to the same place.
+/// Returns whether standard output and standard error go to the same file.
 fn is_one_file() -> bool {
     let (Ok(stdout), Ok(stderr)) = (rustix::fs::fstat(io::stdout()), rustix::fs::fstat(io::stderr())) else {
         return false;
@@ -220,14 +220,14 @@ fn is_one_file() -> bool {
 
 fn note_failure(failure: &Failure, error: io::Error) {
     if error.kind() != io::ErrorKind::BrokenPipe {
-        // The first one is the reason.
+        // The first error is kept.
         _ = failure.set(error);
     }
 }
 
 fn write_raw(
     file: OwnedFd,
-    which: Which,
+    which: OutputStream,
     queue: mpsc::Receiver<Item>,
     unfinished: Option<&AtomicBool>,
     failure: &Failure,
@@ -240,12 +240,12 @@ fn write_raw(
             unfinished.store(*last != b'\n', Ordering::Relaxed);
         }
         if !lost && let Err(error) = write_all(&mut file, &data) {
-            if which == Which::Stdout {
+            if which == OutputStream::Stdout {
                 note_failure(failure, error);
                 written.send_replace(CLOSED);
                 return;
             }
-            // Without standard error the process goes on, as it would in a shell that closed it.
+            // The process runs on without standard error, as it would in a shell that closed it.
             lost = true;
         }
         written.send_replace(offset + data.len() as u64);
@@ -292,26 +292,26 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_full_disk_is_told_from_a_reader_that_has_gone() {
+    async fn full_disk_differs_from_missing_reader() {
         let full = File::options().write(true).open("/dev/full").expect("there");
-        let mut sink = Sink::to_file(full.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(full.into(), OutputStream::Stdout, None);
         let pushed = sink.push(0, Bytes::from_static(b"x")).await;
         assert!(pushed.is_err() || sink.flush().await.is_err());
         assert_eq!(sink.failure().map(io::Error::kind), Some(io::ErrorKind::StorageFull));
 
         let (reader, writer) = io::pipe().expect("a pipe");
         drop(reader);
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
         let pushed = sink.push(0, Bytes::from_static(b"x")).await;
         assert!(pushed.is_err() || sink.flush().await.is_err());
         assert!(sink.failure().is_none());
     }
 
     #[tokio::test]
-    async fn it_is_known_whether_the_last_line_has_an_end() {
+    async fn unfinished_line_is_detected() {
         let null = || File::create("/dev/null").expect("there").into();
         let unfinished = Arc::new(AtomicBool::new(false));
-        let mut sink = Sink::to_file(null(), Which::Stdout, Some(unfinished.clone()));
+        let mut sink = Sink::to_file(null(), OutputStream::Stdout, Some(unfinished.clone()));
         for (offset, data, expected) in [(0, "a", true), (1, "b\n", false), (3, "c", true)] {
             sink.push(offset, Bytes::from_static(data.as_bytes())).await.expect("open");
             sink.flush().await.expect("open");
@@ -320,9 +320,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bytes_that_come_twice_are_written_once_and_gaps_are_told() {
+    async fn repeated_bytes_are_dropped_and_gaps_counted() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
         assert_eq!(sink.push(0, Bytes::from_static(b"hello ")).await, Ok(0));
         assert_eq!(sink.push(3, Bytes::from_static(b"lo wor")).await, Ok(0));
         assert_eq!(sink.push(2, Bytes::from_static(b"llo")).await, Ok(0));
@@ -336,9 +336,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_reader_that_stalls_holds_the_output_back() {
+    async fn stalled_reader_stops_sink() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
         let piece = Bytes::from(vec![7; 1 << 20]);
         let mut pushed = 0_u64;
         while tokio::time::timeout(Duration::from_millis(200), sink.push(pushed, piece.clone())).await.is_ok()
@@ -357,11 +357,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_closed_standard_output_is_told_and_a_closed_standard_error_is_not() {
+    async fn closed_stdout_fails_and_closed_stderr_does_not() {
         let (reader, writer) = io::pipe().expect("a pipe");
         drop(reader);
-        let mut stdout = Sink::to_file(writer.try_clone().expect("another").into(), Which::Stdout, None);
-        let mut stderr = Sink::to_file(writer.into(), Which::Stderr, None);
+        let mut stdout =
+            Sink::to_file(writer.try_clone().expect("another").into(), OutputStream::Stdout, None);
+        let mut stderr = Sink::to_file(writer.into(), OutputStream::Stderr, None);
         assert_eq!(
             match stdout.push(0, Bytes::from_static(b"x")).await {
                 Ok(_) => stdout.flush().await,

@@ -1,4 +1,4 @@
-//! How far a transfer is: a bar on a terminal, now and then a line elsewhere.
+//! Progress of a transfer: a bar on a terminal, or a line every 10 s elsewhere.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,35 +11,38 @@ use tokio::task::JoinSet;
 use crate::render::screen::Screen;
 use crate::render::table::{bytes, plain};
 
+/// Interval between two updates of the bar.
 const REPAINT: Duration = Duration::from_millis(100);
+/// Interval between two lines.
 const LINE: Duration = Duration::from_secs(10);
-/// The longest that what is done is called.
-const LONGEST: usize = 60;
+/// Maximum length of the description, in characters.
+const MAX_DESCRIPTION: usize = 60;
 
-/// Counts what is done and paints it. Cheap to clone; clones count together. The last one that is dropped wipes the bar away.
+/// Counter of transferred bytes with a progress bar. Clones share the counter. The bar is removed when the last clone is dropped.
 #[derive(Clone)]
 pub(crate) struct Progress(Arc<ProgressBar>);
 
 struct ProgressBar {
     counts: Arc<Counts>,
     screen: Arc<Screen>,
-    /// Ends with it.
+    /// Task that paints. It ends with the bar.
     painter: JoinSet<()>,
 }
 
 #[derive(Default)]
 struct Counts {
-    /// What is done to what, by name; and what is said while that is nothing.
+    /// Current activity for each name.
     doing: Mutex<BTreeMap<String, &'static str>>,
+    /// Description while there is no activity.
     otherwise: String,
     done: AtomicU64,
     total: AtomicU64,
-    /// Held while something is painted; nothing is once it is true.
+    /// Held while the bar is painted. Nothing is painted once it is true.
     ended: Mutex<bool>,
 }
 
 impl Progress {
-    /// Starts at nothing of nothing.
+    /// Starts with 0 of 0 bytes.
     pub(crate) fn start(what: &str, screen: &Arc<Screen>, quiet: bool) -> Self {
         let counts = Arc::new(Counts { otherwise: what.to_owned(), ..Counts::default() });
         let mut painter = JoinSet::new();
@@ -49,22 +52,22 @@ impl Progress {
         Self(Arc::new(ProgressBar { counts, screen: screen.clone(), painter }))
     }
 
-    /// What is being done to `name` from now on.
+    /// Sets the current activity for `name`.
     pub(crate) fn doing(&self, verb: &'static str, name: &str) {
         self.0.counts.doing().insert(name.to_owned(), verb);
     }
 
-    /// Nothing more is done to `name`.
+    /// Removes the activity for `name`.
     pub(crate) fn done(&self, name: &str) {
         self.0.counts.doing().remove(name);
     }
 
-    /// There is this much more to do.
+    /// Adds to the total.
     pub(crate) fn expect(&self, bytes: u64) {
         self.0.counts.total.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// This much more is done.
+    /// Adds to the transferred bytes.
     pub(crate) fn advance(&self, bytes: u64) {
         self.0.counts.done.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -82,7 +85,7 @@ async fn paint(counts: Arc<Counts>, screen: Arc<Screen>) {
     let started = Instant::now();
     let mut ticks = tokio::time::interval(if screen.is_terminal() { REPAINT } else { LINE });
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    ticks.tick().await; // Comes at once, and what takes no time is not worth a bar.
+    ticks.tick().await; // The first tick comes at once. A very short transfer gets no bar.
     loop {
         ticks.tick().await;
         counts.paint(&screen, started.elapsed());
@@ -94,7 +97,7 @@ impl Counts {
         self.doing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `uploading a, scanning b`
+    /// Describes the current activities, such as `uploading a, scanning b`.
     fn what(&self) -> String {
         let doing = self.doing();
         if doing.is_empty() {
@@ -102,7 +105,7 @@ impl Counts {
         }
         plain(
             &doing.iter().map(|(name, verb)| format!("{verb} {name}")).collect::<Vec<_>>().join(", "),
-            LONGEST,
+            MAX_DESCRIPTION,
         )
     }
 
@@ -121,13 +124,13 @@ impl Counts {
     }
 }
 
-/// The width of the terminal. Some do not know.
+/// Returns the width of the terminal, or 80 if it is unknown.
 fn columns() -> usize {
     let columns = rustix::termios::tcgetwinsize(io::stderr()).map_or(0, |size| usize::from(size.ws_col));
     if columns == 0 { 80 } else { columns }
 }
 
-/// As much as stays on one line: a bar that wraps could not be wiped away.
+/// Formats progress so that it fits on one line. A bar that wraps could not be removed.
 fn fit(what: &str, done: u64, total: u64, elapsed: Duration, columns: usize) -> String {
     let room = columns.saturating_sub(1);
     let whole = [true, false].map(|bar| line(what, done, total, elapsed, bar));
@@ -144,7 +147,7 @@ fn percent(done: u64, total: u64) -> u128 {
     u128::from(done.min(total)) * 100 / u128::from(total)
 }
 
-/// `uploading src [=====>    ]  52 %  1.2 MiB of 2.3 MiB, 12.0 MiB/s`
+/// Formats progress, such as `uploading src [=====>    ]  52 %  1.2 MiB of 2.3 MiB, 12.0 MiB/s`.
 fn line(what: &str, done: u64, total: u64, elapsed: Duration, bar: bool) -> String {
     if total == 0 {
         return format!("{what} …");
@@ -169,7 +172,7 @@ mod tests {
     use crate::render::screen::tests::Written;
 
     #[test]
-    fn a_line_says_how_far_and_how_fast() {
+    fn line_has_amount_and_speed() {
         let second = Duration::from_secs(1);
         assert_eq!(
             line("uploading src", 1 << 20, 2 << 20, second, true),
@@ -184,7 +187,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_done_at_a_time_is_named_and_nothing_else() {
+    async fn current_activities_are_named() {
         let written = Written::default();
         let progress = Progress::start("uploading", &Arc::new(written.screen(false)), true);
         let what = || progress.0.counts.what();
@@ -200,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_left_out_and_a_bar_never_wraps() {
+    fn bar_never_wraps() {
         let at = |columns| fit("uploading src", 1 << 20, 2 << 20, Duration::from_secs(1), columns);
         assert!(at(80).contains("[=====") && at(80).ends_with("1.0 MiB/s"), "{}", at(80));
         assert_eq!(at(70), "uploading src  50 %  1.0 MiB of 2.0 MiB, 1.0 MiB/s");
@@ -213,7 +216,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_summary_stands_on_a_line_of_its_own_and_nothing_is_painted_after_the_end() {
+    async fn nothing_is_painted_after_end() {
         let written = Written::default();
         let screen = Arc::new(written.screen(true));
         let progress = Progress::start("uploading", &screen, false);
@@ -229,7 +232,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn elsewhere_there_are_plain_lines() {
+    async fn progress_is_plain_lines_without_terminal() {
         let written = Written::default();
         let screen = Arc::new(written.screen(false));
         let progress = Progress::start("", &screen, false);

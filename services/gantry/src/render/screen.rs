@@ -1,33 +1,33 @@
-//! Standard error, as a person sees it: lines, and on a terminal at most one bar below them.
+//! Standard error on a screen: lines, and on a terminal at most one progress bar below them.
 //!
-//! Whoever says a line wipes the bar away first; it is painted again with its next tick. So they never run together. Where a process left
-//! a line without an end at the same place, that line is ended first.
+//! [`Screen::line`] removes the bar first, and the next tick paints it again. If a process left an unfinished line in the same place, that
+//! line is ended first.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Moves to the beginning of the line and clears it.
+/// Escape sequence that moves to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
-/// Where lines and the bar go.
+/// Destination of lines and of the bar.
 pub(crate) struct Screen {
     terminal: bool,
-    /// Whether a process has left a line without an end.
+    /// Whether a process has left an unfinished line.
     unfinished: Arc<AtomicBool>,
     state: Mutex<State>,
 }
 
 struct State {
     out: Box<dyn Write + Send>,
-    /// A bar stands where the next line would begin.
+    /// Whether a bar is at the place where the next line would start.
     painted: bool,
 }
 
 impl Screen {
-    /// Our standard error.
+    /// Makes a screen for standard error.
     pub(crate) fn stderr() -> Self {
-        // Such a terminal cannot move back to the beginning of a line.
+        // A dumb terminal cannot move back to the start of a line.
         let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
         Self::new(Box::new(io::stderr()), io::stderr().is_terminal() && !dumb)
     }
@@ -36,22 +36,22 @@ impl Screen {
         Self { terminal, unfinished: Arc::default(), state: Mutex::new(State { out, painted: false }) }
     }
 
-    /// Whoever writes the output of a process to the same place says here whether its last line has no end yet.
+    /// Returns the flag that a writer of process output sets while its last line is unfinished.
     pub(crate) fn unfinished(&self) -> &Arc<AtomicBool> {
         &self.unfinished
     }
 
-    /// What must come before anything that begins a line.
+    /// Returns the text that must precede a new line.
     fn end_of_line(&self) -> &'static str {
         if self.unfinished.swap(false, Ordering::Relaxed) { "\n" } else { "" }
     }
 
-    /// Whether bars can be painted.
+    /// Returns whether bars can be painted.
     pub(crate) fn is_terminal(&self) -> bool {
         self.terminal
     }
 
-    /// Says a line, which ends with a newline.
+    /// Prints a line, which must end with a newline.
     pub(crate) fn line(&self, line: &str) {
         let mut state = self.state();
         let clear = if std::mem::take(&mut state.painted) { CLEAR } else { "" };
@@ -59,7 +59,7 @@ impl Screen {
         state.write(&format!("{clear}{end}{line}"));
     }
 
-    /// Paints the bar in the place of the one before.
+    /// Paints the bar, and replaces the previous one.
     pub(crate) fn paint(&self, bar: &str) {
         let mut state = self.state();
         let end = self.end_of_line();
@@ -67,7 +67,7 @@ impl Screen {
         state.painted = true;
     }
 
-    /// Wipes the bar away.
+    /// Removes the bar.
     pub(crate) fn wipe(&self) {
         let mut state = self.state();
         if std::mem::take(&mut state.painted) {
@@ -81,7 +81,7 @@ impl Screen {
 }
 
 impl State {
-    /// Nobody can be told when that fails.
+    /// Writes text. Errors are ignored, because they cannot be reported.
     fn write(&mut self, text: &str) {
         _ = self.out.write_all(text.as_bytes());
         _ = self.out.flush();
@@ -92,7 +92,7 @@ impl State {
 pub(crate) mod tests {
     use super::*;
 
-    /// What was written to a screen.
+    /// Text that was written to a screen.
     #[derive(Clone, Default)]
     pub(crate) struct Written(Arc<Mutex<Vec<u8>>>);
 
@@ -117,32 +117,32 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_line_without_an_end_is_ended_before_anything_is_said() {
+    fn unfinished_line_is_ended_first() {
         let written = Written::default();
         let screen = written.screen(true);
         screen.unfinished().store(true, Ordering::Relaxed);
-        screen.line("said\n");
+        screen.line("text\n");
         screen.unfinished().store(true, Ordering::Relaxed);
         screen.paint("50 %");
         screen.line("more\n");
-        assert_eq!(written.text(), "\nsaid\n\n\r50 %\x1b[K\r\x1b[Kmore\n");
+        assert_eq!(written.text(), "\ntext\n\n\r50 %\x1b[K\r\x1b[Kmore\n");
     }
 
     #[test]
-    fn a_line_takes_the_place_of_the_bar() {
+    fn line_replaces_bar() {
         let written = Written::default();
         let screen = written.screen(true);
         screen.line("before\n");
         screen.paint("50 %");
-        screen.line("said\n");
+        screen.line("text\n");
         screen.line("more\n");
         screen.paint("60 %");
         screen.wipe();
         screen.wipe();
         assert_eq!(
             written.text(),
-            "before\n\r50 %\x1b[K\r\x1b[Ksaid\nmore\n\r60 %\x1b[K\r\x1b[K",
-            "each bar is wiped away once, before what follows it"
+            "before\n\r50 %\x1b[K\r\x1b[Ktext\nmore\n\r60 %\x1b[K\r\x1b[K",
+            "each bar is removed once, before the text that follows it"
         );
     }
 }

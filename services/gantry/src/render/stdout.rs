@@ -1,4 +1,4 @@
-//! Standard output for answers: ids, tables, JSON.
+//! Answers on standard output: ids, tables and JSON.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::ending::error::Interrupted;
 use crate::ending::exit_code;
 
-/// Writes `text`. A reader that has gone ends the command as SIGPIPE would.
+/// Writes `text`. If standard output has no reader, the command ends as after SIGPIPE.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let write = || write_all(&mut io::stdout().as_fd().try_clone_to_owned()?.into(), text.as_bytes());
     match write() {
@@ -25,7 +25,7 @@ pub(crate) fn print_json(document: &impl Serialize) -> anyhow::Result<()> {
     print(&format!("{}\n", serde_json::to_string(document)?))
 }
 
-/// Writes everything, waiting where the file was set not to block by somebody who shares it.
+/// Writes all bytes. Waits if another process that shares the file has made it non-blocking.
 pub(crate) fn write_all(file: &mut File, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         match file.write(bytes) {

@@ -1,4 +1,4 @@
-//! Tables for people, and sizes, ages and texts in them.
+//! Tables, sizes, durations and untrusted texts for people.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 
-/// Columns side by side, two spaces between them, without spaces at the ends of lines.
+/// Formats a table with two spaces between columns.
 pub(crate) fn render(headers: &[&str], rows: &[Vec<String>]) -> String {
     let mut table = Table::new();
     table.load_preset(NOTHING).set_header(headers).add_rows(rows);
@@ -14,7 +14,7 @@ pub(crate) fn render(headers: &[&str], rows: &[Vec<String>]) -> String {
     table.trim_fmt() + "\n"
 }
 
-/// The same without columns that have nothing in them.
+/// Formats a table without its empty columns.
 pub(crate) fn filled(headers: &[&str], rows: &[Vec<String>]) -> String {
     let is_filled =
         |column: &usize| rows.iter().any(|row| row.get(*column).is_some_and(|cell| !cell.is_empty()));
@@ -24,7 +24,7 @@ pub(crate) fn filled(headers: &[&str], rows: &[Vec<String>]) -> String {
     render(&headers, &rows.iter().map(row).collect::<Vec<_>>())
 }
 
-/// Names and values below each other. Values of several lines are indented.
+/// Formats names and values, one per line. Further lines of a value are indented, and empty values are left out.
 pub(crate) fn fields(fields: &[(&str, String)]) -> String {
     let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
     let mut text = String::new();
@@ -36,7 +36,7 @@ pub(crate) fn fields(fields: &[(&str, String)]) -> String {
     text
 }
 
-/// A size: `17 B`, `1.2 MiB`.
+/// Formats a size, such as `17 B` or `1.2 MiB`.
 pub(crate) fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     #[expect(clippy::cast_precision_loss, reason = "shown with one digit behind the point")]
@@ -49,7 +49,7 @@ pub(crate) fn bytes(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
-/// A duration: `340 ms`, `1.5 s`, `42 s`, `5 min`, `3 h`, `2 d`.
+/// Formats a duration: `340 ms`, `1.5 s`, `42 s`, `5 min`, `3 h`, `2 d`.
 pub(crate) fn duration(duration: Duration) -> String {
     match duration.as_secs() {
         0 => format!("{} ms", duration.as_millis()),
@@ -61,12 +61,12 @@ pub(crate) fn duration(duration: Duration) -> String {
     }
 }
 
-/// A number of things: `1 file`, `2 files`.
-pub(crate) fn count(number: u64, thing: &str) -> String {
-    if number == 1 { format!("1 {thing}") } else { format!("{number} {thing}s") }
+/// Formats a number with a noun, such as `1 file` or `2 files`.
+pub(crate) fn count(number: u64, noun: &str) -> String {
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
-/// Whether a character does something to a terminal instead of being shown: control characters, and those that change the direction
+/// Returns whether a character controls a terminal instead of being shown: control characters, and characters that change the direction
 /// of text.
 pub(crate) fn changes_terminal(c: char) -> bool {
     let turns =
@@ -74,7 +74,7 @@ pub(crate) fn changes_terminal(c: char) -> bool {
     c.is_control() || turns
 }
 
-/// Text of unknown origin, safe for a terminal, and no longer than `limit` characters.
+/// Makes untrusted text safe for a terminal, and cuts it to `limit` characters.
 pub(crate) fn plain(text: &str, limit: usize) -> String {
     let mut plain: String = text.chars().map(|c| if changes_terminal(c) { '?' } else { c }).collect();
     if plain.chars().count() > limit {
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_as_wide_as_their_widest_cell() {
+    fn columns_fit_widest_cell() {
         let rows = vec![
             vec!["a".to_owned(), "long name".to_owned(), "x".to_owned()],
             vec!["größer".to_owned(), String::new(), String::new()],
@@ -106,13 +106,13 @@ mod tests {
     }
 
     #[test]
-    fn fields_stand_below_each_other_and_empty_ones_are_left_out() {
+    fn empty_fields_are_left_out() {
         let shown = fields(&[("id", "7".to_owned()), ("why", String::new()), ("kept", "a\nb".to_owned())]);
         assert_eq!(shown, "id:   7\nkept: a\n      b\n");
     }
 
     #[test]
-    fn numbers_for_people() {
+    fn numbers_are_formatted() {
         assert_eq!(bytes(0), "0 B");
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(1024), "1.0 KiB");
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_text_cannot_speak_to_the_terminal() {
+    fn untrusted_text_cannot_control_terminal() {
         assert_eq!(plain("a\u{1b}[31mb\n", 20), "a?[31mb?");
         assert_eq!(plain("a\u{202e}b\u{9b}c", 20), "a?b?c", "nor can its direction be turned");
         assert_eq!(plain("abcdef", 4), "abc…");

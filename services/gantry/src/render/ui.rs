@@ -1,4 +1,4 @@
-//! What is said while a command runs: lines on standard error, and events on standard output with `--json`.
+//! Messages of a running command: lines on standard error, and with `--json` events on standard output.
 
 use std::io::{self, IsTerminal};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::render::progress::Progress;
 use crate::render::screen::Screen;
 use crate::render::table::changes_terminal;
 
-/// Says what happens.
+/// Printer of messages, events and progress.
 pub(crate) struct Ui {
     quiet: bool,
     color: bool,
@@ -20,41 +20,41 @@ pub(crate) struct Ui {
 }
 
 impl Ui {
-    /// For a command that has answers, and no events.
+    /// Makes a printer for a command that has answers but no events.
     pub(crate) fn new(quiet: bool) -> Self {
         let color =
             io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
         Self { quiet, color, screen: Arc::new(Screen::stderr()), events: None }
     }
 
-    /// For a command whose `--json` are events.
+    /// Makes a printer for a command that prints events with `--json`.
     pub(crate) fn with_events(quiet: bool, json: bool) -> Self {
         Self { events: json.then(Events::start), ..Self::new(quiet) }
     }
 
-    /// Where events go, and output with them.
+    /// Returns the writer of events, if events are printed.
     pub(crate) fn events(&self) -> Option<&Events> {
         self.events.as_ref()
     }
 
-    /// Something that a person likes to know.
+    /// Prints information, unless --quiet is given.
     pub(crate) fn note(&self, text: &str) {
         if !self.quiet {
             self.line("2", text);
         }
     }
 
-    /// Something that a person must know.
+    /// Prints a warning.
     pub(crate) fn warn(&self, text: &str) {
         self.line("33", text);
     }
 
-    /// Why the command failed.
+    /// Prints an error.
     pub(crate) fn error(&self, text: &str) {
         self.line("31", text);
     }
 
-    /// Something that a program likes to know. `details` is an object.
+    /// Prints an event. `details` is an object.
     pub(crate) fn event(&self, name: &str, details: Value) {
         let Some(events) = &self.events else { return };
         let mut event = json!({ "event": name });
@@ -64,12 +64,12 @@ impl Ui {
         events.say(&event);
     }
 
-    /// Where it is said whether the output of a process ends in the midst of a line.
+    /// Returns the flag that is set while the output of a process ends in the middle of a line.
     pub(crate) fn unfinished(&self) -> &Arc<AtomicBool> {
         self.screen.unfinished()
     }
 
-    /// A bar, or lines, for a transfer.
+    /// Starts to show the progress of a transfer.
     pub(crate) fn progress(&self, what: &str) -> Progress {
         Progress::start(what, &self.screen, self.quiet)
     }
@@ -82,7 +82,7 @@ impl Ui {
     }
 
     fn line(&self, color: &str, text: &str) {
-        // It may quote names of files and messages of processes.
+        // The text may contain names of files and messages of processes.
         let harmless = |c| if changes_terminal(c) && !matches!(c, '\n' | '\t') { '?' } else { c };
         let text: String = text.chars().map(harmless).collect();
         let line = if self.color {

@@ -1,4 +1,4 @@
-//! Paths of the caller's directories: which of them is the same, or inside another one, and links in them.
+//! Paths of local directories: identity, nesting and symbolic links.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use anyhow::bail;
 
 use crate::cli::values::{InputArg, OutputArg, Source};
 
-/// Whether an output starts with the contents of a directory and comes back to it.
+/// Returns whether an output is in place: it has the name and the directory of an input.
 pub(crate) fn is_in_place(input: &InputArg, output: &OutputArg) -> bool {
     let (Source::Directory(from), Some(to)) = (&input.source, &output.directory) else { return false };
     // One directory may have several paths.
@@ -15,9 +15,9 @@ pub(crate) fn is_in_place(input: &InputArg, output: &OutputArg) -> bool {
     input.name == output.name && id(from).is_some() && id(from) == id(to)
 }
 
-/// Refuses a path with a symbolic link in it, which an earlier result may have made.
+/// Rejects a path with a symbolic link, which an earlier result may have made.
 ///
-/// The way to the current directory is the caller's own, by whichever name the shell knows it.
+/// Links in the path of the current directory are allowed, because the caller chose them.
 pub(crate) fn refuse_links(directory: &Path) -> anyhow::Result<()> {
     let same = |a: &Path, b: &Path| {
         let id = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
@@ -30,19 +30,19 @@ pub(crate) fn refuse_links(directory: &Path) -> anyhow::Result<()> {
         at.push(component);
         let Ok(target) = std::fs::read_link(&at) else { continue };
         bail!(
-            "{at:?} is a symbolic link to {target:?}, which an earlier result may have made; name the directory that it leads to, \
+            "{at:?} is a symbolic link to {target:?}, which an earlier result may have made; use the target of the link, \
              or allow it with --follow-links"
         );
     }
     Ok(())
 }
 
-/// Refuses a relative path with a symbolic link in it. Results are mostly below this directory, and links elsewhere are the machine's.
+/// Rejects a relative path with a symbolic link. Results are mostly written below the current directory.
 pub(crate) fn refuse_links_here(path: &Path) -> anyhow::Result<()> {
     if path.is_relative() { refuse_links(path) } else { Ok(()) }
 }
 
-/// Where the targets of outputs lie inside of an input, relative to it. One that is the input itself is no part of it.
+/// Returns the targets of outputs that are inside of an input, relative to it. The input itself does not count.
 pub(crate) fn inside<'a>(input: &Path, targets: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
     let Ok(input) = input.canonicalize() else { return Vec::new() };
     let resolved = targets.into_iter().filter_map(resolve);
@@ -52,7 +52,7 @@ pub(crate) fn inside<'a>(input: &Path, targets: impl IntoIterator<Item = &'a Pat
         .collect()
 }
 
-/// The path without symbolic links, also where its end does not exist yet.
+/// Resolves the symbolic links of a path, whose end need not exist.
 pub(crate) fn resolve(path: &Path) -> Option<PathBuf> {
     let path = std::path::absolute(path).ok()?;
     for (depth, ancestor) in path.ancestors().enumerate() {
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn targets_inside_of_an_input_are_found_though_they_do_not_exist_yet() {
+    fn missing_targets_inside_input_are_found() {
         let root = tempfile::tempdir().expect("a directory");
         let input = root.path().join("src");
         fs::create_dir_all(input.join("a")).expect("made");

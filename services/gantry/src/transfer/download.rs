@@ -1,10 +1,10 @@
-//! Artifacts become directories.
+//! Download of artifacts into directories.
 //!
-//! What the target has already is not fetched. The rest is written into a staging directory beside it, verified, and only then merged
-//! into the target or put in its place: nothing partial is ever seen there.
+//! Content that the target has already is not fetched. The rest is written into a staging directory beside the target and verified. Only then it
+//! is merged into the target or replaces it, so the target never has partial files.
 //!
-//! A directory that was sent and comes back gets what the command changed and nothing else: see [`transfer::changes`]. One download at
-//! a time goes into a target: see [`crate::transfer::staging`].
+//! A result in place changes only the entries that the command changed: see [`transfer::changes`]. Downloads into the same target are serialized:
+//! see [`crate::transfer::staging`].
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use domain::ArtifactId;
 use rpc::pb::runtime::{
-    ExtentRunsEnd, ReadOpen, ReadResponse, read_request::Message as Ask, read_response::Message as Answer,
+    ExtentRunsEnd, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
+    read_response::Message as ResponseMessage,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
 use serde_json::{Value, json};
@@ -26,7 +27,7 @@ use transfer::{
     ScanOptions, Standing, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
 };
 
-use crate::cli::args::TakeArgs;
+use crate::cli::args::AllowArgs;
 use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
 use crate::client::why;
 use crate::ending::error::{Refused, is_transient};
@@ -35,30 +36,30 @@ use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links;
 use crate::transfer::ignore;
-use crate::transfer::receive::{LISTED, MergeReport, Mode, StagedTree, ask, next, receive_manifest};
+use crate::transfer::receive::{LIST_LIMIT, MergeReport, Mode, StagedTree, next, receive_manifest, request};
 use crate::transfer::staging::{Staging, Target, TargetLock};
 use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
-/// How many paths that were not written are named.
-const NAMED: usize = 5;
-/// How many characters of each.
-const SHOWN: usize = 200;
+/// Maximum number of paths that a message names.
+const NAMED_LIMIT: usize = 5;
+/// Maximum number of characters of a path in a message.
+const PATH_LIMIT: usize = 200;
 
-/// How artifacts are downloaded.
+/// Downloader of artifacts.
 pub(crate) struct Downloader<'a> {
     pub(crate) connection: &'a Connection,
     pub(crate) ui: &'a Ui,
-    /// Whether it takes the place of the target, rather than being merged into it.
+    /// Whether the artifact replaces the target instead of being merged into it.
     pub(crate) replace: bool,
-    pub(crate) take: TakeArgs,
+    pub(crate) allow: AllowArgs,
     pub(crate) progress: Progress,
 }
 
 impl Downloader<'_> {
-    /// Brings an artifact into `directory`, which is made where it is missing. `name` is what it is called. Answers what was done,
-    /// for programs.
+    /// Downloads an artifact into `directory`, which is created if necessary. `name` is used in messages.
     ///
-    /// `base` is the tree that was sent from this directory, if it was: only what differs from it is written, and with `replace` removed.
+    /// `base` is the tree that was uploaded from this directory, for a result in place. Then only entries that differ from it are written or
+    /// removed.
     pub(crate) async fn download(
         &self,
         artifact: ArtifactId,
@@ -72,7 +73,7 @@ impl Downloader<'_> {
             match self.attempt(artifact, name, directory, base, &mut avoid).await {
                 Err(error) if is_transient(&error) && attempt < TRANSFER_TRIES => {
                     pause.wait().await;
-                    // Whether that helps shows in the next try.
+                    // The next attempt shows whether the cluster runs again.
                     _ = self.connection.revive(self.ui).await;
                 }
                 result => {
@@ -85,7 +86,7 @@ impl Downloader<'_> {
         unreachable!("the loop returns")
     }
 
-    /// Remembers in `avoid` where it was read, for the next time.
+    /// Downloads once. Adds the gateway to `avoid`, for the next attempt.
     async fn attempt(
         &self,
         artifact: ArtifactId,
@@ -95,34 +96,35 @@ impl Downloader<'_> {
         avoid: &mut Vec<String>,
     ) -> anyhow::Result<DownloadResult> {
         let started = Instant::now();
-        if !self.take.follow_links {
+        if !self.allow.follow_links {
             refuse_links(directory)?;
         }
         let replaces = self.replace && base.is_none();
         let target = Target::find(directory, replaces)?;
         let lock = TargetLock::take(&target.path, self.ui).await;
-        // The download before it may have made or replaced the directory.
+        // An earlier download may have made or replaced the directory.
         let target = Target::find(directory, replaces)?;
         if replaces {
             let path = target.path.clone();
             tokio::task::spawn_blocking(move || ignore::refuse_unsent(&path))
                 .await
-                .context("reading ended unexpectedly")??;
+                .context("the reader thread ended unexpectedly")??;
         }
-        // Only now: a ticket may expire while the download waits for another one.
+        // The ticket is requested after the lock, because it may expire during the wait.
         let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact, avoid).await?;
-        let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+        let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer did not name a worker")?;
         avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();
-        // Meanwhile, as it takes about as long.
+        // This runs in parallel, because it takes about as long as the calls.
         let remembered = tokio::task::spawn_blocking(move || DirectoryCache::load("download", &path));
 
-        let (asks, queue) = mpsc::channel(4);
-        // The queue is empty and its other end is there.
-        _ = asks.send(ask(Ask::Open(ReadOpen { ticket }))).await;
+        let (requests, queue) = mpsc::channel(4);
+        // This cannot fail: the queue is empty and its receiver exists.
+        _ = requests.send(request(RequestMessage::Open(ReadOpen { ticket }))).await;
         let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
-        let mut answers = volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
-        let manifest = receive_manifest(&mut answers).await?;
+        let mut responses =
+            volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
+        let manifest = receive_manifest(&mut responses).await?;
         if tree::digest(&digest)? != manifest.tree_digest() {
             bail!("the worker sent another tree than that of the artifact");
         }
@@ -137,12 +139,12 @@ impl Downloader<'_> {
         let wanted_bytes = manifest.bytes_of(&wanted);
         self.progress.expect(wanted_bytes);
         for runs in rpc::tree::runs(&tree.origins(&wanted)) {
-            // When sending fails the call has ended, and its answers say why.
-            _ = asks.send(ask(Ask::Want(runs))).await;
+            // A send fails only if the call has ended. Its response has the cause.
+            _ = requests.send(request(RequestMessage::Want(runs))).await;
         }
-        _ = asks.send(ask(Ask::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
-        let staged = self.receive_content(answers, staged, tree).await?;
-        drop(asks);
+        _ = requests.send(request(RequestMessage::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
+        let staged = self.receive_content(responses, staged, tree).await?;
+        drop(requests);
 
         let mode = match base {
             None if self.replace => Mode::Replace,
@@ -153,11 +155,11 @@ impl Downloader<'_> {
         };
         let progress = manifest.clone();
         let placed = tokio::task::spawn_blocking(move || {
-            // The lock is held until all is written, also if the command is interrupted.
+            // The lock is held until everything is written, even if the command is interrupted.
             let _lock = lock;
             staged.put_in_place(&target, &progress, &mode)
         });
-        let placed = placed.await.context("writing ended unexpectedly")??;
+        let placed = placed.await.context("the writer thread ended unexpectedly")??;
         let fetched = format!("{} fetched in {}", bytes(wanted_bytes), duration(started.elapsed()));
         let mut details = match base {
             Some(_) => self.say_changed(artifact, name, directory, &placed, &whole, &fetched),
@@ -174,7 +176,7 @@ impl Downloader<'_> {
         Ok(DownloadResult { details, has_conflicts })
     }
 
-    /// Leaves out what the target does not take and, of what was sent from it, what the command left alone.
+    /// Selects the entries to write: those that the target may receive and, in place, those that the command changed.
     async fn compare(
         &self,
         target: &Target,
@@ -182,7 +184,7 @@ impl Downloader<'_> {
         base: Option<&Arc<Manifest>>,
     ) -> anyhow::Result<Comparison> {
         let allowed =
-            Allowed { git_programs: self.take.allow_git_hooks, special: self.take.preserve_special };
+            Allowed { git_programs: self.allow.allow_git_hooks, special: self.allow.preserve_special };
         let (path, manifest, base) = (target.path.clone(), manifest.clone(), base.cloned());
         let compared = tokio::task::spawn_blocking(move || {
             let Some(base) = base else {
@@ -198,25 +200,25 @@ impl Downloader<'_> {
                 standing: Some(standing),
             })
         });
-        compared.await.context("reading ended unexpectedly")?
+        compared.await.context("the reader thread ended unexpectedly")?
     }
 
-    /// Names what was changed on both sides.
+    /// Prints the conflicts.
     fn say_placed(&self, name: &str, directory: &Path, placed: &MergeReport) {
-        let at = |path: &Path| plain(&directory.join(path).display().to_string(), SHOWN);
-        for Conflict { path, result } in placed.merged.iter().take(NAMED) {
+        let at = |path: &Path| plain(&directory.join(path).display().to_string(), PATH_LIMIT);
+        for Conflict { path, result } in placed.merged.iter().take(NAMED_LIMIT) {
             let path = at(path);
             self.ui.warn(&match result {
                 Some(result) => format!(
-                    "{name}: {path} was changed here while the command ran, and stays; the version of the command is {}",
+                    "{name}: conflict: your changed {path} stays; the version of the command is {}",
                     at(result)
                 ),
-                None => format!("{name}: {path} was changed here while the command ran, and stays"),
+                None => format!("{name}: conflict: your changed {path} stays"),
             });
         }
-        if let Some(more) = placed.merged.len().checked_sub(NAMED).filter(|more| *more > 0) {
+        if let Some(more) = placed.merged.len().checked_sub(NAMED_LIMIT).filter(|more| *more > 0) {
             self.ui.warn(&format!(
-                "{name}: and {more} more, each beside what was changed, with `.gantry-result`"
+                "{name}: {more} more conflicts; the versions of the command have names with `.gantry-result`"
             ));
         }
         let of = |paths: &[PathBuf]| named(&paths.iter().map(PathBuf::as_path).collect::<Vec<_>>());
@@ -224,25 +226,25 @@ impl Downloader<'_> {
         if !changed.is_empty() {
             let paths = of(changed);
             self.ui.warn(&format!(
-                "{name}: kept although the command removed it, for it or what belongs to it was changed here meanwhile: {paths}"
+                "{name}: not removed as the command did, because you changed these entries or related ones: {paths}"
             ));
         }
         if !protected.is_empty() {
             let paths = of(protected);
             self.ui.warn(&format!(
-                "{name}: kept although the command removed or moved it: {paths}; let it go with --allow-git-hooks and --preserve-special"
+                "{name}: not removed or moved as the command did: {paths}; allow it with --allow-git-hooks and --preserve-special"
             ));
         }
     }
 
-    /// Names what was not written, and what writes it.
+    /// Prints the entries that were left out, and the options that write them.
     fn say_dropped(&self, artifact: ArtifactId, name: &str, dropped: &[Dropped]) {
         let is_git = |dropped: &&Dropped| dropped.what == DroppedKind::GitProgram;
         let git: Vec<_> = dropped.iter().filter(is_git).map(|dropped| dropped.path.as_path()).collect();
         if !git.is_empty() {
             let named = named(&git);
             self.ui.warn(&format!(
-                "{name}: not written, for git, Mercurial or jj would run it: {named}; write it with --allow-git-hooks, or see artifact {artifact}"
+                "{name}: not written, because git, Mercurial or jj would run it: {named}; write it with --allow-git-hooks, or see artifact {artifact}"
             ));
         }
         let is_rule = |dropped: &&Dropped| dropped.what == DroppedKind::IgnoreRules;
@@ -250,7 +252,7 @@ impl Downloader<'_> {
         if !rules.is_empty() {
             let named = named(&rules);
             self.ui.warn(&format!(
-                "{name}: not written, for it decides what later uploads leave out: {named}; write it with --preserve-special, or see artifact {artifact}"
+                "{name}: not written, because it controls what later uploads leave out: {named}; write it with --preserve-special, or see artifact {artifact}"
             ));
         }
         let special = dropped.iter().filter(|dropped| !is_git(dropped) && !is_rule(dropped));
@@ -264,7 +266,7 @@ impl Downloader<'_> {
         }
     }
 
-    /// Finds out what the target has, and makes a writer for the rest. Answers what must be fetched, too.
+    /// Compares the target with the tree, and makes a writer for the rest. Also returns the extents to fetch.
     async fn stage(
         &self,
         target: &Target,
@@ -272,7 +274,7 @@ impl Downloader<'_> {
         replace: bool,
         remembered: JoinHandle<DirectoryCache>,
     ) -> anyhow::Result<(StagedTree, OrdinalRanges)> {
-        let mut remembered = remembered.await.context("reading ended unexpectedly")?;
+        let mut remembered = remembered.await.context("the reader thread ended unexpectedly")?;
         let (target, manifest) = (target.clone(), manifest.clone());
         let stop = StopOnDrop(Arc::default());
         let stopped = stop.0.clone();
@@ -282,7 +284,7 @@ impl Downloader<'_> {
                 transfer::local_matches(&target.path, &manifest, &options, Some(&mut remembered.cache));
             let matches = match there {
                 Ok(matches) => matches,
-                // It cannot be read, but perhaps be written.
+                // The target may be writable although it is not readable.
                 Err(ScanError::Root(_)) => Matches::default(),
                 Err(error) => return Err(error.into()),
             };
@@ -302,12 +304,12 @@ impl Downloader<'_> {
             let wanted = writer.missing();
             Ok::<_, anyhow::Error>((StagedTree { writer, matches, directory, remembered }, wanted))
         });
-        staging.await.context("writing ended unexpectedly")?
+        staging.await.context("the writer thread ended unexpectedly")?
     }
 
     async fn receive_content(
         &self,
-        mut answers: Streaming<ReadResponse>,
+        mut responses: Streaming<ReadResponse>,
         staged: StagedTree,
         tree: Arc<Subtree>,
     ) -> anyhow::Result<StagedTree> {
@@ -317,8 +319,9 @@ impl Downloader<'_> {
             let mut staged = staged;
             while let Some(chunk) = queue.blocking_recv() {
                 for extent in chunk.extents {
-                    let ordinal =
-                        tree.ordinal(extent.ordinal).context("the worker sent what was not asked for")?;
+                    let ordinal = tree
+                        .ordinal(extent.ordinal)
+                        .context("the worker sent content that was not requested")?;
                     staged.writer.put(ordinal, &extent.data)?;
                     progress.advance(extent.data.len() as u64);
                 }
@@ -326,23 +329,23 @@ impl Downloader<'_> {
             Ok::<_, anyhow::Error>(staged)
         });
         let received = async {
-            while let Some(ReadResponse { message }) = next(&mut answers).await? {
+            while let Some(ReadResponse { message }) = next(&mut responses).await? {
                 match message {
-                    Some(Answer::Chunk(chunk)) => {
+                    Some(ResponseMessage::Chunk(chunk)) => {
                         if chunks.send(chunk).await.is_err() {
-                            // Writing has failed, and says why.
+                            // The writer has failed, and its result has the cause.
                             return Ok(());
                         }
                     }
-                    Some(Answer::Done(_)) => return Ok(()),
-                    Some(Answer::Manifest(_) | Answer::ManifestEnd(_)) | None => {}
+                    Some(ResponseMessage::Done(_)) => return Ok(()),
+                    Some(ResponseMessage::Manifest(_) | ResponseMessage::ManifestEnd(_)) | None => {}
                 }
             }
             Err(anyhow::Error::from(Refused::cut()))
         };
         let received = received.await;
         drop(chunks);
-        let staged = writing.await.context("writing ended unexpectedly")??;
+        let staged = writing.await.context("the writer thread ended unexpectedly")??;
         received.map(|()| staged)
     }
 
@@ -356,11 +359,11 @@ impl Downloader<'_> {
     ) -> Value {
         let (entries, size) = (manifest.entries().len() as u64 - 1, bytes(manifest.size_bytes()));
         let directory = directory.display();
-        self.ui.note(&format!("{name}: {}, {size} now in {directory}, {fetched}", counted(entries)));
+        self.ui.note(&format!("{name}: {}, {size} in {directory}, {fetched}", count_entries(entries)));
         details(artifact, name, &directory.to_string(), manifest)
     }
 
-    /// Says what was changed in a directory that was sent.
+    /// Prints the changes of a result in place.
     fn say_changed(
         &self,
         artifact: ArtifactId,
@@ -371,19 +374,20 @@ impl Downloader<'_> {
         fetched: &str,
     ) -> Value {
         let removed = placed.gone.removed;
-        let removed = if removed > 0 { format!(", {} removed", counted(removed)) } else { String::new() };
-        let (written, directory) = (counted(placed.written), directory.display());
+        let removed =
+            if removed > 0 { format!(", {} removed", count_entries(removed)) } else { String::new() };
+        let (written, directory) = (count_entries(placed.written), directory.display());
         self.ui.note(&format!("{name}: {written} written{removed} in {directory}, {fetched}"));
         details(artifact, name, &directory.to_string(), manifest)
     }
 }
 
-/// A number of entries, for people.
-fn counted(entries: u64) -> String {
+/// Formats a number of entries.
+fn count_entries(entries: u64) -> String {
     count(entries, "entry").replace("entrys", "entries")
 }
 
-/// What came, for programs.
+/// Makes the document about a download, for programs.
 fn details(artifact: ArtifactId, name: &str, directory: &str, manifest: &Manifest) -> Value {
     json!({
         "name": name,
@@ -394,32 +398,32 @@ fn details(artifact: ArtifactId, name: &str, directory: &str, manifest: &Manifes
     })
 }
 
-/// An artifact that was brought.
+/// Result of a download.
 pub(crate) struct DownloadResult {
-    /// What was done, for programs.
+    /// Document for programs.
     pub(crate) details: Value,
-    /// Whether something was changed in the directory and by the command.
+    /// Whether an entry was changed both locally and by the command.
     pub(crate) has_conflicts: bool,
 }
 
-/// A tree that came, compared with the directory that it goes into.
+/// Received tree, compared with the target.
 struct Comparison {
-    /// What may be written.
+    /// Entries that may be written.
     tree: Subtree,
     dropped: Vec<Dropped>,
-    /// For a directory that was sent.
+    /// State of the target, for a result in place.
     standing: Option<Standing>,
 }
 
-/// The first of some paths, and how many more there are.
+/// Formats the first paths, and the number of further ones.
 fn named(paths: &[&Path]) -> String {
     let shown: Vec<_> =
-        paths.iter().take(NAMED).map(|path| plain(&path.display().to_string(), SHOWN)).collect();
-    let more = paths.len().saturating_sub(NAMED);
+        paths.iter().take(NAMED_LIMIT).map(|path| plain(&path.display().to_string(), PATH_LIMIT)).collect();
+    let more = paths.len().saturating_sub(NAMED_LIMIT);
     if more > 0 { format!("{} and {more} more", shown.join(", ")) } else { shown.join(", ") }
 }
 
-/// What was not written, for programs: the first of it, and how much it is.
+/// Makes the document about entries that were left out, for programs.
 fn not_written(dropped: &[Dropped]) -> Value {
     let entry = |dropped: &Dropped| {
         let what = match dropped.what {
@@ -431,11 +435,11 @@ fn not_written(dropped: &[Dropped]) -> Value {
         };
         json!({ "path": dropped.path.to_string_lossy(), "what": what })
     };
-    let first: Vec<_> = dropped.iter().take(LISTED).map(entry).collect();
+    let first: Vec<_> = dropped.iter().take(LIST_LIMIT).map(entry).collect();
     json!({ "count": dropped.len(), "first": first })
 }
 
-/// Refuses to replace a directory that would lose what a result may not bring.
+/// Rejects a replacement that would lose an entry of the directory whose new version may not be written.
 fn check_losses(dropped: &[Dropped]) -> anyhow::Result<()> {
     for (what, option) in
         [(DroppedKind::GitProgram, "--allow-git-hooks"), (DroppedKind::IgnoreRules, "--preserve-special")]
@@ -444,7 +448,7 @@ fn check_losses(dropped: &[Dropped]) -> anyhow::Result<()> {
             dropped.iter().find(|dropped| dropped.is_other_there && dropped.what == what)
         {
             bail!(
-                "the result has another {path:?} than the directory, and neither would be left; leave out --replace, or take that \
+                "the result has another version of {path:?}, and --replace would leave neither; leave out --replace, or write the version \
                  of the result with {option}"
             );
         }
@@ -452,7 +456,7 @@ fn check_losses(dropped: &[Dropped]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where the bytes of an artifact are; elsewhere than at the gateways in `avoid`, if possible.
+/// Asks the streamer for a gateway with the bytes of an artifact, preferably none of `avoid`.
 pub(crate) async fn locate(
     connection: &Connection,
     artifact: ArtifactId,
@@ -464,5 +468,5 @@ pub(crate) async fn locate(
         avoid_gateway_endpoints: avoid.to_vec(),
     };
     let streamer = connection.streamer();
-    repeat("the artifact cannot be found", async || streamer.clone().download(request.clone()).await).await
+    repeat("cannot locate the artifact", async || streamer.clone().download(request.clone()).await).await
 }

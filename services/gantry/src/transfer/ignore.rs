@@ -1,17 +1,17 @@
-//! Rules of what is left out of an upload: `.gantryignore` files, the ignore files of git when asked, and targets of outputs.
+//! Ignore rules of an upload: `.gantryignore` files, with `--gitignore` the ignore files of git, and directories of outputs.
 //!
-//! [`crate::transfer::upload`] asks of each path whether it is left out. Both kinds of file have the syntax and the reach of git's:
+//! [`crate::transfer::upload`] asks for each path whether it is left out. Both kinds of files have the syntax and the scope of git:
 //!
-//! - A file speaks for its directory and all below it. The deeper file and the later line win.
-//! - Nothing below a directory that is left out is looked at.
-//! - `.gantryignore` wins over the files of git, so that `!generated/` brings back what git leaves out.
+//! - A file applies to its directory and everything below. The deeper file and the later line win.
+//! - Entries below an excluded directory are not considered.
+//! - `.gantryignore` wins over the files of git, so `!generated/` includes a directory that git ignores.
 //! - The files of git are, in its order, `.gitignore`, `.git/info/exclude` and the excludes file (`core.excludesFile`).
-//! - What git tracks is none of what git ignores: the files of git do not leave it out, `.gantryignore` does.
-//! - The root is sent even if rules above it name it.
-//! - A rule that can match no path, such as `./a` or `a//b`, matches none.
+//! - The files of git never exclude a tracked file, but `.gantryignore` may.
+//! - The root is always sent, even if rules above it match it.
+//! - A rule that cannot match any path, such as `./a` or `a//b`, is allowed.
 //!
-//! Invariant: a file that cannot be read, or has a line that is no pattern, fails the upload. [`Rules::finish`] names the file, and
-//! [`Rules::exclude`] leaves out everything until then.
+//! Invariant: a file that cannot be read or parsed fails the upload, because its entries may be secret. [`Rules::finish`] names the file. Until
+//! then, [`Rules::exclude`] excludes everything.
 
 mod git;
 mod pattern;
@@ -36,49 +36,52 @@ use rustix::io::Errno;
 
 use self::pattern::Pattern;
 
-/// The name of our own files.
+/// Name of the ignore files of Gantry.
 const OURS: &str = ".gantryignore";
+/// Name of the ignore files of git.
 const GIT: &str = ".gitignore";
-/// Most bytes of an ignore file: it may come from a result, and have holes.
-const MOST_BYTES: u64 = 1 << 20;
-/// How many problems are named.
-const NAMED: usize = 10;
-/// Most bytes of a path that is opened at once. The kernel takes 4095.
-const OPENED_BYTES: usize = 2048;
+/// Maximum size of an ignore file in bytes. A result may have made a huge sparse file.
+const MAX_BYTES: u64 = 1 << 20;
+/// Maximum number of problems that an error names.
+const NAMED_LIMIT: usize = 10;
+/// Maximum length in bytes of a path that is opened in one step. The kernel accepts 4095.
+const MAX_OPEN_BYTES: usize = 2048;
 
-/// Rules for one tree.
+/// Ignore rules of one tree.
 pub(crate) struct Rules {
     root: PathBuf,
     gitignore: bool,
-    /// Relative to the root.
+    /// Paths of outputs, relative to the root.
     left_out: Vec<PathBuf>,
-    /// From directories above the root up to that of the repository, nearest first, and then the excludes file. Each has the path
-    /// from its directory to the root.
+    /// Patterns of the directories above the root within the repository, nearest first, then those of the excludes file. Each has the path from
+    /// its directory to the root.
     above: Vec<(PathBuf, Vec<Pattern>)>,
+    /// Patterns of the visited directories.
     directories: RefCell<HashMap<PathBuf, Rc<Files>>>,
-    /// What repositories track, once it was asked for. The key is the directory of the repository within the root, or the root.
+    /// Tracked paths of repositories, read on demand. The key is the directory of the repository, relative to the root.
     tracked: RefCell<HashMap<PathBuf, Option<BTreeSet<PathBuf>>>>,
-    /// Directories that git's rules leave out, and which are looked at for what is tracked in them.
+    /// Directories that git ignores but that contain tracked files.
     opened: RefCell<HashSet<PathBuf>>,
+    /// Errors of files that cannot be read or parsed.
     problems: RefCell<Vec<String>>,
 }
 
-/// The patterns of one directory, in the order of their lines.
+/// Patterns of one directory, in the order of their lines.
 struct Files {
     directory: PathBuf,
     ours: Vec<Pattern>,
     git: Vec<Pattern>,
-    /// The nearest directory further up that has some.
+    /// Nearest directory above that has patterns.
     outer: Option<Rc<Files>>,
 }
 
 impl Rules {
-    /// Rules for the tree at `root`, without the paths `left_out`, which are relative to it.
+    /// Makes rules for the tree at `root`. The paths `left_out` are relative to it and always excluded.
     pub(crate) fn new(root: &Path, gitignore: bool, left_out: Vec<PathBuf>) -> Self {
         Self::with_excludes_file(root, gitignore, left_out, git::excludes_file)
     }
 
-    /// Rules where `excludes_file` finds the excludes file for a working tree.
+    /// Makes rules with a function that finds the excludes file of a working tree.
     fn with_excludes_file(
         root: &Path,
         gitignore: bool,
@@ -101,7 +104,7 @@ impl Rules {
         rules
     }
 
-    /// Whether `path`, relative to the root, is left out. After a problem everything is.
+    /// Returns whether `path`, relative to the root, is excluded. After an error, every path is excluded.
     pub(crate) fn exclude(&self, path: &Path, is_directory: bool) -> bool {
         if self.left_out.iter().any(|left_out| left_out == path) {
             return true;
@@ -111,7 +114,7 @@ impl Rules {
         excluded || !self.problems.borrow().is_empty()
     }
 
-    /// Whether git ignores `path`.
+    /// Returns whether git ignores `path`.
     fn is_ignored(&self, path: &Path, is_directory: bool) -> bool {
         let is_below_ignored = || path.parent().is_some_and(|parent| self.opened.borrow().contains(parent));
         let by_rules = || {
@@ -126,7 +129,7 @@ impl Rules {
         }
         let tracked = self.tracked_from(path);
         if is_directory && tracked.as_deref() == Some(path) {
-            // A submodule, unless a directory stands where a file is tracked.
+            // A tracked directory is a submodule, unless the tracked entry is a file.
             return !self.root.join(path).join(".git").exists();
         }
         if is_directory && tracked.is_some() {
@@ -135,7 +138,7 @@ impl Rules {
         tracked.is_none()
     }
 
-    /// The first tracked path that is `path` or below it.
+    /// Returns the first tracked path that is `path` or below it.
     fn tracked_from(&self, path: &Path) -> Option<PathBuf> {
         let mut tracked = self.tracked.borrow_mut();
         let repository = path.ancestors().skip(1).find(|outer| tracked.contains_key(*outer))?.to_owned();
@@ -147,7 +150,7 @@ impl Rules {
                 BTreeSet::new()
             })
         });
-        // Paths are ordered by their components: what is below one follows it.
+        // Paths are ordered by their components, so entries of a directory follow it.
         let first = paths
             .range::<Path, _>((Bound::Included(within), Bound::Unbounded))
             .next()
@@ -155,21 +158,24 @@ impl Rules {
         Some(repository.join(first))
     }
 
-    /// Fails if a file could not be read, or has a line that is no pattern.
+    /// Fails if a file could not be read or parsed.
     pub(crate) fn finish(self) -> anyhow::Result<()> {
         let problems = self.problems.into_inner();
-        let more = problems.len().saturating_sub(NAMED);
+        let more = problems.len().saturating_sub(NAMED_LIMIT);
         match &problems[..] {
             [] => Ok(()),
             [problem] => bail!("{problem}"),
             _ if more > 0 => {
-                bail!("ignore files have errors:\n  {}\n  and {more} more", problems[..NAMED].join("\n  "))
+                bail!(
+                    "ignore files have errors:\n  {}\n  and {more} more",
+                    problems[..NAMED_LIMIT].join("\n  ")
+                )
             }
             _ => bail!("ignore files have errors:\n  {}", problems.join("\n  ")),
         }
     }
 
-    /// The decision of the files of one kind, the deepest first.
+    /// Returns the decision of the files of one kind, the deepest first.
     fn decide(
         &self,
         path: &Path,
@@ -187,7 +193,7 @@ impl Rules {
         None
     }
 
-    /// The patterns of a directory, or those of the nearest further up.
+    /// Returns the patterns of a directory, or those of the nearest directory above.
     fn files(&self, directory: &Path) -> Rc<Files> {
         if let Some(files) = self.directories.borrow().get(directory) {
             return files.clone();
@@ -207,7 +213,7 @@ impl Rules {
         files
     }
 
-    /// Reads the files of git for a directory. `.gitignore` comes later than `info/exclude`, and wins.
+    /// Reads the files of git for a directory. `.gitignore` follows `info/exclude`, and wins.
     fn read_git(&self, directory: &Path) -> Vec<Pattern> {
         let mut patterns = match git::info_exclude(directory) {
             Ok(file) => file.map(|file| self.read(&file, true)).unwrap_or_default(),
@@ -235,7 +241,7 @@ impl Rules {
                 Ok(pattern) => patterns.push(pattern),
                 Err(malformed) => {
                     let line = format!("{}:{number}", file.display());
-                    problems.push(format!("cannot understand {line:?}: {malformed}"));
+                    problems.push(format!("cannot parse {line:?}: {malformed}"));
                 }
             }
         }
@@ -261,14 +267,14 @@ impl Rules {
     }
 }
 
-/// Checks the ignore files that speak for the directory at `root` itself.
+/// Checks the ignore files that apply to the directory at `root` itself.
 pub(crate) fn check(root: &Path, gitignore: bool) -> anyhow::Result<()> {
     let rules = Rules::new(root, gitignore, Vec::new());
     rules.files(Path::new(""));
     rules.finish()
 }
 
-/// Refuses to replace a directory that has what a `.gantryignore` in it keeps from being sent: no result can bring it back.
+/// Rejects the replacement of a directory with ignored entries, because no result can contain them.
 pub(crate) fn refuse_unsent(directory: &Path) -> anyhow::Result<()> {
     let rules = Rules::new(directory, false, Vec::new());
     let mut rest = vec![PathBuf::new()];
@@ -284,8 +290,8 @@ pub(crate) fn refuse_unsent(directory: &Path) -> anyhow::Result<()> {
             if rules.exclude(&path, is_directory) {
                 rules.finish()?;
                 bail!(
-                    "a .gantryignore in it keeps {path:?} from being sent, and --replace would delete that; leave out --replace, or \
-                     move it away"
+                    "--replace would delete {path:?}, which a .gantryignore excludes from uploads; leave out --replace, or \
+                     move the entry away"
                 );
             }
             if is_directory {
@@ -296,30 +302,30 @@ pub(crate) fn refuse_unsent(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The decision of patterns: whether a path is left out. The last that matches decides.
+/// Returns whether patterns exclude a path. The last matching pattern decides. `None`: no pattern matches.
 fn decide(patterns: &[Pattern], path: &Path, is_directory: bool) -> Option<bool> {
     let path = path.as_os_str().as_bytes();
     let last = patterns.iter().rev().find(|pattern| pattern.matches(path, is_directory))?;
     Some(!last.is_negative)
 }
 
-/// Reads a small file. `None` if it does not exist.
+/// Reads a small file. `None`: the file does not exist.
 fn read_file(file: &Path, follow_link: bool) -> anyhow::Result<Option<Vec<u8>>> {
     let read = || {
         let file = match open(file, follow_link) {
             Ok(file) => file,
             Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
             Err(Errno::LOOP) if !follow_link => {
-                bail!("a link to an ignore file is not followed, as in git; put a regular file in its place")
+                bail!("an ignore file must not be a symbolic link, as in git; use a regular file")
             }
             Err(error) => return Err(std::io::Error::from(error).into()),
         };
         if !file.metadata()?.is_file() {
-            bail!("not a regular file; remove or rename this entry");
+            bail!("not a regular file; remove or rename the entry");
         }
         let mut text = Vec::new();
-        file.take(MOST_BYTES + 1).read_to_end(&mut text)?;
-        if text.len() as u64 > MOST_BYTES {
+        file.take(MAX_BYTES + 1).read_to_end(&mut text)?;
+        if text.len() as u64 > MAX_BYTES {
             bail!("larger than 1 MiB, the limit of an ignore file");
         }
         Ok(Some(text))
@@ -327,7 +333,7 @@ fn read_file(file: &Path, follow_link: bool) -> anyhow::Result<Option<Vec<u8>>> 
     read().with_context(|| format!("cannot read {file:?}"))
 }
 
-/// Opens a file, also where its path is longer than the kernel takes at once. Waits for no writer of a pipe.
+/// Opens a file without blocking. The path may be longer than the kernel accepts in one call.
 fn open(file: &Path, follow_link: bool) -> rustix::io::Result<File> {
     let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     if !follow_link {
@@ -336,7 +342,7 @@ fn open(file: &Path, follow_link: bool) -> rustix::io::Result<File> {
     let mut directory = None;
     let mut path = PathBuf::new();
     for component in file {
-        if path.as_os_str().len() + component.len() > OPENED_BYTES {
+        if path.as_os_str().len() + component.len() > MAX_OPEN_BYTES {
             let through = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
             directory = Some(match &directory {
                 None => openat(CWD, &path, through, Mode::empty())?,

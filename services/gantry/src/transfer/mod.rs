@@ -1,4 +1,4 @@
-//! Directories on their way to a cluster and back: what is sent, what is ignored, how a result takes its place.
+//! Upload and download of directories: scanning, ignore files, transfer, and merging of results.
 
 pub(crate) mod directories;
 pub(crate) mod download;

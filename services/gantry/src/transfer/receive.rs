@@ -1,4 +1,4 @@
-//! A tree that is received beside its target, and then merged into it or put in its place.
+//! Received tree in a staging directory, which is then merged into the target or replaces it.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use rpc::pb::runtime::{
-    ReadRequest, ReadResponse, read_request::Message as Ask, read_response::Message as Answer,
+    ReadRequest, ReadResponse, read_request::Message as RequestMessage,
+    read_response::Message as ResponseMessage,
 };
 use serde_json::{Value, json};
 use tonic::Streaming;
@@ -20,63 +21,63 @@ use crate::ending::error::Refused;
 use crate::transfer::staging::{Staging, Target, check_replace};
 use crate::transfer::tree::{self, DirectoryCache};
 
-/// How many paths are listed for programs.
-pub(super) const LISTED: usize = 1000;
+/// Maximum number of paths in a list for programs.
+pub(super) const LIST_LIMIT: usize = 1000;
 
-/// Longest time that a worker may send nothing: it may have to scan the volume.
+/// Longest time without a message of the worker, which may have to scan the volume.
 const SILENCE: Duration = Duration::from_secs(60 * 60);
 
-/// How a staged tree gets into the target.
+/// Way in which a staged tree gets into the target.
 pub(super) enum Mode {
-    /// It takes the place of all that stands there.
+    /// The tree replaces the target.
     Replace,
-    /// It takes the place of what stands at its paths.
+    /// The tree replaces the entries of the target at its own paths.
     Merge,
-    /// Changes take the place of what was sent, which is `base`.
+    /// Changes of the command replace the entries that were sent, which are `base`.
     InPlace { standing: Box<Standing>, base: Arc<Manifest> },
 }
 
-/// What was done to a target.
+/// Changes that were made to a target.
 #[derive(Default)]
 pub(super) struct MergeReport {
-    /// How many entries were put in place.
+    /// Number of written entries.
     pub(super) written: u64,
     pub(super) merged: Vec<Conflict>,
     pub(super) gone: Gone,
 }
 
 impl MergeReport {
-    /// What was changed on both sides, for programs: the first of it, and how much it is.
+    /// Returns the number of conflicts and the first of them, for programs.
     pub(super) fn conflicts(&self) -> Value {
         let changed = |Conflict { path, result }: &Conflict| json!({ "path": path.to_string_lossy(), "result": result.as_ref().map(|result| result.to_string_lossy()) });
         let removed = |path: &PathBuf| json!({ "path": path.to_string_lossy(), "result": null });
         let all = self.merged.iter().map(changed).chain(self.gone.changed.iter().map(removed));
-        let first: Vec<_> = all.take(LISTED).collect();
+        let first: Vec<_> = all.take(LIST_LIMIT).collect();
         json!({ "count": self.merged.len() + self.gone.changed.len(), "first": first })
     }
 }
 
-/// Receives the worker's next message. Errors: the connection counts as cut after an hour of silence.
-pub(super) async fn next(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
-    let message = tokio::time::timeout(SILENCE, answers.message()).await;
+/// Receives the next message of the worker. After an hour without a message, the connection counts as broken.
+pub(super) async fn next(responses: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
+    let message = tokio::time::timeout(SILENCE, responses.message()).await;
     Ok(message.map_err(|_| Refused::cut())?.map_err(Refused::from)?)
 }
 
-pub(super) async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Manifest> {
+pub(super) async fn receive_manifest(responses: &mut Streaming<ReadResponse>) -> anyhow::Result<Manifest> {
     let mut builder = ManifestBuilder::new(Limits::default());
-    while let Some(ReadResponse { message }) = next(answers).await? {
+    while let Some(ReadResponse { message }) = next(responses).await? {
         match message {
-            Some(Answer::Manifest(part)) => {
+            Some(ResponseMessage::Manifest(part)) => {
                 rpc::tree::push_part(&mut builder, &part)?;
             }
-            Some(Answer::ManifestEnd(end)) => {
+            Some(ResponseMessage::ManifestEnd(end)) => {
                 let manifest = builder.finish()?;
                 if tree::digest(&end.digest)? != manifest.tree_digest() {
-                    bail!("what the artifact holds arrived damaged");
+                    bail!("the list of entries of the artifact arrived damaged");
                 }
                 return Ok(manifest);
             }
-            Some(Answer::Chunk(_) | Answer::Done(_)) => {
+            Some(ResponseMessage::Chunk(_) | ResponseMessage::Done(_)) => {
                 bail!("the worker sent content before it was asked for any")
             }
             None => {}
@@ -85,11 +86,11 @@ pub(super) async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> a
     Err(Refused::cut().into())
 }
 
-pub(super) fn ask(message: Ask) -> ReadRequest {
+pub(super) fn request(message: RequestMessage) -> ReadRequest {
     ReadRequest { message: Some(message) }
 }
 
-/// A tree that is being written.
+/// Tree that is being written into a staging directory.
 pub(super) struct StagedTree {
     pub(super) writer: TreeWriter,
     pub(super) matches: Matches,
@@ -98,6 +99,7 @@ pub(super) struct StagedTree {
 }
 
 impl StagedTree {
+    /// Merges the tree into the target, or replaces the target with it.
     pub(super) fn put_in_place(
         self,
         target: &Target,
@@ -117,7 +119,7 @@ impl StagedTree {
             Mode::Merge => false,
         };
         if is_replaced {
-            // What goes may be old and safe. After a power failure, what takes its place must not be empty.
+            // The replaced files may be old and safe on disk. After a power failure, their replacements must not be empty.
             File::open(&directory.path)
                 .and_then(|staged| Ok(rustix::fs::syncfs(staged)?))
                 .context("cannot write to the disk")?;
@@ -141,7 +143,8 @@ impl StagedTree {
         if let Mode::InPlace { standing, base } = mode {
             let gone = transfer::remove_gone(&target.path, base, standing, &placed.merged);
             placed.gone = gone.map_err(|(path, error)| {
-                anyhow::Error::from(error).context(format!("cannot remove {path:?}, as the command did"))
+                anyhow::Error::from(error)
+                    .context(format!("cannot remove {path:?}, which the command removed"))
             })?;
         }
         if changed {
@@ -155,12 +158,12 @@ impl StagedTree {
     }
 }
 
-/// What to do about a directory that keeps its place when results are merged.
+/// Adds a remedy to the error about a directory that a merge cannot replace.
 fn in_the_way(error: MergeError, target: &Path) -> anyhow::Error {
     let MergeError::DirectoryInTheWay { path } = &error else { return error.into() };
     let replaceable = target.metadata().is_ok_and(|metadata| check_replace(target, &metadata).is_ok());
-    let or = if replaceable { ", or put the result in the place of everything with --replace" } else { "" };
+    let or = if replaceable { ", or replace the whole target with --replace" } else { "" };
     anyhow!(
-        "the result has something else where the directory {path:?} stands, which is not empty; move it away{or}"
+        "the result cannot replace the directory {path:?}, which is not empty; move the directory away{or}"
     )
 }

@@ -1,4 +1,4 @@
-//! The bytes of a directory on their way to a worker, and what may stop them.
+//! Sender of the bytes of a directory to a worker.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,9 +11,11 @@ use transfer::{Manifest, OrdinalRanges, ReadError, ReadOptions, TreeReader};
 use crate::ending::error::Refused;
 use crate::transfer::tree;
 
+/// Error of sending a directory.
 pub(super) enum SendError {
-    /// Something is not as it was when it was scanned, and what.
+    /// A file changed since the scan. The text names it.
     Changed(String),
+    /// Any other error.
     Other(anyhow::Error),
 }
 
@@ -43,7 +45,7 @@ impl From<ReadError> for SendError {
     }
 }
 
-/// Says everything that a writer says, in its order.
+/// Sends all messages of a Write call in order.
 pub(super) async fn send_tree(
     ticket: String,
     root: PathBuf,
@@ -51,7 +53,7 @@ pub(super) async fn send_tree(
     missing: oneshot::Receiver<OrdinalRanges>,
     requests: mpsc::Sender<WriteRequest>,
 ) -> Result<(), SendError> {
-    // When sending fails the call has ended, and its answers say why.
+    // A send fails only if the call has ended. Its response has the cause.
     let request = |message| WriteRequest { message: Some(message) };
     if requests.send(request(Write::Open(WriteOpen { ticket }))).await.is_err() {
         return Ok(());
@@ -77,12 +79,12 @@ pub(super) async fn send_tree(
         }
         Ok::<_, SendError>(())
     };
-    // A thread of its own, for the command does not wait for it when it is interrupted.
+    // A separate thread reads, because an interrupted command must not wait for it.
     std::thread::spawn(move || {
-        // Without a receiver the call has ended.
+        // A missing receiver means that the call has ended.
         _ = end.send(read());
     });
-    ended.await.context("reading ended unexpectedly")??;
+    ended.await.context("the reader thread ended unexpectedly")??;
     _ = requests.send(request(Write::Commit(WriteCommit {}))).await;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Where a download writes: the target, the right to write into it, and the staging directory.
+//! Target of a download, its lock, and the staging directory.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -14,33 +14,34 @@ use rustix::io::Errno;
 use crate::render::ui::Ui;
 use crate::transfer::tree;
 
-/// How names of staging directories and of other files of a download begin.
+/// Prefix of the names of staging directories and of other files of a download.
 const STAGING: &str = ".gantry-";
-/// How long a download waits before it asks again for a target that another one holds.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// Interval between two attempts to lock a target.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Where an artifact goes.
+/// Directory that an artifact is downloaded into.
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
     pub(crate) path: PathBuf,
-    /// Where the staging directory is made: beside the target, or within it when something is mounted there.
+    /// Parent of the staging directory: the parent of the target, or the target itself if a file system is mounted there.
     pub(crate) staging: PathBuf,
 }
 
 impl Target {
+    /// Resolves a target, and creates its parent directories.
     pub(crate) fn find(directory: &Path, replace: bool) -> anyhow::Result<Self> {
         let metadata = match directory.metadata() {
-            Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
+            Ok(metadata) if !metadata.is_dir() => bail!("not a directory"),
             Ok(metadata) => Some(metadata),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
             Err(error) => return Err(error.into()),
         };
         let Some(metadata) = metadata else {
             let path = std::path::absolute(directory)?;
-            let parent = path.parent().ok_or_else(|| anyhow!("it has no parent"))?;
-            std::fs::create_dir_all(parent).with_context(|| format!("cannot make {parent:?}"))?;
+            let parent = path.parent().ok_or_else(|| anyhow!("the path has no parent directory"))?;
+            std::fs::create_dir_all(parent).with_context(|| format!("cannot create {parent:?}"))?;
             let parent = parent.canonicalize()?;
-            let name = path.file_name().ok_or_else(|| anyhow!("it has no name"))?;
+            let name = path.file_name().ok_or_else(|| anyhow!("the path has no name"))?;
             return Ok(Self { path: parent.join(name), staging: parent });
         };
         let path = directory.canonicalize()?;
@@ -53,8 +54,7 @@ impl Target {
     }
 }
 
-/// The directory around `path`, when something that is made there can be put in its place. No rename crosses a mount, not even
-/// within one file system.
+/// Returns the parent of `path` if an entry of it can be renamed to `path`. A rename cannot cross a mount, even within one file system.
 fn beside<'a>(path: &'a Path, metadata: &std::fs::Metadata) -> Option<&'a Path> {
     use std::os::unix::fs::MetadataExt;
     path.parent().filter(|parent| {
@@ -64,18 +64,18 @@ fn beside<'a>(path: &'a Path, metadata: &std::fs::Metadata) -> Option<&'a Path> 
     })
 }
 
-/// The first place below a directory at which something is mounted.
+/// Returns the first mount point below a directory.
 fn mounted_below(directory: &Path) -> Option<PathBuf> {
     mounts().into_iter().find(|place| place.starts_with(directory) && place != directory)
 }
 
-/// Where something is mounted. Nowhere, if the kernel does not say.
+/// Lists the mount points. Empty: the kernel does not list them.
 fn mounts() -> Vec<PathBuf> {
     use std::os::unix::ffi::OsStringExt;
     let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     let places =
         table.split(|byte| *byte == b'\n').filter_map(|line| line.split(|byte| *byte == b' ').nth(4));
-    // A space, tab, line end or backslash in a path is written as three octal digits.
+    // The kernel escapes a space, tab, line feed or backslash as three octal digits.
     let plain = |escaped: &[u8]| {
         let mut path = Vec::with_capacity(escaped.len());
         let mut rest = escaped;
@@ -98,48 +98,50 @@ fn mounts() -> Vec<PathBuf> {
     places.map(plain).collect()
 }
 
-/// Whether something else can be put in the place of the directory `path`, which has no links in it.
+/// Checks that the directory `path`, which has no symbolic links, can be replaced.
 pub(crate) fn check_replace(path: &Path, metadata: &std::fs::Metadata) -> anyhow::Result<()> {
     let here = std::env::current_dir()?;
     if here.starts_with(path) {
-        bail!("we are in it, it cannot be replaced; run this elsewhere, or without --replace");
+        bail!(
+            "the current directory is inside, so it cannot be replaced; run gantry elsewhere, or leave out --replace"
+        );
     }
     if let Some(mounted) = mounted_below(path) {
-        bail!("something is mounted at {mounted:?}, which cannot be replaced; leave out --replace");
+        bail!("a file system is mounted at {mounted:?}, which cannot be replaced; leave out --replace");
     }
     if beside(path, metadata).is_none() {
-        bail!("something is mounted there, or its parent cannot be written; leave out --replace");
+        bail!("a file system is mounted there, or the parent directory is not writable; leave out --replace");
     }
     Ok(())
 }
 
-/// The right to write into a target. A second download into it waits.
+/// Lock of a target. A second download into it waits.
 pub(crate) struct TargetLock {
     path: PathBuf,
     file: File,
 }
 
 impl TargetLock {
-    /// Waits for the right. `None`: there is no place for the lock, and downloads into one target may meet.
+    /// Waits for the lock. `None`: there is no state directory for the lock file, and downloads are not serialized.
     pub(crate) async fn take(target: &Path, ui: &Ui) -> Option<Self> {
         Self::take_at(tree::remembered_at("lock", target)?, target, ui).await
     }
 
     async fn take_at(path: PathBuf, target: &Path, ui: &Ui) -> Option<Self> {
-        let mut is_told = false;
+        let mut is_reported = false;
         loop {
             let file =
                 File::options().write(true).create(true).truncate(false).mode(0o600).open(&path).ok()?;
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) if is_at(&path, &file) => return Some(Self { path, file }),
-                // Its holder has removed it.
+                // The last holder has removed the file.
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => {
-                    if !is_told {
-                        is_told = true;
-                        ui.note(&format!("{}: waits for another download into it", target.display()));
+                    if !is_reported {
+                        is_reported = true;
+                        ui.note(&format!("waiting for another download into {}", target.display()));
                     }
-                    tokio::time::sleep(LOOK_AGAIN).await;
+                    tokio::time::sleep(RETRY_INTERVAL).await;
                 }
                 Err(_) => return None,
             }
@@ -150,13 +152,13 @@ impl TargetLock {
 impl Drop for TargetLock {
     fn drop(&mut self) {
         if is_at(&self.path, &self.file) {
-            // One that stays is taken the next time.
+            // A file that cannot be removed is reused.
             _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Whether a path still leads to an open file.
+/// Returns whether a path still refers to an open file.
 fn is_at(path: &Path, file: &File) -> bool {
     use std::os::unix::fs::MetadataExt;
     let id = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
@@ -164,7 +166,7 @@ fn is_at(path: &Path, file: &File) -> bool {
     id(there) == id(open)
 }
 
-/// Whether a file of this name is one that a download works with, and no part of the caller's directory.
+/// Returns whether a name is that of a temporary file of a download.
 pub(crate) fn is_staging(name: &OsStr) -> bool {
     let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(STAGING)) else { return false };
     is_own(rest)
@@ -175,33 +177,34 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Whether the rest of a name is that of a staging directory: an id of version 7.
+/// Returns whether the rest of a name is that of a staging directory: a UUID of version 7.
 fn is_own(rest: &str) -> bool {
     rest.len() == 36 && rest.as_bytes()[14] == b'7' && rest.parse::<ArtifactId>().is_ok()
 }
 
-/// A staging directory, which is removed when it is dropped. Its process holds a lock on it.
+/// Staging directory, which is removed on drop. Its process holds a lock on it.
 pub(crate) struct Staging {
     pub(crate) path: PathBuf,
     _lock: File,
 }
 
 impl Staging {
+    /// Creates a staging directory, and removes abandoned ones.
     pub(crate) fn make(parent: &Path) -> anyhow::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         remove_abandoned(parent);
-        let failed = || format!("cannot make a directory in {parent:?}");
+        let failed = || format!("cannot create a directory in {parent:?}");
         loop {
             let path = parent.join(format!("{STAGING}{}", ArtifactId::new()));
             std::fs::DirBuilder::new().mode(0o700).create(&path).with_context(failed)?;
             let lock = match File::open(&path) {
-                // Another download took it for an abandoned one.
+                // Another download removed it as abandoned.
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
                 opened => opened.with_context(failed)?,
             };
-            // Where directories cannot be locked, those that are abandoned stay.
+            // On file systems without locks, abandoned directories stay.
             _ = rustix::fs::flock(&lock, FlockOperation::LockExclusive);
-            // Another download may have taken it for an abandoned one.
+            // Another download may have removed it as abandoned.
             if is_at(&path, &lock) {
                 return Ok(Self { path, _lock: lock });
             }
@@ -222,13 +225,13 @@ fn remove_abandoned(parent: &Path) {
     let Ok(entries) = std::fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
-        // A directory that is being replaced stands under another name for a moment.
+        // Directories that are being replaced have other names with the same prefix.
         let is_ours = name.to_str().and_then(|name| name.strip_prefix(STAGING)).is_some_and(is_own)
             && entry.file_type().is_ok_and(|kind| kind.is_dir());
         let Ok(directory) = is_ours.then(|| File::open(entry.path())).transpose() else { continue };
         let Some(directory) = directory else { continue };
         if rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
-            // What cannot be removed is left out of uploads all the same.
+            // A directory that cannot be removed is still left out of uploads.
             _ = transfer::remove_tree(&entry.path());
         }
     }
@@ -263,14 +266,14 @@ mod tests {
         let first = TargetLock::take_at(path.clone(), root.path(), &ui).await;
         assert!(first.is_some());
         let mut second = std::pin::pin!(TargetLock::take_at(path.clone(), root.path(), &ui));
-        assert!(tokio::time::timeout(LOOK_AGAIN * 2, &mut second).await.is_err());
+        assert!(tokio::time::timeout(RETRY_INTERVAL * 2, &mut second).await.is_err());
         drop(first);
         assert!(second.await.is_some_and(|second| is_at(&path, &second.file)));
         assert!(!path.exists());
     }
 
     #[test]
-    fn names_of_staging_are_known() {
+    fn staging_names_are_recognized() {
         for (name, expected) in [
             (".gantry-0190a3f0-0000-7000-8000-000000000000", true),
             (".gantry-123-4", true),
@@ -284,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn we_are_never_replaced_from_within() {
+    fn current_directory_is_never_replaced() {
         let here = std::env::current_dir().expect("somewhere");
         assert!(Target::find(&here, true).is_err());
         assert!(Target::find(Path::new("/"), true).is_err());

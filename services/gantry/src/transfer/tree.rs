@@ -1,4 +1,4 @@
-//! Trees on their way: what `rpc::tree` leaves to us, and what is remembered of directories from scan to scan.
+//! Helpers for transfers of trees: message conversion, and the stat cache of scanned directories.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,44 +11,44 @@ use transfer::StatCache;
 
 use crate::cluster::Paths;
 
-/// Content, as a message.
+/// Converts content into a message.
 pub(crate) fn chunk(extents: Vec<transfer::ExtentData>) -> Chunk {
     let extent = |extent: transfer::ExtentData| ExtentData { ordinal: extent.ordinal, data: extent.data };
     Chunk { extents: extents.into_iter().map(extent).collect() }
 }
 
-/// A digest that came.
+/// Parses a received digest.
 pub(crate) fn digest(bytes: &[u8]) -> anyhow::Result<Digest> {
-    Digest::try_from(bytes).context("the cluster sent a digest that is none")
+    Digest::try_from(bytes).context("the cluster sent an invalid digest")
 }
 
-/// What is remembered of the files of one directory on this machine, from scan to scan.
+/// Stat cache of one directory on this machine, kept between scans.
 pub(crate) struct DirectoryCache {
     file: Option<PathBuf>,
     pub(crate) cache: StatCache,
 }
 
 impl DirectoryCache {
-    /// What is known of the directory at `path`, which was scanned for `what` before.
+    /// Loads the cache of the directory at `path` for the purpose `what`.
     pub(crate) fn load(what: &str, path: &Path) -> Self {
-        // Without a place for it, everything is read each time.
+        // Without a state directory, every scan reads all files.
         let Some(file) = remembered_at(what, path) else {
             return Self { file: None, cache: StatCache::new() };
         };
         Self { cache: StatCache::load(&file).cache, file: Some(file) }
     }
 
-    /// Keeps it for the next time.
+    /// Saves the cache.
     pub(crate) fn save(self) {
         if let Some(file) = &self.file
             && let Err(error) = self.cache.save(file)
         {
-            tracing::debug!(error = %error, "cannot remember what was scanned");
+            tracing::debug!(error = %error, "cannot save the stat cache");
         }
     }
 }
 
-/// The file for `what` is kept of the directory at `path`. `None`: there is no place for it.
+/// Returns the file in the state directory for the directory at `path` and the purpose `what`. `None`: there is no state directory.
 pub(crate) fn remembered_at(what: &str, path: &Path) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt;
     let directory = Paths::find().and_then(|paths| paths.stat_caches()).ok()?;
@@ -63,7 +63,7 @@ fn blake3_of(what: &[u8], path: &[u8]) -> String {
     hasher.finalize().to_hex().to_string()
 }
 
-/// Stops a scan that nobody waits for any more.
+/// Guard that stops a scan when its caller drops it.
 pub(crate) struct StopOnDrop(pub(crate) Arc<AtomicBool>);
 
 impl Drop for StopOnDrop {

@@ -1,8 +1,8 @@
-//! Directories become artifacts.
+//! Upload of directories as artifacts.
 //!
 //! ```text
 //! scan ──▶ Streamer.Upload{digest} ──▶ uploaded (the cluster has these bytes)
-//!                                └──▶ go_to: Volumes.Write there, only what it lacks ──▶ commit ──▶ uploaded
+//!                                └──▶ go_to: Volumes.Write of missing bytes ──▶ commit ──▶ uploaded
 //! ```
 
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use domain::{ArtifactId, BuildId};
 use rpc::Reason;
 use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
 use rpc::pb::runtime::volumes_client::VolumesClient;
-use rpc::pb::runtime::{WriteResponse, write_response::Message as Answer};
+use rpc::pb::runtime::{WriteResponse, write_response::Message as ResponseMessage};
 use rpc::pb::streamer::{
     GoTo, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request, upload_response,
 };
@@ -33,7 +33,7 @@ use transfer::{
 use crate::cli::args::ScanArgs;
 use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
 use crate::cluster::Paths;
-use crate::ending::error::{Refused, advised, is_transient, refusal, refused};
+use crate::ending::error::{Refused, is_transient, refusal, refused, with_advice};
 use crate::render::labels;
 use crate::render::progress::Progress;
 use crate::render::table::{bytes, count, duration};
@@ -44,36 +44,36 @@ use crate::transfer::send::{SendError, send_tree};
 use crate::transfer::staging;
 use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
-/// How often a directory whose files change while they are sent is sent.
+/// Number of attempts to send a directory whose files change.
 const TRIES: usize = 4;
-/// How many problems are named.
-const NAMED: usize = 10;
+/// Maximum number of problems that a message names.
+const NAMED_LIMIT: usize = 10;
 
-/// Whether a problem is but a part of a path that is left out, and that users expect to be.
+/// Returns whether a problem is an expected omission: a socket or an extended attribute.
 fn is_left_out(problem: &Problem) -> bool {
     matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
 }
 
-/// How directories are uploaded.
+/// Uploader of directories.
 pub(crate) struct Uploader<'a> {
     pub(crate) connection: &'a Connection,
     pub(crate) ui: &'a Ui,
     pub(crate) scan: &'a ScanArgs,
-    /// The build that shall own what is uploaded.
+    /// Build that owns the uploaded artifacts.
     pub(crate) build: Option<BuildId>,
     pub(crate) progress: Progress,
 }
 
-/// One directory, and what it is called.
+/// Directory to upload, with a name for messages and labels.
 pub(crate) struct Directory<'a> {
     pub(crate) name: &'a str,
     pub(crate) path: &'a Path,
-    /// Paths relative to it that are left out.
+    /// Paths that are left out, relative to the directory.
     pub(crate) left_out: Vec<PathBuf>,
 }
 
 impl Uploader<'_> {
-    /// Uploads a directory. Answers the artifact, which may be one that was there already, and its tree.
+    /// Uploads a directory. Returns the artifact, which may have existed before, and its tree.
     pub(crate) async fn upload(
         &self,
         directory: &Directory<'_>,
@@ -82,8 +82,10 @@ impl Uploader<'_> {
         let started = Instant::now();
         let own = own_state(path);
         for state in &own {
-            self.ui
-                .note(&format!("{name}: {} is left out, the cluster keeps its state there", state.display()));
+            self.ui.note(&format!(
+                "{name}: {} is left out, because the cluster keeps its state there",
+                state.display()
+            ));
         }
         let left_out = directory.left_out.iter().cloned().chain(own).collect();
         let directory = &Directory { left_out, ..*directory };
@@ -101,21 +103,21 @@ impl Uploader<'_> {
                 }
                 Err(SendError::Changed(message)) if self.scan.allow_changed && attempt >= TRIES => {
                     bail!(
-                        "cannot upload {path:?}: {message} while it was uploaded, each of {TRIES} times; leave out what never rests with \
+                        "cannot upload {path:?}: {message} during each of {TRIES} attempts; leave out files that always change with \
                          .gantryignore"
                     );
                 }
                 Err(SendError::Changed(message)) if !self.scan.allow_changed => {
                     bail!(
-                        "cannot upload {path:?}: {message} while it was uploaded; leave it alone, or allow it with --allow-changed"
+                        "cannot upload {path:?}: {message} during the upload; try again, or allow it with --allow-changed"
                     );
                 }
                 Err(SendError::Changed(message)) => {
-                    self.ui.warn(&format!("{name}: {message} while it was uploaded; once more"));
+                    self.ui.warn(&format!("{name}: {message} during the upload; retrying"));
                 }
                 Err(SendError::Other(error)) if is_transient(&error) && attempt < TRANSFER_TRIES => {
                     pause.wait().await;
-                    // Whether that helps shows in the next try.
+                    // The next attempt shows whether the cluster runs again.
                     _ = self.connection.revive(self.ui).await;
                 }
                 Err(SendError::Other(error)) => {
@@ -126,12 +128,12 @@ impl Uploader<'_> {
         unreachable!("the loop returns")
     }
 
-    /// Makes an artifact of a small directory within one call, without a worker.
-    pub(crate) async fn hand_over(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
+    /// Uploads a small directory into the artifact store in one call, without a worker.
+    pub(crate) async fn upload_inline(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
         let Directory { name, path, .. } = directory;
         let left_out = directory.left_out.iter().cloned().chain(own_state(path)).collect();
         let directory = &Directory { left_out, ..*directory };
-        let doing = format!("cannot hand over {path:?}");
+        let doing = format!("cannot upload {path:?} with --inline");
         let scanned = self.scan(directory).await.with_context(|| doing.clone())?;
         self.check(name, &scanned.problems)?;
         let tree =
@@ -176,7 +178,7 @@ impl Uploader<'_> {
         });
         scanned.await.context("the scan ended unexpectedly")?.map_err(|error| {
             match error.downcast::<ScanError>() {
-                // "Cannot open the directory" is said by what is around it.
+                // The caller adds the operation and the path.
                 Ok(ScanError::Root(error)) => error.into(),
                 Ok(error) => error.into(),
                 Err(error) => error,
@@ -184,7 +186,7 @@ impl Uploader<'_> {
         })
     }
 
-    /// Fails, or only tells, for files that are not as they should be.
+    /// Fails if files cannot be read or have changed, or only warns if that is allowed.
     fn check(&self, name: &str, problems: &[Problem]) -> anyhow::Result<()> {
         let sockets =
             problems.iter().filter(|problem| matches!(problem.what, ProblemKind::SkippedSocket)).count();
@@ -196,28 +198,28 @@ impl Uploader<'_> {
             problems.iter().filter(|problem| matches!(problem.what, ProblemKind::SkippedXattr(_))).collect();
         if let Some(first) = attributed.first() {
             let paths = count(attributed.len() as u64, "path");
-            self.ui.note(&format!("{name}: extended attributes of {paths} left out; the first {first}"));
+            self.ui.note(&format!("{name}: extended attributes of {paths} left out; the first: {first}"));
         }
         if wrong.is_empty() {
             return Ok(());
         }
         let mut list = String::new();
-        for problem in wrong.iter().take(NAMED) {
+        for problem in wrong.iter().take(NAMED_LIMIT) {
             // Writing to a string cannot fail.
             _ = write!(list, "\n  {problem}");
             if let ProblemKind::Unreadable(error) = &problem.what {
                 _ = write!(list, ": {}", crate::ending::error::without_number(&error.to_string()));
             }
         }
-        if wrong.len() > NAMED {
-            _ = write!(list, "\n  and {} more", wrong.len() - NAMED);
+        if wrong.len() > NAMED_LIMIT {
+            _ = write!(list, "\n  and {} more", wrong.len() - NAMED_LIMIT);
         }
         if self.scan.allow_changed {
-            self.ui.warn(&format!("{name}: uploaded all the same:{list}"));
+            self.ui.warn(&format!("{name}: uploaded despite these problems:{list}"));
             return Ok(());
         }
         bail!(
-            "cannot upload {name}: {} cannot be read, or changed meanwhile; leave out what is not needed with .gantryignore, or \
+            "cannot upload {name}: {} cannot be read or changed; leave out unneeded files with .gantryignore, or \
              allow it with --allow-changed:{list}",
             count(wrong.len() as u64, "path")
         )
@@ -227,7 +229,7 @@ impl Uploader<'_> {
         let what = format!("{name}: {}", amount(manifest));
         let took = duration(started.elapsed());
         self.ui.note(&match sent.bytes {
-            None => format!("{what}, all of it in the cluster already, as artifact {}", sent.artifact),
+            None => format!("{what}, already in the cluster as artifact {}", sent.artifact),
             Some(sent) => format!("{what}, {} sent in {took}", bytes(sent)),
         });
         self.uploaded(name, sent.artifact, entries(manifest), manifest.size_bytes(), sent.bytes.unwrap_or(0));
@@ -261,7 +263,7 @@ impl Uploader<'_> {
             label: directory.name.to_owned(),
         };
         let request = |message| UploadRequest { message: Some(message) };
-        // The queue is empty and its other end is there.
+        // This cannot fail: the queue is empty and its receiver exists.
         _ = requests.send(request(upload_request::Message::Open(open))).await;
         let mut answers = self
             .connection
@@ -278,11 +280,11 @@ impl Uploader<'_> {
             match message {
                 Some(upload_response::Message::Uploaded(uploaded)) => {
                     let artifact =
-                        uploaded.artifact_id.parse().context("the streamer answered no artifact")?;
+                        uploaded.artifact_id.parse().context("the streamer named an invalid artifact id")?;
                     return Ok(SendResult { artifact, bytes: sent });
                 }
                 Some(upload_response::Message::GoTo(go_to)) => {
-                    // An answer before all was sent is a refusal.
+                    // A message before all content was sent is an error.
                     let written = tokio::select! {
                         written = self.write(go_to, directory, manifest) => written?,
                         early = answers.message() => {
@@ -291,7 +293,7 @@ impl Uploader<'_> {
                     };
                     sent = Some(written);
                     let commit = UploadCommit { digest: digest.clone().into() };
-                    // When that fails, the answers say why.
+                    // If this fails, the response has the cause.
                     _ = requests.send(request(upload_request::Message::Commit(commit))).await;
                 }
                 None => {}
@@ -299,7 +301,7 @@ impl Uploader<'_> {
         }
     }
 
-    /// Fills the volume. Answers how many bytes of content were sent.
+    /// Fills the volume. Returns the number of bytes of content that were sent.
     async fn write(
         &self,
         go_to: GoTo,
@@ -321,26 +323,29 @@ impl Uploader<'_> {
             let (mut wanted, mut done) = (0, 0);
             while let Some(WriteResponse { message }) = answers.message().await.map_err(Refused::from)? {
                 match message {
-                    Some(Answer::Missing(runs)) => {
+                    Some(ResponseMessage::Missing(runs)) => {
                         let pushed = rpc::tree::push_runs(&mut missing, &runs);
-                        pushed.context("the worker asks for content that there is not")?;
+                        pushed.context("the worker requested content that does not exist")?;
                     }
-                    Some(Answer::MissingEnd(_)) => {
+                    Some(ResponseMessage::MissingEnd(_)) => {
                         wanted = manifest.bytes_of(&missing);
                         self.progress.expect(wanted);
                         if let Some(known) = missing_known.take() {
-                            // When nobody waits for it, sending has failed, and says why.
+                            // A missing receiver means that the sender has failed, and its result has the cause.
                             _ = known.send(std::mem::take(&mut missing));
                         }
                     }
-                    Some(Answer::Progress(progress)) => {
+                    Some(ResponseMessage::Progress(progress)) => {
                         self.progress.advance(progress.bytes.saturating_sub(done));
                         done = done.max(progress.bytes);
                     }
-                    Some(Answer::Committed(committed)) => {
+                    Some(ResponseMessage::Committed(committed)) => {
                         self.progress.advance(wanted.saturating_sub(done));
                         if tree::digest(&committed.digest)? != manifest.tree_digest() {
-                            return Err(anyhow::anyhow!("the worker has written something else").into());
+                            return Err(anyhow::anyhow!(
+                                "the worker wrote another tree than the one that was sent"
+                            )
+                            .into());
                         }
                         return Ok(wanted);
                     }
@@ -356,7 +361,7 @@ impl Uploader<'_> {
                 if refusal(&error).is_some_and(|refused| refused.is(Reason::DigestMismatch)) {
                     return Err(SendError::Changed(self.changed(directory, manifest).await));
                 }
-                // What broke the sender broke the call.
+                // An error of the sender also broke the call.
                 if let Some(Ok(Err(cause))) = sender.try_join_next() {
                     return Err(cause);
                 }
@@ -366,7 +371,7 @@ impl Uploader<'_> {
         }
     }
 
-    /// Names what is not as it was when it was scanned.
+    /// Scans the directory again, and names the files that have changed.
     async fn changed(&self, directory: &Directory<'_>, manifest: &Manifest) -> String {
         let Ok(now) = self.scan(directory).await else { return "the directory changed".to_owned() };
         let before: HashMap<_, _> =
@@ -392,25 +397,25 @@ struct ScanResult {
 
 struct SendResult {
     artifact: ArtifactId,
-    /// `None`: the cluster had it.
+    /// Number of sent bytes. `None`: the cluster had the bytes already.
     bytes: Option<u64>,
 }
 
-/// How many files, directories and links there are in it.
+/// Counts the files, directories and links of a tree.
 fn entries(manifest: &Manifest) -> u64 {
     manifest.entries().len() as u64 - 1
 }
 
-/// How much it is, for people.
+/// Formats the size of a tree.
 fn amount(manifest: &Manifest) -> String {
     let entries = count(entries(manifest), "entry").replace("entrys", "entries");
     format!("{entries}, {}", bytes(manifest.size_bytes()))
 }
 
-/// What to do about what is not small.
-const WITHOUT: &str = "upload it without --inline";
+/// Remedy for a directory that is too large for `--inline`.
+const INLINE_REMEDY: &str = "upload it without --inline";
 
-/// Reads all of a small directory.
+/// Reads a small directory completely.
 async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<SmallTree> {
     let amount = amount(&manifest);
     let read = tokio::task::spawn_blocking(move || {
@@ -419,23 +424,26 @@ async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<Sm
     });
     match read.await.context("reading ended unexpectedly")? {
         Err(error) => Err(match error.downcast_ref() {
-            Some(NotSmall::Kind(..)) => advised(error.context("--inline cannot take it"), WITHOUT),
-            Some(NotSmall::Entries | NotSmall::Bytes) => {
-                advised(error.context(format!("it is too much for --inline ({amount})")), WITHOUT)
+            Some(NotSmall::Kind(..)) => {
+                with_advice(error.context("--inline does not support this entry"), INLINE_REMEDY)
             }
+            Some(NotSmall::Entries | NotSmall::Bytes) => with_advice(
+                error.context(format!("the directory is too large for --inline ({amount})")),
+                INLINE_REMEDY,
+            ),
             None => error,
         }),
         read => read,
     }
 }
 
-/// Where the cluster on this machine keeps its state inside of a directory: it is secret, and changes all the time.
+/// Returns the state directories of the cluster on this machine that are inside of a directory. They are secret and always change.
 fn own_state(directory: &Path) -> Vec<PathBuf> {
     let Ok(Paths { state, runtime }) = Paths::find() else { return Vec::new() };
     inside(directory, [state.as_path(), runtime.as_path()].into_iter().filter(|path| path.is_dir()))
 }
 
-/// Keeps a build from running out while its inputs are uploaded.
+/// Renews a build until its inputs are uploaded. Returns only an error.
 pub(crate) async fn renew(
     connection: &Connection,
     build: rpc::pb::artifacts::PutBuildRequest,
@@ -446,7 +454,7 @@ pub(crate) async fn renew(
         if let Err(status) = connection.owners().put_build(build.clone()).await
             && !Refused::from(status.clone()).is_transient()
         {
-            return refused("cannot keep what was uploaded")(status);
+            return refused("cannot renew the build of this run")(status);
         }
     }
 }

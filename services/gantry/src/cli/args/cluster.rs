@@ -6,26 +6,30 @@ use clap::Args;
 
 use crate::cli::values;
 
-/// `gantry up`
+/// Arguments of `gantry up`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
+Runs until Ctrl-C or `gantry down`. State is kept in $XDG_STATE_HOME/gantry (~/.local/state/gantry). Other commands start such a cluster in \
+the background when they need one; `gantry up` keeps one in the foreground, with options of your choice.
+
 Examples:
   gantry up
-  gantry up --listen 127.0.0.1:7400      # Callers over TCP present the token in the file that is named.")]
+  gantry up --listen 127.0.0.1:7400      # callers over TCP need the token file that is printed
+  gantry up --host-path ~/.cargo/bin,~/.rustup")]
 pub(crate) struct UpArgs {
     /// Listen on this TCP address, too. Callers need the token that is generated in the state directory
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) listen: Option<String>,
-    /// Where callers over TCP reach this cluster, if not at the address that --listen names: http://host:port
+    /// Address at which callers over TCP reach this cluster, such as `http://host:port`. Default: the address of --listen
     #[arg(long, value_name = "ADDRESS", requires = "listen", value_parser = rpc::client::addresses)]
     pub(crate) endpoint: Option<String>,
-    /// Allow --listen on an address that others can reach, although nothing is encrypted
+    /// Allow --listen on an address that other machines can reach, although the traffic is not encrypted
     #[arg(long, requires = "listen")]
     pub(crate) insecure: bool,
-    /// End after this long without a client, workload or kept container. Default: never
+    /// End the cluster after this long without a client, workload or kept container, such as `1h`. Default: never
     #[arg(long, value_name = "DURATION", value_parser = values::duration, env = "GANTRY_IDLE_END")]
     pub(crate) idle_end: Option<Duration>,
-    /// How long the container and the log of a workload are kept after its end
+    /// Time for which the container and the log of a workload are kept after its end
     #[arg(
         long,
         value_name = "DURATION",
@@ -34,53 +38,63 @@ pub(crate) struct UpArgs {
         env = "GANTRY_GC_GRACE"
     )]
     pub(crate) gc_grace: Duration,
-    /// Destroy no container and no volume, so that what should go can be looked at. The disk only fills up
+    /// Never destroy a container or volume, so that garbage can be inspected or undeleted. The disk fills up
     #[arg(
         long,
         env = "GANTRY_HOLD_DESTRUCTION",
         value_parser = clap::builder::BoolishValueParser::new()
     )]
     pub(crate) hold_destruction: bool,
-    /// The database of the artifact store, artifact-store.db in the state directory, was restored from a backup: volumes and containers that it does not know are orphans
+    /// Treat unknown volumes and containers as orphans, because artifact-store.db was restored from a backup
+    ///
+    /// artifact-store.db in the state directory is the database of the artifact store. Orphans stay until `gantry adopt` or `gantry purge`.
     #[arg(long)]
     pub(crate) restored: bool,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Worker on this machine")]
     pub(crate) amounts: runtime_gateway::Amounts,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Worker on this machine")]
     pub(crate) policy: runtime_gateway::host::Policy,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Concourse workers")]
     pub(crate) concourse: runtime_gateway::garden::GardenArgs,
-    /// The name of the worker given by --garden, unique in the cluster
-    #[arg(long, value_name = "NAME", requires = "garden", default_value = "garden")]
+    /// Name of the worker given by --garden, unique in the cluster
+    #[arg(
+        long,
+        value_name = "NAME",
+        requires = "garden",
+        default_value = "garden",
+        help_heading = "Concourse workers"
+    )]
     pub(crate) garden_name: String,
-    /// The platform of the worker given by --garden. Default: linux
-    #[arg(long, value_name = "PLATFORM", requires = "garden")]
+    /// Platform of the worker given by --garden. Default: linux
+    #[arg(long, value_name = "PLATFORM", requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_platform: Option<String>,
-    /// A tag of the worker given by --garden, may be repeated. With some, it takes only workloads with tags
-    #[arg(long = "garden-tag", value_name = "TAG", value_parser = values::tag, requires = "garden")]
+    /// Tag of the worker given by --garden. Repeatable. A worker with tags takes only workloads with tags
+    #[arg(long = "garden-tag", value_name = "TAG", value_parser = values::tag, requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_tags: Vec<String>,
-    /// The only team that may use the worker given by --garden. Default: every team
-    #[arg(long, value_name = "TEAM", requires = "garden")]
+    /// Team that alone may use the worker given by --garden. Default: all teams
+    #[arg(long, value_name = "TEAM", requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_team: Option<String>,
-    /// Started by another command.
+    /// The cluster was started in the background by another command.
     #[arg(long, hide = true)]
     pub(crate) detached: bool,
 }
 
-/// `gantry down`
+/// Arguments of `gantry down`.
 #[derive(Debug, Args)]
 pub(crate) struct DownArgs {
-    /// Kill what runs instead of asking it to end
+    /// Kill running commands instead of giving them 10 s to end
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// `gantry status`
+/// Arguments of `gantry status`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Exits 1 when no cluster runs on this machine, or when a service of the cluster that --server names is not ready.")]
+Exit codes:
+  0  the cluster runs, and all services are ready
+  1  no cluster runs on this machine, or a service of --server is not ready")]
 pub(crate) struct StatusArgs {
-    /// Show it again whenever something has changed, until Ctrl-C
+    /// Print the status again when it changes, until Ctrl-C. The status is checked every second
     #[arg(short, long)]
     pub(crate) watch: bool,
 }

@@ -1,4 +1,4 @@
-//! Options of the commands that list, show and let go of what a cluster holds.
+//! Options of the commands that list, show, delete and restore the contents of a cluster.
 
 use std::time::Duration;
 
@@ -7,19 +7,19 @@ use domain::{ArtifactId, BuildId, VolumeHandle};
 
 use crate::cli::values;
 
-/// What can be listed.
+/// Kind of object that a cluster has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Kind {
     /// Machines that run workloads
     #[value(alias = "worker")]
     Workers,
-    /// What was submitted
+    /// Commands that were submitted
     #[value(alias = "workload")]
     Workloads,
-    /// What takes slots of workers, or keeps room free there
+    /// Slots of workers that are in use or reserved
     #[value(alias = "lease")]
     Leases,
-    /// Bytes that are kept
+    /// File trees: inputs, outputs, uploads and caches
     #[value(alias = "artifact")]
     Artifacts,
     /// Directories on workers
@@ -28,135 +28,141 @@ pub(crate) enum Kind {
     /// Containers on workers
     #[value(alias = "container")]
     Containers,
-    /// What runs leave to the next ones
+    /// Directories that are kept between runs
     #[value(alias = "cache")]
     Caches,
-    /// Images of the types of resources that workers have, or that are cluster-wide
+    /// Images of resource types, of single workers or cluster-wide
     #[value(alias = "base-type")]
     BaseTypes,
-    /// What workers bring along, and whether it could be imported
+    /// Worker-provided images and certificates, and whether they were imported
     #[value(alias = "import")]
     Imports,
 }
 
-/// `gantry list`
+/// Arguments of `gantry list`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  gantry list workloads --state running
+  gantry list artifacts --at-risk
+  gantry list leases --worker local")]
 pub(crate) struct ListArgs {
-    /// What to list, in the plural or the singular
+    /// Kind of objects, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Only those in this state, in the words of the list: `--state deleting`, `--state failed`. Not of workers, leases, base types and imports
+    /// List only objects in this state, such as `running` or `deleting`. For workloads, artifacts, volumes and containers
     #[arg(long, value_name = "STATE")]
     pub(crate) state: Option<String>,
-    /// Only leases on this worker, by its name or id
+    /// List only the leases of this worker, by name or id
     #[arg(long, value_name = "WORKER")]
     pub(crate) worker: Option<String>,
-    /// How many at most
+    /// Number of objects to list at most
     #[arg(long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
     pub(crate) limit: usize,
-    /// Only artifacts that have no replica on a worker that is in contact and neither cordoned nor retiring: they would be lost with those others
+    /// List only artifacts that are lost if all cordoned, retiring, stalled and lost workers disappear
     #[arg(long)]
     pub(crate) at_risk: bool,
-    /// Only orphans, of all teams: volumes or containers that the artifact store does not know because it was restored from a backup
+    /// List only orphans, of all teams: volumes or containers that the restored artifact store does not know
     #[arg(long)]
     pub(crate) orphans: bool,
 }
 
-/// `gantry show`
+/// Arguments of `gantry show`.
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
-    /// What it is, in the singular or the plural
+    /// Kind of the object, in the singular or the plural
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Its id or, for a worker, its name
+    /// Id of the object. Workers and caches also have names
     #[arg(value_name = "ID")]
     pub(crate) id: String,
 }
 
-/// `gantry clear-cache`
+/// Arguments of `gantry clear-cache`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-`gantry list caches` shows their names. What runs with a cache goes on with what it found, and leaves nothing. A cache that something else than \
-`gantry run` made is named by its id.")]
+`gantry list caches` shows the names. A workload that runs with the cache keeps the version that it started with, and leaves no new one. A \
+cache that was not made by `gantry run` has no name: give its id.")]
 pub(crate) struct ClearCacheArgs {
-    /// Names of caches of `gantry run`, or ids of any
+    /// Names of caches of `gantry run`, or ids of any caches
     #[arg(value_name = "CACHE", required = true)]
     pub(crate) caches: Vec<String>,
 }
 
-/// `gantry delete`
+/// Arguments of `gantry delete`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-What something else uses or keeps stays, and is named: a workload that runs, a cache. `gantry undelete` brings an artifact back while its \
-bytes are still on a worker.")]
+Artifacts that a running workload, a build or a cache uses stay, and are named in a warning. `gantry undelete` restores a deleted artifact as \
+long as a worker or the artifact store has its bytes.")]
 pub(crate) struct DeleteArgs {
-    /// Artifacts, or workloads of which all artifacts go
+    /// Ids of artifacts, or of finished workloads whose inputs and outputs are deleted
     #[arg(value_name = "ID", required_unless_present = "all", value_parser = values::any_id)]
     pub(crate) ids: Vec<String>,
-    /// All artifacts of the team that nothing else uses
+    /// Delete all artifacts of the team that nothing uses
     #[arg(long, conflicts_with = "ids")]
     pub(crate) all: bool,
 }
 
-/// `gantry undelete`
+/// Arguments of `gantry undelete`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-`gantry list artifacts --state deleting` shows what was deleted, and `gantry explain` whether it can come back: the bytes go when their \
-worker's gateway was told to destroy them, which is soon. Those of `gantry upload --inline` stay as long as somebody remembers them, a day.")]
+`gantry list artifacts --state deleting` lists deleted artifacts. `gantry explain ARTIFACT` says whether an artifact can be restored: that is \
+possible until the store requests the destruction of the bytes, which happens soon. Artifacts of `gantry upload --inline` can be \
+restored for a day.")]
 pub(crate) struct UndeleteArgs {
-    /// The artifact
+    /// Id of the artifact
     #[arg(value_name = "ARTIFACT")]
     pub(crate) artifact: ArtifactId,
-    /// How long it is kept then, unless something else keeps it for longer
+    /// Time for which the restored artifact is kept at least
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = values::duration)]
     pub(crate) keep: Duration,
 }
 
-/// `gantry gc`
+/// Arguments of `gantry gc`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Where the disk of a worker is full (less than a twentieth and less than 1 GiB is free), what is kept there only for a time goes as well, the \
-oldest first: results and uploads that nothing uses any more. `gantry delete` lets go of more.")]
+If the disk of a worker is full, results and uploads there that nothing uses are deleted before their time, the oldest first. A disk is full \
+if less than 5 % and less than 1 GiB of it is free. `gantry delete` deletes more.")]
 pub(crate) struct GcArgs {
-    /// Say what would be marked, and change nothing
+    /// Print the objects that would be marked, and change nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
 }
 
-/// `gantry adopt`
+/// Arguments of `gantry adopt`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-After a backup of the artifact store was restored, a volume or container that workers hold and the store does not know is an orphan: `gantry \
-list volumes --orphans` lists them. An orphan stays until it is adopted or purged.")]
+After the artifact store was restored from a backup, volumes and containers that workers hold and the store does not know are orphans. \
+`gantry list volumes --orphans` lists them. An orphan stays until it is adopted or purged.")]
 pub(crate) struct AdoptArgs {
-    /// The volume
+    /// Handle of the volume
     #[arg(value_name = "VOLUME")]
     pub(crate) volume: VolumeHandle,
-    /// The artifact that it shall hold. Default: the one that it held, or where that is not known, a new one
+    /// Id of the artifact that the volume becomes a replica of. Default: its former artifact, or a new one if that is unknown
     #[arg(long, value_name = "ARTIFACT")]
     pub(crate) artifact: Option<ArtifactId>,
-    /// The build that owns the artifact from now on
+    /// Build that owns the artifact from now on
     #[arg(long, value_name = "BUILD", conflicts_with = "keep")]
     pub(crate) build: Option<BuildId>,
-    /// How long the artifact is kept, unless something else keeps it for longer
+    /// Time for which the artifact is kept at least
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = values::duration)]
     pub(crate) keep: Duration,
 }
 
-/// `gantry purge`
+/// Arguments of `gantry purge`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-After a backup of the artifact store was restored, a volume or container that workers hold and the store does not know is an orphan: `gantry \
-list volumes --orphans` and `gantry list containers --orphans` list them, and `gantry explain HANDLE` describes one. What runs in a container that is \
-purged is killed. This is about all teams, whichever --team names.")]
+After the artifact store was restored from a backup, volumes and containers that workers hold and the store does not know are orphans. \
+`gantry list volumes --orphans` and `gantry list containers --orphans` list them, and `gantry explain HANDLE` describes one. Processes in a \
+purged container are killed. The command acts on the orphans of all teams; --team has no effect.")]
 pub(crate) struct PurgeArgs {
-    /// Volumes and containers
+    /// Handles of orphaned volumes and containers
     #[arg(value_name = "HANDLE", value_parser = values::any_id)]
     pub(crate) handles: Vec<String>,
-    /// All orphans, of all teams
+    /// Purge all orphans, of all teams
     #[arg(long, conflicts_with = "handles")]
     pub(crate) all: bool,
-    /// Only on this worker, by its name or id
+    /// Purge only orphans of this worker, by name or id
     #[arg(long, value_name = "WORKER")]
     pub(crate) worker: Option<String>,
 }

@@ -1,6 +1,6 @@
-//! The command line: what may be written, and how it is explained.
+//! Commands and options of `gantry`, with their help texts.
 //!
-//! Values are parsed by [`crate::cli::values`]; nothing here does anything.
+//! `main` parses them with clap, and [`crate::commands`] executes them. [`crate::cli::values`] parses the values of options.
 
 mod cluster;
 mod inventory;
@@ -18,12 +18,12 @@ pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, Kind, ListArgs, PurgeArgs, ShowArgs, UndeleteArgs,
 };
 pub(crate) use self::run::{NetworkArg, RunArgs};
-pub(crate) use self::transfers::{CatArgs, DownloadArgs, ScanArgs, TakeArgs, UploadArgs};
+pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, ScanArgs, UploadArgs};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, WatchArgs, WorkloadArgs};
 use crate::cli::addresses;
 
-/// Run a command in a container on a worker: your directories go there, what it made comes back.
+/// Run commands in containers on workers: upload inputs, follow the output, download the results
 #[derive(Debug, Parser)]
 #[command(name = "gantry", version, max_term_width = 100, after_help = TOP_HELP)]
 pub(crate) struct Cli {
@@ -34,22 +34,26 @@ pub(crate) struct Cli {
 }
 
 const TOP_HELP: &str = "\
+Without --server, commands use the cluster on this machine, and start it in the background if none runs. It keeps its state in \
+$XDG_STATE_HOME/gantry (~/.local/state/gantry), and ends after 10 minutes without use. `up` and `down` always act on that cluster.
+
+A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A SIZE is written 512M or 2G, in powers of 1024.
+
 Examples:
   gantry run -- echo hello
   gantry run -i src=. -o report=./out -- sh -c 'make -C src >report/log'
   id=$(gantry run -d -- sleep 60); gantry show workload $id; gantry cancel $id
   gantry list workloads
-  gantry help run
-
-Without --server, the cluster on this machine is used, and started when none runs. It keeps its state in $XDG_STATE_HOME/gantry \
-(~/.local/state/gantry) and ends by itself when it was idle for 10 minutes. `up` and `down` are always about that one.";
+  gantry help run";
 
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
-    /// The cluster: `unix:///path` or `http://host:port`; or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,proxy=ADDRESS`, each
-    /// with its replicas behind it, and in front what stands for the services that are not named. `http://host:7110-7119` is whichever
-    /// replicas there are at these ports. Default: the cluster on this machine
+    /// Address of the cluster: `unix:///path` or `http://host:port`. Default: the cluster on this machine
+    ///
+    /// Services at different addresses are written `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,proxy=ADDRESS`. Further replicas of
+    /// a service follow its address, separated by commas. An address before all names is the default for services that are not named.
+    /// `http://host:7110-7119` stands for the replicas at these ports.
     #[arg(
         long,
         global = true,
@@ -59,10 +63,10 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) server: Option<String>,
-    /// Whether that was said on the command line, rather than by the environment.
+    /// Whether --server was given on the command line, not by the environment.
     #[arg(skip)]
     pub(crate) server_given: bool,
-    /// The proxy through which containers and volumes are reached: `unix:///path` or `http://host:port`. Default: each worker's gateway itself
+    /// Address of a proxy that forwards calls to the gateways of workers. Default: gateways are called directly
     #[arg(
         long,
         global = true,
@@ -71,8 +75,10 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) proxy: Option<String>,
-    /// The file that holds the token to present, as `gantry up --listen` made it. Default, for a --server on the loopback: that of services
-    /// on this machine without --token-file
+    /// File that holds the cluster token
+    ///
+    /// `gantry up --listen` prints the path of its token file. Default for a --server on the loopback: the token file of the services on
+    /// this machine that run without --token-file.
     #[arg(
         long,
         global = true,
@@ -81,7 +87,7 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) token_file: Option<PathBuf>,
-    /// On whose behalf
+    /// Team that owns the workloads and artifacts
     #[arg(
         long,
         global = true,
@@ -91,71 +97,73 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) team: String,
-    /// Say nothing but answers, warnings and errors
+    /// Print only answers, warnings and errors
     #[arg(short, long, global = true, help_heading = "Global options")]
     pub(crate) quiet: bool,
-    /// Answer in JSON on standard output: one object, or with run, attach, logs, watch and list one a line
+    /// Print JSON on standard output
+    ///
+    /// Most commands print one object. `run`, `attach`, `logs`, `watch` and `list` print one object per line.
     #[arg(long, global = true, help_heading = "Global options")]
     pub(crate) json: bool,
 }
 
-/// What to do.
+/// Command of `gantry`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Run a command in a container, with inputs and outputs
     Run(Box<RunArgs>),
-    /// Watch a workload: its output, and its end
+    /// Attach to a workload: its output, its standard input and its exit code
     Attach(AttachArgs),
-    /// Print the output of a workload and follow it to its end; also for a while after that
+    /// Print the output of a workload, and follow it until the workload ends
     Logs(WorkloadArgs),
-    /// Print what happens to a workload, from its submission to its end: where it waits, why it is placed where, what is brought there
+    /// Print the events of a workload, from its submission to its end
     Watch(WatchArgs),
-    /// Say why a workload waits, worker by worker; or why anything else is there or went, and when
+    /// Explain why a workload waits, or why any other object is kept or was deleted
     Explain(ExplainArgs),
-    /// Ask a workload to stop
+    /// Stop a workload
     Cancel(CancelArgs),
 
-    /// Upload a directory and print the artifact's id
+    /// Upload a directory, and print the id of the artifact
     Upload(UploadArgs),
-    /// Bring an artifact into a directory
+    /// Download an artifact into a directory
     Download(DownloadArgs),
     /// Print one file of an artifact
     Cat(CatArgs),
 
-    /// List workers, workloads, artifacts, volumes, containers, caches, base types or imports
+    /// List workers, workloads, leases, artifacts, volumes, containers, caches, base types or imports
     List(ListArgs),
     /// Show one worker, workload, artifact, volume, container or cache
     Show(ShowArgs),
-    /// Delete caches, so that the next run finds nothing there
+    /// Delete caches, so that the next run starts with an empty directory
     ClearCache(ClearCacheArgs),
-    /// Mark as garbage what nothing keeps any more
+    /// Mark everything as garbage that nothing keeps any more
     Gc(GcArgs),
-    /// Let go of artifacts, and of the inputs and outputs of workloads that have ended
+    /// Delete artifacts, or the inputs and outputs of finished workloads
     Delete(DeleteArgs),
-    /// Bring a deleted artifact back while its bytes are still on a worker
+    /// Restore a deleted artifact while its bytes still exist
     Undelete(UndeleteArgs),
     /// Make an orphaned volume a replica of its artifact again
     Adopt(AdoptArgs),
-    /// Make garbage of orphans: volumes and containers that a restored store does not know
+    /// Mark orphans as garbage: volumes and containers that a restored store does not know
     Purge(PurgeArgs),
 
-    /// Let a worker take no more work, and wait until what runs there has ended
+    /// Give no new work to a worker, and wait until its workloads have ended
     Cordon(CordonArgs),
-    /// Let a worker take work again that is cordoned, retiring or quarantined, or was retired
+    /// Give new work to a worker that is cordoned, retiring, quarantined or retired
     Uncordon(UncordonArgs),
-    /// Take a worker out of service for good: as cordon, and then it is forgotten
+    /// Drain a worker, and forget it once it is empty
     Retire(RetireArgs),
-    /// Forget a worker that is not in contact and does not come back
+    /// Forget a lost worker for good
     Prune(PruneArgs),
 
-    /// Say what waits for what kind of worker, what workers there are, and which of them go with the least harm: of all teams
+    /// Show the demand for workers of all teams, the workers, and which of them can be removed with the least harm
     Demand,
 
-    /// Keep a cluster on this machine in the foreground
+    /// Run a cluster on this machine in the foreground
     Up(Box<UpArgs>),
     /// Stop the cluster on this machine
     Down(DownArgs),
-    /// Show the cluster: services, workers, what runs and what waits, and why
+    /// Show the services, workers, workloads, queue and transfers of the cluster
     Status(StatusArgs),
     /// Print the version
     Version,

@@ -1,4 +1,4 @@
-//! Options of `gantry upload`, `download` and `cat`, and those that they share with `run`.
+//! Options of `gantry upload`, `download` and `cat`, and the options that they share with `run`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -6,50 +6,70 @@ use std::path::PathBuf;
 use clap::Args;
 use domain::ArtifactId;
 
-/// How directories are scanned.
+/// Rules for scanning a directory before an upload.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ScanArgs {
-    /// Leave out what git ignores, too: by .gitignore, .git/info/exclude and core.excludesFile
+    /// Also leave out files that git ignores: .gitignore, .git/info/exclude and core.excludesFile
+    ///
+    /// Files that git tracks are still uploaded, and so are files that a .gantryignore includes with `!`.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) gitignore: bool,
-    /// Go on when files cannot be read (they are left out) or change while they are uploaded
+    /// Leave out unreadable files instead of failing, and accept files that change during the upload
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) allow_changed: bool,
 }
 
-/// What of a result is written into a directory of the caller.
+/// Rules for writing a result into a directory of the caller.
 #[derive(Debug, Clone, Copy, Default, Args)]
-pub(crate) struct TakeArgs {
-    /// Write what makes git run programs, too: .git/hooks, .git/config and the like
+pub(crate) struct AllowArgs {
+    /// Also write files that make git run programs, such as .git/hooks and .git/config
+    ///
+    /// Without this option, such files are left out and named in a warning.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) allow_git_hooks: bool,
-    /// Keep setuid and setgid bits, file capabilities, device nodes, and changes of .gantryignore
+    /// Also write setuid and setgid bits, file capabilities, device nodes and .gantryignore files
+    ///
+    /// Without this option, they are left out and named in a warning.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) preserve_special: bool,
-    /// Follow symbolic links in the paths of results, and in relative ones of inputs and of the trace
+    /// Follow symbolic links in the paths of output directories, and in relative paths of inputs and traces
+    ///
+    /// Without this option, such a path is rejected, because an earlier result may have made the link.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) follow_links: bool,
 }
 
-/// `gantry upload`
+/// Arguments of `gantry upload`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+The artifact is kept for 12 hours, unless the artifact store is configured otherwise, and longer while a workload, build or cache uses it. \
+If the cluster has the same bytes already, the id of that artifact is printed, and nothing is sent.
+
+Examples:
+  artifact=$(gantry upload -q docs)
+  gantry run -i docs=artifact:$artifact -- ls docs")]
 pub(crate) struct UploadArgs {
-    /// The directory. What is uploaded is kept for 12 hours (as the artifact store is set), and longer while something owns it
+    /// Directory to upload
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// A name, for people. Default: that of the directory. Bytes that the cluster has already keep theirs, except with --inline, which makes
-    /// another artifact each time
+    /// Label of the artifact. Default: the name of the directory
+    ///
+    /// An artifact that the cluster has already keeps its label.
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub(crate) label: String,
-    /// Have the cluster keep the bytes in its database: no worker is needed until somebody uses them, and none is lost with them. At most 1 MiB,
-    /// and 1000 files, directories and symbolic links
+    /// Store the bytes in the database of the artifact store instead of on a worker
+    ///
+    /// No worker is needed until the artifact is used, and the artifact survives the loss of all workers. Each upload makes a new artifact.
+    /// Limits: 1 MiB, and 1000 files, directories and symbolic links.
     #[arg(long)]
     pub(crate) inline: bool,
-    /// Make it the image of a resource type, on all workers and for all teams: `gantry run --image resource-type:NAME` runs in its rootfs/ from
-    /// then on, whatever workers bring along, and it is kept until another one takes its place
+    /// Make the artifact the image of the resource type NAME, for all workers and teams
+    ///
+    /// `gantry run --image resource-type:NAME` then runs in its directory rootfs/, even on workers that have their own image for that
+    /// type. The artifact is kept until another upload replaces it.
     #[arg(long, value_name = "NAME")]
     pub(crate) resource_type: Option<String>,
-    /// Its version, for people
+    /// Version of the resource type's image, shown by `gantry list base-types`
     #[arg(
         long,
         value_name = "TEXT",
@@ -62,29 +82,29 @@ pub(crate) struct UploadArgs {
     pub(crate) scan: ScanArgs,
 }
 
-/// `gantry download`
+/// Arguments of `gantry download`.
 #[derive(Debug, Args)]
 pub(crate) struct DownloadArgs {
-    /// The artifact
+    /// Id of the artifact
     #[arg(value_name = "ARTIFACT")]
     pub(crate) artifact: ArtifactId,
-    /// Where to; made where it is missing
+    /// Directory to write into. It is created if it does not exist
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// Take the place of the directory, rather than being merged into it
+    /// Replace the directory instead of merging into it
     #[arg(long)]
     pub(crate) replace: bool,
     #[command(flatten)]
-    pub(crate) take: TakeArgs,
+    pub(crate) allow: AllowArgs,
 }
 
-/// `gantry cat`
+/// Arguments of `gantry cat`.
 #[derive(Debug, Args)]
 pub(crate) struct CatArgs {
-    /// The artifact
+    /// Id of the artifact
     #[arg(value_name = "ARTIFACT")]
     pub(crate) artifact: ArtifactId,
-    /// The file, as seen from the root of the artifact. Symbolic links are not followed
+    /// Path of the file, relative to the root of the artifact. Symbolic links are not followed
     #[arg(value_name = "PATH")]
     pub(crate) path: OsString,
 }

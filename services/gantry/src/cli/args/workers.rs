@@ -6,66 +6,70 @@ use clap::Args;
 
 use crate::cli::values;
 
-/// How long a worker may take that goes.
+/// Time limits for draining a worker.
 #[derive(Debug, Args)]
 pub(crate) struct WaitArgs {
-    /// Interrupt what is left after this long. Default: never
+    /// Interrupt the workloads that still run after this long, such as `30m`. Default: never
     #[arg(long, value_name = "DURATION", value_parser = values::duration)]
     pub(crate) deadline: Option<Duration>,
-    /// Say what shall be, and do not wait for it
+    /// Return at once instead of waiting until the worker is drained
     #[arg(long)]
     pub(crate) no_wait: bool,
 }
 
-/// `gantry cordon`
+/// Arguments of `gantry cordon`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-It stays so, whatever the worker does, until `gantry uncordon`. What is marked as interruptible (`gantry run --interruptible`) does not hold it up: it \
-is stopped once everything else has ended, and begins again on another worker. With --deadline, so is then what was not started yet; what \
-was started and is not interruptible ends as errored (INTERRUPTED). Ctrl-C ends the waiting, and nothing else.")]
+The worker stays cordoned until `gantry uncordon`, also if it restarts. Ctrl-C ends the waiting only.
+
+Workloads started with --interruptible do not delay the drain: once all others have ended, they are stopped and start again on another \
+worker. After --deadline, workloads that have not started yet also move to another worker. Running workloads that are not interruptible end \
+as errored (INTERRUPTED).")]
 pub(crate) struct CordonArgs {
-    /// The worker's name or its id
+    /// Name or id of the worker
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
 }
 
-/// `gantry uncordon`
+/// Arguments of `gantry uncordon`.
 #[derive(Debug, Args)]
 pub(crate) struct UncordonArgs {
-    /// The worker's name or its id
+    /// Name or id of the worker
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
 }
 
-/// `gantry retire`
+/// Arguments of `gantry retire`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-It goes once nothing runs there, as with `gantry cordon`, and only if no artifact that something keeps has its bytes nowhere else. What it \
-holds is nobody's from then on: it stays on its disk, and is destroyed if the machine becomes a worker again. Its gateway goes on asking and is not let in: \
-stop it, or let it in again, as a new worker, with `gantry uncordon`.")]
+The worker is drained as with `gantry cordon`, and then forgotten. If it has the only replica of an artifact that is still kept, it stays \
+and the command fails: use the artifact on another worker first, or give --force.
+
+Volumes stay on the worker's disk. They are destroyed if the machine becomes a worker again. The gateway of a retired worker keeps trying to \
+register and is rejected: stop it, or admit it as a new worker with `gantry uncordon`.")]
 pub(crate) struct RetireArgs {
-    /// The worker's name or its id
+    /// Name or id of the worker
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
-    /// Even if that loses the last replica of something that is kept, or orphans
+    /// Retire the worker even if the last replica of a kept artifact, or orphans, are lost
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
 }
 
-/// `gantry prune`
+/// Arguments of `gantry prune`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-What it ran is given up at once: only say so of a worker that is really gone, or it may run on beside what takes its place. Were it to come \
-back, it would be a new worker that holds nothing.")]
+Workloads of the worker are given up at once. Prune a worker only if its machine is gone: a machine that still runs may execute a workload \
+beside its replacement. If the machine comes back, it is a new, empty worker.")]
 pub(crate) struct PruneArgs {
-    /// The worker's name or its id
+    /// Name or id of the worker
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
-    /// Even if that loses the last replica of something that is kept, or orphans
+    /// Prune the worker even if the last replica of a kept artifact, or orphans, are lost
     #[arg(long)]
     pub(crate) force: bool,
 }

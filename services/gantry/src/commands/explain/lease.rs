@@ -1,4 +1,4 @@
-//! `gantry explain` of a lease: which worker it is for, for whom, until when, and why it ended.
+//! Explanation of a lease: its worker, owner and expiry, and why it ended.
 
 use prost_types::Timestamp;
 use rpc::Reason;
@@ -17,10 +17,10 @@ use crate::render::labels;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{duration, fields, plain};
 
-/// How wide a line is at most.
+/// Maximum length of a line, in characters.
 const WIDTH: usize = 1000;
 
-/// Explains a lease, with what the artifact store holds for it. `false`: there is no lease with this id.
+/// Explains a lease and the artifacts that it pins. `false`: there is no lease with this id.
 pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<bool> {
     let is_for = |error: &anyhow::Error, reason| refusal(error).is_some_and(|refused| refused.is(reason));
     let lease = match get(connection, id).await {
@@ -29,13 +29,13 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
         Err(error) => return Err(error),
     };
     let held = match why::explain(connection, id).await {
-        // What it pins is held as what a workload pins is.
+        // The artifact store records the pins of a lease like those of a workload.
         Ok(held) if held.thing() == Thing::Workload => held.relations,
         Ok(_) => Vec::new(),
         Err(error) if is_for(&error, Reason::UnknownId) => Vec::new(),
         Err(error) => return Err(error),
     };
-    // Said besides, where it can be had.
+    // The worker is optional information.
     let worker = queries::worker(connection, "explain", &lease.worker_id).await.ok();
     let contact = worker.map(|worker| worker.state());
     if as_json {
@@ -50,7 +50,8 @@ async fn get(connection: &Connection, id: &str) -> anyhow::Result<Lease> {
     let request = GetLeaseRequest { team: connection.team.clone(), lease_id: id.to_owned() };
     let placements = connection.placements();
     let response =
-        repeat("cannot explain it", async || placements.clone().get_lease(request.clone()).await).await?;
+        repeat("cannot explain the lease", async || placements.clone().get_lease(request.clone()).await)
+            .await?;
     Ok(response.lease.unwrap_or_default())
 }
 
@@ -85,26 +86,26 @@ fn text(lease: &Lease, held: &[Relation], contact: Option<WorkerState>) -> Strin
     fields(&shown)
 }
 
-/// The state, with what it means where the word does not say it.
+/// Describes the state of a lease.
 fn standing(lease: &Lease) -> String {
     let word = labels::lease_state(lease.state());
     match lease.state() {
         LeaseState::Ending => {
-            format!("{word} (it shall stop{}, and keeps its slot until it has)", stopped_for(lease))
+            format!("{word} (must stop{}, and keeps its slot until then)", stopped_for(lease))
         }
         _ => word,
     }
 }
 
-/// Why it was to stop, if it was.
+/// Describes why a lease must stop. Empty: it need not stop.
 fn stopped_for(lease: &Lease) -> String {
     match labels::stop_reason(lease.stop_reason()) {
         "" => String::new(),
-        why => format!(" for {why}"),
+        why => format!(" because of {why}"),
     }
 }
 
-/// Until when it is held, if it is.
+/// Describes the expiry of a lease. Empty: the lease has ended.
 fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
     if lease.ended_at.is_some() {
         return String::new();
@@ -112,15 +113,16 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
     match &lease.expires_at {
         Some(at) => {
             let left = labels::from_now(at).map(|left| format!(" (in {})", duration(left)));
-            format!("{}{}, unless its holder renews it", labels::instant(at), left.unwrap_or_default())
+            format!("{}{}, unless the holder renews it", labels::instant(at), left.unwrap_or_default())
         }
         None if lease.stop_reason() == StopReason::WorkerLost => {
-            "it is seen to have stopped, or its worker begins anew or is pruned".to_owned()
+            "its process is known to have stopped, or its worker has a new incarnation or is pruned"
+                .to_owned()
         }
         None => {
             let silent = contact.filter(|state| matches!(state, WorkerState::Stalled | WorkerState::Lost));
-            let silent = silent.map(|state| format!("; that is {} now", labels::worker_state(state)));
-            format!("its attempt ends, or its worker is lost{}", silent.unwrap_or_default())
+            let silent = silent.map(|state| format!("; the worker is {} now", labels::worker_state(state)));
+            format!("the attempt ends, or the worker is lost{}", silent.unwrap_or_default())
         }
     }
 }
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_that_is_held_says_for_whom_and_until_when() {
+    fn granted_lease_has_owner_and_expiry() {
         let mut lease = Lease {
             lease_id: "7".to_owned(),
             team: "main".to_owned(),
@@ -160,9 +162,9 @@ mod tests {
             expires_at: NEVER,
             ..Lease::default()
         };
-        let said = lines(&lease, None);
+        let printed = lines(&lease, None);
         assert_eq!(
-            said[..7],
+            printed[..7],
             [
                 "lease: 7",
                 "kind: get",
@@ -174,25 +176,25 @@ mod tests {
             ]
         );
         assert!(
-            said[7].starts_with("until: 9999-01-01T00:00:00Z (in ")
-                && said[7].ends_with(", unless its holder renews it"),
-            "{said:?}"
+            printed[7].starts_with("until: 9999-01-01T00:00:00Z (in ")
+                && printed[7].ends_with(", unless the holder renews it"),
+            "{printed:?}"
         );
         let of_a_workload = Lease { expires_at: None, workload_id: "8".to_owned(), ..lease.clone() };
-        let said = lines(&of_a_workload, Some(WorkerState::Stalled));
-        assert!(said.contains(&"workload: 8".to_owned()), "{said:?}");
+        let printed = lines(&of_a_workload, Some(WorkerState::Stalled));
+        assert!(printed.contains(&"workload: 8".to_owned()), "{printed:?}");
         assert_eq!(
-            said.last().map(String::as_str),
-            Some("until: its attempt ends, or its worker is lost; that is stalled now")
+            printed.last().map(String::as_str),
+            Some("until: the attempt ends, or the worker is lost; the worker is stalled now")
         );
         lease.state = LeaseState::Ending.into();
         lease.stop_reason = StopReason::Cancelled.into();
-        let said = lines(&lease, None);
-        assert!(said[2].starts_with("state: ending (it shall stop for CANCELLED, "), "{said:?}");
+        let printed = lines(&lease, None);
+        assert!(printed[2].starts_with("state: ending (must stop because of CANCELLED, "), "{printed:?}");
     }
 
     #[test]
-    fn a_lease_that_has_ended_says_when_and_why() {
+    fn ended_lease_has_time_and_reason() {
         let ended = |end: LeaseEnd| {
             let lease = Lease {
                 lease_id: "7".to_owned(),
@@ -204,10 +206,10 @@ mod tests {
             };
             lines(&lease, None).pop().expect("a line")
         };
-        let said = ended(LeaseEnd::Released);
+        let printed = ended(LeaseEnd::Released);
         assert!(
-            said.starts_with("ended: 1970-01-01T00:00:00Z (")
-                && said.ends_with(" ago): its holder gave it back")
+            printed.starts_with("ended: 1970-01-01T00:00:00Z (")
+                && printed.ends_with(" ago): its holder released it")
         );
         assert!(ended(LeaseEnd::Expired).ends_with("ago): its holder did not renew it in time"));
     }

@@ -1,4 +1,4 @@
-//! `gantry explain`: why a workload waits, what a lease is for, and why anything else is there or went.
+//! `gantry explain`: why a workload waits, what a lease is for, and why other objects are kept or were deleted.
 
 mod lease;
 mod store;
@@ -17,7 +17,7 @@ use crate::ending::error;
 use crate::render::stdout::{print, print_json};
 use crate::render::{explanation, json};
 
-/// `gantry explain`: the scheduler says why a workload waits, or what became of it, and what a lease is; what it does not know the artifact store may.
+/// Executes `gantry explain`. The scheduler explains workloads and leases, and the artifact store explains all other objects.
 pub(crate) async fn explain(
     connection: &Connection,
     args: &ExplainArgs,

@@ -1,4 +1,4 @@
-//! `gantry explain` of what the artifact store knows: why something is there, or went, and when.
+//! Explanation of objects of the artifact store: why an object is kept or was deleted, and when.
 
 use prost_types::Timestamp;
 use rpc::Reason;
@@ -7,22 +7,22 @@ use rpc::pb::scheduler::Worker;
 
 use crate::client::connect::Connection;
 use crate::client::queries;
-use crate::client::why::{self, AGAIN};
+use crate::client::why::{self, LOST_BYTES_REMEDY};
 use crate::ending::error::refusal;
 use crate::render::json;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, duration, fields, plain};
 
-/// How long a line is at most.
+/// Maximum length of a line, in characters.
 const WIDTH: usize = 1000;
 
-/// Explains whatever the store knows; of a worker, what the scheduler does, too.
+/// Explains an object of the store. The explanation of a worker includes its state in the scheduler.
 pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
     let explained = match why::explain(connection, id).await {
         Ok(explained) => explained,
         Err(error) if refusal(&error).is_some_and(|refused| refused.is(Reason::UnknownId)) => {
-            // One that never held anything, or was forgotten by the store.
+            // The worker never held anything, or the store has no record of it any more.
             if queries::worker(connection, "explain", id).await.is_err() {
                 return Err(error);
             }
@@ -47,7 +47,7 @@ fn of_worker(explained: &ExplainResponse, worker: Option<&Worker>) -> String {
     let certs = explained.relations.iter().map(related).map(|(_, ids)| ids).collect::<Vec<_>>();
     let contact = worker.and_then(|worker| worker.last_contact_at.as_ref());
     let holds = match explained.label.as_str() {
-        "" => "nothing that the artifact store knows".to_owned(),
+        "" => "nothing known to the artifact store".to_owned(),
         holds => format!("{}, {}", plain(holds, WIDTH), bytes(explained.size_bytes)),
     };
     fields(&[
@@ -78,16 +78,16 @@ fn text(explained: &ExplainResponse) -> String {
         why => format!("{when}: {}", plain(why, WIDTH)),
     };
     shown.push(("marked", because(past(explained.marked_at.as_ref()))));
-    // A cache goes at once.
+    // A cache is deleted without being marked.
     let gone = past(explained.gone_at.as_ref());
-    shown.push(("gone", if explained.marked_at.is_none() { because(gone) } else { gone }));
+    shown.push(("deleted", if explained.marked_at.is_none() { because(gone) } else { gone }));
     shown.push(match (explained.thing(), &explained.goes_at) {
-        (Thing::Build, Some(at)) if labels::from_now(at).is_none() => ("let go", because(past(Some(at)))),
-        (Thing::Build, Some(at)) => ("lets go", because(due(at))),
-        (_, Some(at)) => ("goes", because(due(at))),
-        (_, None) => ("goes", endless(explained)),
+        (Thing::Build, Some(at)) if labels::from_now(at).is_none() => ("released", because(past(Some(at)))),
+        (Thing::Build, Some(at)) => ("releases", because(due(at))),
+        (_, Some(at)) => ("expires", because(due(at))),
+        (_, None) => ("expires", no_expiry(explained)),
     });
-    shown.push(("remembered", explained.remembered_until.as_ref().map(until).unwrap_or_default()));
+    shown.push(("logged", explained.remembered_until.as_ref().map(until).unwrap_or_default()));
     shown.push(("bytes", whereabouts(explained)));
     if !explained.bytes_lost {
         shown.push(("lost", past(explained.lost_at.as_ref())));
@@ -99,7 +99,7 @@ fn text(explained: &ExplainResponse) -> String {
     shown.extend(relations.iter().map(|(relation, ids)| (relation.as_str(), ids.clone())));
     let mut text = fields(&shown);
     if explained.can_be_undeleted {
-        text.push_str(&format!("\n`gantry undelete {}` brings it back.\n", explained.id));
+        text.push_str(&format!("\n`gantry undelete {}` restores it.\n", explained.id));
     }
     if explained.state() == ExplainedState::Orphaned {
         text.push_str(&format!("\n{}.\n", why::decide(explained)));
@@ -107,26 +107,28 @@ fn text(explained: &ExplainResponse) -> String {
     text
 }
 
-/// Where the bytes of an artifact are, as far as its replicas do not say it.
+/// Describes the place of the bytes of an artifact, if that is not a replica.
 fn whereabouts(explained: &ExplainResponse) -> String {
     match (explained.in_store, explained.bytes_lost, &explained.lost_at) {
         (true, ..) => labels::IN_STORE.to_owned(),
         (_, true, Some(at)) => {
-            format!("lost since {} ({} ago): {AGAIN}", labels::instant(at), labels::ago(Some(at)))
+            format!("lost since {} ({} ago): {LOST_BYTES_REMEDY}", labels::instant(at), labels::ago(Some(at)))
         }
-        (_, true, None) => format!("lost: {AGAIN}"),
+        (_, true, None) => format!("lost: {LOST_BYTES_REMEDY}"),
         _ => String::new(),
     }
 }
 
-/// The state, with what it means where the word does not say it.
+/// Describes the state of an object.
 fn state(explained: &ExplainResponse) -> String {
     let word = labels::explained_state(explained.state());
     let means = match (explained.thing(), explained.state()) {
-        (_, ExplainedState::Destroying) => "garbage; its worker's gateway was not told to destroy it yet",
-        (_, ExplainedState::Sweeping) => "garbage; its worker's gateway was told to destroy it",
+        (_, ExplainedState::Destroying) => "garbage; its destruction is not requested yet",
+        (_, ExplainedState::Sweeping) => {
+            "garbage; its destruction is requested from the gateway of its worker"
+        }
         (_, ExplainedState::Unconfirmed) => {
-            "its worker has begun another life, and has not said yet what is left"
+            "its worker has a new incarnation, and has not reported its volumes and containers yet"
         }
         (_, ExplainedState::Lost) => "its worker does not have it any more",
         (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted && explained.in_store => {
@@ -138,11 +140,13 @@ fn state(explained: &ExplainResponse) -> String {
         (Thing::Artifact, ExplainedState::Deleting)
             if explained.relations.iter().any(|one| one.relation == "replicas") =>
         {
-            "garbage; its bytes are being destroyed, or cannot be had any more"
+            "garbage; its bytes are being destroyed, or cannot be read any more"
         }
-        (Thing::Artifact, ExplainedState::Deleting) => "garbage; nothing is left of its bytes",
+        (Thing::Artifact, ExplainedState::Deleting) => "garbage; its bytes are destroyed",
         (Thing::Artifact, ExplainedState::Sealed) if explained.bytes_lost => "its bytes are lost",
-        (Thing::Artifact, ExplainedState::Orphaned) => "the store came out of a backup and does not know it",
+        (Thing::Artifact, ExplainedState::Orphaned) => {
+            "the store was restored from a backup and does not know it"
+        }
         _ => return word,
     };
     format!("{word} ({means})")
@@ -161,21 +165,21 @@ fn kept_by(explained: &ExplainResponse) -> String {
     lines.join("\n")
 }
 
-/// What stays until something happens to what keeps it.
-fn endless(explained: &ExplainResponse) -> String {
+/// Describes an object without an expiry.
+fn no_expiry(explained: &ExplainResponse) -> String {
     if explained.kept_by.is_empty()
         || explained.marked_at.is_some()
         || explained.state() == ExplainedState::Orphaned
     {
         return String::new();
     }
-    "not before something happens to what keeps it".to_owned()
+    "never, unless the objects that keep it end".to_owned()
 }
 
-/// Things that it has to do with: what they are to it, and which.
+/// Formats related objects: the kind of relation, and the ids.
 pub(crate) fn related(relation: &Relation) -> (String, String) {
     let thing = labels::thing(relation.thing());
-    // `children` and `made from` do not say what they are; `worker` does.
+    // The relation `worker` names the kind of object, but `children` and `made from` do not.
     let named = relation.relation.starts_with(thing);
     let line = |id: &String| if named { id.clone() } else { format!("{thing} {id}") };
     let mut lines: Vec<_> = relation.ids.iter().map(line).collect();
@@ -216,13 +220,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_says_by_what_and_until_when() {
+    fn kept_object_has_keepers_and_expiry() {
         let keeper = |text: &str, until| Keeper { text: text.to_owned(), until, ..Default::default() };
         let mut explained = ExplainResponse {
             thing: Thing::Artifact.into(),
             id: "7".to_owned(),
             state: ExplainedState::Sealed.into(),
-            kept_by: vec![keeper("build 8, which goes on", None), keeper("\u{1b}nobody", LONG_AGO)],
+            kept_by: vec![keeper("build 8, which goes on", None), keeper("\u{1b}rule", LONG_AGO)],
             kept_by_total: 5,
             in_store: true,
             relations: vec![Relation {
@@ -239,9 +243,9 @@ mod tests {
                 "artifact: 7",
                 "state: sealed",
                 "kept by: build 8, which goes on",
-                "?nobody, until the next collection",
+                "?rule, until the next collection",
                 "and 3 more",
-                "goes: not before something happens to what keeps it",
+                "expires: never, unless the objects that keep it end",
                 "bytes: in the artifact store itself",
                 "replicas: volume 9",
                 "and 2 more",
@@ -249,15 +253,15 @@ mod tests {
         );
         explained.goes_at = NEVER;
         explained.why = "it is old".to_owned();
-        let goes = lines(&explained).swap_remove(5);
+        let expires = lines(&explained).swap_remove(5);
         assert!(
-            goes.starts_with("goes: 9999-01-01T00:00:00Z (in ") && goes.ends_with(" d): it is old"),
-            "{goes}"
+            expires.starts_with("expires: 9999-01-01T00:00:00Z (in ") && expires.ends_with(" d): it is old"),
+            "{expires}"
         );
     }
 
     #[test]
-    fn what_went_says_when_and_why_and_how_it_comes_back() {
+    fn deleted_object_has_reason_and_remedy() {
         let explained = ExplainResponse {
             thing: Thing::Artifact.into(),
             id: "7".to_owned(),
@@ -272,7 +276,7 @@ mod tests {
         assert!(
             lines[2].starts_with("marked: 1970-01-01T00:00:00Z (") && lines[2].ends_with(" ago): it was old")
         );
-        assert_eq!(lines[3..], ["", "`gantry undelete 7` brings it back."]);
+        assert_eq!(lines[3..], ["", "`gantry undelete 7` restores it."]);
 
         let mut explained = ExplainResponse { in_store: true, ..explained };
         let state = |explained: &ExplainResponse| {
@@ -280,14 +284,14 @@ mod tests {
         };
         assert!(state(&explained).ends_with("(garbage; the artifact store still has its bytes)"));
         (explained.in_store, explained.can_be_undeleted) = (false, false);
-        assert!(state(&explained).ends_with("(garbage; nothing is left of its bytes)"));
+        assert!(state(&explained).ends_with("(garbage; its bytes are destroyed)"));
         let relation = "replicas".to_owned();
         explained.relations = vec![Relation { relation, total: 1, ..Relation::default() }];
         assert!(state(&explained).contains("being destroyed"), "{}", state(&explained));
     }
 
     #[test]
-    fn lost_bytes_are_said_to_be_lost_and_since_when() {
+    fn lost_bytes_have_time_of_loss() {
         let explained = ExplainResponse {
             thing: Thing::Artifact.into(),
             id: "7".to_owned(),
@@ -299,14 +303,15 @@ mod tests {
         let lines = lines(&explained);
         assert_eq!(lines[1], "state: sealed (its bytes are lost)");
         assert!(
-            lines[2].starts_with("bytes: lost since 1970-01-01T00:00:00Z (") && lines[2].ends_with(AGAIN)
+            lines[2].starts_with("bytes: lost since 1970-01-01T00:00:00Z (")
+                && lines[2].ends_with(LOST_BYTES_REMEDY)
         );
         assert_eq!(lines.len(), 3, "{lines:?}");
     }
 
     #[test]
-    fn orphan_is_explained_with_what_can_be_done() {
-        let keeper = Keeper { text: "nobody has decided".to_owned(), ..Default::default() };
+    fn orphan_has_remedy() {
+        let keeper = Keeper { text: "undecided".to_owned(), ..Default::default() };
         let mut explained = ExplainResponse {
             thing: Thing::Volume.into(),
             id: "7".to_owned(),
@@ -318,28 +323,30 @@ mod tests {
             can_be_adopted: true,
             ..Default::default()
         };
-        let said = lines(&explained);
+        let printed = lines(&explained);
         for line in ["team: main", "size: 10 B", "adoptable: yes"] {
-            assert!(said.iter().any(|said| said == line), "{said:?}");
+            assert!(printed.iter().any(|printed| printed == line), "{printed:?}");
         }
         assert!(
-            said.last()
+            printed
+                .last()
                 .is_some_and(|hint| hint.contains("`gantry adopt 7`") && hint.contains("`gantry purge 7`"))
         );
         explained.can_be_adopted = false;
-        let said = lines(&explained);
+        let printed = lines(&explained);
         assert!(
-            said.last()
+            printed
+                .last()
                 .is_some_and(|hint| !hint.contains("gantry adopt") && hint.contains("`gantry purge 7`"))
         );
-        assert!(!said.iter().any(|line| line.starts_with("goes")), "{said:?}");
+        assert!(!printed.iter().any(|line| line.starts_with("expires")), "{printed:?}");
 
         explained.thing = Thing::Artifact.into();
         explained.can_be_adopted = true;
         let (relation, ids) = ("volumes".to_owned(), vec!["8".to_owned()]);
         explained.relations = vec![Relation { relation, ids, total: 1, ..Default::default() }];
         assert!(
-            why::advice(&explained).ends_with("`gantry adopt 8` brings it back"),
+            why::advice(&explained).ends_with("`gantry adopt 8` restores it"),
             "{}",
             why::advice(&explained)
         );

@@ -1,4 +1,4 @@
-//! `gantry explain` of a workload: why it waits, where it runs, or how it ended.
+//! Explanation of a workload that no longer waits: where it runs, or how it ended.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use crate::render::labels;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{fields, plain};
 
-/// How wide a cell is at most: what no sentence of ours comes to.
+/// Maximum width of a cell, in characters. Messages of Gantry are shorter.
 const WIDTH: usize = 1000;
 
-/// A workload that waits no more: where it runs, or how it ended.
+/// Explains a workload that no longer waits.
 pub(super) async fn show(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
     let workload = queries::workload(connection, "explain", id).await?;
     if as_json {
@@ -24,10 +24,10 @@ pub(super) async fn show(connection: &Connection, id: &str, as_json: bool) -> an
     }
     let standing = queries::standing(connection, &workload).await?;
     let attendance = attendance(connection, &workload).await;
-    print(&waits_no_more(&workload, &standing, attendance.as_ref()))
+    print(&describe_workload(&workload, &standing, attendance.as_ref()))
 }
 
-/// Whether the caller of a workload that runs is still there. `None`: its gateway does not say.
+/// Asks whether a caller is attached to a running workload. `None`: the gateway does not answer.
 async fn attendance(connection: &Connection, workload: &Workload) -> Option<GetAttendanceResponse> {
     let there = workload.whereabouts.clone().filter(|_| workload.state() == WorkloadState::Running)?;
     let request = GetAttendanceRequest {
@@ -40,47 +40,53 @@ async fn attendance(connection: &Connection, workload: &Workload) -> Option<GetA
     Some(asked.ok()?.ok()?.into_inner())
 }
 
-/// How long a gateway may take to say whether a caller is attached.
+/// Time limit for a gateway to say whether a caller is attached.
 const GATEWAY_PATIENCE: Duration = Duration::from_secs(2);
 
-/// What a process does without its caller.
+/// Describes what happens to a process without a caller. Empty: a caller is attached.
 fn unattended(attendance: &GetAttendanceResponse) -> String {
     let since = attendance.unattended_since.as_ref();
     match (since, attendance.is_left) {
         (Some(since), true) => format!(
-            "its caller left {} ago and did not come back: its input has ended, and its output waits for no reader",
+            "detached {} ago and did not return; the input has ended, and the oldest output is dropped",
             labels::ago(Some(since))
         ),
         (Some(since), false) => {
             let left = attendance.left_at.as_ref().map(labels::instant).unwrap_or_default();
             let ago = labels::ago(Some(since));
             format!(
-                "its caller left {ago} ago; unless one attaches before {left}, its input ends and its output waits for no reader"
+                "detached {ago} ago; unless a caller attaches before {left}, the input ends and the oldest output is dropped"
             )
         }
         (None, _) => String::new(),
     }
 }
 
-/// `standing`: how it is with its worker, where that is not as it should be.
-fn waits_no_more(workload: &Workload, standing: &str, attendance: Option<&GetAttendanceResponse>) -> String {
+/// Formats the explanation. `standing` describes the worker, if it is not running normally.
+fn describe_workload(
+    workload: &Workload,
+    standing: &str,
+    attendance: Option<&GetAttendanceResponse>,
+) -> String {
     let there = workload.whereabouts.clone().unwrap_or_default();
     let on = match there.worker_name.as_str() {
         "" => String::new(),
         name => format!(" on {}", plain(name, WIDTH)),
     };
-    let said = match (labels::outcome(workload.outcome()), workload.state()) {
-        (Some(outcome), _) => format!("it has ended{on}: {outcome}"),
+    let summary = match (labels::outcome(workload.outcome()), workload.state()) {
+        (Some(outcome), _) => format!("the workload has ended{on}: {outcome}"),
         (None, WorkloadState::Assigned | WorkloadState::Starting) => {
-            format!("it was placed{on}, and is being started")
+            format!("the workload is placed{on} and starting")
         }
-        (None, WorkloadState::Running) => format!("it runs{on}"),
-        (None, WorkloadState::Settling) => format!("it has ended{on}, and its outputs are being published"),
-        (None, state) => format!("it is {}{on}", labels::workload_state(state)),
+        (None, WorkloadState::Running) => format!("the workload runs{on}"),
+        (None, WorkloadState::Settling) => {
+            format!("the command has ended{on}, and its outputs are being published")
+        }
+        (None, state) => format!("the workload is {}{on}", labels::workload_state(state)),
     };
-    let said = match labels::stop_reason(workload.stopping()) {
-        "" => said,
-        why => format!("{said}, and shall stop ({why})"),
+    let summary = match labels::stop_reason(workload.stopping()) {
+        "" => summary,
+        why => format!("{summary}, and is being stopped ({why})"),
     };
     let its_worker = match standing {
         "" => there.worker_id,
@@ -100,7 +106,7 @@ fn waits_no_more(workload: &Workload, standing: &str, attendance: Option<&GetAtt
         ("end", labels::end(workload)),
         ("failure", failure.unwrap_or_default()),
     ];
-    format!("{said}\n\n{}", fields(&shown))
+    format!("{summary}\n\n{}", fields(&shown))
 }
 
 #[cfg(test)]
@@ -110,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_no_more_says_where_it_runs_or_how_it_ended() {
+    fn text_has_worker_or_outcome() {
         let there = Whereabouts {
             worker_id: "w".to_owned(),
             worker_name: "big".to_owned(),
@@ -123,19 +129,19 @@ mod tests {
             started_at: Some(Timestamp { seconds: 60, nanos: 0 }),
             ..Default::default()
         };
-        let said = waits_no_more(&workload, "", None);
-        assert!(said.starts_with("it runs on big\n"), "{said}");
+        let summary = describe_workload(&workload, "", None);
+        assert!(summary.starts_with("the workload runs on big\n"), "{summary}");
         workload.stopping = rpc::pb::scheduler::StopReason::Cancelled.into();
-        let stops = waits_no_more(&workload, "stalled, silent for 13 s", None);
-        assert!(stops.starts_with("it runs on big, and shall stop (CANCELLED)\n"), "{stops}");
+        let stops = describe_workload(&workload, "stalled, silent for 13 s", None);
+        assert!(stops.starts_with("the workload runs on big, and is being stopped (CANCELLED)\n"), "{stops}");
         assert!(stops.contains("w (stalled, silent for 13 s)"), "{stops}");
         workload.stopping = 0;
-        assert!(said.contains("attempt") && said.contains("1970-01-01"), "{said}");
+        assert!(summary.contains("attempt") && summary.contains("1970-01-01"), "{summary}");
         workload.state = WorkloadState::Finished.into();
         workload.outcome = Outcome::Errored.into();
         workload.failure = Some(Failure { reason: "RUN_TIMEOUT".to_owned(), message: "too long".to_owned() });
-        let said = waits_no_more(&workload, "", None);
-        assert!(said.starts_with("it has ended on big: errored\n"), "{said}");
-        assert!(said.contains("RUN_TIMEOUT") && said.contains("too long"), "{said}");
+        let summary = describe_workload(&workload, "", None);
+        assert!(summary.starts_with("the workload has ended on big: errored\n"), "{summary}");
+        assert!(summary.contains("RUN_TIMEOUT") && summary.contains("too long"), "{summary}");
     }
 }

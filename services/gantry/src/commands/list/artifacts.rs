@@ -35,7 +35,8 @@ pub(super) fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)
     let mut bytes_are: Vec<_> =
         in_store.into_iter().chain(artifact.replicas.iter().map(of_replica)).collect();
     if bytes_are.is_empty() && artifact.state() == ArtifactState::Sealed {
-        bytes_are.push(format!("lost: it must be made again; see `gantry explain {}`", artifact.artifact_id));
+        bytes_are
+            .push(format!("lost: produce the artifact again; see `gantry explain {}`", artifact.artifact_id));
     }
     vec![
         ("id", artifact.artifact_id.clone()),

@@ -1,4 +1,4 @@
-//! `gantry list base-types`: images of resource types, of workers and cluster-wide.
+//! `gantry list base-types`: images of resource types, of single workers and cluster-wide.
 
 use futures::Stream;
 use rpc::pb::artifacts::{BaseResourceType, ListBaseResourceTypesRequest};
@@ -10,7 +10,7 @@ use crate::render::json;
 use crate::render::listing::table;
 use crate::render::table::plain;
 
-/// `gantry list base-types`
+/// Executes `gantry list base-types`.
 pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
     let headers = ["TYPE", "VERSION", "WORKER", "ARTIFACT"];
     let names = Names::ask(connection, as_json).await;
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worker_of_a_base_type_is_named() {
+    fn row_names_worker() {
         let names = Names::from([("id-1", "one")]);
         let of_worker = |id: &str| BaseResourceType { worker_id: id.to_owned(), ..Default::default() };
         assert_eq!(row(&of_worker("id-1"), &names)[2], "one");

@@ -11,12 +11,12 @@ use crate::render::labels;
 use crate::render::listing::table;
 use crate::render::table::{duration, plain};
 
-/// `gantry list caches`
+/// Executes `gantry list caches`.
 pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
     table(all(connection, String::new()), limit, as_json, json, HEADERS, row).await
 }
 
-/// `gantry show cache`
+/// Finds the cache for `gantry show cache`, by name or id.
 pub(crate) async fn find(connection: &Connection, named: &str) -> anyhow::Result<TaskCache> {
     let named_so = |cache: &TaskCache| cache.cache_id == named || name(cache) == Some(named);
     let found = all(connection, String::new()).try_filter(|cache| std::future::ready(named_so(cache)));
@@ -26,7 +26,7 @@ pub(crate) async fn find(connection: &Connection, named: &str) -> anyhow::Result
     }
 }
 
-const HEADERS: &[&str] = &["ID", "NAME", "LAST USED", "KEPT UNUSED", "ARTIFACT"];
+const HEADERS: &[&str] = &["ID", "NAME", "LAST USED", "TTL", "ARTIFACT"];
 
 fn row(cache: &TaskCache) -> Vec<String> {
     vec![
@@ -38,7 +38,7 @@ fn row(cache: &TaskCache) -> Vec<String> {
     ]
 }
 
-/// Its name or, where something else than `gantry run` made it, what it is of.
+/// Returns the name of a cache of `gantry run`, or the job, step and path of any other cache.
 fn key(cache: &TaskCache) -> String {
     let TaskCache { job, step, path, .. } = cache;
     name(cache).map_or_else(|| format!("{job}/{step}:{path}"), ToOwned::to_owned)
@@ -55,7 +55,7 @@ pub(crate) fn shown(cache: &TaskCache) -> Vec<(&'static str, String)> {
         ("name", plain(&key(cache), 255)),
         ("artifact", cache.artifact_id.clone()),
         ("last used", labels::ago(cache.last_used_at.as_ref())),
-        ("kept unused", kept(cache)),
+        ("ttl", kept(cache)),
     ]
 }
 

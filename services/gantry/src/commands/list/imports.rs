@@ -1,4 +1,4 @@
-//! `gantry list imports`: what workers bring along, and what it became.
+//! `gantry list imports`: worker-provided images and certificates, and the state of their imports.
 
 use futures::Stream;
 use rpc::pb::artifacts::{Import, ListImportsRequest};
@@ -11,9 +11,9 @@ use crate::render::labels;
 use crate::render::listing::table;
 use crate::render::table::plain;
 
-/// `gantry list imports`
+/// Executes `gantry list imports`.
 pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
-    let headers = ["WORKER", "WHAT", "VERSION", "STATE", "PATH", "ARTIFACT", "WHY"];
+    let headers = ["WORKER", "RESOURCE TYPE", "VERSION", "STATE", "PATH", "ARTIFACT", "WHY"];
     let names = Names::ask(connection, as_json).await;
     table(imports(connection), limit, as_json, json::import, &headers, |import| row(import, &names)).await
 }
@@ -22,7 +22,7 @@ fn imports(connection: &Connection) -> impl Stream<Item = anyhow::Result<Import>
     pages(async |page_token| {
         let request = ListImportsRequest { worker_id: String::new(), page_size: 0, page_token };
         let client = connection.inventory();
-        let doing = "cannot list what workers bring along";
+        let doing = "cannot list imports";
         let page = repeat(doing, async || client.clone().list_imports(request.clone()).await);
         page.await.map(|page| (page.imports, page.next_page_token))
     })
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worker_of_an_import_is_named() {
+    fn row_names_worker() {
         let names = Names::from([("id-1", "one")]);
         let import = Import { worker_id: "id-1".to_owned(), ..Default::default() };
         assert_eq!(row(&import, &names)[0], "one");

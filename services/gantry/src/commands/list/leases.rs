@@ -1,4 +1,4 @@
-//! `gantry list leases`: slots of workers that are taken, or room that is kept free.
+//! `gantry list leases`: slots of workers that are in use or reserved.
 
 use rpc::pb::scheduler::{Lease, ListLeasesRequest};
 
@@ -8,7 +8,7 @@ use crate::render::listing::table;
 use crate::render::table::plain;
 use crate::render::{json, labels};
 
-/// `gantry list leases`: those of all teams that have not ended, on one worker or any.
+/// Executes `gantry list leases`. Lists the unfinished leases of all teams, on one worker or on all.
 pub(crate) async fn list(
     connection: &Connection,
     worker: Option<&str>,

@@ -1,4 +1,4 @@
-//! `gantry list`, `gantry show`: what is in a cluster, as tables or as JSON.
+//! `gantry list` and `gantry show`: objects of a cluster, as tables, fields or JSON.
 
 mod artifacts;
 mod base_types;
@@ -30,7 +30,7 @@ use crate::render::json;
 use crate::render::labels;
 use crate::render::listing::{one, table};
 
-/// `gantry list`
+/// Executes `gantry list`.
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
     let (limit, wanted) = (args.limit, args.state.as_deref());
     match args.kind {
@@ -57,7 +57,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         kind if args.orphans => orphans::list(connection, kind, limit, as_json).await,
         Kind::Artifacts if args.at_risk => {
-            let at_risk = queries::at_risk(connection, queries::not_to_count_on(connection).await?);
+            let at_risk = queries::at_risk(connection, queries::unreliable_workers(connection).await?);
             table(at_risk, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
         }
         Kind::Artifacts => {
@@ -80,7 +80,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         Kind::Caches => {
             if wanted.is_some() {
-                bail!("caches are not listed by their state");
+                bail!("--state cannot be used with caches");
             }
             caches::list(connection, limit, as_json).await
         }
@@ -89,12 +89,12 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
 
 fn no_state(kind: &str, wanted: Option<&str>) -> anyhow::Result<()> {
     if wanted.is_some() {
-        bail!("{kind} are not listed by their state");
+        bail!("--state cannot be used with {kind}");
     }
     Ok(())
 }
 
-/// The state that a list shall be of, in the words in which it is shown. 0: any.
+/// Parses the value of `--state`. 0: any state.
 fn state<S: TryFrom<i32>>(
     kind: &str,
     wanted: Option<&str>,
@@ -108,12 +108,12 @@ fn state<S: TryFrom<i32>>(
         Some((number, _)) => Ok(*number),
         None => {
             let words: Vec<_> = states.iter().map(|(_, word)| *word).collect();
-            bail!("{wanted:?} is no state of {kind}; they are {}", words.join(", "))
+            bail!("{wanted:?} is not a state of {kind}; the states are {}", words.join(", "))
         }
     }
 }
 
-/// The state that workloads shall be in, or how they shall have ended, in the words in which they are shown.
+/// Parses the value of `--state` for workloads: a state or an outcome.
 fn workload_state(wanted: &str) -> anyhow::Result<(WorkloadState, Outcome)> {
     let states = (1..).map_while(|number| WorkloadState::try_from(number).ok());
     let outcomes = (1..).map_while(|number| Outcome::try_from(number).ok());
@@ -125,12 +125,12 @@ fn workload_state(wanted: &str) -> anyhow::Result<(WorkloadState, Outcome)> {
         Some((_, which)) => Ok(*which),
         None => {
             let words: Vec<_> = all.iter().map(|(word, _)| *word).collect();
-            bail!("{wanted:?} is no state of workloads; they are {}", words.join(", "))
+            bail!("{wanted:?} is not a state of workloads; the states are {}", words.join(", "))
         }
     }
 }
 
-/// `gantry show`
+/// Executes `gantry show`.
 pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool) -> anyhow::Result<()> {
     let id = &args.id;
     match args.kind {
@@ -157,7 +157,7 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
         }
         Kind::Caches => one(&caches::find(connection, id).await?, as_json, caches::json, caches::shown),
         Kind::BaseTypes | Kind::Imports | Kind::Leases => {
-            bail!("there is no more of these than `gantry list` shows; see `gantry explain {id}`")
+            bail!("`gantry list` shows everything about objects of this kind; see also `gantry explain {id}`")
         }
     }
 }
@@ -170,24 +170,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_are_asked_for_by_the_words_that_lists_show() {
+    fn states_are_parsed_by_their_words() {
         let of = |wanted| state("artifacts", wanted, labels::artifact_state);
         assert_eq!(of(None).expect("any"), 0);
         assert_eq!(of(Some("deleting")).expect("a state"), 3);
         let refused = of(Some("unknown")).expect_err("none");
         assert_eq!(
             refused.to_string(),
-            "\"unknown\" is no state of artifacts; they are open, sealed, deleting"
+            "\"unknown\" is not a state of artifacts; the states are open, sealed, deleting"
         );
     }
 
     #[test]
-    fn a_sealed_artifact_without_bytes_says_that_they_are_lost() {
+    fn sealed_artifact_without_bytes_is_lost() {
         let bytes = |artifact: &Artifact| {
             artifact_fields(artifact).into_iter().find(|(name, _)| *name == "bytes").expect("the field").1
         };
         let mut artifact = Artifact { state: ArtifactState::Sealed.into(), ..Artifact::default() };
-        assert!(bytes(&artifact).starts_with("lost: it must be made again"), "{}", bytes(&artifact));
+        assert!(bytes(&artifact).starts_with("lost: produce the artifact again"), "{}", bytes(&artifact));
         artifact.in_store = true;
         assert_eq!(bytes(&artifact), labels::IN_STORE);
         artifact = Artifact { state: ArtifactState::Open.into(), ..Artifact::default() };
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn every_row_has_the_columns_of_its_table() {
+    fn rows_have_columns_of_their_tables() {
         assert_eq!(worker_row(&Worker::default()).len(), WORKERS.len());
         assert_eq!(workload_row(&Workload::default()).len(), WORKLOADS.len());
         assert_eq!(artifact_row(&Artifact::default()).len(), ARTIFACTS.len());
@@ -205,13 +205,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_on_a_worker_says_on_which() {
+    fn rows_name_their_worker() {
         let names = Names::from([("id-1", "one")]);
         let volume = |id: &str| Volume { worker_id: id.to_owned(), ..Volume::default() };
         let container = Container { worker_id: "id-1".to_owned(), ..Container::default() };
         let at = VOLUMES.iter().position(|header| *header == "WORKER").expect("a column");
         assert_eq!(volume_row(&volume("id-1"), &names)[at], "one");
-        assert_eq!(volume_row(&volume("id-2"), &names)[at], "id-2", "it has gone");
+        assert_eq!(volume_row(&volume("id-2"), &names)[at], "id-2", "the worker is unknown");
         let at = CONTAINERS.iter().position(|header| *header == "WORKER").expect("a column");
         assert_eq!(container_row(&container, &names)[at], "one");
     }

@@ -1,4 +1,4 @@
-//! What workers are called, for lists of what is on them: the artifact store knows their ids alone.
+//! Names of workers, for lists of the artifact store, which has only their ids.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,24 +10,24 @@ use crate::client::connect::Connection;
 use crate::client::queries::pages;
 use crate::render::table::plain;
 
-/// The names of workers, by their ids.
+/// Names of workers by id.
 #[derive(Debug, Default)]
 pub(crate) struct Names(HashMap<String, String>);
 
 impl Names {
-    /// As many workers as one page may hold, so that nearly always one call is enough.
-    const AT_ONCE: u32 = 1000;
-    /// For how long the scheduler is asked: what is listed can be read without names too.
+    /// Number of workers in one page. In most clusters one call is enough.
+    const PAGE_SIZE: u32 = 1000;
+    /// Time limit for reading the names. A list without names is still useful.
     const PATIENCE: Duration = Duration::from_secs(5);
 
-    /// The names of all workers that there are, or of those that were told in time. None for programs, which read ids.
+    /// Reads the names of all workers, as far as they arrive in time. For JSON no names are read.
     pub(crate) async fn ask(connection: &Connection, as_json: bool) -> Self {
         if as_json {
             return Self::default();
         }
         let client = connection.workers();
         let workers = pages(async |page_token| {
-            let request = ListWorkersRequest { page_size: Self::AT_ONCE, page_token };
+            let request = ListWorkersRequest { page_size: Self::PAGE_SIZE, page_token };
             let page = client.clone().list_workers(request).await?.into_inner();
             Ok((page.workers, page.next_page_token))
         });
@@ -39,12 +39,12 @@ impl Names {
             }
             Ok::<_, anyhow::Error>(())
         };
-        // Who cannot be named is shown by its id.
+        // A worker without a name is shown by its id.
         tokio::time::timeout(Self::PATIENCE, asked).await.ok();
         names
     }
 
-    /// The name of a worker. Its id, where it has gone, or nobody said.
+    /// Returns the name of a worker, or its id if the name is unknown.
     pub(crate) fn of(&self, id: &str) -> String {
         self.0.get(id).map_or_else(|| id.to_owned(), |name| plain(name, 60))
     }

@@ -1,4 +1,4 @@
-//! `gantry list volumes --orphans`, and of containers.
+//! `gantry list volumes --orphans` and `gantry list containers --orphans`.
 
 use futures::TryStreamExt;
 use rpc::pb::artifacts::Orphan;
@@ -11,7 +11,7 @@ use crate::render::listing::table;
 use crate::render::table::plain;
 use crate::render::{json, labels};
 
-/// `gantry list volumes --orphans`, and of containers.
+/// Lists the orphans of one kind.
 pub(crate) async fn list(
     connection: &Connection,
     kind: Kind,
@@ -19,22 +19,22 @@ pub(crate) async fn list(
     as_json: bool,
 ) -> anyhow::Result<()> {
     let of_kind = |one: &Orphan| one.volume_handle.is_empty() == (kind == Kind::Containers);
-    let aside = orphans(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
+    let found = orphans(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
     let names = Names::ask(connection, as_json).await;
     let (headers, row): (_, fn(&Orphan, &Names) -> Vec<String>) = match kind {
         Kind::Containers => (CONTAINERS, container_row),
         _ => (VOLUMES, volume_row),
     };
-    table(aside, limit, as_json, json::orphan, headers, |one| row(one, &names)).await
+    table(found, limit, as_json, json::orphan, headers, |one| row(one, &names)).await
 }
 
-const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];
+const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "FIRST SEEN"];
 
 fn container_row(one: &Orphan, names: &Names) -> Vec<String> {
     vec![orphan_handle(one).to_owned(), names.of(&one.worker_id), labels::ago(one.first_seen_at.as_ref())]
 }
 
-const VOLUMES: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
+const VOLUMES: &[&str] = &["HANDLE", "WORKER", "FIRST SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
 
 fn volume_row(one: &Orphan, names: &Names) -> Vec<String> {
     let known = one.description.clone().unwrap_or_default();
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_says_whether_a_volume_can_be_adopted() {
+    fn row_says_whether_volume_is_adoptable() {
         let (names, worker_id) = (Names::from([("id-1", "one")]), "id-1".to_owned());
         let mut one = Orphan { container_handle: "7".to_owned(), worker_id, ..Orphan::default() };
         let row = container_row(&one, &names);

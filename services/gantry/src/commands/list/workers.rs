@@ -6,7 +6,7 @@ use crate::render::labels;
 use crate::render::table::{bytes, plain};
 
 pub(super) const WORKERS: &[&str] =
-    &["NAME", "STATE", "PLATFORM", "TAGS", "TASKS", "CONTAINERS", "VOLUMES", "FREE", "CONTACT"];
+    &["NAME", "STATE", "PLATFORM", "TAGS", "TASKS", "CONTAINERS", "VOLUMES", "FREE DISK", "LAST CONTACT"];
 
 pub(super) fn worker_row(worker: &Worker) -> Vec<String> {
     let labels = worker.labels.clone().unwrap_or_default();
@@ -24,7 +24,7 @@ pub(super) fn worker_row(worker: &Worker) -> Vec<String> {
     ]
 }
 
-/// Each with its version, if the worker says it.
+/// Formats the resource types, each with its version if it has one.
 fn resource_types(labels: &WorkerLabels) -> String {
     let word = |known: &ResourceType| match known.version.as_str() {
         "" => known.name.clone(),
@@ -51,11 +51,11 @@ pub(super) fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("name", plain(&worker.name, 255)),
         ("id", worker.worker_id.clone()),
         ("state", labels::standing(worker)),
-        ("shall", labels::desire(worker.desired())),
+        ("desired", labels::desire(worker.desired())),
         ("gets no work", plain(&labels::no_work(worker), 1000)),
         ("drained", worker.drained_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("interrupted at", worker.interrupt_at.as_ref().map(labels::instant).unwrap_or_default()),
-        ("held up", plain(&worker.held_up_by, 1000)),
+        ("blocked by", plain(&worker.held_up_by, 1000)),
         ("failures", failures(worker)),
         ("quarantined until", worker.quarantined_until.as_ref().map(labels::instant).unwrap_or_default()),
         ("ephemeral", if labels.ephemeral { "yes".to_owned() } else { String::new() }),
@@ -64,9 +64,9 @@ pub(super) fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("team", labels.team.clone()),
         ("images", labels.image_kinds.join(" ")),
         ("resource types", plain(&resource_types(&labels), 1000)),
-        ("can", labels.capabilities.join(" ")),
+        ("capabilities", labels.capabilities.join(" ")),
         ("tasks", limited(worker.active_tasks.into(), capacity.max_tasks)),
-        ("leases", format!("{}, {} may not be interrupted", worker.leases, worker.uninterruptible_leases)),
+        ("leases", format!("{}, {} not interruptible", worker.leases, worker.uninterruptible_leases)),
         ("containers", limited(worker.containers, capacity.max_containers)),
         ("volumes", limited(worker.volumes, capacity.max_volumes)),
         ("cores", reserved_of(capacity.cpu_millis, reserved.cpu_millis, labels::cores)),
@@ -79,7 +79,7 @@ pub(super) fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// What there is of something, and how much of that leases keep free. 0: the worker does not say how much it has.
+/// Formats a capacity, and the amount that leases reserve. 0: the capacity is unknown.
 fn reserved_of(capacity: u64, reserved: u64, shown: fn(u64) -> String) -> String {
     match (capacity, reserved) {
         (0, 0) => String::new(),

@@ -23,10 +23,10 @@ pub(super) fn workload_row(workload: &Workload) -> Vec<String> {
     ]
 }
 
-/// Shown for a workload whose spec is abridged.
-const ABRIDGED: &str = "larger than 8 KiB: its arguments, environment, inputs, outputs, caches, tags and capabilities are not kept";
+/// Text for a workload whose spec is abridged.
+const ABRIDGED: &str = "larger than 8 KiB; its arguments, environment, inputs, outputs, caches, tags and capabilities are not stored";
 
-/// `standing`: how it is with its worker, where that is not as it should be.
+/// Lists the fields of a workload. `standing` describes its worker, if that is not running normally.
 pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, String)> {
     let spec = workload.spec.clone().unwrap_or_default();
     let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(labels::instant).unwrap_or_default();
@@ -49,8 +49,8 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
     vec![
         ("id", workload.workload_id.clone()),
         ("state", labels::workload_state(workload.state()).to_owned()),
-        ("shall stop", labels::stop_reason(workload.stopping()).to_owned()),
-        ("waits for", workload.waiting_for.join("\n")),
+        ("stopping", labels::stop_reason(workload.stopping()).to_owned()),
+        ("waiting for", workload.waiting_for.join("\n")),
         ("outcome", labels::outcome(workload.outcome()).unwrap_or_default().to_owned()),
         ("end", labels::end(workload)),
         ("failure", failure.map(|failure| plain(&failure.message, 1000)).unwrap_or_default()),
@@ -60,7 +60,7 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         ("tags", plain(&spec.tags.join(" "), 1000)),
         ("reserves", spec.requests.as_ref().map(labels::amounts).unwrap_or_default()),
         ("priority", if spec.priority == 0 { String::new() } else { spec.priority.to_string() }),
-        ("at most", time_limits(&spec)),
+        ("time limits", time_limits(&spec)),
         ("interruptible", if spec.interruptible { "yes".to_owned() } else { String::new() }),
         ("inputs", spec.inputs.iter().map(input).collect::<Vec<_>>().join("\n")),
         ("caches", spec.caches.iter().map(cache).collect::<Vec<_>>().join("\n")),
@@ -71,13 +71,13 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         ("submitted", instant(&workload.submitted_at)),
         ("started", instant(&workload.started_at)),
         ("finished", instant(&workload.finished_at)),
-        ("begun again", retries(workload.retried, spec.retries)),
-        ("times", workload.usage.as_ref().map(usage_times).unwrap_or_default()),
-        ("used", workload.usage.as_ref().map(used).unwrap_or_default()),
+        ("retries", retries(workload.retried, spec.retries)),
+        ("durations", workload.usage.as_ref().map(usage_times).unwrap_or_default()),
+        ("usage", workload.usage.as_ref().map(used).unwrap_or_default()),
     ]
 }
 
-/// How long it may wait, prepare and run, as far as that is limited.
+/// Formats the time limits of a workload.
 fn time_limits(spec: &WorkloadSpec) -> String {
     let limits = [
         ("in the queue", spec.queue_timeout),
@@ -88,7 +88,7 @@ fn time_limits(spec: &WorkloadSpec) -> String {
     limited.collect::<Vec<_>>().join(", ")
 }
 
-/// How often it has begun again, and how often it may.
+/// Formats the number of retries and its limit.
 fn retries(retried: u32, retries: u32) -> String {
     match (retried, retries) {
         (0, 0) => String::new(),
@@ -97,20 +97,20 @@ fn retries(retried: u32, retries: u32) -> String {
     }
 }
 
-/// How long the last attempt took, as far as that is known.
+/// Formats the known durations of the last attempt.
 fn usage_times(usage: &Usage) -> String {
     let known = [("waited", usage.queued), ("prepared", usage.preparing), ("ran", usage.running)];
     let known = known.into_iter().filter_map(|(what, time)| Some(format!("{what} {}", self::time(time?))));
     known.collect::<Vec<_>>().join(", ")
 }
 
-/// What the last attempt used, as far as its worker knows.
+/// Formats the known resource usage of the last attempt.
 fn used(usage: &Usage) -> String {
     let known = [
-        usage.cpu_time.map(|used| format!("{} of processors", time(used))),
-        usage.peak_memory_bytes.map(|most| format!("{} of memory at most", bytes(most))),
-        usage.bytes_in.map(|brought| format!("{} brought", bytes(brought))),
-        usage.bytes_out.map(|published| format!("{} published", bytes(published))),
+        usage.cpu_time.map(|used| format!("{} of CPU", time(used))),
+        usage.peak_memory_bytes.map(|most| format!("{} peak memory", bytes(most))),
+        usage.bytes_in.map(|brought| format!("{} of inputs copied", bytes(brought))),
+        usage.bytes_out.map(|published| format!("{} of outputs published", bytes(published))),
     ];
     known.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }

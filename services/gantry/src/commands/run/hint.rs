@@ -1,4 +1,4 @@
-//! What to do when a command named something that is on this machine and not in its container, or a line of a shell.
+//! Hints for a command that failed because a path of this machine is not in its container, or because it is a shell command line.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -8,21 +8,21 @@ use rpc::pb::scheduler::{Finished, exit::How};
 
 use crate::cli::args::RunArgs;
 
-/// What every container has of its own.
+/// Directories that are separate in each container.
 const OWN: [&str; 2] = ["/tmp", "/run"];
-/// What separates words, as far as one need know it to find a path in a script.
+/// Characters that separate words of a shell script, well enough to find paths.
 const SEPARATORS: &[u8] = b" \t\n;|&()<>\"'`=";
-/// What shells answer when a command is not there.
+/// Exit code of a shell if a command does not exist.
 const NOT_FOUND: u32 = 127;
 
-/// What to do about a run that ended like this. `None`: it had nothing to do with paths, as far as can be told.
+/// Returns a hint for a finished run. `None`: the failure is not about a path of this machine.
 pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) -> bool) -> Option<String> {
     let reason = finished.failure.as_ref().map(|failure| failure.reason.as_str());
     let exit = finished.exit.as_ref().and_then(|exit| exit.how.as_ref());
     if let (Some("PROGRAM_NOT_FOUND"), [line]) = (reason, args.command.as_slice())
         && line.as_bytes().iter().any(u8::is_ascii_whitespace)
     {
-        return Some(format!("a command line is for a shell: sh -c {}", quoted(line)));
+        return Some(format!("to run a command line, use a shell: sh -c {}", quoted(line)));
     }
     let candidates: Vec<&OsStr> = match (reason, exit) {
         (Some("PROGRAM_NOT_FOUND"), _) => args
@@ -39,7 +39,7 @@ pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) 
     candidates.into_iter().find_map(|path| missed(args, Path::new(path), &is_here))
 }
 
-/// As one writes it in a shell: in quotes, where it needs some.
+/// Quotes a word for a shell if necessary.
 pub(crate) fn shell(text: &OsStr) -> String {
     let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"_-./,:=@%+".contains(byte);
     let text = match text.as_bytes() {
@@ -71,14 +71,14 @@ fn missed(args: &RunArgs, path: &Path, is_here: impl Fn(&Path) -> bool) -> Optio
         let own = OWN.into_iter().find(|own| path != Path::new(own) && path.starts_with(own))?;
         let brought = names().next().is_some() && path.starts_with(Path::new(&args.directory));
         return (!brought && is_here(path)).then(|| {
-            format!("{shown} is on this machine; {own} in the container is its own. Bring what the command needs with -i NAME=DIR")
+            format!("{shown} exists on this machine, but {own} of the container is separate; upload what the command needs with -i NAME=DIR")
         });
     }
     let first = path.components().find(|component| *component != Component::CurDir)?;
     let brought = names().any(|name| first.as_os_str() == name);
     (!brought && is_here(path)).then(|| {
         format!(
-            "{shown} is in our working directory, of which the container has nothing; bring it with -i NAME=DIR, and it is ./NAME there"
+            "{shown} exists in your working directory, which the container does not see; upload it with -i NAME=DIR, and use it as ./NAME"
         )
     })
 }
@@ -91,8 +91,8 @@ mod tests {
     use super::*;
     use crate::cli::args::{Cli, Command};
 
-    /// What is said after a run that failed with `reason`, or exited with 127, when everything that is asked for is here.
-    fn said(reason: Option<&str>, arguments: &[&str]) -> Option<String> {
+    /// Returns the hint after a run that failed with `reason`, or exited with 127. All paths exist here except those that end in `gone`.
+    fn hint_for(reason: Option<&str>, arguments: &[&str]) -> Option<String> {
         let line = ["gantry", "run"].iter().chain(arguments);
         let Command::Run(args) = Cli::try_parse_from(line).expect("parses").command else {
             panic!("it is a run")
@@ -104,29 +104,29 @@ mod tests {
 
     fn own(path: &str) -> Option<String> {
         Some(format!(
-            "{path} is on this machine; /tmp in the container is its own. Bring what the command needs with -i NAME=DIR"
+            "{path} exists on this machine, but /tmp of the container is separate; upload what the command needs with -i NAME=DIR"
         ))
     }
 
     #[test]
-    fn what_lies_below_tmp_here_is_not_there() {
-        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["/tmp/x"]), own("/tmp/x"));
-        assert_eq!(said(Some("WORKING_DIRECTORY_MISSING"), &["--dir", "/tmp/x", "true"]), own("/tmp/x"));
-        assert_eq!(said(None, &["sh", "-c", "cd /; PATH=/bin '/tmp/x y' && z"]), own("/tmp/x"));
-        assert!(said(None, &["sh", "-c", "./build.sh"]).expect("said").contains("working directory"));
+    fn path_below_tmp_is_explained() {
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["/tmp/x"]), own("/tmp/x"));
+        assert_eq!(hint_for(Some("WORKING_DIRECTORY_MISSING"), &["--dir", "/tmp/x", "true"]), own("/tmp/x"));
+        assert_eq!(hint_for(None, &["sh", "-c", "cd /; PATH=/bin '/tmp/x y' && z"]), own("/tmp/x"));
+        assert!(hint_for(None, &["sh", "-c", "./build.sh"]).expect("a hint").contains("working directory"));
     }
 
     #[test]
-    fn a_command_line_in_one_word_is_for_a_shell() {
-        let hint = |line: &str| said(Some("PROGRAM_NOT_FOUND"), &[line]);
-        let expected = r"a command line is for a shell: sh -c 'echo '\''hi'\'''";
+    fn command_line_in_one_word_needs_shell() {
+        let hint = |line: &str| hint_for(Some("PROGRAM_NOT_FOUND"), &[line]);
+        let expected = r"to run a command line, use a shell: sh -c 'echo '\''hi'\'''";
         assert_eq!(hint("echo 'hi'").as_deref(), Some(expected));
         assert_eq!(hint("echo"), None);
-        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["an echo", "hi"]), None);
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["an echo", "hi"]), None);
     }
 
     #[test]
-    fn words_of_a_shell_are_quoted_where_they_need_it() {
+    fn shell_words_are_quoted() {
         let shell = |text: &str| shell(OsStr::new(text));
         assert_eq!(shell("a/b-1.x"), "a/b-1.x");
         assert_eq!(shell("a b's"), r"'a b'\''s'");
@@ -134,15 +134,19 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_where_that_is_not_the_reason() {
-        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["no-such-program", "/tmp/x"]), None);
-        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["/tmp/gone"]), None, "it is not here either");
-        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["/opt/x"]), None);
-        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["/tmpx/x"]), None);
-        assert_eq!(said(Some("PROGRAM_NOT_EXECUTABLE"), &["/tmp/x"]), None);
-        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["-i", "src=.", "src/x"]), None, "it was brought");
+    fn other_failures_have_no_hint() {
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["no-such-program", "/tmp/x"]), None);
+        assert_eq!(
+            hint_for(Some("PROGRAM_NOT_FOUND"), &["/tmp/gone"]),
+            None,
+            "it does not exist here either"
+        );
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["/opt/x"]), None);
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["/tmpx/x"]), None);
+        assert_eq!(hint_for(Some("PROGRAM_NOT_EXECUTABLE"), &["/tmp/x"]), None);
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["-i", "src=.", "src/x"]), None, "it was uploaded");
         let below = ["--dir", "/tmp/w", "-i", "a=.", "sh", "-c", "/tmp/w/a/x"];
-        assert_eq!(said(None, &below), None, "inputs are there");
-        assert_eq!(said(None, &["sh", "-c", "no-such-program"]), None);
+        assert_eq!(hint_for(None, &below), None, "inputs are in the container");
+        assert_eq!(hint_for(None, &["sh", "-c", "no-such-program"]), None);
     }
 }

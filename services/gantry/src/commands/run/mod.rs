@@ -1,4 +1,4 @@
-//! `gantry run`, the main job: inputs go up, the workload is submitted and followed to its end, outputs come down.
+//! `gantry run`: uploads inputs, submits a workload, follows it to its end, and downloads outputs.
 
 mod hint;
 mod spec;
@@ -21,7 +21,7 @@ use server::telemetry::{self, RecentSpans, Telemetry};
 use tracing::{Instrument, info_span};
 use transfer::Manifest;
 
-use self::spec::{forwards_stdin, spec, spec_input, spec_inputs, taken};
+use self::spec::{artifact_of, forwards_stdin, spec, spec_input, spec_inputs};
 use crate::cli::args::{Global, RunArgs};
 use crate::cli::environment::exports_spans;
 use crate::cli::values::Source;
@@ -39,7 +39,7 @@ use crate::transfer::directories::{inside, is_in_place};
 use crate::transfer::download::Downloader;
 use crate::transfer::upload::{Directory, Uploader, renew};
 
-/// `gantry run`, traced when that is asked for.
+/// Executes `gantry run`, and writes a trace if `--trace` is given. Returns the exit code.
 pub(crate) async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
     let spans = args.trace.is_some().then(RecentSpans::default);
     let telemetry: Option<Telemetry> = (spans.is_some() || exports_spans())
@@ -57,7 +57,7 @@ pub(crate) async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Res
 
     if let (Some(file), Some(spans), Some(trace_id)) = (&args.trace, &spans, trace_id)
         && let Err(error) =
-            trace::write((file, args.take.follow_links), &trace_id, spans, &connection, ui).await
+            trace::write((file, args.allow.follow_links), &trace_id, spans, &connection, ui).await
     {
         ui.warn(&error::describe(&error));
     }
@@ -65,18 +65,18 @@ pub(crate) async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Res
     result
 }
 
-/// Runs. Answers the exit code.
+/// Executes `gantry run` on a cluster, and returns the exit code.
 async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     if args.privileged {
-        ui.note("--privileged: the command has all capabilities and devices and no filter; it is as good as root on the worker");
+        ui.note("--privileged: the command can do everything that root can do on the worker");
     }
     let spec = spec(args, &connection.team, ui)?;
     if args.explain {
-        let known = caches::known(connection, &args.caches).await?;
+        let known = caches::existing_mounts(connection, &args.caches).await?;
         let spec = WorkloadSpec { caches: known, ..spec };
-        // A directory is uploaded before it is known where it is, and makes no difference to who could run it.
-        let there = args.inputs.iter().filter_map(|input| Some((input, taken(&input.source)?)));
+        // Directories are not uploaded yet, and do not affect which workers can run the command.
+        let there = args.inputs.iter().filter_map(|input| Some((input, artifact_of(&input.source)?)));
         let spec = WorkloadSpec { inputs: there.map(spec_input).collect(), ..spec };
         let response = placement::explain(connection, Subject::Spec(spec), &WorkerChoice::default()).await?;
         if as_json {
@@ -88,7 +88,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     }
     let workload = WorkloadId::new();
 
-    // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.
+    // If the command ends before the workload is submitted, uploads are deleted after --abandoned-after.
     let RunInputs { inputs, sent, build, caches } = tokio::select! {
         prepared = prepare(args, connection, ui, workload) => prepared?,
         code = signals.next() => return Err(Interrupted(code).into()),
@@ -102,7 +102,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     tokio::select! {
         submitted = submit(connection, workload, spec) => submitted?,
         code = signals.next() => {
-            // It may have been accepted.
+            // The scheduler may have accepted the workload.
             _ = tokio::time::timeout(Duration::from_secs(2), cancel(connection, workload.to_string(), GRACE)).await;
             return Err(Interrupted(code).into());
         }
@@ -137,7 +137,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
             let outputs = followed.finished.outputs.iter();
             let kept: Vec<_> =
                 outputs.map(|output| format!("{} as artifact {}", output.name, output.artifact_id)).collect();
-            ui.note(&format!("interrupted while results were brought back; they are kept: {}", kept.join(", ")));
+            ui.note(&format!("interrupted during the download of results; they are kept: {}", kept.join(", ")));
             return Err(Interrupted(code).into());
         }
     };
@@ -149,15 +149,15 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     Ok(code)
 }
 
-/// What a workload needs before it is submitted.
+/// Inputs and owners that a workload needs before it is submitted.
 struct RunInputs {
-    /// What is uploaded or taken, for each input.
+    /// Artifact of each input.
     inputs: Vec<ArtifactId>,
-    /// The trees of directories to which outputs come back, by the names of these.
+    /// Uploaded trees of inputs in place, by name.
     sent: HashMap<String, Arc<Manifest>>,
-    /// The build that owns it, where there is anything to own.
+    /// Build that owns the inputs and outputs, if there are any.
     build: Option<BuildId>,
-    /// Asked for just now.
+    /// Caches that the workload mounts.
     caches: Vec<CacheMount>,
 }
 
@@ -180,8 +180,8 @@ async fn prepare_inputs(
 ) -> anyhow::Result<(Vec<ArtifactId>, HashMap<String, Arc<Manifest>>, Option<BuildId>)> {
     let uploads = args.inputs.iter().any(|input| matches!(input.source, Source::Directory(_)));
     if !uploads && args.outputs.is_empty() {
-        let taken = args.inputs.iter().filter_map(|input| taken(&input.source)).collect();
-        return Ok((taken, HashMap::new(), None));
+        let artifacts = args.inputs.iter().filter_map(|input| artifact_of(&input.source)).collect();
+        return Ok((artifacts, HashMap::new(), None));
     }
     let build = BuildId::new();
     let put = PutBuildRequest {
@@ -227,7 +227,11 @@ async fn upload(
         };
         let left_out = inside(path, targets.iter().copied());
         for target in &left_out {
-            ui.note(&format!("{}: {} is left out, an output goes there", input.name, target.display()));
+            ui.note(&format!(
+                "{}: {} is left out, because it is the directory of an output",
+                input.name,
+                target.display()
+            ));
         }
         let (artifact, manifest) = uploader
             .upload(&Directory { name: &input.name, path, left_out })
@@ -254,7 +258,7 @@ async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpe
     }
 }
 
-/// Brings back the outputs that have a directory. Answers whether each has all of its output.
+/// Downloads the outputs that have a directory.
 async fn download(
     args: &RunArgs,
     connection: &Connection,
@@ -262,20 +266,20 @@ async fn download(
     followed: &FollowResult,
     sent: &HashMap<String, Arc<Manifest>>,
 ) -> anyhow::Result<Delivery> {
-    let FollowResult { finished, asked, .. } = followed;
-    let mut brought = Delivery::Whole;
+    let FollowResult { finished, cancel_code, .. } = followed;
+    let mut delivery = Delivery::Whole;
     let wanted = args.outputs.iter().filter(|output| output.directory.is_some());
     if finished.outputs.is_empty() {
         if wanted.count() > 0 && finished.failure.is_none() && finished.exit.is_none() {
-            ui.warn("nothing is brought back: the command was stopped, and its outputs are not kept");
+            ui.warn("nothing is downloaded, because the command was stopped and its outputs are not kept");
         }
-        return Ok(brought);
+        return Ok(delivery);
     }
     let downloader = Downloader {
         connection,
         ui,
         replace: args.replace,
-        take: args.take,
+        allow: args.allow,
         progress: ui.progress("downloading"),
     };
     for output in &args.outputs {
@@ -284,16 +288,16 @@ async fn download(
         };
         let PublishedOutput { name, artifact_id, entries, .. } = published;
         if *entries == 0 {
-            ui.note(&format!("{name}: the command left it empty"));
+            ui.note(&format!("{name}: the output is empty"));
         }
         let Some(directory) = &output.directory else {
             ui.note(&format!("{name}: kept as artifact {artifact_id}"));
             continue;
         };
-        // The process may have ended in the midst of its work.
-        if asked.is_some() {
-            let how = bring(name, artifact_id, directory, sent);
-            ui.note(&format!("{name}: the command was interrupted, so nothing is brought back; {how}"));
+        // The process may have ended before its work was complete.
+        if cancel_code.is_some() {
+            let how = download_hint(name, artifact_id, directory, sent);
+            ui.note(&format!("{name}: not downloaded, because the command was interrupted; {how}"));
             continue;
         }
         if args.replace
@@ -301,12 +305,13 @@ async fn download(
             && finished.outcome() != Outcome::Succeeded
             && directory.exists()
         {
-            let how = bring(name, artifact_id, directory, sent);
+            let how = download_hint(name, artifact_id, directory, sent);
             let directory = directory.display();
-            ui.warn(&format!("{name}: the command failed, so {directory} is not replaced; {how}"));
+            ui.warn(&format!("{name}: {directory} is not replaced, because the command failed; {how}"));
             continue;
         }
-        let artifact = artifact_id.parse().context("the scheduler named an output that is no artifact")?;
+        let artifact =
+            artifact_id.parse().context("the scheduler named an output with an invalid artifact id")?;
         let downloaded = downloader
             .download(artifact, name, directory, sent.get(name))
             .instrument(info_span!(target: "gantry", "download", service = "gantry", output.name = name))
@@ -314,24 +319,29 @@ async fn download(
             .inspect_err(|_| {
                 ui.warn(&format!(
                     "{name}: kept as artifact {artifact_id}; {}",
-                    bring(name, artifact_id, directory, sent)
+                    download_hint(name, artifact_id, directory, sent)
                 ));
             })?;
         if downloaded.has_conflicts {
-            brought = Delivery::WithConflicts;
+            delivery = Delivery::WithConflicts;
         }
     }
-    Ok(brought)
+    Ok(delivery)
 }
 
-/// How an output is brought that was not. In place it goes into another directory: a download writes over what was changed since.
-fn bring(name: &str, artifact: &str, directory: &Path, sent: &HashMap<String, Arc<Manifest>>) -> String {
+/// Describes how to download an output later. An output in place goes into another directory, because a later download would overwrite changes.
+fn download_hint(
+    name: &str,
+    artifact: &str,
+    directory: &Path,
+    sent: &HashMap<String, Arc<Manifest>>,
+) -> String {
     let target = match directory.file_name() {
         _ if !sent.contains_key(name) => directory.display().to_string(),
         Some(_) => format!("{}.gantry-result", directory.display()),
         None => format!("{name}.gantry-result"),
     };
-    format!("bring it with `gantry download {artifact} {}`", hint::shell(OsStr::new(&target)))
+    format!("download it with `gantry download {artifact} {}`", hint::shell(OsStr::new(&target)))
 }
 
 #[cfg(test)]
@@ -349,7 +359,7 @@ mod tests {
         let arguments = ["gantry", "run"].iter().chain(arguments);
         match Cli::try_parse_from(arguments).expect("parses").command {
             Command::Run(args) => *args,
-            _ => panic!("it is a run"),
+            _ => panic!("not a run"),
         }
     }
 
@@ -359,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_command_belongs_to_it() {
+    fn options_after_command_belong_to_command() {
         let args =
             parse(&["-i", "src=.", "-o", "out", "--memory", "1G", "sh", "-c", "true", "--memory", "2G"]);
         assert_eq!(args.command, ["sh", "-c", "true", "--memory", "2G"].map(OsString::from));
@@ -370,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn the_spec_says_what_the_flags_say() {
+    fn spec_matches_options() {
         let args = parse(&[
             "--privileged",
             "--network",
@@ -393,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_variable_of_a_name_counts_and_copies_are_ours() {
+    fn last_variable_wins_and_copies_are_local() {
         let given = parse(&["--env", "A=1", "--env", "B", "--env", "A=2", "--env", "C", "--", "true"]);
         let ours = |name: &OsString| (name == "B").then(|| OsString::from("ours"));
         let set = environment(&given.environment, ours, &quiet()).expect("valid");

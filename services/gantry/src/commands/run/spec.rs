@@ -1,4 +1,4 @@
-//! The spec of a workload, from the options of `gantry run`.
+//! Conversion of the options of `gantry run` into the spec of a workload.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -16,7 +16,7 @@ use crate::cli::values::{EnvironmentArg, InputArg, Source};
 use crate::follow::stdin;
 use crate::render::ui::Ui;
 
-/// The spec, but for its inputs and its build.
+/// Makes the spec without its inputs and its build.
 pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
     let attached = !args.detach;
     Ok(WorkloadSpec {
@@ -86,7 +86,7 @@ pub(super) fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
     }
 }
 
-/// The last one of a name counts. What shall be copied and is not there is left out, and said.
+/// Makes the environment. The last variable of a name wins. A variable that cannot be copied is left out, with a message.
 pub(super) fn environment(
     variables: &[EnvironmentArg],
     ours: impl Fn(&OsString) -> Option<OsString>,
@@ -99,13 +99,16 @@ pub(super) fn environment(
             None => match ours(name) {
                 Some(value) => value,
                 None => {
-                    ui.note(&format!("--env {}: not set here, so not there", name.display()));
+                    ui.note(&format!(
+                        "--env {}: left out, because your environment does not have it",
+                        name.display()
+                    ));
                     continue;
                 }
             },
         };
         if name.as_bytes().contains(&0) || value.as_bytes().contains(&0) {
-            bail!("--env {}: cannot contain a NUL byte", name.display());
+            bail!("--env {}: the name and the value must not contain a NUL byte", name.display());
         }
         set.retain(|(other, _)| other != name);
         set.push((name.clone(), value));
@@ -117,7 +120,7 @@ pub(super) fn environment(
         .collect())
 }
 
-pub(super) fn taken(source: &Source) -> Option<ArtifactId> {
+pub(super) fn artifact_of(source: &Source) -> Option<ArtifactId> {
     match source {
         Source::Artifact(artifact) => Some(*artifact),
         Source::Directory(_) => None,

@@ -1,4 +1,4 @@
-//! `--trace FILE`: the spans of one run, our own and those of the services, as one JSON document.
+//! Trace of one run: the spans of `gantry` and of the services, as one JSON document.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -14,16 +14,15 @@ use crate::ending::error::{Refused, refused};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links_here;
 
-/// How long spans of services may take to end after the run has.
+/// Time for spans of services to end after the run.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The trace that the current span is part of: 32 hex digits.
+/// Returns the trace id of the current span: 32 hexadecimal digits.
 pub(crate) fn current_id() -> Option<String> {
     rpc::trace::current()?.split('-').nth(1).map(str::to_owned)
 }
 
-/// Writes the spans of `trace_id`: ours, which have ended, and those of the cluster. A result may have put a link in the path of the file since it
-/// was checked.
+/// Writes the spans of `trace_id` into a file. Links in its path are checked again, because a result may have made one.
 pub(crate) async fn write(
     (file, follow_links): (&Path, bool),
     trace_id: &str,
@@ -39,14 +38,14 @@ pub(crate) async fn write(
             Ok(spans) => spans,
             Err(error) => {
                 ui.warn(&format!(
-                    "the trace has no spans of the services: {}",
+                    "the trace lacks the spans of the services: {}",
                     crate::ending::error::describe(&error)
                 ));
                 Vec::new()
             }
         };
         let spans: Vec<Value> = ours.iter().cloned().chain(theirs.iter().map(foreign)).collect();
-        // What still runs is the parent of what has ended.
+        // A missing parent is a span that has not ended.
         if theirs.is_empty() || orphans(&spans) == 0 || tokio::time::Instant::now() >= give_up {
             break spans;
         }
@@ -57,7 +56,7 @@ pub(crate) async fn write(
     links
         .and_then(|()| Ok(std::fs::write(file, serde_json::to_vec_pretty(&document)?)?))
         .with_context(|| format!("cannot write the trace into {file:?}"))?;
-    ui.note(&format!("{} spans in {}", spans.len(), file.display()));
+    ui.note(&format!("{} spans written into {}", spans.len(), file.display()));
     Ok(())
 }
 
@@ -66,13 +65,13 @@ async fn fetch(connection: &Connection, trace_id: &str) -> anyhow::Result<Vec<Sp
     match connection.cluster().get_trace(request).await {
         Ok(response) => Ok(response.into_inner().spans),
         Err(status) if Refused::from(status.clone()).is_transient() => {
-            Err(refused("the cluster has gone")(status))
+            Err(refused("the cluster does not answer")(status))
         }
-        Err(status) => Err(refused("this cluster keeps no spans")(status)),
+        Err(status) => Err(refused("this cluster does not record spans")(status)),
     }
 }
 
-/// Spans whose parent is not among them.
+/// Counts the spans whose parent is missing.
 fn orphans(spans: &[Value]) -> usize {
     let ids: HashSet<&str> = spans.iter().filter_map(|span| span["span_id"].as_str()).collect();
     let parents = spans.iter().filter_map(|span| span["parent_span_id"].as_str());
@@ -112,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_orphan_is_a_span_whose_parent_is_missing() {
+    fn span_without_parent_is_counted() {
         let span = |id: &str, parent: &str| {
             foreign(&Span { span_id: id.to_owned(), parent_span_id: parent.to_owned(), ..Span::default() })
         };

@@ -1,4 +1,4 @@
-//! `gantry status`: whether a cluster runs on this machine, and what it does.
+//! Overview of the cluster on this machine, for `gantry status` without `--server`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use serde_json::json;
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{ClusterView, Glance};
+use super::{ClusterView, Overview};
 use crate::cli::addresses::Addresses;
 use crate::client::token::read_token;
 use crate::cluster::{Paths, lock, start};
@@ -23,32 +23,33 @@ use crate::ending::error::refused;
 use crate::render::labels;
 use crate::render::table::{bytes, duration, fields};
 
-/// How long a cluster that starts or ends is waited for, and how often it is looked for.
+/// Time limit for waiting for a cluster that starts or ends.
 const PATIENCE: Duration = Duration::from_secs(2);
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// Interval between two polls of the cluster.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long a cluster may take to say how it is.
+/// Time limit for the cluster to answer.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// The age of a cluster up to which the first report of its worker may be missing.
-const YOUNG: Duration = Duration::from_secs(10);
+/// Age of a cluster up to which the first report of its worker may be missing.
+const FIRST_REPORT_AGE: Duration = Duration::from_secs(10);
 
-/// The exit code when none runs.
+/// Exit code if no cluster runs.
 const NONE_RUNS: u8 = 1;
 
-/// Looks at the cluster on this machine.
+/// Reads the state of the cluster on this machine.
 pub(crate) async fn status() -> anyhow::Result<ClusterView> {
     let paths = Paths::find()?;
     let Some(endpoint) = found(&paths).await else {
         if let Some(holder) = lock::holder(&paths.lock()) {
             bail!(
-                "a cluster runs as process {} and does not answer on {}; if it does not end by itself, kill it, the next one adopts \
-                 what it left",
+                "the cluster (process {}) does not answer on {}; if it does not end soon, kill it; the next cluster takes over \
+                 its containers",
                 holder.process_id,
                 holder.socket.display()
             );
         }
-        let text = "no cluster runs on this machine; `gantry run` starts one, `gantry up` keeps one in the foreground\n";
+        let text = "no cluster runs on this machine; `gantry run` starts one in the background, `gantry up` in the foreground\n";
         return Ok(ClusterView {
             text: text.to_owned(),
             document: json!({ "running": false }),
@@ -59,35 +60,35 @@ pub(crate) async fn status() -> anyhow::Result<ClusterView> {
     let mut cluster = ClusterClient::new(peer.clone());
     let Ok(response) = tokio::time::timeout(DEADLINE, cluster.get_status(GetStatusRequest {})).await else {
         let process = lock::holder(&paths.lock());
-        let process = process.map_or_else(String::new, |holder| format!(", process {},", holder.process_id));
+        let process = process.map_or_else(String::new, |holder| format!(" (process {})", holder.process_id));
         bail!(
-            "the cluster{process} does not answer; its log is {}; `gantry down --force` kills it, and the next one adopts what it left",
+            "the cluster{process} does not answer; see its log {}; `gantry down --force` kills it, and the next cluster takes over its containers",
             paths.log().display()
         );
     };
-    let local = response.map_err(refused("cannot ask the cluster"))?.into_inner();
+    let local = response.map_err(refused("cannot read the status of the cluster"))?.into_inner();
     let volumes = volumes(&peer).await.map_err(refused("cannot list volumes"))?;
     let used = DiskUsage::of(&volumes);
-    // Gateways that joined it over TCP ask for its token.
+    // Gateways that joined over TCP require the token.
     let token = read_token(&paths.token()).ok();
     let outgoing = Outgoing::internal().with_token(token.as_deref());
     let age = local.started_at.as_ref().map_or(Duration::MAX, labels::since);
     let give_up = Instant::now() + PATIENCE;
-    let glance = loop {
-        let glance = Glance::of(&Addresses::one(&endpoint), &outgoing).await?;
-        // The first report of a new worker is listed a second after its registration.
-        if age > YOUNG || !glance.awaits_report() || Instant::now() >= give_up {
-            break glance;
+    let overview = loop {
+        let overview = Overview::of(&Addresses::one(&endpoint), &outgoing).await?;
+        // The first report of a new worker arrives about a second after its registration.
+        if age > FIRST_REPORT_AGE || !overview.awaits_report() || Instant::now() >= give_up {
+            break overview;
         }
-        tokio::time::sleep(LOOK_AGAIN).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     };
     let mut document = as_document(&local, &used);
-    glance.fill(&mut document);
-    let text = format!("{}\n{}", glance.text(), fields(&as_fields(&local, &used)));
+    overview.fill(&mut document);
+    let text = format!("{}\n{}", overview.text(), fields(&as_fields(&local, &used)));
     Ok(ClusterView { text, document, code: 0 })
 }
 
-/// The address of the cluster. Waits a moment for one that starts or ends: it holds the lock and does not listen.
+/// Finds the address of the cluster. Waits for a cluster that starts or ends, which holds the lock but does not listen.
 async fn found(paths: &Paths) -> Option<String> {
     let give_up = Instant::now() + PATIENCE;
     loop {
@@ -95,11 +96,11 @@ async fn found(paths: &Paths) -> Option<String> {
         if running.is_some() || lock::holder(&paths.lock()).is_none() || Instant::now() >= give_up {
             return running;
         }
-        tokio::time::sleep(LOOK_AGAIN).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// How many workloads that have not ended are in which state, in the order in which they pass through them.
+/// Counts unfinished workloads by state, in the order of the states.
 pub(crate) fn states(workloads: &[Workload]) -> Vec<(&'static str, u64)> {
     let mut states = BTreeMap::new();
     for workload in workloads {
@@ -123,7 +124,7 @@ async fn volumes(peer: &Peer) -> Result<Vec<Volume>, Status> {
     }
 }
 
-/// What fills the disk. Blocks that volumes share count for each of them.
+/// Use of the disk. Blocks that volumes share count for each volume.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct DiskUsage {
     artifacts: u64,
@@ -169,7 +170,7 @@ fn as_fields(status: &GetStatusResponse, used: &DiskUsage) -> Vec<(&'static str,
         time.and_then(|time| Duration::try_from(time).ok()).map(duration)
     };
     let idle = match (time(&status.idle_for), time(&status.idle_end)) {
-        (Some(idle), Some(end)) => format!("{idle}, ends after {end} if nothing is kept"),
+        (Some(idle), Some(end)) => format!("{idle}; the cluster ends after {end} if it keeps no container"),
         (Some(idle), None) => idle,
         (None, _) => String::new(),
     };
@@ -177,13 +178,16 @@ fn as_fields(status: &GetStatusResponse, used: &DiskUsage) -> Vec<(&'static str,
         ("version", status.version.clone()),
         ("process", status.process_id.to_string()),
         ("running for", labels::ago(status.started_at.as_ref())),
-        ("listens on", status.endpoints.join("\n")),
-        ("state in", status.state_directory.clone()),
+        ("listening on", status.endpoints.join("\n")),
+        ("state directory", status.state_directory.clone()),
         ("artifacts", format!("{}, {}", used.artifacts, bytes(used.artifact_bytes))),
         ("volumes", format!("{}, {}", used.volumes, bytes(used.volume_bytes))),
         ("idle for", idle),
         ("recovered", status.recovered.join("\n")),
-        ("destruction", if status.holds_destruction { "held: what should go stays" } else { "" }.to_owned()),
+        (
+            "destruction",
+            if status.holds_destruction { "held: garbage is not destroyed" } else { "" }.to_owned(),
+        ),
     ]
 }
 
@@ -192,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_artifact_counts_once_however_many_replicas_it_has() {
+    fn artifact_with_many_replicas_counts_once() {
         let volume = |purpose: VolumePurpose, artifact: &str, size_bytes| Volume {
             purpose: purpose.into(),
             artifact_id: artifact.to_owned(),
@@ -210,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn states_are_counted_in_their_order() {
+    fn states_are_counted_in_order() {
         let workload = |state: WorkloadState| Workload { state: state.into(), ..Workload::default() };
         let running = || workload(WorkloadState::Running);
         let workloads = [running(), workload(WorkloadState::Pending), running()];

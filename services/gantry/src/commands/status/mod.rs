@@ -1,6 +1,6 @@
-//! `gantry status`: a cluster at a glance, over the calls that everybody may make.
+//! `gantry status`: overview of a cluster, from calls that every caller may make.
 //!
-//! Each part is shown as far as it can be had: a service that does not answer is itself what there is to see.
+//! A service that does not answer is part of the overview, and does not fail the command.
 
 mod local;
 mod services;
@@ -34,20 +34,20 @@ use crate::render::labels;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{count, filled, plain, render};
 
-/// How often a watched cluster is looked at.
-const EVERY: Duration = Duration::from_secs(1);
+/// Interval between two polls of a watched cluster.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What was seen of a cluster.
+/// Overview of a cluster.
 pub(crate) struct ClusterView {
-    /// For people.
+    /// Text for people.
     pub(crate) text: String,
-    /// For programs.
+    /// Document for programs.
     pub(crate) document: Value,
-    /// The exit code.
+    /// Exit code of the command.
     pub(crate) code: u8,
 }
 
-/// Shows the cluster, once or until it is interrupted. Answers the exit code.
+/// Shows the cluster, once or until the command is interrupted. Returns the exit code.
 pub(crate) async fn status(args: &StatusArgs, global: &Global) -> anyhow::Result<u8> {
     if !args.watch {
         let seen = look(global).await?;
@@ -58,7 +58,7 @@ pub(crate) async fn status(args: &StatusArgs, global: &Global) -> anyhow::Result
     let redraws = !global.json && std::io::stdout().is_terminal();
     let mut before = None;
     loop {
-        let next = Instant::now() + EVERY;
+        let next = Instant::now() + POLL_INTERVAL;
         let seen = tokio::select! {
             seen = look(global) => seen.unwrap_or_else(|error| failed(&error)),
             code = signals.next() => return Err(Interrupted(code).into()),
@@ -85,10 +85,10 @@ fn show(seen: &ClusterView, as_json: bool) -> anyhow::Result<()> {
     if as_json { print_json(&seen.document) } else { print(&seen.text) }
 }
 
-/// What takes the place of what stands on a terminal of this size: no line is broken, and the first ones stay. 0: it has no end.
+/// Formats text that replaces the screen of a terminal of this size. Lines are cut, and further lines are counted. 0: the size is unlimited.
 fn redrawn(text: &str, columns: usize, rows: usize) -> String {
     let lines: Vec<_> = text.lines().collect();
-    // Below the last line stands the cursor.
+    // The cursor needs the line below the text.
     let room = if rows == 0 { usize::MAX } else { rows.saturating_sub(1).max(1) };
     let shown = if lines.len() > room { room - 1 } else { lines.len() };
     let more =
@@ -97,25 +97,25 @@ fn redrawn(text: &str, columns: usize, rows: usize) -> String {
     let mut screen = "\x1b[H".to_owned();
     for line in lines[..shown].iter().copied().chain(more.as_deref()) {
         screen.push_str(&plain(line, columns));
-        // Away with what stood there.
+        // The rest of the old line is cleared.
         screen.push_str("\x1b[K\n");
     }
     screen.push_str("\x1b[J");
     screen
 }
 
-/// A cluster that cannot be seen just now goes on being watched.
+/// Makes an overview of an error, so that the watch continues.
 fn failed(error: &anyhow::Error) -> ClusterView {
     let message = describe(error);
     ClusterView { text: format!("{message}\n"), document: json!({ "error": message }), code: 1 }
 }
 
-/// What is different only because time passes makes no news.
+/// Removes fields that change only because time passes.
 fn lasting(document: &Value) -> Value {
-    const PASSING: [&str; 3] = ["last_contact_at", "disk_free_bytes", "idle_for_seconds"];
+    const VOLATILE_FIELDS: [&str; 3] = ["last_contact_at", "disk_free_bytes", "idle_for_seconds"];
     match document {
         Value::Object(fields) => {
-            let fields = fields.iter().filter(|(name, _)| !PASSING.contains(&name.as_str()));
+            let fields = fields.iter().filter(|(name, _)| !VOLATILE_FIELDS.contains(&name.as_str()));
             Value::Object(fields.map(|(name, value)| (name.clone(), lasting(value))).collect())
         }
         Value::Array(items) => Value::Array(items.iter().map(lasting).collect()),
@@ -132,24 +132,24 @@ async fn look(global: &Global) -> anyhow::Result<ClusterView> {
         None => default_token(&addresses)?.map(|(_, token)| token),
     };
     let outgoing = Outgoing::internal().with_token(token.as_deref());
-    let glance = Glance::of(&addresses, &outgoing).await?;
+    let overview = Overview::of(&addresses, &outgoing).await?;
     let mut document = json!({});
-    glance.fill(&mut document);
-    Ok(ClusterView { text: glance.text(), document, code: glance.code() })
+    overview.fill(&mut document);
+    Ok(ClusterView { text: overview.text(), document, code: overview.code() })
 }
 
-/// What every cluster has.
-pub(crate) struct Glance {
+/// State of the services, workers, workloads and transfers of a cluster.
+pub(crate) struct Overview {
     services: Vec<Service>,
     workers: Vec<Worker>,
     unfinished: Vec<Workload>,
     transfers: Vec<Transfer>,
     orphans: OrphanCount,
-    /// What cannot be seen, and why.
+    /// Parts that cannot be read, with the cause.
     unseen: Vec<(&'static str, String)>,
 }
 
-impl Glance {
+impl Overview {
     pub(crate) async fn of(addresses: &Addresses, outgoing: &Outgoing) -> anyhow::Result<Self> {
         let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
         let late = || Status::deadline_exceeded("no answer in time");
@@ -160,7 +160,7 @@ impl Glance {
         let workers = workers.unwrap_or_else(|_| Err(late()));
         let unfinished = unfinished.unwrap_or_else(|_| Err(late()));
         let mut unseen = Vec::new();
-        let mut hidden = |what, status| unseen.push((what, Refused::from(status).why()));
+        let mut hidden = |what, status| unseen.push((what, Refused::from(status).cause()));
         let workers = workers.map_err(|status| hidden("workers", status)).unwrap_or_default();
         let unfinished = unfinished.map_err(|status| hidden("workloads", status)).unwrap_or_default();
         let (services, transfers, orphans) = tokio::join!(
@@ -171,20 +171,20 @@ impl Glance {
         Ok(Self { services, workers, unfinished, transfers, orphans, unseen })
     }
 
-    /// Whether no worker has registered yet, or one has not reported how much of its disk is free.
+    /// Returns whether no worker has registered yet, or a worker has not reported its free disk space.
     pub(crate) fn awaits_report(&self) -> bool {
         let has_disk = |worker: &Worker| worker.capacity.unwrap_or_default().disk_bytes > 0;
         let is_silent = |worker: &Worker| has_disk(worker) && worker.disk_free_bytes == 0;
         self.workers.is_empty() || self.workers.iter().any(is_silent)
     }
 
-    /// The exit code: whether everything was seen, and is ready.
+    /// Returns the exit code: 0 if every part was read and every service is ready.
     pub(crate) fn code(&self) -> u8 {
         let ready = self.services.iter().all(|service| service.not_ready.is_empty());
         u8::from(!ready || !self.unseen.is_empty())
     }
 
-    /// Adds it to a document.
+    /// Adds the fields to a document.
     pub(crate) fn fill(&self, document: &mut Value) {
         document["services"] = self.services.iter().map(Service::document).collect();
         document["workers"] = self.workers.iter().map(shown::worker).collect();
@@ -199,7 +199,7 @@ impl Glance {
             self.unseen.iter().map(|(what, why)| json!({ "what": what, "error": why })).collect();
     }
 
-    /// For people: what is wanted most stands where a narrow or short terminal shows it.
+    /// Formats the text. The most important parts come first, because a terminal may be short.
     pub(crate) fn text(&self) -> String {
         let hidden =
             self.unseen.iter().map(|(what, why)| format!("cannot list {what}: {}\n", plain(why, 200)));
@@ -219,7 +219,7 @@ impl Glance {
     }
 }
 
-/// How much a store that came out of a backup does not know, as far as one page tells.
+/// Number of orphans, up to one page.
 #[derive(Debug, Clone, Copy, Default)]
 struct OrphanCount {
     volumes: u64,
@@ -238,13 +238,13 @@ impl OrphanCount {
         let kinds: Vec<_> = kinds.map(|(number, what)| count(number, what)).collect();
         let more = if more { " and more" } else { "" };
         format!(
-            "\norphans since a backup was restored: {}{more}; see `gantry list volumes --orphans`, and adopt or purge them\n",
+            "\norphans since a backup was restored: {}{more}; list them with `gantry list volumes --orphans`, then adopt or purge them\n",
             kinds.join(", ")
         )
     }
 }
 
-/// The orphans. That a store does not answer is said of the services.
+/// Counts the orphans. A store that does not answer is shown among the services.
 async fn orphans(addresses: &Addresses, outgoing: &Outgoing) -> OrphanCount {
     let Ok(store) = peer(&addresses.artifacts, outgoing.clone()) else { return OrphanCount::default() };
     let request = ListOrphansRequest { page_size: 1000, ..ListOrphansRequest::default() };
@@ -261,7 +261,7 @@ async fn orphans(addresses: &Addresses, outgoing: &Outgoing) -> OrphanCount {
     }
 }
 
-/// Every worker, by name.
+/// Lists all workers, ordered by name.
 async fn workers(scheduler: &Peer) -> Result<Vec<Worker>, Status> {
     let (mut workers, mut page_token) = (Vec::new(), String::new());
     loop {
@@ -299,7 +299,7 @@ fn worker_row(worker: &Worker) -> Vec<String> {
     ]
 }
 
-/// Workloads that wait, oldest first, each with the reasons.
+/// Returns the workloads that wait, oldest first.
 fn queue(unfinished: &[Workload]) -> Vec<&Workload> {
     let waits = [WorkloadState::Accepted, WorkloadState::Pending];
     let mut queue: Vec<_> = unfinished.iter().filter(|workload| waits.contains(&workload.state())).collect();
@@ -319,7 +319,7 @@ fn queue_document(unfinished: &[Workload]) -> Vec<Value> {
     queue(unfinished).iter().map(waiting).collect()
 }
 
-/// How many workloads are in which state, and why those wait that wait.
+/// Formats the number of workloads in each state, and the queue.
 fn workloads_text(unfinished: &[Workload]) -> String {
     let states = local::states(unfinished);
     if states.is_empty() {
@@ -337,7 +337,7 @@ fn queue_text(unfinished: &[Workload]) -> String {
     let rows = queue.iter().flat_map(|workload| {
         let team = workload.spec.as_ref().map_or_else(String::new, |spec| spec.team.clone());
         let mut why = workload.waiting_for.iter().map(|why| plain(why, 1000));
-        let first = why.next().unwrap_or_else(|| "it has not been looked at yet".to_owned());
+        let first = why.next().unwrap_or_else(|| "not considered yet".to_owned());
         let head = vec![workload.workload_id.clone(), team, first];
         std::iter::once(head).chain(why.map(|why| vec![String::new(), String::new(), why]))
     });
@@ -349,12 +349,12 @@ fn queue_text(unfinished: &[Workload]) -> String {
 mod tests {
     use rpc::pb::streamer::TransferProgress;
 
-    use super::services::only_who_answers;
+    use super::services::hide_silent_ports;
     use super::*;
     use crate::cli::addresses::Range;
 
     #[test]
-    fn what_is_watched_fits_its_terminal_and_stands_in_the_place_of_what_was_there() {
+    fn watched_status_fits_terminal() {
         let text = "1234567890\n2\n3\n4\n";
         assert_eq!(redrawn(text, 0, 0), "\x1b[H1234567890\x1b[K\n2\x1b[K\n3\x1b[K\n4\x1b[K\n\x1b[J");
         assert_eq!(redrawn(text, 8, 4), "\x1b[H1234567…\x1b[K\n2\x1b[K\n… and 2…\x1b[K\n\x1b[J");
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn in_a_range_of_ports_only_those_are_shown_that_answer() {
+    fn silent_ports_of_range_are_hidden() {
         let range = Range {
             text: "http://there:1-2".to_owned(),
             addresses: vec!["http://there:1".to_owned(), "http://there:2".to_owned()],
@@ -379,16 +379,16 @@ mod tests {
         let elsewhere = service("http://elsewhere:1", "");
         let answers = service("http://there:2", "x");
         let mut some = vec![service("http://there:1", ""), elsewhere.clone(), answers.clone()];
-        only_who_answers(&mut some, &range);
+        hide_silent_ports(&mut some, &range);
         assert_eq!(some, [elsewhere.clone(), answers]);
-        let mut nobody =
+        let mut silent =
             vec![service("http://there:1", ""), elsewhere.clone(), service("http://there:2", "")];
-        only_who_answers(&mut nobody, &range);
-        assert_eq!(nobody, [elsewhere, service("http://there:1-2", "")]);
+        hide_silent_ports(&mut silent, &range);
+        assert_eq!(silent, [elsewhere, service("http://there:1-2", "")]);
     }
 
     #[test]
-    fn of_a_service_that_is_not_ready_it_is_said_why_once_for_its_process() {
+    fn problem_of_process_is_shown_once() {
         let service = |name: &str, instance: &str, not_ready: &[&str]| Service {
             name: name.to_owned(),
             address: "http://there:1".to_owned(),
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_under_way_are_shown_with_the_names_of_their_workers() {
+    fn transfers_have_names_of_workers() {
         let worker = |id: &str, name: &str| Worker {
             worker_id: id.to_owned(),
             name: name.to_owned(),

@@ -1,4 +1,4 @@
-//! The services of a cluster, and whether each is ready.
+//! Readiness of the services of a cluster.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,10 +16,10 @@ use crate::client::connect::aliases;
 use crate::ending::error::Refused;
 use crate::render::table::{filled, plain};
 
-/// A service that takes longer to say what it is is shown as one that does not answer.
+/// Time for a service to answer. A slower service is shown as silent.
 pub(super) const PATIENCE: Duration = Duration::from_secs(3);
 
-/// One service of one process, or an address at which none answers.
+/// Service of one process, or an address at which no service answers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Service {
     pub(super) name: String,
@@ -27,7 +27,7 @@ pub(super) struct Service {
     pub(super) version: String,
     pub(super) instance: String,
     pub(super) not_ready: Vec<String>,
-    /// It answered, though it does not say what it is.
+    /// The service rejected the call.
     pub(super) refuses: bool,
 }
 
@@ -54,7 +54,7 @@ impl Service {
         vec![self.name.clone(), health, self.version.clone(), self.instance.clone(), self.address.clone()]
     }
 
-    /// Why it is not ready. Services of one process are so together.
+    /// Describes why the service is not ready. All services of one process have the same reasons.
     pub(super) fn complaint(&self) -> Option<String> {
         let why = self.not_ready.join("; ");
         (!why.is_empty()).then(|| format!("{}: {}\n", self.address, plain(&why, 200)))
@@ -69,7 +69,7 @@ pub(super) fn services_text(services: &[Service]) -> String {
     format!("{services}{}", complaints.concat())
 }
 
-/// Every replica of every service, each asked for itself.
+/// Asks every replica of every service.
 pub(super) async fn services(addresses: &Addresses, workers: &[Worker], outgoing: &Outgoing) -> Vec<Service> {
     let named = [
         ("scheduler", &addresses.scheduler),
@@ -83,10 +83,10 @@ pub(super) async fn services(addresses: &Addresses, workers: &[Worker], outgoing
         }
     }
     match &addresses.proxy {
-        // Who comes through a proxy may not reach the gateways behind it; that the scheduler hears of them is said of the workers.
+        // A caller of a proxy may not reach the gateways. The contact of their workers is shown with the workers.
         Some(proxy) => asked.extend(proxy.split(',').map(|address| (address.trim(), "proxy"))),
         None => {
-            // A cluster in one process is asked once, though its gateway may be named by another address of it.
+            // A cluster in one process is asked once, even if its gateway has another address.
             let aliases = match addresses.in_one_place().map(|address| peer(address, outgoing.clone())) {
                 Some(Ok(one)) => timeout(PATIENCE, aliases(&one)).await.ok().and_then(Result::ok),
                 _ => None,
@@ -102,23 +102,23 @@ pub(super) async fn services(addresses: &Addresses, workers: &[Worker], outgoing
     let asking = asked.into_iter().map(|(address, name)| ask(address, name, outgoing.clone()));
     let mut services: Vec<_> = futures::future::join_all(asking).await.into_iter().flatten().collect();
     for range in &addresses.ranges {
-        only_who_answers(&mut services, range);
+        hide_silent_ports(&mut services, range);
     }
     services.sort();
     services
 }
 
-/// Nobody is missed at an address of a range of which another answers; where none does, the range is one service that is not there.
-pub(super) fn only_who_answers(services: &mut Vec<Service>, range: &Range) {
+/// Removes silent addresses of a range. If the whole range is silent, one entry stands for it.
+pub(super) fn hide_silent_ports(services: &mut Vec<Service>, range: &Range) {
     let of_range = |service: &Service| range.addresses.contains(&service.address);
     let is_silent = |service: &Service| of_range(service) && service.instance.is_empty();
-    let nobody = services.iter().filter(|service| of_range(service)).all(is_silent);
-    let one = services.iter().find(|service| nobody && of_range(service)).cloned();
+    let all_silent = services.iter().filter(|service| of_range(service)).all(is_silent);
+    let one = services.iter().find(|service| all_silent && of_range(service)).cloned();
     services.retain(|service| !is_silent(service));
     services.extend(one.map(|one| Service { address: range.text.clone(), ..one }));
 }
 
-/// The services at one address. `expected` is what it is called when it does not say so itself.
+/// Asks for the services at one address. `expected` is the name of a service that does not answer.
 pub(super) async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> {
     let silent = |why: String, refuses| {
         vec![Service {
@@ -139,7 +139,7 @@ pub(super) async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Ve
         Err(_) => return silent("no answer in time".to_owned(), false),
         Ok(Err(status)) => {
             let refuses = matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied);
-            return silent(Refused::from(status).why(), refuses);
+            return silent(Refused::from(status).cause(), refuses);
         }
         Ok(Ok(answer)) => answer.into_inner(),
     };

@@ -1,4 +1,4 @@
-//! Transfers that go on.
+//! Transfers in progress.
 
 use std::collections::BTreeSet;
 
@@ -14,17 +14,17 @@ use crate::commands::status::services::PATIENCE;
 use crate::render::labels;
 use crate::render::table::{bytes, render};
 
-/// Copies under way, as each streamer that answers has them.
+/// Lists the transfers in progress of all streamers that answer.
 pub(super) async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec<Transfer> {
     let asking = addresses.streamer.split(',').map(|address| async move {
         let mut streamer = StreamerClient::new(peer(address.trim(), outgoing.clone()).ok()?);
         let listed = timeout(PATIENCE, streamer.list_transfers(ListTransfersRequest {})).await;
-        // That it does not answer is said of the service.
+        // A streamer that does not answer is shown among the services.
         Some(listed.ok()?.ok()?.into_inner().transfers)
     });
     let mut transfers: Vec<_> =
         futures::future::join_all(asking).await.into_iter().flatten().flatten().collect();
-    // Who waits for the copy of another streamer lists it, too, and knows little of it.
+    // A streamer that waits for the copy of another streamer lists it, too, but without details.
     let going = |transfer: &Transfer| (transfer.artifact_id.clone(), transfer.to_worker_id.clone());
     let elsewhere = |transfer: &Transfer| {
         transfer.progress.as_ref().is_some_and(|progress| progress.route() == Route::Elsewhere)
@@ -52,7 +52,7 @@ pub(super) fn transfer_document(transfer: &Transfer) -> Value {
     })
 }
 
-/// Which way the bytes of a copy go. Empty: nobody knows yet.
+/// Returns the word for the route of a transfer. Empty: the route is not known yet.
 pub(super) fn route(progress: &TransferProgress) -> &'static str {
     match progress.route() {
         Route::Unspecified => "",
@@ -83,5 +83,5 @@ pub(super) fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> Stri
         ]
     };
     let rows: Vec<_> = transfers.iter().map(row).collect();
-    format!("\n{}", render(&["COPIED FROM", "TO", "DONE", "SPEED", "ARTIFACT"], &rows))
+    format!("\n{}", render(&["TRANSFER FROM", "TO", "DONE", "SPEED", "ARTIFACT"], &rows))
 }

@@ -1,4 +1,4 @@
-//! Tests of output, input and broken calls, against a gateway of this test.
+//! Tests of output, input and broken calls, with a fake gateway.
 
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -19,13 +19,13 @@ use super::*;
 const PIECE: usize = 10_000;
 const PIECES: usize = 100;
 
-/// A process that says `output`, takes all input, and whose calls break after some pieces.
+/// Fake gateway with a process that writes `output` and takes all input. Its calls break after some pieces.
 #[derive(Clone)]
 struct Gateway {
     output: Bytes,
-    /// What is still to come of calls that break: after how many pieces.
+    /// Number of pieces after which each of the next calls breaks. The last element is the first call.
     breaks: Arc<Mutex<Vec<usize>>>,
-    /// Output before this is gone.
+    /// Offset before which output is lost.
     kept_from: usize,
     input: Arc<Mutex<Vec<u8>>>,
     input_closed: CancellationToken,
@@ -34,7 +34,7 @@ struct Gateway {
 
 type Answers = Pin<Box<dyn futures::Stream<Item = Result<AttachResponse, Status>> + Send>>;
 
-fn say(message: Say) -> Result<AttachResponse, Status> {
+fn say(message: ResponseMessage) -> Result<AttachResponse, Status> {
     Ok(AttachResponse { message: Some(message) })
 }
 
@@ -46,24 +46,26 @@ impl Containers for Gateway {
         &self,
         _: Request<GetAttendanceRequest>,
     ) -> Result<Response<GetAttendanceResponse>, Status> {
-        Err(Status::unimplemented("no test asks"))
+        Err(Status::unimplemented("no test requests"))
     }
 
     async fn attach(&self, request: Request<Streaming<AttachRequest>>) -> Result<Response<Answers>, Status> {
         let (answers, queue) = mpsc::channel(4);
         let gateway = self.clone();
-        let mut asks = request.into_inner();
+        let mut requests = request.into_inner();
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
-            let Ok(Some(AttachRequest { message: Some(Ask::Resume(resume)) })) = asks.message().await else {
+            let Ok(Some(AttachRequest { message: Some(RequestMessage::Resume(resume)) })) =
+                requests.message().await
+            else {
                 return;
             };
             let breaks_after = gateway.breaks.lock().expect("held").pop();
             let taken = gateway.input.lock().expect("held").len() as u64;
-            _ = answers.send(say(Say::Started(Started { stdin_offset: taken }))).await;
+            _ = answers.send(say(ResponseMessage::Started(Started { stdin_offset: taken }))).await;
             tokio::join!(
                 gateway.speak(resume, breaks_after, &answers),
-                gateway.listen(&mut asks, breaks_after, &answers)
+                gateway.listen(&mut requests, breaks_after, &answers)
             );
         });
         let answers = futures::stream::unfold((queue, tasks), async |(mut queue, tasks)| {
@@ -84,7 +86,7 @@ impl Gateway {
         if at < self.kept_from {
             let truncated =
                 Truncated { stream: Stream::Stdout.into(), from: at as u64, to: self.kept_from as u64 };
-            _ = answers.send(say(Say::Truncated(truncated))).await;
+            _ = answers.send(say(ResponseMessage::Truncated(truncated))).await;
             at = self.kept_from;
         }
         for _ in 0..breaks_after.unwrap_or(usize::MAX) {
@@ -94,26 +96,26 @@ impl Gateway {
             let end = self.output.len().min(at + PIECE);
             let data = self.output.slice(at..end);
             let output = Output { stream: Stream::Stdout.into(), offset: at as u64, data };
-            _ = answers.send(say(Say::Output(output))).await;
+            _ = answers.send(say(ResponseMessage::Output(output))).await;
             at = end;
         }
         if breaks_after.is_none() {
             self.input_closed.cancelled().await;
             let done = Done { stdout_offset: at as u64, stderr_offset: 0 };
-            _ = answers.send(say(Say::Done(done))).await;
+            _ = answers.send(say(ResponseMessage::Done(done))).await;
         }
     }
 
     async fn listen(
         &self,
-        asks: &mut Streaming<AttachRequest>,
+        requests: &mut Streaming<AttachRequest>,
         breaks_after: Option<usize>,
         answers: &mpsc::Sender<Result<AttachResponse, Status>>,
     ) {
         let mut pieces = 0;
         while breaks_after.is_none_or(|breaks_after| pieces < breaks_after) {
-            match asks.message().await {
-                Ok(Some(AttachRequest { message: Some(Ask::Stdin(stdin)) })) => {
+            match requests.message().await {
+                Ok(Some(AttachRequest { message: Some(RequestMessage::Stdin(stdin)) })) => {
                     pieces += 1;
                     let taken = {
                         let mut input = self.input.lock().expect("held");
@@ -121,15 +123,15 @@ impl Gateway {
                         input.extend_from_slice(stdin.data.get(known..).unwrap_or_default());
                         input.len() as u64
                     };
-                    _ = answers.send(say(Say::StdinAck(StdinAck { offset: taken }))).await;
+                    _ = answers.send(say(ResponseMessage::StdinAck(StdinAck { offset: taken }))).await;
                 }
-                Ok(Some(AttachRequest { message: Some(Ask::CloseStdin(_)) })) => {
+                Ok(Some(AttachRequest { message: Some(RequestMessage::CloseStdin(_)) })) => {
                     self.input_closed.cancel();
                     if breaks_after.is_some() {
                         return;
                     }
                 }
-                Ok(Some(AttachRequest { message: Some(Ask::Ack(ack)) })) => {
+                Ok(Some(AttachRequest { message: Some(RequestMessage::Ack(ack)) })) => {
                     *self.acknowledged.lock().expect("held") = ack.stdout_offset;
                 }
                 Ok(Some(_)) => {}
@@ -139,7 +141,7 @@ impl Gateway {
     }
 }
 
-/// How it ended, how many bytes came, and how many were missing.
+/// Attaches, and returns the end, the number of received bytes and the number of missing bytes.
 async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (AttachEnd, u64, u64) {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("s");
@@ -153,8 +155,12 @@ async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Atta
     let connection = Connection::to(&address);
     let ui = Ui::new(true);
     let mut streams = Streams {
-        stdout: Sink::to_file(stdout, Which::Stdout, None),
-        stderr: Sink::to_file(std::fs::File::create("/dev/null").expect("there").into(), Which::Stderr, None),
+        stdout: Sink::to_file(stdout, OutputStream::Stdout, None),
+        stderr: Sink::to_file(
+            std::fs::File::create("/dev/null").expect("there").into(),
+            OutputStream::Stderr,
+            None,
+        ),
         stdin,
         acknowledge: true,
         process: None,
@@ -188,16 +194,16 @@ fn drain(mut reader: std::io::PipeReader) -> std::thread::JoinHandle<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn calls_that_break_lose_and_repeat_nothing_in_either_direction() {
+async fn broken_call_loses_and_repeats_no_bytes() {
     let gateway = gateway(&[0, 7, 1, 40]);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let output = drain(reader);
     let (input, pieces) = mpsc::channel(2);
-    let said: Vec<Bytes> = (0..50_u8).map(|piece| Bytes::from(vec![piece; 70_000])).collect();
-    let all: Vec<u8> = said.concat();
+    let pieces_sent: Vec<Bytes> = (0..50_u8).map(|piece| Bytes::from(vec![piece; 70_000])).collect();
+    let all: Vec<u8> = pieces_sent.concat();
     let mut typing = JoinSet::new();
     typing.spawn(async move {
-        for piece in said {
+        for piece in pieces_sent {
             _ = input.send(piece).await;
         }
     });
@@ -212,7 +218,7 @@ async fn calls_that_break_lose_and_repeat_nothing_in_either_direction() {
 }
 
 #[tokio::test]
-async fn what_is_gone_is_skipped() {
+async fn lost_output_is_skipped_and_counted() {
     let gateway = Gateway { kept_from: 2 * PIECE, ..gateway(&[]) };
     gateway.input_closed.cancel();
     let (reader, writer) = std::io::pipe().expect("a pipe");
@@ -224,11 +230,11 @@ async fn what_is_gone_is_skipped() {
 }
 
 #[tokio::test]
-async fn only_output_that_was_written_is_acknowledged() {
+async fn output_is_acknowledged_only_when_written() {
     let gateway = gateway(&[]);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let mut copying = std::pin::pin!(copy(&gateway, None, writer.into()));
-    // Nobody reads: what the pipe holds is all that can have been written.
+    // The pipe has no reader, so at most its capacity can have been written.
     assert!(tokio::time::timeout(Duration::from_millis(300), &mut copying).await.is_err());
     assert!(*gateway.acknowledged.lock().expect("held") <= 64 << 10);
     let output = drain(reader);
@@ -238,7 +244,7 @@ async fn only_output_that_was_written_is_acknowledged() {
 }
 
 #[tokio::test]
-async fn a_closed_standard_output_ends_it() {
+async fn closed_stdout_ends_attachment() {
     let gateway = gateway(&[]);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);

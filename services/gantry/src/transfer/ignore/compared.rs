@@ -1,6 +1,6 @@
-//! Random rules over random trees, compared with what git says of them.
+//! Comparison of random rules on random trees with git.
 //!
-//! `GANTRY_SEED` runs one tree again, and `GANTRY_TREES` says how many trees are compared.
+//! `GANTRY_SEED` repeats one tree. `GANTRY_TREES` sets the number of trees.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -14,7 +14,7 @@ use rand::{RngExt, SeedableRng};
 
 use super::*;
 
-/// Number of trees that are compared. Their seeds begin with 1.
+/// Number of compared trees. Seeds start at 1.
 const TREES: u64 = 100;
 const NAMES: [&[u8]; 28] = [
     b"a",
@@ -104,10 +104,10 @@ const CLASSES: [&str; 12] = [
     "xdigit",
 ];
 
-/// A repository with rules, of which only the directories exist.
+/// Repository with rules. Only its directories exist.
 struct Tree {
     root: tempfile::TempDir,
-    /// Relative to the root, a directory before all below it, and whether it is one.
+    /// Paths relative to the root, parents first, and whether each is a directory.
     paths: Vec<(PathBuf, bool)>,
 }
 
@@ -145,7 +145,7 @@ impl Tree {
         fs::write(self.root.path().join(path), text).expect("written");
     }
 
-    /// The paths that git leaves out.
+    /// Returns the paths that git ignores.
     fn git(&self, excludes: &Path) -> BTreeSet<PathBuf> {
         let mut setting = std::ffi::OsString::from("core.excludesFile=");
         setting.push(excludes);
@@ -173,7 +173,7 @@ impl Tree {
         names.map(|name| PathBuf::from(OsStr::from_bytes(name))).collect()
     }
 
-    /// The paths that an upload leaves out.
+    /// Returns the paths that an upload leaves out.
     fn ours(&self, rules: Rules) -> BTreeSet<PathBuf> {
         let mut left_out = BTreeSet::new();
         for (path, is_directory) in &self.paths {
@@ -198,7 +198,7 @@ fn random_line(random: &mut StdRng, paths: &[(PathBuf, bool)]) -> Vec<u8> {
             line.extend_from_slice(pieces.choose(random).expect("some"));
         }
     } else if let Some((path, _)) = paths.choose(random) {
-        // A path of the tree, or its end, of which some bytes became something else.
+        // A path of the tree, or its end, with some bytes replaced.
         let path = path.as_os_str().as_bytes();
         let start = random.random_range(0..path.len());
         for byte in &path[if random.random_ratio(1, 2) { 0 } else { start }..] {
@@ -219,7 +219,7 @@ fn random_line(random: &mut StdRng, paths: &[(PathBuf, bool)]) -> Vec<u8> {
     line
 }
 
-/// Random rules that are patterns. Others go to `malformed`.
+/// Makes random valid rules. Invalid lines are collected in `malformed`.
 fn random_rules(
     random: &mut StdRng,
     paths: &[(PathBuf, bool)],
@@ -231,7 +231,7 @@ fn random_rules(
     }
     for _ in 0..random.random_range(1..6) {
         let line = random_line(random, paths);
-        // Not at the start of a file, where a mark is none of the line.
+        // The line is checked after another one, because a byte order mark is only special at the start of a file.
         if pattern::parse_lines(&[b"\n", &line[..]].concat()).any(|(_, pattern)| pattern.is_err()) {
             malformed.insert(line);
         } else {
@@ -246,7 +246,7 @@ fn random_rules(
 }
 
 #[test]
-fn rules_leave_out_what_git_leaves_out() {
+fn rules_match_git() {
     let one = testing::seeds::repeated();
     let trees = testing::seeds::setting("GANTRY_TREES").unwrap_or(TREES);
     let seeds = one.map_or(1..=trees, |seed| seed..=seed);
@@ -272,7 +272,7 @@ fn rules_leave_out_what_git_leaves_out() {
         }
         let mut written: Vec<(PathBuf, Vec<u8>)> = Vec::new();
         for file in files {
-            // Our own file has what git reads beside it.
+            // The .gantryignore has the same text as the .gitignore beside it.
             let text = match written.last() {
                 Some((_, text)) if file.ends_with(OURS) => text.clone(),
                 _ => random_rules(&mut random, &tree.paths, &mut malformed),
@@ -299,7 +299,7 @@ fn rules_leave_out_what_git_leaves_out() {
         assert!(malformed.len() > 50, "{} malformed lines", malformed.len());
     }
 
-    // What is malformed to us matches nothing in git.
+    // Lines that Gantry rejects match nothing in git.
     let mut tree = Tree::new();
     let join = |name: &&[u8]| {
         NAMES.map(|below| PathBuf::from(OsStr::from_bytes(&[name, &b"/"[..], below].concat())))
@@ -313,7 +313,7 @@ fn rules_leave_out_what_git_leaves_out() {
 }
 
 #[test]
-fn classes_have_the_bytes_of_git() {
+fn character_classes_match_git() {
     let mut tree = Tree::new();
     for class in CLASSES {
         fs::create_dir(tree.root.path().join(class)).expect("made");

@@ -1,6 +1,6 @@
-//! What git knows beside the files in the working tree: `info/exclude` of a repository, the excludes file of a user, and what is tracked.
+//! Data of git outside of the working tree: `info/exclude`, the excludes file of the user, and tracked paths.
 //!
-//! [`super::Rules`] asks for it with `--gitignore`.
+//! [`super::Rules`] uses it with `--gitignore`.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -12,15 +12,15 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 
-/// What git puts before the path in a `.git` that is a file.
+/// Prefix of the path in a `.git` that is a file.
 const LINK: &[u8] = b"gitdir: ";
 
-/// The path of `info/exclude` for the working tree at `directory`. `None` if it is none.
+/// Returns the path of `info/exclude` for the working tree at `directory`. `None`: it is not a working tree.
 pub(super) fn info_exclude(directory: &Path) -> anyhow::Result<Option<PathBuf>> {
     let git = directory.join(".git");
     let common = match git.metadata() {
         Ok(found) if found.is_dir() => git,
-        // A submodule, or a further working tree of a repository.
+        // A submodule, or an additional working tree of a repository.
         Ok(found) if found.is_file() => {
             let text = super::read_file(&git, true)?.unwrap_or_default();
             let Some(target) = text.strip_prefix(LINK) else { return Ok(None) };
@@ -35,26 +35,26 @@ pub(super) fn info_exclude(directory: &Path) -> anyhow::Result<Option<PathBuf>> 
     Ok(Some(common.join("info/exclude")))
 }
 
-/// The paths below `directory` that its repository tracks, relative to it. Nothing, where there is no repository.
+/// Returns the tracked paths below `directory`, relative to it. Empty: there is no repository.
 pub(super) fn tracked(directory: &Path) -> anyhow::Result<BTreeSet<PathBuf>> {
     if !directory.ancestors().any(|directory| directory.join(".git").exists()) {
         return Ok(BTreeSet::new());
     }
     let mut git = git(directory);
-    // A repository of another user may be read. It may name programs, and what it lacks is fetched by one: none is run.
+    // A repository of another user may be read, but programs that it names must not run. Git runs them to fetch missing objects, for example.
     git.args(["-c", "safe.directory=*", "-c", "core.fsmonitor=false"]);
     git.env("GIT_ALLOW_PROTOCOL", "none").env("GIT_NO_LAZY_FETCH", "1");
     git.args(["ls-files", "-z", "--cached"]);
     let answer = git
         .output()
-        .context("cannot run git to read what it tracks; install it, or leave out --gitignore")?;
+        .context("cannot run git to list tracked files; install git, or leave out --gitignore")?;
     if !answer.status.success() {
         let why = String::from_utf8_lossy(&answer.stderr);
         if why.contains("not a git repository") {
             return Ok(BTreeSet::new());
         }
         bail!(
-            "git cannot read what it tracks: {}; repair the repository, or leave out --gitignore",
+            "git cannot list tracked files: {}; repair the repository, or leave out --gitignore",
             why.trim_end()
         );
     }
@@ -62,7 +62,7 @@ pub(super) fn tracked(directory: &Path) -> anyhow::Result<BTreeSet<PathBuf>> {
     Ok(paths.map(|path| PathBuf::from(OsStr::from_bytes(path))).collect())
 }
 
-/// A command of git for a working tree, whatever repository the caller is working on.
+/// Makes a git command for a working tree, independent of the environment of the caller.
 pub(super) fn git(directory: &Path) -> Command {
     let mut git = Command::new("git");
     git.arg("-C").arg(directory).env("LC_ALL", "C").stdin(Stdio::null());
@@ -79,12 +79,12 @@ pub(super) fn git(directory: &Path) -> Command {
     git
 }
 
-/// The path of the excludes file for the working tree at `top`. `None` if git has none.
+/// Returns the path of the excludes file for the working tree at `top`. `None`: there is none.
 pub(super) fn excludes_file(top: &Path) -> anyhow::Result<Option<PathBuf>> {
     let mut git = git(top);
     git.args(["config", "-z", "--type=path", "--get", "core.excludesFile"]);
     let answer = match git.output() {
-        // Without git there are no settings of git.
+        // Without git, only the default file can exist.
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(default_excludes_file()),
         answer => answer.context("cannot run git to read core.excludesFile")?,
     };
@@ -107,7 +107,7 @@ fn default_excludes_file() -> Option<PathBuf> {
     Some(config.join("git/ignore"))
 }
 
-/// A path at the start of a file of git, which ends its line.
+/// Parses a path that is the first line of a file of git.
 fn path(text: &[u8]) -> &Path {
     let end = text.iter().rposition(|byte| !matches!(byte, b'\n' | b'\r')).map_or(0, |last| last + 1);
     Path::new(OsStr::from_bytes(&text[..end]))

@@ -1,51 +1,54 @@
 //! Patterns of ignore files: the syntax of git, on bytes.
 //!
-//! [`super::Rules`] parses the lines of a file here and compares paths with them. The syntax is that of `dir.c` and `wildmatch.c`
-//! of git. A pattern that git's wildmatch gives up on is [`Malformed`] here, because its author meant some path.
+//! [`super::Rules`] parses the lines of a file here and matches paths. The syntax is that of `dir.c` and `wildmatch.c` of git. A pattern that
+//! wildmatch of git gives up on is [`Malformed`] here, because its author meant some path.
 //!
-//! Invariant: the time of a comparison is bounded by the length of the pattern times that of the path.
+//! Invariant: the time of a match is bounded by the length of the pattern times the length of the path.
 
 use std::iter;
 
-/// The mark that some editors put before UTF-8.
+/// Byte order mark that some editors write before UTF-8.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// A line of an ignore file.
+/// Pattern on one line of an ignore file.
 #[derive(Debug)]
 pub(super) struct Pattern {
-    /// Whether paths that match are brought back.
+    /// Whether matching paths are included again.
     pub(super) is_negative: bool,
+    /// Whether the pattern matches only directories.
     directories_only: bool,
-    /// Whether the pattern is about the last name of a path, not about the path from the file's directory.
+    /// Whether the pattern matches the last name of a path, not the whole path.
     name_only: bool,
-    /// The bytes before the first special one. Git compares them first, so that `a**/b` has its `**` at a start, and matches `ab`.
+    /// Bytes before the first special one. Git compares them first, so the `**` of `a**/b` counts as a start, and the pattern matches `ab`.
     literal: Vec<u8>,
+    /// Tokens after the literal bytes.
     rest: Vec<Token>,
 }
 
-/// A part of a pattern.
+/// Part of a pattern.
 #[derive(Debug)]
 enum Token {
+    /// This byte.
     Byte(u8),
-    /// One byte of these, and never a slash.
+    /// One byte of the set, never a slash.
     Class(Box<Class>),
-    /// Any bytes but slashes: `*`, and `**` that is not all of a name.
+    /// Any bytes except slashes: `*`, and a `**` that is not a whole name.
     Star,
-    /// Any bytes: `**` that is all of a name.
+    /// Any bytes: a `**` that is a whole name.
     DoubleStar,
-    /// The next two tokens, which are `**` and a slash, may be left out.
+    /// The next two tokens, `**` and a slash, are optional.
     Optional,
 }
 
-/// A set of bytes.
+/// Set of bytes.
 type Class = [bool; 256];
 
-/// The cause why a line is no pattern.
+/// Cause why a line is not a valid pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Malformed {
     #[error("the bracket `[` is not closed; write `\\[` for a bracket in a name")]
     Unclosed,
-    #[error("the text between `[:` and `:]` names no class of characters")]
+    #[error("the text between `[:` and `:]` is not a character class")]
     UnknownClass,
     #[error("the backslash at the end escapes nothing; write `\\\\` for a backslash in a name")]
     TrailingBackslash,
@@ -53,7 +56,7 @@ pub(super) enum Malformed {
     ZeroByte,
 }
 
-/// Parses the lines of a file that are patterns. Each comes with its number, from 1.
+/// Parses the patterns of a file. Each has its line number, starting at 1.
 pub(super) fn parse_lines(text: &[u8]) -> impl Iterator<Item = (usize, Result<Pattern, Malformed>)> {
     let text = text.strip_prefix(MARK).unwrap_or(text);
     let lines = text.split(|byte| *byte == b'\n').zip(1..);
@@ -61,7 +64,7 @@ pub(super) fn parse_lines(text: &[u8]) -> impl Iterator<Item = (usize, Result<Pa
 }
 
 impl Pattern {
-    /// Parses a line without its line feed. A blank line and a comment are no pattern.
+    /// Parses a line without its line feed. `None`: the line is blank or a comment.
     fn parse(line: &[u8]) -> Result<Option<Self>, Malformed> {
         if line.starts_with(b"#") {
             return Ok(None);
@@ -88,7 +91,7 @@ impl Pattern {
         }))
     }
 
-    /// Whether a path matches, which is relative to the directory of the file.
+    /// Returns whether a path matches. It is relative to the directory of the file.
     pub(super) fn matches(&self, path: &[u8], is_directory: bool) -> bool {
         if self.directories_only && !is_directory {
             return false;
@@ -101,12 +104,12 @@ impl Pattern {
     }
 }
 
-/// Whether `strip` took something, and the rest.
+/// Applies `strip`. Returns whether it succeeded, and the rest.
 fn without(text: &[u8], strip: impl FnOnce(&[u8]) -> Option<&[u8]>) -> (bool, &[u8]) {
     strip(text).map_or((false, text), |rest| (true, rest))
 }
 
-/// Cuts spaces at the end that are not escaped.
+/// Removes unescaped spaces at the end.
 fn trim_spaces(line: &[u8]) -> &[u8] {
     let (mut at, mut end) = (0, 0);
     while let Some(byte) = line.get(at) {
@@ -155,13 +158,13 @@ fn parse_tokens(pattern: &[u8]) -> Result<Vec<Token>, Malformed> {
     Ok(tokens)
 }
 
-/// Parses a class behind its `[`. Answers its length, too, with the `]`.
+/// Parses a class after its `[`. Also returns its length, including the `]`.
 fn parse_class(text: &[u8]) -> Result<(Class, usize), Malformed> {
     let byte_at = |at: usize| text.get(at).copied().ok_or(Malformed::Unclosed);
     let is_negated = matches!(byte_at(0)?, b'!' | b'^');
     let mut class = [false; 256];
     let mut at = usize::from(is_negated);
-    // The first byte of a range, if one may begin there.
+    // First byte of a possible range.
     let mut start = None;
     loop {
         let mut byte = byte_at(at)?;
@@ -194,7 +197,7 @@ fn parse_class(text: &[u8]) -> Result<(Class, usize), Malformed> {
             start = Some(byte);
         }
         at += 1;
-        // As the first byte, the bracket stands for itself.
+        // A bracket as the first byte is literal.
         if byte_at(at)? == b']' {
             break;
         }
@@ -210,14 +213,14 @@ fn class_of(is_in: impl Fn(u8) -> bool) -> Class {
     class
 }
 
-/// The name at the start of a text such as `[:alpha:]`, and the length of that. `None` if the bracket stands for itself.
+/// Returns the name at the start of a text such as `[:alpha:]`, and the length of the whole expression. `None`: the bracket is literal.
 fn class_name(text: &[u8]) -> Result<Option<(&[u8], usize)>, Malformed> {
     let Some(inner) = text.strip_prefix(b"[:") else { return Ok(None) };
     let end = inner.iter().position(|byte| *byte == b']').ok_or(Malformed::Unclosed)?;
     Ok(inner[..end].strip_suffix(b":").map(|name| (name, end + 3)))
 }
 
-/// Whether a byte is in a class, in the words of git. `None` if no class has that name.
+/// Returns whether a byte is in a class of git. `None`: no class has that name.
 fn is_in_class(name: &[u8], byte: u8) -> Option<bool> {
     Some(match name {
         b"alnum" => byte.is_ascii_alphanumeric(),
@@ -229,7 +232,7 @@ fn is_in_class(name: &[u8], byte: u8) -> Option<bool> {
         b"lower" => byte.is_ascii_lowercase(),
         b"print" => byte.is_ascii_graphic() || byte == b' ',
         b"punct" => byte.is_ascii_punctuation(),
-        // Not the form feed, and not the vertical tab.
+        // Git excludes the form feed and the vertical tab.
         b"space" => matches!(byte, b' ' | b'\t' | b'\n' | b'\r'),
         b"upper" => byte.is_ascii_uppercase(),
         b"xdigit" => byte.is_ascii_hexdigit(),
@@ -237,11 +240,11 @@ fn is_in_class(name: &[u8], byte: u8) -> Option<bool> {
     })
 }
 
-/// Whether all of a text matches all tokens. Follows every way through them at once, byte by byte.
+/// Returns whether a text matches the tokens. Follows all possible paths through the tokens at once, byte by byte.
 fn match_tokens(tokens: &[Token], text: &[u8]) -> bool {
     match (tokens.last(), text.last()) {
         (None, last) => return last.is_none(),
-        // Most paths and patterns are told apart by their ends, such as `*.o`.
+        // The last byte decides most comparisons, such as those with `*.o`.
         (Some(Token::Byte(byte)), last) if last != Some(byte) => return false,
         _ => {}
     }
@@ -266,7 +269,7 @@ fn match_tokens(tokens: &[Token], text: &[u8]) -> bool {
     reached[tokens.len()]
 }
 
-/// Goes on from each reached token that may match nothing.
+/// Marks the tokens that are reached by skipping tokens that may match nothing.
 fn pass_empty(tokens: &[Token], reached: &mut [bool]) {
     for (at, token) in iter::zip(0.., tokens) {
         if reached[at] {

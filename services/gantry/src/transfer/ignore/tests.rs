@@ -15,7 +15,7 @@ fn tree<T: AsRef<[u8]>>(files: &[(&str, T)]) -> tempfile::TempDir {
     root
 }
 
-/// Rules without what the user who runs the test has told git.
+/// Makes rules without the excludes file of the user who runs the test.
 fn rules(root: &Path, gitignore: bool) -> Rules {
     Rules::with_excludes_file(root, gitignore, Vec::new(), |_| Ok(None))
 }
@@ -24,7 +24,7 @@ fn excluded(rules: &Rules, paths: &[(&str, bool)]) -> Vec<bool> {
     paths.iter().map(|(path, is_directory)| rules.exclude(Path::new(path), *is_directory)).collect()
 }
 
-/// Which of `paths` one file of rules leaves out. A path that ends in a slash is a directory.
+/// Returns the paths that one ignore file excludes. A path that ends in a slash is a directory.
 fn left_out<'a, P: AsRef<[u8]> + ?Sized>(text: &[u8], paths: &[&'a P]) -> Vec<&'a [u8]> {
     let root = tree(&[(OURS, text)]);
     let rules = rules(root.path(), false);
@@ -37,7 +37,7 @@ fn left_out<'a, P: AsRef<[u8]> + ?Sized>(text: &[u8], paths: &[&'a P]) -> Vec<&'
     left_out
 }
 
-/// The error of an upload of the tree at `root`, with `@` for that.
+/// Returns the error of an upload of the tree at `root`, with `@` in place of `root`.
 fn failure(root: &Path, gitignore: bool) -> String {
     let rules = rules(root, gitignore);
     assert!(rules.exclude(Path::new("secret"), false), "nothing is sent");
@@ -144,12 +144,12 @@ fn tracked_files_are_not_ignored() {
     let below = [("deep", true), ("deep/kept.log", false), ("deep/made.log", false)];
     assert_eq!(excluded(&rules(&root.path().join("sub"), true), &below), [false, false, true]);
 
-    // What cannot be known fails the upload.
+    // An unreadable index fails the upload.
     fs::write(root.path().join(".git/index"), "damaged").expect("written");
     let damaged = rules(root.path(), true);
     assert!(damaged.exclude(Path::new("kept.log"), false));
     let error = crate::ending::error::describe(&damaged.finish().expect_err("a damaged index"));
-    assert!(error.starts_with("git cannot read what it tracks: ") && error.contains("index"), "{error}");
+    assert!(error.starts_with("git cannot list tracked files: ") && error.contains("index"), "{error}");
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn double_star_spans_directories() {
 }
 
 #[test]
-fn escapes_and_spaces_are_those_of_git() {
+fn escapes_and_spaces_match_git() {
     let paths = ["a", "a ", "a\t", "#a", "!a", "\\a", "*", " ", "a\r"];
     let matched = |rule: &str| left_out(rule.as_bytes(), &paths).join(&b'|');
     assert_eq!(matched("a   \n"), b"a");
@@ -292,7 +292,11 @@ fn escapes_and_spaces_are_those_of_git() {
 fn later_line_wins() {
     assert_eq!(left_out(b"*.o\n!a.o\n", &["a.o", "b.o"]), [b"b.o"]);
     assert_eq!(left_out(b"!a.o\n*.o\n", &["a.o", "b.o"]), [b"a.o", b"b.o"]);
-    assert_eq!(left_out(b"a/\n!a/b\n", &["a/", "a/b"]), [b"a/"], "nothing in it is looked at");
+    assert_eq!(
+        left_out(b"a/\n!a/b\n", &["a/", "a/b"]),
+        [b"a/"],
+        "entries of an excluded directory are not considered"
+    );
 }
 
 #[test]
@@ -309,11 +313,11 @@ fn malformed_lines_fail_with_their_number() {
         ("[[:alpha:", "the bracket `[` is not closed; write `\\[` for a bracket in a name"),
         ("foo\\", "the backslash at the end escapes nothing; write `\\\\` for a backslash in a name"),
         ("foo\\/", "the backslash at the end escapes nothing; write `\\\\` for a backslash in a name"),
-        ("[[:word:]]", "the text between `[:` and `:]` names no class of characters"),
+        ("[[:word:]]", "the text between `[:` and `:]` is not a character class"),
         ("a\0b", "the line has a zero byte; the file must be text in UTF-8"),
     ] {
         let root = tree(&[(OURS, format!("# [\n\n*.log\n{line}\n"))]);
-        let expected = format!("cannot understand \"@/.gantryignore:4\": {cause}");
+        let expected = format!("cannot parse \"@/.gantryignore:4\": {cause}");
         assert_eq!(failure(root.path(), false), expected, "{line:?}");
         fs::rename(root.path().join(OURS), root.path().join(GIT)).expect("renamed");
         assert_eq!(failure(root.path(), true), expected.replace(OURS, GIT));
@@ -324,10 +328,7 @@ fn malformed_lines_fail_with_their_number() {
 #[test]
 fn ten_malformed_lines_are_named() {
     let text = failure(tree(&[(OURS, "[\n".repeat(12))]).path(), false);
-    assert!(
-        text.starts_with("ignore files have errors:\n  cannot understand \"@/.gantryignore:1\": "),
-        "{text}"
-    );
+    assert!(text.starts_with("ignore files have errors:\n  cannot parse \"@/.gantryignore:1\": "), "{text}");
     assert!(text.ends_with("\n  and 2 more"), "{text}");
     assert_eq!(text.lines().count(), 12);
 }
@@ -338,12 +339,12 @@ fn unreadable_ignore_file_fails() {
     let file = root.path().join(OURS);
     for target in ["nowhere", "/etc/hosts"] {
         symlink(target, &file).expect("linked");
-        let link = "a link to an ignore file is not followed, as in git; put a regular file in its place";
+        let link = "an ignore file must not be a symbolic link, as in git; use a regular file";
         assert_eq!(failure(root.path(), false), format!("cannot read \"@/.gantryignore\": {link}"));
         fs::remove_file(&file).expect("removed");
     }
     fs::create_dir(&file).expect("made");
-    let other = "cannot read \"@/.gantryignore\": not a regular file; remove or rename this entry";
+    let other = "cannot read \"@/.gantryignore\": not a regular file; remove or rename the entry";
     assert_eq!(failure(root.path(), false), other);
     fs::remove_dir(&file).expect("removed");
     rustix::fs::mkfifoat(CWD, &file, Mode::RUSR).expect("made");
