@@ -80,7 +80,7 @@ pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()
     let db = store.db.clone();
     host.add_check("database", move || {
         let db = db.clone();
-        async move { db.answers().await }
+        async move { db.ping().await }
     });
     metrics::add(&store, host);
     Ok(())

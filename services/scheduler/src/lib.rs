@@ -135,7 +135,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
 
     // Nobody is there to be told.
     let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
-    let granting = db.apart(own).await.context("cannot open the scheduler's database once more")?;
+    let granting = db.with_own_connections(own).await.context("cannot open the scheduler's database once more")?;
     if !alone {
         host.at_last(granting.clone().close());
     }
@@ -182,7 +182,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     let db = context.db.clone();
     host.add_check("database", move || {
         let db = db.clone();
-        async move { db.answers().await }
+        async move { db.ping().await }
     });
     notify::desired_state::describe();
     insight::metrics::add(app.clone(), host);

@@ -13,13 +13,13 @@ use tokio_util::task::TaskTracker;
 
 /// For how long others wait for those that are carried out before they are carried out beside them: one transaction at a time is the fastest, and
 /// one that waits for somebody's lock shall not hold up everybody.
-const PATIENCE: Duration = Duration::from_millis(50);
+const SLOW_AFTER: Duration = Duration::from_millis(50);
 
-/// How many times calls are carried out at the same time at most.
-const AT_A_TIME: usize = 8;
+/// How many times calls are carried out at the same time at max_calls.
+const MAX_CONCURRENT_BATCHES: usize = 8;
 
-type CarriedOut = Pin<Box<dyn Future<Output = ()> + Send>>;
-type CarryOut<C, A> = dyn Fn(Vec<BatchedCall<C, A>>) -> CarriedOut + Send + Sync;
+type BatchFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
+type RunBatch<C, A> = dyn Fn(Vec<BatchedCall<C, A>>) -> BatchFuture + Send + Sync;
 
 /// A call, and where its answer goes.
 pub type BatchedCall<C, A> = (C, oneshot::Sender<A>);
@@ -45,26 +45,27 @@ pub fn group_calls<K: Ord, C, A>(
 pub struct Batcher<C, A>(Arc<Inner<C, A>>);
 
 struct Inner<C, A> {
-    most: usize,
-    patience: Duration,
-    carry_out: Box<CarryOut<C, A>>,
+    max_calls: usize,
+    slow_after: Duration,
+    run_batch: Box<RunBatch<C, A>>,
     tasks: TaskTracker,
     state: Mutex<State<C, A>>,
 }
 
 struct State<C, A> {
     waiting: Vec<BatchedCall<C, A>>,
-    under_way: usize,
+    running: usize,
     /// How many of those take longer than others wait for.
     slow: usize,
 }
 
 impl<C, A> State<C, A> {
     /// Whether another one is to be under way. It counts already.
-    fn begins(&mut self) -> bool {
-        let begins = self.under_way == self.slow && self.under_way < AT_A_TIME && !self.waiting.is_empty();
-        self.under_way += usize::from(begins);
-        begins
+    fn should_start(&mut self) -> bool {
+        let should_start =
+            self.running == self.slow && self.running < MAX_CONCURRENT_BATCHES && !self.waiting.is_empty();
+        self.running += usize::from(should_start);
+        should_start
     }
 }
 
@@ -88,67 +89,67 @@ impl<C, A> Clone for Batcher<C, A> {
 
 impl<C, A> fmt::Debug for Batcher<C, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Batcher").field("most", &self.0.most).finish_non_exhaustive()
+        f.debug_struct("Batcher").field("max_calls", &self.0.max_calls).finish_non_exhaustive()
     }
 }
 
 impl<C: Send + 'static, A: Send + 'static> Batcher<C, A> {
-    /// Has calls carried out by `carry_out`, at most so many at once, in tasks among `tasks`. It answers each of them as soon as it can.
+    /// Has calls carried out by `run_batch`, at max_calls so many at once, in tasks among `tasks`. It answers each of them as soon as it can.
     pub fn new<F>(
-        most: usize,
+        max_calls: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
+        run_batch: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        Self::with_patience(PATIENCE, most, tasks, carry_out)
+        Self::with_slow_after(SLOW_AFTER, max_calls, tasks, run_batch)
     }
 
-    fn with_patience<F>(
-        patience: Duration,
-        most: usize,
+    fn with_slow_after<F>(
+        slow_after: Duration,
+        max_calls: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
+        run_batch: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let carry_out = Box::new(move |calls| Box::pin(carry_out(calls)) as CarriedOut);
-        let state = Mutex::new(State { waiting: Vec::new(), under_way: 0, slow: 0 });
-        Self(Arc::new(Inner { most, patience, carry_out, tasks, state }))
+        let run_batch = Box::new(move |calls| Box::pin(run_batch(calls)) as BatchFuture);
+        let state = Mutex::new(State { waiting: Vec::new(), running: 0, slow: 0 });
+        Self(Arc::new(Inner { max_calls, slow_after, run_batch, tasks, state }))
     }
 
     /// Has it carried out with others, and answers what became of it. What is under way is carried out whatever becomes of whoever asked; who has
     /// given up before asks again if he still wants it.
     pub async fn call(&self, call: C) -> Result<A, BatchLost> {
         let (answer, answered) = oneshot::channel();
-        self.change(|state| state.waiting.push((call, answer)));
+        self.update(|state| state.waiting.push((call, answer)));
         answered.await.map_err(|_| BatchLost)
     }
 
-    /// Changes what is under way and what waits, and begins to carry that out where it is time.
-    fn change(&self, change: impl FnOnce(&mut State<C, A>)) {
-        let begins = {
+    /// Changes what is under way and what waits, and should_start to carry that out where it is time.
+    fn update(&self, change: impl FnOnce(&mut State<C, A>)) {
+        let should_start = {
             let mut state = self.0.state();
             change(&mut state);
-            state.begins()
+            state.should_start()
         };
-        if begins {
-            self.0.tasks.spawn(self.clone().carry_out());
+        if should_start {
+            self.0.tasks.spawn(self.clone().run_batches());
         }
     }
 
     /// Carries out what waits, until nothing does.
-    async fn carry_out(self) {
-        while let Some(calls) = self.0.take() {
+    async fn run_batches(self) {
+        while let Some(calls) = self.0.take_batch() {
             let inner = self.0.clone();
             // A task of its own, so that others are carried out when it panics.
-            let mut carried_out = self.0.tasks.spawn(async move { (inner.carry_out)(calls).await });
-            if tokio::time::timeout(self.0.patience, &mut carried_out).await.is_err() {
-                self.change(|state| state.slow += 1);
+            let mut batch = self.0.tasks.spawn(async move { (inner.run_batch)(calls).await });
+            if tokio::time::timeout(self.0.slow_after, &mut batch).await.is_err() {
+                self.update(|state| state.slow += 1);
                 // Whoever asked hears by himself when it panics.
-                carried_out.await.ok();
+                batch.await.ok();
                 self.0.state().slow -= 1;
             }
         }
@@ -157,14 +158,14 @@ impl<C: Send + 'static, A: Send + 'static> Batcher<C, A> {
 
 impl<C, A> Inner<C, A> {
     /// Calls that wait, the first first. `None`: none does, or another one takes them, and one less is under way.
-    fn take(&self) -> Option<Vec<BatchedCall<C, A>>> {
+    fn take_batch(&self) -> Option<Vec<BatchedCall<C, A>>> {
         let mut state = self.state();
         state.waiting.retain(|(_, answer)| !answer.is_closed());
-        let count = state.waiting.len().min(self.most);
+        let count = state.waiting.len().min(self.max_calls);
         // Besides this one, and those that are slow.
-        let others = state.under_way - state.slow - 1;
+        let others = state.running - state.slow - 1;
         if count == 0 || others > 0 {
-            state.under_way -= 1;
+            state.running -= 1;
             return None;
         }
         Some(state.waiting.drain(..count).collect())
@@ -185,11 +186,11 @@ mod tests {
     type Sizes = Arc<Mutex<Vec<usize>>>;
 
     /// Doubles, as the gate lets it. 13 breaks.
-    fn doubling(patience: Duration) -> (Batcher<u32, u32>, Arc<Semaphore>, Sizes) {
+    fn doubling(slow_after: Duration) -> (Batcher<u32, u32>, Arc<Semaphore>, Sizes) {
         let (gate, sizes) = (Arc::new(Semaphore::new(0)), Arc::new(Mutex::new(Vec::new())));
         let (at_gate, seen) = (gate.clone(), sizes.clone());
-        let batcher = Batcher::with_patience(
-            patience,
+        let batcher = Batcher::with_slow_after(
+            slow_after,
             5,
             TaskTracker::new(),
             move |calls: Vec<BatchedCall<u32, u32>>| {
@@ -207,7 +208,7 @@ mod tests {
         (batcher, gate, sizes)
     }
 
-    async fn under_way(sizes: &Mutex<Vec<usize>>, count: usize) {
+    async fn running(sizes: &Mutex<Vec<usize>>, count: usize) {
         while sizes.lock().expect("nobody panics").len() < count {
             tokio::task::yield_now().await;
         }
@@ -222,7 +223,7 @@ mod tests {
             spawned.spawn(async move { batcher.call(n).await })
         };
         let mut asked = vec![call(0)];
-        under_way(&sizes, 1).await;
+        running(&sizes, 1).await;
         // One is under way. Of those who come now one gives up.
         let gives_up = call(100);
         asked.extend((1..8).map(call));
@@ -250,9 +251,9 @@ mod tests {
             spawned.spawn(async move { batcher.call(n).await })
         };
         let mut asked = Vec::new();
-        for n in 0..AT_A_TIME {
+        for n in 0..MAX_CONCURRENT_BATCHES {
             asked.push(call(u32::try_from(n).expect("few")));
-            under_way(&sizes, n + 1).await;
+            running(&sizes, n + 1).await;
         }
         asked.push(call(8));
         asked.push(call(9));
@@ -263,9 +264,9 @@ mod tests {
         for (n, asked) in (0..).zip(asked) {
             assert_eq!(asked.await.expect("it is answered"), Ok(n * 2));
         }
-        assert_eq!(sizes.lock().expect("nobody panics")[AT_A_TIME..], [2], "no more at a time");
+        assert_eq!(sizes.lock().expect("nobody panics")[MAX_CONCURRENT_BATCHES..], [2], "no more at a time");
         // Whoever is slow no more goes where another is under way.
-        while batcher.0.state().under_way > 0 {
+        while batcher.0.state().running > 0 {
             tokio::task::yield_now().await;
         }
         assert_eq!(batcher.0.state().slow, 0);

@@ -24,16 +24,16 @@ pub enum ConnectError {
     },
     /// A schema was named for a database that has none.
     #[error("SQLite has no schemas: leave out --database-schema")]
-    NoSchemas,
+    SchemaUnsupported,
     /// It was asked not to migrate, and the database is that of an older program.
     #[error("the schema is older than this program, it lacks {}: run `migrate`, or leave out --no-migrate", missing.join(", "))]
-    Older {
+    SchemaTooOld {
         /// What has not been applied.
         missing: Vec<String>,
     },
     /// The database was migrated by a newer program.
     #[error("the schema is newer than this program, it has {}: start a newer program", unknown.join(", "))]
-    Newer {
+    SchemaTooNew {
         /// What was applied that this program does not know.
         unknown: Vec<String>,
     },
@@ -67,7 +67,7 @@ pub enum ConnectError {
 
 impl ConnectError {
     /// The same, as what it is for the database of `settings`.
-    pub(crate) fn of(self, settings: &Settings) -> Self {
+    pub(crate) fn with_place(self, settings: &Settings) -> Self {
         match self {
             Self::Database(source) if is_malformed(&source) => {
                 Self::Malformed { place: settings.place(), source }
@@ -78,12 +78,12 @@ impl ConnectError {
 
     /// Whether nobody answered, or only to say that it is too early, or too many called: later it may be another.
     #[must_use]
-    pub fn is_no_answer(&self) -> bool {
-        matches!(self, Self::Database(error) if is_no_answer(error))
+    pub fn is_unavailable(&self) -> bool {
+        matches!(self, Self::Database(error) if is_unavailable(error))
     }
 }
 
-fn is_no_answer(error: &DbErr) -> bool {
+fn is_unavailable(error: &DbErr) -> bool {
     let cause = match error {
         DbErr::ConnectionAcquire(_) => return true,
         DbErr::Conn(RuntimeErr::SqlxError(cause))
@@ -104,8 +104,8 @@ fn is_no_answer(error: &DbErr) -> bool {
 /// Whether what was asked of a database failed for no fault of its own: nobody answered, or it was given up in favour of others as often as it
 /// was tried. It may be another later.
 #[must_use]
-pub fn is_away(error: &DbErr) -> bool {
-    is_no_answer(error) || is_transient(error)
+pub fn is_retryable(error: &DbErr) -> bool {
+    is_unavailable(error) || is_conflict(error)
 }
 
 /// Whether a file is no SQLite database, or a broken one.
@@ -119,12 +119,12 @@ fn is_malformed(error: &DbErr) -> bool {
 
 /// Whether the database gave a transaction up in favour of another, so that trying again may succeed. Whoever has waited for a connection
 /// in vain has waited for long enough.
-pub(crate) fn is_transient(error: &(dyn Error + 'static)) -> bool {
+pub(crate) fn is_conflict(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {
         if let Some(error) = error.downcast_ref::<DbErr>() {
             return match error {
-                DbErr::Conn(cause) | DbErr::Exec(cause) | DbErr::Query(cause) => is_transient_cause(cause),
+                DbErr::Conn(cause) | DbErr::Exec(cause) | DbErr::Query(cause) => is_conflict_cause(cause),
                 _ => false,
             };
         }
@@ -133,7 +133,7 @@ pub(crate) fn is_transient(error: &(dyn Error + 'static)) -> bool {
     false
 }
 
-fn is_transient_cause(cause: &RuntimeErr) -> bool {
+fn is_conflict_cause(cause: &RuntimeErr) -> bool {
     let RuntimeErr::SqlxError(error) = cause else { return false };
     let Some(code) = error.as_database_error().and_then(|error| error.code()) else { return false };
     // PostgreSQL: serialization failure, deadlock. SQLite: busy, busy snapshot, locked.
@@ -152,8 +152,8 @@ mod tests {
 
     #[test]
     fn whoever_waited_for_a_connection_in_vain_is_told_so() {
-        assert!(!is_transient(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout))));
-        assert!(!is_transient(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed))));
-        assert!(!is_transient(&CountError(DbErr::RecordNotFound(String::new()))));
+        assert!(!is_conflict(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout))));
+        assert!(!is_conflict(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed))));
+        assert!(!is_conflict(&CountError(DbErr::RecordNotFound(String::new()))));
     }
 }

@@ -22,7 +22,7 @@ use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 
 pub use batch::{BatchLost, BatchedCall, Batcher, ReplySenders, group_calls};
-pub use error::{ConnectError, is_away};
+pub use error::{ConnectError, is_retryable};
 pub use migrate::{Migrations, SqlMigration};
 pub use settings::{DatabaseArgs, Settings, sqlite_url};
 pub use transaction::Transaction;
@@ -31,32 +31,32 @@ pub use transaction::Transaction;
 #[derive(Debug, Clone)]
 pub struct Database {
     /// For transactions. Of SQLite: one connection, always the same, which so knows all that is in the file and reads nothing twice.
-    writing: DatabaseConnection,
+    write_pool: DatabaseConnection,
     /// For everything else. Of PostgreSQL: the same connections.
-    reading: DatabaseConnection,
+    read_pool: DatabaseConnection,
     /// Of SQLite: whose turn it is to write. Those who wait do so in line instead of failing as busy.
-    turn: Option<Arc<Semaphore>>,
+    write_permit: Option<Arc<Semaphore>>,
     /// Of PostgreSQL: where our tables are, unless that is the default.
     schema: Option<String>,
     /// Of PostgreSQL: how it is connected to.
     options: Option<ConnectOptions>,
-    /// Transactions that are beginning.
-    beginning: TaskTracker,
+    /// Transactions that are begin_tasks.
+    begin_tasks: TaskTracker,
 }
 
 impl Database {
     /// Whether the database answers, as somebody whom it matters to would have it said.
-    pub async fn answers(&self) -> Result<(), String> {
-        let asked = self.reading.execute_unprepared("SELECT 1").await;
+    pub async fn ping(&self) -> Result<(), String> {
+        let asked = self.read_pool.execute_unprepared("SELECT 1").await;
         asked.map(drop).map_err(|error| domain::error_chain(&error))
     }
 
     /// Closes it once nobody uses it any more. Of SQLite, what was written is in the file then, and none is beside it.
     pub async fn close(self) {
-        self.beginning.close();
-        self.beginning.wait().await;
+        self.begin_tasks.close();
+        self.begin_tasks.wait().await;
         // The last one that is closed writes the log back.
-        for connection in [self.reading, self.writing] {
+        for connection in [self.read_pool, self.write_pool] {
             if let Err(error) = connection.close().await {
                 tracing::warn!(%error, "the database cannot be closed");
             }
@@ -66,12 +66,12 @@ impl Database {
     /// For what changes nothing: each statement sees what was committed before it.
     #[must_use]
     pub fn read(&self) -> &DatabaseConnection {
-        &self.reading
+        &self.read_pool
     }
 
     /// Whether this is SQLite, which takes one writer at a time.
     #[must_use]
     pub fn is_sqlite(&self) -> bool {
-        self.turn.is_some()
+        self.write_permit.is_some()
     }
 }

@@ -57,7 +57,7 @@ impl<M: Migrations> MigratorTrait for Migrator<M> {
 }
 
 /// Where the digests of applied migrations are.
-const DIGESTS: &str =
+const CREATE_DIGESTS: &str =
     "CREATE TABLE IF NOT EXISTS migration_digests (name TEXT PRIMARY KEY, blake3 TEXT NOT NULL)";
 
 /// Of the SQL of a migration.
@@ -65,7 +65,7 @@ fn digest(sql: &str) -> String {
     blake3::hash(sql.as_bytes()).to_hex().to_string()
 }
 
-async fn keep_digest(connection: &impl ConnectionTrait, name: &str, digest: &str) -> Result<(), DbErr> {
+async fn insert_digest(connection: &impl ConnectionTrait, name: &str, digest: &str) -> Result<(), DbErr> {
     let insert = "INSERT INTO migration_digests (name, blake3) VALUES ($1, $2)";
     let values = [name.into(), digest.into()];
     let insert = Statement::from_sql_and_values(connection.get_database_backend(), insert, values);
@@ -87,8 +87,8 @@ impl MigrationTrait for SqlMigration {
             _ => Cow::Borrowed(self.sql),
         };
         connection.execute_unprepared(&sql).await?;
-        connection.execute_unprepared(DIGESTS).await?;
-        keep_digest(connection, self.name, &digest(self.sql)).await
+        connection.execute_unprepared(CREATE_DIGESTS).await?;
+        insert_digest(connection, self.name, &digest(self.sql)).await
     }
 
     fn use_transaction(&self) -> Option<bool> {
@@ -144,13 +144,13 @@ pub(crate) async fn up<M: Migrations>(
 }
 
 async fn migrate<M: Migrations>(connection: &DatabaseConnection, place: &str) -> Result<(), ConnectError> {
-    let applied = applied(connection).await?;
-    refuse_newer::<M>(&applied)?;
-    let unknown = refuse_other::<M>(connection, place, &applied).await?;
+    let applied = applied_migrations(connection).await?;
+    reject_newer_schema::<M>(&applied)?;
+    let unknown = reject_other_schema::<M>(connection, place, &applied).await?;
     if !unknown.is_empty() {
-        connection.execute_unprepared(DIGESTS).await?;
+        connection.execute_unprepared(CREATE_DIGESTS).await?;
         for migration in unknown {
-            keep_digest(connection, migration.name, &digest(migration.sql)).await?;
+            insert_digest(connection, migration.name, &digest(migration.sql)).await?;
         }
     }
     Ok(Migrator::<M>::up(connection, None).await?)
@@ -161,25 +161,25 @@ pub(crate) async fn check<M: Migrations>(
     connection: &DatabaseConnection,
     place: &str,
 ) -> Result<(), ConnectError> {
-    let applied = applied(connection).await?;
-    refuse_newer::<M>(&applied)?;
-    refuse_other::<M>(connection, place, &applied).await?;
-    let missing: Vec<_> = known::<M>().into_iter().filter(|name| !applied.contains(name)).collect();
-    if missing.is_empty() { Ok(()) } else { Err(ConnectError::Older { missing }) }
+    let applied = applied_migrations(connection).await?;
+    reject_newer_schema::<M>(&applied)?;
+    reject_other_schema::<M>(connection, place, &applied).await?;
+    let missing: Vec<_> = known_names::<M>().into_iter().filter(|name| !applied.contains(name)).collect();
+    if missing.is_empty() { Ok(()) } else { Err(ConnectError::SchemaTooOld { missing }) }
 }
 
-fn refuse_newer<M: Migrations>(applied: &[String]) -> Result<(), ConnectError> {
-    let known = known::<M>();
+fn reject_newer_schema<M: Migrations>(applied: &[String]) -> Result<(), ConnectError> {
+    let known = known_names::<M>();
     let unknown: Vec<_> = applied.iter().filter(|name| !known.contains(name)).cloned().collect();
-    if unknown.is_empty() { Ok(()) } else { Err(ConnectError::Newer { unknown }) }
+    if unknown.is_empty() { Ok(()) } else { Err(ConnectError::SchemaTooNew { unknown }) }
 }
 
-fn known<M: Migrations>() -> Vec<String> {
+fn known_names<M: Migrations>() -> Vec<String> {
     M::ALL.iter().map(|migration| migration.name.to_owned()).collect()
 }
 
 /// Refuses a database whose schema is not what the migrations that were applied make now. Answers those of which no digest was kept.
-async fn refuse_other<M: Migrations>(
+async fn reject_other_schema<M: Migrations>(
     connection: &DatabaseConnection,
     place: &str,
     applied: &[String],
@@ -199,7 +199,7 @@ async fn refuse_other<M: Migrations>(
     if unknown.is_empty() {
         return Ok(unknown);
     }
-    let (there, made) = (columns(connection).await?, columns(&scratch(&applied).await?).await?);
+    let (there, made) = (columns(connection).await?, columns(&scratch_database(&applied).await?).await?);
     for (table, made) in made {
         let Some(there) = there.get(&table) else { return other(format!("it has no table {table}")) };
         if let Some(column) = made.difference(there).next() {
@@ -246,7 +246,7 @@ async fn columns(connection: &DatabaseConnection) -> Result<BTreeMap<String, BTr
 }
 
 /// A database in memory that has what these migrations make.
-async fn scratch(migrations: &[&SqlMigration]) -> Result<DatabaseConnection, DbErr> {
+async fn scratch_database(migrations: &[&SqlMigration]) -> Result<DatabaseConnection, DbErr> {
     let mut options = ConnectOptions::new("sqlite::memory:");
     // Each connection would have a database of its own.
     options.sqlx_logging(false).max_connections(1).min_connections(1);
@@ -258,7 +258,7 @@ async fn scratch(migrations: &[&SqlMigration]) -> Result<DatabaseConnection, DbE
 }
 
 /// The migrations that were applied to this database. Changes nothing.
-async fn applied(connection: &DatabaseConnection) -> Result<Vec<String>, DbErr> {
+async fn applied_migrations(connection: &DatabaseConnection) -> Result<Vec<String>, DbErr> {
     let backend = connection.get_database_backend();
     let is_there = match backend {
         DbBackend::Postgres => "SELECT 1 AS one WHERE to_regclass('seaql_migrations') IS NOT NULL",
@@ -272,21 +272,21 @@ async fn applied(connection: &DatabaseConnection) -> Result<Vec<String>, DbErr> 
 }
 
 /// Makes sure that a schema is there. Only where it is missing is the right to make one needed.
-pub(crate) async fn make_schema(
+pub(crate) async fn create_schema(
     connection: &DatabaseConnection,
     schema: &str,
-    may_make: bool,
+    may_create: bool,
 ) -> Result<(), ConnectError> {
     let backend = connection.get_database_backend();
     if backend != DbBackend::Postgres {
-        return Err(ConnectError::NoSchemas);
+        return Err(ConnectError::SchemaUnsupported);
     }
     let named = Statement::from_sql_and_values(
         backend,
         "SELECT 1 AS one FROM pg_namespace WHERE nspname = $1",
         [schema.into()],
     );
-    if may_make && connection.query_one_raw(named).await?.is_none() {
+    if may_create && connection.query_one_raw(named).await?.is_none() {
         let lock = connection.begin().await?;
         lock.execute_unprepared(&format!("SELECT pg_advisory_xact_lock({ADVISORY_LOCK})")).await?;
         lock.execute_unprepared(&format!("CREATE SCHEMA IF NOT EXISTS {schema}")).await?;

@@ -12,18 +12,18 @@ use tokio_util::task::TaskTracker;
 use crate::{ConnectError, Database, Migrations, Settings, migrate, settings};
 
 /// How long a connection, or the turn to write, is waited for.
-pub(crate) const ACQUIRE: Duration = Duration::from_secs(10);
+pub(crate) const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a connection to PostgreSQL was idle that is tried before it is used. One that was used since then fails who comes next where the
 /// server has gone in this second, as it fails those who use one at that moment.
-const TRIED_AFTER: Duration = Duration::from_secs(1);
+const TEST_IDLE_AFTER: Duration = Duration::from_secs(1);
 
 /// How many statements each connection keeps prepared: more than a service has. One that is not kept is parsed and planned each time.
-const STATEMENTS: usize = 500;
+const STATEMENT_CACHE_SIZE: usize = 500;
 
 /// For how many uses of a connection PostgreSQL plans a statement, on average. To plan all statements of a transaction takes about as long as to
 /// carry them out once.
-const PLANNED_FOR: u32 = 200;
+const USES_PER_PLAN: u32 = 200;
 
 /// What a page costs PostgreSQL by an index, beside one of a whole table: what we look for is mostly in memory, and nothing turns.
 const RANDOM_PAGE_COST: &str = "1.1";
@@ -31,7 +31,7 @@ const RANDOM_PAGE_COST: &str = "1.1";
 /// What keeps PostgreSQL to indexes ([`Migrations::BY_INDEX`]). What there is no index for it reads as a whole all the same, and believes that to be so dear that
 /// it would compile such a statement. With one way to do it a plan is the same for all values, and is made once: by itself PostgreSQL plans some of our
 /// statements at each use, for it believes that it knows more of these values than of others.
-const BY_INDEX: [(&str, &str); 5] = [
+const INDEX_OPTIONS: [(&str, &str); 5] = [
     ("enable_seqscan", "off"),
     ("enable_hashjoin", "off"),
     ("enable_mergejoin", "off"),
@@ -43,7 +43,7 @@ const BY_INDEX: [(&str, &str); 5] = [
 const SQLITE_READERS: u32 = 2;
 
 /// How much room SQLite takes beforehand, in bytes: as much as its log grows to before it is written back.
-const RESERVE: u32 = 4 << 20;
+const RESERVED_BYTES: u32 = 4 << 20;
 
 impl Database {
     /// Opens `url` (`postgres://…`, or `sqlite:///path`, made when it is missing) and brings it to the schema of `M`.
@@ -56,15 +56,15 @@ impl Database {
         let mut said = None;
         loop {
             let opened = Self::open_once::<M>(settings).await;
-            match opened.map_err(|error| error.of(settings)) {
-                Err(error) if settings.wait && error.is_no_answer() => {
+            match opened.map_err(|error| error.with_place(settings)) {
+                Err(error) if settings.wait && error.is_unavailable() => {
                     let error = domain::error_chain(&error);
                     // Once for each thing that is wrong.
                     if said.as_ref() != Some(&error) {
                         tracing::warn!(error, "waits for the database");
                         said = Some(error);
                     }
-                    tokio::time::sleep(settings::PAUSE).await;
+                    tokio::time::sleep(settings::RETRY_INTERVAL).await;
                 }
                 opened => return opened,
             }
@@ -78,7 +78,7 @@ impl Database {
             Some(path) if !path.contains('?') => format!("sqlite:{path}?mode=rwc"),
             _ => url.to_owned(),
         });
-        options.sqlx_logging(false).acquire_timeout(ACQUIRE);
+        options.sqlx_logging(false).acquire_timeout(ACQUIRE_TIMEOUT);
         if url.starts_with("sqlite:") {
             use sea_orm::sqlx::sqlite::{SqliteJournalMode, SqliteSynchronous};
             // One writer at a time is the fastest that SQLite can be. A file does not hang up: no connection is tried before it is used.
@@ -89,65 +89,72 @@ impl Database {
                     .journal_mode(SqliteJournalMode::Wal)
                     .synchronous(SqliteSynchronous::Full)
                     .busy_timeout(Duration::from_secs(10))
-                    .statement_cache_capacity(STATEMENTS)
+                    .statement_cache_capacity(STATEMENT_CACHE_SIZE)
                     .foreign_keys(true)
             });
             options.map_sqlx_sqlite_pool_opts(|pool| {
-                pool.after_release(|connection, _| Box::pin(is_outside_of_transactions(connection)))
+                pool.after_release(|connection, _| Box::pin(is_reusable(connection)))
             });
         } else {
             options.max_connections(settings.connections).min_connections(2);
             options.map_sqlx_postgres_opts(|options| {
-                let by_index = if M::BY_INDEX { BY_INDEX.as_slice() } else { &[] };
+                let index_options = if M::BY_INDEX { INDEX_OPTIONS.as_slice() } else { &[] };
                 options
-                    .statement_cache_capacity(STATEMENTS)
+                    .statement_cache_capacity(STATEMENT_CACHE_SIZE)
                     .options([("random_page_cost", RANDOM_PAGE_COST)])
-                    .options(by_index.iter().copied())
+                    .options(index_options.iter().copied())
             });
             // Tried only after a while: to ask and wait for an answer before each use takes as long as most statements.
-            options.test_before_acquire_if_idle_for(TRIED_AFTER);
+            options.test_before_acquire_if_idle_for(TEST_IDLE_AFTER);
             options.map_sqlx_postgres_pool_opts(|pool| {
-                pool.after_release(|connection, _| Box::pin(forgets_plans_now_and_then(connection)))
+                pool.after_release(|connection, _| Box::pin(discard_plans_sometimes(connection)))
             });
             if let Some(schema) = &settings.schema {
                 options.set_schema_search_path(schema.as_str());
             }
         }
-        let writing = sea_orm::Database::connect(options.clone()).await?;
+        let write_pool = sea_orm::Database::connect(options.clone()).await?;
         if let Some(schema) = &settings.schema {
-            migrate::make_schema(&writing, schema, settings.migrate).await?;
+            migrate::create_schema(&write_pool, schema, settings.migrate).await?;
         }
         if settings.migrate {
-            migrate::up::<M>(&writing, &settings.place()).await?;
+            migrate::up::<M>(&write_pool, &settings.place()).await?;
         } else {
-            migrate::check::<M>(&writing, &settings.place()).await?;
+            migrate::check::<M>(&write_pool, &settings.place()).await?;
         }
-        let beginning = TaskTracker::new();
-        if writing.get_database_backend() != DbBackend::Sqlite {
+        let begin_tasks = TaskTracker::new();
+        if write_pool.get_database_backend() != DbBackend::Sqlite {
             let schema = settings.schema.clone();
-            let (reading, options) = (writing.clone(), Some(options));
-            return Ok(Self { writing, reading, turn: None, schema, options, beginning });
+            let (read_pool, options) = (write_pool.clone(), Some(options));
+            return Ok(Self { write_pool, read_pool, write_permit: None, schema, options, begin_tasks });
         }
-        if let Err(error) = reserve_room(&writing).await {
+        if let Err(error) = reserve_room(&write_pool).await {
             tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
         }
         options.max_connections(SQLITE_READERS).min_connections(SQLITE_READERS);
-        let reading = sea_orm::Database::connect(options).await?;
-        let turn = Some(Arc::new(Semaphore::new(1)));
-        Ok(Self { writing, reading, turn, schema: None, options: None, beginning })
+        let read_pool = sea_orm::Database::connect(options).await?;
+        let write_permit = Some(Arc::new(Semaphore::new(1)));
+        Ok(Self { write_pool, read_pool, write_permit, schema: None, options: None, begin_tasks })
     }
 
     /// The same database by so many connections of its own, for who asks it all the time: a connection that is used again and again has its plans and what
     /// they read at hand, and those of a pool are used in turns. None, or SQLite, which has one that writes: this very one.
-    pub async fn apart(&self, connections: u32) -> Result<Self, DbErr> {
+    pub async fn with_own_connections(&self, connections: u32) -> Result<Self, DbErr> {
         let Some(mut options) = self.options.clone().filter(|_| connections > 0) else {
             return Ok(self.clone());
         };
         options.max_connections(connections).min_connections(connections);
-        let writing = sea_orm::Database::connect(options.clone()).await?;
-        let (reading, options) = (writing.clone(), Some(options));
+        let write_pool = sea_orm::Database::connect(options.clone()).await?;
+        let (read_pool, options) = (write_pool.clone(), Some(options));
         let schema = self.schema.clone();
-        Ok(Self { writing, reading, turn: None, schema, options, beginning: TaskTracker::new() })
+        Ok(Self {
+            write_pool,
+            read_pool,
+            write_permit: None,
+            schema,
+            options,
+            begin_tasks: TaskTracker::new(),
+        })
     }
 }
 
@@ -156,7 +163,7 @@ impl Database {
 ///
 /// What is written once stays: as unused pages of the database, and in the file of the write-ahead log for as long as the database is open.
 async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
-    let fill = format!("CREATE TABLE reserve AS SELECT zeroblob({RESERVE}) AS room");
+    let fill = format!("CREATE TABLE reserve AS SELECT zeroblob({RESERVED_BYTES}) AS room");
     for statement in ["DROP TABLE IF EXISTS reserve", &fill, "DROP TABLE reserve"] {
         connection.execute_unprepared(statement).await?;
     }
@@ -167,7 +174,7 @@ async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
 ///
 /// When a disk is full SQLite may roll a transaction back by itself. The driver, which does not notice, would go on counting it, and make
 /// every later transaction a part of one that is never committed. A connection like that is closed.
-async fn is_outside_of_transactions(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
+async fn is_reusable(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
     if connection.is_in_transaction() {
         // A rollback that was asked for when the transaction was dropped may still be under way.
         connection.ping().await?;
@@ -177,8 +184,8 @@ async fn is_outside_of_transactions(connection: &mut SqliteConnection) -> Result
 
 /// PostgreSQL keeps the plan of a statement until somebody has analyzed its tables, which is a minute or more; one that was made when a table
 /// was nearly empty reads all of it, however large it has become since. How large tables are it sees whenever it plans.
-async fn forgets_plans_now_and_then(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
-    if rand::rng().random_ratio(1, PLANNED_FOR) {
+async fn discard_plans_sometimes(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+    if rand::rng().random_ratio(1, USES_PER_PLAN) {
         connection.execute("DISCARD PLANS").await?;
     }
     Ok(true)

@@ -20,7 +20,7 @@ pub struct Settings {
 
 impl<T: Into<String>> From<T> for Settings {
     fn from(url: T) -> Self {
-        Self { url: url.into(), schema: None, connections: CONNECTIONS, migrate: true, wait: false }
+        Self { url: url.into(), schema: None, connections: DEFAULT_CONNECTIONS, migrate: true, wait: false }
     }
 }
 
@@ -61,11 +61,11 @@ pub fn sqlite_url(path: &str) -> String {
 /// The path in the address of a SQLite database.
 pub(crate) fn sqlite_path(url: &str) -> Option<String> {
     let path = url.split('?').next().unwrap_or_default().strip_prefix("sqlite:")?;
-    Some(decoded(path.strip_prefix("//").unwrap_or(path)))
+    Some(percent_decode(path.strip_prefix("//").unwrap_or(path)))
 }
 
 /// Replaces `%` and two hex digits by the byte that they name, as the driver does. What is no UTF-8 then is refused by the driver.
-fn decoded(text: &str) -> String {
+fn percent_decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((first, after)) = rest.split_first() {
         let digits =
@@ -77,10 +77,10 @@ fn decoded(text: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-const CONNECTIONS: u32 = 16;
+const DEFAULT_CONNECTIONS: u32 = 16;
 
 /// How long the database is left alone when it did not answer.
-pub(crate) const PAUSE: Duration = Duration::from_secs(1);
+pub(crate) const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Settings of a service that has a database.
 #[derive(Debug, Clone, clap::Args)]
@@ -97,7 +97,7 @@ pub struct DatabaseArgs {
         long,
         env = "GANTRY_DATABASE_CONNECTIONS",
         value_name = "COUNT",
-        default_value_t = CONNECTIONS,
+        default_value_t = DEFAULT_CONNECTIONS,
         value_parser = clap::value_parser!(u32).range(3..=1000)
     )]
     database_connections: u32,
@@ -119,7 +119,7 @@ impl DatabaseArgs {
     /// Refuses what cannot be used together.
     pub fn check(&self) -> Result<(), crate::ConnectError> {
         if self.database_schema.is_some() && self.database_url.starts_with("sqlite:") {
-            return Err(crate::ConnectError::NoSchemas);
+            return Err(crate::ConnectError::SchemaUnsupported);
         }
         Ok(())
     }

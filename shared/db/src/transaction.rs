@@ -13,14 +13,14 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tracing::Instrument;
 
 use crate::Database;
-use crate::error::is_transient;
-use crate::open::ACQUIRE;
+use crate::error::is_conflict;
+use crate::open::ACQUIRE_TIMEOUT;
 
 /// How often a transaction is tried again before its failure is told.
-const ATTEMPTS: u32 = 12;
+const MAX_ATTEMPTS: u32 = 12;
 
 /// No transaction is tried again after this long: whoever asked has given up by then, and will ask again.
-const PATIENCE: Duration = Duration::from_secs(10);
+const RETRY_WINDOW: Duration = Duration::from_secs(10);
 
 impl Database {
     /// Runs `change` in one transaction and commits it, unless it fails. What the database gave up in favour of another is tried again
@@ -35,7 +35,7 @@ impl Database {
         T: Send,
         E: Error + From<DbErr> + Send + 'static,
     {
-        again(|| self.write_once(&change)).await
+        retry_conflicts(|| self.write_once(&change)).await
     }
 
     async fn write_once<T, E, F>(&self, change: &(impl Fn(Transaction) -> F + Send + Sync)) -> Result<T, E>
@@ -44,8 +44,8 @@ impl Database {
         T: Send,
         E: From<DbErr> + Send,
     {
-        let _turn = match &self.turn {
-            Some(turn) => Some(take_turn(turn).await?),
+        let _permit = match &self.write_permit {
+            Some(permit) => Some(acquire_write_permit(permit).await?),
             None => None,
         };
         let transaction = Arc::new(self.begin().await?);
@@ -75,9 +75,9 @@ impl Database {
             sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
             ..TransactionOptions::default()
         };
-        let writing = self.writing.clone();
-        let begins = async move { writing.begin_with_options(options).await };
-        self.beginning.spawn(begins.in_current_span()).await.unwrap_or_else(|error| {
+        let write_pool = self.write_pool.clone();
+        let begins = async move { write_pool.begin_with_options(options).await };
+        self.begin_tasks.spawn(begins.in_current_span()).await.unwrap_or_else(|error| {
             match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
                 Err(error) => Err(DbErr::Custom(error.to_string())),
@@ -87,7 +87,7 @@ impl Database {
 }
 
 /// Does what may be tried again for as long as the database gives it up in favour of another, for a while.
-async fn again<T, E, F>(once: impl Fn() -> F) -> Result<T, E>
+async fn retry_conflicts<T, E, F>(once: impl Fn() -> F) -> Result<T, E>
 where
     F: Future<Output = Result<T, E>>,
     E: Error + 'static,
@@ -96,7 +96,7 @@ where
     loop {
         attempt += 1;
         match once().await {
-            Err(error) if attempt < ATTEMPTS && begun.elapsed() < PATIENCE && is_transient(&error) => {
+            Err(error) if attempt < MAX_ATTEMPTS && begun.elapsed() < RETRY_WINDOW && is_conflict(&error) => {
                 let most = 2_u64.pow(attempt.min(8));
                 let pause = Duration::from_millis(rand::rng().random_range(0..=most));
                 tracing::debug!(attempt, error = %error, "transaction given up in favour of another");
@@ -108,9 +108,9 @@ where
 }
 
 /// Waits for the turn to write, no longer than for a connection.
-async fn take_turn(turn: &Semaphore) -> Result<SemaphorePermit<'_>, DbErr> {
-    match tokio::time::timeout(ACQUIRE, turn.acquire()).await {
-        Ok(Ok(turn)) => Ok(turn),
+async fn acquire_write_permit(semaphore: &Semaphore) -> Result<SemaphorePermit<'_>, DbErr> {
+    match tokio::time::timeout(ACQUIRE_TIMEOUT, semaphore.acquire()).await {
+        Ok(Ok(permit)) => Ok(permit),
         Err(_) => Err(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout)),
         Ok(Err(_)) => Err(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed)),
     }

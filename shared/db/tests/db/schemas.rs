@@ -67,7 +67,7 @@ async fn who_has_connections_of_its_own_sees_the_same_and_waits_for_nobody() {
     let fresh = testing::databases::postgres().await;
     let settings = Settings { schema: Some("one".to_owned()), connections: 2, ..(&*fresh.url).into() };
     let database = Database::open::<Old>(&settings).await.expect("open");
-    let apart = database.apart(1).await.expect("connected");
+    let apart = database.with_own_connections(1).await.expect("connected");
     let all =
         [database.read().begin().await, database.read().begin().await].map(|begun| begun.expect("begun"));
     add(&apart, 1).await;
@@ -75,7 +75,7 @@ async fn who_has_connections_of_its_own_sees_the_same_and_waits_for_nobody() {
     drop(all);
     assert_eq!(rows(&database).await, [1]);
     let alone = Database::open::<Old>(&(&*testing::databases::sqlite().url).into()).await.expect("open");
-    let apart = alone.apart(1).await.expect("connected");
+    let apart = alone.with_own_connections(1).await.expect("connected");
     add(&apart, 2).await;
     assert_eq!(rows(&alone).await, [2], "SQLite has one that writes");
 }
@@ -99,21 +99,21 @@ async fn whoever_may_not_migrate_refuses_what_is_older_and_everybody_what_is_new
         let may_not = Settings { migrate: false, ..may.clone() };
         let refused = Database::open::<Old>(&may_not).await.expect_err("it is empty");
         assert!(
-            matches!(&refused, ConnectError::Older { missing } if missing == &["0001_first"]),
+            matches!(&refused, ConnectError::SchemaTooOld { missing } if missing == &["0001_first"]),
             "{refused}"
         );
         Database::open::<Old>(&may).await.expect("migrated");
         Database::open::<Old>(&may_not).await.expect("it is of this program");
         let refused = Database::open::<New>(&may_not).await.expect_err("it is older");
         assert!(
-            matches!(&refused, ConnectError::Older { missing } if missing == &["0002_second"]),
+            matches!(&refused, ConnectError::SchemaTooOld { missing } if missing == &["0002_second"]),
             "{refused}"
         );
         Database::open::<New>(&may).await.expect("migrated");
         for settings in [&may, &may_not] {
             let refused = Database::open::<Old>(settings).await.expect_err("it is newer");
             assert!(
-                matches!(&refused, ConnectError::Newer { unknown } if unknown == &["0002_second"]),
+                matches!(&refused, ConnectError::SchemaTooNew { unknown } if unknown == &["0002_second"]),
                 "{refused}"
             );
         }
@@ -175,13 +175,13 @@ async fn one_that_does_not_answer_is_waited_for_and_one_that_refuses_is_not() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("it").port();
     let nobody = Settings::from(format!("postgres://postgres@127.0.0.1:{port}/nothing"));
     let refused = Database::open::<Old>(&nobody).await.expect_err("nobody listens");
-    assert!(refused.is_no_answer(), "{refused}");
+    assert!(refused.is_unavailable(), "{refused}");
 
     let there = testing::databases::postgres().await;
     let (server, _) = there.url.rsplit_once('/').expect("a database");
     let wrong = Settings { wait: true, ..format!("{server}/there_is_none").into() };
     let refused = Database::open::<Old>(&wrong).await.expect_err("there is no such database");
-    assert!(!refused.is_no_answer(), "{refused}");
+    assert!(!refused.is_unavailable(), "{refused}");
 }
 
 #[tokio::test]
@@ -193,9 +193,9 @@ async fn a_database_that_goes_away_is_told_from_a_statement_that_fails() {
         said.expect_err("it fails")
     };
     let wrong = say("INSERT INTO thing (n) VALUES (NULL)").await;
-    assert!(!gantry_db::is_away(&wrong), "{wrong}");
+    assert!(!gantry_db::is_retryable(&wrong), "{wrong}");
     let away = say("SELECT pg_terminate_backend(pg_backend_pid())").await;
-    assert!(gantry_db::is_away(&away), "{away}");
+    assert!(gantry_db::is_retryable(&away), "{away}");
     let busy = say("DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '40001'; END $$").await;
-    assert!(gantry_db::is_away(&busy), "{busy}");
+    assert!(gantry_db::is_retryable(&busy), "{busy}");
 }
