@@ -1,4 +1,7 @@
-//! Errors of databases, and their classification.
+//! Errors of databases and their classification.
+//!
+//! Three questions decide what happens after an error: whether the database is unavailable, whether a transaction
+//! conflicted with another one, and whether a SQLite file is damaged.
 
 use std::error::Error;
 
@@ -7,66 +10,72 @@ use sea_orm::{DbErr, RuntimeErr};
 
 use crate::Settings;
 
-/// A database could not be opened or brought to the present schema.
+/// An error of opening or migrating a database.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The address is of no database that we know.
-    #[error("{0:?} is neither postgres://… nor sqlite://…")]
+    /// The URL has a scheme other than `postgres:`, `postgresql:` or `sqlite:`.
+    #[error("cannot open a database with a URL of scheme {0:?}: use postgres://… or sqlite:///path")]
     UnknownScheme(String),
-    /// The lock file beside a SQLite database cannot be had.
+    /// The lock file beside a SQLite database cannot be opened or locked.
     #[error("cannot lock {path}")]
     Lock {
         /// The lock file.
         path: String,
-        /// What the system said.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// A schema was named for a database that has none.
+    /// The settings name a schema, and the database is SQLite.
     #[error("SQLite has no schemas: leave out --database-schema")]
     SchemaUnsupported,
-    /// It was asked not to migrate, and the database is that of an older program.
-    #[error("the schema is older than this program, it lacks {}: run `migrate`, or leave out --no-migrate", missing.join(", "))]
+    /// The database lacks migrations of this program, and the settings forbid to apply them.
+    #[error(
+        "cannot use the database: it lacks the migrations {}; run `migrate`, or leave out --no-migrate",
+        missing.join(", ")
+    )]
     SchemaTooOld {
-        /// What has not been applied.
+        /// The migrations that have not been applied.
         missing: Vec<String>,
     },
     /// The database was migrated by a newer program.
-    #[error("the schema is newer than this program, it has {}: start a newer program", unknown.join(", "))]
+    #[error(
+        "cannot use the database: it has the migrations {} of a newer version; start that version",
+        unknown.join(", ")
+    )]
     SchemaTooNew {
-        /// What was applied that this program does not know.
+        /// The applied migrations that this program does not know.
         unknown: Vec<String>,
     },
-    /// What its migrations are called is what ours are called, and they made something else.
+    /// Migrations with the names of this program's migrations have created another schema.
     #[error(
-        "{place} was made by another build of this program ({what}). Nothing in it was changed: start that build, or begin with an empty \
-         database"
+        "cannot use {place}: another build of this program created it ({what}). The database is unchanged. Start that build, or \
+         use an empty database"
     )]
     OtherSchema {
         /// The database.
         place: String,
-        /// What is different.
+        /// The difference between the two schemas.
         what: String,
     },
-    /// The database is damaged.
+    /// The file of a SQLite database is damaged.
     #[error(
-        "{place} is damaged, or the files beside it (-wal, -shm) are not its own: where it was copied from elsewhere, remove those that \
-         did not come with it"
+        "cannot use {place}: it is damaged, or the files beside it (-wal, -shm) belong to another database. If {place} is a copy, \
+         remove the -wal and -shm files that were not copied with it"
     )]
     Malformed {
         /// The database.
         place: String,
-        /// What it said.
+        /// The error of SQLite.
         #[source]
         source: DbErr,
     },
-    /// The database does not answer, or refused.
+    /// The database is unavailable, or rejected the connection or a statement.
     #[error("cannot open the database")]
     Database(#[from] DbErr),
 }
 
 impl ConnectError {
-    /// The same, as what it is for the database of `settings`.
+    /// Turns an error of a damaged file into [`ConnectError::Malformed`], which names the database of `settings`.
     pub(crate) fn with_place(self, settings: &Settings) -> Self {
         match self {
             Self::Database(source) if is_malformed(&source) => {
@@ -76,7 +85,8 @@ impl ConnectError {
         }
     }
 
-    /// Whether nobody answered, or only to say that it is too early, or too many called: later it may be another.
+    /// Whether the database is unavailable: it does not answer, starts up, shuts down, or has too many connections.
+    /// Opening it may succeed later.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
         matches!(self, Self::Database(error) if is_unavailable(error))
@@ -94,31 +104,31 @@ fn is_unavailable(error: &DbErr) -> bool {
     match &**cause {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
         sqlx::Error::Database(error) => {
-            // Starting up, shutting down (by an operator, or after a crash), too many connections.
+            // cannot_connect_now, admin_shutdown, crash_shutdown, too_many_connections.
             matches!(error.code().as_deref(), Some("57P03" | "57P01" | "57P02" | "53300"))
         }
         _ => false,
     }
 }
 
-/// Whether what was asked of a database failed for no fault of its own: nobody answered, or it was given up in favour of others as often as it
-/// was tried. It may be another later.
+/// Whether a failed call may succeed later without a change: the database was unavailable, or each try of the
+/// transaction conflicted with other transactions.
 #[must_use]
 pub fn is_retryable(error: &DbErr) -> bool {
     is_unavailable(error) || is_conflict(error)
 }
 
-/// Whether a file is no SQLite database, or a broken one.
+/// Whether a file is damaged, or is not a SQLite database.
 fn is_malformed(error: &DbErr) -> bool {
     let (DbErr::Conn(cause) | DbErr::Exec(cause) | DbErr::Query(cause)) = error else { return false };
     let RuntimeErr::SqlxError(cause) = cause else { return false };
     // SQLITE_CORRUPT, SQLITE_NOTADB.
-    let is_one = |code: &str| code.parse().is_ok_and(|code: i32| matches!(code & 0xff, 11 | 26));
-    cause.as_database_error().and_then(|error| error.code()).is_some_and(|code| is_one(&code))
+    let matches = |code: &str| code.parse().is_ok_and(|code: i32| matches!(code & 0xff, 11 | 26));
+    cause.as_database_error().and_then(|error| error.code()).is_some_and(|code| matches(&code))
 }
 
-/// Whether the database gave a transaction up in favour of another, so that trying again may succeed. Whoever has waited for a connection
-/// in vain has waited for long enough.
+/// Whether a transaction conflicted with another one, so that a retry may succeed. A timeout while waiting for a
+/// connection is not a conflict: the caller has waited long enough.
 pub(crate) fn is_conflict(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {
@@ -151,7 +161,7 @@ mod tests {
     struct CountError(#[from] DbErr);
 
     #[test]
-    fn whoever_waited_for_a_connection_in_vain_is_told_so() {
+    fn connection_timeout_is_no_conflict() {
         assert!(!is_conflict(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout))));
         assert!(!is_conflict(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed))));
         assert!(!is_conflict(&CountError(DbErr::RecordNotFound(String::new()))));

@@ -1,10 +1,13 @@
-//! The databases of the services: PostgreSQL in a cluster, SQLite (one file, one writer) when embedded.
+//! Databases of the services: PostgreSQL in a cluster, SQLite (one file, one writer) when embedded.
 //!
-//! [`Database::connect`] migrates under a lock, so that any number of replicas may start at once. [`Database::write`] is the
-//! only way to change something: one transaction, begun as a writer, and tried again when the database had to give it up in
-//! favour of another; [`Batcher`] has many calls share one. [`Database::read`] is for what changes nothing.
+//! - [`Database::connect`] opens a database and migrates it under a lock. Any number of replicas may start at once.
+//! - [`Database::write`] runs a write transaction, and retries it if it conflicts with another transaction. Nothing else
+//!   changes rows.
+//! - [`Database::read`] returns the connections for queries.
+//! - [`Batcher`] runs the calls of many callers in one transaction.
 //!
-//! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
+//! Invariant: a change is durable when [`Database::write`] returns. SQLite runs with `synchronous=FULL`, PostgreSQL with
+//! its default.
 
 mod batch;
 mod error;
@@ -27,49 +30,51 @@ pub use migrate::{Migrations, SqlMigration};
 pub use settings::{DatabaseArgs, Settings, sqlite_url};
 pub use transaction::Transaction;
 
-/// A service's own database. Cheap to clone.
+/// The database of one service. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Database {
-    /// For transactions. Of SQLite: one connection, always the same, which so knows all that is in the file and reads nothing twice.
+    /// Connections for write transactions. On SQLite, one connection, whose page cache stays valid because no other
+    /// connection writes.
     write_pool: DatabaseConnection,
-    /// For everything else. Of PostgreSQL: the same connections.
+    /// Connections for queries. On PostgreSQL, the connections of `write_pool`.
     read_pool: DatabaseConnection,
-    /// Of SQLite: whose turn it is to write. Those who wait do so in line instead of failing as busy.
+    /// On SQLite, a semaphore with one permit. Writers queue for it instead of failing with `SQLITE_BUSY`.
     write_permit: Option<Arc<Semaphore>>,
-    /// Of PostgreSQL: where our tables are, unless that is the default.
+    /// On PostgreSQL, the schema of the tables. `None` means the default of the server.
     schema: Option<String>,
-    /// Of PostgreSQL: how it is connected to.
+    /// On PostgreSQL, the options for further connections.
     options: Option<ConnectOptions>,
-    /// Transactions that are begin_tasks.
+    /// Tasks that begin a transaction.
     begin_tasks: TaskTracker,
 }
 
 impl Database {
-    /// Whether the database answers, as somebody whom it matters to would have it said.
+    /// Checks that the database answers a query. The error is the error chain, for operators.
     pub async fn ping(&self) -> Result<(), String> {
-        let asked = self.read_pool.execute_unprepared("SELECT 1").await;
-        asked.map(drop).map_err(|error| domain::error_chain(&error))
+        let reply = self.read_pool.execute_unprepared("SELECT 1").await;
+        reply.map(drop).map_err(|error| domain::error_chain(&error))
     }
 
-    /// Closes it once nobody uses it any more. Of SQLite, what was written is in the file then, and none is beside it.
+    /// Closes all connections, after the last call that uses them. On SQLite this also writes the write-ahead log back
+    /// to the database file and deletes the log.
     pub async fn close(self) {
         self.begin_tasks.close();
         self.begin_tasks.wait().await;
-        // The last one that is closed writes the log back.
+        // The last connection that SQLite closes writes the log back.
         for connection in [self.read_pool, self.write_pool] {
             if let Err(error) = connection.close().await {
-                tracing::warn!(%error, "the database cannot be closed");
+                tracing::warn!(%error, "cannot close the database");
             }
         }
     }
 
-    /// For what changes nothing: each statement sees what was committed before it.
+    /// Returns the connections for queries. Each statement sees all transactions that were committed before it.
     #[must_use]
     pub fn read(&self) -> &DatabaseConnection {
         &self.read_pool
     }
 
-    /// Whether this is SQLite, which takes one writer at a time.
+    /// Whether this database is SQLite, which admits one writer at a time.
     #[must_use]
     pub fn is_sqlite(&self) -> bool {
         self.write_permit.is_some()

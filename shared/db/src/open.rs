@@ -1,4 +1,6 @@
-//! Opening of databases.
+//! Opening of databases, with the options of their connections.
+//!
+//! [`Database::open`] takes the lock of a SQLite file, connects, migrates, and returns the database.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,26 +13,30 @@ use tokio_util::task::TaskTracker;
 
 use crate::{ConnectError, Database, Migrations, Settings, migrate, settings};
 
-/// How long a connection, or the turn to write, is waited for.
+/// Longest wait for a connection of the pool, or for the write permit of SQLite.
 pub(crate) const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a connection to PostgreSQL was idle that is tried before it is used. One that was used since then fails who comes next where the
-/// server has gone in this second, as it fails those who use one at that moment.
+/// Idle time after which a connection to PostgreSQL is tested before its next use. If the server closes a connection
+/// within that time, the next statement fails, like statements that run at that moment.
 const TEST_IDLE_AFTER: Duration = Duration::from_secs(1);
 
-/// How many statements each connection keeps prepared: more than a service has. One that is not kept is parsed and planned each time.
+/// Number of prepared statements that each connection caches. It exceeds the number of statements of any service. A
+/// statement outside of the cache is parsed and planned at each use.
 const STATEMENT_CACHE_SIZE: usize = 500;
 
-/// For how many uses of a connection PostgreSQL plans a statement, on average. To plan all statements of a transaction takes about as long as to
-/// carry them out once.
+/// Average number of uses of a PostgreSQL connection between two planning runs. Planning all statements of a
+/// transaction takes about as long as running them once.
 const USES_PER_PLAN: u32 = 200;
 
-/// What a page costs PostgreSQL by an index, beside one of a whole table: what we look for is mostly in memory, and nothing turns.
+/// Cost of a page read through an index, relative to a sequential read (`random_page_cost` of PostgreSQL). The value
+/// suits data that is mostly in memory or on disks without seek times.
 const RANDOM_PAGE_COST: &str = "1.1";
 
-/// What keeps PostgreSQL to indexes ([`Migrations::BY_INDEX`]). What there is no index for it reads as a whole all the same, and believes that to be so dear that
-/// it would compile such a statement. With one way to do it a plan is the same for all values, and is made once: by itself PostgreSQL plans some of our
-/// statements at each use, for it believes that it knows more of these values than of others.
+/// Options of PostgreSQL that make it use indexes ([`Migrations::BY_INDEX`]).
+///
+/// PostgreSQL still scans a table without a suitable index. It then estimates a high cost, for which it would compile
+/// the statement. `jit=off` prevents that. `force_generic_plan` makes one plan for all values. Without it, PostgreSQL
+/// plans some statements at each use, because it expects a better plan for the values at hand.
 const INDEX_OPTIONS: [(&str, &str); 5] = [
     ("enable_seqscan", "off"),
     ("enable_hashjoin", "off"),
@@ -39,30 +45,31 @@ const INDEX_OPTIONS: [(&str, &str); 5] = [
     ("plan_cache_mode", "force_generic_plan"),
 ];
 
-/// How many read from SQLite at a time. They do not wait for the one that writes.
+/// Number of connections that read from SQLite. Readers do not wait for the writer.
 const SQLITE_READERS: u32 = 2;
 
-/// How much room SQLite takes beforehand, in bytes: as much as its log grows to before it is written back.
+/// Bytes of disk space that SQLite reserves: the size at which its write-ahead log is written back.
 const RESERVED_BYTES: u32 = 4 << 20;
 
 impl Database {
-    /// Opens `url` (`postgres://…`, or `sqlite:///path`, made when it is missing) and brings it to the schema of `M`.
+    /// Opens the database at `url` (`postgres://…` or `sqlite:///path`) and migrates it to the schema of `M`. A missing
+    /// SQLite file is created.
     pub async fn connect<M: Migrations>(url: &str) -> Result<Self, ConnectError> {
         Self::open::<M>(&url.into()).await
     }
 
-    /// Opens the database that `settings` name, and brings it to the schema of `M` unless they forbid that.
+    /// Opens the database of `settings`, and migrates it to the schema of `M` unless the settings forbid that.
     pub async fn open<M: Migrations>(settings: &Settings) -> Result<Self, ConnectError> {
-        let mut said = None;
+        let mut logged = None;
         loop {
             let opened = Self::open_once::<M>(settings).await;
             match opened.map_err(|error| error.with_place(settings)) {
                 Err(error) if settings.wait && error.is_unavailable() => {
                     let error = domain::error_chain(&error);
-                    // Once for each thing that is wrong.
-                    if said.as_ref() != Some(&error) {
-                        tracing::warn!(error, "waits for the database");
-                        said = Some(error);
+                    // The log has each distinct error once.
+                    if logged.as_ref() != Some(&error) {
+                        tracing::warn!(error, "waiting for the database");
+                        logged = Some(error);
                     }
                     tokio::time::sleep(settings::RETRY_INTERVAL).await;
                 }
@@ -81,7 +88,8 @@ impl Database {
         options.sqlx_logging(false).acquire_timeout(ACQUIRE_TIMEOUT);
         if url.starts_with("sqlite:") {
             use sea_orm::sqlx::sqlite::{SqliteJournalMode, SqliteSynchronous};
-            // One writer at a time is the fastest that SQLite can be. A file does not hang up: no connection is tried before it is used.
+            // SQLite is fastest with one writer at a time. A connection to a file cannot be lost, so it is not tested
+            // before use.
             options.max_connections(1).min_connections(1).test_before_acquire(false);
             options.map_sqlx_sqlite_opts(|options| {
                 options
@@ -104,7 +112,7 @@ impl Database {
                     .options([("random_page_cost", RANDOM_PAGE_COST)])
                     .options(index_options.iter().copied())
             });
-            // Tried only after a while: to ask and wait for an answer before each use takes as long as most statements.
+            // A test before each use takes as long as most statements.
             options.test_before_acquire_if_idle_for(TEST_IDLE_AFTER);
             options.map_sqlx_postgres_pool_opts(|pool| {
                 pool.after_release(|connection, _| Box::pin(discard_plans_sometimes(connection)))
@@ -129,7 +137,7 @@ impl Database {
             return Ok(Self { write_pool, read_pool, write_permit: None, schema, options, begin_tasks });
         }
         if let Err(error) = reserve_room(&write_pool).await {
-            tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
+            tracing::warn!(%error, "cannot reserve disk space for the database");
         }
         options.max_connections(SQLITE_READERS).min_connections(SQLITE_READERS);
         let read_pool = sea_orm::Database::connect(options).await?;
@@ -137,8 +145,10 @@ impl Database {
         Ok(Self { write_pool, read_pool, write_permit, schema: None, options: None, begin_tasks })
     }
 
-    /// The same database by so many connections of its own, for who asks it all the time: a connection that is used again and again has its plans and what
-    /// they read at hand, and those of a pool are used in turns. None, or SQLite, which has one that writes: this very one.
+    /// Returns the same database with a separate pool of `connections` connections, for a component that queries all the
+    /// time. A connection in constant use keeps its plans and caches, while a shared pool rotates its connections.
+    ///
+    /// Returns a clone of `self` if `connections` is 0 or the database is SQLite.
     pub async fn with_own_connections(&self, connections: u32) -> Result<Self, DbErr> {
         let Some(mut options) = self.options.clone().filter(|_| connections > 0) else {
             return Ok(self.clone());
@@ -158,10 +168,11 @@ impl Database {
     }
 }
 
-/// Has SQLite take room on the disk before it needs it, so that it goes on when somebody else fills the disk: how else would
-/// be written down what ends, and what may be deleted to make room again?
+/// Reserves disk space for SQLite, so that small writes succeed when another program fills the disk. A service needs
+/// them to record what ended, and to delete data.
 ///
-/// What is written once stays: as unused pages of the database, and in the file of the write-ahead log for as long as the database is open.
+/// The space stays reserved as unused pages of the database, and as the file of the write-ahead log while the database
+/// is open.
 async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
     let fill = format!("CREATE TABLE reserve AS SELECT zeroblob({RESERVED_BYTES}) AS room");
     for statement in ["DROP TABLE IF EXISTS reserve", &fill, "DROP TABLE reserve"] {
@@ -170,20 +181,22 @@ async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
     Ok(())
 }
 
-/// Whether a connection may be used again.
+/// Whether a connection to SQLite is outside of a transaction. If not, the pool closes it.
 ///
-/// When a disk is full SQLite may roll a transaction back by itself. The driver, which does not notice, would go on counting it, and make
-/// every later transaction a part of one that is never committed. A connection like that is closed.
+/// SQLite may roll back a transaction without a request when the disk is full. The driver does not notice, and would
+/// nest every later transaction in one that is never committed.
 async fn is_reusable(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
     if connection.is_in_transaction() {
-        // A rollback that was asked for when the transaction was dropped may still be under way.
+        // Waits for the rollback that the drop of a transaction has requested.
         connection.ping().await?;
     }
     Ok(!connection.is_in_transaction())
 }
 
-/// PostgreSQL keeps the plan of a statement until somebody has analyzed its tables, which is a minute or more; one that was made when a table
-/// was nearly empty reads all of it, however large it has become since. How large tables are it sees whenever it plans.
+/// Discards the cached plans of a connection at one of [`USES_PER_PLAN`] uses.
+///
+/// PostgreSQL keeps a plan until its tables are analyzed, which takes a minute or more. A plan for a nearly empty table
+/// scans the whole table, even after it has grown. PostgreSQL reads the current size of a table at each planning.
 async fn discard_plans_sometimes(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
     if rand::rng().random_ratio(1, USES_PER_PLAN) {
         connection.execute("DISCARD PLANS").await?;

@@ -1,4 +1,6 @@
-//! Write transactions.
+//! Write transactions, with retries of conflicts.
+//!
+//! [`Database::write`] is the only entry. On SQLite a semaphore admits one writer at a time.
 
 use std::error::Error;
 use std::ops::Deref;
@@ -16,19 +18,19 @@ use crate::Database;
 use crate::error::is_conflict;
 use crate::open::ACQUIRE_TIMEOUT;
 
-/// How often a transaction is tried again before its failure is told.
+/// Maximum number of tries of a transaction.
 const MAX_ATTEMPTS: u32 = 12;
 
-/// No transaction is tried again after this long: whoever asked has given up by then, and will ask again.
+/// Time after which a transaction is not retried. Its caller has timed out by then, and repeats the call.
 const RETRY_WINDOW: Duration = Duration::from_secs(10);
 
 impl Database {
-    /// Runs `change` in one transaction and commits it, unless it fails. What the database gave up in favour of another is tried again
-    /// for a while.
+    /// Runs `change` in one transaction, and commits the transaction if `change` succeeds. A transaction that conflicts
+    /// with another one is retried, at most [`MAX_ATTEMPTS`] times within [`RETRY_WINDOW`].
     ///
-    /// `change` may run several times, and must have no other effect than on the transaction; no network call happens in it. It gets
-    /// the transaction itself and not a reference, for the compiler cannot see that a future may go to another thread when
-    /// it holds for every lifetime; it must not keep it.
+    /// `change` may run several times. It must have no effects outside of the transaction, and must not make network
+    /// calls. It must not keep the transaction. It receives the transaction by value, because the compiler cannot prove
+    /// `Send` for a future that borrows it for any lifetime.
     pub async fn write<T, E, F>(&self, change: impl Fn(Transaction) -> F + Send + Sync) -> Result<T, E>
     where
         F: Future<Output = Result<T, E>> + Send,
@@ -49,35 +51,40 @@ impl Database {
             None => None,
         };
         let transaction = Arc::new(self.begin().await?);
-        let answer = change(Transaction(transaction.clone())).await;
-        let transaction = Arc::into_inner(transaction)
-            .ok_or_else(|| DbErr::Custom("a transaction was kept beyond its end".to_owned()))?;
-        match answer {
-            Ok(answer) => {
+        let result = change(Transaction(transaction.clone())).await;
+        let transaction = Arc::into_inner(transaction).ok_or_else(|| {
+            DbErr::Custom("cannot commit the transaction: its user has kept a reference".to_owned())
+        })?;
+        match result {
+            Ok(value) => {
                 transaction.commit().await?;
-                Ok(answer)
+                Ok(value)
             }
             Err(error) => {
-                // The error that matters is the first; a connection that cannot roll back is closed.
+                // The caller needs the first error. The pool closes a connection that cannot roll back.
                 if let Err(rollback) = transaction.rollback().await {
-                    tracing::debug!(error = %rollback, "rollback failed");
+                    tracing::debug!(error = %rollback, "cannot roll back a transaction");
                 }
                 Err(error)
             }
         }
     }
 
-    /// Begins a transaction. It is a task of its own that does, which sees it through and rolls it back where whoever asked is gone by then: the
-    /// driver knows of no transaction before PostgreSQL has answered, and would have the connection used again within it.
+    /// Begins a transaction in a separate task. If the caller is dropped meanwhile, the task still completes the begin, and the
+    /// drop of its result rolls the transaction back.
+    ///
+    /// The driver records a transaction only after the reply of PostgreSQL. If the begin were cancelled before, the pool
+    /// would reuse the connection inside of the transaction.
     async fn begin(&self) -> Result<DatabaseTransaction, DbErr> {
         let options = TransactionOptions {
-            // A deferred transaction that reads first fails at once when another writes: the busy timeout does not apply.
+            // A deferred transaction that starts with a read fails at once if another one writes. The busy timeout does
+            // not apply to it.
             sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
             ..TransactionOptions::default()
         };
         let write_pool = self.write_pool.clone();
-        let begins = async move { write_pool.begin_with_options(options).await };
-        self.begin_tasks.spawn(begins.in_current_span()).await.unwrap_or_else(|error| {
+        let begin = async move { write_pool.begin_with_options(options).await };
+        self.begin_tasks.spawn(begin.in_current_span()).await.unwrap_or_else(|error| {
             match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
                 Err(error) => Err(DbErr::Custom(error.to_string())),
@@ -86,7 +93,7 @@ impl Database {
     }
 }
 
-/// Does what may be tried again for as long as the database gives it up in favour of another, for a while.
+/// Runs `once`, and repeats it after each conflict until a limit is reached.
 async fn retry_conflicts<T, E, F>(once: impl Fn() -> F) -> Result<T, E>
 where
     F: Future<Output = Result<T, E>>,
@@ -97,9 +104,9 @@ where
         attempt += 1;
         match once().await {
             Err(error) if attempt < MAX_ATTEMPTS && begun.elapsed() < RETRY_WINDOW && is_conflict(&error) => {
-                let most = 2_u64.pow(attempt.min(8));
-                let pause = Duration::from_millis(rand::rng().random_range(0..=most));
-                tracing::debug!(attempt, error = %error, "transaction given up in favour of another");
+                let max_millis = 2_u64.pow(attempt.min(8));
+                let pause = Duration::from_millis(rand::rng().random_range(0..=max_millis));
+                tracing::debug!(attempt, error = %error, "retrying a transaction after a conflict");
                 tokio::time::sleep(pause).await;
             }
             done => return done,
@@ -107,7 +114,7 @@ where
     }
 }
 
-/// Waits for the turn to write, no longer than for a connection.
+/// Waits for the write permit of SQLite, for at most [`ACQUIRE_TIMEOUT`].
 async fn acquire_write_permit(semaphore: &Semaphore) -> Result<SemaphorePermit<'_>, DbErr> {
     match tokio::time::timeout(ACQUIRE_TIMEOUT, semaphore.acquire()).await {
         Ok(Ok(permit)) => Ok(permit),
@@ -116,7 +123,7 @@ async fn acquire_write_permit(semaphore: &Semaphore) -> Result<SemaphorePermit<'
     }
 }
 
-/// A transaction that [`Database::write`] runs, commits and rolls back.
+/// A transaction that [`Database::write`] begins, and commits or rolls back.
 #[derive(Debug)]
 pub struct Transaction(Arc<DatabaseTransaction>);
 
@@ -166,7 +173,7 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn writers_that_read_first_lose_nothing_and_any_number_may_open_at_once() {
+    async fn concurrent_writers_lose_no_update() {
         let directory = tempfile::tempdir().expect("temporary directory");
         let url = format!("sqlite://{}/counter.db", directory.path().display());
         let mut tasks = tokio::task::JoinSet::new();
@@ -193,7 +200,7 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn writers_that_wait_keep_no_connection_from_readers() {
+    async fn waiting_writers_do_not_block_readers() {
         let directory = tempfile::tempdir().expect("temporary directory");
         let url = format!("sqlite://{}/counter.db", directory.path().display());
         let database = Database::connect::<Schema>(&url).await.expect("open");
@@ -215,7 +222,7 @@ mod tests {
             let database = database.clone();
             tasks.spawn(async move { count(&database).await.expect("count") });
         }
-        // Long enough for one of those who wait to take the other connection, if they could.
+        // Long enough for a waiting writer to take a reading connection, if it could.
         for _ in 0..200 {
             database.read().execute_unprepared("SELECT n FROM counter").await.expect("read at once");
         }
