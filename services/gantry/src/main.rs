@@ -30,7 +30,7 @@ use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 use serde_json::json;
-use server::inherited::{self, NotSet};
+use server::inherited::{self, AttributeError};
 use server::settings;
 use tokio::runtime::{Builder, Runtime};
 
@@ -76,7 +76,7 @@ fn main() -> ExitCode {
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let variables: Vec<_> = variables.collect();
-    settings::misspelt(variables.clone()).iter().for_each(|what| ui.warn(what));
+    settings::misspelled_variables(variables.clone()).iter().for_each(|what| ui.warn(what));
     let renamed = settings::renamed_variable(variables);
     let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
     let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
@@ -134,7 +134,7 @@ fn runtime(command: &Command) -> anyhow::Result<Runtime> {
 
 /// Makes this process independent of the command that started it: a session of its own, no file of the command but the log, and none
 /// of its limits. Answers what could not be set.
-fn detach() -> Vec<NotSet> {
+fn detach() -> Vec<AttributeError> {
     // It fails only for the leader of a process group, which is independent enough.
     _ = rustix::process::setsid();
     // SAFETY: nothing in this process has opened a file yet, so whatever is open beyond standard error belongs to nobody here.

@@ -137,7 +137,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
     let granting = db.with_own_connections(own).await.context("cannot open the scheduler's database once more")?;
     if !alone {
-        host.at_last(granting.clone().close());
+        host.add_cleanup(granting.clone().close());
     }
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
     let cluster = config.share_hints.then(ClusterNotifier::new);
@@ -178,7 +178,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
         features: Vec::new(),
         limits: vec![("message_bytes", MESSAGE_LIMIT as u64)],
     });
-    host.at_last(context.db.clone().close());
+    host.add_cleanup(context.db.clone().close());
     let db = context.db.clone();
     host.add_check("database", move || {
         let db = db.clone();

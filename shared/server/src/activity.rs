@@ -43,12 +43,12 @@ impl Activity {
         ActivityLayer(self.clone())
     }
 
-    fn enter(&self) -> Call {
-        self.change(1);
-        Call(self.clone())
+    fn enter(&self) -> CallGuard {
+        self.record(1);
+        CallGuard(self.clone())
     }
 
-    fn change(&self, by: isize) {
+    fn record(&self, by: isize) {
         let mut state = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         state.calls = state.calls.saturating_add_signed(by);
         state.last = Instant::now();
@@ -57,11 +57,11 @@ impl Activity {
 
 /// A call in flight.
 #[derive(Debug)]
-struct Call(Activity);
+struct CallGuard(Activity);
 
-impl Drop for Call {
+impl Drop for CallGuard {
     fn drop(&mut self) {
-        self.0.change(-1);
+        self.0.record(-1);
     }
 }
 
@@ -69,20 +69,20 @@ impl Drop for Call {
 pub(crate) struct ActivityLayer(Activity);
 
 impl<S> Layer<S> for ActivityLayer {
-    type Service = Counted<S>;
+    type Service = ActivityService<S>;
 
-    fn layer(&self, inner: S) -> Counted<S> {
-        Counted { inner, activity: self.0.clone() }
+    fn layer(&self, inner: S) -> ActivityService<S> {
+        ActivityService { inner, activity: self.0.clone() }
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Counted<S> {
+pub(crate) struct ActivityService<S> {
     inner: S,
     activity: Activity,
 }
 
-impl<S> Service<Request<Body>> for Counted<S>
+impl<S> Service<Request<Body>> for ActivityService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>> + Send,
     S::Future: Send + 'static,
@@ -101,16 +101,16 @@ where
         }
         let call = self.activity.enter();
         let response = self.inner.call(request);
-        Box::pin(async move { Ok(response.await?.map(|body| Body::new(CountedBody { body, _call: call }))) })
+        Box::pin(async move { Ok(response.await?.map(|body| Body::new(ActivityBody { body, _call: call }))) })
     }
 }
 
-struct CountedBody {
+struct ActivityBody {
     body: Body,
-    _call: Call,
+    _call: CallGuard,
 }
 
-impl HttpBody for CountedBody {
+impl HttpBody for ActivityBody {
     type Data = Bytes;
     type Error = tonic::Status;
 

@@ -21,17 +21,17 @@ struct Rules {
     /// What callers over TCP present. `None`: nothing.
     token: Option<String>,
     /// Services that verify tickets by themselves.
-    ticketed: Ticketed,
+    ticketed: TicketServices,
 }
 
 /// Services that verify tickets by themselves, and the headers in which they look for one. They may be added while others are served already;
 /// clones are the same.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ticketed(Arc<RwLock<Vec<TicketedService>>>);
+pub(crate) struct TicketServices(Arc<RwLock<Vec<TicketedService>>>);
 
 type TicketedService = (&'static str, &'static [&'static str]);
 
-impl Ticketed {
+impl TicketServices {
     pub(crate) fn add(&self, service: &'static str, headers: &'static [&'static str]) {
         self.0.write().unwrap_or_else(PoisonError::into_inner).push((service, headers));
     }
@@ -45,7 +45,7 @@ impl Ticketed {
 }
 
 impl AdmissionLayer {
-    pub(crate) fn new(token: Option<String>, ticketed: Ticketed) -> Self {
+    pub(crate) fn new(token: Option<String>, ticketed: TicketServices) -> Self {
         Self(Arc::new(Rules { token, ticketed }))
     }
 }
@@ -139,7 +139,7 @@ mod tests {
     }
 
     fn admitted(path: &str, headers: &[(&'static str, &str)], caller: Caller) -> bool {
-        let ticketed = Ticketed::default();
+        let ticketed = TicketServices::default();
         ticketed.add("gantry.runtime.v1.Volumes", &[PROXY_TICKET_HEADER, TICKET_HEADER]);
         ticketed.add("gantry.runtime.v1.Containers", &[PROXY_TICKET_HEADER]);
         let rules = Rules { token: Some("secret".to_owned()), ticketed };

@@ -17,12 +17,12 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::caller::{Caller, PIECE, ROOM, Room};
+use crate::caller::{BUDGET_UNIT, Caller, MAX_PARTIAL_BYTES, MessageBudget};
 
-/// Longest time in which [`STEP`] bytes of a message arrive, or the rest of it.
-const WITHIN: Duration = Duration::from_secs(60);
+/// Longest time in which [`STEP_BYTES`] bytes of a message arrive, or the rest of it.
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 /// In bytes. What has arrived of a message counts from the second step on: the number of calls bounds the rest.
-const STEP: usize = 64 << 10;
+const STEP_BYTES: usize = 64 << 10;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ArrivalLayer;
@@ -51,39 +51,45 @@ where
     }
 
     fn call(&mut self, request: Request<Body>) -> S::Future {
-        let room = request.extensions().get::<Caller>().map(Caller::room).unwrap_or_default();
-        self.0.call(request.map(|body| if body.is_end_stream() { body } else { bounded(body, room) }))
+        let budget = request.extensions().get::<Caller>().map(Caller::budget).unwrap_or_default();
+        self.0.call(request.map(|body| if body.is_end_stream() { body } else { bounded(body, budget) }))
     }
 }
 
 /// The messages of a call, as they arrive.
-struct Arriving {
+struct MessageStream {
     body: Body,
-    room: Room,
+    budget: MessageBudget,
     progress: Progress,
-    /// What is left of [`WITHIN`].
+    /// What is left of [`STEP_TIMEOUT`].
     left: Duration,
     /// How much of the message had arrived when that began.
     since: usize,
-    /// What the message takes of the room.
+    /// What the message takes of the budget.
     share: Option<OwnedSemaphorePermit>,
 }
 
-fn bounded(body: Body, room: Room) -> Body {
-    let arriving =
-        Arriving { body, room, progress: Progress::default(), left: WITHIN, since: 0, share: None };
-    let frames = futures::stream::unfold(Some(arriving), |arriving| async {
-        let mut arriving = arriving?;
-        let frame = arriving.next().await.transpose()?;
-        let rest = frame.is_ok().then_some(arriving);
+fn bounded(body: Body, budget: MessageBudget) -> Body {
+    let messages = MessageStream {
+        body,
+        budget,
+        progress: Progress::default(),
+        left: STEP_TIMEOUT,
+        since: 0,
+        share: None,
+    };
+    let frames = futures::stream::unfold(Some(messages), |messages| async {
+        let mut messages = messages?;
+        let frame = messages.next().await.transpose()?;
+        let rest = frame.is_ok().then_some(messages);
         Some((frame, rest))
     });
     Body::new(StreamBody::new(frames))
 }
 
-impl Arriving {
+impl MessageStream {
     async fn next(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
-        let frame = if self.progress.is_midway() {
+        let frame = if self.progress.is_partial() {
             let began = Instant::now();
             let arrived = tokio::time::timeout(self.left, self.body.frame()).await;
             self.left = self.left.saturating_sub(began.elapsed());
@@ -95,8 +101,8 @@ impl Arriving {
         if let Some(data) = frame.data_ref() {
             let before = self.progress.number;
             self.progress.pass(data);
-            if self.progress.number != before || !self.progress.is_midway() {
-                (self.left, self.since, self.share) = (WITHIN, 0, None);
+            if self.progress.number != before || !self.progress.is_partial() {
+                (self.left, self.since, self.share) = (STEP_TIMEOUT, 0, None);
             }
             self.count(self.progress.arrived())?;
         }
@@ -105,16 +111,16 @@ impl Arriving {
 
     /// Counts what has arrived of a message.
     fn count(&mut self, arrived: usize) -> Result<(), Status> {
-        if arrived.saturating_sub(self.since) >= STEP {
-            (self.left, self.since) = (WITHIN, arrived);
+        if arrived.saturating_sub(self.since) >= STEP_BYTES {
+            (self.left, self.since) = (STEP_TIMEOUT, arrived);
         }
         let counted = self.share.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-        let more = (arrived.saturating_sub(STEP) / PIECE).saturating_sub(counted);
+        let more = (arrived.saturating_sub(STEP_BYTES) / BUDGET_UNIT).saturating_sub(counted);
         if more == 0 {
             return Ok(());
         }
         let more = u32::try_from(more).unwrap_or(u32::MAX);
-        let taken = self.room.0.clone().try_acquire_many_owned(more).map_err(|_| full())?;
+        let taken = self.budget.0.clone().try_acquire_many_owned(more).map_err(|_| full())?;
         match &mut self.share {
             Some(share) => share.merge(taken),
             None => self.share = Some(taken),
@@ -124,12 +130,13 @@ impl Arriving {
 }
 
 fn late() -> Status {
-    let message = format!("a message stopped to arrive for {} s", WITHIN.as_secs());
+    let message = format!("a message stopped to arrive for {} s", STEP_TIMEOUT.as_secs());
     rpc::Reason::DeadlineExceeded.status("gantry", message)
 }
 
 fn full() -> Status {
-    let message = format!("{} MiB of messages on this connection have arrived in part", ROOM >> 20);
+    let message =
+        format!("{} MiB of messages on this connection have arrived in part", MAX_PARTIAL_BYTES >> 20);
     rpc::Reason::Unavailable.status("gantry", message)
 }
 
@@ -138,7 +145,7 @@ fn full() -> Status {
 struct Progress {
     head: [u8; 5],
     /// Bytes of the head that have arrived, while it is not whole.
-    of_head: usize,
+    head_arrived: usize,
     length: usize,
     /// Bytes of the message that have not arrived.
     rest: usize,
@@ -149,30 +156,30 @@ struct Progress {
 impl Progress {
     fn pass(&mut self, mut data: &[u8]) {
         while !data.is_empty() {
-            let wanted = if self.rest > 0 { self.rest } else { self.head.len() - self.of_head };
+            let wanted = if self.rest > 0 { self.rest } else { self.head.len() - self.head_arrived };
             let (taken, after) = data.split_at(wanted.min(data.len()));
             data = after;
             if self.rest > 0 {
                 self.rest -= taken.len();
                 continue;
             }
-            if self.of_head == 0 {
+            if self.head_arrived == 0 {
                 self.number += 1;
             }
-            self.head[self.of_head..][..taken.len()].copy_from_slice(taken);
-            self.of_head += taken.len();
+            self.head[self.head_arrived..][..taken.len()].copy_from_slice(taken);
+            self.head_arrived += taken.len();
             if let [_, a, b, c, d] = self.head
-                && self.of_head == self.head.len()
+                && self.head_arrived == self.head.len()
             {
                 self.length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
-                (self.rest, self.of_head) = (self.length, 0);
+                (self.rest, self.head_arrived) = (self.length, 0);
             }
         }
     }
 
     /// Whether a message has begun to arrive, and not all of it is there.
-    fn is_midway(&self) -> bool {
-        self.rest > 0 || self.of_head > 0
+    fn is_partial(&self) -> bool {
+        self.rest > 0 || self.head_arrived > 0
     }
 
     /// How many bytes of that message have arrived.
@@ -190,10 +197,10 @@ mod tests {
     use super::*;
 
     /// A call whose bytes are sent by the test.
-    fn call(room: &Room) -> (mpsc::Sender<Vec<u8>>, Body) {
+    fn call(budget: &MessageBudget) -> (mpsc::Sender<Vec<u8>>, Body) {
         let (send, sent) = mpsc::channel::<Vec<u8>>(8);
         let frames = ReceiverStream::new(sent).map(|data| Ok::<_, Status>(Frame::data(Bytes::from(data))));
-        (send, bounded(Body::new(StreamBody::new(frames)), room.clone()))
+        (send, bounded(Body::new(StreamBody::new(frames)), budget.clone()))
     }
 
     /// A message with so many bytes, and as many of them as `there`.
@@ -211,9 +218,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn message_that_has_begun_goes_on_or_the_call_ends() {
-        for begun in [message(10, 9), vec![0, 0], message(STEP * 9, STEP * 2)] {
-            let (send, mut body) = call(&Room::default());
-            tokio::time::sleep(WITHIN * 10).await;
+        for begun in [message(10, 9), vec![0, 0], message(STEP_BYTES * 9, STEP_BYTES * 2)] {
+            let (send, mut body) = call(&MessageBudget::default());
+            tokio::time::sleep(STEP_TIMEOUT * 10).await;
             let length = begun.len();
             send.send(begun).await.expect("read");
             assert_eq!(arrived(&mut body).await, length, "a call may be silent before a message");
@@ -229,24 +236,26 @@ mod tests {
                 }
             };
             assert!(rpc::Refusal::from(refused).is(rpc::Reason::DeadlineExceeded));
-            assert!(began.elapsed() <= WITHIN * 2, "{:?}", began.elapsed());
+            assert!(began.elapsed() <= STEP_TIMEOUT * 2, "{:?}", began.elapsed());
             assert!(body.frame().await.is_none());
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn slow_messages_arrive() {
-        let (send, mut body) = call(&Room::default());
+        let (send, mut body) = call(&MessageBudget::default());
         for _ in 0..3 {
-            send.send(message(STEP * 5, STEP)).await.expect("read");
-            assert_eq!(arrived(&mut body).await, STEP + 5);
+            send.send(message(STEP_BYTES * 5, STEP_BYTES)).await.expect("read");
+            assert_eq!(arrived(&mut body).await, STEP_BYTES + 5);
             for _ in 0..4 {
-                assert!(tokio::time::timeout(WITHIN - Duration::from_secs(1), body.frame()).await.is_err());
-                send.send(vec![7; STEP]).await.expect("read");
-                assert_eq!(arrived(&mut body).await, STEP);
+                assert!(
+                    tokio::time::timeout(STEP_TIMEOUT - Duration::from_secs(1), body.frame()).await.is_err()
+                );
+                send.send(vec![7; STEP_BYTES]).await.expect("read");
+                assert_eq!(arrived(&mut body).await, STEP_BYTES);
             }
             assert!(
-                tokio::time::timeout(WITHIN * 2, body.frame()).await.is_err(),
+                tokio::time::timeout(STEP_TIMEOUT * 2, body.frame()).await.is_err(),
                 "there is no next message yet"
             );
         }
@@ -255,11 +264,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_has_arrived_in_part_is_bounded_on_each_connection() {
         const LARGE: usize = 16 << 20;
-        let room = Room::default();
-        let free = || room.0.available_permits() * PIECE;
+        let budget = MessageBudget::default();
+        let free = || budget.0.available_permits() * BUDGET_UNIT;
         let mut calls = Vec::new();
         let refused = loop {
-            let (send, mut body) = call(&room);
+            let (send, mut body) = call(&budget);
             send.send(message(LARGE, LARGE - 1)).await.expect("read");
             match body.frame().await.expect("more") {
                 Ok(_) => calls.push((send, body)),
@@ -267,17 +276,21 @@ mod tests {
             }
         };
         assert!(rpc::Refusal::from(refused).is(rpc::Reason::Unavailable));
-        assert!((ROOM / LARGE..=ROOM / LARGE + 1).contains(&calls.len()), "{}", calls.len());
-        let (small, mut body) = call(&room);
-        small.send(message(LARGE, STEP)).await.expect("read");
-        assert_eq!(arrived(&mut body).await, STEP + 5, "what is small does not count");
+        assert!(
+            (MAX_PARTIAL_BYTES / LARGE..=MAX_PARTIAL_BYTES / LARGE + 1).contains(&calls.len()),
+            "{}",
+            calls.len()
+        );
+        let (small, mut body) = call(&budget);
+        small.send(message(LARGE, STEP_BYTES)).await.expect("read");
+        assert_eq!(arrived(&mut body).await, STEP_BYTES + 5, "what is small does not count");
         let before = free();
         let (send, body) = &mut calls[0];
         send.send(message(LARGE, LARGE - 1)[..1].to_vec()).await.expect("read");
         assert_eq!(arrived(body).await, 1, "the last byte of it");
         assert!(free() > before, "it counts no longer");
         drop(calls);
-        assert_eq!(free(), ROOM, "nor do messages of calls that have ended");
+        assert_eq!(free(), MAX_PARTIAL_BYTES, "nor do messages of calls that have ended");
     }
 
     #[test]
@@ -286,7 +299,7 @@ mod tests {
         for size in [1, 2, 5, 7, 4096, all.len()] {
             let mut progress = Progress::default();
             all.chunks(size).for_each(|piece| progress.pass(piece));
-            assert_eq!((progress.is_midway(), progress.number, progress.arrived()), (true, 4, 2), "{size}");
+            assert_eq!((progress.is_partial(), progress.number, progress.arrived()), (true, 4, 2), "{size}");
         }
     }
 }

@@ -22,15 +22,15 @@ pub struct Service {
     pub limits: Vec<(&'static str, u64)>,
 }
 
-/// Answers `Capabilities`. Clones answer the same.
+/// CapabilitiesService `Capabilities`. Clones answer the same.
 #[derive(Clone)]
-pub(crate) struct Answers {
+pub(crate) struct CapabilitiesService {
     pub(crate) services: Arc<Mutex<Vec<pb::ServiceCapabilities>>>,
     pub(crate) readiness: Readiness,
     started_at: Timestamp,
 }
 
-impl Answers {
+impl CapabilitiesService {
     pub(crate) fn new(readiness: Readiness) -> Self {
         Self { services: Arc::default(), readiness, started_at: Timestamp::now() }
     }
@@ -50,7 +50,7 @@ impl Answers {
 }
 
 #[tonic::async_trait]
-impl Capabilities for Answers {
+impl Capabilities for CapabilitiesService {
     async fn get_capabilities(
         &self,
         _: Request<pb::GetCapabilitiesRequest>,
@@ -60,7 +60,7 @@ impl Capabilities for Answers {
             services: self.services.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             instance: format!("{}:{}", host.trim(), std::process::id()),
             started_at: Some(rpc::timestamp(self.started_at)),
-            not_ready: self.readiness.why_not(),
+            not_ready: self.readiness.not_ready_reasons(),
         }))
     }
 }

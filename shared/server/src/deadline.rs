@@ -13,23 +13,23 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 /// So much earlier than tonic, whose clock has this resolution.
-const AHEAD: Duration = Duration::from_millis(1);
+const MARGIN: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeadlineLayer;
 
 impl<S> Layer<S> for DeadlineLayer {
-    type Service = Timed<S>;
+    type Service = DeadlineService<S>;
 
-    fn layer(&self, inner: S) -> Timed<S> {
-        Timed(inner)
+    fn layer(&self, inner: S) -> DeadlineService<S> {
+        DeadlineService(inner)
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Timed<S>(S);
+pub(crate) struct DeadlineService<S>(S);
 
-impl<S> Service<Request<Body>> for Timed<S>
+impl<S> Service<Request<Body>> for DeadlineService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>>,
     S::Future: Send + 'static,
@@ -48,7 +48,7 @@ where
         let response = self.0.call(request);
         let Some(deadline) = deadline else { return Box::pin(response) };
         // Before anything is waited for, so that it is before tonic's.
-        let late = tokio::time::sleep_until(deadline.checked_sub(AHEAD).unwrap_or(deadline));
+        let late = tokio::time::sleep_until(deadline.checked_sub(MARGIN).unwrap_or(deadline));
         Box::pin(async move {
             tokio::select! {
                 biased;
@@ -94,8 +94,8 @@ mod tests {
         if let Some(timeout) = timeout {
             request = request.header("grpc-timeout", timeout);
         }
-        let mut timed = DeadlineLayer.layer(inner);
-        timed.call(request.body(Body::empty()).expect("a request")).await.expect("answered")
+        let mut service = DeadlineLayer.layer(inner);
+        service.call(request.body(Body::empty()).expect("a request")).await.expect("answered")
     }
 
     #[tokio::test(start_paused = true)]

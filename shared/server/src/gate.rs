@@ -32,20 +32,20 @@ fn is_always_open(path: &str) -> bool {
 }
 
 impl<S> Layer<S> for Gate {
-    type Service = Gated<S>;
+    type Service = GatedService<S>;
 
-    fn layer(&self, inner: S) -> Gated<S> {
-        Gated { inner, gate: self.clone() }
+    fn layer(&self, inner: S) -> GatedService<S> {
+        GatedService { inner, gate: self.clone() }
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Gated<S> {
+pub(crate) struct GatedService<S> {
     inner: S,
     gate: Gate,
 }
 
-impl<S> Service<Request<Body>> for Gated<S>
+impl<S> Service<Request<Body>> for GatedService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
     S::Future: Send + 'static,

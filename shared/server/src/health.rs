@@ -28,7 +28,7 @@ pub(crate) struct HealthArgs {
 }
 
 /// Asks `endpoint` how it is with `service`. The answer is for people.
-pub(crate) async fn ask(
+pub(crate) async fn check(
     endpoint: &str,
     token: Option<&str>,
     service: &str,
@@ -48,7 +48,7 @@ pub(crate) async fn ask(
         Ok(Ok(answer)) => match answer.into_inner().status() {
             ServingStatus::Serving => Ok(format!("{about}: serving")),
             _ => {
-                let why = tokio::time::timeout(timeout, why_not(peer)).await.unwrap_or_default();
+                let why = tokio::time::timeout(timeout, not_ready_reasons(peer)).await.unwrap_or_default();
                 Err(format!(
                     "{about}: not serving: {}",
                     why.unwrap_or_else(|| "it does not say why".to_owned())
@@ -58,7 +58,7 @@ pub(crate) async fn ask(
     }
 }
 
-async fn why_not(peer: rpc::Peer) -> Option<String> {
+async fn not_ready_reasons(peer: rpc::Peer) -> Option<String> {
     use rpc::pb::capabilities::GetCapabilitiesRequest;
     use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
     let answer = CapabilitiesClient::new(peer).get_capabilities(GetCapabilitiesRequest {}).await;

@@ -18,11 +18,11 @@ const CLUSTER_OPEN_FILES: u64 = 524_288;
 /// A service with fewer open files than this says so in its log: about a hundred containers at a time need them.
 const FEW_OPEN_FILES: u64 = 4_096;
 /// Bytes of a stack: the kernel's default.
-const STACK: u64 = 8 << 20;
+const STACK_BYTES: u64 = 8 << 20;
 /// Bytes of memory that a process may lock: the kernel's default.
-const LOCKED_MEMORY: u64 = 8 << 20;
+const LOCKED_MEMORY_BYTES: u64 = 8 << 20;
 /// Bytes of POSIX message queues: the kernel's default.
-const MESSAGE_QUEUES: u64 = 819_200;
+const MESSAGE_QUEUE_BYTES: u64 = 819_200;
 
 /// A limit of a process (`RLIMIT_…`). [`UNLIMITED`] is the largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,8 +51,8 @@ pub fn container_limits() -> Vec<Limit> {
         same("RLIMIT_DATA", libc::RLIMIT_DATA, UNLIMITED),
         same("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, UNLIMITED),
         same("RLIMIT_LOCKS", libc::RLIMIT_LOCKS, UNLIMITED),
-        same("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, LOCKED_MEMORY),
-        same("RLIMIT_MSGQUEUE", libc::RLIMIT_MSGQUEUE, MESSAGE_QUEUES),
+        same("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, LOCKED_MEMORY_BYTES),
+        same("RLIMIT_MSGQUEUE", libc::RLIMIT_MSGQUEUE, MESSAGE_QUEUE_BYTES),
         same("RLIMIT_NICE", libc::RLIMIT_NICE, 0),
         same("RLIMIT_NOFILE", libc::RLIMIT_NOFILE, CONTAINER_OPEN_FILES),
         same("RLIMIT_NPROC", libc::RLIMIT_NPROC, threads),
@@ -60,7 +60,7 @@ pub fn container_limits() -> Vec<Limit> {
         same("RLIMIT_RTPRIO", libc::RLIMIT_RTPRIO, 0),
         same("RLIMIT_RTTIME", libc::RLIMIT_RTTIME, UNLIMITED),
         same("RLIMIT_SIGPENDING", libc::RLIMIT_SIGPENDING, threads),
-        limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK, UNLIMITED),
+        limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES, UNLIMITED),
     ]
 }
 
@@ -72,10 +72,10 @@ impl Limit {
     }
 
     fn read(self) -> io::Result<libc::rlimit> {
-        let mut found = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        let mut current = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: the kernel writes one record.
-        check(unsafe { libc::getrlimit(self.resource, &raw mut found) })?;
-        Ok(found)
+        check(unsafe { libc::getrlimit(self.resource, &raw mut current) })?;
+        Ok(current)
     }
 
     fn write(self, soft: u64, hard: u64) -> io::Result<()> {
@@ -86,22 +86,22 @@ impl Limit {
 
     /// Sets the soft limit, and raises the hard one where it is lower. Never lowers the hard one, which cannot be taken back.
     fn set(self) {
-        let Ok(found) = self.read() else { return };
-        if self.write(self.soft, found.rlim_max.max(self.hard)).is_err() {
+        let Ok(current) = self.read() else { return };
+        if self.write(self.soft, current.rlim_max.max(self.hard)).is_err() {
             // Only some may raise the hard one. A lower soft limit may always be set.
-            _ = self.write(self.soft.min(found.rlim_max), found.rlim_max);
+            _ = self.write(self.soft.min(current.rlim_max), current.rlim_max);
         }
     }
 }
 
 /// An attribute that could not be set.
 #[derive(Debug)]
-pub struct NotSet {
+pub struct AttributeError {
     what: &'static str,
     cause: io::Error,
 }
 
-impl fmt::Display for NotSet {
+impl fmt::Display for AttributeError {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(to, "cannot set {} of this process: {}", self.what, self.cause)
     }
@@ -115,8 +115,8 @@ pub fn prepare_service() {
     raise_open_files();
 }
 
-/// Gives a cluster that outlives its command a state that does not depend on the command. Answers what could not be set.
-pub fn prepare_cluster() -> Vec<NotSet> {
+/// Gives a cluster that outlives its command a state that does not depend on the command. CapabilitiesService what could not be set.
+pub fn prepare_cluster() -> Vec<AttributeError> {
     set_umask();
     default_signals();
     set_limits();
@@ -124,7 +124,7 @@ pub fn prepare_cluster() -> Vec<NotSet> {
     let wanted = CLUSTER_OPEN_FILES.min(allowed);
     Limit { soft: wanted, hard: wanted, ..open_files() }.set();
     raise_open_files();
-    set_scheduling().filter_map(|(what, set)| Some(NotSet { what, cause: set.err()? })).collect()
+    set_scheduling().filter_map(|(what, set)| Some(AttributeError { what, cause: set.err()? })).collect()
 }
 
 /// Sets every limit of this process to that of containers, as far as the system allows. A higher hard limit remains.
@@ -162,7 +162,7 @@ pub fn warn_of_few_open_files() {
 
 /// Whether less than a quarter of the files that this process may open are free. `open` is one of them.
 pub(crate) fn are_files_scarce(open: BorrowedFd<'_>) -> bool {
-    let most = open_files().read().map_or(UNLIMITED, |found| found.rlim_cur);
+    let most = open_files().read().map_or(UNLIMITED, |current| current.rlim_cur);
     // A new descriptor has the lowest number that is free.
     rustix::io::fcntl_dupfd_cloexec(open, 0)
         .map_or_else(|_| true, |lowest| is_scarce(lowest.as_raw_fd().unsigned_abs().into(), most))
@@ -202,9 +202,9 @@ fn open_files() -> Limit {
 
 fn raise_open_files() {
     let limit = open_files();
-    if let Ok(found) = limit.read() {
+    if let Ok(current) = limit.read() {
         // A soft limit may always be raised to the hard one; if it is not, the warning about few open files remains true.
-        _ = limit.write(found.rlim_max, found.rlim_max);
+        _ = limit.write(current.rlim_max, current.rlim_max);
     }
 }
 

@@ -50,26 +50,26 @@ pub use capabilities::Service;
 pub use deadline::deadline;
 pub use listen_args::{ListenArgs, shutdown_signal};
 pub use listener::{Listener, bind};
-pub use program::{Program, Starting, command, run};
+pub use program::{Program, StartContext, command, run};
 pub use readiness::LIVENESS;
 
-use crate::admission::{AdmissionLayer, Ticketed};
+use crate::admission::{AdmissionLayer, TicketServices};
 use crate::arrival::ArrivalLayer;
-use crate::capabilities::Answers;
+use crate::capabilities::CapabilitiesService;
 use crate::deadline::DeadlineLayer;
 use crate::gate::Gate;
-use crate::operator_endpoints::{Gathers, Recorder};
+use crate::operator_endpoints::{GaugeUpdates, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
 /// Calls at a time on one connection. Each takes memory, before it is admitted too.
-const CALLS_PER_CONNECTION: u32 = 1024;
+const MAX_CALLS_PER_CONNECTION: u32 = 1024;
 
 /// How long closing may take, once everything has ended.
-const CLOSING: Duration = Duration::from_secs(5);
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long operators who are being answered when everything else has ended are waited for.
-const LAST_PAGE: Duration = Duration::from_secs(1);
+const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How a process ends once it was told to.
 #[derive(Debug, Clone, Copy)]
@@ -89,14 +89,14 @@ impl Default for Drain {
 /// That a task failed without which the process is of no use.
 #[derive(Debug, Clone, Default)]
 struct Failure {
-    happened: CancellationToken,
-    why: Arc<Mutex<Option<anyhow::Error>>>,
+    signal: CancellationToken,
+    error: Arc<Mutex<Option<anyhow::Error>>>,
 }
 
 impl Failure {
     fn take(&self) -> anyhow::Error {
-        let why = self.why.lock().unwrap_or_else(PoisonError::into_inner).take();
-        why.unwrap_or_else(|| anyhow::anyhow!("a task failed"))
+        let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        error.unwrap_or_else(|| anyhow::anyhow!("a task failed"))
     }
 }
 
@@ -104,7 +104,7 @@ impl Failure {
 pub struct Host {
     routes: RoutesBuilder,
     services: Vec<&'static str>,
-    ticketed: Ticketed,
+    ticket_services: TicketServices,
     failure: Failure,
     tasks: TaskTracker,
     stopping: CancellationToken,
@@ -112,14 +112,14 @@ pub struct Host {
     token: Option<String>,
     unauthenticated: Limits,
     readiness: Readiness,
-    answers: Answers,
-    gathers: Gathers,
+    capabilities: CapabilitiesService,
+    gauges: GaugeUpdates,
     /// Where those of the services that are described already end in `services`.
     described: usize,
     drain: Drain,
     probe_interval: Duration,
     metrics: Option<(TcpListener, Recorder)>,
-    last: Vec<BoxFuture<'static, ()>>,
+    cleanups: Vec<BoxFuture<'static, ()>>,
 }
 
 impl Default for Host {
@@ -134,17 +134,17 @@ impl Host {
     pub fn new() -> Self {
         let readiness = Readiness::new();
         Self {
-            answers: Answers::new(readiness.clone()),
+            capabilities: CapabilitiesService::new(readiness.clone()),
             readiness,
-            gathers: Gathers::default(),
+            gauges: GaugeUpdates::default(),
             described: 0,
             drain: Drain::default(),
             probe_interval: Duration::from_secs(2),
             metrics: None,
-            last: Vec::new(),
+            cleanups: Vec::new(),
             routes: RoutesBuilder::default(),
             services: Vec::new(),
-            ticketed: Ticketed::default(),
+            ticket_services: TicketServices::default(),
             failure: Failure::default(),
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
@@ -186,7 +186,7 @@ impl Host {
             + 'static,
         S::Future: Send + 'static,
     {
-        self.ticketed.add(S::NAME, headers);
+        self.ticket_services.add(S::NAME, headers);
         self.add_service(service);
     }
 
@@ -204,8 +204,8 @@ impl Host {
                 () = stopping.cancelled() => Ok(()),
             };
             if let Err(error) = ended {
-                *failure.why.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                failure.happened.cancel();
+                *failure.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                failure.signal.cancel();
             }
         });
     }
@@ -230,13 +230,13 @@ impl Host {
 
     /// Says what the gRPC services that were added since the last one are together.
     pub fn describe(&mut self, service: Service) {
-        self.answers.add(service, &self.services[self.described..]);
+        self.capabilities.add(service, &self.services[self.described..]);
         self.described = self.services.len();
     }
 
     /// Runs `last` once everything else has ended, for some seconds at most: what is closed then is used by nobody any more.
-    pub fn at_last(&mut self, last: impl Future<Output = ()> + Send + 'static) {
-        self.last.push(Box::pin(last));
+    pub fn add_cleanup(&mut self, cleanup: impl Future<Output = ()> + Send + 'static) {
+        self.cleanups.push(Box::pin(cleanup));
     }
 
     /// The process is ready only while `check` succeeds, which says why not for people, within three seconds.
@@ -252,7 +252,7 @@ impl Host {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        self.gathers.add(gather);
+        self.gauges.add(gather);
     }
 
     /// Serves on `listeners` until `shutdown` resolves, then lets work in flight finish.
@@ -284,7 +284,7 @@ impl Host {
         let mut always = RoutesBuilder::default();
         always.add_service(health_service);
         always.add_service(reflection);
-        always.add_service(CapabilitiesServer::new(self.answers.clone()));
+        always.add_service(CapabilitiesServer::new(self.capabilities.clone()));
 
         let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
         // Without a token every caller is let in: a limit of strangers would be one of callers.
@@ -306,13 +306,13 @@ impl Host {
             .initial_stream_window_size(8 << 20)
             .initial_connection_window_size(32 << 20)
             .max_frame_size(1 << 20)
-            .max_concurrent_streams(CALLS_PER_CONNECTION)
+            .max_concurrent_streams(MAX_CALLS_PER_CONNECTION)
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
             .layer(operator_endpoints::RpcLayer)
             .layer(DeadlineLayer)
-            .layer(AdmissionLayer::new(token.clone(), self.ticketed.clone()))
+            .layer(AdmissionLayer::new(token.clone(), self.ticket_services.clone()))
             .layer(ArrivalLayer)
             .layer(self.activity.layer())
             .layer(gate.clone())
@@ -323,8 +323,8 @@ impl Host {
         let ended = CancellationToken::new();
         let pages = TaskTracker::new();
         if let Some((listener, recorder)) = self.metrics.take() {
-            let (readiness, gathers) = (self.readiness.clone(), self.gathers.clone());
-            let page = operator_endpoints::Page::new(recorder, token, readiness, gathers);
+            let (readiness, gauges) = (self.readiness.clone(), self.gauges.clone());
+            let page = operator_endpoints::Page::new(recorder, token, readiness, gauges);
             pages.spawn(operator_endpoints::serve(listener, page, ended.clone()));
         }
         let _ended = ended.drop_guard_ref();
@@ -340,8 +340,9 @@ impl Host {
             result = &mut served => return result.context("the server failed"),
             () = &mut shutdown => None,
         };
-        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, failure, last, .. }) =
-            started
+        let Some(Self {
+            routes, services, tasks, readiness, probe_interval, drain, failure, cleanups, ..
+        }) = started
         else {
             tracing::info!("told to end before it had started");
             return Ok(());
@@ -350,23 +351,23 @@ impl Host {
         for service in &services {
             health.set_service_status(*service, ServingStatus::NotServing).await;
         }
-        tasks.spawn(readiness.clone().check_forever(probe_interval, stopping.clone()));
-        let telling = readiness.clone().tell_forever(health.clone(), services.clone());
-        tokio::pin!(telling);
+        tasks.spawn(readiness.clone().run_checks(probe_interval, stopping.clone()));
+        let reporting = readiness.clone().report_changes(health.clone(), services.clone());
+        tokio::pin!(reporting);
 
         tokio::select! {
             result = &mut served => return result.context("the server failed"),
-            () = failure.happened.cancelled() => return Err(failure.take()),
-            () = &mut telling => {}
+            () = failure.signal.cancelled() => return Err(failure.take()),
+            () = &mut reporting => {}
             () = &mut shutdown => {}
         }
         tracing::info!("told to end");
         readiness.drain();
-        tell(&health, &services, ServingStatus::NotServing).await;
+        set_status(&health, &services, ServingStatus::NotServing).await;
         let rest = async {
             tokio::time::sleep(drain.delay).await;
             stopping.cancel();
-            forget(health, &services).await;
+            clear_status(health, &services).await;
             tasks.close();
             tasks.wait().await;
         };
@@ -377,8 +378,8 @@ impl Host {
         // Until now whoever asked was told that it is ending.
         ended.cancel();
         pages.close();
-        tokio::time::timeout(LAST_PAGE, pages.wait()).await.ok();
-        if tokio::time::timeout(CLOSING, futures::future::join_all(last)).await.is_err() {
+        tokio::time::timeout(LAST_RESPONSE_TIMEOUT, pages.wait()).await.ok();
+        if tokio::time::timeout(CLEANUP_TIMEOUT, futures::future::join_all(cleanups)).await.is_err() {
             tracing::warn!("something could not be closed in time");
         }
         Ok(())
@@ -386,14 +387,14 @@ impl Host {
 }
 
 /// Tells whoever asks or watches how it is with the process and its `services`.
-pub(crate) async fn tell(health: &HealthReporter, services: &[&'static str], status: ServingStatus) {
+pub(crate) async fn set_status(health: &HealthReporter, services: &[&'static str], status: ServingStatus) {
     for service in [""].iter().chain(services) {
         health.set_service_status(service, status).await;
     }
 }
 
 /// Ends the streams of those who watch, who were told before.
-async fn forget(mut health: HealthReporter, services: &[&'static str]) {
+async fn clear_status(mut health: HealthReporter, services: &[&'static str]) {
     for service in ["", LIVENESS].iter().chain(services) {
         health.clear_service_status(service).await;
     }

@@ -71,7 +71,7 @@ impl FromStr for Address {
 }
 
 /// What a service's own binary starts with.
-pub(crate) struct Started {
+pub(crate) struct ServerSetup {
     /// Where it listens.
     pub(crate) listener: Listener,
     /// The token of the cluster: callers over TCP present it to this service, and this service to others.
@@ -95,7 +95,7 @@ impl ListenArgs {
     /// # Errors
     ///
     /// The token cannot be read or made, or an address cannot be bound.
-    pub(crate) async fn start(&self) -> anyhow::Result<Started> {
+    pub(crate) async fn start(&self) -> anyhow::Result<ServerSetup> {
         let (listener, token) = self.open().await?;
         let metrics = match &self.metrics_listen {
             Some(address) => {
@@ -114,7 +114,7 @@ impl ListenArgs {
         };
         let drain = Drain { delay: self.drain_delay, timeout: self.drain_timeout };
         let secret_paths = self.secret_paths();
-        Ok(Started { listener, token, secret_paths, metrics, drain, probe_interval: self.probe_interval })
+        Ok(ServerSetup { listener, token, secret_paths, metrics, drain, probe_interval: self.probe_interval })
     }
 
     fn secret_paths(&self) -> Vec<PathBuf> {

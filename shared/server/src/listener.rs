@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
-use crate::caller::{Caller, Reached};
+use crate::caller::{Caller, Transport};
 use crate::inherited;
 use crate::unauthenticated::{CloseSignal, Probation, Unauthenticated};
 
@@ -36,7 +36,7 @@ pub enum Listener {
 
 /// How many callers may wait at a port until they are let in; the system may allow fewer (`net.core.somaxconn`). With the usual 128, connections
 /// break when all gateways come back at once.
-const WAITING: u32 = 4096;
+const BACKLOG: u32 = 4096;
 
 /// Listens at a port, so that many callers may come at one moment.
 pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
@@ -44,7 +44,7 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     // A port that was just listened at is free, though some of its connections are still closing.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
-    socket.listen(WAITING)
+    socket.listen(BACKLOG)
 }
 
 impl Listener {
@@ -116,9 +116,9 @@ async fn leave_files_for_work(listener: &Listener) {
         Listener::Tcp(tcp) | Listener::InsecureTcp(tcp) => tcp.as_fd(),
         Listener::Unix(unix) => unix.as_fd(),
     };
-    static TOLD: Once = Once::new();
+    static LOGGED: Once = Once::new();
     while inherited::are_files_scarce(listener) {
-        TOLD.call_once(|| {
+        LOGGED.call_once(|| {
             tracing::warn!("new connections wait: most of the files that this process may open are open");
         });
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -152,13 +152,13 @@ fn is_trusted(peer: u32, own: u32, unmapped: Option<u32>) -> bool {
 
 /// Returns the user id that stands for all users without an id in our user namespace. `None` if every user has one.
 fn unmapped_user() -> Option<u32> {
-    const USUAL: u32 = 65_534;
+    const DEFAULT: u32 = 65_534;
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     if map.split_whitespace().eq(["0", "0", "4294967295"]) {
         return None;
     }
     let id = std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok();
-    Some(id.and_then(|id| id.trim().parse().ok()).unwrap_or(USUAL))
+    Some(id.and_then(|id| id.trim().parse().ok()).unwrap_or(DEFAULT))
 }
 
 /// A connection that was accepted.
@@ -187,12 +187,12 @@ enum Io {
 pub(crate) struct Tcp {
     stream: TcpStream,
     probation: Probation,
-    standing: Standing,
+    state: ConnectionState,
 }
 
 /// How it is with a connection.
 #[derive(Debug)]
-enum Standing {
+enum ConnectionState {
     OnProbation { deadline: Pin<Box<Sleep>>, close: CloseSignal },
     Authenticated,
     Broken,
@@ -209,26 +209,26 @@ impl Tcp {
         stream.set_nodelay(true).ok()?;
         let (probation, close) = unauthenticated.admit(peer.ip());
         let deadline = Box::pin(tokio::time::sleep(unauthenticated.deadline()));
-        Some(Self { stream, probation, standing: Standing::OnProbation { deadline, close } })
+        Some(Self { stream, probation, state: ConnectionState::OnProbation { deadline, close } })
     }
 
     pub(crate) fn caller(&self) -> Caller {
-        Caller::new(Reached::Tcp(self.probation.clone()))
+        Caller::new(Transport::Tcp(self.probation.clone()))
     }
 
     /// Fails if the connection has not authenticated, and its deadline has passed or another one needs its room.
     fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        match &mut self.standing {
-            Standing::Authenticated => return Ok(()),
-            Standing::OnProbation { deadline, close } => match close.poll(cx) {
+        match &mut self.state {
+            ConnectionState::Authenticated => return Ok(()),
+            ConnectionState::OnProbation { deadline, close } => match close.poll(cx) {
                 Poll::Ready(false) => {
-                    self.standing = Standing::Authenticated;
+                    self.state = ConnectionState::Authenticated;
                     return Ok(());
                 }
                 Poll::Pending if deadline.as_mut().poll(cx).is_pending() => return Ok(()),
-                Poll::Pending | Poll::Ready(true) => self.standing = Standing::Broken,
+                Poll::Pending | Poll::Ready(true) => self.state = ConnectionState::Broken,
             },
-            Standing::Broken => {}
+            ConnectionState::Broken => {}
         }
         let message = "no call of this connection was admitted in time";
         Err(io::Error::new(io::ErrorKind::TimedOut, message))
@@ -248,7 +248,7 @@ impl Connected for Connection {
     fn connect_info(&self) -> Caller {
         let caller = match &self.io {
             Io::Tcp(tcp) => tcp.caller(),
-            Io::Unix(_) => Caller::new(Reached::Unix),
+            Io::Unix(_) => Caller::new(Transport::Unix),
         };
         caller.with_hang_up(self.has_hung_up.clone())
     }

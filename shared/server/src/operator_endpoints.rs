@@ -43,36 +43,36 @@ use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
 /// Upper bounds of the buckets of durations, in seconds.
-const BUCKETS: [f64; 14] =
+const DURATION_BUCKETS: [f64; 14] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0, 300.0];
 /// Gauges are set at most this often: whoever reads them is not the load.
-const GATHER_EVERY: Duration = Duration::from_secs(2);
+const GAUGE_UPDATE_INTERVAL: Duration = Duration::from_secs(2);
 /// Gauges that cannot be had in this time keep the values they have.
-const GATHER_PATIENCE: Duration = Duration::from_secs(5);
+const GAUGE_UPDATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limits of connections that presented no token. Probes, and readers where there is no token, connect again after the deadline, so it is
 /// several times as long as gauges take.
-const LIMITS: Limits = Limits { deadline: Duration::from_secs(30), per_address: 128, total: 512 };
+const CONNECTION_LIMITS: Limits = Limits { deadline: Duration::from_secs(30), per_address: 128, total: 512 };
 
-type Gathering = Pin<Box<dyn Future<Output = ()> + Send>>;
-type Gather = Arc<dyn Fn() -> Gathering + Send + Sync>;
+type GaugeFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
+type GaugeUpdate = Arc<dyn Fn() -> GaugeFuture + Send + Sync>;
 
 /// What sets the gauges of services. Clones are the same.
 #[derive(Clone, Default)]
-pub(crate) struct Gathers(Arc<std::sync::Mutex<Vec<Gather>>>);
+pub(crate) struct GaugeUpdates(Arc<std::sync::Mutex<Vec<GaugeUpdate>>>);
 
-impl Gathers {
+impl GaugeUpdates {
     pub(crate) fn add<F>(&self, gather: impl Fn() -> F + Send + Sync + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let gather: Gather = Arc::new(move || Box::pin(gather()));
+        let gather: GaugeUpdate = Arc::new(move || Box::pin(gather()));
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(gather);
     }
 
-    async fn gather(&self) {
-        let gathers = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let gathering = join_all(gathers.iter().map(|gather| gather()));
-        if tokio::time::timeout(GATHER_PATIENCE, gathering).await.is_err() {
+    async fn update(&self) {
+        let gauges = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let updates = join_all(gauges.iter().map(|gather| gather()));
+        if tokio::time::timeout(GAUGE_UPDATE_TIMEOUT, updates).await.is_err() {
             tracing::warn!("some metrics cannot be had in time and are old");
         }
     }
@@ -86,7 +86,7 @@ impl Recorder {
     /// Counts from now on, in this process.
     pub(crate) fn install() -> anyhow::Result<Self> {
         let builder = PrometheusBuilder::new()
-            .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &BUCKETS)
+            .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &DURATION_BUCKETS)
             .context("the buckets are malformed")?;
         let handle = builder.install_recorder().context("metrics were set up before")?;
         describe();
@@ -122,8 +122,8 @@ pub(crate) struct Page {
     /// Token that readers of metrics present. `None`: they present none.
     token: Option<Arc<str>>,
     readiness: Readiness,
-    gathers: Gathers,
-    gathered: Arc<Mutex<Option<Instant>>>,
+    gauges: GaugeUpdates,
+    updated_at: Arc<Mutex<Option<Instant>>>,
 }
 
 impl Page {
@@ -131,18 +131,18 @@ impl Page {
         recorder: Recorder,
         token: Option<String>,
         readiness: Readiness,
-        gathers: Gathers,
+        gauges: GaugeUpdates,
     ) -> Self {
-        Self { recorder, token: token.map(Into::into), readiness, gathers, gathered: Arc::default() }
+        Self { recorder, token: token.map(Into::into), readiness, gauges, updated_at: Arc::default() }
     }
 
     async fn metrics(&self) -> String {
-        let mut gathered = self.gathered.lock().await;
-        if gathered.is_none_or(|at| at.elapsed() >= GATHER_EVERY) {
-            self.gathers.gather().await;
-            *gathered = Some(Instant::now());
+        let mut updated_at = self.updated_at.lock().await;
+        if updated_at.is_none_or(|at| at.elapsed() >= GAUGE_UPDATE_INTERVAL) {
+            self.gauges.update().await;
+            *updated_at = Some(Instant::now());
         }
-        drop(gathered);
+        drop(updated_at);
         self.recorder.0.run_upkeep();
         self.recorder.0.render()
     }
@@ -181,7 +181,7 @@ impl Connected<IncomingStream<'_, Port>> for Caller {
 
 /// Serves `/metrics`, `/healthz` and `/readyz` until told to stop.
 pub(crate) async fn serve(listener: TcpListener, page: Page, ended: CancellationToken) {
-    let port = Port { listener, unauthenticated: Unauthenticated::new(LIMITS) };
+    let port = Port { listener, unauthenticated: Unauthenticated::new(CONNECTION_LIMITS) };
     let router = Router::new()
         .route("/metrics", get(metrics_page))
         .route("/healthz", get(async || "ok\n"))
@@ -210,7 +210,7 @@ async fn metrics_page(
 }
 
 async fn readyz(State(page): State<Page>) -> (StatusCode, String) {
-    let why = page.readiness.why_not();
+    let why = page.readiness.not_ready_reasons();
     if why.is_empty() {
         return (StatusCode::OK, "ready\n".to_owned());
     }
@@ -222,17 +222,17 @@ async fn readyz(State(page): State<Page>) -> (StatusCode, String) {
 pub(crate) struct RpcLayer;
 
 impl<S> Layer<S> for RpcLayer {
-    type Service = Counted<S>;
+    type Service = RpcService<S>;
 
-    fn layer(&self, inner: S) -> Counted<S> {
-        Counted(inner)
+    fn layer(&self, inner: S) -> RpcService<S> {
+        RpcService(inner)
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Counted<S>(S);
+pub(crate) struct RpcService<S>(S);
 
-impl<S, B, R> Service<Request<B>> for Counted<S>
+impl<S, B, R> Service<Request<B>> for RpcService<S>
 where
     S: Service<Request<B>, Response = Response<R>>,
     S::Future: Send + 'static,
@@ -247,11 +247,11 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let mut call = Call::begin(request.uri().path());
+        let mut call = Call::start(request.uri().path());
         let response = self.0.call(request);
         Box::pin(async move {
             let response = response.await?;
-            call.see(response.headers());
+            call.record_status(response.headers());
             Ok(response.map(|body| CountedBody { body, call }))
         })
     }
@@ -279,40 +279,40 @@ struct Call {
     service: &'static str,
     method: &'static str,
     code: &'static str,
-    begun: Instant,
+    started_at: Instant,
 }
 
 impl Call {
-    fn begin(path: &str) -> Self {
+    fn start(path: &str) -> Self {
         let (service, method) = path.trim_start_matches('/').split_once('/').unwrap_or_default();
         let known = METHODS.get(&(service.to_owned(), method.to_owned()));
         let (service, method) =
             known.map_or(("other", "other"), |(service, method)| (service.as_str(), method.as_str()));
         metrics::gauge!("gantry_rpc_in_flight", "service" => service, "method" => method).increment(1.0);
         // Whoever is dropped before it has said how it ends was cut off.
-        Self { service, method, code: "CANCELLED", begun: Instant::now() }
+        Self { service, method, code: "CANCELLED", started_at: Instant::now() }
     }
 
-    fn see(&mut self, headers: &HeaderMap) {
+    fn record_status(&mut self, headers: &HeaderMap) {
         if let Some(code) = headers.get("grpc-status") {
-            self.code = word(code.to_str().unwrap_or_default());
+            self.code = code_name(code.to_str().unwrap_or_default());
         }
     }
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        let Self { service, method, code, begun } = *self;
+        let Self { service, method, code, started_at } = *self;
         metrics::gauge!("gantry_rpc_in_flight", "service" => service, "method" => method).decrement(1.0);
         metrics::counter!("gantry_rpc_calls_total", "service" => service, "method" => method, "code" => code)
             .increment(1);
         metrics::histogram!("gantry_rpc_duration_seconds", "service" => service, "method" => method, "code" => code)
-            .record(begun.elapsed());
+            .record(started_at.elapsed());
     }
 }
 
-fn word(code: &str) -> &'static str {
-    const WORDS: [&str; 17] = [
+fn code_name(code: &str) -> &'static str {
+    const NAMES: [&str; 17] = [
         "OK",
         "CANCELLED",
         "UNKNOWN",
@@ -331,7 +331,7 @@ fn word(code: &str) -> &'static str {
         "DATA_LOSS",
         "UNAUTHENTICATED",
     ];
-    code.parse::<usize>().ok().and_then(|code| WORDS.get(code).copied()).unwrap_or("UNKNOWN")
+    code.parse::<usize>().ok().and_then(|code| NAMES.get(code).copied()).unwrap_or("UNKNOWN")
 }
 
 /// The answer to a call, which has ended when this was sent or dropped.
@@ -354,7 +354,7 @@ impl<B: HttpBody<Data = Bytes> + Unpin> HttpBody for CountedBody<B> {
         if let Poll::Ready(Some(Ok(frame))) = &frame
             && let Some(trailers) = frame.trailers_ref()
         {
-            this.call.see(trailers);
+            this.call.record_status(trailers);
         }
         frame
     }

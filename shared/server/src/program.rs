@@ -17,7 +17,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches};
 
 use crate::health::{self, HealthArgs};
 use crate::inherited;
-use crate::listen_args::Started;
+use crate::listen_args::ServerSetup;
 use crate::operator_endpoints::Recorder;
 use crate::settings;
 use crate::{Host, ListenArgs, shutdown_signal, token};
@@ -51,18 +51,19 @@ pub trait Program: CommandFactory + FromArgMatches + Send + Sync + 'static {
     }
 
     /// Carries out one of [`Program::commands`], and says how it went.
-    fn carry_out(name: &str, matches: &ArgMatches) -> impl Future<Output = anyhow::Result<String>> + Send {
+    fn run_command(name: &str, matches: &ArgMatches) -> impl Future<Output = anyhow::Result<String>> + Send {
         let (_, name) = (matches, name.to_owned());
         async move { anyhow::bail!("there is no command {name}") }
     }
 
     /// Adds the service to `host`. Dropped when the process is told to end meanwhile.
-    fn start(self, starting: Starting, host: &mut Host) -> impl Future<Output = anyhow::Result<()>> + Send;
+    fn start(self, context: StartContext, host: &mut Host)
+    -> impl Future<Output = anyhow::Result<()>> + Send;
 }
 
 /// What a service learns when it starts.
 #[derive(Debug, Clone)]
-pub struct Starting {
+pub struct StartContext {
     /// The address that it listens on: `unix:///path` or `http://host:port`.
     pub endpoint: String,
     /// The token of the cluster: callers over TCP present it to this service, and this service to others.
@@ -125,7 +126,7 @@ pub fn run<P: Program>() -> ExitCode {
     };
     let done = settings::check_environment(&command, environment())
         .map_err(anyhow::Error::from)
-        .and_then(|()| carry_out::<P>(&command, &matches));
+        .and_then(|()| run_subcommand::<P>(&command, &matches));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -140,17 +141,19 @@ fn environment() -> impl Iterator<Item = (String, String)> {
     std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
 }
 
-fn carry_out<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyhow::Result<()> {
+fn run_subcommand<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start")?;
     match matches.subcommand() {
-        Some(("health", matches)) => say(&runtime.block_on(ask(HealthArgs::from_arg_matches(matches)?))?),
-        Some(("token", matches)) => say(&make_token(TokenArgs::from_arg_matches(matches)?)?),
-        Some(("migrate", matches)) => say(&runtime.block_on(P::migrate(matches))?),
-        Some((name, matches)) => say(&runtime.block_on(P::carry_out(name, matches))?),
+        Some(("health", matches)) => {
+            print_line(&runtime.block_on(check_health(HealthArgs::from_arg_matches(matches)?))?)
+        }
+        Some(("token", matches)) => print_line(&make_token(TokenArgs::from_arg_matches(matches)?)?),
+        Some(("migrate", matches)) => print_line(&runtime.block_on(P::migrate(matches))?),
+        Some((name, matches)) => print_line(&runtime.block_on(P::run_command(name, matches))?),
         None => {
             let program = P::from_arg_matches(matches)?;
             if program.listen().print_config {
-                say(settings::table(command, matches).trim_end());
+                print_line(settings::table(command, matches).trim_end());
                 return program.check();
             }
             program.check()?;
@@ -161,7 +164,7 @@ fn carry_out<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyho
 }
 
 #[allow(clippy::print_stdout, reason = "it is what was asked for")]
-fn say(text: &str) {
+fn print_line(text: &str) {
     println!("{text}");
 }
 
@@ -181,7 +184,7 @@ fn make_token(args: TokenArgs) -> anyhow::Result<String> {
     Ok(file.display().to_string())
 }
 
-async fn ask(args: HealthArgs) -> anyhow::Result<String> {
+async fn check_health(args: HealthArgs) -> anyhow::Result<String> {
     let (endpoint, token) = match args.server {
         Some(server) => {
             let token = match &args.token_file {
@@ -196,19 +199,19 @@ async fn ask(args: HealthArgs) -> anyhow::Result<String> {
             ListenArgs::from_arg_matches(&listen)?.own_endpoint()?
         }
     };
-    health::ask(&endpoint, token.as_deref(), &args.service, args.timeout).await.map_err(anyhow::Error::msg)
+    health::check(&endpoint, token.as_deref(), &args.service, args.timeout).await.map_err(anyhow::Error::msg)
 }
 
 async fn serve<P: Program>(program: P) -> anyhow::Result<()> {
     let _telemetry = program.listen().telemetry(P::NAME)?;
     inherited::warn_of_few_open_files();
-    let Started { listener, token, secret_paths, metrics, drain, probe_interval } =
+    let ServerSetup { listener, token, secret_paths, metrics, drain, probe_interval } =
         program.listen().start().await?;
     let metrics = match metrics {
         Some(listener) => Some((listener, Recorder::install()?)),
         None => None,
     };
-    let starting = Starting { endpoint: listener.endpoint()?, token: token.clone(), secret_paths };
+    let context = StartContext { endpoint: listener.endpoint()?, token: token.clone(), secret_paths };
     let host = Host { drain, probe_interval, metrics, ..Host::new().with_token(token) };
-    host.serve_from_start([listener], shutdown_signal(), |host| Box::pin(program.start(starting, host))).await
+    host.serve_from_start([listener], shutdown_signal(), |host| Box::pin(program.start(context, host))).await
 }

@@ -19,18 +19,18 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use crate::tell;
+use crate::set_status;
 
 /// The name under which `grpc.health.v1` tells that the process is alive.
 pub const LIVENESS: &str = "liveness";
 
 /// How soon is looked again at what is not ready, at the latest.
-const AGAIN: Duration = Duration::from_millis(250);
+const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 /// A check that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(3);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(3);
 
-type Checked = Pin<Box<dyn Future<Output = Result<(), String>> + Send>>;
-type Check = Arc<dyn Fn() -> Checked + Send + Sync>;
+type CheckFuture = Pin<Box<dyn Future<Output = Result<(), String>> + Send>>;
+type Check = Arc<dyn Fn() -> CheckFuture + Send + Sync>;
 
 /// Shared by who checks, who tells, and who is asked. Cheap to clone.
 #[derive(Clone)]
@@ -60,7 +60,7 @@ impl Readiness {
     }
 
     /// Why calls should not be sent, a line for each reason. None: they may.
-    pub(crate) fn why_not(&self) -> Vec<String> {
+    pub(crate) fn not_ready_reasons(&self) -> Vec<String> {
         match &*self.state.borrow() {
             State::Starting => vec!["it is starting".to_owned()],
             State::Started(failed) => failed.clone(),
@@ -77,7 +77,7 @@ impl Readiness {
     async fn check(&self) {
         let checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let checking = checks.into_iter().map(|(name, check)| async move {
-            let answer = tokio::time::timeout(PATIENCE, check()).await;
+            let answer = tokio::time::timeout(CHECK_TIMEOUT, check()).await;
             let answer = answer.unwrap_or_else(|_| Err("no answer in time".to_owned()));
             metrics::gauge!("gantry_check", "check" => name).set(if answer.is_ok() { 1.0 } else { 0.0 });
             answer.err().map(|why| format!("{name}: {why}"))
@@ -100,12 +100,12 @@ impl Readiness {
     }
 
     /// Checks from now on, until the process is told to stop.
-    pub(crate) async fn check_forever(self, every: Duration, stopping: CancellationToken) {
+    pub(crate) async fn run_checks(self, every: Duration, stopping: CancellationToken) {
         let checking = async {
             loop {
                 self.check().await;
-                let ready = self.why_not().is_empty();
-                tokio::time::sleep(if ready { every } else { every.min(AGAIN) }).await;
+                let ready = self.not_ready_reasons().is_empty();
+                tokio::time::sleep(if ready { every } else { every.min(RETRY_INTERVAL) }).await;
             }
         };
         tokio::select! {
@@ -115,13 +115,13 @@ impl Readiness {
     }
 
     /// Tells every change to whoever asks or watches, for the process and its `services`.
-    pub(crate) async fn tell_forever(self, health: HealthReporter, services: Vec<&'static str>) {
+    pub(crate) async fn report_changes(self, health: HealthReporter, services: Vec<&'static str>) {
         let mut state = self.state.subscribe();
         loop {
             let ready = *state.borrow_and_update() == State::Started(Vec::new());
             let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
             metrics::gauge!("gantry_ready").set(if ready { 1.0 } else { 0.0 });
-            tell(&health, &services, status).await;
+            set_status(&health, &services, status).await;
             if state.changed().await.is_err() {
                 return;
             }
@@ -145,15 +145,15 @@ mod tests {
             async move { if answers { Ok(()) } else { Err("it does not answer".to_owned()) } }
         });
         readiness.add("disk", || async { Ok(()) });
-        assert_eq!(readiness.why_not(), ["it is starting"]);
+        assert_eq!(readiness.not_ready_reasons(), ["it is starting"]);
         readiness.check().await;
-        assert_eq!(readiness.why_not(), ["database: it does not answer"]);
+        assert_eq!(readiness.not_ready_reasons(), ["database: it does not answer"]);
         answers.store(true, Ordering::Relaxed);
         readiness.check().await;
-        assert!(readiness.why_not().is_empty());
+        assert!(readiness.not_ready_reasons().is_empty());
         readiness.drain();
         readiness.check().await;
-        assert_eq!(readiness.why_not(), ["it is ending"]);
+        assert_eq!(readiness.not_ready_reasons(), ["it is ending"]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -166,9 +166,9 @@ mod tests {
             async move { if ready { Ok(()) } else { Err("it does not answer".to_owned()) } }
         });
         let hour = Duration::from_secs(3600);
-        let checking = readiness.clone().check_forever(hour, CancellationToken::new());
+        let checking = readiness.clone().run_checks(hour, CancellationToken::new());
         assert!(tokio::time::timeout(hour / 2, checking).await.is_err(), "it goes on");
-        assert!(readiness.why_not().is_empty());
+        assert!(readiness.not_ready_reasons().is_empty());
         assert_eq!(tries.load(Ordering::Relaxed), 3);
     }
 
@@ -177,6 +177,6 @@ mod tests {
         let readiness = Readiness::new();
         readiness.add("database", std::future::pending);
         readiness.check().await;
-        assert_eq!(readiness.why_not(), ["database: no answer in time"]);
+        assert_eq!(readiness.not_ready_reasons(), ["database: no answer in time"]);
     }
 }

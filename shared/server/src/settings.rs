@@ -11,7 +11,7 @@ use clap::{ArgMatches, Command};
 use rpc::spec::MOST_CPU_MILLIS;
 
 /// Every variable that a program of ours knows. Each program's tests compare its own with these.
-const KNOWN: &[&str] = &[
+const KNOWN_VARIABLES: &[&str] = &[
     "GANTRY_ABANDONED_AFTER",
     "GANTRY_ARTIFACT_STORE",
     "GANTRY_BAGGAGECLAIM",
@@ -140,11 +140,11 @@ pub fn renamed_variable(variables: impl IntoIterator<Item = (String, String)>) -
 
 /// The variables of `command`'s settings that the other programs would take for a mistake. For tests: there are none.
 #[must_use]
-pub fn unlisted(command: &Command) -> Vec<String> {
-    own(command).into_iter().filter(|name| !KNOWN.contains(&name.as_str())).collect()
+pub fn unlisted_variables(command: &Command) -> Vec<String> {
+    variables_of(command).into_iter().filter(|name| !KNOWN_VARIABLES.contains(&name.as_str())).collect()
 }
 
-fn own(command: &Command) -> Vec<String> {
+fn variables_of(command: &Command) -> Vec<String> {
     let variables = command.get_arguments().filter_map(clap::Arg::get_env);
     variables.map(|name| name.to_string_lossy().into_owned()).collect()
 }
@@ -163,19 +163,19 @@ pub(crate) fn check_environment(
     command: &Command,
     variables: impl IntoIterator<Item = (String, String)>,
 ) -> Result<(), UnknownVariable> {
-    let own = own(command);
-    let known: Vec<&str> = KNOWN.iter().copied().chain(own.iter().map(String::as_str)).collect();
+    let own = variables_of(command);
+    let known: Vec<&str> = KNOWN_VARIABLES.iter().copied().chain(own.iter().map(String::as_str)).collect();
     for (name, value) in variables {
         if !name.starts_with("GANTRY_")
             || known.contains(&name.as_str())
-            || is_of_an_orchestrator(&name, &value)
+            || is_orchestrator_variable(&name, &value)
         {
             continue;
         }
         if let Some(renamed) = renamed(&name) {
             return Err(renamed.into());
         }
-        let hint = near(&name, &known, 3);
+        let hint = closest(&name, &known, 3);
         return Err(UnknownVariable::Unknown { name, hint });
     }
     Ok(())
@@ -184,21 +184,21 @@ pub(crate) fn check_environment(
 /// Variables that look like settings, are none, and are hardly meant for anything else: what is wrong with each. For programs that people call,
 /// whose environment is full of other things.
 #[must_use]
-pub fn misspelt(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
+pub fn misspelled_variables(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
     let ours = |name: &String| {
-        name.starts_with("GANTRY_") && !KNOWN.contains(&name.as_str()) && renamed(name).is_none()
+        name.starts_with("GANTRY_") && !KNOWN_VARIABLES.contains(&name.as_str()) && renamed(name).is_none()
     };
     let names = variables.into_iter().map(|(name, _)| name).filter(ours);
-    let misspelt = names.filter_map(|name| {
-        let hint = Some(near(&name, KNOWN, 2)?);
+    let misspelled_variables = names.filter_map(|name| {
+        let hint = Some(closest(&name, KNOWN_VARIABLES, 2)?);
         Some(UnknownVariable::Unknown { name, hint }.to_string())
     });
-    misspelt.collect()
+    misspelled_variables.collect()
 }
 
 /// Kubernetes tells every container where services are, one called `gantry-scheduler` in variables such as
 /// `GANTRY_SCHEDULER_SERVICE_HOST` and `GANTRY_SCHEDULER_PORT_7401_TCP_ADDR`. Nobody meant them for us.
-fn is_of_an_orchestrator(name: &str, value: &str) -> bool {
+fn is_orchestrator_variable(name: &str, value: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.contains("_SERVICE_PORT")
         || name.contains("_PORT_")
@@ -206,9 +206,9 @@ fn is_of_an_orchestrator(name: &str, value: &str) -> bool {
 }
 
 /// The nearest of `known`, if no more letters than `most` are between.
-fn near(name: &str, known: &[&str], most: usize) -> Option<String> {
+fn closest(name: &str, known: &[&str], max_distance: usize) -> Option<String> {
     let nearest = known.iter().map(|known| (distance(name, known), *known)).min();
-    nearest.filter(|(distance, _)| *distance <= most).map(|(_, known)| known.to_owned())
+    nearest.filter(|(distance, _)| *distance <= max_distance).map(|(_, known)| known.to_owned())
 }
 
 /// How many letters have to be added, left out or changed.
@@ -315,8 +315,8 @@ pub fn duration(text: &str) -> Result<Duration, String> {
 /// Refuses a duration of more than 100 years.
 fn in_bounds(text: &str, duration: Duration) -> Result<Duration, String> {
     /// A hundred years.
-    const LONGEST: Duration = Duration::from_hours(36_500 * 24);
-    if duration > LONGEST {
+    const MAX_DURATION: Duration = Duration::from_hours(36_500 * 24);
+    if duration > MAX_DURATION {
         return Err(format!("{text:?} is longer than 100 years (36500d)"));
     }
     Ok(duration)
@@ -406,7 +406,7 @@ mod tests {
         let names = ["GANTRY_SERVRE", "GANTRY_SERVER", "GANTRY_TEST_OF_THEIRS", "SERVRE"];
         let variables = names.map(|name| (name.to_owned(), "http://there".to_owned()));
         assert_eq!(
-            misspelt(variables),
+            misspelled_variables(variables),
             ["GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"]
         );
     }
@@ -422,7 +422,10 @@ mod tests {
         }
         assert_eq!(renamed_flag(&refused(&["program", "--dor"])), None);
         for (old, new) in RENAMED {
-            assert!(!KNOWN.contains(old) && (old.starts_with("--") || KNOWN.contains(new)), "{old}");
+            assert!(
+                !KNOWN_VARIABLES.contains(old) && (old.starts_with("--") || KNOWN_VARIABLES.contains(new)),
+                "{old}"
+            );
         }
     }
 
@@ -456,7 +459,7 @@ mod tests {
 
     #[test]
     fn own_settings_that_others_would_refuse_are_found() {
-        assert_eq!(unlisted(&Program::command()), ["GANTRY_ITS_OWN"]);
+        assert_eq!(unlisted_variables(&Program::command()), ["GANTRY_ITS_OWN"]);
     }
 
     #[test]

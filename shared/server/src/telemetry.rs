@@ -20,7 +20,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
 /// How many ended spans are kept.
-const KEPT: usize = 20_000;
+const MAX_SPANS: usize = 20_000;
 
 /// Logs and traces of this process. Flushes what is left when dropped.
 pub struct Telemetry {
@@ -172,7 +172,7 @@ impl SpanProcessor for RecentSpans {
             attributes: attributes.clone(),
         };
         let mut spans = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if spans.len() == KEPT {
+        if spans.len() == MAX_SPANS {
             spans.pop_front();
         }
         spans.push_back(recent);

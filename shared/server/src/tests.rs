@@ -16,14 +16,14 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
-use crate::operator_endpoints::{self, Gathers, Page, Recorder};
+use crate::operator_endpoints::{self, GaugeUpdates, Page, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::Limits;
 use crate::{Host, Listener};
 
 const TOKEN: &str = "secret";
 /// What must happen in the end happens within this time, or the test fails.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A deadline that passes during no test.
 const NO_DEADLINE: Duration = Duration::from_secs(3600);
@@ -78,7 +78,7 @@ fn serve(host: Host, listener: Listener, stop: CancellationToken) -> JoinHandle<
 }
 
 async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.expect("it happens in time")
+    tokio::time::timeout(TIMEOUT, future).await.expect("it happens in time")
 }
 
 fn about(service: &str) -> HealthCheckRequest {
@@ -179,8 +179,12 @@ impl Port {
     async fn start(token: Option<&str>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("bound");
-        let page =
-            Page::new(Recorder::for_test(), token.map(str::to_owned), Readiness::new(), Gathers::default());
+        let page = Page::new(
+            Recorder::for_test(),
+            token.map(str::to_owned),
+            Readiness::new(),
+            GaugeUpdates::default(),
+        );
         let stop = CancellationToken::new();
         tokio::spawn(operator_endpoints::serve(listener, page, stop.clone()));
         Self { address, _stop: stop.drop_guard() }
@@ -272,7 +276,7 @@ async fn speaks_to(socket: PathBuf, uid: u32) -> bool {
         let uid = rustix::process::Uid::from_raw(uid);
         set_thread_res_uid(uid, uid, uid).expect("another user");
         let mut stream = std::os::unix::net::UnixStream::connect(&socket).expect("the socket is open to all");
-        stream.set_read_timeout(Some(PATIENCE)).expect("set");
+        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
         let read = stream.read(&mut [0]);
         assert!(
             read.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset)

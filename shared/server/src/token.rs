@@ -20,9 +20,9 @@ use rustix::process::geteuid;
 /// there.
 const DIRECTORY: &str = "gantry-services";
 /// Longest default token file, in bytes.
-const MOST_BYTES: u64 = 4096;
+const MAX_BYTES: u64 = 4096;
 /// The place for state of services that run as root.
-const STATE_OF_ROOT: &str = "/var/lib";
+const ROOT_STATE_DIRECTORY: &str = "/var/lib";
 
 /// Returns the path of the token file of services that were told of none: `$XDG_STATE_HOME/gantry-services/token`, else
 /// `/var/lib/gantry-services/token` for root and `~/.local/state/gantry-services/token` for other users.
@@ -36,7 +36,7 @@ fn default_file_of(state: Option<PathBuf>, root: bool, home: Option<PathBuf>) ->
     let absolute = |path: &PathBuf| path.is_absolute();
     let state = match state.filter(absolute) {
         Some(state) => state,
-        None if root => STATE_OF_ROOT.into(),
+        None if root => ROOT_STATE_DIRECTORY.into(),
         None => home.filter(absolute)?.join(".local/state"),
     };
     Some(state.join(DIRECTORY).join("token"))
@@ -99,7 +99,7 @@ fn read_trusted(path: &Path) -> anyhow::Result<String> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let mut text = String::new();
     let file = File::options().read(true).custom_flags(flags).open(path).with_context(cannot)?;
-    file.take(MOST_BYTES).read_to_string(&mut text).with_context(cannot)?;
+    file.take(MAX_BYTES).read_to_string(&mut text).with_context(cannot)?;
     parse(path, &text)
 }
 
