@@ -38,8 +38,8 @@ fn what_cannot_work_is_refused_before_a_cluster_is_started() {
         (&["-d", "-o", "a=x"], "with --detach"),
         (&["--trace", "gone/trace"], "there is no directory"),
         (&["--memory", "1K"], "a container needs 6.0 MiB to start"),
-        (&["--cpu", "0"], "is no number of cores"),
-        (&["--cpu", "99999999"], "no worker has as many cores"),
+        (&["--cpu", "0"], "is not a number of cores"),
+        (&["--cpu", "99999999"], "is more than the maximum of 10000 cores"),
     ];
     for (arguments, text) in cases {
         let line = ["run"].iter().chain(arguments).chain(&["--", "true"]);
@@ -179,7 +179,7 @@ fn a_setting_that_is_misspelt_is_said_to_be() {
     let cluster = Cluster::new();
     let output = cluster.gantry(["down"]).env("GANTRY_SERVRE", "http://there").output().expect("gantry");
     assert!(
-        said(&output).contains("GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"),
+        said(&output).contains("GANTRY_SERVRE is not a setting of Gantry; did you mean GANTRY_SERVER?"),
         "{}",
         describe(&output)
     );

@@ -1,6 +1,6 @@
-//! Who uses the services, and since when nobody does: a local cluster ends by itself when it is idle.
+//! Activity of callers. A local cluster shuts down when no caller has used it for a while.
 //!
-//! A call counts from its first byte to the last byte of its answer. Calls that services make by themselves do not count.
+//! A call counts from its first byte to the last byte of its response. Internal calls between services do not count.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// Counts the calls in flight. Cheap to clone; clones count together.
+/// A counter of calls in flight. Cheap to clone; all clones share the counter.
 #[derive(Debug, Clone)]
 pub struct Activity(Arc<Mutex<State>>);
 
@@ -32,7 +32,7 @@ impl Default for Activity {
 }
 
 impl Activity {
-    /// How long nobody has called. Zero while a call is in flight.
+    /// Returns the time since the end of the last call, or zero while a call is in flight.
     #[must_use]
     pub fn idle_for(&self) -> Duration {
         let state = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -55,7 +55,7 @@ impl Activity {
     }
 }
 
-/// A call in flight.
+/// A call in flight. Its drop ends the call.
 #[derive(Debug)]
 struct CallGuard(Activity);
 

@@ -1,7 +1,7 @@
-//! Limits of incoming messages: the time that they take to arrive, and the memory of those that have arrived in part.
+//! Limits of incoming messages: their transfer time, and the memory of partial messages.
 //!
-//! tonic keeps what has arrived of a message until all of it is there. A service bounds the length of one message, and nothing else bounds how
-//! many there are.
+//! tonic buffers a message until it is complete. A service bounds the length of one message, but not the number of
+//! partial messages.
 
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -19,9 +19,9 @@ use tower_service::Service;
 
 use crate::caller::{BUDGET_UNIT, Caller, MAX_PARTIAL_BYTES, MessageBudget};
 
-/// Longest time in which [`STEP_BYTES`] bytes of a message arrive, or the rest of it.
+/// Maximum time in which the next [`STEP_BYTES`] bytes of a message arrive, or the rest of the message.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
-/// In bytes. What has arrived of a message counts from the second step on: the number of calls bounds the rest.
+/// Bytes of a step. The first step of a message does not count toward the budget, because the number of calls bounds it.
 const STEP_BYTES: usize = 64 << 10;
 
 #[derive(Debug, Clone, Copy)]
@@ -56,16 +56,16 @@ where
     }
 }
 
-/// The messages of a call, as they arrive.
+/// The incoming messages of one call.
 struct MessageStream {
     body: Body,
     budget: MessageBudget,
     progress: Progress,
-    /// What is left of [`STEP_TIMEOUT`].
+    /// The rest of [`STEP_TIMEOUT`] for the current step.
     left: Duration,
-    /// How much of the message had arrived when that began.
+    /// Bytes of the message that had arrived at the start of the current step.
     since: usize,
-    /// What the message takes of the budget.
+    /// Share of the budget that the message takes.
     share: Option<OwnedSemaphorePermit>,
 }
 
@@ -109,7 +109,7 @@ impl MessageStream {
         Ok(Some(frame))
     }
 
-    /// Counts what has arrived of a message.
+    /// Updates the step and the share of the budget after `arrived` bytes of the current message.
     fn count(&mut self, arrived: usize) -> Result<(), Status> {
         if arrived.saturating_sub(self.since) >= STEP_BYTES {
             (self.left, self.since) = (STEP_TIMEOUT, arrived);
@@ -130,7 +130,8 @@ impl MessageStream {
 }
 
 fn late() -> Status {
-    let message = format!("a message stopped to arrive for {} s", STEP_TIMEOUT.as_secs());
+    let message =
+        format!("cannot receive a message of the call: it stalled for {} s", STEP_TIMEOUT.as_secs());
     rpc::Reason::DeadlineExceeded.status("gantry", message)
 }
 
@@ -140,16 +141,16 @@ fn full() -> Status {
     rpc::Reason::Unavailable.status("gantry", message)
 }
 
-/// How far the messages of a call have arrived. Each begins with a byte for its compression and four for its length.
+/// Position in the messages of a call. Each message has a head: one byte for the compression and four for the length.
 #[derive(Debug, Default)]
 struct Progress {
     head: [u8; 5],
-    /// Bytes of the head that have arrived, while it is not whole.
+    /// Number of received bytes of an incomplete head.
     head_arrived: usize,
     length: usize,
-    /// Bytes of the message that have not arrived.
+    /// Number of missing bytes of the current message.
     rest: usize,
-    /// How many messages have begun.
+    /// Number of messages that have begun.
     number: u64,
 }
 
@@ -177,12 +178,12 @@ impl Progress {
         }
     }
 
-    /// Whether a message has begun to arrive, and not all of it is there.
+    /// Whether a message has begun and is incomplete.
     fn is_partial(&self) -> bool {
         self.rest > 0 || self.head_arrived > 0
     }
 
-    /// How many bytes of that message have arrived.
+    /// Returns the number of received bytes of an incomplete message, without its head.
     fn arrived(&self) -> usize {
         if self.rest > 0 { self.length - self.rest } else { 0 }
     }
@@ -196,18 +197,18 @@ mod tests {
 
     use super::*;
 
-    /// A call whose bytes are sent by the test.
+    /// A call whose bytes the test sends.
     fn call(budget: &MessageBudget) -> (mpsc::Sender<Vec<u8>>, Body) {
         let (send, sent) = mpsc::channel::<Vec<u8>>(8);
         let frames = ReceiverStream::new(sent).map(|data| Ok::<_, Status>(Frame::data(Bytes::from(data))));
         (send, bounded(Body::new(StreamBody::new(frames)), budget.clone()))
     }
 
-    /// A message with so many bytes, and as many of them as `there`.
-    fn message(length: usize, there: usize) -> Vec<u8> {
+    /// The head of a message of `length` bytes, and the first `sent` bytes of it.
+    fn message(length: usize, sent: usize) -> Vec<u8> {
         let mut bytes = vec![0];
         bytes.extend(u32::try_from(length).expect("a length").to_be_bytes());
-        bytes.resize(5 + there, 7);
+        bytes.resize(5 + sent, 7);
         bytes
     }
 
@@ -217,14 +218,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn message_that_has_begun_goes_on_or_the_call_ends() {
+    async fn call_ends_when_message_stalls() {
         for begun in [message(10, 9), vec![0, 0], message(STEP_BYTES * 9, STEP_BYTES * 2)] {
             let (send, mut body) = call(&MessageBudget::default());
             tokio::time::sleep(STEP_TIMEOUT * 10).await;
             let length = begun.len();
             send.send(begun).await.expect("read");
             assert_eq!(arrived(&mut body).await, length, "a call may be silent before a message");
-            // What comes byte by byte gets no more time.
+            // Empty frames do not extend the timeout.
             let began = Instant::now();
             let refused = loop {
                 match tokio::time::timeout(Duration::from_secs(50), body.frame()).await {
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_messages_arrive() {
+    async fn slow_message_arrives() {
         let (send, mut body) = call(&MessageBudget::default());
         for _ in 0..3 {
             send.send(message(STEP_BYTES * 5, STEP_BYTES)).await.expect("read");
@@ -262,7 +263,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_has_arrived_in_part_is_bounded_on_each_connection() {
+    async fn partial_messages_are_bounded_per_connection() {
         const LARGE: usize = 16 << 20;
         let budget = MessageBudget::default();
         let free = || budget.0.available_permits() * BUDGET_UNIT;
@@ -283,18 +284,18 @@ mod tests {
         );
         let (small, mut body) = call(&budget);
         small.send(message(LARGE, STEP_BYTES)).await.expect("read");
-        assert_eq!(arrived(&mut body).await, STEP_BYTES + 5, "what is small does not count");
+        assert_eq!(arrived(&mut body).await, STEP_BYTES + 5, "the first step does not count");
         let before = free();
         let (send, body) = &mut calls[0];
         send.send(message(LARGE, LARGE - 1)[..1].to_vec()).await.expect("read");
-        assert_eq!(arrived(body).await, 1, "the last byte of it");
-        assert!(free() > before, "it counts no longer");
+        assert_eq!(arrived(body).await, 1, "the last byte of the message arrives");
+        assert!(free() > before, "a complete message does not count");
         drop(calls);
-        assert_eq!(free(), MAX_PARTIAL_BYTES, "nor do messages of calls that have ended");
+        assert_eq!(free(), MAX_PARTIAL_BYTES, "messages of ended calls do not count");
     }
 
     #[test]
-    fn progress_is_the_same_whatever_the_pieces_are() {
+    fn progress_does_not_depend_on_frames() {
         let all = [message(0, 0), message(3, 3), message(70_000, 70_000), message(9, 2)].concat();
         for size in [1, 2, 5, 7, 4096, all.len()] {
             let mut progress = Progress::default();

@@ -1,4 +1,4 @@
-//! Who calls: how a caller transport the server, and the budget that its connection has.
+//! Callers: the transport of a caller, and the message budget of its connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,12 +7,12 @@ use tokio::sync::Semaphore;
 
 use crate::unauthenticated::Probation;
 
-/// Most bytes that count on one connection.
+/// Maximum bytes of partial messages on one connection.
 pub(crate) const MAX_PARTIAL_BYTES: usize = 256 << 20;
-/// The budget is counted in pieces of so many bytes.
+/// Bytes of one unit of the budget.
 pub(crate) const BUDGET_UNIT: usize = 1 << 10;
 
-/// The budget for messages that have arrived in part, of one connection.
+/// The budget of one connection for partial messages.
 #[derive(Debug, Clone)]
 pub(crate) struct MessageBudget(pub(crate) Arc<Semaphore>);
 
@@ -22,11 +22,11 @@ impl Default for MessageBudget {
     }
 }
 
-/// How a caller transport the server. In the extensions of every request.
+/// The connection of a caller. Every request has it in its extensions.
 #[derive(Debug, Clone)]
 pub struct Caller {
     transport: Transport,
-    /// For messages on its connection.
+    /// Budget for partial messages on the connection.
     budget: MessageBudget,
     has_hung_up: Arc<AtomicBool>,
 }
@@ -34,12 +34,12 @@ pub struct Caller {
 #[derive(Debug, Clone)]
 pub(crate) enum Transport {
     Tcp(Probation),
-    /// Over a Unix socket, as a user who may call.
+    /// A Unix socket, with a user that may call.
     Unix,
 }
 
 impl Caller {
-    /// Whether the caller needs no token, for it came over a Unix socket.
+    /// Whether the caller uses a Unix socket, and so needs no token.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self.transport, Transport::Unix)
     }
@@ -56,13 +56,13 @@ impl Caller {
         Self { has_hung_up, ..self }
     }
 
-    /// Whether the caller's end of the connection was closed. A caller that merely does not answer any more has not hung up.
+    /// Whether the caller has closed its end of the connection. This stays `false` for a caller that only stopped to answer.
     #[must_use]
     pub fn has_hung_up(&self) -> bool {
         self.has_hung_up.load(Ordering::Relaxed)
     }
 
-    /// Keeps the caller's connection open from now on. For a service that has verified a ticket of the caller.
+    /// Marks the connection as authenticated, so that it stays open. A service calls this after it has verified a ticket.
     pub fn authenticated(&self) {
         if let Transport::Tcp(probation) = &self.transport {
             probation.end();

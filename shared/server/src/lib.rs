@@ -1,8 +1,9 @@
-//! What every service binary shares: its settings, where it listens, how its calls are traced, counted and let in, how it says that it
-//! is alive and ready, and how it ends.
+//! The server of all service binaries: settings, listeners, admission of calls, telemetry, readiness and shutdown.
 //!
-//! A service is a [`Program`], which [`run`] runs. It adds its RPCs and its background tasks to a [`Host`]; the host serves them until
-//! it is told to stop. `gantry up` adds all four services to one host. Every task is tracked, told to stop, and waited for.
+//! A service implements [`Program`], and [`run`] runs it. The service adds its RPCs and background tasks to a [`Host`].
+//! The host serves them until its shutdown future resolves. `gantry up` adds all four services to one host.
+//!
+//! Invariant: the host tracks every task, cancels its token at shutdown, and waits for its end.
 
 mod activity;
 mod admission;
@@ -62,21 +63,21 @@ use crate::operator_endpoints::{GaugeUpdates, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
-/// Calls at a time on one connection. Each takes memory, before it is admitted too.
+/// Maximum number of concurrent calls on one connection. A call takes memory even before its admission.
 const MAX_CALLS_PER_CONNECTION: u32 = 1024;
 
-/// How long closing may take, once everything has ended.
+/// Maximum time of all cleanups together. They start after the end of all calls and tasks.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long operators who are being answered when everything else has ended are waited for.
+/// Time for the last responses of the operator endpoints, after the end of all calls and tasks.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How a process ends once it was told to.
+/// Timing of a shutdown.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Drain {
-    /// It goes on for this long, not ready any more.
+    /// Time for which the process still serves calls but reports that it is not ready.
     pub(crate) delay: Duration,
-    /// Open calls may take this long to end, before they are cut.
+    /// Time for open calls to end after the delay. The host then cuts the remaining calls.
     pub(crate) timeout: Duration,
 }
 
@@ -86,7 +87,7 @@ impl Default for Drain {
     }
 }
 
-/// That a task failed without which the process is of no use.
+/// The failure of a vital task, which ends the process.
 #[derive(Debug, Clone, Default)]
 struct Failure {
     signal: CancellationToken,
@@ -100,7 +101,7 @@ impl Failure {
     }
 }
 
-/// Services that are served together, and the tasks that belong to them.
+/// The gRPC services of one process, with their background tasks.
 pub struct Host {
     routes: RoutesBuilder,
     services: Vec<&'static str>,
@@ -114,7 +115,7 @@ pub struct Host {
     readiness: Readiness,
     capabilities: CapabilitiesService,
     gauges: GaugeUpdates,
-    /// Where those of the services that are described already end in `services`.
+    /// Number of entries at the start of `services` that [`Host::describe`] has already described.
     described: usize,
     drain: Drain,
     probe_interval: Duration,
@@ -129,7 +130,7 @@ impl Default for Host {
 }
 
 impl Host {
-    /// Serves nothing yet.
+    /// Creates a host without services.
     #[must_use]
     pub fn new() -> Self {
         let readiness = Readiness::new();
@@ -175,7 +176,7 @@ impl Host {
         self.routes.add_service(service);
     }
 
-    /// Adds a gRPC service that verifies by itself the tickets in these headers: calls with one are let in without the token.
+    /// Adds a gRPC service that verifies the tickets in `headers`. A call with such a header needs no token.
     pub fn add_ticketed_service<S>(&mut self, service: S, headers: &'static [&'static str])
     where
         S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
@@ -190,12 +191,13 @@ impl Host {
         self.add_service(service);
     }
 
-    /// Runs `task` until it ends; it must end soon after [`Host::stopping`].
+    /// Runs `task` in the background. The task must end soon after [`Host::stopping`] is cancelled.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }
 
-    /// Runs `task` until it ends, or the process is told to. When it fails the process ends with its error, at once and without draining.
+    /// Runs `task` until it ends, or until shutdown. If the task fails, the process ends at once with that error and
+    /// without a drain.
     pub fn spawn_vital(&self, task: impl Future<Output = anyhow::Result<()>> + Send + 'static) {
         let (failure, stopping) = (self.failure.clone(), self.stopping.clone());
         self.tasks.spawn(async move {
@@ -210,36 +212,37 @@ impl Host {
         });
     }
 
-    /// Tracks tasks that services spawn later, one for a call or a workload.
+    /// Returns the tracker for tasks that services spawn later, for example per call or per workload.
     #[must_use]
     pub fn tasks(&self) -> TaskTracker {
         self.tasks.clone()
     }
 
-    /// Resolves when the server has been told to stop. Open streams and loops end then: they are calls in flight.
+    /// Returns the token that is cancelled at shutdown. Open streams and loops must end then.
     #[must_use]
     pub fn stopping(&self) -> CancellationToken {
         self.stopping.clone()
     }
 
-    /// Who uses the services, and since when nobody does.
+    /// Returns the activity of callers.
     #[must_use]
     pub fn activity(&self) -> Activity {
         self.activity.clone()
     }
 
-    /// Says what the gRPC services that were added since the last one are together.
+    /// Describes the gRPC services that were added since the last call of this function as one `service`.
     pub fn describe(&mut self, service: Service) {
         self.capabilities.add(service, &self.services[self.described..]);
         self.described = self.services.len();
     }
 
-    /// Runs `last` once everything else has ended, for some seconds at most: what is closed then is used by nobody any more.
+    /// Runs `cleanup` after the end of all calls and tasks, for at most a few seconds.
     pub fn add_cleanup(&mut self, cleanup: impl Future<Output = ()> + Send + 'static) {
         self.cleanups.push(Box::pin(cleanup));
     }
 
-    /// The process is ready only while `check` succeeds, which says why not for people, within three seconds.
+    /// Adds a readiness check. The process is ready only while `check` succeeds within three seconds. Operators see its
+    /// error.
     pub fn add_check<F>(&self, name: &'static str, check: impl Fn() -> F + Send + Sync + 'static)
     where
         F: Future<Output = Result<(), String>> + Send + 'static,
@@ -247,7 +250,7 @@ impl Host {
         self.readiness.add(name, check);
     }
 
-    /// `gather` sets gauges whenever somebody reads them.
+    /// Adds `gather`, which sets gauges when the metrics are read.
     pub fn add_gauges<F>(&self, gather: impl Fn() -> F + Send + Sync + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -255,7 +258,7 @@ impl Host {
         self.gauges.add(gather);
     }
 
-    /// Serves on `listeners` until `shutdown` resolves, then lets work in flight finish.
+    /// Serves on `listeners` until `shutdown` resolves, and then drains.
     pub async fn serve(
         self,
         listeners: impl IntoIterator<Item = Listener>,
@@ -264,7 +267,8 @@ impl Host {
         self.serve_from_start(listeners, shutdown, |_| Box::pin(async { Ok(()) })).await
     }
 
-    /// The same, and `start` adds services while it is answered already that the process is alive, and not ready.
+    /// Serves on `listeners` until `shutdown` resolves, and then drains. Runs `start`, which adds the services. Meanwhile,
+    /// health checks already report that the process is alive and not ready.
     pub(crate) async fn serve_from_start(
         mut self,
         listeners: impl IntoIterator<Item = Listener>,
@@ -277,17 +281,17 @@ impl Host {
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(rpc::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-            // The details of errors.
+            // Descriptors of error details.
             .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
             .build_v1()
-            .context("the descriptors of our own protos are malformed")?;
+            .context("cannot build the reflection service: the descriptors of the protos are malformed")?;
         let mut always = RoutesBuilder::default();
         always.add_service(health_service);
         always.add_service(reflection);
         always.add_service(CapabilitiesServer::new(self.capabilities.clone()));
 
         let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
-        // Without a token every caller is let in: a limit of strangers would be one of callers.
+        // Without a token, callers cannot authenticate, so limits of unauthenticated connections would limit callers.
         let limits = match token {
             Some(_) => self.unauthenticated,
             None => Limits { per_address: usize::MAX, total: usize::MAX, ..self.unauthenticated },
@@ -296,7 +300,7 @@ impl Host {
         let listeners = listeners.into_iter().map(|listener| {
             anyhow::ensure!(
                 token.is_some() || !listener.needs_token(),
-                "cannot serve on {}: there is no token to ask callers for",
+                "cannot serve on {}: the host has no token for callers",
                 listener.endpoint()?
             );
             Ok(listener.incoming(unauthenticated.clone()).boxed())
@@ -334,7 +338,7 @@ impl Host {
             Ok::<_, anyhow::Error>(self)
         };
         let started = tokio::select! {
-            // Where there is nothing to start, nobody hears that it is starting.
+            // A start that completes at once must win against the server, so that no caller sees a starting process.
             biased;
             started = started => Some(started?),
             result = &mut served => return result.context("the server failed"),
@@ -344,7 +348,7 @@ impl Host {
             routes, services, tasks, readiness, probe_interval, drain, failure, cleanups, ..
         }) = started
         else {
-            tracing::info!("told to end before it had started");
+            tracing::info!("shutdown requested before the start completed");
             return Ok(());
         };
         gate.open(routes.routes());
@@ -361,7 +365,7 @@ impl Host {
             () = &mut reporting => {}
             () = &mut shutdown => {}
         }
-        tracing::info!("told to end");
+        tracing::info!("shutting down");
         readiness.drain();
         set_status(&health, &services, ServingStatus::NotServing).await;
         let rest = async {
@@ -373,27 +377,27 @@ impl Host {
         };
         let drained = async { tokio::join!(served, rest) };
         if tokio::time::timeout(drain.delay + drain.timeout, drained).await.is_err() {
-            tracing::warn!("some calls did not end in time and are cut");
+            tracing::warn!("cutting calls that did not end within the drain timeout");
         }
-        // Until now whoever asked was told that it is ending.
+        // Until here, the operator endpoints have reported that the process is shutting down.
         ended.cancel();
         pages.close();
         tokio::time::timeout(LAST_RESPONSE_TIMEOUT, pages.wait()).await.ok();
         if tokio::time::timeout(CLEANUP_TIMEOUT, futures::future::join_all(cleanups)).await.is_err() {
-            tracing::warn!("something could not be closed in time");
+            tracing::warn!("cannot complete all cleanups in time");
         }
         Ok(())
     }
 }
 
-/// Tells whoever asks or watches how it is with the process and its `services`.
+/// Sets the health status of the process and of its `services`.
 pub(crate) async fn set_status(health: &HealthReporter, services: &[&'static str], status: ServingStatus) {
     for service in [""].iter().chain(services) {
         health.set_service_status(service, status).await;
     }
 }
 
-/// Ends the streams of those who watch, who were told before.
+/// Ends all health watch streams. [`set_status`] must have sent the last status before.
 async fn clear_status(mut health: HealthReporter, services: &[&'static str]) {
     for service in ["", LIVENESS].iter().chain(services) {
         health.clear_service_status(service).await;
