@@ -148,7 +148,8 @@ impl Eq for Reserved {}
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest, ManifestBuilder};
+    use crate::entry::{Entry, EntryKind};
+    use crate::manifest::{InvalidManifest, Limits, Manifest, ManifestBuilder};
 
     #[test]
     fn memory_limits_are_found_in_both_hierarchies() {

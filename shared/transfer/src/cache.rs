@@ -23,7 +23,7 @@ use prost::Message;
 use rustix::fs::Stat;
 
 use crate::encoding::WireExtent;
-use crate::manifest::{Extent, Xattr};
+use crate::entry::{Extent, Xattr};
 
 /// Names the format and its version.
 const MAGIC: &[u8] = b"gantry stat cache 3\n";

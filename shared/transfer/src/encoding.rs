@@ -13,10 +13,8 @@ use std::path::PathBuf;
 use domain::Digest;
 use prost::Message;
 
-use crate::manifest::{
-    DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Manifest, ManifestBuilder,
-    Xattr,
-};
+use crate::entry::{DeviceKind, Entry, EntryFault, EntryKind, Extent, Xattr};
+use crate::manifest::{InvalidManifest, Limits, Manifest, ManifestBuilder};
 
 #[derive(Clone, PartialEq, Message)]
 struct WireEntry {

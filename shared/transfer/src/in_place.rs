@@ -33,9 +33,11 @@ use rustix::io::Errno;
 
 use crate::cache::Fingerprint;
 use crate::dirs::{Cursor, list};
-use crate::guard::{Allowed, Dropped, DroppedKind, There, protected};
-use crate::manifest::{Entry, EntryKind, InvalidManifest, Manifest, as_path, split};
+use crate::entry::{Entry, EntryKind, as_path, split};
+use crate::guard::{Allowed, Dropped, DroppedKind, protected};
+use crate::manifest::{InvalidManifest, Manifest};
 use crate::subtree::Subtree;
+use crate::target::There;
 
 /// The entries of `result` that the command made or changed, with the directories that lead to them.
 ///

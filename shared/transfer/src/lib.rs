@@ -62,38 +62,44 @@ mod budget;
 mod cache;
 mod dirs;
 mod encoding;
+mod entry;
 mod guard;
 mod in_place;
 mod manifest;
+mod matches;
 mod merge;
+mod metadata;
 mod ordinal_ranges;
 mod pending_extents;
 mod read;
 mod remove;
+mod replace;
 mod rights;
 mod scan;
 mod subtree;
 mod tar;
+mod target;
 mod walk;
 mod write;
 mod xattrs;
 
 pub use budget::Budget;
 pub use cache::{CacheFault, Loaded, SaveError, StatCache};
+pub use entry::{
+    DeviceKind, Entry, EntryFault, EntryKind, Extent, MAX_EXTENT_BYTES, MAX_FILE_BYTES, MAX_NAME_BYTES,
+    MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, compare_paths,
+};
 pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
 pub use in_place::{Conflict, Gone, Standing, changes, remove_gone};
-pub use manifest::{
-    DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Located, MAX_EXTENT_BYTES,
-    MAX_FILE_BYTES, MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES,
-    MAX_XATTRS_BYTES, Manifest, ManifestBuilder, Xattr, compare_paths,
-};
-pub use merge::{
-    Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember, replace,
-};
+pub use manifest::{InvalidManifest, Limits, Located, Manifest, ManifestBuilder};
+pub use matches::{Matches, local_matches, remember};
+pub use merge::{MergeError, MergeOptions, Merged, merge};
+pub use metadata::{LeftOut, LeftOutKind, WrittenOwnership};
 pub use ordinal_ranges::{InvalidRange, OrdinalRanges};
 pub use pending_extents::PendingExtents;
 pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};
 pub use remove::{RemoveError, remove_tree};
+pub use replace::{ReplaceError, replace};
 pub use scan::{
     Exclude, OtherFileSystems, Problem, ProblemKind, Progress, Scan, ScanError, ScanOptions,
     ScannedOwnership, scan,
@@ -104,6 +110,4 @@ pub use tar::{
     MAX_EXTENSION_BYTES, MAX_REGIONS, Nameless, NoArchive,
 };
 pub use walk::{Descent, TreeWalk};
-pub use write::{
-    LeftOut, LeftOutKind, TreeWriter, Trust, Verified, WriteError, WriteOptions, Written, WrittenOwnership,
-};
+pub use write::{TreeWriter, Trust, Verified, WriteError, WriteOptions, Written};

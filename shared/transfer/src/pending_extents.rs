@@ -96,7 +96,8 @@ mod tests {
     use domain::Digest;
 
     use super::*;
-    use crate::manifest::{Entry, EntryKind, Extent, Limits};
+    use crate::entry::{Entry, EntryKind, Extent};
+    use crate::manifest::Limits;
 
     /// With a file of so many extents each.
     fn tree(extents: &[u64]) -> Manifest {

@@ -14,7 +14,8 @@ use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use crate::dirs::Cursor;
-use crate::manifest::{Located, Manifest, split};
+use crate::entry::split;
+use crate::manifest::{Located, Manifest};
 use crate::ordinal_ranges::OrdinalRanges;
 
 /// Content of one extent.

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest};
+use crate::entry::{Entry, EntryKind};
+use crate::manifest::{InvalidManifest, Limits, Manifest};
 use crate::ordinal_ranges::OrdinalRanges;
 
 /// A directory of a tree, as a tree of its own.
@@ -167,7 +168,7 @@ mod tests {
     use domain::Digest;
 
     use super::*;
-    use crate::manifest::Extent;
+    use crate::entry::Extent;
 
     fn entry(path: &str, kind: EntryKind) -> Entry {
         let (mode, mtime_seconds) =

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, fstat, openat, openat2, seek};
 use rustix::io::Errno;
 
-use crate::manifest::as_path;
+use crate::entry::as_path;
 
 /// Most directories that one walk keeps open.
 const KEPT_OPEN: usize = 32;

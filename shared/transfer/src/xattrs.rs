@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use rustix::fs::{XattrFlags, fgetxattr, flistxattr, flistxattr_query, fremovexattr, fsetxattr};
 use rustix::io::Errno;
 
-use crate::manifest::{MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, may_travel};
+use crate::entry::{MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, may_travel};
 
 /// The extended attributes of one file or directory.
 #[derive(Debug, Default)]

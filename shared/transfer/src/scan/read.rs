@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use super::queue::DoneOnDrop;
 use super::{MAX_UNSIZED_BYTES, PIECE_BYTES, Shared};
 use crate::cache::{Content, Fingerprint};
-use crate::manifest::{Extent, MAX_EXTENT_BYTES};
+use crate::entry::{Extent, MAX_EXTENT_BYTES};
 use crate::xattrs;
 
 /// A file that is to be read.

@@ -18,9 +18,8 @@ use super::{
 };
 use crate::cache::{Content, Fingerprint, StatCache};
 use crate::dirs::Cursor;
-use crate::manifest::{
-    DeviceKind, Entry, EntryKind, InvalidManifest, Limits, MAX_PATH_BYTES, Manifest, as_path,
-};
+use crate::entry::{DeviceKind, Entry, EntryKind, MAX_PATH_BYTES, as_path};
+use crate::manifest::{InvalidManifest, Limits, Manifest};
 use crate::xattrs;
 
 /// Files that are handed to a thread together, if they are small.
@@ -199,7 +198,7 @@ impl<'a> Walk<'a> {
             Ok(directory) => (fstat(directory)?, xattrs::find(directory, false)?),
             Err(error) => {
                 // It is there, but may not be opened: an entry without what it holds.
-                let (parent, name) = crate::manifest::split(path);
+                let (parent, name) = crate::entry::split(path);
                 let parent = self.cursor.go(parent).map_err(errno)?;
                 let stat = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
                 if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
@@ -514,7 +513,7 @@ impl Walked {
         let entries = (0..).zip(self.entries).filter(|(index, _)| !left_out.contains_key(index));
         let manifest = Manifest::new(entries.map(|(_, entry)| entry), limits)?;
         self.problems.sort_by(|a, b| {
-            crate::manifest::compare_paths(a.path.as_os_str().as_bytes(), b.path.as_os_str().as_bytes())
+            crate::entry::compare_paths(a.path.as_os_str().as_bytes(), b.path.as_os_str().as_bytes())
         });
         Ok(Scan {
             manifest,

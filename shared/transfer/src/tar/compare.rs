@@ -8,7 +8,8 @@ use domain::Digest;
 use super::members::{Members, What};
 use super::read::{ArchiveError, ArchiveReader, file_at};
 use super::tree::Tree;
-use crate::manifest::{Entry, EntryKind, Extent, Limits, MAX_EXTENT_BYTES, Manifest, as_path};
+use crate::entry::{Entry, EntryKind, Extent, MAX_EXTENT_BYTES, as_path};
+use crate::manifest::{Limits, Manifest};
 
 impl<R: Read> ArchiveReader<R> {
     /// Makes sure that the archive holds the tree of `manifest` and nothing else, as far as plain tar says what a tree is: parts of seconds and

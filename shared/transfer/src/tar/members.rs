@@ -7,7 +7,7 @@ use super::header::{self, Block};
 use super::pax::{self, Records};
 use super::read::ArchiveError;
 use super::{BLOCK_BYTES, padding};
-use crate::manifest::{DeviceKind, MAX_FILE_BYTES, MAX_PATH_BYTES, Xattr, as_path};
+use crate::entry::{DeviceKind, MAX_FILE_BYTES, MAX_PATH_BYTES, Xattr, as_path};
 
 /// Most bytes of headers that belong to one entry: PAX records, long names.
 pub const MAX_EXTENSION_BYTES: usize = 4 << 20;
@@ -511,7 +511,7 @@ fn size(block: &Block) -> Option<u64> {
 fn normal(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
     let names = path.split(|byte| *byte == b'/').filter(|name| !name.is_empty() && *name != b".");
     let normal = names.collect::<Vec<_>>().join(&b'/');
-    let is_safe = !path.is_empty() && crate::manifest::is_safe_path(&normal);
+    let is_safe = !path.is_empty() && crate::entry::is_safe_path(&normal);
     if is_safe {
         return Ok(normal);
     }

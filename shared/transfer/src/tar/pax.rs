@@ -1,6 +1,6 @@
 //! Records of PAX headers: `length key=value\n`, where values are any bytes.
 
-use crate::manifest::Xattr;
+use crate::entry::Xattr;
 
 /// Prefix of the keys of extended attributes.
 const XATTR: &[u8] = b"SCHILY.xattr.";

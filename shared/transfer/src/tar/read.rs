@@ -9,7 +9,8 @@ use domain::Digest;
 
 use super::members::{Members, What};
 use super::tree::Tree;
-use crate::manifest::{Entry, EntryKind, Extent, InvalidManifest, Limits, MAX_EXTENT_BYTES, Manifest};
+use crate::entry::{Entry, EntryKind, Extent, MAX_EXTENT_BYTES};
+use crate::manifest::{InvalidManifest, Limits, Manifest};
 use crate::ordinal_ranges::OrdinalRanges;
 use crate::pending_extents::PendingExtents;
 use crate::read::ExtentData;

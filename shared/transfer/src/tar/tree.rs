@@ -8,10 +8,8 @@ use std::ops::Bound;
 use super::members::{Member, What, malformed};
 use super::read::ArchiveError;
 use crate::budget::{ENTRY_MEMORY_BYTES, Reserved};
-use crate::manifest::{
-    Entry, EntryKind, Extent, InvalidManifest, Limits, Manifest, ManifestBuilder, as_path, compare_paths,
-    may_travel, split,
-};
+use crate::entry::{Entry, EntryKind, Extent, as_path, compare_paths, may_travel, split};
+use crate::manifest::{InvalidManifest, Limits, Manifest, ManifestBuilder};
 
 /// Most links from one to the next that are followed.
 const MAX_CHAIN: usize = 64;

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use super::header::{self, Block};
 use super::{BLOCK_BYTES, padding, pax};
-use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Manifest, split};
+use crate::entry::{DeviceKind, Entry, EntryKind, Extent, split};
+use crate::manifest::Manifest;
 use crate::write::{Verified, WriteError};
 
 /// What the end of an archive is filled up to, as tar does.

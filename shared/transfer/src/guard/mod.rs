@@ -11,31 +11,19 @@
 //! Invariant: what the directory has already, down to the bytes and the mode, is never dropped. So a directory that was
 //! sent to a worker and comes back unchanged stays as it is.
 
-use std::borrow::Cow;
-use std::collections::HashMap;
-use std::io::Read;
-use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStringExt;
-use std::path::{Component, Path, PathBuf};
+mod programs;
 
-use domain::Digest;
-use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxAttributes, StatxFlags, fstat, openat, readlinkat,
-    statat, statx,
-};
-use rustix::io::Errno;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 
 use crate::dirs::Cursor;
-use crate::manifest::{DeviceKind, Entry, EntryKind, InvalidManifest, MAX_EXTENT_BYTES, Manifest, split};
-use crate::read::fill;
+use crate::entry::{Entry, EntryKind};
+use crate::guard::programs::{
+    Repositories, is_below, makes_git_run, makes_others_run, named_by_target, plain,
+};
+use crate::manifest::{InvalidManifest, Manifest};
 use crate::subtree::Subtree;
-use crate::xattrs;
-
-/// The extended attribute that holds the capabilities of a file.
-const CAPABILITY: &[u8] = b"security.capability";
-const SETID: u32 = 0o6000;
-/// Most bytes that are read of a configuration of git.
-const CONFIGURATION: u64 = 1 << 20;
+use crate::target::{CAPABILITY, SETID, There};
 
 /// What the caller asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -102,7 +90,7 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
             continue;
         }
         let mut drop = |what| {
-            let is_other_there = there.is_anything_at(&entry.path);
+            let is_other_there = there.exists(&entry.path);
             dropped.push(Dropped { path: entry.path().to_owned(), what, is_other_there });
         };
         if let Some(what) = whole {
@@ -159,7 +147,7 @@ struct Judge<'a> {
 
 impl<'a> Judge<'a> {
     fn new(manifest: &'a Manifest, there: &mut There<'_>, allowed: Allowed) -> Self {
-        Self { allowed, repositories: Repositories::of(manifest), named: there.named_by_git() }
+        Self { allowed, repositories: Repositories::of(manifest), named: named_by_target(there) }
     }
 
     fn drops(&mut self, entry: &'a Entry, there: &mut There<'_>) -> Option<DroppedKind> {
@@ -191,332 +179,9 @@ fn without_rights(entry: &Entry) -> Entry {
     entry
 }
 
-/// Something that every repository has: its HEAD.
-const HEAD: u8 = 1;
-/// Something that every repository has besides: objects, references, or where these are.
-const STORE: u8 = 2;
-/// Both of them. Git takes a directory for a repository that has the parts of one, and reads its configuration whenever it is called there.
-const REPOSITORY: u8 = HEAD | STORE;
-/// Something that decides which programs git runs.
-const PROGRAM: u8 = 4;
-
-/// Repositories that are not called `.git`. The tree and the target may each have some of the parts of one.
-struct Repositories<'a> {
-    /// What directories of the tree have.
-    tree: HashMap<&'a [u8], u8>,
-    /// What the same directories of the target have, where that was looked at.
-    target: HashMap<&'a [u8], u8>,
-}
-
-impl<'a> Repositories<'a> {
-    fn of(manifest: &'a Manifest) -> Self {
-        let mut tree: HashMap<&[u8], u8> = HashMap::new();
-        for entry in manifest.entries() {
-            let (parent, name) = split(&entry.path);
-            *tree.entry(parent).or_default() |= part(name);
-        }
-        Self { tree, target: HashMap::new() }
-    }
-
-    /// Whether git would run programs because of an entry: it is one of those that decide which, in a repository, or it makes a repository
-    /// of a directory of the target that has one of those.
-    fn has_program(&mut self, entry: &'a Entry, there: &mut There<'_>) -> bool {
-        let mut start = 0;
-        for name in entry.path.split(|byte| *byte == b'/') {
-            let part = part(name);
-            if part != 0 {
-                let directory = &entry.path[..start.max(1) - 1];
-                let tree = self.tree.get(directory).copied().unwrap_or(0);
-                let target = *self.target.entry(directory).or_insert_with(|| there.parts(directory));
-                let is_made = target & REPOSITORY != REPOSITORY && target & PROGRAM != 0;
-                if (tree | target) & REPOSITORY == REPOSITORY && (part & PROGRAM != 0 || is_made) {
-                    return true;
-                }
-            }
-            start += name.len() + 1;
-        }
-        false
-    }
-}
-
-/// What a directory with that name in it has.
-fn part(name: &[u8]) -> u8 {
-    let part = match &plain(name)[..] {
-        b"head" => HEAD,
-        b"objects" | b"refs" | b"commondir" => STORE,
-        _ => 0,
-    };
-    if is_program(name) { part | PROGRAM } else { part }
-}
-
 /// Whether an entry is a `.gantryignore`, or takes the place of one.
 fn is_ignore_rule(entry: &Entry) -> bool {
     entry.path.split(|byte| *byte == b'/').any(|name| plain(name)[..] == b".gantryignore"[..])
-}
-
-/// Whether an entry may make git run programs that it names, or read a configuration that does, below a directory called `.git`.
-fn makes_git_run(entry: &Entry) -> bool {
-    let names: Vec<&[u8]> = entry.path.split(|byte| *byte == b'/').collect();
-    names.iter().enumerate().filter(|(_, name)| is_git(name)).any(|(at, _)| {
-        let inside = &names[at + 1..];
-        let is_inner =
-            inside.first().is_some_and(|first| matches!(&plain(first)[..], b"modules" | b"worktrees"));
-        match inside {
-            // A file or a link there leads git to another directory.
-            [] => !entry.is_directory(),
-            // Repositories of submodules, whose names may have slashes, and of further working trees.
-            _ if is_inner => {
-                inside.iter().any(|name| is_program(name)) || matches!(entry.kind, EntryKind::Symlink { .. })
-            }
-            [first, ..] => is_program(first),
-        }
-    })
-}
-
-/// Whether an entry makes Mercurial or jj run programs.
-fn makes_others_run(entry: &Entry) -> bool {
-    let names: Vec<_> = entry.path.split(|byte| *byte == b'/').map(plain).collect();
-    names.iter().enumerate().any(|(at, name)| match (&name[..], &names[at + 1..]) {
-        (b".hg", [first, ..]) => matches!(&first[..], b"hgrc" | b"hgrc-not-shared" | b"sharedpath"),
-        (b".jj", [first, second, ..]) => matches!((&first[..], &second[..]), (b"repo", b"config.toml")),
-        (b".jj", [first]) => first[..] == b"repo"[..] && !entry.is_directory(),
-        (b".hg", []) => !entry.is_directory(),
-        _ => false,
-    })
-}
-
-/// Whether a path is another one, or in the directory of that name.
-fn is_below(path: &[u8], other: &[u8]) -> bool {
-    path.strip_prefix(other).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
-}
-
-/// The paths that a configuration of git names for hooks and further configuration, relative to the top of the working tree. Hooks are looked for from
-/// there, and configuration from the directory of the file, which is `.git`.
-fn named_by_git(configuration: &str) -> Vec<Vec<u8>> {
-    let mut section = String::new();
-    let mut named = Vec::new();
-    for line in configuration.lines().map(str::trim) {
-        if let Some(header) = line.strip_prefix('[') {
-            section = header.split([']', ' ', '"']).next().unwrap_or_default().to_ascii_lowercase();
-        }
-        let pair = line.rsplit(']').next().unwrap_or_default();
-        let Some((key, value)) = pair.split_once('=') else { continue };
-        let base = match (section.as_str(), key.trim().to_ascii_lowercase().as_str()) {
-            ("core", "hookspath") => Path::new(""),
-            ("include" | "includeif", "path") => Path::new(".git"),
-            _ => continue,
-        };
-        let mut path = PathBuf::new();
-        for component in base.join(value.trim().trim_matches('"')).components() {
-            match component {
-                Component::Normal(name) => path.push(name),
-                Component::ParentDir => _ = path.pop(),
-                // Not in this directory.
-                Component::RootDir => path = PathBuf::from("/"),
-                Component::CurDir | Component::Prefix(_) => {}
-            }
-        }
-        if path.is_relative() && path != Path::new("") {
-            named.push(path.into_os_string().into_vec());
-        }
-    }
-    named
-}
-
-/// Whether a name is that of the directory of a repository.
-fn is_git(name: &[u8]) -> bool {
-    name.len() >= 4 && matches!(&plain(name)[..], b".git" | b"git~1")
-}
-
-/// Whether a name in the directory of a repository is one of those that decide which programs git runs.
-fn is_program(name: &[u8]) -> bool {
-    // A rebase or a cherry-pick that was begun goes on with the commands and the strategy in its directory. `commondir`
-    // names another directory to read all of this from.
-    matches!(
-        &plain(name)[..],
-        b"hooks"
-            | b"config"
-            | b"config.worktree"
-            | b"commondir"
-            | b"rebase-merge"
-            | b"rebase-apply"
-            | b"sequencer"
-    )
-}
-
-/// A name as file systems compare it that know no case, or leave out what cannot be seen.
-fn plain(name: &[u8]) -> Cow<'_, [u8]> {
-    let end = name.iter().rposition(|byte| !matches!(byte, b'.' | b' ')).map_or(0, |last| last + 1);
-    let name = &name[..end];
-    if name.is_ascii() {
-        let is_lower = !name.iter().any(u8::is_ascii_uppercase);
-        return if is_lower { Cow::Borrowed(name) } else { Cow::Owned(name.to_ascii_lowercase()) };
-    }
-    let is_ignored = |c: &char| matches!(c, '\u{200c}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{206a}'..='\u{206f}' | '\u{feff}');
-    let text = String::from_utf8_lossy(name);
-    let visible: String = text.chars().filter(|c| !is_ignored(c)).collect();
-    Cow::Owned(visible.to_lowercase().into_bytes())
-}
-
-/// What the target has.
-pub(crate) struct There<'a> {
-    cursor: Option<Cursor>,
-    manifest: &'a Manifest,
-}
-
-impl<'a> There<'a> {
-    /// The directory of `cursor`, as it is compared with `manifest`. `None`: there is no directory.
-    pub(crate) fn new(cursor: Option<Cursor>, manifest: &'a Manifest) -> Self {
-        Self { cursor, manifest }
-    }
-
-    fn is_anything_at(&mut self, path: &[u8]) -> bool {
-        self.stat(path).is_some()
-    }
-
-    /// The paths that the configuration of its repository names.
-    fn named_by_git(&mut self) -> Vec<Vec<u8>> {
-        let read = |directory: &OwnedFd| {
-            let flags =
-                OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-            let opened = openat(directory, "config", flags, Mode::empty()).ok()?;
-            let mut text = Vec::new();
-            std::fs::File::from(opened).take(CONFIGURATION).read_to_end(&mut text).ok()?;
-            Some(named_by_git(&String::from_utf8_lossy(&text)))
-        };
-        let directory = self.cursor.as_mut().and_then(|cursor| cursor.go(b".git").ok());
-        directory.and_then(|directory| read(&directory)).unwrap_or_default()
-    }
-
-    /// What a directory has of a repository.
-    fn parts(&mut self, directory: &[u8]) -> u8 {
-        let names = ["HEAD", "objects", "refs", "commondir", "config", "config.worktree", "hooks"];
-        let separator = if directory.is_empty() { &b""[..] } else { b"/" };
-        let has = |name: &&str| self.is_anything_at(&[directory, name.as_bytes()].join(separator));
-        names.into_iter().filter(has).fold(0, |found, name| found | part(name.as_bytes()))
-    }
-
-    pub(crate) fn stat(&mut self, path: &[u8]) -> Option<Stat> {
-        let (parent, name) = split(path);
-        let directory = self.cursor.as_mut()?.go(parent).ok()?;
-        let name = if name.is_empty() { b"." } else { name };
-        statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()
-    }
-
-    /// Whether something is mounted at a path.
-    pub(crate) fn is_mounted(&mut self, path: &[u8]) -> bool {
-        let (parent, name) = split(path);
-        let directory = self.cursor.as_mut().and_then(|cursor| cursor.go(parent).ok());
-        directory.is_some_and(|directory| {
-            let found = statx(&directory, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE);
-            found.is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
-        })
-    }
-
-    /// Whether the target has the very same at the path of an entry: the kind, the mode and the content. Of a directory, its
-    /// mode as far as setuid and setgid go.
-    pub(crate) fn has(&mut self, entry: &Entry) -> bool {
-        self.compare(entry).unwrap_or(false)
-    }
-
-    /// Whether the target has at a path the very same as the tree.
-    pub(crate) fn has_at(&mut self, path: &[u8]) -> bool {
-        let manifest = self.manifest;
-        manifest.find(path).is_some_and(|index| self.has(&manifest.entries()[index]))
-    }
-
-    fn compare(&mut self, entry: &Entry) -> Option<bool> {
-        let stat = self.stat(&entry.path)?;
-        let mode = Mode::from_raw_mode(stat.st_mode).as_raw_mode();
-        let found = FileType::from_raw_mode(stat.st_mode);
-        // Of a link, its file is what counts.
-        let file = match &entry.kind {
-            EntryKind::HardLink { to } => &self.manifest.entries()[self.manifest.find(to)?],
-            _ => entry,
-        };
-        Some(match &file.kind {
-            EntryKind::Directory => found == FileType::Directory && mode & SETID == file.mode & SETID,
-            EntryKind::File { .. } => {
-                found == FileType::RegularFile && mode == file.mode && self.has_content(&entry.path, file)?
-            }
-            EntryKind::Symlink { target } => {
-                found == FileType::Symlink && self.link_at(&entry.path)?.as_slice() == &target[..]
-            }
-            EntryKind::Device { kind, major, minor } => {
-                let node = match kind {
-                    DeviceKind::Character => FileType::CharacterDevice,
-                    DeviceKind::Block => FileType::BlockDevice,
-                };
-                found == node && stat.st_rdev == rustix::fs::makedev(*major, *minor)
-            }
-            EntryKind::Fifo => found == FileType::Fifo,
-            EntryKind::HardLink { .. } => false,
-        })
-    }
-
-    fn link_at(&mut self, path: &[u8]) -> Option<Vec<u8>> {
-        let (parent, name) = split(path);
-        let directory = self.cursor.as_mut()?.go(parent).ok()?;
-        Some(readlinkat(&directory, name, Vec::new()).ok()?.into_bytes())
-    }
-
-    fn has_content(&mut self, path: &[u8], file: &Entry) -> Option<bool> {
-        let (parent, name) = split(path);
-        let directory = self.cursor.as_mut()?.go(parent).ok()?;
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let opened = openat(&directory, name, flags, Mode::empty()).ok()?;
-        let EntryKind::File { size_bytes, .. } = &file.kind else { return None };
-        if fstat(&opened).ok()?.st_size.cast_unsigned() != *size_bytes {
-            return Some(false);
-        }
-        let capability = |xattrs: &[crate::Xattr]| {
-            xattrs.iter().find(|xattr| xattr.name == CAPABILITY).map(|xattr| xattr.value.clone())
-        };
-        if capability(&xattrs::read(&opened, true).ok()?) != capability(&file.xattrs) {
-            return Some(false);
-        }
-        Some(is_content(&opened, *size_bytes, file))
-    }
-}
-
-/// Whether a file holds the extents of an entry, and zeroes elsewhere.
-fn is_content(opened: &OwnedFd, size_bytes: u64, file: &Entry) -> bool {
-    let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
-    let mut at = 0;
-    let mut zeroes = vec![0; 64 << 10];
-    let mut is_zero_until = |end: u64, at: &mut u64| {
-        while *at < end {
-            // A hole may be larger than can be read in a day.
-            match rustix::fs::seek(opened, SeekFrom::Data(*at)) {
-                Ok(data) => *at = data,
-                Err(Errno::NXIO) => return true,
-                Err(_) => return false,
-            }
-            if *at >= end {
-                return true;
-            }
-            let length = usize::try_from(end - *at).unwrap_or(usize::MAX).min(zeroes.len());
-            let piece = &mut zeroes[..length];
-            if !fill(opened, piece, *at).is_ok_and(|read| read == length)
-                || piece.iter().any(|byte| *byte != 0)
-            {
-                return false;
-            }
-            *at += length as u64;
-        }
-        true
-    };
-    for extent in file.extents() {
-        let data = &mut buffer[..extent.length as usize];
-        let is_same = is_zero_until(extent.offset, &mut at)
-            && fill(opened, data, extent.offset).is_ok_and(|read| read == data.len())
-            && Digest(*blake3::hash(data).as_bytes()) == extent.digest;
-        if !is_same {
-            return false;
-        }
-        at = extent.offset + u64::from(extent.length);
-    }
-    is_zero_until(size_bytes, &mut at)
 }
 
 #[cfg(test)]
@@ -527,7 +192,8 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::manifest::{Limits, Xattr};
+    use crate::entry::{DeviceKind, Xattr};
+    use crate::manifest::Limits;
     use crate::{ScanOptions, scan};
 
     fn entry(path: &str, kind: EntryKind) -> Entry {
@@ -539,53 +205,6 @@ mod tests {
 
     fn file(path: &str) -> Entry {
         entry(path, EntryKind::File { size_bytes: 0, extents: Vec::new() })
-    }
-
-    #[test]
-    fn git_programs_are_known_by_their_paths() {
-        let withheld = [
-            ".git/hooks/pre-commit",
-            ".git/config",
-            ".git/config.worktree",
-            ".git/commondir",
-            ".git/rebase-merge/git-rebase-todo",
-            ".git/rebase-apply/next",
-            ".git/sequencer/opts",
-            ".GIT/Hooks/post-checkout",
-            ".Git/CONFIG",
-            ".g\u{200c}it/config",
-            "git~1/config",
-            ".git./config",
-            ".git/modules/a/hooks/x",
-            ".git/modules/a/b/config",
-            ".git/modules/refs/config",
-            ".git/worktrees/a/config.worktree",
-            "deep/down/.git/hooks/x",
-            "sub/.git",
-            ".git",
-        ];
-        for path in withheld {
-            assert!(makes_git_run(&file(path)), "{path}");
-        }
-        let kept = [
-            ".git/HEAD",
-            ".git/objects/ab/cd",
-            ".git/refs/heads/hooks",
-            ".git/info/exclude",
-            ".git/modules/a/HEAD",
-            ".gitignore",
-            ".gitmodules",
-            "git/hooks/x",
-            "hooks/pre-commit",
-            "config",
-        ];
-        for path in kept {
-            assert!(!makes_git_run(&file(path)), "{path}");
-        }
-        let link = |path| makes_git_run(&entry(path, EntryKind::Symlink { target: b"x".to_vec() }));
-        assert!([".git", ".git/hooks", ".git/modules", ".git/modules/a"].into_iter().all(link));
-        assert!(!makes_git_run(&entry(".git", EntryKind::Directory)));
-        assert!(makes_git_run(&entry(".git/hooks", EntryKind::Directory)));
     }
 
     /// A directory with a repository that has a hook and a configuration.
@@ -663,14 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_that_the_configuration_names_are_known() {
-        let configuration = "[core]\n\tbare = false\n\thooksPath = ./.husky/_\n[include] path = ../.gitconfig\n\
-            [includeIf \"gitdir:~/x\"]\n path = \"more\"\n[core] hooksPath=/abs\n[other]\n path = no\n";
-        let named: Vec<_> = named_by_git(configuration);
-        assert_eq!(named, [&b".husky/_"[..], b".gitconfig", b".git/more"].map(<[u8]>::to_vec));
-        assert!(is_below(b".husky/_/pre-commit", b".husky/_") && is_below(b".husky/_", b".husky/_"));
-        assert!(!is_below(b".husky/_x", b".husky/_"));
-
+    fn programs_that_the_configuration_names_are_dropped() {
         let target = repository("mine");
         fs::write(target.path().join(".git/config"), "[core]\nhooksPath = .hooks").expect("written");
         let result = tempfile::tempdir().expect("a directory");

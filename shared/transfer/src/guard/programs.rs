@@ -1,0 +1,271 @@
+//! Entries of a tree that make version control systems run programs.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags, openat};
+
+use crate::entry::{Entry, EntryKind, split};
+use crate::manifest::Manifest;
+use crate::target::There;
+
+/// Most bytes that are read of a configuration of git.
+const CONFIGURATION: u64 = 1 << 20;
+
+/// Something that every repository has: its HEAD.
+const HEAD: u8 = 1;
+/// Something that every repository has besides: objects, references, or where these are.
+const STORE: u8 = 2;
+/// Both of them. Git takes a directory for a repository that has the parts of one, and reads its configuration whenever it is called there.
+const REPOSITORY: u8 = HEAD | STORE;
+/// Something that decides which programs git runs.
+const PROGRAM: u8 = 4;
+
+/// Repositories that are not called `.git`. The tree and the target may each have some of the parts of one.
+pub(super) struct Repositories<'a> {
+    /// What directories of the tree have.
+    tree: HashMap<&'a [u8], u8>,
+    /// What the same directories of the target have, where that was looked at.
+    target: HashMap<&'a [u8], u8>,
+}
+
+impl<'a> Repositories<'a> {
+    pub(super) fn of(manifest: &'a Manifest) -> Self {
+        let mut tree: HashMap<&[u8], u8> = HashMap::new();
+        for entry in manifest.entries() {
+            let (parent, name) = split(&entry.path);
+            *tree.entry(parent).or_default() |= part(name);
+        }
+        Self { tree, target: HashMap::new() }
+    }
+
+    /// Whether git would run programs because of an entry: it is one of those that decide which, in a repository, or it makes a repository
+    /// of a directory of the target that has one of those.
+    pub(super) fn has_program(&mut self, entry: &'a Entry, there: &mut There<'_>) -> bool {
+        let mut start = 0;
+        for name in entry.path.split(|byte| *byte == b'/') {
+            let part = part(name);
+            if part != 0 {
+                let directory = &entry.path[..start.max(1) - 1];
+                let tree = self.tree.get(directory).copied().unwrap_or(0);
+                let target = *self.target.entry(directory).or_insert_with(|| parts(there, directory));
+                let is_made = target & REPOSITORY != REPOSITORY && target & PROGRAM != 0;
+                if (tree | target) & REPOSITORY == REPOSITORY && (part & PROGRAM != 0 || is_made) {
+                    return true;
+                }
+            }
+            start += name.len() + 1;
+        }
+        false
+    }
+}
+
+/// What a directory with that name in it has.
+fn part(name: &[u8]) -> u8 {
+    let part = match &plain(name)[..] {
+        b"head" => HEAD,
+        b"objects" | b"refs" | b"commondir" => STORE,
+        _ => 0,
+    };
+    if is_program(name) { part | PROGRAM } else { part }
+}
+
+/// Whether an entry may make git run programs that it names, or read a configuration that does, below a directory called `.git`.
+pub(super) fn makes_git_run(entry: &Entry) -> bool {
+    let names: Vec<&[u8]> = entry.path.split(|byte| *byte == b'/').collect();
+    names.iter().enumerate().filter(|(_, name)| is_git(name)).any(|(at, _)| {
+        let inside = &names[at + 1..];
+        let is_inner =
+            inside.first().is_some_and(|first| matches!(&plain(first)[..], b"modules" | b"worktrees"));
+        match inside {
+            // A file or a link there leads git to another directory.
+            [] => !entry.is_directory(),
+            // Repositories of submodules, whose names may have slashes, and of further working trees.
+            _ if is_inner => {
+                inside.iter().any(|name| is_program(name)) || matches!(entry.kind, EntryKind::Symlink { .. })
+            }
+            [first, ..] => is_program(first),
+        }
+    })
+}
+
+/// Whether an entry makes Mercurial or jj run programs.
+pub(super) fn makes_others_run(entry: &Entry) -> bool {
+    let names: Vec<_> = entry.path.split(|byte| *byte == b'/').map(plain).collect();
+    names.iter().enumerate().any(|(at, name)| match (&name[..], &names[at + 1..]) {
+        (b".hg", [first, ..]) => matches!(&first[..], b"hgrc" | b"hgrc-not-shared" | b"sharedpath"),
+        (b".jj", [first, second, ..]) => matches!((&first[..], &second[..]), (b"repo", b"config.toml")),
+        (b".jj", [first]) => first[..] == b"repo"[..] && !entry.is_directory(),
+        (b".hg", []) => !entry.is_directory(),
+        _ => false,
+    })
+}
+
+/// Whether a path is another one, or in the directory of that name.
+pub(super) fn is_below(path: &[u8], other: &[u8]) -> bool {
+    path.strip_prefix(other).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+}
+
+/// The paths that a configuration of git names for hooks and further configuration, relative to the top of the working tree. Hooks are looked for from
+/// there, and configuration from the directory of the file, which is `.git`.
+fn named_by_git(configuration: &str) -> Vec<Vec<u8>> {
+    let mut section = String::new();
+    let mut named = Vec::new();
+    for line in configuration.lines().map(str::trim) {
+        if let Some(header) = line.strip_prefix('[') {
+            section = header.split([']', ' ', '"']).next().unwrap_or_default().to_ascii_lowercase();
+        }
+        let pair = line.rsplit(']').next().unwrap_or_default();
+        let Some((key, value)) = pair.split_once('=') else { continue };
+        let base = match (section.as_str(), key.trim().to_ascii_lowercase().as_str()) {
+            ("core", "hookspath") => Path::new(""),
+            ("include" | "includeif", "path") => Path::new(".git"),
+            _ => continue,
+        };
+        let mut path = PathBuf::new();
+        for component in base.join(value.trim().trim_matches('"')).components() {
+            match component {
+                Component::Normal(name) => path.push(name),
+                Component::ParentDir => _ = path.pop(),
+                // Not in this directory.
+                Component::RootDir => path = PathBuf::from("/"),
+                Component::CurDir | Component::Prefix(_) => {}
+            }
+        }
+        if path.is_relative() && path != Path::new("") {
+            named.push(path.into_os_string().into_vec());
+        }
+    }
+    named
+}
+
+/// Whether a name is that of the directory of a repository.
+fn is_git(name: &[u8]) -> bool {
+    name.len() >= 4 && matches!(&plain(name)[..], b".git" | b"git~1")
+}
+
+/// Whether a name in the directory of a repository is one of those that decide which programs git runs.
+fn is_program(name: &[u8]) -> bool {
+    // A rebase or a cherry-pick that was begun goes on with the commands and the strategy in its directory. `commondir`
+    // names another directory to read all of this from.
+    matches!(
+        &plain(name)[..],
+        b"hooks"
+            | b"config"
+            | b"config.worktree"
+            | b"commondir"
+            | b"rebase-merge"
+            | b"rebase-apply"
+            | b"sequencer"
+    )
+}
+
+/// A name as file systems compare it that know no case, or leave out what cannot be seen.
+pub(super) fn plain(name: &[u8]) -> Cow<'_, [u8]> {
+    let end = name.iter().rposition(|byte| !matches!(byte, b'.' | b' ')).map_or(0, |last| last + 1);
+    let name = &name[..end];
+    if name.is_ascii() {
+        let is_lower = !name.iter().any(u8::is_ascii_uppercase);
+        return if is_lower { Cow::Borrowed(name) } else { Cow::Owned(name.to_ascii_lowercase()) };
+    }
+    let is_ignored = |c: &char| matches!(c, '\u{200c}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{206a}'..='\u{206f}' | '\u{feff}');
+    let text = String::from_utf8_lossy(name);
+    let visible: String = text.chars().filter(|c| !is_ignored(c)).collect();
+    Cow::Owned(visible.to_lowercase().into_bytes())
+}
+
+/// The paths that the configuration of its repository names.
+pub(super) fn named_by_target(target: &mut There<'_>) -> Vec<Vec<u8>> {
+    let read = |directory: &OwnedFd| {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = openat(directory, "config", flags, Mode::empty()).ok()?;
+        let mut text = Vec::new();
+        std::fs::File::from(opened).take(CONFIGURATION).read_to_end(&mut text).ok()?;
+        Some(named_by_git(&String::from_utf8_lossy(&text)))
+    };
+    let directory = target.directory(b".git");
+    directory.and_then(|directory| read(&directory)).unwrap_or_default()
+}
+
+/// What a directory has of a repository.
+fn parts(target: &mut There<'_>, directory: &[u8]) -> u8 {
+    let names = ["HEAD", "objects", "refs", "commondir", "config", "config.worktree", "hooks"];
+    let separator = if directory.is_empty() { &b""[..] } else { b"/" };
+    let has = |name: &&str| target.exists(&[directory, name.as_bytes()].join(separator));
+    names.into_iter().filter(has).fold(0, |found, name| found | part(name.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(path: &str, kind: EntryKind) -> Entry {
+        let path = path.as_bytes().to_vec();
+        Entry { path, mode: 0, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, xattrs: Vec::new(), kind }
+    }
+
+    fn file(path: &str) -> Entry {
+        entry(path, EntryKind::File { size_bytes: 0, extents: Vec::new() })
+    }
+
+    #[test]
+    fn git_programs_are_known_by_their_paths() {
+        let withheld = [
+            ".git/hooks/pre-commit",
+            ".git/config",
+            ".git/config.worktree",
+            ".git/commondir",
+            ".git/rebase-merge/git-rebase-todo",
+            ".git/rebase-apply/next",
+            ".git/sequencer/opts",
+            ".GIT/Hooks/post-checkout",
+            ".Git/CONFIG",
+            ".g\u{200c}it/config",
+            "git~1/config",
+            ".git./config",
+            ".git/modules/a/hooks/x",
+            ".git/modules/a/b/config",
+            ".git/modules/refs/config",
+            ".git/worktrees/a/config.worktree",
+            "deep/down/.git/hooks/x",
+            "sub/.git",
+            ".git",
+        ];
+        for path in withheld {
+            assert!(makes_git_run(&file(path)), "{path}");
+        }
+        let kept = [
+            ".git/HEAD",
+            ".git/objects/ab/cd",
+            ".git/refs/heads/hooks",
+            ".git/info/exclude",
+            ".git/modules/a/HEAD",
+            ".gitignore",
+            ".gitmodules",
+            "git/hooks/x",
+            "hooks/pre-commit",
+            "config",
+        ];
+        for path in kept {
+            assert!(!makes_git_run(&file(path)), "{path}");
+        }
+        let link = |path| makes_git_run(&entry(path, EntryKind::Symlink { target: b"x".to_vec() }));
+        assert!([".git", ".git/hooks", ".git/modules", ".git/modules/a"].into_iter().all(link));
+        assert!(!makes_git_run(&entry(".git", EntryKind::Directory)));
+        assert!(makes_git_run(&entry(".git/hooks", EntryKind::Directory)));
+    }
+
+    #[test]
+    fn paths_that_the_configuration_names_are_known() {
+        let configuration = "[core]\n\tbare = false\n\thooksPath = ./.husky/_\n[include] path = ../.gitconfig\n\
+            [includeIf \"gitdir:~/x\"]\n path = \"more\"\n[core] hooksPath=/abs\n[other]\n path = no\n";
+        let named: Vec<_> = named_by_git(configuration);
+        assert_eq!(named, [&b".husky/_"[..], b".gitconfig", b".git/more"].map(<[u8]>::to_vec));
+        assert!(is_below(b".husky/_/pre-commit", b".husky/_") && is_below(b".husky/_", b".husky/_"));
+        assert!(!is_below(b".husky/_x", b".husky/_"));
+    }
+}
