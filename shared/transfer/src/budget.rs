@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) const ENTRY_MEMORY_BYTES: u64 = 256;
 
 /// Least budget of a process, in bytes.
-const LEAST: u64 = 512 << 20;
+const MIN_BYTES: u64 = 512 << 20;
 
 /// Bytes of memory that all manifests together may take.
 #[derive(Debug)]
@@ -27,11 +27,11 @@ pub struct Budget {
 
 /// There is no room in a budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NoRoom {
+pub(crate) enum BudgetError {
     /// Others take it.
-    Now,
+    Exhausted,
     /// It alone is larger than the budget.
-    Ever(u64),
+    TooLarge(u64),
 }
 
 impl Budget {
@@ -50,7 +50,7 @@ impl Budget {
             let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
             let limit = |file: String| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
             let limits = memory_limits(&groups).filter_map(limit);
-            Self::new((limits.fold(machine, u64::min) / 2).max(LEAST))
+            Self::new((limits.fold(machine, u64::min) / 2).max(MIN_BYTES))
         })
     }
 
@@ -93,14 +93,14 @@ impl Reservation {
         Self { budget, bytes: AtomicU64::new(0) }
     }
 
-    pub(crate) fn grow(&self, bytes: u64) -> Result<(), NoRoom> {
+    pub(crate) fn grow(&self, bytes: u64) -> Result<(), BudgetError> {
         let own = self.bytes.load(Ordering::Relaxed).saturating_add(bytes);
         if own > self.budget.total {
-            return Err(NoRoom::Ever(self.budget.total));
+            return Err(BudgetError::TooLarge(self.budget.total));
         }
         let fits = |reserved: u64| reserved.checked_add(bytes).filter(|sum| *sum <= self.budget.total);
         let grown = self.budget.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
-        grown.map_err(|_| NoRoom::Now)?;
+        grown.map_err(|_| BudgetError::Exhausted)?;
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -119,14 +119,14 @@ impl Drop for Reservation {
 
 /// The reservation of a manifest, shared by its copies. What a manifest holds does not depend on it.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Reserved(Option<Arc<Reservation>>);
+pub(crate) struct SharedReservation(Option<Arc<Reservation>>);
 
-impl Reserved {
+impl SharedReservation {
     pub(crate) fn of(budget: Option<&'static Budget>) -> Self {
         Self(budget.map(|budget| Arc::new(Reservation::new(budget))))
     }
 
-    pub(crate) fn grow(&self, bytes: u64) -> Result<(), NoRoom> {
+    pub(crate) fn grow(&self, bytes: u64) -> Result<(), BudgetError> {
         self.0.as_ref().map_or(Ok(()), |reservation| reservation.grow(bytes))
     }
 
@@ -137,13 +137,13 @@ impl Reserved {
     }
 }
 
-impl PartialEq for Reserved {
+impl PartialEq for SharedReservation {
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl Eq for Reserved {}
+impl Eq for SharedReservation {}
 
 #[cfg(test)]
 mod tests {

@@ -32,14 +32,14 @@ const DIGEST_BYTES: usize = 32;
 /// What is known of the files of one tree.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StatCache {
-    files: HashMap<Vec<u8>, Known>,
+    files: HashMap<Vec<u8>, CachedFile>,
     /// Of files that have extended attributes which a manifest does not take: the name of one of these.
-    left_out: HashMap<Vec<u8>, Vec<u8>>,
+    skipped_xattrs: HashMap<Vec<u8>, Vec<u8>>,
 }
 
 /// A cache that was loaded.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedCache {
     /// The cache; empty if there was none, or none to be trusted.
     pub cache: StatCache,
     /// Why what was there was ignored.
@@ -81,7 +81,7 @@ pub(crate) struct Content {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Known {
+struct CachedFile {
     fingerprint: Fingerprint,
     content: Content,
 }
@@ -153,15 +153,15 @@ impl StatCache {
 
     /// Reads a cache. One that is missing is empty; one that is damaged or cannot be read is empty too, and says so.
     #[must_use]
-    pub fn load(path: &Path) -> Loaded {
+    pub fn load(path: &Path) -> LoadedCache {
         let decoded = match fs::read(path) {
             Ok(bytes) => decode(&bytes).ok_or(CacheFault::Corrupt),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::new()),
             Err(error) => Err(CacheFault::Unreadable(error)),
         };
         match decoded {
-            Ok(cache) => Loaded { cache, ignored: None },
-            Err(fault) => Loaded { cache: Self::new(), ignored: Some(fault) },
+            Ok(cache) => LoadedCache { cache, ignored: None },
+            Err(fault) => LoadedCache { cache: Self::new(), ignored: Some(fault) },
         }
     }
 
@@ -201,24 +201,24 @@ impl StatCache {
     }
 
     /// The name of an extended attribute of the file at a path that a manifest does not take.
-    pub(crate) fn left_out(&self, path: &[u8]) -> Option<&[u8]> {
-        self.left_out.get(path).map(Vec::as_slice)
+    pub(crate) fn skipped_xattr(&self, path: &[u8]) -> Option<&[u8]> {
+        self.skipped_xattrs.get(path).map(Vec::as_slice)
     }
 
     /// Remembers an extended attribute of a file that a manifest does not take.
-    pub(crate) fn insert_left_out(&mut self, path: Vec<u8>, name: Vec<u8>) {
-        self.left_out.insert(path, name);
+    pub(crate) fn insert_skipped_xattr(&mut self, path: Vec<u8>, name: Vec<u8>) {
+        self.skipped_xattrs.insert(path, name);
     }
 
     pub(crate) fn insert(&mut self, path: Vec<u8>, fingerprint: Fingerprint, content: Content) {
-        self.files.insert(path, Known { fingerprint, content });
+        self.files.insert(path, CachedFile { fingerprint, content });
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut bytes = [MAGIC, &[0; DIGEST_BYTES]].concat();
         for (path, known) in &self.files {
-            let left_out = self.left_out(path).unwrap_or_default().to_vec();
-            let known = WireKnown { left_out, ..WireKnown::new(path, known) };
+            let skipped_xattr = self.skipped_xattr(path).unwrap_or_default().to_vec();
+            let known = WireCachedFile { skipped_xattr, ..WireCachedFile::new(path, known) };
             bytes.extend_from_slice(&known.encode_length_delimited_to_vec());
         }
         let (head, body) = bytes.split_at_mut(MAGIC.len() + DIGEST_BYTES);
@@ -234,11 +234,11 @@ fn decode(bytes: &[u8]) -> Option<StatCache> {
     }
     let mut cache = StatCache::new();
     while !body.is_empty() {
-        let mut wire = WireKnown::decode_length_delimited(&mut body).ok()?;
-        let left_out = std::mem::take(&mut wire.left_out);
+        let mut wire = WireCachedFile::decode_length_delimited(&mut body).ok()?;
+        let skipped_xattr = std::mem::take(&mut wire.skipped_xattr);
         let (path, known) = wire.known()?;
-        if !left_out.is_empty() {
-            cache.left_out.insert(path.clone(), left_out);
+        if !skipped_xattr.is_empty() {
+            cache.skipped_xattrs.insert(path.clone(), skipped_xattr);
         }
         cache.files.insert(path, known);
     }
@@ -246,7 +246,7 @@ fn decode(bytes: &[u8]) -> Option<StatCache> {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct WireKnown {
+struct WireCachedFile {
     #[prost(bytes = "vec", tag = "1")]
     path: Vec<u8>,
     #[prost(fixed64, tag = "2")]
@@ -272,12 +272,12 @@ struct WireKnown {
     #[prost(uint64, tag = "12")]
     links: u64,
     #[prost(bytes = "vec", tag = "13")]
-    left_out: Vec<u8>,
+    skipped_xattr: Vec<u8>,
 }
 
-impl WireKnown {
-    fn new(path: &[u8], known: &Known) -> Self {
-        let Known { fingerprint, content } = known;
+impl WireCachedFile {
+    fn new(path: &[u8], known: &CachedFile) -> Self {
+        let CachedFile { fingerprint, content } = known;
         Self {
             path: path.to_vec(),
             device: fingerprint.device,
@@ -291,11 +291,11 @@ impl WireKnown {
             extents: content.extents.iter().map(WireExtent::from).collect(),
             xattr_names: content.xattrs.iter().map(|xattr| xattr.name.clone()).collect(),
             xattr_values: content.xattrs.iter().map(|xattr| xattr.value.clone()).collect(),
-            left_out: Vec::new(),
+            skipped_xattr: Vec::new(),
         }
     }
 
-    fn known(self) -> Option<(Vec<u8>, Known)> {
+    fn known(self) -> Option<(Vec<u8>, CachedFile)> {
         if self.xattr_names.len() != self.xattr_values.len() {
             return None;
         }
@@ -311,7 +311,7 @@ impl WireKnown {
             mtime: (self.mtime_seconds, self.mtime_nanos),
             ctime: (self.ctime_seconds, self.ctime_nanos),
         };
-        Some((self.path, Known { fingerprint, content: Content { xattrs, extents } }))
+        Some((self.path, CachedFile { fingerprint, content: Content { xattrs, extents } }))
     }
 }
 
@@ -331,7 +331,7 @@ mod tests {
         let mut cache = StatCache::new();
         cache.insert(b"odd \xff\nname".to_vec(), fingerprint, Content { xattrs, extents });
         cache.insert(b"empty".to_vec(), fingerprint, Content { xattrs: vec![], extents: vec![] });
-        cache.insert_left_out(b"empty".to_vec(), b"trusted.a".to_vec());
+        cache.insert_skipped_xattr(b"empty".to_vec(), b"trusted.a".to_vec());
         cache
     }
 

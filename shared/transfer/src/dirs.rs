@@ -14,9 +14,9 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RawDir, chmodat, fstat, o
 use rustix::io::Errno;
 
 /// How many directories stay open: enough for most trees, few enough for any limit on open files.
-const KEPT_OPEN: usize = 32;
+const MAX_OPEN: usize = 32;
 /// How many of these are the outermost. The others are the innermost, so that a step up from any depth is cheap.
-const KEPT_OUTER: usize = 4;
+const OUTER_OPEN: usize = 4;
 
 /// A place in a tree that moves from directory to directory, cheaply when the next is near.
 #[derive(Debug)]
@@ -109,8 +109,8 @@ impl Cursor {
             self.path.clear();
             self.path.extend_from_slice(&path[..reached]);
             self.open.push((reached, directory.clone()));
-            if self.open.len() > KEPT_OPEN {
-                let (end, closed) = self.open.remove(KEPT_OUTER);
+            if self.open.len() > MAX_OPEN {
+                let (end, closed) = self.open.remove(OUTER_OPEN);
                 self.closed.push((end, id(&closed)?));
             }
         }
@@ -198,7 +198,7 @@ pub(crate) fn type_of(directory: impl AsFd, name: &[u8]) -> Result<Option<FileTy
 }
 
 /// Sees to it that the owner may list, enter and change the directory at a name, as far as that can be done.
-pub(crate) fn make_workable(directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
+pub(crate) fn make_accessible(directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
     let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
     let mode = Mode::from_raw_mode(stat.st_mode);
     if FileType::from_raw_mode(stat.st_mode) != FileType::Directory || mode.contains(Mode::RWXU) {
@@ -253,7 +253,7 @@ mod tests {
         for level in (0..=DEPTH).rev() {
             let directory = cursor.go(&path(level)).expect("reached");
             assert_eq!(is_empty(&directory), Ok(level == DEPTH));
-            assert!(cursor.open.len() <= KEPT_OPEN);
+            assert!(cursor.open.len() <= MAX_OPEN);
         }
         assert!(cursor.opened < 3 * DEPTH, "{} directories were opened", cursor.opened);
         // Down and up again at places far from each other.
@@ -275,7 +275,7 @@ mod tests {
         let mut cursor = chain(root.path(), 100);
         cursor.go(&path(100)).expect("reached");
         // The directory from which the next step up begins, once all above it are closed.
-        let begin = 100 - (KEPT_OPEN - KEPT_OUTER) + 1;
+        let begin = 100 - (MAX_OPEN - OUTER_OPEN) + 1;
         for level in (begin..100).rev() {
             cursor.go(&path(level)).expect("reached");
         }

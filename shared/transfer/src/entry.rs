@@ -226,7 +226,7 @@ impl Entry {
 fn check_xattrs(xattrs: &[Xattr], kind: &EntryKind) -> Result<(), EntryFault> {
     let is_file = matches!(kind, EntryKind::File { .. });
     let possible =
-        |xattr: &Xattr| may_travel(&xattr.name, is_file) && xattr.value.len() <= MAX_XATTR_VALUE_BYTES;
+        |xattr: &Xattr| is_portable_xattr(&xattr.name, is_file) && xattr.value.len() <= MAX_XATTR_VALUE_BYTES;
     let bytes: usize = xattrs.iter().map(|xattr| xattr.name.len() + xattr.value.len()).sum();
     let ok = (xattrs.is_empty() || is_file || *kind == EntryKind::Directory)
         && xattrs.iter().all(possible)
@@ -236,7 +236,7 @@ fn check_xattrs(xattrs: &[Xattr], kind: &EntryKind) -> Result<(), EntryFault> {
 }
 
 /// Whether an extended attribute of this name belongs into a manifest.
-pub(crate) fn may_travel(name: &[u8], is_file: bool) -> bool {
+pub(crate) fn is_portable_xattr(name: &[u8], is_file: bool) -> bool {
     let user = name.strip_prefix(b"user.").is_some_and(|rest| !rest.is_empty());
     (user && name.len() <= MAX_NAME_BYTES && !name.contains(&0))
         || (is_file && name == b"security.capability")

@@ -37,7 +37,7 @@ use crate::entry::{Entry, EntryKind, as_path, split};
 use crate::guard::{Allowed, Dropped, DroppedKind, protected};
 use crate::manifest::{InvalidManifest, Manifest};
 use crate::subtree::Subtree;
-use crate::target::There;
+use crate::target::TargetTree;
 
 /// The entries of `result` that the command made or changed, with the directories that lead to them.
 ///
@@ -49,7 +49,7 @@ use crate::target::There;
 /// None that the whole tree would not have had.
 pub fn changes(base: &Manifest, result: &Manifest) -> Result<Subtree, InvalidManifest> {
     let entries = result.entries();
-    let mut is_taken: Vec<bool> = entries.iter().map(|entry| !is_in(base, result, entry)).collect();
+    let mut is_taken: Vec<bool> = entries.iter().map(|entry| !is_unchanged(base, result, entry)).collect();
     for index in (1..entries.len()).rev() {
         if is_taken[index]
             && let Some(parent) = result.find(split(&entries[index].path).0)
@@ -65,7 +65,7 @@ pub fn changes(base: &Manifest, result: &Manifest) -> Result<Subtree, InvalidMan
 }
 
 /// Whether `base` has the very same at the path of an entry of `tree`.
-fn is_in(base: &Manifest, tree: &Manifest, entry: &Entry) -> bool {
+fn is_unchanged(base: &Manifest, tree: &Manifest, entry: &Entry) -> bool {
     let Some(before) = base.find(&entry.path) else { return false };
     let (Some(before), Some(now)) = (file_of(base, &base.entries()[before]), file_of(tree, entry)) else {
         return false;
@@ -97,11 +97,11 @@ pub struct Conflict {
 /// What stands in the target at the paths of a result.
 #[derive(Debug, Default)]
 pub struct Standing {
-    found: BTreeMap<usize, Found>,
+    states: BTreeMap<usize, TargetState>,
     /// Directories that stay as they are but for what is put into them.
     directories: BTreeSet<usize>,
     /// Entries of the base that go, with what stands there. Of a directory, nothing: it goes once it is empty.
-    goes: Vec<(usize, Option<Fingerprint>)>,
+    removals: Vec<(usize, Option<Fingerprint>)>,
     gone: Gone,
     /// The first of what goes at which something is mounted.
     mounted: Option<PathBuf>,
@@ -115,7 +115,7 @@ type Contents = BTreeMap<Vec<u8>, Fingerprint>;
 
 /// What stands at the path of an entry.
 #[derive(Debug, Clone, Copy)]
-enum Found {
+enum TargetState {
     /// Nothing, or what was sent.
     AsSent(Option<Fingerprint>),
     /// What the result has, too.
@@ -152,19 +152,19 @@ impl Standing {
     ) -> Self {
         let mut standing = Self { target: target.to_owned(), ..Self::default() };
         let cursor = || Cursor::through(target).ok();
-        let mut there = Target {
-            sent: There::new(cursor(), base),
-            result: There::new(cursor(), result),
+        let mut trees = TargetTrees {
+            sent: TargetTree::new(cursor(), base),
+            result: TargetTree::new(cursor(), result),
             cursor: Cursor::new(target).ok(),
         };
         for (index, entry) in result.entries().iter().enumerate() {
-            let found = there.sent.stat(&entry.path);
+            let found = trees.sent.stat(&entry.path);
             let is_directory = found.as_ref().is_some_and(is_directory);
             if entry.is_directory() && (is_directory || entry.path.is_empty()) {
                 let before = base.find(&entry.path).map(|index| &base.entries()[index]);
                 let is_mode = |entry: &&Entry| found.as_ref().is_some_and(|found| mode(found) == entry.mode);
                 // The command changed the directory itself, and the target has it as it was sent.
-                if !before.is_some_and(|before| !is_in(base, result, entry) && is_mode(&before)) {
+                if !before.is_some_and(|before| !is_unchanged(base, result, entry) && is_mode(&before)) {
                     standing.directories.insert(index);
                 }
                 continue;
@@ -175,42 +175,42 @@ impl Standing {
             }
             let compared = match found {
                 None => compare_missing(base, result, entry),
-                Some(_) => there.compare(entry, found.as_ref()),
+                Some(_) => trees.compare(entry, found.as_ref()),
             };
-            let is_taken = matches!(compared, Found::AsSent(_));
-            let compared = match is_taken && there.has_changed_database(base, whole, &entry.path) {
-                true => Found::Changed,
+            let is_taken = matches!(compared, TargetState::AsSent(_));
+            let compared = match is_taken && trees.has_changed_database(base, whole, &entry.path) {
+                true => TargetState::Changed,
                 false => compared,
             };
-            standing.found.insert(index, compared);
+            standing.states.insert(index, compared);
         }
-        standing.find_needed_directories(result);
-        standing.find_gone(&mut there, base, whole, &NotWritten::of(whole, dropped), allowed);
+        standing.restore_needed_directories(result);
+        standing.plan_removals(&mut trees, base, whole, &DroppedEntries::of(whole, dropped), allowed);
         standing
     }
 
     /// A directory that was removed is made again for what is put into it.
-    fn find_needed_directories(&mut self, result: &Manifest) {
+    fn restore_needed_directories(&mut self, result: &Manifest) {
         for (index, entry) in result.entries().iter().enumerate().skip(1).rev() {
-            if matches!(self.found.get(&index), Some(Found::Removed)) {
+            if matches!(self.states.get(&index), Some(TargetState::Removed)) {
                 continue;
             }
             let parent = result.find(split(&entry.path).0);
-            if let Some(Found::Removed) = parent.and_then(|parent| self.found.get(&parent))
+            if let Some(TargetState::Removed) = parent.and_then(|parent| self.states.get(&parent))
                 && let Some(parent) = parent
             {
-                self.found.insert(parent, Found::AsSent(None));
+                self.states.insert(parent, TargetState::AsSent(None));
             }
         }
     }
 
     /// Finds out what was sent, is not in the result, and goes.
-    fn find_gone(
+    fn plan_removals(
         &mut self,
-        there: &mut Target<'_>,
+        trees: &mut TargetTrees<'_>,
         base: &Manifest,
         whole: &Manifest,
-        not_written: &NotWritten<'_>,
+        dropped_entries: &DroppedEntries<'_>,
         allowed: Allowed,
     ) {
         let is_gone = |entry: &Entry| whole.find(&entry.path).is_none();
@@ -221,9 +221,9 @@ impl Standing {
             protected(base, allowed).into_iter().map(|entry| entry.path.as_slice()).collect();
         let mut repositories: BTreeMap<&[u8], Repository> = BTreeMap::new();
         for (index, entry) in base.entries().iter().enumerate().filter(|(_, entry)| is_gone(entry)) {
-            let Some(found) = there.sent.stat(&entry.path) else { continue };
+            let Some(found) = trees.sent.stat(&entry.path) else { continue };
             let path = || entry.path().to_owned();
-            if protected.contains(entry.path.as_slice()) || not_written.may_be(base, entry) {
+            if protected.contains(entry.path.as_slice()) || dropped_entries.may_contain(base, entry) {
                 // Of a directory, what is in it is named.
                 if !entry.is_directory() {
                     self.gone.protected.push(path());
@@ -232,7 +232,7 @@ impl Standing {
             }
             if let Some(git) = repository_of(base, &entry.path) {
                 let repository =
-                    repositories.entry(git).or_insert_with(|| there.repository(base, whole, git));
+                    repositories.entry(git).or_insert_with(|| trees.repository(base, whole, git));
                 let is_in = |name: &[u8]| is_at_or_below(&entry.path[git.len()..], name);
                 if is_in(b"/objects") && !(repository.has_references && repository.has_index) {
                     // What it has beyond need does no harm.
@@ -246,19 +246,19 @@ impl Standing {
                     continue;
                 }
             }
-            if there.has_changed_database(base, whole, &entry.path) {
+            if trees.has_changed_database(base, whole, &entry.path) {
                 self.gone.changed.push(path());
                 continue;
             }
             let is_there = is_directory(&found);
-            if entry.is_directory() != is_there || !(is_there || there.sent.has(entry)) {
+            if entry.is_directory() != is_there || !(is_there || trees.sent.has_entry(entry)) {
                 self.gone.changed.push(path());
                 continue;
             }
-            if self.mounted.is_none() && there.sent.is_mounted(&entry.path) {
+            if self.mounted.is_none() && trees.sent.is_mounted(&entry.path) {
                 self.mounted = Some(path());
             }
-            self.goes.push((index, (!is_there).then(|| Fingerprint::of(&found))));
+            self.removals.push((index, (!is_there).then(|| Fingerprint::of(&found))));
         }
     }
 
@@ -281,29 +281,29 @@ impl Standing {
 
     /// Whether nothing stands at the path of an entry, and nothing shall.
     pub(crate) fn stays_removed(&self, index: usize) -> bool {
-        matches!(self.found.get(&index), Some(Found::Removed))
+        matches!(self.states.get(&index), Some(TargetState::Removed))
     }
 
     /// Whether something of the target is replaced or removed.
     #[must_use]
     pub fn replaces(&self) -> bool {
-        let is_replaced = |found: &Found| matches!(found, Found::AsSent(Some(_)));
-        !self.goes.is_empty() || self.found.values().any(is_replaced)
+        let is_replaced = |found: &TargetState| matches!(found, TargetState::AsSent(Some(_)));
+        !self.removals.is_empty() || self.states.values().any(is_replaced)
     }
 
     /// What is done at the path of an entry, where `now` stands.
     pub(crate) fn verdict(&self, index: usize, now: Option<&Stat>) -> Verdict {
-        match self.found.get(&index) {
-            Some(Found::AsSent(None)) if now.is_none() => Verdict::Take,
-            Some(Found::AsSent(Some(found)))
+        match self.states.get(&index) {
+            Some(TargetState::AsSent(None)) if now.is_none() => Verdict::Take,
+            Some(TargetState::AsSent(Some(found)))
                 if now.is_some_and(|now| Fingerprint::of(now).is_still(found)) =>
             {
                 Verdict::Take
             }
-            Some(Found::AsResult | Found::Removed) => Verdict::Leave,
+            Some(TargetState::AsResult | TargetState::Removed) => Verdict::Leave,
             // It was looked at when it was a directory, and still is one.
             None if now.is_none_or(is_directory) => Verdict::Take,
-            Some(Found::AsSent(_) | Found::Changed) | None => Verdict::PutBeside,
+            Some(TargetState::AsSent(_) | TargetState::Changed) | None => Verdict::PutBeside,
         }
     }
 }
@@ -329,55 +329,55 @@ fn contents(target: &Path, directory: &[u8]) -> io::Result<Contents> {
 }
 
 /// The target, compared with two trees.
-struct Target<'a> {
-    sent: There<'a>,
-    result: There<'a>,
+struct TargetTrees<'a> {
+    sent: TargetTree<'a>,
+    result: TargetTree<'a>,
     /// For listing directories.
     cursor: Option<Cursor>,
 }
 
 /// What it means that nothing stands at the path of an entry of `result`.
-fn compare_missing(base: &Manifest, result: &Manifest, entry: &Entry) -> Found {
-    let Some(index) = base.find(&entry.path) else { return Found::AsSent(None) };
+fn compare_missing(base: &Manifest, result: &Manifest, entry: &Entry) -> TargetState {
+    let Some(index) = base.find(&entry.path) else { return TargetState::AsSent(None) };
     let before = file_of(base, &base.entries()[index]).map(|file| &file.kind);
     let now = file_of(result, entry).map(|file| &file.kind);
-    if before == now { Found::Removed } else { Found::Changed }
+    if before == now { TargetState::Removed } else { TargetState::Changed }
 }
 
 /// The endings of logs that SQLite replays on the database beside them.
-const LOGS: [&[u8]; 2] = [b"-wal", b"-journal"];
+const LOG_SUFFIXES: [&[u8]; 2] = [b"-wal", b"-journal"];
 
-impl Target<'_> {
+impl TargetTrees<'_> {
     /// Whether a path is that of a database of SQLite, or of a log of one, of which the target has changed something since it was sent.
     fn has_changed_database(&mut self, base: &Manifest, whole: &Manifest, path: &[u8]) -> bool {
-        let database = LOGS.into_iter().find_map(|log| path.strip_suffix(log)).unwrap_or(path);
-        let logs = LOGS.map(|log| [database, log].concat());
-        let is_anywhere = |path: &Vec<u8>, there: &mut There<'_>| {
-            base.find(path).is_some() || whole.find(path).is_some() || there.stat(path).is_some()
+        let database = LOG_SUFFIXES.into_iter().find_map(|log| path.strip_suffix(log)).unwrap_or(path);
+        let logs = LOG_SUFFIXES.map(|log| [database, log].concat());
+        let exists = |path: &Vec<u8>, target: &mut TargetTree<'_>| {
+            base.find(path).is_some() || whole.find(path).is_some() || target.stat(path).is_some()
         };
-        logs.iter().any(|log| is_anywhere(log, &mut self.sent))
+        logs.iter().any(|log| exists(log, &mut self.sent))
             && [database].into_iter().chain(logs.iter().map(Vec::as_slice)).any(|path| {
                 match (base.find(path), self.sent.stat(path)) {
                     (None, None) => false,
-                    (Some(_), Some(_)) => !self.sent.has_at(path),
+                    (Some(_), Some(_)) => !self.sent.has_path(path),
                     _ => true,
                 }
             })
     }
 
-    fn compare(&mut self, entry: &Entry, found: Option<&Stat>) -> Found {
-        let Some(found) = found else { return Found::AsSent(None) };
+    fn compare(&mut self, entry: &Entry, found: Option<&Stat>) -> TargetState {
+        let Some(found) = found else { return TargetState::AsSent(None) };
         let is_as_sent = if is_directory(found) {
             self.is_directory_as_sent(&entry.path)
         } else {
-            self.sent.has_at(&entry.path)
+            self.sent.has_path(&entry.path)
         };
         if is_as_sent {
-            Found::AsSent(Some(Fingerprint::of(found)))
-        } else if self.result.has_at(&entry.path) {
-            Found::AsResult
+            TargetState::AsSent(Some(Fingerprint::of(found)))
+        } else if self.result.has_path(&entry.path) {
+            TargetState::AsResult
         } else {
-            Found::Changed
+            TargetState::Changed
         }
     }
 
@@ -392,7 +392,7 @@ impl Target<'_> {
             };
             for name in names {
                 let path = [&path[..], &name].join(&b'/');
-                if !self.sent.has_at(&path) {
+                if !self.sent.has_path(&path) {
                     return false;
                 }
                 if self.sent.stat(&path).as_ref().is_some_and(is_directory) {
@@ -413,12 +413,12 @@ fn mode(stat: &Stat) -> u32 {
 }
 
 /// What of a result is not written.
-struct NotWritten<'a> {
+struct DroppedEntries<'a> {
     paths: BTreeSet<&'a [u8]>,
     files: Vec<&'a EntryKind>,
 }
 
-impl<'a> NotWritten<'a> {
+impl<'a> DroppedEntries<'a> {
     fn of(whole: &'a Manifest, dropped: &'a [Dropped]) -> Self {
         let is_whole =
             |dropped: &&Dropped| !matches!(dropped.what, DroppedKind::SetId | DroppedKind::Capability);
@@ -430,7 +430,7 @@ impl<'a> NotWritten<'a> {
     }
 
     /// Whether an entry of the base may have been moved to where the result is not written.
-    fn may_be(&self, base: &Manifest, entry: &Entry) -> bool {
+    fn may_contain(&self, base: &Manifest, entry: &Entry) -> bool {
         let Some(file) = file_of(base, entry) else { return true };
         self.paths.iter().any(|path| is_at_or_below(&entry.path, path))
             || (!entry.is_directory() && self.files.contains(&&file.kind))
@@ -461,7 +461,7 @@ fn repository_of<'a>(base: &Manifest, path: &'a [u8]) -> Option<&'a [u8]> {
     slashes.map(|(end, _)| &path[..end]).find(|directory| is_repository(directory))
 }
 
-impl Target<'_> {
+impl TargetTrees<'_> {
     fn repository(&mut self, base: &Manifest, whole: &Manifest, git: &[u8]) -> Repository {
         let path = |name: &[u8]| [git, name].join(&b'/');
         let mut is_as_sent = |name: &[u8]| {
@@ -476,7 +476,7 @@ impl Target<'_> {
                             .all(|entry| self.sent.stat(&entry.path).is_some())
                     }
                 }
-                (Some(_), Some(_)) => self.sent.has_at(&path),
+                (Some(_), Some(_)) => self.sent.has_path(&path),
                 _ => false,
             }
         };
@@ -486,9 +486,9 @@ impl Target<'_> {
         let has_index = is_as_sent(b"index");
         // A branch that is checked out meanwhile must not go.
         let has_heads = [&b"HEAD"[..], b"worktrees"].into_iter().all(&mut is_as_sent);
-        let is_here = is_as_sent(b"packed-refs") || self.result.has_at(&path(b"packed-refs"));
+        let is_here = is_as_sent(b"packed-refs") || self.result.has_path(&path(b"packed-refs"));
         let packed = whole.find(&path(b"packed-refs")).map(|index| &whole.entries()[index]);
-        let is_packed = packed.is_some_and(|packed| !is_in(base, whole, packed));
+        let is_packed = packed.is_some_and(|packed| !is_unchanged(base, whole, packed));
         let has_packed_references = has_heads && is_here && is_packed;
         Repository { has_references, has_packed_references, has_index }
     }
@@ -523,7 +523,7 @@ pub fn remove_gone(
     let stays: BTreeSet<&Path> = conflicts.iter().map(|conflict| conflict.path.as_path()).collect();
     let Ok(mut cursor) = Cursor::through(target) else { return Ok(gone) };
     // What is in a directory comes after it.
-    for (index, found) in standing.goes.iter().rev() {
+    for (index, found) in standing.removals.iter().rev() {
         let entry = &base.entries()[*index];
         if !stays.is_empty() && entry.path().ancestors().any(|path| stays.contains(path)) {
             continue;

@@ -84,7 +84,7 @@ mod write;
 mod xattrs;
 
 pub use budget::Budget;
-pub use cache::{CacheFault, Loaded, SaveError, StatCache};
+pub use cache::{CacheFault, LoadedCache, SaveError, StatCache};
 pub use entry::{
     DeviceKind, Entry, EntryFault, EntryKind, Extent, MAX_EXTENT_BYTES, MAX_FILE_BYTES, MAX_NAME_BYTES,
     MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, compare_paths,

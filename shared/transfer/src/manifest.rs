@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 use domain::Digest;
 
-use crate::budget::{Budget, ENTRY_MEMORY_BYTES, NoRoom, Reserved};
+use crate::budget::{Budget, BudgetError, ENTRY_MEMORY_BYTES, SharedReservation};
 use crate::entry::{Entry, EntryFault, EntryKind, Extent, compare_paths, split};
 use crate::ordinal_ranges::OrdinalRanges;
 
@@ -75,11 +75,11 @@ impl Limits {
     }
 }
 
-impl From<NoRoom> for InvalidManifest {
-    fn from(error: NoRoom) -> Self {
+impl From<BudgetError> for InvalidManifest {
+    fn from(error: BudgetError) -> Self {
         match error {
-            NoRoom::Now => Self::NoMemory,
-            NoRoom::Ever(bytes) => Self::TooLarge(bytes),
+            BudgetError::Exhausted => Self::NoMemory,
+            BudgetError::TooLarge(bytes) => Self::TooLarge(bytes),
         }
     }
 }
@@ -102,7 +102,7 @@ pub struct Manifest {
     size_bytes: u64,
     encoded_bytes: u64,
     digest: Digest,
-    reserved: Reserved,
+    reserved: SharedReservation,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -287,7 +287,7 @@ impl ManifestBuilder {
             size_bytes: 0,
             encoded_bytes: 0,
             digest: Digest([0; 32]),
-            reserved: Reserved::of(limits.budget),
+            reserved: SharedReservation::of(limits.budget),
         };
         Self { limits, manifest, open: Vec::new(), begun: None, hasher: blake3::Hasher::new() }
     }

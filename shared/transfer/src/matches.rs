@@ -174,7 +174,7 @@ pub fn local_matches(
         }
         if size_there == *size_bytes
             && extents_there == extents
-            && let Some(fingerprint) = may_stay(&mut cursor, entry_there, cache.as_deref())
+            && let Some(fingerprint) = reusable_file(&mut cursor, entry_there, cache.as_deref())
         {
             matches.kept.insert(index, fingerprint);
             if entry_there.xattrs == entry.xattrs {
@@ -207,7 +207,7 @@ fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Exte
 }
 
 /// The file at a path, if its metadata can be changed without changing another: it has one name, and is ours.
-fn may_stay(cursor: &mut Cursor, there: &Entry, cache: Option<&StatCache>) -> Option<Fingerprint> {
+fn reusable_file(cursor: &mut Cursor, there: &Entry, cache: Option<&StatCache>) -> Option<Fingerprint> {
     let (uid, _) = caller();
     if !uid.is_root() && there.uid != uid.as_raw() {
         return None;

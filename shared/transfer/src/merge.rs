@@ -28,7 +28,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::cache::Fingerprint;
-use crate::dirs::{Cursor, chmod_no_follow, is_empty, make_workable, type_of};
+use crate::dirs::{Cursor, chmod_no_follow, is_empty, make_accessible, type_of};
 use crate::entry::{Entry, EntryKind, MAX_NAME_BYTES, as_path, split};
 use crate::in_place::{Conflict, Standing, Verdict};
 use crate::manifest::Manifest;
@@ -150,7 +150,7 @@ pub fn merge(
         caller: caller(),
         is_callers: false,
     };
-    let mut merge = Merge {
+    let mut merge = Merger {
         manifest,
         matches,
         staged: Cursor::through(staged).map_err(failed)?,
@@ -163,14 +163,14 @@ pub fn merge(
         put_beside: BTreeSet::new(),
         modes: Vec::new(),
     };
-    merge.look_for_obstacles()?;
+    merge.check_obstacles()?;
 
-    make_workable(merge.staged.root(), b".").map_err(|error| failed(error.into()))?;
+    make_accessible(merge.staged.root(), b".").map_err(|error| failed(error.into()))?;
     if made || !options.keep_root {
-        make_workable(merge.target.root(), b".").map_err(|error| failed(error.into()))?;
+        make_accessible(merge.target.root(), b".").map_err(|error| failed(error.into()))?;
     }
     for (index, entry) in manifest.entries().iter().enumerate().skip(1) {
-        merge.place(index, entry)?;
+        merge.place_entry(index, entry)?;
     }
     let directories = manifest.entries().iter().enumerate().rev().filter(|(_, entry)| entry.is_directory());
     for (index, entry) in
@@ -181,11 +181,11 @@ pub fn merge(
             merge.complete_directory(entry)?;
         }
     }
-    merge.give_modes_back();
+    merge.restore_modes();
     Ok(merge.merged)
 }
 
-struct Merge<'a> {
+struct Merger<'a> {
     manifest: &'a Manifest,
     matches: &'a Matches,
     staged: Cursor,
@@ -203,10 +203,10 @@ struct Merge<'a> {
     modes: Vec<(&'a [u8], Mode)>,
 }
 
-impl<'a> Merge<'a> {
+impl<'a> Merger<'a> {
     /// Refuses to begin if a directory would have to be removed for something that is none, or something is mounted where
     /// something has to be renamed.
-    fn look_for_obstacles(&mut self) -> Result<(), MergeError> {
+    fn check_obstacles(&mut self) -> Result<(), MergeError> {
         if let Some(path) = self.standing.and_then(Standing::mounted) {
             return Err(MergeError::Mounted { path: path.to_owned() });
         }
@@ -235,7 +235,7 @@ impl<'a> Merge<'a> {
         Ok(())
     }
 
-    fn place(&mut self, index: usize, entry: &'a Entry) -> Result<(), MergeError> {
+    fn place_entry(&mut self, index: usize, entry: &'a Entry) -> Result<(), MergeError> {
         if self.stays_removed(index) {
             return Ok(());
         }
@@ -263,7 +263,7 @@ impl<'a> Merge<'a> {
                     self.merged.conflicts.push(Conflict { path: entry.path().to_owned(), result: None });
                     return Ok(());
                 }
-                return self.keep(index, entry, *found);
+                return self.keep_file(index, entry, *found);
             }
             match verdict {
                 Verdict::Take => {}
@@ -271,20 +271,22 @@ impl<'a> Merge<'a> {
                 Verdict::PutBeside => {
                     self.beside = Some(&entry.path);
                     self.put_beside.insert(index);
-                    return self.put_beside(entry, &staged, &directory).map_err(|error| failed(error.into()));
+                    return self
+                        .place_beside(entry, &staged, &directory)
+                        .map_err(|error| failed(error.into()));
                 }
             }
         }
         match &entry.kind {
             EntryKind::Directory => {
                 if self.keeps_directory(index) {
-                    self.note_mode(&directory, entry);
+                    self.save_mode(&directory, entry);
                 }
                 place_directory(&directory, name).map_err(|error| failed(error.into()))?;
-                make_workable(&staged, name).map_err(|error| failed(error.into()))
+                make_accessible(&staged, name).map_err(|error| failed(error.into()))
             }
             EntryKind::File { .. } if let Some(found) = self.matches.kept.get(&index) => {
-                self.keep(index, entry, *found)
+                self.keep_file(index, entry, *found)
             }
             EntryKind::HardLink { to } if self.is_kept(to) => {
                 let (parent, target) = split(to);
@@ -299,10 +301,10 @@ impl<'a> Merge<'a> {
                 if type_of(&directory, name).map_err(|error| failed(error.into()))?
                     == Some(FileType::Directory)
                 {
-                    self.make_way(&directory, name).map_err(|error| failed(error.into()))?;
+                    self.clear_directory(&directory, name).map_err(|error| failed(error.into()))?;
                 }
                 if self.standing.is_some() {
-                    rights::take_over(&directory, &staged, name);
+                    rights::copy_rights(&directory, &staged, name);
                 }
                 match renameat(&staged, name, &directory, name) {
                     Ok(()) => self.merged.replaced += 1,
@@ -315,7 +317,7 @@ impl<'a> Merge<'a> {
     }
 
     /// Removes a directory that is empty or, in a target that the tree was sent from, has only what was sent.
-    fn make_way(&mut self, directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
+    fn clear_directory(&mut self, directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
         if self.standing.is_none() {
             // It was empty, and still is, or this fails.
             return unlinkat(directory, name, AtFlags::REMOVEDIR);
@@ -325,10 +327,10 @@ impl<'a> Merge<'a> {
     }
 
     /// Puts an entry with all that is in it beside what stands at its path.
-    fn put_beside(&mut self, entry: &Entry, staged: &OwnedFd, directory: &OwnedFd) -> Result<(), Errno> {
+    fn place_beside(&mut self, entry: &Entry, staged: &OwnedFd, directory: &OwnedFd) -> Result<(), Errno> {
         let (parent, name) = split(&entry.path);
         for number in 1.. {
-            let beside = name_beside(name, number);
+            let beside = conflict_name(name, number);
             let put = match &entry.kind {
                 EntryKind::HardLink { to } if self.is_kept(to) => {
                     let (parent, target) = split(to);
@@ -369,7 +371,7 @@ impl<'a> Merge<'a> {
     }
 
     /// Remembers the mode of a directory that is made writable for as long as something is put into it.
-    fn note_mode(&mut self, directory: &OwnedFd, entry: &'a Entry) {
+    fn save_mode(&mut self, directory: &OwnedFd, entry: &'a Entry) {
         let Ok(stat) = statat(directory, split(&entry.path).1, AtFlags::SYMLINK_NOFOLLOW) else { return };
         let mode = Mode::from_raw_mode(stat.st_mode);
         if !mode.contains(Mode::RWXU) {
@@ -377,7 +379,7 @@ impl<'a> Merge<'a> {
         }
     }
 
-    fn give_modes_back(&mut self) {
+    fn restore_modes(&mut self) {
         for (path, mode) in std::mem::take(&mut self.modes).into_iter().rev() {
             let (parent, name) = split(path);
             // A directory that has gone meanwhile needs no mode.
@@ -391,7 +393,7 @@ impl<'a> Merge<'a> {
 
     /// Puts right the metadata of a file that stays, if anything is wrong: as it is, the stat cache may know it. One that somebody has
     /// written to must not get the time of what it should be: it would be taken for that ever after.
-    fn keep(&mut self, index: usize, entry: &Entry, found: Fingerprint) -> Result<(), MergeError> {
+    fn keep_file(&mut self, index: usize, entry: &Entry, found: Fingerprint) -> Result<(), MergeError> {
         let path = || entry.path().to_owned();
         let stat =
             stat_at(&mut self.target, &entry.path).ok_or_else(|| MergeError::Missing { path: path() })?;
@@ -399,7 +401,7 @@ impl<'a> Merge<'a> {
         if !now.was_not_written_since(&found) {
             return Err(MergeError::Changed { path: path() });
         }
-        if now == found && self.matches.attributes.contains(&index) && self.metadata.is_right(entry, &stat) {
+        if now == found && self.matches.attributes.contains(&index) && self.metadata.matches(entry, &stat) {
             self.merged.kept += 1;
             return Ok(());
         }
@@ -407,7 +409,7 @@ impl<'a> Merge<'a> {
             open_file(&mut self.target, &entry.path).map_err(|_| MergeError::Missing { path: path() })?;
         self.merged.kept += 1;
         self.merged.corrected += 1;
-        self.metadata.take_over(&file).map_err(|error| MergeError::new(entry, error.into()))?;
+        self.metadata.claim(&file).map_err(|error| MergeError::new(entry, error.into()))?;
         self.complete(entry, &file)
     }
 
@@ -426,7 +428,7 @@ impl<'a> Merge<'a> {
 }
 
 /// The name beside `name` for a result that cannot take its place.
-fn name_beside(name: &[u8], number: u32) -> Vec<u8> {
+fn conflict_name(name: &[u8], number: u32) -> Vec<u8> {
     let suffix = if number == 1 { ".gantry-result".to_owned() } else { format!(".gantry-result-{number}") };
     let kept = name.len().min(MAX_NAME_BYTES - suffix.len());
     [&name[..kept], suffix.as_bytes()].concat()
@@ -440,7 +442,7 @@ fn is_empty_directory(directory: &OwnedFd, name: &[u8]) -> bool {
 /// Sees to it that a directory stands at a name, and can be worked in.
 fn place_directory(directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
     match type_of(directory, name)? {
-        Some(FileType::Directory) => return make_workable(directory, name),
+        Some(FileType::Directory) => return make_accessible(directory, name),
         Some(_) => unlinkat(directory, name, AtFlags::empty())?,
         None => {}
     }

@@ -74,7 +74,7 @@ impl Metadata {
     }
 
     /// Whether a file has the owner, mode and times that its entry says.
-    pub(crate) fn is_right(&self, entry: &Entry, stat: &Stat) -> bool {
+    pub(crate) fn matches(&self, entry: &Entry, stat: &Stat) -> bool {
         let owner = match self.ownership {
             WrittenOwnership::Manifest => stat.st_uid == entry.uid && stat.st_gid == entry.gid,
             WrittenOwnership::Caller => stat.st_uid == self.caller.0.as_raw(),
@@ -83,7 +83,7 @@ impl Metadata {
     }
 
     /// Makes a file the caller's that was not made by the caller, if that is whose everything is to be.
-    pub(crate) fn take_over(&self, file: &OwnedFd) -> Result<(), Errno> {
+    pub(crate) fn claim(&self, file: &OwnedFd) -> Result<(), Errno> {
         if self.ownership == WrittenOwnership::Caller && fstat(file)?.st_uid != self.caller.0.as_raw() {
             fchown(file, Some(self.caller.0), Some(self.caller.1))?;
         }

@@ -225,7 +225,7 @@ fn read_at(file: impl AsFd, offset: u64, length: usize) -> Result<Vec<u8>, Errno
             Err(error) => return Err(error),
         }
     }
-    data.truncate(length); // There may have been room for more.
+    data.truncate(length); // TargetTree may have been room for more.
     Ok(data)
 }
 

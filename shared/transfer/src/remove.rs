@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, unlinkat};
 use rustix::io::Errno;
 
-use crate::dirs::make_workable;
+use crate::dirs::make_accessible;
 use crate::walk::TreeWalk;
 
 /// A tree cannot be removed, or not all of it.
@@ -48,7 +48,7 @@ pub fn remove_tree(path: &Path) -> Result<(), RemoveError> {
     if remove_plain(parent.as_fd(), name).map_err(|error| failed(error.into()))? {
         return Ok(());
     }
-    make_workable(&parent, name).map_err(|error| failed(error.into()))?;
+    make_accessible(&parent, name).map_err(|error| failed(error.into()))?;
     let mut walk = match TreeWalk::open_at(&parent, name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         walk => walk.map_err(failed)?,
@@ -77,7 +77,7 @@ fn empty(walk: &mut TreeWalk, root: &Path) -> Result<Option<RemoveError>, Remove
         let directory = walk.directory();
         let entered = match remove_plain(directory, &name) {
             Ok(true) => continue,
-            Ok(false) => make_workable(directory, &name).map_err(io::Error::from),
+            Ok(false) => make_accessible(directory, &name).map_err(io::Error::from),
             Err(error) => Err(error.into()),
         };
         match entered.and_then(|()| walk.enter(&name)) {

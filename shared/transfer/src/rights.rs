@@ -14,7 +14,7 @@ const ACCESS_LIST: &str = "system.posix_acl_access";
 const ACCESS_LIST_BYTES: usize = 64 << 10;
 
 /// Gives a staged file the owner and the access list of the file that it takes the place of, as far as we may: neither is sent.
-pub(crate) fn take_over(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
+pub(crate) fn copy_rights(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
     let open = |at: &OwnedFd| {
         let file = openat(at, name, flags, Mode::empty()).ok()?;

@@ -21,12 +21,12 @@ pub(crate) const CAPABILITY: &[u8] = b"security.capability";
 pub(crate) const SETID: u32 = 0o6000;
 
 /// What the target has.
-pub(crate) struct There<'a> {
+pub(crate) struct TargetTree<'a> {
     cursor: Option<Cursor>,
     manifest: &'a Manifest,
 }
 
-impl<'a> There<'a> {
+impl<'a> TargetTree<'a> {
     /// The directory of `cursor`, as it is compared with `manifest`. `None`: there is no directory.
     pub(crate) fn new(cursor: Option<Cursor>, manifest: &'a Manifest) -> Self {
         Self { cursor, manifest }
@@ -60,14 +60,14 @@ impl<'a> There<'a> {
 
     /// Whether the target has the very same at the path of an entry: the kind, the mode and the content. Of a directory, its
     /// mode as far as setuid and setgid go.
-    pub(crate) fn has(&mut self, entry: &Entry) -> bool {
+    pub(crate) fn has_entry(&mut self, entry: &Entry) -> bool {
         self.compare(entry).unwrap_or(false)
     }
 
     /// Whether the target has at a path the very same as the tree.
-    pub(crate) fn has_at(&mut self, path: &[u8]) -> bool {
+    pub(crate) fn has_path(&mut self, path: &[u8]) -> bool {
         let manifest = self.manifest;
-        manifest.find(path).is_some_and(|index| self.has(&manifest.entries()[index]))
+        manifest.find(path).is_some_and(|index| self.has_entry(&manifest.entries()[index]))
     }
 
     fn compare(&mut self, entry: &Entry) -> Option<bool> {

@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use crate::entry::as_path;
 
 /// Most directories that one walk keeps open.
-const KEPT_OPEN: usize = 32;
+const MAX_OPEN: usize = 32;
 /// Most names that are read from one directory at a time.
 const MAX_LISTED_NAMES: usize = 65_536;
 /// Most names that one walk holds for all its levels.
@@ -91,7 +91,7 @@ impl Descent {
         let directory = open_beside(self.directory(), name)?;
         self.levels.push(Level { name: name.into(), id: id(&directory)? });
         self.open.push_back(directory);
-        if self.open.len() > KEPT_OPEN {
+        if self.open.len() > MAX_OPEN {
             self.open.pop_front();
         }
         Ok(())
@@ -385,7 +385,7 @@ mod tests {
         });
         let ((names, most), is_there) = walked.expect("started").join().expect("no overflow");
         assert_eq!((names, is_there), (2 * DEPTH, false));
-        assert_eq!(most, KEPT_OPEN);
+        assert_eq!(most, MAX_OPEN);
     }
 
     #[test]
@@ -426,9 +426,9 @@ mod tests {
         let root = tempfile::tempdir().expect("a directory");
         let tree = root.path().join("tree");
         fs::create_dir(&tree).expect("made");
-        chain(&tree, 2 * KEPT_OPEN);
+        chain(&tree, 2 * MAX_OPEN);
         let mut descent = Descent::open(&tree).expect("opened");
-        (0..2 * KEPT_OPEN).for_each(|_| descent.enter(b"d").expect("entered"));
+        (0..2 * MAX_OPEN).for_each(|_| descent.enter(b"d").expect("entered"));
         let other = root.path().join("other");
         renameat(CWD, tree.join("d").join("d"), CWD, &other).expect("moved");
         let left = std::iter::repeat_with(|| descent.leave()).find(|left| !matches!(left, Ok(Some(_))));

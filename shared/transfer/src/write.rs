@@ -192,7 +192,7 @@ pub struct TreeWriter {
     /// One bit for each extent that is there.
     filled: Vec<u64>,
     /// Extents that are not there, of files that have been begun.
-    begun: HashMap<usize, u64>,
+    started: HashMap<usize, u64>,
     open: Option<(usize, OwnedFd)>,
     /// Files that are not to be written.
     omitted: HashSet<usize>,
@@ -232,7 +232,7 @@ impl TreeWriter {
             metadata,
             cursor,
             filled: vec![0; words],
-            begun: HashMap::new(),
+            started: HashMap::new(),
             open: None,
             omitted: HashSet::new(),
             may_clone: true,
@@ -246,14 +246,14 @@ impl TreeWriter {
     fn make_directories(&mut self) -> Result<(), WriteError> {
         let manifest = self.manifest.clone();
         for entry in manifest.entries()[1..].iter().filter(|entry| entry.is_directory()) {
-            let (directory, name) = self.place(entry)?;
+            let (directory, name) = self.parent_of(entry)?;
             mkdirat(&directory, name, Mode::RWXU).map_err(|error| WriteError::new(entry, error.into()))?;
         }
         Ok(())
     }
 
     /// The directory that an entry is in, and its name there.
-    fn place<'e>(&mut self, entry: &'e Entry) -> Result<(Arc<OwnedFd>, &'e [u8]), WriteError> {
+    fn parent_of<'e>(&mut self, entry: &'e Entry) -> Result<(Arc<OwnedFd>, &'e [u8]), WriteError> {
         let (parent, name) = split(&entry.path);
         let directory = self.cursor.go(parent).map_err(|error| WriteError::new(entry, error))?;
         Ok((directory, name))
@@ -286,7 +286,7 @@ impl TreeWriter {
     /// been put.
     pub fn omit(&mut self, entry: usize) {
         for ordinal in self.manifest.ordinals_of(entry) {
-            self.mark(ordinal);
+            self.mark_filled(ordinal);
         }
         self.omitted.insert(entry);
     }
@@ -345,7 +345,7 @@ impl TreeWriter {
                 && copy_range(source, source_offset, file, located.extent.offset, length)
                     .map_err(|error| WriteError::new(entry, error.into()))?
             {
-                return self.filled_in(&manifest, located);
+                return self.extent_written(&manifest, located);
             }
         }
         let mut data = vec![0; length];
@@ -411,7 +411,7 @@ impl TreeWriter {
             }
         }
         for located in manifest.extents_in(manifest.ordinals_of(index)) {
-            self.filled_in(manifest, located)?;
+            self.extent_written(manifest, located)?;
         }
         Ok(true)
     }
@@ -421,7 +421,7 @@ impl TreeWriter {
         word.is_some_and(|word| word >> (ordinal % 64) & 1 == 1)
     }
 
-    fn mark(&mut self, ordinal: u64) {
+    fn mark_filled(&mut self, ordinal: u64) {
         let word = usize::try_from(ordinal / 64).ok().and_then(|word| self.filled.get_mut(word));
         if let Some(word) = word {
             *word |= 1 << (ordinal % 64);
@@ -435,7 +435,7 @@ impl TreeWriter {
             write_all(file, data, located.extent.offset)
                 .map_err(|error| WriteError::new(entry, error.into()))?;
         }
-        self.filled_in(manifest, located)
+        self.extent_written(manifest, located)
     }
 
     /// Makes a file the open one.
@@ -446,10 +446,10 @@ impl TreeWriter {
         self.open = None;
         let entry = &manifest.entries()[index];
         let ordinals = manifest.ordinals_of(index);
-        let created = !self.begun.contains_key(&index);
-        self.begun.entry(index).or_insert(ordinals.end - ordinals.start);
+        let created = !self.started.contains_key(&index);
+        self.started.entry(index).or_insert(ordinals.end - ordinals.start);
 
-        let (directory, name) = self.place(entry)?;
+        let (directory, name) = self.parent_of(entry)?;
         let how = if created { OFlags::CREATE | OFlags::EXCL } else { OFlags::empty() };
         let flags = how | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = openat(&directory, name, flags, Mode::RUSR | Mode::WUSR);
@@ -458,15 +458,15 @@ impl TreeWriter {
     }
 
     /// Takes note that the open file has an extent; if it was the last, the file gets its metadata.
-    fn filled_in(&mut self, manifest: &Manifest, located: Located<'_>) -> Result<(), WriteError> {
-        self.mark(located.ordinal);
+    fn extent_written(&mut self, manifest: &Manifest, located: Located<'_>) -> Result<(), WriteError> {
+        self.mark_filled(located.ordinal);
         self.written.content_bytes += u64::from(located.extent.length);
-        let Some(missing) = self.begun.get_mut(&located.entry) else { return Ok(()) };
+        let Some(missing) = self.started.get_mut(&located.entry) else { return Ok(()) };
         *missing -= 1;
         if *missing > 0 {
             return Ok(());
         }
-        self.begun.remove(&located.entry);
+        self.started.remove(&located.entry);
         match self.open.take() {
             Some((_, file)) => self.complete(&manifest.entries()[located.entry], &file),
             None => Ok(()),
@@ -510,13 +510,13 @@ impl TreeWriter {
                     if !omitted {
                         let (parent, target) = split(to);
                         let from = targets.go(parent).map_err(|error| WriteError::new(entry, error))?;
-                        let (directory, name) = self.place(entry)?;
+                        let (directory, name) = self.parent_of(entry)?;
                         linkat(&from, target, &directory, name, AtFlags::empty())
                             .map_err(|error| WriteError::new(entry, error.into()))?;
                     }
                 }
                 EntryKind::Symlink { target } => {
-                    let (directory, name) = self.place(entry)?;
+                    let (directory, name) = self.parent_of(entry)?;
                     symlinkat(&target[..], &directory, name)
                         .map_err(|error| WriteError::new(entry, error.into()))?;
                     self.complete_by_name(entry, &directory, name)?;
@@ -545,7 +545,7 @@ impl TreeWriter {
 
     fn write_without_content(&mut self, manifest: &Manifest, index: usize) -> Result<(), WriteError> {
         self.open(manifest, index)?;
-        self.begun.remove(&index);
+        self.started.remove(&index);
         match self.open.take() {
             Some((_, file)) => self.complete(&manifest.entries()[index], &file),
             None => Ok(()),
@@ -559,7 +559,7 @@ impl TreeWriter {
             self.written.left_out.push(left_out);
             return Ok(());
         }
-        let (directory, name) = self.place(entry)?;
+        let (directory, name) = self.parent_of(entry)?;
         match mknodat(&directory, name, file_type, Mode::RUSR | Mode::WUSR, device) {
             Ok(()) => self.complete_by_name(entry, &directory, name),
             Err(Errno::PERM | Errno::ACCESS) if is_device && !self.options.strict => {

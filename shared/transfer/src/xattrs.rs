@@ -5,40 +5,40 @@ use std::os::fd::AsFd;
 use rustix::fs::{XattrFlags, fgetxattr, flistxattr, flistxattr_query, fremovexattr, fsetxattr};
 use rustix::io::Errno;
 
-use crate::entry::{MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, may_travel};
+use crate::entry::{MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, is_portable_xattr};
 
 /// The extended attributes of one file or directory.
 #[derive(Debug, Default)]
-pub(crate) struct Found {
+pub(crate) struct FileXattrs {
     /// Those that belong into a manifest, in order.
-    pub(crate) travelling: Vec<Xattr>,
+    pub(crate) portable: Vec<Xattr>,
     /// The name of one that a manifest does not take. Empty: there is none.
-    pub(crate) left_out: Vec<u8>,
+    pub(crate) skipped: Vec<u8>,
 }
 
 /// The attributes that belong into a manifest, in order.
 pub(crate) fn read(file: impl AsFd, is_file: bool) -> Result<Vec<Xattr>, Errno> {
-    find(file, is_file).map(|found| found.travelling)
+    find(file, is_file).map(|found| found.portable)
 }
 
 /// All attributes, as far as they say something of the file and not of the machine that it is on.
-pub(crate) fn find(file: impl AsFd, is_file: bool) -> Result<Found, Errno> {
+pub(crate) fn find(file: impl AsFd, is_file: bool) -> Result<FileXattrs, Errno> {
     let mut names = vec![0; 1024];
     let length = loop {
         match flistxattr(&file, &mut names[..]) {
             Ok(length) => break length,
             Err(Errno::RANGE) => names.resize(flistxattr_query(&file)?.max(names.len() * 2), 0),
             // The file system knows no attributes.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Found::default()),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(FileXattrs::default()),
             Err(error) => return Err(error),
         }
     };
     let mut xattrs = Vec::new();
-    let mut left_out = Vec::new();
+    let mut skipped = Vec::new();
     for name in names[..length].split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
-        if !may_travel(name, is_file) {
-            if left_out.is_empty() && is_missed(name) {
-                left_out = name.to_vec();
+        if !is_portable_xattr(name, is_file) {
+            if skipped.is_empty() && is_significant(name) {
+                skipped = name.to_vec();
             }
             continue;
         }
@@ -55,12 +55,12 @@ pub(crate) fn find(file: impl AsFd, is_file: bool) -> Result<Found, Errno> {
         return Err(Errno::TOOBIG);
     }
     xattrs.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-    Ok(Found { travelling: xattrs, left_out })
+    Ok(FileXattrs { portable: xattrs, skipped })
 }
 
 /// Whether a copy without this attribute is another file to its users: access control lists, and what root keeps beside
 /// files. Labels and signatures (`security.…`) are each machine's own.
-fn is_missed(name: &[u8]) -> bool {
+fn is_significant(name: &[u8]) -> bool {
     name.starts_with(b"system.posix_acl_") || name.starts_with(b"trusted.")
 }
 

@@ -19,11 +19,12 @@ use std::path::{Path, PathBuf};
 use crate::dirs::Cursor;
 use crate::entry::{Entry, EntryKind};
 use crate::guard::programs::{
-    Repositories, is_below, makes_git_run, makes_others_run, named_by_target, plain,
+    Repositories, is_below, makes_git_run_programs, makes_others_run_programs, normalize_name,
+    target_configured_paths,
 };
 use crate::manifest::{InvalidManifest, Manifest};
 use crate::subtree::Subtree;
-use crate::target::{CAPABILITY, SETID, There};
+use crate::target::{CAPABILITY, SETID, TargetTree};
 
 /// What the caller asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -75,22 +76,22 @@ pub enum DroppedKind {
 ///
 /// None that the whole tree would not have had.
 pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Guarded, InvalidManifest> {
-    let mut there = There::new(Cursor::through(target).ok(), manifest);
+    let mut target_tree = TargetTree::new(Cursor::through(target).ok(), manifest);
     let mut dropped = Vec::new();
     // Entries that are left out, and those that become others.
     let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
-    let mut judge = Judge::new(manifest, &mut there, allowed);
+    let mut rules = DropRules::new(manifest, &mut target_tree, allowed);
     for (index, entry) in manifest.entries().iter().enumerate() {
-        let whole = judge.drops(entry, &mut there);
-        let has_rights = !allowed.special && has_rights(entry);
-        if whole.is_none() && !has_rights {
+        let whole = rules.dropped_kind(entry, &mut target_tree);
+        let grants_rights = !allowed.special && grants_rights(entry);
+        if whole.is_none() && !grants_rights {
             continue;
         }
-        if there.has(entry) {
+        if target_tree.has_entry(entry) {
             continue;
         }
         let mut drop = |what| {
-            let is_other_there = there.exists(&entry.path);
+            let is_other_there = target_tree.exists(&entry.path);
             dropped.push(Dropped { path: entry.path().to_owned(), what, is_other_there });
         };
         if let Some(what) = whole {
@@ -125,12 +126,12 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
 
 /// The entries of a tree that only a caller who asks for it writes or removes: what programs run, and rules of what is not uploaded.
 pub(crate) fn protected(manifest: &Manifest, allowed: Allowed) -> Vec<&Entry> {
-    let mut there = There::new(None, manifest);
-    let mut judge = Judge::new(manifest, &mut there, allowed);
+    let mut target_tree = TargetTree::new(None, manifest);
+    let mut rules = DropRules::new(manifest, &mut target_tree, allowed);
     let mut protected = Vec::new();
     for entry in manifest.entries() {
-        let drops = judge.drops(entry, &mut there);
-        if matches!(drops, Some(DroppedKind::GitProgram | DroppedKind::IgnoreRules)) {
+        let kind = rules.dropped_kind(entry, &mut target_tree);
+        if matches!(kind, Some(DroppedKind::GitProgram | DroppedKind::IgnoreRules)) {
             protected.push(entry);
         }
     }
@@ -138,24 +139,28 @@ pub(crate) fn protected(manifest: &Manifest, allowed: Allowed) -> Vec<&Entry> {
 }
 
 /// Decides which entries are dropped as a whole.
-struct Judge<'a> {
+struct DropRules<'a> {
     allowed: Allowed,
     repositories: Repositories<'a>,
     /// Paths that the configuration of git in the target names.
-    named: Vec<Vec<u8>>,
+    configured_paths: Vec<Vec<u8>>,
 }
 
-impl<'a> Judge<'a> {
-    fn new(manifest: &'a Manifest, there: &mut There<'_>, allowed: Allowed) -> Self {
-        Self { allowed, repositories: Repositories::of(manifest), named: named_by_target(there) }
+impl<'a> DropRules<'a> {
+    fn new(manifest: &'a Manifest, target_tree: &mut TargetTree<'_>, allowed: Allowed) -> Self {
+        Self {
+            allowed,
+            repositories: Repositories::of(manifest),
+            configured_paths: target_configured_paths(target_tree),
+        }
     }
 
-    fn drops(&mut self, entry: &'a Entry, there: &mut There<'_>) -> Option<DroppedKind> {
+    fn dropped_kind(&mut self, entry: &'a Entry, target_tree: &mut TargetTree<'_>) -> Option<DroppedKind> {
         let is_program = !self.allowed.git_programs
-            && (makes_git_run(entry)
-                || makes_others_run(entry)
-                || self.named.iter().any(|path| is_below(&entry.path, path))
-                || self.repositories.has_program(entry, there));
+            && (makes_git_run_programs(entry)
+                || makes_others_run_programs(entry)
+                || self.configured_paths.iter().any(|path| is_below(&entry.path, path))
+                || self.repositories.has_program(entry, target_tree));
         if is_program {
             Some(DroppedKind::GitProgram)
         } else if self.allowed.special {
@@ -169,7 +174,7 @@ impl<'a> Judge<'a> {
 }
 
 /// Whether who runs a file, or makes something in a directory, gets the rights of another.
-fn has_rights(entry: &Entry) -> bool {
+fn grants_rights(entry: &Entry) -> bool {
     entry.mode & SETID != 0 || entry.xattrs.iter().any(|xattr| xattr.name == CAPABILITY)
 }
 
@@ -181,7 +186,7 @@ fn without_rights(entry: &Entry) -> Entry {
 
 /// Whether an entry is a `.gantryignore`, or takes the place of one.
 fn is_ignore_rule(entry: &Entry) -> bool {
-    entry.path.split(|byte| *byte == b'/').any(|name| plain(name)[..] == b".gantryignore"[..])
+    entry.path.split(|byte| *byte == b'/').any(|name| normalize_name(name)[..] == b".gantryignore"[..])
 }
 
 #[cfg(test)]
@@ -395,7 +400,7 @@ mod tests {
         assert_eq!(said(&all), [&first[..], &rights[..]].concat());
         let left = all.tree.manifest().entries();
         assert_eq!(left.len(), 3);
-        assert!(left.iter().all(|entry| !has_rights(entry)));
+        assert!(left.iter().all(|entry| !grants_rights(entry)));
 
         // A directory of a group stays one.
         fs::create_dir(target.path().join("group")).expect("made");

@@ -11,10 +11,10 @@ use rustix::fs::{Mode, OFlags, openat};
 
 use crate::entry::{Entry, EntryKind, split};
 use crate::manifest::Manifest;
-use crate::target::There;
+use crate::target::TargetTree;
 
 /// Most bytes that are read of a configuration of git.
-const CONFIGURATION: u64 = 1 << 20;
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
 /// Something that every repository has: its HEAD.
 const HEAD: u8 = 1;
@@ -38,21 +38,22 @@ impl<'a> Repositories<'a> {
         let mut tree: HashMap<&[u8], u8> = HashMap::new();
         for entry in manifest.entries() {
             let (parent, name) = split(&entry.path);
-            *tree.entry(parent).or_default() |= part(name);
+            *tree.entry(parent).or_default() |= repository_part(name);
         }
         Self { tree, target: HashMap::new() }
     }
 
     /// Whether git would run programs because of an entry: it is one of those that decide which, in a repository, or it makes a repository
     /// of a directory of the target that has one of those.
-    pub(super) fn has_program(&mut self, entry: &'a Entry, there: &mut There<'_>) -> bool {
+    pub(super) fn has_program(&mut self, entry: &'a Entry, target_tree: &mut TargetTree<'_>) -> bool {
         let mut start = 0;
         for name in entry.path.split(|byte| *byte == b'/') {
-            let part = part(name);
+            let part = repository_part(name);
             if part != 0 {
                 let directory = &entry.path[..start.max(1) - 1];
                 let tree = self.tree.get(directory).copied().unwrap_or(0);
-                let target = *self.target.entry(directory).or_insert_with(|| parts(there, directory));
+                let target =
+                    *self.target.entry(directory).or_insert_with(|| target_parts(target_tree, directory));
                 let is_made = target & REPOSITORY != REPOSITORY && target & PROGRAM != 0;
                 if (tree | target) & REPOSITORY == REPOSITORY && (part & PROGRAM != 0 || is_made) {
                     return true;
@@ -65,37 +66,39 @@ impl<'a> Repositories<'a> {
 }
 
 /// What a directory with that name in it has.
-fn part(name: &[u8]) -> u8 {
-    let part = match &plain(name)[..] {
+fn repository_part(name: &[u8]) -> u8 {
+    let part = match &normalize_name(name)[..] {
         b"head" => HEAD,
         b"objects" | b"refs" | b"commondir" => STORE,
         _ => 0,
     };
-    if is_program(name) { part | PROGRAM } else { part }
+    if decides_programs(name) { part | PROGRAM } else { part }
 }
 
 /// Whether an entry may make git run programs that it names, or read a configuration that does, below a directory called `.git`.
-pub(super) fn makes_git_run(entry: &Entry) -> bool {
+pub(super) fn makes_git_run_programs(entry: &Entry) -> bool {
     let names: Vec<&[u8]> = entry.path.split(|byte| *byte == b'/').collect();
-    names.iter().enumerate().filter(|(_, name)| is_git(name)).any(|(at, _)| {
+    names.iter().enumerate().filter(|(_, name)| is_git_directory(name)).any(|(at, _)| {
         let inside = &names[at + 1..];
-        let is_inner =
-            inside.first().is_some_and(|first| matches!(&plain(first)[..], b"modules" | b"worktrees"));
+        let is_inner = inside
+            .first()
+            .is_some_and(|first| matches!(&normalize_name(first)[..], b"modules" | b"worktrees"));
         match inside {
             // A file or a link there leads git to another directory.
             [] => !entry.is_directory(),
             // Repositories of submodules, whose names may have slashes, and of further working trees.
             _ if is_inner => {
-                inside.iter().any(|name| is_program(name)) || matches!(entry.kind, EntryKind::Symlink { .. })
+                inside.iter().any(|name| decides_programs(name))
+                    || matches!(entry.kind, EntryKind::Symlink { .. })
             }
-            [first, ..] => is_program(first),
+            [first, ..] => decides_programs(first),
         }
     })
 }
 
 /// Whether an entry makes Mercurial or jj run programs.
-pub(super) fn makes_others_run(entry: &Entry) -> bool {
-    let names: Vec<_> = entry.path.split(|byte| *byte == b'/').map(plain).collect();
+pub(super) fn makes_others_run_programs(entry: &Entry) -> bool {
+    let names: Vec<_> = entry.path.split(|byte| *byte == b'/').map(normalize_name).collect();
     names.iter().enumerate().any(|(at, name)| match (&name[..], &names[at + 1..]) {
         (b".hg", [first, ..]) => matches!(&first[..], b"hgrc" | b"hgrc-not-shared" | b"sharedpath"),
         (b".jj", [first, second, ..]) => matches!((&first[..], &second[..]), (b"repo", b"config.toml")),
@@ -112,9 +115,9 @@ pub(super) fn is_below(path: &[u8], other: &[u8]) -> bool {
 
 /// The paths that a configuration of git names for hooks and further configuration, relative to the top of the working tree. Hooks are looked for from
 /// there, and configuration from the directory of the file, which is `.git`.
-fn named_by_git(configuration: &str) -> Vec<Vec<u8>> {
+fn configured_paths(configuration: &str) -> Vec<Vec<u8>> {
     let mut section = String::new();
-    let mut named = Vec::new();
+    let mut paths = Vec::new();
     for line in configuration.lines().map(str::trim) {
         if let Some(header) = line.strip_prefix('[') {
             section = header.split([']', ' ', '"']).next().unwrap_or_default().to_ascii_lowercase();
@@ -137,23 +140,23 @@ fn named_by_git(configuration: &str) -> Vec<Vec<u8>> {
             }
         }
         if path.is_relative() && path != Path::new("") {
-            named.push(path.into_os_string().into_vec());
+            paths.push(path.into_os_string().into_vec());
         }
     }
-    named
+    paths
 }
 
 /// Whether a name is that of the directory of a repository.
-fn is_git(name: &[u8]) -> bool {
-    name.len() >= 4 && matches!(&plain(name)[..], b".git" | b"git~1")
+fn is_git_directory(name: &[u8]) -> bool {
+    name.len() >= 4 && matches!(&normalize_name(name)[..], b".git" | b"git~1")
 }
 
 /// Whether a name in the directory of a repository is one of those that decide which programs git runs.
-fn is_program(name: &[u8]) -> bool {
+fn decides_programs(name: &[u8]) -> bool {
     // A rebase or a cherry-pick that was begun goes on with the commands and the strategy in its directory. `commondir`
     // names another directory to read all of this from.
     matches!(
-        &plain(name)[..],
+        &normalize_name(name)[..],
         b"hooks"
             | b"config"
             | b"config.worktree"
@@ -165,7 +168,7 @@ fn is_program(name: &[u8]) -> bool {
 }
 
 /// A name as file systems compare it that know no case, or leave out what cannot be seen.
-pub(super) fn plain(name: &[u8]) -> Cow<'_, [u8]> {
+pub(super) fn normalize_name(name: &[u8]) -> Cow<'_, [u8]> {
     let end = name.iter().rposition(|byte| !matches!(byte, b'.' | b' ')).map_or(0, |last| last + 1);
     let name = &name[..end];
     if name.is_ascii() {
@@ -179,24 +182,24 @@ pub(super) fn plain(name: &[u8]) -> Cow<'_, [u8]> {
 }
 
 /// The paths that the configuration of its repository names.
-pub(super) fn named_by_target(target: &mut There<'_>) -> Vec<Vec<u8>> {
+pub(super) fn target_configured_paths(target: &mut TargetTree<'_>) -> Vec<Vec<u8>> {
     let read = |directory: &OwnedFd| {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let opened = openat(directory, "config", flags, Mode::empty()).ok()?;
         let mut text = Vec::new();
-        std::fs::File::from(opened).take(CONFIGURATION).read_to_end(&mut text).ok()?;
-        Some(named_by_git(&String::from_utf8_lossy(&text)))
+        std::fs::File::from(opened).take(MAX_CONFIG_BYTES).read_to_end(&mut text).ok()?;
+        Some(configured_paths(&String::from_utf8_lossy(&text)))
     };
     let directory = target.directory(b".git");
     directory.and_then(|directory| read(&directory)).unwrap_or_default()
 }
 
 /// What a directory has of a repository.
-fn parts(target: &mut There<'_>, directory: &[u8]) -> u8 {
+fn target_parts(target: &mut TargetTree<'_>, directory: &[u8]) -> u8 {
     let names = ["HEAD", "objects", "refs", "commondir", "config", "config.worktree", "hooks"];
     let separator = if directory.is_empty() { &b""[..] } else { b"/" };
     let has = |name: &&str| target.exists(&[directory, name.as_bytes()].join(separator));
-    names.into_iter().filter(has).fold(0, |found, name| found | part(name.as_bytes()))
+    names.into_iter().filter(has).fold(0, |found, name| found | repository_part(name.as_bytes()))
 }
 
 #[cfg(test)]
@@ -236,7 +239,7 @@ mod tests {
             ".git",
         ];
         for path in withheld {
-            assert!(makes_git_run(&file(path)), "{path}");
+            assert!(makes_git_run_programs(&file(path)), "{path}");
         }
         let kept = [
             ".git/HEAD",
@@ -251,19 +254,19 @@ mod tests {
             "config",
         ];
         for path in kept {
-            assert!(!makes_git_run(&file(path)), "{path}");
+            assert!(!makes_git_run_programs(&file(path)), "{path}");
         }
-        let link = |path| makes_git_run(&entry(path, EntryKind::Symlink { target: b"x".to_vec() }));
+        let link = |path| makes_git_run_programs(&entry(path, EntryKind::Symlink { target: b"x".to_vec() }));
         assert!([".git", ".git/hooks", ".git/modules", ".git/modules/a"].into_iter().all(link));
-        assert!(!makes_git_run(&entry(".git", EntryKind::Directory)));
-        assert!(makes_git_run(&entry(".git/hooks", EntryKind::Directory)));
+        assert!(!makes_git_run_programs(&entry(".git", EntryKind::Directory)));
+        assert!(makes_git_run_programs(&entry(".git/hooks", EntryKind::Directory)));
     }
 
     #[test]
     fn paths_that_the_configuration_names_are_known() {
         let configuration = "[core]\n\tbare = false\n\thooksPath = ./.husky/_\n[include] path = ../.gitconfig\n\
             [includeIf \"gitdir:~/x\"]\n path = \"more\"\n[core] hooksPath=/abs\n[other]\n path = no\n";
-        let named: Vec<_> = named_by_git(configuration);
+        let named: Vec<_> = configured_paths(configuration);
         assert_eq!(named, [&b".husky/_"[..], b".gitconfig", b".git/more"].map(<[u8]>::to_vec));
         assert!(is_below(b".husky/_/pre-commit", b".husky/_") && is_below(b".husky/_", b".husky/_"));
         assert!(!is_below(b".husky/_x", b".husky/_"));

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use crate::budget::{ENTRY_MEMORY_BYTES, Reserved};
+use crate::budget::{ENTRY_MEMORY_BYTES, SharedReservation};
 use crate::cache::StatCache;
 use crate::dirs::Cursor;
 use crate::entry::{MAX_PATH_BYTES, Xattr};
@@ -209,7 +209,7 @@ pub fn scan(
         after_read: options.after_read,
         limits: options.limits,
         bytes: AtomicU64::new(0),
-        reserved: Reserved::of(options.limits.budget),
+        reserved: SharedReservation::of(options.limits.budget),
         full: OnceLock::new(),
     };
     let threads = match options.threads {
@@ -232,7 +232,7 @@ pub fn scan(
     }
     shared.check()?;
 
-    walked.take_in(read);
+    walked.add_results(read);
     if let Some(cache) = cache {
         *cache = walked.cache(started, options.settle);
     }
@@ -250,30 +250,30 @@ struct Shared<'a> {
     limits: Limits,
     /// Bytes of all that is kept: paths, targets, extended attributes.
     bytes: AtomicU64,
-    reserved: Reserved,
+    reserved: SharedReservation,
     /// Why nothing more can be kept.
     full: OnceLock<InvalidManifest>,
 }
 
 impl Shared<'_> {
     /// Counts a path that is kept.
-    fn keep_path(&self, bytes: usize) {
-        self.keep(bytes as u64, ENTRY_MEMORY_BYTES);
+    fn reserve_path(&self, bytes: usize) {
+        self.reserve(bytes as u64, ENTRY_MEMORY_BYTES);
     }
 
     /// Counts something else that is kept for a path.
-    fn keep_more(&self, bytes: usize) {
+    fn reserve_bytes(&self, bytes: usize) {
         if bytes > 0 {
-            self.keep(bytes as u64, 0);
+            self.reserve(bytes as u64, 0);
         }
     }
 
-    fn keep_xattrs(&self, xattrs: &[Xattr]) {
+    fn reserve_xattrs(&self, xattrs: &[Xattr]) {
         let memory = |xattr: &Xattr| xattr.name.len() + xattr.value.len() + size_of::<Xattr>();
-        self.keep_more(xattrs.iter().map(memory).sum());
+        self.reserve_bytes(xattrs.iter().map(memory).sum());
     }
 
-    fn keep(&self, bytes: u64, besides: u64) {
+    fn reserve(&self, bytes: u64, besides: u64) {
         let all = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let kept = if all > self.limits.encoded_bytes {
             Err(InvalidManifest::TooLarge(self.limits.encoded_bytes))

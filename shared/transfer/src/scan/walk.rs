@@ -11,7 +11,7 @@ use std::vec;
 use rustix::fs::{AtFlags, FileType, Stat, fstat, readlinkat, statat};
 use rustix::io::Errno;
 
-use super::read::{Outcome, Read, Task, Unread};
+use super::read::{FileTask, Outcome, ReadResult, Task};
 use super::{
     OtherFileSystems, PIECE_BYTES, Problem, ProblemKind, Scan, ScanError, ScanOptions, ScannedOwnership,
     Shared,
@@ -42,7 +42,7 @@ pub(super) struct Walk<'a> {
     shared: &'a Shared<'a>,
     device: u64,
     /// For each device that was seen, how far the sizes of its files can be trusted.
-    sizes: HashMap<u64, Sizes>,
+    sizes: HashMap<u64, SizeTrust>,
     /// The first path of each file that has several.
     linked: HashMap<(u64, u64), usize>,
     batch: Vec<Task>,
@@ -52,12 +52,12 @@ pub(super) struct Walk<'a> {
     listing: Vec<u8>,
     /// Names that are still to be visited, of all levels.
     held: u64,
-    walked: Walked,
+    walked: WalkResult,
 }
 
 /// What the walk found.
 #[derive(Default)]
-pub(super) struct Walked {
+pub(super) struct WalkResult {
     entries: Vec<Entry>,
     /// For each entry that is a file, what it was found to be.
     fingerprints: HashMap<usize, Fingerprint>,
@@ -93,17 +93,17 @@ impl<'a> Walk<'a> {
             batch_directories: (None, 0),
             listing: Vec::with_capacity(64 << 10),
             held: 0,
-            walked: Walked::default(),
+            walked: WalkResult::default(),
         }
     }
 
-    pub(super) fn run(mut self) -> Result<Walked, ScanError> {
+    pub(super) fn run(mut self) -> Result<WalkResult, ScanError> {
         let root = self.cursor.root().clone();
         let stat = fstat(&root).map_err(|error| ScanError::Root(error.into()))?;
         self.device = stat.st_dev;
         let found = xattrs::find(&root, false).map_err(|error| ScanError::Root(error.into()))?;
-        self.leave_out(b"", &found.left_out);
-        self.walked.entries.push(self.entry(Vec::new(), &stat, found.travelling, EntryKind::Directory));
+        self.note_skipped_xattr(b"", &found.skipped);
+        self.walked.entries.push(self.entry(Vec::new(), &stat, found.portable, EntryKind::Directory));
         let names = self.list(&[], &root).map_err(|error| ScanError::Root(error.into()))?;
         self.check_limits()?;
 
@@ -164,18 +164,18 @@ impl<'a> Walk<'a> {
         if is_directory {
             return self.enter(path);
         }
-        if self.is_another_link(path, &stat) {
+        if self.add_hard_link(path, &stat) {
             return Ok(None);
         }
 
         let kind = match file_type {
             FileType::RegularFile => {
-                self.file(directory, name, path, &stat);
+                self.add_file(directory, name, path, &stat);
                 return Ok(None);
             }
             FileType::Symlink => {
                 let target = readlinkat(&directory, name, Vec::new())?.into_bytes();
-                self.shared.keep_more(target.len());
+                self.shared.reserve_bytes(target.len());
                 EntryKind::Symlink { target }
             }
             FileType::Fifo => EntryKind::Fifo,
@@ -204,14 +204,14 @@ impl<'a> Walk<'a> {
                 if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
                     return Err(*error);
                 }
-                (stat, xattrs::Found::default())
+                (stat, xattrs::FileXattrs::default())
             }
         };
         let elsewhere =
             stat.st_dev != self.device && self.options.other_file_systems == OtherFileSystems::Leave;
-        self.leave_out(path, &found.left_out);
-        self.shared.keep_xattrs(&found.travelling);
-        let entry = self.entry(path.to_vec(), &stat, found.travelling, EntryKind::Directory);
+        self.note_skipped_xattr(path, &found.skipped);
+        self.shared.reserve_xattrs(&found.portable);
+        let entry = self.entry(path.to_vec(), &stat, found.portable, EntryKind::Directory);
         self.walked.entries.push(entry);
         if elsewhere {
             return Ok(None);
@@ -221,9 +221,9 @@ impl<'a> Walk<'a> {
     }
 
     /// Takes note of an extended attribute that does not travel, if there is one.
-    fn leave_out(&mut self, path: &[u8], xattr: &[u8]) {
+    fn note_skipped_xattr(&mut self, path: &[u8], xattr: &[u8]) {
         if !xattr.is_empty() {
-            self.shared.keep_path(path.len() + xattr.len());
+            self.shared.reserve_path(path.len() + xattr.len());
             self.walked.skipped_xattr(path, xattr);
         }
     }
@@ -232,7 +232,7 @@ impl<'a> Walk<'a> {
     fn list(&mut self, path: &[u8], directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
         let (held, shared, most) = (&mut self.held, self.shared, self.options.limits.entries);
         let keep = |name: &[u8]| {
-            shared.keep_path(path.len() + 1 + name.len());
+            shared.reserve_path(path.len() + 1 + name.len());
             *held += 1;
             // One more than may be held is as many as are needed to know.
             *held <= most.saturating_add(1) && shared.check().is_ok()
@@ -243,7 +243,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Whether this is a file that was found before at another path; then it is taken in as a link to that.
-    fn is_another_link(&mut self, path: &[u8], stat: &Stat) -> bool {
+    fn add_hard_link(&mut self, path: &[u8], stat: &Stat) -> bool {
         if stat.st_nlink < 2 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return false;
         }
@@ -253,7 +253,7 @@ impl<'a> Walk<'a> {
             return false;
         }
         let to = self.walked.entries[first].path.clone();
-        self.shared.keep_more(to.len());
+        self.shared.reserve_bytes(to.len());
         self.walked.entries.push(Entry {
             path: path.to_vec(),
             mode: 0,
@@ -268,7 +268,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Takes in a file: as it is known, or to be read.
-    fn file(&mut self, directory: Arc<OwnedFd>, name: &[u8], path: &[u8], stat: &Stat) {
+    fn add_file(&mut self, directory: Arc<OwnedFd>, name: &[u8], path: &[u8], stat: &Stat) {
         let index = self.walked.entries.len();
         let fingerprint = Fingerprint::of(stat);
         let size_bytes = stat.st_size.cast_unsigned();
@@ -283,8 +283,8 @@ impl<'a> Walk<'a> {
             self.walked.fingerprints.insert(index, fingerprint);
         }
         if is_known {
-            if let Some(xattr) = self.cache.and_then(|cache| cache.left_out(path)) {
-                self.leave_out(path, xattr);
+            if let Some(xattr) = self.cache.and_then(|cache| cache.skipped_xattr(path)) {
+                self.note_skipped_xattr(path, xattr);
                 self.walked.attributes.insert(index, xattr.to_vec());
             }
             self.walked.known.insert(index);
@@ -301,7 +301,7 @@ impl<'a> Walk<'a> {
             }
             self.batch_directories = (Some(directory.clone()), self.batch_directories.1 + 1);
         }
-        let file = Unread {
+        let file = FileTask {
             entry: index,
             directory,
             name: name.to_vec(),
@@ -319,8 +319,8 @@ impl<'a> Walk<'a> {
     }
 
     /// How far the sizes of files on a device can be trusted, of which `directory` is one.
-    fn sizes(&mut self, directory: &OwnedFd, device: u64) -> Sizes {
-        *self.sizes.entry(device).or_insert_with(|| Sizes::of(directory))
+    fn sizes(&mut self, directory: &OwnedFd, device: u64) -> SizeTrust {
+        *self.sizes.entry(device).or_insert_with(|| SizeTrust::of(directory))
     }
 
     fn send_batch(&mut self) {
@@ -360,20 +360,20 @@ impl<'a> Walk<'a> {
 
 /// How far the sizes of the files of a file system can be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sizes {
+enum SizeTrust {
     /// All of them.
-    Right,
+    Exact,
     /// A file that says that it is empty may have content.
-    RightUnlessZero,
+    ExactUnlessZero,
     /// None: the kernel makes the content when it is read.
-    MadeUp,
+    Unreliable,
 }
 
-impl Sizes {
+impl SizeTrust {
     fn of(directory: &OwnedFd) -> Self {
         /// What `linux/magic.h` calls proc, sysfs, debugfs, tracefs, securityfs, both kinds of cgroups, resctrl,
         /// bpf, configfs, binfmt_misc, selinuxfs, smackfs and xenfs.
-        const MADE_UP: [i64; 14] = [
+        const GENERATED: [i64; 14] = [
             0x9fa0,
             0x6265_6572,
             0x6462_6720,
@@ -393,18 +393,18 @@ impl Sizes {
         #[allow(clippy::unnecessary_cast, clippy::cast_lossless)]
         // The field differs from architecture to architecture.
         match rustix::fs::fstatfs(directory).map(|found| found.f_type as i64 & 0xffff_ffff) {
-            Ok(FUSE) => Self::RightUnlessZero,
-            Ok(kind) if MADE_UP.contains(&kind) => Self::MadeUp,
-            _ => Self::Right,
+            Ok(FUSE) => Self::ExactUnlessZero,
+            Ok(kind) if GENERATED.contains(&kind) => Self::Unreliable,
+            _ => Self::Exact,
         }
     }
 
     /// Whether a file with this size may have another one.
     fn are_unknown(self, size_bytes: u64) -> bool {
         match self {
-            Self::Right => false,
-            Self::RightUnlessZero => size_bytes == 0,
-            Self::MadeUp => true,
+            Self::Exact => false,
+            Self::ExactUnlessZero => size_bytes == 0,
+            Self::Unreliable => true,
         }
     }
 }
@@ -417,7 +417,7 @@ fn errno(error: io::Error) -> Errno {
     Errno::from_io_error(&error).unwrap_or(Errno::IO)
 }
 
-impl Walked {
+impl WalkResult {
     fn skipped_xattr(&mut self, path: &[u8], xattr: &[u8]) {
         let what = ProblemKind::SkippedXattr(String::from_utf8_lossy(xattr).into_owned());
         self.problems.push(Problem { path: as_path(path).to_owned(), what });
@@ -433,8 +433,8 @@ impl Walked {
     }
 
     /// Takes in what the readers read.
-    pub(super) fn take_in(&mut self, read: Vec<Read>) {
-        for Read { entry: index, outcome } in read {
+    pub(super) fn add_results(&mut self, read: Vec<ReadResult>) {
+        for ReadResult { entry: index, outcome } in read {
             let path = self.entries[index].path.clone();
             match outcome {
                 Outcome::Content(content) => {
@@ -450,7 +450,7 @@ impl Walked {
                         *size_bytes = read;
                     }
                 }
-                Outcome::LeftOut(xattr) => {
+                Outcome::SkippedXattr(xattr) => {
                     self.skipped_xattr(&path, &xattr);
                     self.attributes.insert(index, xattr);
                 }
@@ -502,7 +502,7 @@ impl Walked {
             let content = Content { xattrs: entry.xattrs.clone(), extents: entry.extents().to_vec() };
             cache.insert(entry.path.clone(), *fingerprint, content);
             if let Some(xattr) = self.attributes.get(index) {
-                cache.insert_left_out(entry.path.clone(), xattr.clone());
+                cache.insert_skipped_xattr(entry.path.clone(), xattr.clone());
             }
         }
         cache

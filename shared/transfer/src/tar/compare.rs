@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use domain::Digest;
 
-use super::members::{Members, What};
+use super::members::{MemberKind, Members};
 use super::read::{ArchiveError, ArchiveReader, file_at};
 use super::tree::Tree;
 use crate::entry::{Entry, EntryKind, Extent, MAX_EXTENT_BYTES, as_path};
@@ -23,7 +23,7 @@ impl<R: Read> ArchiveReader<R> {
         let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
         while let Some(member) = self.members.next()? {
             let mut extents = Vec::new();
-            if let What::File { size_bytes } = member.what {
+            if let MemberKind::File { size_bytes } = member.kind {
                 let changed = || ArchiveError::Changed { path: as_path(&member.path).to_owned() };
                 let wanted = file_at(manifest, &member.path).ok_or_else(changed)?;
                 let wanted = &manifest.entries()[wanted];

@@ -102,7 +102,7 @@ impl ArchiveEnd {
                     }
                     bytes = &bytes[taken..];
                     if *left == 0 {
-                        self.entry_done()?;
+                        self.end_entry()?;
                     }
                 }
                 State::Header | State::MaybeEnd | State::Map(_) => {
@@ -185,7 +185,7 @@ impl ArchiveEnd {
         }
     }
 
-    fn entry_done(&mut self) -> Result<(), NoArchive> {
+    fn end_entry(&mut self) -> Result<(), NoArchive> {
         self.state = State::Header;
         if self.extended.is_empty() || self.for_all {
             self.extended.clear();

@@ -29,11 +29,11 @@ pub(super) struct Member {
     pub(super) gid: u32,
     pub(super) mtime: (i64, u32),
     pub(super) xattrs: Vec<Xattr>,
-    pub(super) what: What,
+    pub(super) kind: MemberKind,
 }
 
 #[derive(Debug)]
-pub(super) enum What {
+pub(super) enum MemberKind {
     Directory,
     /// Its data is what the [`Members`] are at.
     File {
@@ -185,7 +185,7 @@ impl<R: Read> Members<R> {
             (None, None) => header::path(block),
         };
         let is_slashed = raw_path.ends_with(b"/");
-        let path = normal(&raw_path)?;
+        let path = normalize_path(&raw_path)?;
         let field = |range, what| header::number(&block[range]).ok_or_else(|| malformed(&path, what));
         let id = |record: Option<u32>, range| match record {
             Some(id) => Ok(id),
@@ -205,10 +205,10 @@ impl<R: Read> Members<R> {
             None => size(block).ok_or_else(|| malformed(&path, "the size is malformed"))?,
         };
 
-        let kind = header::kind(block);
-        let what = match kind {
+        let code = header::kind(block);
+        let kind = match code {
             // Very old programs wrote directories as files whose name ends with a slash.
-            0 | b'0' | b'7' if is_slashed => What::Directory,
+            0 | b'0' | b'7' if is_slashed => MemberKind::Directory,
             0 | b'0' | b'7' | b'S' => {
                 let size_bytes = self.file(&path, block, stored, &records)?;
                 return Ok(Member {
@@ -218,13 +218,13 @@ impl<R: Read> Members<R> {
                     gid,
                     mtime,
                     xattrs: records.xattrs,
-                    what: What::File { size_bytes },
+                    kind: MemberKind::File { size_bytes },
                 });
             }
             // Some say how large the file is; its data is never here.
             b'1' => {
                 return Ok(Member {
-                    what: What::HardLink(normal(&link())?),
+                    kind: MemberKind::HardLink(normalize_path(&link())?),
                     path,
                     mode,
                     uid,
@@ -233,26 +233,26 @@ impl<R: Read> Members<R> {
                     xattrs: records.xattrs,
                 });
             }
-            b'2' => What::Symlink(link()),
+            b'2' => MemberKind::Symlink(link()),
             b'3' | b'4' => {
                 let number = |range| {
                     let number = field(range, "a device number is malformed")?;
                     u32::try_from(number).map_err(|_| malformed(&path, "a device number is out of range"))
                 };
-                What::Device {
-                    kind: if kind == b'3' { DeviceKind::Character } else { DeviceKind::Block },
+                MemberKind::Device {
+                    kind: if code == b'3' { DeviceKind::Character } else { DeviceKind::Block },
                     major: number(header::MAJOR)?,
                     minor: number(header::MINOR)?,
                 }
             }
-            b'5' => What::Directory,
-            b'6' => What::Fifo,
-            _ => return Err(ArchiveError::Type { path: as_path(&path).to_owned(), kind: kind.into() }),
+            b'5' => MemberKind::Directory,
+            b'6' => MemberKind::Fifo,
+            _ => return Err(ArchiveError::Type { path: as_path(&path).to_owned(), kind: code.into() }),
         };
         if stored != 0 {
             return Err(malformed(&path, "something that is no file has content"));
         }
-        Ok(Member { path, mode, uid, gid, mtime, xattrs: records.xattrs, what })
+        Ok(Member { path, mode, uid, gid, mtime, xattrs: records.xattrs, kind })
     }
 
     /// Learns where the data of a file belongs, and says how large the file is.
@@ -406,7 +406,7 @@ impl<R: Read> Source<R> {
             let mut more = [0; TAIL_BYTES];
             let length = self.fill(&mut more)?;
             found.extend_from_slice(&more[..length]);
-            let text = said(&found).unwrap_or_else(|| printable(&block));
+            let text = server_error(&found).unwrap_or_else(|| printable(&block));
             return Err(ArchiveError::NoHeader { offset: at, text });
         }
         Ok(Some(block))
@@ -440,7 +440,7 @@ impl<R: Read> Source<R> {
     /// it takes.
     fn map(&mut self, stored: u64, regions: &mut Regions<'_>) -> Result<u64, ArchiveError> {
         let wrong = || malformed(regions.path, "the map of its holes is malformed");
-        let mut lines = Lines { block: [0; BLOCK_BYTES], at: BLOCK_BYTES, taken: 0, stored };
+        let mut lines = MapLines { block: [0; BLOCK_BYTES], at: BLOCK_BYTES, taken: 0, stored };
         let count = lines.number(self)?.ok_or_else(wrong)?;
         for _ in 0..count {
             let offset = lines.number(self)?;
@@ -451,7 +451,7 @@ impl<R: Read> Source<R> {
     }
 
     fn truncated(&self) -> ArchiveError {
-        let text = said(&self.tail).unwrap_or_default();
+        let text = server_error(&self.tail).unwrap_or_default();
         ArchiveError::Truncated { offset: self.offset, text }
     }
 
@@ -470,14 +470,14 @@ impl<R: Read> Read for Source<R> {
 }
 
 /// Numbers on lines, block by block.
-struct Lines {
+struct MapLines {
     block: Block,
     at: usize,
     taken: u64,
     stored: u64,
 }
 
-impl Lines {
+impl MapLines {
     fn number<R: Read>(&mut self, source: &mut Source<R>) -> Result<Option<u64>, ArchiveError> {
         let mut digits = Vec::new();
         loop {
@@ -508,7 +508,7 @@ fn size(block: &Block) -> Option<u64> {
 
 /// A path as manifests have it: without `.`, and without slashes that mean nothing. Of an absolute one, the slashes that it
 /// begins with are such, as they are to tar.
-fn normal(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
+fn normalize_path(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
     let names = path.split(|byte| *byte == b'/').filter(|name| !name.is_empty() && *name != b".");
     let normal = names.collect::<Vec<_>>().join(&b'/');
     let is_safe = !path.is_empty() && crate::entry::is_safe_path(&normal);
@@ -524,7 +524,7 @@ pub(super) fn malformed(path: &[u8], what: &'static str) -> ArchiveError {
 }
 
 /// What a server appends to an archive that it cannot finish.
-fn said(bytes: &[u8]) -> Option<String> {
+fn server_error(bytes: &[u8]) -> Option<String> {
     const START: &[u8] = b"{\"error\":";
     let at = bytes.windows(START.len()).rposition(|window| window == START)?;
     Some(printable(&bytes[at..]))

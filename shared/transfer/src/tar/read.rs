@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use bytes::Bytes;
 use domain::Digest;
 
-use super::members::{Members, What};
+use super::members::{MemberKind, Members};
 use super::tree::Tree;
 use crate::entry::{Entry, EntryKind, Extent, MAX_EXTENT_BYTES};
 use crate::manifest::{InvalidManifest, Limits, Manifest};
@@ -134,7 +134,7 @@ impl<R: Read> ArchiveReader<R> {
         let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
         while let Some(member) = self.members.next()? {
             let mut extents = Vec::new();
-            if let What::File { .. } = member.what {
+            if let MemberKind::File { .. } = member.kind {
                 for (offset, length) in self.members.data().into_iter().flat_map(cut) {
                     tree.count(ENCODED_EXTENT_BYTES)?;
                     let data = &mut buffer[..length as usize];
@@ -163,7 +163,7 @@ impl<R: Read> ArchiveReader<R> {
     ) -> Result<(), ArchiveError> {
         let mut found = false;
         while let Some(member) = self.members.next()? {
-            let What::File { .. } = member.what else { continue };
+            let MemberKind::File { .. } = member.kind else { continue };
             if std::mem::replace(&mut found, true) {
                 continue;
             }
@@ -202,7 +202,7 @@ impl<R: Read> ArchiveReader<R> {
         }
         let mut missing = PendingExtents::new(wanted);
         while let Some(member) = self.members.next()? {
-            let What::File { .. } = member.what else { continue };
+            let MemberKind::File { .. } = member.kind else { continue };
             let Some(index) = file_at(manifest, &member.path) else { continue };
             for located in manifest.extents_in(manifest.ordinals_of(index)) {
                 if !missing.contains(located.ordinal) {

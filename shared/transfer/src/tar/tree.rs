@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::mem;
 use std::ops::Bound;
 
-use super::members::{Member, What, malformed};
+use super::members::{Member, MemberKind, malformed};
 use super::read::ArchiveError;
-use crate::budget::{ENTRY_MEMORY_BYTES, Reserved};
-use crate::entry::{Entry, EntryKind, Extent, as_path, compare_paths, may_travel, split};
+use crate::budget::{ENTRY_MEMORY_BYTES, SharedReservation};
+use crate::entry::{Entry, EntryKind, Extent, as_path, compare_paths, is_portable_xattr, split};
 use crate::manifest::{InvalidManifest, Limits, Manifest, ManifestBuilder};
 
 /// Most links from one to the next that are followed.
@@ -34,7 +34,7 @@ impl PartialOrd for Key {
 #[derive(Debug, Clone)]
 enum Node {
     /// One of the things, which may stand at other paths, too.
-    Thing(usize),
+    Object(usize),
     /// A hard link to a path where nothing has stood yet.
     Link(Vec<u8>),
 }
@@ -45,18 +45,18 @@ pub(super) struct Tree {
     limits: Limits,
     nodes: BTreeMap<Key, Node>,
     /// Everything that stood somewhere: entries without paths.
-    things: Vec<Entry>,
+    objects: Vec<Entry>,
     /// How many paths were taken in, and about how much they and what stands there takes. What was replaced counts.
     paths: u64,
     bytes: u64,
     /// What it takes of the budget until it is a manifest.
-    reserved: Reserved,
+    reserved: SharedReservation,
 }
 
 impl Tree {
     pub(super) fn new(limits: Limits) -> Self {
-        let reserved = Reserved::of(limits.budget);
-        Self { limits, nodes: BTreeMap::new(), things: Vec::new(), paths: 0, bytes: 0, reserved }
+        let reserved = SharedReservation::of(limits.budget);
+        Self { limits, nodes: BTreeMap::new(), objects: Vec::new(), paths: 0, bytes: 0, reserved }
     }
 
     /// Counts what is about to be kept.
@@ -81,34 +81,36 @@ impl Tree {
 
     /// Takes in a member; `extents` are those of a file.
     pub(super) fn add(&mut self, member: Member, extents: Vec<Extent>) -> Result<(), ArchiveError> {
-        let Member { path, mode, uid, gid, mtime, mut xattrs, what } = member;
-        let kind = match what {
-            What::HardLink(to) => return self.link(path, to),
-            What::Directory => EntryKind::Directory,
-            What::File { size_bytes } => EntryKind::File { size_bytes, extents },
-            What::Symlink(target) => EntryKind::Symlink { target },
-            What::Fifo => EntryKind::Fifo,
-            What::Device { kind, major, minor } => EntryKind::Device { kind, major, minor },
+        let Member { path, mode, uid, gid, mtime, mut xattrs, kind } = member;
+        let kind = match kind {
+            MemberKind::HardLink(to) => return self.link(path, to),
+            MemberKind::Directory => EntryKind::Directory,
+            MemberKind::File { size_bytes } => EntryKind::File { size_bytes, extents },
+            MemberKind::Symlink(target) => EntryKind::Symlink { target },
+            MemberKind::Fifo => EntryKind::Fifo,
+            MemberKind::Device { kind, major, minor } => EntryKind::Device { kind, major, minor },
         };
         let is_file = matches!(kind, EntryKind::File { .. });
-        xattrs.retain(|xattr| (is_file || kind == EntryKind::Directory) && may_travel(&xattr.name, is_file));
+        xattrs.retain(|xattr| {
+            (is_file || kind == EntryKind::Directory) && is_portable_xattr(&xattr.name, is_file)
+        });
         xattrs.sort_unstable_by(|a, b| a.name.cmp(&b.name));
         let mode = if matches!(kind, EntryKind::Symlink { .. }) { 0 } else { mode };
         let (mtime_seconds, mtime_nanos) = mtime;
-        let thing = Entry { path: Vec::new(), mode, uid, gid, mtime_seconds, mtime_nanos, xattrs, kind };
-        if let Err(fault) = thing.check() {
+        let object = Entry { path: Vec::new(), mode, uid, gid, mtime_seconds, mtime_nanos, xattrs, kind };
+        if let Err(fault) = object.check() {
             return Err(InvalidManifest::Entry { path: as_path(&path).to_owned(), fault }.into());
         }
-        let target_bytes = if let EntryKind::Symlink { target } = &thing.kind { target.len() } else { 0 };
-        let xattr_bytes: usize = thing.xattrs.iter().map(|xattr| xattr.name.len() + xattr.value.len()).sum();
+        let target_bytes = if let EntryKind::Symlink { target } = &object.kind { target.len() } else { 0 };
+        let xattr_bytes: usize = object.xattrs.iter().map(|xattr| xattr.name.len() + xattr.value.len()).sum();
         self.count(target_bytes + xattr_bytes)?;
-        self.things.push(thing);
-        self.place(path, Node::Thing(self.things.len() - 1))
+        self.objects.push(object);
+        self.place(path, Node::Object(self.objects.len() - 1))
     }
 
     fn link(&mut self, path: Vec<u8>, to: Vec<u8>) -> Result<(), ArchiveError> {
         let node = match self.nodes.get(&Key(to.clone())) {
-            Some(Node::Thing(thing)) if self.things[*thing].is_directory() => {
+            Some(Node::Object(object)) if self.objects[*object].is_directory() => {
                 return Err(malformed(&path, "it is a hard link to a directory"));
             }
             Some(node) => node.clone(),
@@ -167,44 +169,45 @@ impl Tree {
 
     /// Makes a directory of which the archive has not said anything yet.
     fn make(&mut self, path: &[u8]) -> Result<(), ArchiveError> {
-        self.things.push(bare(EntryKind::Directory, 0o755));
+        self.objects.push(bare_entry(EntryKind::Directory, 0o755));
         self.count_path(path)?;
-        self.nodes.insert(Key(path.to_vec()), Node::Thing(self.things.len() - 1));
+        self.nodes.insert(Key(path.to_vec()), Node::Object(self.objects.len() - 1));
         Ok(())
     }
 
     fn is_directory(&self, node: &Node) -> bool {
-        matches!(node, Node::Thing(thing) if self.things[*thing].is_directory())
+        matches!(node, Node::Object(object) if self.objects[*object].is_directory())
     }
 
     pub(super) fn finish(mut self) -> Result<Manifest, ArchiveError> {
         self.enter(b"")?;
         // What becomes the manifest counts there.
         self.reserved.release();
-        let Self { limits, nodes, mut things, .. } = self;
+        let Self { limits, nodes, mut objects, .. } = self;
         let mut builder = ManifestBuilder::new(limits);
         // The path at which each file stands first.
         let mut first: HashMap<usize, &[u8]> = HashMap::new();
         for (Key(path), node) in &nodes {
-            let thing = resolve(&nodes, path, node)?;
+            let object = resolve(&nodes, path, node)?;
             let is_link = matches!(node, Node::Link(_));
-            let thing_there = &mut things[thing];
-            let mut entry = match (&mut thing_there.kind, first.get(&thing)) {
+            let object_ref = &mut objects[object];
+            let mut entry = match (&mut object_ref.kind, first.get(&object)) {
                 (EntryKind::Directory, _) if is_link => {
                     return Err(malformed(path, "it is a hard link to a directory"));
                 }
-                (EntryKind::File { .. }, Some(to)) => {
-                    Entry { kind: EntryKind::HardLink { to: to.to_vec() }, ..bare(EntryKind::Directory, 0) }
-                }
+                (EntryKind::File { .. }, Some(to)) => Entry {
+                    kind: EntryKind::HardLink { to: to.to_vec() },
+                    ..bare_entry(EntryKind::Directory, 0)
+                },
                 // Each file is needed once. Extents are most of what a tree of large files takes.
                 (EntryKind::File { size_bytes, extents }, None) => {
-                    first.insert(thing, path);
+                    first.insert(object, path);
                     let kind = EntryKind::File { size_bytes: *size_bytes, extents: mem::take(extents) };
-                    let xattrs = mem::take(&mut thing_there.xattrs);
-                    Entry { kind, xattrs, ..thing_there.clone() }
+                    let xattrs = mem::take(&mut object_ref.xattrs);
+                    Entry { kind, xattrs, ..object_ref.clone() }
                 }
                 // Of other things than files, manifests know no links: each is one of its own.
-                _ => thing_there.clone(),
+                _ => object_ref.clone(),
             };
             entry.path.clone_from(path);
             builder.push(entry)?;
@@ -214,7 +217,7 @@ impl Tree {
 }
 
 /// Something of which nothing is known but what it is.
-fn bare(kind: EntryKind, mode: u32) -> Entry {
+fn bare_entry(kind: EntryKind, mode: u32) -> Entry {
     let (path, xattrs) = (Vec::new(), Vec::new());
     Entry { path, mode, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, xattrs, kind }
 }
@@ -229,7 +232,7 @@ fn resolve<'a>(
     // to be one.
     for _ in 0..MAX_CHAIN {
         match node {
-            Node::Thing(thing) => return Ok(*thing),
+            Node::Object(object) => return Ok(*object),
             Node::Link(to) => {
                 let next = nodes.get(&Key(to.clone()));
                 node =

@@ -46,7 +46,7 @@ pub enum ArchiveWriteError {
 #[derive(Debug)]
 pub struct ArchiveWriter<W: Write> {
     manifest: Arc<Manifest>,
-    out: Counted<W>,
+    out: CountingWriter<W>,
     /// The entry after the last of which the header was written. Of those before it, files whose content was not there yet are not
     /// written, nor are links to them.
     next_entry: usize,
@@ -72,7 +72,7 @@ struct OpenFile {
 impl<W: Write> ArchiveWriter<W> {
     /// A writer of the tree that `manifest` describes. Nothing is written yet.
     pub fn new(out: W, manifest: Arc<Manifest>) -> Self {
-        let out = Counted { out: BufWriter::with_capacity(64 << 10, out), bytes: 0 };
+        let out = CountingWriter { out: BufWriter::with_capacity(64 << 10, out), bytes: 0 };
         Self {
             manifest,
             out,
@@ -201,7 +201,7 @@ impl<W: Write> ArchiveWriter<W> {
 }
 
 impl OpenFile {
-    fn put<W: Write>(&mut self, out: &mut Counted<W>, offset: u64, data: &[u8]) -> io::Result<()> {
+    fn put<W: Write>(&mut self, out: &mut CountingWriter<W>, offset: u64, data: &[u8]) -> io::Result<()> {
         self.zeroes_until(out, offset)?;
         out.write(data)?;
         self.rest.start += data.len() as u64;
@@ -209,7 +209,7 @@ impl OpenFile {
     }
 
     /// Fills regions that end before `offset`, and the one that it lies in, up to it.
-    fn zeroes_until<W: Write>(&mut self, out: &mut Counted<W>, offset: u64) -> io::Result<()> {
+    fn zeroes_until<W: Write>(&mut self, out: &mut CountingWriter<W>, offset: u64) -> io::Result<()> {
         loop {
             let to = self.rest.end.min(offset.max(self.rest.start));
             out.zeroes(to - self.rest.start)?;
@@ -245,7 +245,7 @@ fn regions(size_bytes: u64, extents: &[Extent]) -> Vec<Range<u64>> {
 }
 
 /// Writes all of an entry but its content; says where that belongs.
-fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec<Range<u64>>> {
+fn write_header<W: Write>(out: &mut CountingWriter<W>, entry: &Entry) -> io::Result<Vec<Range<u64>>> {
     let mut path = [b"./", &entry.path[..]].concat();
     let mut records = Vec::new();
     let mut written = Vec::new();
@@ -325,7 +325,7 @@ fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec
     Ok(written)
 }
 
-fn write_records<W: Write>(out: &mut Counted<W>, path: &[u8], records: &[u8]) -> io::Result<()> {
+fn write_records<W: Write>(out: &mut CountingWriter<W>, path: &[u8], records: &[u8]) -> io::Result<()> {
     let mut block = header::new(b'x', &[b"./PaxHeaders/", split(path).1].concat());
     header::put_number(&mut block[header::MODE], 0o644);
     header::put_number(&mut block[header::SIZE], records.len() as i64); // A few hundred KiB at most.
@@ -346,12 +346,12 @@ fn write_map(size_bytes: u64, regions: &[Range<u64>]) -> Vec<u8> {
 }
 
 #[derive(Debug)]
-struct Counted<W: Write> {
+struct CountingWriter<W: Write> {
     out: BufWriter<W>,
     bytes: u64,
 }
 
-impl<W: Write> Counted<W> {
+impl<W: Write> CountingWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.out.write_all(bytes)?;
         self.bytes += bytes.len() as u64;
