@@ -1,4 +1,6 @@
-//! Entries of trees.
+//! Entries of trees, and the rules that each entry must obey.
+//!
+//! [`Entry::check`] enforces the rules of single entries. [`crate::ManifestBuilder`] enforces the rules between entries.
 
 use std::cmp::Ordering;
 use std::ffi::OsStr;
@@ -7,87 +9,87 @@ use std::path::Path;
 
 use domain::Digest;
 
-/// Longest path, in bytes.
+/// Maximum length of a path, in bytes.
 pub const MAX_PATH_BYTES: usize = 4096;
-/// Longest component of a path, in bytes.
+/// Maximum length of a path component, in bytes.
 pub const MAX_NAME_BYTES: usize = 255;
-/// Longest target of a symbolic link, in bytes.
+/// Maximum length of a symbolic link's target, in bytes.
 pub const MAX_SYMLINK_BYTES: usize = 4095;
-/// Longest extent, in bytes.
+/// Maximum length of an extent, in bytes.
 pub const MAX_EXTENT_BYTES: u32 = 1 << 20;
-/// Most bytes of names and values of the extended attributes of one entry.
+/// Maximum bytes of an entry's extended attributes, names and values together.
 pub const MAX_XATTRS_BYTES: usize = 512 << 10;
-/// Longest value of an extended attribute, in bytes.
+/// Maximum length of an extended attribute's value, in bytes.
 pub const MAX_XATTR_VALUE_BYTES: usize = 64 << 10;
-/// Greatest size of a file: what a file offset can say.
+/// Maximum size of a file, in bytes: the greatest file offset.
 pub const MAX_FILE_BYTES: u64 = i64::MAX as u64;
 
-/// One entry of a tree.
+/// An entry of a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its path below the root, with slashes; empty for the root itself.
+    /// Path below the root, with slashes. Empty for the root.
     pub path: Vec<u8>,
     /// Permission bits with setuid, setgid and sticky: 0 to 07777. 0 for symbolic and hard links.
     pub mode: u32,
-    /// Owner. 0 for hard links.
+    /// User id of the owner. 0 for hard links.
     pub uid: u32,
-    /// Group. 0 for hard links.
+    /// Group id. 0 for hard links.
     pub gid: u32,
-    /// When it was last modified: seconds since 1970. 0 for hard links.
+    /// Modification time, in seconds since 1970. 0 for hard links.
     pub mtime_seconds: i64,
-    /// When it was last modified: nanoseconds within the second. 0 for hard links.
+    /// Nanoseconds within the second of the modification time. 0 for hard links.
     pub mtime_nanos: u32,
-    /// Extended attributes in ascending order of their names. Only files and directories have some.
+    /// Extended attributes in ascending order of their names. Only files and directories have them.
     pub xattrs: Vec<Xattr>,
-    /// What it is.
+    /// Kind of the entry, with the data of that kind.
     pub kind: EntryKind,
 }
 
 /// An extended attribute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Xattr {
-    /// Its name: `user.…` or `security.capability`.
+    /// Name: `user.…` or `security.capability`.
     pub name: Vec<u8>,
-    /// Its value.
+    /// Value.
     pub value: Vec<u8>,
 }
 
-/// What an entry is.
+/// The kind of an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EntryKind {
     /// A directory.
     Directory,
-    /// A regular file; the first of its hard links.
+    /// A regular file, at the first of its hard links.
     File {
-        /// Its size. What no extent covers reads as zeroes and is a hole.
+        /// Size of the file. A range without an extent is a hole, which reads as zeroes.
         size_bytes: u64,
-        /// Its content, ascending, without overlap.
+        /// Content, in ascending order and without overlap.
         extents: Vec<Extent>,
     },
     /// A symbolic link.
     Symlink {
-        /// Where it points, kept as it is.
+        /// Target, stored verbatim.
         target: Vec<u8>,
     },
-    /// Another link to a file.
+    /// A further hard link to a file.
     HardLink {
-        /// Path of the file, which comes earlier.
+        /// Path of the file. Its entry comes earlier.
         to: Vec<u8>,
     },
     /// A named pipe.
     Fifo,
-    /// A device.
+    /// A device node.
     Device {
-        /// Character or block.
+        /// Kind of the device.
         kind: DeviceKind,
-        /// Its major number.
+        /// Major number.
         major: u32,
-        /// Its minor number.
+        /// Minor number.
         minor: u32,
     },
 }
 
-/// Kind of a device.
+/// The kind of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
     /// Character device.
@@ -96,81 +98,81 @@ pub enum DeviceKind {
     Block,
 }
 
-/// A piece of a file's content.
+/// A part of a file's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// Where it stands in the file.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// How long it is: 1 byte to [`MAX_EXTENT_BYTES`].
+    /// Length in bytes: 1 to [`MAX_EXTENT_BYTES`].
     pub length: u32,
-    /// BLAKE3 of its bytes.
+    /// BLAKE3 digest of the bytes.
     pub digest: Digest,
 }
 
-/// A rule that an entry breaks.
+/// A rule that an entry violates. The text continues "entry PATH".
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EntryFault {
-    /// It is no encoded entry.
+    /// The bytes are not an encoded entry.
     #[error("is malformed: {0}")]
     Malformed(String),
-    /// It says not what it is.
+    /// The encoded entry has no kind.
     #[error("has no kind")]
     NoKind,
-    /// Its path has an empty component, `.`, `..` or NUL, or is longer than a path may be.
+    /// The path is too long, or has an empty component, `.`, `..` or NUL.
     #[error("has an unsafe path")]
     Path,
-    /// Its path does not come after that of the entry before.
+    /// The path does not come after the path of the previous entry.
     #[error("is out of order or repeated")]
     Order,
-    /// The directory it is in is no entry, or is none of a directory.
+    /// The parent is not an entry of a directory.
     #[error("is in no directory of the manifest")]
     Parent,
-    /// The mode has other bits than 07777, or the kind of entry has no mode.
-    #[error("has an impossible mode")]
+    /// The mode has bits outside of 07777, or the kind of entry has no mode.
+    #[error("has an invalid mode")]
     Mode,
-    /// Its owner or group is the id that means "leave it as it is" to the system.
-    #[error("has an impossible owner")]
+    /// The owner or group is the id that means "unchanged" in system calls.
+    #[error("has an invalid owner")]
     Owner,
-    /// Nanoseconds do not stay below a second.
-    #[error("has an impossible modification time")]
+    /// The nanoseconds are a second or more.
+    #[error("has an invalid modification time")]
     Mtime,
-    /// A hard link has metadata of its own.
-    #[error("is a hard link with metadata of its own")]
+    /// A hard link has metadata.
+    #[error("is a hard link with separate metadata")]
     HardLinkMetadata,
-    /// A hard link points to something else than an earlier regular file.
-    #[error("is a hard link to something else than an earlier regular file")]
+    /// The target of a hard link is not an earlier regular file.
+    #[error("is a hard link to a path without an earlier regular file")]
     HardLinkTarget,
-    /// The target of a symbolic link is empty, too long, or holds NUL.
-    #[error("is a symbolic link with an impossible target")]
+    /// The target of a symbolic link is empty, too long, or has NUL.
+    #[error("is a symbolic link with an invalid target")]
     SymlinkTarget,
-    /// A name is repeated, out of order or none that may travel; a value is too long; or this kind of entry has none.
-    #[error("has extended attributes that cannot travel")]
+    /// A name is repeated, out of order or not portable; a value is too long; or this kind of entry has no attributes.
+    #[error("has invalid extended attributes")]
     Xattrs,
-    /// A file is larger than a file can be.
-    #[error("has an impossible size")]
+    /// A file is larger than [`MAX_FILE_BYTES`].
+    #[error("has an invalid size")]
     Size,
-    /// It was begun, and what came then was not the rest of it.
+    /// The next message does not continue the extents of a started file.
     #[error("is not finished")]
     Unfinished,
-    /// Extents overlap, are out of order, pass the end of the file, or have an impossible length.
-    #[error("has impossible extents")]
+    /// Extents overlap, are out of order, exceed the file, or have an invalid length.
+    #[error("has invalid extents")]
     Extents,
-    /// The digest of an extent has another length than 32 bytes.
-    #[error("has an extent with an impossible digest")]
+    /// The digest of an extent does not have 32 bytes.
+    #[error("has an extent with an invalid digest")]
     ExtentDigest,
-    /// A device is neither character nor block.
-    #[error("is a device of no kind")]
+    /// A device is neither a character device nor a block device.
+    #[error("is a device of unknown kind")]
     DeviceKind,
 }
 
 impl Entry {
-    /// Its path below the root.
+    /// Returns the path below the root.
     #[must_use]
     pub fn path(&self) -> &Path {
         as_path(&self.path)
     }
 
-    /// Its extents; none unless it is a file.
+    /// Returns the extents of a file, or nothing for other kinds.
     #[must_use]
     pub fn extents(&self) -> &[Extent] {
         match &self.kind {
@@ -179,17 +181,17 @@ impl Entry {
         }
     }
 
-    /// Whether it is a directory.
+    /// Whether the entry is a directory.
     #[must_use]
     pub fn is_directory(&self) -> bool {
         self.kind == EntryKind::Directory
     }
 
-    /// Checks every rule that concerns it alone.
+    /// Checks all rules that concern only this entry.
     ///
     /// # Errors
     ///
-    /// The rule that it breaks.
+    /// Returns the first violated rule.
     pub fn check(&self) -> Result<(), EntryFault> {
         if !is_safe_path(&self.path) {
             return Err(EntryFault::Path);
@@ -235,7 +237,7 @@ fn check_xattrs(xattrs: &[Xattr], kind: &EntryKind) -> Result<(), EntryFault> {
     ok.then_some(()).ok_or(EntryFault::Xattrs)
 }
 
-/// Whether an extended attribute of this name belongs into a manifest.
+/// Whether manifests include the extended attribute `name`.
 pub(crate) fn is_portable_xattr(name: &[u8], is_file: bool) -> bool {
     let user = name.strip_prefix(b"user.").is_some_and(|rest| !rest.is_empty());
     (user && name.len() <= MAX_NAME_BYTES && !name.contains(&0))
@@ -267,15 +269,15 @@ pub(crate) fn is_safe_path(path: &[u8]) -> bool {
     path.is_empty() || (path.len() <= MAX_PATH_BYTES && path.split(|byte| *byte == b'/').all(safe))
 }
 
-/// Orders paths component by component. Neither holds NUL.
+/// Compares two paths component by component. The paths must not contain NUL.
 #[must_use]
 pub fn compare_paths(a: &[u8], b: &[u8]) -> Ordering {
-    // A slash sorts before all other bytes: a component that ends is less than one that goes on.
+    // A slash sorts before all other bytes, so that a component sorts before its extensions.
     let rank = |byte: &u8| if *byte == b'/' { 0 } else { *byte };
     a.iter().map(rank).cmp(b.iter().map(rank))
 }
 
-/// The directory that a path is in, and its name there. The root is in itself, without a name.
+/// Splits a path into the path of its parent and its name. The root is its own parent and has an empty name.
 pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|byte| *byte == b'/') {
         Some(slash) => (&path[..slash], &path[slash + 1..]),

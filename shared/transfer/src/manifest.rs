@@ -1,11 +1,11 @@
-//! Manifests: what a tree holds, entry by entry, and the digest that names it.
+//! Manifests: the ordered list of a tree's entries, and the digest that names the tree.
 //!
-//! Entries stand in the byte order of their paths compared component by component, so that a directory comes right
-//! before what it holds. **Ordinals** number the extents of all files in that order, from 0. The **digest of a
-//! tree** is BLAKE3 over the length-delimited canonical encoding of each entry in turn.
+//! - **Order**: entries are sorted by path, compared component by component. A directory comes right before its contents.
+//! - **Ordinals** number the extents of all files in this order, from 0.
+//! - The **tree digest** is BLAKE3 over the length-delimited canonical encoding of all entries.
 //!
-//! Invariant: a [`Manifest`] is valid. The only way to one is a [`ManifestBuilder`], which checks each entry when it
-//! is pushed, so whoever holds a manifest may apply it without asking again whether a path is safe.
+//! Invariant: every [`Manifest`] is valid, so its users need not check paths again. [`ManifestBuilder`] enforces it: it
+//! checks each entry, and nothing else creates manifests.
 
 use std::cmp::Ordering;
 use std::iter;
@@ -18,57 +18,58 @@ use crate::budget::{Budget, BudgetError, ENTRY_MEMORY_BYTES, SharedReservation};
 use crate::entry::{Entry, EntryFault, EntryKind, Extent, compare_paths, split};
 use crate::ordinal_ranges::OrdinalRanges;
 
-/// Why entries make no manifest.
+/// Entries do not form a manifest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidManifest {
     /// The first entry is not the root directory.
     #[error("the first entry is not the root directory")]
     NoRoot,
-    /// An entry breaks a rule.
+    /// An entry violates a rule.
     #[error("entry {path:?} {fault}")]
     Entry {
-        /// Its path.
+        /// Path of the entry.
         path: PathBuf,
-        /// The rule.
+        /// The violated rule.
         fault: EntryFault,
     },
-    /// There are more entries than may be.
-    #[error("there are more than {0} entries")]
+    /// The number of entries exceeds the limit.
+    #[error("the tree has more than {0} entries")]
     TooManyEntries(u64),
-    /// The encoded entries are larger than may be.
+    /// The encoded entries exceed the limit.
     #[error("the entries are larger than {0} bytes")]
     TooLarge(u64),
-    /// Other manifests take the memory that there is for all.
-    #[error("other manifests take the memory that there is for all")]
+    /// Other manifests use the memory budget of the process.
+    #[error("other manifests use the memory budget; try again later")]
     NoMemory,
-    /// It ends in the midst of an entry.
-    #[error("the manifest is cut off")]
+    /// The encoded manifest ends within an entry.
+    #[error("the manifest is truncated")]
     CutOff,
-    /// The files together are larger than can be counted.
-    #[error("the files are larger than can be counted")]
+    /// The total size of the files exceeds 64 bits.
+    #[error("the total size of the files exceeds 64 bits")]
     SizeOverflow,
 }
 
-/// Bytes of encoded entries that any manifest may have.
+/// Bytes of encoded entries that every manifest may have.
 const ANY_BYTES: u64 = 64 << 20;
-/// Bytes that each entry adds to the limit. A few bytes on a disk, such as a link with a long target, make no large manifest.
+/// Bytes that each entry adds to the limit. The limit prevents that a tree of a few bytes on disk, such as links with long
+/// targets, makes a large manifest.
 const ENTRY_BYTES: u64 = 512;
 /// Bytes that each extent adds to the limit.
 const EXTENT_BYTES: u64 = 64;
 
-/// How much a manifest may hold.
+/// Limits of a manifest.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Most entries.
+    /// Maximum number of entries.
     pub entries: u64,
-    /// Most bytes of all entries, encoded. The limit is also at most 64 MiB plus 512 bytes for each entry and 64 for each extent.
+    /// Maximum bytes of all encoded entries. A second limit applies: 64 MiB, plus 512 bytes per entry and 64 per extent.
     pub encoded_bytes: u64,
-    /// What the manifest shares with others. `None`: nothing.
+    /// Memory budget that the manifest shares with others. `None` means no shared budget.
     pub budget: Option<&'static Budget>,
 }
 
 impl Limits {
-    /// The default, within the budget of this process: for what others send.
+    /// Returns the default limits with the memory budget of this process. They suit manifests from other processes.
     #[must_use]
     pub fn of_process() -> Self {
         Self { budget: Some(Budget::of_process()), ..Self::default() }
@@ -85,17 +86,17 @@ impl From<BudgetError> for InvalidManifest {
 }
 
 impl Default for Limits {
-    /// 10 million entries in 1 GiB.
+    /// Returns limits of 10 million entries and 1 GiB.
     fn default() -> Self {
         Self { entries: 10_000_000, encoded_bytes: 1 << 30, budget: None }
     }
 }
 
-/// What a tree holds.
+/// The validated list of a tree's entries.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
     entries: Vec<Entry>,
-    /// Files that have extents, with the ordinal of their first: ascending in both.
+    /// Files with extents, each with its first ordinal. Both ascend.
     files: Vec<FirstOrdinal>,
     extent_count: u64,
     extent_bytes: u64,
@@ -111,82 +112,82 @@ struct FirstOrdinal {
     entry: usize,
 }
 
-/// One extent of a manifest, and where it belongs.
+/// An extent with its position in a manifest.
 #[derive(Debug, Clone, Copy)]
 pub struct Located<'a> {
-    /// Its number.
+    /// Ordinal of the extent.
     pub ordinal: u64,
-    /// Index of its file among the entries.
+    /// Index of the file among the entries.
     pub entry: usize,
     /// The extent.
     pub extent: &'a Extent,
 }
 
 impl Manifest {
-    /// Makes a manifest of entries.
+    /// Creates a manifest from entries.
     ///
     /// # Errors
     ///
-    /// They break a rule, or there are too many.
+    /// Fails if the entries violate a rule or exceed the limits.
     pub fn new(entries: impl IntoIterator<Item = Entry>, limits: Limits) -> Result<Self, InvalidManifest> {
         let mut builder = ManifestBuilder::new(limits);
         entries.into_iter().try_for_each(|entry| builder.push(entry))?;
         builder.finish()
     }
 
-    /// Its entries, the root first.
+    /// Returns the entries, the root first.
     #[must_use]
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// Digest of the tree.
+    /// Returns the digest of the tree.
     #[must_use]
     pub fn tree_digest(&self) -> Digest {
         self.digest
     }
 
-    /// Bytes of its files, holes included; each hard-linked file counts once.
+    /// Returns the total size of the files in bytes, holes included. A file with several links counts once.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// Bytes of its extents: what a receiver that has nothing must be sent.
+    /// Returns the total length of the extents in bytes: the content for a receiver without any of it.
     #[must_use]
     pub fn extent_bytes(&self) -> u64 {
         self.extent_bytes
     }
 
-    /// How many extents it has: ordinals are less than this.
+    /// Returns the number of extents. All ordinals are below this number.
     #[must_use]
     pub fn extent_count(&self) -> u64 {
         self.extent_count
     }
 
-    /// Bytes of its entries when encoded.
+    /// Returns the total length of the encoded entries, in bytes.
     #[must_use]
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded_bytes
     }
 
-    /// Gives back what it takes of its budget: whoever keeps it bounds the memory in another way.
+    /// Releases the manifest's share of its budget. The caller must bound the memory of the manifest in another way.
     pub fn release_budget(&self) {
         self.reserved.release();
     }
 
-    /// Index of the entry at `path`.
+    /// Returns the index of the entry at `path`.
     #[must_use]
     pub fn find(&self, path: &[u8]) -> Option<usize> {
         self.entries.binary_search_by(|entry| compare_paths(&entry.path, path)).ok()
     }
 
-    /// All extents, ascending.
+    /// Returns all extents in ascending order.
     pub fn extents(&self) -> impl Iterator<Item = Located<'_>> {
         self.extents_in(0..self.extent_count)
     }
 
-    /// The extents with these ordinals, ascending. Ordinals that do not exist are passed over.
+    /// Returns the extents with `ordinals`, in ascending order. Skips ordinals that do not exist.
     pub fn extents_in(&self, ordinals: Range<u64>) -> impl Iterator<Item = Located<'_>> {
         let first_file = self.files.partition_point(|file| file.ordinal <= ordinals.start).saturating_sub(1);
         self.files[first_file.min(self.files.len())..]
@@ -204,7 +205,7 @@ impl Manifest {
             })
     }
 
-    /// The extent with this ordinal.
+    /// Returns the extent with `ordinal`.
     #[must_use]
     pub fn locate(&self, ordinal: u64) -> Option<Located<'_>> {
         let file = self.files.partition_point(|file| file.ordinal <= ordinal).checked_sub(1)?;
@@ -214,7 +215,7 @@ impl Manifest {
         Some(Located { ordinal, entry, extent })
     }
 
-    /// Ordinals of the extents of an entry, given by its index. Empty unless it is a file that has some.
+    /// Returns the ordinals of the extents of the entry at index `entry`. Empty if it has no extents.
     #[must_use]
     pub fn ordinals_of(&self, entry: usize) -> Range<u64> {
         match self.files.binary_search_by_key(&entry, |file| file.entry) {
@@ -226,14 +227,14 @@ impl Manifest {
         }
     }
 
-    /// Bytes of the extents with these ordinals.
+    /// Returns the total length of the extents with `ordinals`, in bytes.
     #[must_use]
     pub fn bytes_of(&self, ordinals: &OrdinalRanges) -> u64 {
         let extents = ordinals.runs().flat_map(|run| self.extents_in(run));
         extents.map(|located| u64::from(located.extent.length)).sum()
     }
 
-    /// Its entries in parts of at most `max_bytes` when encoded; an entry larger than that is a part of its own.
+    /// Splits the entries into parts of at most `max_bytes` encoded bytes. A larger entry is a part alone.
     pub fn parts(&self, max_bytes: usize) -> impl Iterator<Item = &[Entry]> {
         let mut rest = &self.entries[..];
         iter::from_fn(move || {
@@ -250,9 +251,9 @@ impl Manifest {
     }
 }
 
-/// At least as many bytes as an entry takes in a message.
+/// Returns an upper bound of the bytes that an entry takes in a message.
 fn encoded_at_most(entry: &Entry) -> usize {
-    // Tags, lengths and numbers of an extent are 2 + 11 + 7 bytes at most, and its digest 34.
+    // An extent takes at most 2 + 11 + 7 bytes for tags, lengths and numbers, and 34 for its digest.
     let xattrs: usize = entry.xattrs.iter().map(|xattr| xattr.name.len() + xattr.value.len() + 16).sum();
     let kind = match &entry.kind {
         EntryKind::File { extents, .. } => 32 + extents.len() * 56,
@@ -263,20 +264,20 @@ fn encoded_at_most(entry: &Entry) -> usize {
     64 + entry.path.len() + xattrs + kind
 }
 
-/// Receives the entries of a manifest one after the other, and refuses the first that breaks a rule.
+/// Builds a manifest entry by entry, and rejects the first entry that violates a rule.
 #[derive(Debug)]
 pub struct ManifestBuilder {
     limits: Limits,
     manifest: Manifest,
-    /// Indices of the directories that the last entry is in, outermost first, and itself if it is one.
+    /// Indices of the directories around the last entry, outermost first, including the entry if it is a directory.
     open: Vec<usize>,
-    /// A file whose extents have not all come.
+    /// A file that lacks a part of its extents.
     begun: Option<Entry>,
     hasher: blake3::Hasher,
 }
 
 impl ManifestBuilder {
-    /// A builder that takes at most this much.
+    /// Creates a builder with `limits`.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         let manifest = Manifest {
@@ -292,46 +293,46 @@ impl ManifestBuilder {
         Self { limits, manifest, open: Vec::new(), begun: None, hasher: blake3::Hasher::new() }
     }
 
-    /// How many entries it has.
+    /// Returns the number of entries.
     #[must_use]
     pub fn len(&self) -> usize {
         self.manifest.entries.len()
     }
 
-    /// Whether it has none.
+    /// Whether there are no entries.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.manifest.entries.is_empty()
     }
 
-    /// Adds an entry as it came over the wire; if one was begun, the rest of its extents.
+    /// Adds an encoded entry. If a file was started, `bytes` must have the rest of its extents.
     ///
     /// # Errors
     ///
-    /// It is malformed, breaks a rule, or is one too many.
+    /// Fails if the entry is malformed, violates a rule or exceeds the limits.
     pub fn push_encoded(&mut self, bytes: &[u8]) -> Result<(), InvalidManifest> {
         let entry = self.take(bytes)?;
         self.push(entry)
     }
 
-    /// Begins, or goes on with, a file that has more extents than fit a message: the next entry has the same path and
-    /// size, and further extents. Only the metadata of the first counts.
+    /// Starts or continues a file with more extents than fit into a message. The next entry must have the same path and
+    /// size, and further extents. Only the metadata of the first part counts.
     ///
     /// # Errors
     ///
-    /// It is malformed, no file, or too large.
+    /// Fails if the entry is malformed, is not a file, or exceeds the limits.
     pub fn begin_encoded(&mut self, bytes: &[u8]) -> Result<(), InvalidManifest> {
         let entry = self.take(bytes)?;
         if !matches!(entry.kind, EntryKind::File { .. }) {
             return Err(InvalidManifest::Entry { path: entry.path().to_owned(), fault: EntryFault::Extents });
         }
-        // Until it is whole. When it is pushed, it counts once more.
+        // This share is for the incomplete file. The complete file is counted once more when it is pushed.
         self.manifest.reserved.grow(bytes.len() as u64)?;
         self.begun = Some(entry);
         Ok(())
     }
 
-    /// An entry that came over the wire, as far as it has come.
+    /// Decodes an entry, and joins it with the file that was started before.
     fn take(&mut self, bytes: &[u8]) -> Result<Entry, InvalidManifest> {
         if bytes.len() as u64 > self.limits.encoded_bytes {
             return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes));
@@ -346,7 +347,7 @@ impl ManifestBuilder {
                 EntryKind::File { size_bytes: same, extents: more },
             ) if begun.path == entry.path && *size_bytes == same => {
                 extents.extend(more);
-                // Each takes more than its digest.
+                // An encoded extent is longer than its digest.
                 if (extents.len() * size_of::<Digest>()) as u64 > self.limits.encoded_bytes {
                     return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes));
                 }
@@ -360,7 +361,7 @@ impl ManifestBuilder {
     ///
     /// # Errors
     ///
-    /// It breaks a rule, or is one too many. Nothing was added.
+    /// Fails if the entry violates a rule or exceeds the limits. The builder is then unchanged.
     pub fn push(&mut self, entry: Entry) -> Result<(), InvalidManifest> {
         let fault = |fault| InvalidManifest::Entry { path: entry.path().to_owned(), fault };
         if let Some(begun) = &self.begun {
@@ -410,7 +411,7 @@ impl ManifestBuilder {
         Ok(())
     }
 
-    /// How many of the open directories `entry` is in, if it may come next.
+    /// Checks the position of `entry`, and returns the number of open directories around it.
     fn place(&self, entry: &Entry) -> Result<usize, InvalidManifest> {
         let fault = |fault| InvalidManifest::Entry { path: entry.path().to_owned(), fault };
         let Some(last) = self.manifest.entries.last() else {
@@ -420,17 +421,17 @@ impl ManifestBuilder {
         if compare_paths(&last.path, &entry.path) != Ordering::Less {
             return Err(fault(EntryFault::Order));
         }
-        // In this order nothing can come between a directory and what it holds, so the parent is among the open ones.
+        // In this order, a directory is followed directly by its contents, so the parent is among the open directories.
         let parent = split(&entry.path).0;
         let depth = self.open.iter().rposition(|index| self.manifest.entries[*index].path == parent);
         depth.map(|depth| depth + 1).ok_or_else(|| fault(EntryFault::Parent))
     }
 
-    /// The manifest.
+    /// Returns the manifest.
     ///
     /// # Errors
     ///
-    /// It has not even a root.
+    /// Fails if there is no root, or if a file was started and not finished.
     pub fn finish(mut self) -> Result<Manifest, InvalidManifest> {
         if let Some(begun) = self.begun {
             let path = begun.path().to_owned();

@@ -1,4 +1,7 @@
-//! Matches of a target with a manifest.
+//! Matches: the content of a tree that a target directory already has.
+//!
+//! A download compares its manifest with the target, and fetches only the rest. Files whose content is right stay. Other
+//! extents are copied from files at the same paths.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -19,70 +22,70 @@ use crate::ordinal_ranges::OrdinalRanges;
 use crate::scan::{Problem, ProblemKind, ScanError, ScanOptions, ScannedOwnership, scan};
 use crate::write::{TreeWriter, Trust, WriteError};
 
-/// What a target has already of a tree.
+/// The content of a tree that a target already has.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Matches {
-    /// Files that may stay where they are, as indices of entries, as they were found: their content is right.
+    /// Files with the right content, which may stay, by index of their entry.
     pub(crate) kept: BTreeMap<usize, Fingerprint>,
-    /// Of these, those whose extended attributes are right as well.
+    /// Kept files whose extended attributes are right, too.
     pub(crate) attributes: BTreeSet<usize>,
-    /// Extents of these.
+    /// Extents of kept files.
     kept_extents: OrdinalRanges,
-    /// Extents of other files that stand at the same place of the same path.
+    /// Extents of other files that the target has at the same path and offset.
     local_extents: OrdinalRanges,
     files_read: u64,
 }
 
 impl Matches {
-    /// Files that stay where they are, as indices of entries.
+    /// Returns the indices of the files that stay.
     pub fn kept(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
         self.kept.keys().copied()
     }
 
-    /// How many files had to be read to find out: the cache did not know them, and has learned of them as far as it may.
+    /// Returns the number of files that were read because the cache did not contain them.
     #[must_use]
     pub fn files_read(&self) -> u64 {
         self.files_read
     }
 
-    /// Extents that need not be downloaded, because their files stay.
+    /// Returns the extents of the files that stay. They need no download.
     #[must_use]
     pub fn kept_extents(&self) -> &OrdinalRanges {
         &self.kept_extents
     }
 
-    /// Extents that need not be downloaded, because they can be copied from the target.
+    /// Returns the extents that can be copied from the target. They need no download.
     #[must_use]
     pub fn local_extents(&self) -> &OrdinalRanges {
         &self.local_extents
     }
 
-    /// Extents that must be downloaded.
+    /// Returns the extents that must be downloaded.
     #[must_use]
     pub fn wanted(&self, manifest: &Manifest) -> OrdinalRanges {
         self.kept_extents.union(&self.local_extents).complement(manifest.extent_count())
     }
 
-    /// Tells a writer of the same manifest what stays where it is, and copies what can be copied from `target`.
+    /// Omits the files that stay from a writer of the same manifest, and copies the local extents from `target`.
     ///
-    /// What is needed but has gone from the target meanwhile is not copied; [`TreeWriter::missing`] then names it.
+    /// Extents that the target has lost meanwhile are not copied. [`TreeWriter::missing`] then contains them.
     ///
     /// # Errors
     ///
-    /// The staging directory cannot be written.
+    /// Fails if the staging directory cannot be written.
     pub fn prepare(&self, target: &Path, writer: &mut TreeWriter) -> Result<(), WriteError> {
         self.kept().for_each(|entry| writer.omit(entry));
         copy_extents(&self.local_extents, target, writer, Trust::Verify)
     }
 
-    /// Copies everything that matches from `source`, the directory that was searched, for a tree that is to stand on
-    /// its own: a new volume that is nearly the same as another. Blocks are shared where the file system can do that.
+    /// Copies all matches from `source`, the directory that was compared, into an independent tree. A new volume that is
+    /// similar to another one is made in this way. The copies share blocks if the file system supports that.
     ///
-    /// What has gone or changed meanwhile is not copied; [`TreeWriter::missing`] then names it.
+    /// Content that is gone or changed meanwhile is not copied. [`TreeWriter::missing`] then contains it.
     ///
     /// # Errors
     ///
-    /// The staging directory cannot be written.
+    /// Fails if the staging directory cannot be written.
     pub fn copy_from(&self, source: &Path, writer: &mut TreeWriter, trust: Trust) -> Result<(), WriteError> {
         let manifest = writer.manifest().clone();
         let Ok(mut cursor) = Cursor::through(source) else { return Ok(()) };
@@ -97,7 +100,7 @@ impl Matches {
     }
 }
 
-/// Copies extents from the same places of the same paths below `source`, as far as they are there.
+/// Copies extents from the same paths and offsets below `source`. Skips those that are gone.
 fn copy_extents(
     ordinals: &OrdinalRanges,
     source: &Path,
@@ -132,14 +135,14 @@ pub(crate) fn open_file(cursor: &mut Cursor, path: &[u8]) -> io::Result<OwnedFd>
     Ok(file)
 }
 
-/// Finds out what of `manifest` stands at the same paths below `target` already.
+/// Finds the content of `manifest` that `target` already has at the same paths.
 ///
-/// Files are read, unless `cache` knows them. Of `options`, ownership and what to exclude are not regarded. A target
-/// that does not exist has nothing.
+/// Reads the files that `cache` does not contain. Ignores ownership and exclusions of `options`. A missing target has no
+/// matches.
 ///
 /// # Errors
 ///
-/// The target cannot be read, or the search was told to stop.
+/// Fails if the target cannot be read, or if the scan was stopped.
 pub fn local_matches(
     target: &Path,
     manifest: &Manifest,
@@ -181,7 +184,7 @@ pub fn local_matches(
                 matches.attributes.insert(index);
             }
             for ordinal in manifest.ordinals_of(index) {
-                // Ascending, so it cannot be refused.
+                // Ordinals ascend, so this cannot fail.
                 _ = matches.kept_extents.insert(ordinal);
             }
             continue;
@@ -189,7 +192,7 @@ pub fn local_matches(
         for (ordinal, extent) in manifest.ordinals_of(index).zip(extents) {
             let same = extents_there.binary_search_by_key(&extent.offset, |there| there.offset);
             if same.is_ok_and(|same| extents_there[same] == *extent) {
-                // Ascending, so it cannot be refused.
+                // Ordinals ascend, so this cannot fail.
                 _ = matches.local_extents.insert(ordinal);
             }
         }
@@ -197,7 +200,7 @@ pub fn local_matches(
     Ok(matches)
 }
 
-/// Size and extents of the file at a path, if there is one.
+/// Returns the size and the extents of the file at a path.
 fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Extent])> {
     match &manifest.entries()[manifest.find(path)?].kind {
         EntryKind::File { size_bytes, extents } => Some((*size_bytes, extents)),
@@ -206,26 +209,26 @@ fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Exte
     }
 }
 
-/// The file at a path, if its metadata can be changed without changing another: it has one name, and is ours.
+/// Returns the fingerprint of a file that may stay: it has a single link, and its owner is the caller.
 fn reusable_file(cursor: &mut Cursor, there: &Entry, cache: Option<&StatCache>) -> Option<Fingerprint> {
     let (uid, _) = caller();
     if !uid.is_root() && there.uid != uid.as_raw() {
         return None;
     }
-    // What the cache knows was looked at just now.
+    // The scan has just checked the files in the cache.
     let known = cache.and_then(|cache| cache.fingerprint(&there.path));
     let fingerprint = match known {
         Some(known) => known,
         None => {
             let stat = stat_at(cursor, &there.path)?;
-            // Else it was written to since it was read.
+            // With other times, the file was written after the scan has read it.
             has_times(&stat, there).then(|| Fingerprint::of(&stat))?
         }
     };
     fingerprint.has_one_name().then_some(fingerprint)
 }
 
-/// The regular file at a path, if there is one.
+/// Returns the stat of the regular file at a path.
 pub(crate) fn stat_at(cursor: &mut Cursor, path: &[u8]) -> Option<Stat> {
     let (parent, name) = split(path);
     let directory = cursor.go(parent).ok()?;
@@ -233,15 +236,15 @@ pub(crate) fn stat_at(cursor: &mut Cursor, path: &[u8]) -> Option<Stat> {
     (FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile).then_some(stat)
 }
 
-/// Tells a cache of the files that stand below `target` now that `manifest` was written there, so that the next
-/// [`local_matches`] need not read them.
+/// Adds the files below `target` to `cache` after `manifest` was written there. The next [`local_matches`] then need not
+/// read them.
 ///
-/// The writer gave each file its mtime after its last byte. So a file that still has it, and whose mtime is older than
-/// `settle`, was not written to since, as that would have made it younger: its ctime, which is that of its renaming, need
-/// not have settled. What is younger, or is otherwise than the manifest says, is not remembered.
+/// The writer has set the mtime of each file after its last byte. A file with that mtime, if it is older than `settle`,
+/// was not written since, because a write would have changed the mtime. Its ctime is that of its rename, and need not be
+/// settled. Younger files, and files that differ from the manifest, are not added.
 pub fn remember(target: &Path, manifest: &Manifest, cache: &mut StatCache, settle: Duration) {
     let now = SystemTime::now();
-    // What cannot be found is read the next time.
+    // Files that are not added are read the next time.
     let Ok(mut cursor) = Cursor::through(target) else { return };
     for entry in manifest.entries() {
         let EntryKind::File { size_bytes, extents } = &entry.kind else { continue };

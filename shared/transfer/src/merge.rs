@@ -1,20 +1,20 @@
-//! Bringing a tree that was written to where it is wanted.
+//! Merge of a staged tree into a target directory.
 //!
-//! The command line downloads into a staging directory on the same file system, and then either [`replace`]s the
-//! target as a whole or [`merge`]s into it. What the target has already need not be downloaded:
+//! The command line downloads into a staging directory on the same file system. It then merges the staged tree into the
+//! target, or replaces the target ([`crate::replace`]). Content that the target already has is not downloaded:
 //!
 //! ```text
 //! local_matches(target) ──▶ Matches ── wanted() ──▶ download the rest
-//!                              │ prepare(target, writer): leave out whole files, copy single extents
-//!                              └──▶ merge(staged, target): rename new files, fix metadata of kept ones
+//!                              │ prepare(target, writer): omit whole files, copy single extents
+//!                              └──▶ merge(staged, target): rename new files, fix metadata of kept files
 //! ```
 //!
 //! Invariants:
 //!
-//! - A reader of the target sees each file as it was or as it is to be, never in between.
-//! - No symbolic link in the target is followed: one that stands where a directory is needed is replaced.
-//! - What the manifest does not name stays. A directory that is not empty is never removed to make room for a file;
-//!   that is found out before anything is changed.
+//! - A reader of the target sees the old or the new version of each file, never a partial one. Renames enforce it.
+//! - The merge follows no symbolic link in the target. A link at the path of a directory is replaced.
+//! - Paths that the manifest does not name stay. The merge never removes a non-empty directory for another entry, and
+//!   detects this case before the first change.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -38,74 +38,74 @@ use crate::replace::unused_name;
 use crate::rights;
 use crate::xattrs;
 
-/// How to merge.
+/// Options of a merge.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeOptions<'a> {
-    /// To whom kept files and directories belong: as it was for the writer.
+    /// Owner of kept files and directories. It must be the same as for the writer.
     pub ownership: WrittenOwnership,
-    /// Whether attributes that are not permitted are an error: as it was for the writer.
+    /// Whether attributes that are not permitted are an error. It must be the same as for the writer.
     pub strict: bool,
-    /// Whether the target itself, if it is there already, keeps its mode, owner and times.
+    /// Whether an existing target directory keeps its mode, owner and times.
     pub keep_root: bool,
-    /// What stands in a target that the tree was sent from: what was changed there since then stays. `None`: the tree
-    /// takes the place of what stands at its paths.
+    /// State of a target that the tree was sent from. Paths that changed there since then stay. With `None`, the tree
+    /// replaces what the target has at its paths.
     pub standing: Option<&'a Standing>,
 }
 
-/// A tree that was merged.
+/// The outcome of a merge.
 #[derive(Debug, Default)]
 pub struct Merged {
-    /// Files and others that were put in place.
+    /// Number of files and other entries that were put in place.
     pub replaced: u64,
-    /// Files that stayed.
+    /// Number of files that stayed.
     pub kept: u64,
-    /// Of these, those whose metadata had to be put right.
+    /// Number of kept files whose metadata was corrected.
     pub corrected: u64,
     /// Attributes that were left out.
     pub left_out: Vec<LeftOut>,
-    /// Results that stand beside what was changed in the target.
+    /// Results that were placed beside changed entries of the target.
     pub conflicts: Vec<Conflict>,
 }
 
 /// A tree cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
-    /// A directory that is not empty stands where something else belongs. Nothing was changed.
-    #[error("a directory stands at {path:?}")]
+    /// The target has a non-empty directory at the path of another kind of entry. Nothing was changed.
+    #[error("cannot replace {path:?}: it is a directory that is not empty")]
     DirectoryInTheWay {
         /// The entry.
         path: PathBuf,
     },
-    /// A file is neither staged nor kept, or a kept one has gone meanwhile.
-    #[error("{path:?} is missing")]
+    /// A file is neither staged nor kept, or a kept file is gone.
+    #[error("cannot merge {path:?}: the file is missing")]
     Missing {
         /// The entry.
         path: PathBuf,
     },
-    /// A kept file was written to after it was compared. It is as it was written.
-    #[error("{path:?} was changed at this moment by somebody else")]
+    /// A kept file was written after the comparison. It is unchanged by the merge.
+    #[error("cannot merge {path:?}: another process has changed it during the merge")]
     Changed {
         /// The entry.
         path: PathBuf,
     },
-    /// Something is mounted where the tree has an entry. Nothing was changed.
-    #[error("something is mounted at {path:?}")]
+    /// A file system is mounted at the path of an entry. Nothing was changed.
+    #[error("cannot replace {path:?}: it is a mount point")]
     Mounted {
         /// The entry.
         path: PathBuf,
     },
     /// The staging directory is not on the file system of the target.
-    #[error("{path:?} is on another file system than the staged tree")]
+    #[error("cannot merge {path:?}: it is on another file system than the staged tree")]
     OtherFileSystem {
         /// The entry.
         path: PathBuf,
     },
-    /// Something else failed. What was put in place stays; merging again is safe once the tree is staged again.
+    /// Another operation failed. Entries that are in place stay. A new merge is safe after the tree is staged again.
     #[error("cannot put {path:?} in place")]
     Io {
         /// The entry.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
@@ -122,10 +122,10 @@ impl MergeError {
     }
 }
 
-/// Moves the tree that was written to `staged` into `target`.
+/// Moves the tree in `staged` into `target`. Creates a missing target.
 ///
-/// Paths of the manifest are replaced, one by one, each atomically; others are kept. Files that `matches` says stay get
-/// their metadata. What is left of `staged` is the caller's to remove. A target that is not there is made.
+/// Each path of the manifest is replaced atomically. Other paths are kept. Files that stay according to `matches` get the
+/// metadata of the manifest. The caller must remove the rest of `staged`.
 ///
 /// # Errors
 ///
@@ -190,22 +190,21 @@ struct Merger<'a> {
     matches: &'a Matches,
     staged: Cursor,
     target: Cursor,
-    /// Where hard links point to, in the target.
+    /// Cursor in the target for the files of hard links.
     links: Cursor,
     metadata: Metadata,
     merged: Merged,
     standing: Option<&'a Standing>,
-    /// The last entry that was put beside, with all that is in it.
+    /// The last entry that was placed beside a changed one, with its contents.
     beside: Option<&'a [u8]>,
-    /// All entries that were.
+    /// All entries that were placed beside changed ones.
     put_beside: BTreeSet<usize>,
-    /// Directories that stay as they are and had to be made writable, and their modes.
+    /// Modes of kept directories that are temporarily writable.
     modes: Vec<(&'a [u8], Mode)>,
 }
 
 impl<'a> Merger<'a> {
-    /// Refuses to begin if a directory would have to be removed for something that is none, or something is mounted where
-    /// something has to be renamed.
+    /// Checks that no non-empty directory and no mount point is in the way of an entry.
     fn check_obstacles(&mut self) -> Result<(), MergeError> {
         if let Some(path) = self.standing.and_then(Standing::mounted) {
             return Err(MergeError::Mounted { path: path.to_owned() });
@@ -215,7 +214,7 @@ impl<'a> Merger<'a> {
                 continue;
             }
             let (parent, name) = split(&entry.path);
-            // What cannot be reached is not there, or its parent is going to be replaced.
+            // An unreachable path does not exist, or its parent is going to be replaced.
             let Ok(directory) = self.target.go(parent) else { continue };
             let Ok(found) = statx(&directory, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) else {
                 continue;
@@ -295,7 +294,7 @@ impl<'a> Merger<'a> {
                 link_over(&from, target, &directory, name).map_err(|error| failed(error.into()))
             }
             EntryKind::Device { .. } if type_of(&staged, name).is_ok_and(|there| there.is_none()) => {
-                Ok(()) // The writer left it out.
+                Ok(()) // The writer has left the device out.
             }
             _ => {
                 if type_of(&directory, name).map_err(|error| failed(error.into()))?
@@ -316,17 +315,17 @@ impl<'a> Merger<'a> {
         }
     }
 
-    /// Removes a directory that is empty or, in a target that the tree was sent from, has only what was sent.
+    /// Removes a directory that is empty. In a target that the tree was sent from, it may contain what was sent.
     fn clear_directory(&mut self, directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
         if self.standing.is_none() {
-            // It was empty, and still is, or this fails.
+            // This fails if the directory is not empty any more.
             return unlinkat(directory, name, AtFlags::REMOVEDIR);
         }
-        // It goes with the staged tree.
+        // The caller removes the directory with the staged tree.
         renameat(directory, name, self.staged.root(), unused_name())
     }
 
-    /// Puts an entry with all that is in it beside what stands at its path.
+    /// Places an entry with its contents beside the changed entry at its path.
     fn place_beside(&mut self, entry: &Entry, staged: &OwnedFd, directory: &OwnedFd) -> Result<(), Errno> {
         let (parent, name) = split(&entry.path);
         for number in 1.. {
@@ -349,7 +348,7 @@ impl<'a> Merger<'a> {
                     return Ok(());
                 }
                 Err(Errno::EXIST) => {}
-                // The writer left it out.
+                // The writer has left the device out.
                 Err(Errno::NOENT) if matches!(entry.kind, EntryKind::Device { .. }) => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -370,7 +369,7 @@ impl<'a> Merger<'a> {
         self.standing.is_some_and(|standing| standing.keeps_directory(index))
     }
 
-    /// Remembers the mode of a directory that is made writable for as long as something is put into it.
+    /// Saves the mode of a directory that will be temporarily writable.
     fn save_mode(&mut self, directory: &OwnedFd, entry: &'a Entry) {
         let Ok(stat) = statat(directory, split(&entry.path).1, AtFlags::SYMLINK_NOFOLLOW) else { return };
         let mode = Mode::from_raw_mode(stat.st_mode);
@@ -382,7 +381,7 @@ impl<'a> Merger<'a> {
     fn restore_modes(&mut self) {
         for (path, mode) in std::mem::take(&mut self.modes).into_iter().rev() {
             let (parent, name) = split(path);
-            // A directory that has gone meanwhile needs no mode.
+            // The directory may be gone.
             _ = self.target.go(parent).map(|parent| chmod_no_follow(&parent, name, mode));
         }
     }
@@ -391,8 +390,10 @@ impl<'a> Merger<'a> {
         self.manifest.find(path).is_some_and(|index| self.matches.kept.contains_key(&index))
     }
 
-    /// Puts right the metadata of a file that stays, if anything is wrong: as it is, the stat cache may know it. One that somebody has
-    /// written to must not get the time of what it should be: it would be taken for that ever after.
+    /// Corrects the metadata of a file that stays, if necessary. A file with the right metadata is unchanged, so that its
+    /// entry in the stat cache stays valid.
+    ///
+    /// A file that was written meanwhile must not get the mtime of the manifest, because later comparisons would trust it.
     fn keep_file(&mut self, index: usize, entry: &Entry, found: Fingerprint) -> Result<(), MergeError> {
         let path = || entry.path().to_owned();
         let stat =
@@ -427,7 +428,7 @@ impl<'a> Merger<'a> {
     }
 }
 
-/// The name beside `name` for a result that cannot take its place.
+/// Returns the name for a result that is placed beside `name`.
 fn conflict_name(name: &[u8], number: u32) -> Vec<u8> {
     let suffix = if number == 1 { ".gantry-result".to_owned() } else { format!(".gantry-result-{number}") };
     let kept = name.len().min(MAX_NAME_BYTES - suffix.len());
@@ -439,7 +440,7 @@ fn is_empty_directory(directory: &OwnedFd, name: &[u8]) -> bool {
     openat(directory, name, flags, Mode::empty()).and_then(|opened| is_empty(&opened)).unwrap_or(false)
 }
 
-/// Sees to it that a directory stands at a name, and can be worked in.
+/// Ensures that there is an accessible directory at a name.
 fn place_directory(directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
     match type_of(directory, name)? {
         Some(FileType::Directory) => return make_accessible(directory, name),
@@ -449,7 +450,7 @@ fn place_directory(directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
     mkdirat(directory, name, Mode::RWXU)
 }
 
-/// Makes a hard link, in place of what stands there.
+/// Creates a hard link, and replaces an existing entry.
 fn link_over(from: &OwnedFd, target: &[u8], directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
     if type_of(directory, name)? == Some(FileType::Directory) {
         unlinkat(directory, name, AtFlags::REMOVEDIR)?;
@@ -463,7 +464,7 @@ fn link_over(from: &OwnedFd, target: &[u8], directory: &OwnedFd, name: &[u8]) ->
         }
     };
     let renamed = renameat(directory, &new, directory, name);
-    // If it fails, or both are the same file, the new name is still there.
+    // If the rename failed, or both names are links to the same file, the new name still exists.
     match unlinkat(directory, &new, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => renamed,
         Err(error) => renamed.and(Err(error)),
@@ -479,7 +480,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn linking_over_the_same_file_leaves_nothing_behind() {
+    fn link_over_same_file_leaves_no_temporary_name() {
         let dir = tempdir().unwrap();
         fs::write(dir.path().join("a"), "x").unwrap();
         let cursor = Cursor::through(dir.path()).unwrap();

@@ -1,4 +1,6 @@
-//! Metadata of entries that are written.
+//! Metadata of written entries: owner, mode, times and extended attributes.
+//!
+//! The writer and the merge call [`Metadata::apply`] for each file and directory.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -9,53 +11,53 @@ use rustix::io::Errno;
 use crate::entry::Entry;
 use crate::xattrs;
 
-/// To whom what is written belongs.
+/// Owner of written entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WrittenOwnership {
-    /// To whom the manifest says. Takes the right to change owners.
+    /// The owner in the manifest. This requires permission to change owners.
     Manifest,
-    /// To the caller. Setuid and setgid are dropped unless the manifest says that it is the caller's anyway.
+    /// The caller. Setuid and setgid bits are dropped, except for entries that belong to the caller in the manifest.
     Caller,
 }
 
-/// Something that was not written.
+/// A part of an entry that was not written.
 #[derive(Debug)]
 pub struct LeftOut {
-    /// The entry.
+    /// Path of the entry.
     pub path: PathBuf,
-    /// What of it.
+    /// The missing part.
     pub what: LeftOutKind,
 }
 
-/// What was not written.
+/// The part of an entry that was not written.
 #[derive(Debug)]
 pub enum LeftOutKind {
-    /// The device node.
+    /// The whole entry, a device node.
     Device,
     /// The extended attribute with this name.
     Xattr(Vec<u8>),
 }
 
-/// How entries get their metadata.
+/// Settings for the metadata of written entries.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Metadata {
     pub(crate) ownership: WrittenOwnership,
     pub(crate) strict: bool,
-    /// The user and group that things belong to unless they are given away.
+    /// User and group of the caller.
     pub(crate) caller: (Uid, Gid),
-    /// Whether everything is known to belong to the caller as yet: then what is to stay so need not be given away.
+    /// Whether new entries surely belong to the caller, so that entries of the caller need no change of owner.
     pub(crate) is_callers: bool,
 }
 
 impl Metadata {
-    /// Gives an open file or directory what its entry says.
+    /// Applies the metadata of an entry to an open file or directory.
     pub(crate) fn apply(
         &self,
         entry: &Entry,
         file: &OwnedFd,
         left_out: &mut Vec<LeftOut>,
     ) -> Result<(), Errno> {
-        // In this order: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
+        // The order matters: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
         if let Some((uid, gid)) = self.owner(entry) {
             fchown(file, Some(uid), Some(gid))?;
         }
@@ -73,7 +75,7 @@ impl Metadata {
         futimens(file, &times(entry))
     }
 
-    /// Whether a file has the owner, mode and times that its entry says.
+    /// Whether a file has the owner, mode and times of its entry.
     pub(crate) fn matches(&self, entry: &Entry, stat: &Stat) -> bool {
         let owner = match self.ownership {
             WrittenOwnership::Manifest => stat.st_uid == entry.uid && stat.st_gid == entry.gid,
@@ -82,7 +84,7 @@ impl Metadata {
         owner && Mode::from_raw_mode(stat.st_mode) == self.mode(entry) && has_times(stat, entry)
     }
 
-    /// Makes a file the caller's that was not made by the caller, if that is whose everything is to be.
+    /// Makes the caller the owner of a kept file, if entries must belong to the caller.
     pub(crate) fn claim(&self, file: &OwnedFd) -> Result<(), Errno> {
         if self.ownership == WrittenOwnership::Caller && fstat(file)?.st_uid != self.caller.0.as_raw() {
             fchown(file, Some(self.caller.0), Some(self.caller.1))?;
@@ -90,14 +92,14 @@ impl Metadata {
         Ok(())
     }
 
-    /// To whom an entry is to be given.
+    /// Returns the new owner of an entry, if a change is necessary.
     pub(crate) fn owner(&self, entry: &Entry) -> Option<(Uid, Gid)> {
         let owner = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid));
         let stays = self.is_callers && owner == self.caller;
         (self.ownership == WrittenOwnership::Manifest && !stays).then_some(owner)
     }
 
-    /// The mode that an entry gets.
+    /// Returns the mode of a written entry.
     pub(crate) fn mode(&self, entry: &Entry) -> Mode {
         let mode = Mode::from_raw_mode(entry.mode);
         let is_callers = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid)) == self.caller;
@@ -109,18 +111,18 @@ impl Metadata {
     }
 }
 
-/// The user and group that what the caller makes belongs to.
+/// Returns the effective user and group of the process.
 pub(crate) fn caller() -> (Uid, Gid) {
     (rustix::process::geteuid(), rustix::process::getegid())
 }
 
-/// Whether a file was last modified when an entry says.
+/// Whether a file has the modification time of an entry.
 pub(crate) fn has_times(stat: &Stat, entry: &Entry) -> bool {
     let Timespec { tv_sec, tv_nsec } = times(entry).last_modification;
     stat.st_mtime == tv_sec && i64::try_from(stat.st_mtime_nsec) == Ok(tv_nsec)
 }
 
-/// The times that an entry gets: both are that of its last modification.
+/// Returns the times of a written entry. Its access time is its modification time.
 pub(crate) fn times(entry: &Entry) -> Timestamps {
     let time = Timespec { tv_sec: entry.mtime_seconds, tv_nsec: entry.mtime_nanos.into() };
     Timestamps { last_access: time, last_modification: time }

@@ -1,4 +1,4 @@
-//! Replacement of a directory as a whole.
+//! Replacement of a directory as a whole by a staged tree.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use crate::remove::{RemoveError, remove_tree};
 
-/// A name that nobody else uses, most likely.
+/// Returns a name that is most likely unused.
 pub(crate) fn unused_name() -> String {
     static NAMES: AtomicU64 = AtomicU64::new(0);
     format!(".gantry-{}-{}", std::process::id(), NAMES.fetch_add(1, Ordering::Relaxed))
@@ -19,20 +19,21 @@ pub(crate) fn unused_name() -> String {
 #[derive(Debug, thiserror::Error)]
 pub enum ReplaceError {
     /// The staging directory is not on the file system of the target. Nothing was changed.
-    #[error("the staged tree is on another file system than the target")]
+    #[error("cannot replace the target: the staged tree is on another file system")]
     OtherFileSystem,
-    /// It cannot be renamed. Nothing was changed.
+    /// The staged tree or the target cannot be renamed. Nothing was changed.
     #[error("cannot rename the staged tree")]
     Rename(#[source] io::Error),
-    /// It was replaced, but what was there before cannot be removed.
-    #[error("cannot remove what was replaced")]
+    /// The target was replaced, but the old target cannot be removed.
+    #[error("cannot remove the replaced directory")]
     OldRemains(#[from] RemoveError),
 }
 
-/// Puts the tree that was written to `staged` in the place of whatever stands at `target`, which is then removed.
+/// Replaces `target` with the tree in `staged`, and removes the old target.
 ///
-/// Where the file system can do it, there is no moment without a target. Staged best right next to it: moving a
-/// directory elsewhere takes the right to change it. If `target` is a symbolic link, the link is replaced.
+/// The exchange is atomic if the file system supports that. `staged` should be in the parent directory of `target`,
+/// because a move to another parent requires write permission for the moved directory. If `target` is a symbolic link,
+/// the link is replaced.
 ///
 /// # Errors
 ///
@@ -50,7 +51,7 @@ pub fn replace(staged: &Path, target: &Path) -> Result<(), ReplaceError> {
     replace_in_two_steps(staged, target).map_err(failed)?.map_or(Ok(()), |old| Ok(remove_tree(&old)?))
 }
 
-/// Moves the target aside, if there is one, and the staged tree into its place. Returns where the old one is.
+/// Renames the target, if it exists, and moves the staged tree into its place. Returns the new path of the old target.
 fn replace_in_two_steps(staged: &Path, target: &Path) -> Result<Option<PathBuf>, Errno> {
     let old = target.with_file_name(unused_name());
     let moved = match renameat(CWD, target, CWD, &old) {
@@ -75,9 +76,9 @@ mod tests {
 
     use super::*;
 
-    /// What happens on file systems that cannot exchange.
+    /// Covers file systems without an atomic exchange.
     #[test]
-    fn replacing_in_two_steps_gives_the_old_one_back_if_it_fails() {
+    fn failed_replacement_in_two_steps_restores_target() {
         let dir = tempdir().unwrap();
         let (staged, target) = (dir.path().join("staged"), dir.path().join("target"));
         fs::create_dir(&staged).unwrap();

@@ -1,4 +1,4 @@
-//! Comparison of a target with a manifest.
+//! Comparison of a target directory with a manifest.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,18 +16,18 @@ use crate::manifest::Manifest;
 use crate::read::fill;
 use crate::xattrs;
 
-/// The extended attribute that holds the capabilities of a file.
+/// Name of the extended attribute with the capabilities of a file.
 pub(crate) const CAPABILITY: &[u8] = b"security.capability";
 pub(crate) const SETID: u32 = 0o6000;
 
-/// What the target has.
+/// A target directory that is compared with a manifest.
 pub(crate) struct TargetTree<'a> {
     cursor: Option<Cursor>,
     manifest: &'a Manifest,
 }
 
 impl<'a> TargetTree<'a> {
-    /// The directory of `cursor`, as it is compared with `manifest`. `None`: there is no directory.
+    /// Compares the root of `cursor` with `manifest`. With `None`, the directory does not exist.
     pub(crate) fn new(cursor: Option<Cursor>, manifest: &'a Manifest) -> Self {
         Self { cursor, manifest }
     }
@@ -36,7 +36,7 @@ impl<'a> TargetTree<'a> {
         self.stat(path).is_some()
     }
 
-    /// Opens the directory at a path.
+    /// Opens the directory at `path`.
     pub(crate) fn directory(&mut self, path: &[u8]) -> Option<Arc<OwnedFd>> {
         self.cursor.as_mut()?.go(path).ok()
     }
@@ -48,7 +48,7 @@ impl<'a> TargetTree<'a> {
         statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()
     }
 
-    /// Whether something is mounted at a path.
+    /// Whether a path is a mount point.
     pub(crate) fn is_mounted(&mut self, path: &[u8]) -> bool {
         let (parent, name) = split(path);
         let directory = self.cursor.as_mut().and_then(|cursor| cursor.go(parent).ok());
@@ -58,13 +58,13 @@ impl<'a> TargetTree<'a> {
         })
     }
 
-    /// Whether the target has the very same at the path of an entry: the kind, the mode and the content. Of a directory, its
-    /// mode as far as setuid and setgid go.
+    /// Whether the target has the same kind, mode and content at the path of an entry. For directories, only the setuid and
+    /// setgid bits are compared.
     pub(crate) fn has_entry(&mut self, entry: &Entry) -> bool {
         self.compare(entry).unwrap_or(false)
     }
 
-    /// Whether the target has at a path the very same as the tree.
+    /// Whether the target has the entry of the manifest at `path`.
     pub(crate) fn has_path(&mut self, path: &[u8]) -> bool {
         let manifest = self.manifest;
         manifest.find(path).is_some_and(|index| self.has_entry(&manifest.entries()[index]))
@@ -74,7 +74,7 @@ impl<'a> TargetTree<'a> {
         let stat = self.stat(&entry.path)?;
         let mode = Mode::from_raw_mode(stat.st_mode).as_raw_mode();
         let found = FileType::from_raw_mode(stat.st_mode);
-        // Of a link, its file is what counts.
+        // A hard link is compared as its file.
         let file = match &entry.kind {
             EntryKind::HardLink { to } => &self.manifest.entries()[self.manifest.find(to)?],
             _ => entry,
@@ -124,14 +124,14 @@ impl<'a> TargetTree<'a> {
     }
 }
 
-/// Whether a file holds the extents of an entry, and zeroes elsewhere.
+/// Whether a file has the extents of an entry, and zeroes in all other ranges.
 fn is_content(opened: &OwnedFd, size_bytes: u64, file: &Entry) -> bool {
     let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
     let mut at = 0;
     let mut zeroes = vec![0; 64 << 10];
     let mut is_zero_until = |end: u64, at: &mut u64| {
         while *at < end {
-            // A hole may be larger than can be read in a day.
+            // A hole may be too large to read.
             match rustix::fs::seek(opened, SeekFrom::Data(*at)) {
                 Ok(data) => *at = data,
                 Err(Errno::NXIO) => return true,

@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
         let said = refused.to_string();
         assert!(said.starts_with("it cannot be kept: \"d/d/") && said.len() < 400, "{said}");
-        assert!(said.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{said}");
+        assert!(said.ends_with("has a path of more than 4096 bytes, which is not supported"), "{said}");
         transfer::remove_tree(&directory.path().join("d")).expect("removed");
     }
 

@@ -1,15 +1,15 @@
-//! What of a foreign tree is not written into a caller's directory unless the caller asks for it.
+//! Guard of a caller's directory against dangerous entries of an untrusted tree.
 //!
-//! The command line calls this between the manifest that a worker sends and everything that writes: what is dropped here
-//! is in no manifest that a writer or a merge sees.
+//! The command line calls [`guard`] for each manifest that a worker sends. No writer and no merge sees the dropped
+//! entries.
 //!
 //! | Dropped | Unless |
 //! |---|---|
-//! | what makes git run programs: hooks, configuration and what leads git to another one; configuration of Mercurial and jj | [`Allowed::git_programs`] |
+//! | git hooks, git configuration, entries that lead git to other configuration; configuration of Mercurial and jj | [`Allowed::git_programs`] |
 //! | setuid and setgid bits, file capabilities, device nodes, `.gantryignore` | [`Allowed::special`] |
 //!
-//! Invariant: what the directory has already, down to the bytes and the mode, is never dropped. So a directory that was
-//! sent to a worker and comes back unchanged stays as it is.
+//! Invariant: an entry that the directory already has with the same content and mode is never dropped. A directory that
+//! returns unchanged from a worker therefore stays unchanged.
 
 mod programs;
 
@@ -26,59 +26,59 @@ use crate::manifest::{InvalidManifest, Manifest};
 use crate::subtree::Subtree;
 use crate::target::{CAPABILITY, SETID, TargetTree};
 
-/// What the caller asks for.
+/// Dangerous entries that the caller accepts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Allowed {
-    /// What makes git run programs.
+    /// Entries that make git run programs.
     pub git_programs: bool,
-    /// Setuid and setgid bits, file capabilities, device nodes, and rules of what is not uploaded.
+    /// Setuid and setgid bits, file capabilities, device nodes, and ignore rules for uploads.
     pub special: bool,
 }
 
-/// A tree without what the caller's directory does not take.
+/// A tree without the dropped entries.
 #[derive(Debug)]
 pub struct Guarded {
-    /// The rest, with the way back to the ordinals of the whole tree.
+    /// The remaining tree, with a mapping to the ordinals of the whole tree.
     pub tree: Subtree,
-    /// What was dropped, in the order of paths.
+    /// The dropped parts, in the order of paths.
     pub dropped: Vec<Dropped>,
 }
 
-/// Something that was dropped.
+/// An entry, or a part of an entry, that was dropped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dropped {
-    /// The entry, relative to the root.
+    /// Path of the entry, relative to the root.
     pub path: PathBuf,
-    /// What of it.
+    /// The dropped part.
     pub what: DroppedKind,
-    /// Whether the directory has something else there, which stays.
+    /// Whether the directory has another entry at the path. That entry stays.
     pub is_other_there: bool,
 }
 
-/// What was dropped of an entry.
+/// The part of an entry that was dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DroppedKind {
-    /// All of it: it makes git run programs.
+    /// The whole entry, because it makes git run programs.
     GitProgram,
-    /// All of it: it says what the next upload of the directory leaves out.
+    /// The whole entry, because it decides what the next upload of the directory ignores.
     IgnoreRules,
-    /// All of it: it is a device node.
+    /// The whole entry, because it is a device node.
     Device,
-    /// Its setuid or setgid bit.
+    /// The setuid or setgid bit.
     SetId,
-    /// Its capabilities.
+    /// The file capabilities.
     Capability,
 }
 
-/// Drops what `target` does not take of the tree that `manifest` describes. A target that is not there has nothing.
+/// Drops the entries of `manifest` that are dangerous in `target`. A missing target counts as an empty directory.
 ///
 /// # Errors
 ///
-/// None that the whole tree would not have had.
+/// Fails only if the whole tree would violate a rule, too.
 pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Guarded, InvalidManifest> {
     let mut target_tree = TargetTree::new(Cursor::through(target).ok(), manifest);
     let mut dropped = Vec::new();
-    // Entries that are left out, and those that become others.
+    // `None` for dropped entries, `Some` for changed entries.
     let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
     let mut rules = DropRules::new(manifest, &mut target_tree, allowed);
     for (index, entry) in manifest.entries().iter().enumerate() {
@@ -95,7 +95,7 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
             dropped.push(Dropped { path: entry.path().to_owned(), what, is_other_there });
         };
         if let Some(what) = whole {
-            // Of a directory, what is in it is named.
+            // For a directory, the report names its contents.
             if !entry.is_directory() {
                 drop(what);
             }
@@ -112,7 +112,7 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
     }
     let tree = manifest.select(|entry| {
         let index = if changed.is_empty() { None } else { manifest.find(&entry.path) };
-        // A file of which the first link is left out is placed at another one.
+        // If the first link of a file is dropped, the file moves to another link.
         let is_moved = index.is_some_and(|index| manifest.entries()[index].kind != entry.kind);
         match index.and_then(|index| changed.get(&index)) {
             _ if is_moved && allowed.special => Some(entry.clone()),
@@ -124,7 +124,8 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
     Ok(Guarded { tree, dropped })
 }
 
-/// The entries of a tree that only a caller who asks for it writes or removes: what programs run, and rules of what is not uploaded.
+/// Returns the entries of a tree that are written or removed only with permission of the caller: entries that make
+/// programs run, and ignore rules for uploads.
 pub(crate) fn protected(manifest: &Manifest, allowed: Allowed) -> Vec<&Entry> {
     let mut target_tree = TargetTree::new(None, manifest);
     let mut rules = DropRules::new(manifest, &mut target_tree, allowed);
@@ -138,11 +139,11 @@ pub(crate) fn protected(manifest: &Manifest, allowed: Allowed) -> Vec<&Entry> {
     protected
 }
 
-/// Decides which entries are dropped as a whole.
+/// Rules for entries that are dropped as a whole.
 struct DropRules<'a> {
     allowed: Allowed,
     repositories: Repositories<'a>,
-    /// Paths that the configuration of git in the target names.
+    /// Paths that the git configuration of the target names.
     configured_paths: Vec<Vec<u8>>,
 }
 
@@ -173,7 +174,7 @@ impl<'a> DropRules<'a> {
     }
 }
 
-/// Whether who runs a file, or makes something in a directory, gets the rights of another.
+/// Whether an entry grants the rights of another user or group to its users.
 fn grants_rights(entry: &Entry) -> bool {
     entry.mode & SETID != 0 || entry.xattrs.iter().any(|xattr| xattr.name == CAPABILITY)
 }
@@ -184,7 +185,7 @@ fn without_rights(entry: &Entry) -> Entry {
     entry
 }
 
-/// Whether an entry is a `.gantryignore`, or takes the place of one.
+/// Whether an entry is a `.gantryignore`, or is inside of a directory with that name.
 fn is_ignore_rule(entry: &Entry) -> bool {
     entry.path.split(|byte| *byte == b'/').any(|name| normalize_name(name)[..] == b".gantryignore"[..])
 }
@@ -212,7 +213,7 @@ mod tests {
         entry(path, EntryKind::File { size_bytes: 0, extents: Vec::new() })
     }
 
-    /// A directory with a repository that has a hook and a configuration.
+    /// Creates a repository with a hook and a configuration.
     fn repository(hook: &str) -> TempDir {
         let root = tempfile::tempdir().expect("a directory");
         let at = |path: &str| root.path().join(path);
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn repository_is_known_by_its_parts() {
+    fn repository_is_detected_by_its_parts() {
         let result = tempfile::tempdir().expect("a directory");
         let write = |root: &Path, path: &str| {
             let path = root.join(path);
@@ -256,7 +257,7 @@ mod tests {
         assert_eq!(dropped, ["config", "deep/commondir", "deep/config", "hooks/post-checkout"]);
         assert!(left.contains(&"plain/config".to_owned()) && left.contains(&"plain/hooks/x".to_owned()));
 
-        // The target has the other parts.
+        // The target has the other parts of the repository.
         let (target, few) =
             (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("another"));
         write(target.path(), "HEAD");
@@ -266,19 +267,23 @@ mod tests {
         let (left, said) = guarded(target.path(), &manifest(few.path()));
         assert_eq!((left, said.len()), (vec![String::new(), "file".to_owned()], 1));
 
-        // The target has what decides about programs, from an earlier result, and this one brings what is missing.
+        // The target has a configuration of an earlier result, and this result has the missing parts of the repository.
         let planted = tempfile::tempdir().expect("a directory");
         write(planted.path(), "config");
         for (first, then) in [("objects/x", "HEAD"), ("HEAD", "objects/x")] {
             let target = tempfile::tempdir().expect("a directory");
             write(target.path(), "config");
-            assert_eq!(guarded(target.path(), &manifest(planted.path())).1, [], "a file of that name alone");
+            assert_eq!(
+                guarded(target.path(), &manifest(planted.path())).1,
+                [],
+                "a file with that name is no repository"
+            );
             write(target.path(), first);
             let rest = tempfile::tempdir().expect("a directory");
             write(rest.path(), then);
             let (left, said) = guarded(target.path(), &manifest(rest.path()));
             assert_eq!((left.len(), said.len()), (1, 1), "{then}: {left:?}, {said:?}");
-            // A repository of the caller stays one: what it has there decides about its programs.
+            // A repository of the caller stays a repository. Its own configuration decides about programs.
             write(target.path(), then);
             fs::write(rest.path().join(then), "new").expect("written");
             let (left, said) = guarded(target.path(), &manifest(rest.path()));
@@ -287,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_that_the_configuration_names_are_dropped() {
+    fn configured_hooks_are_dropped() {
         let target = repository("mine");
         fs::write(target.path().join(".git/config"), "[core]\nhooksPath = .hooks").expect("written");
         let result = tempfile::tempdir().expect("a directory");
@@ -302,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn ignore_rules_are_dropped_unless_they_are_there() {
+    fn new_ignore_rules_are_dropped() {
         let write = |root: &Path, text: &str| fs::write(root.join(".gantryignore"), text).expect("written");
         let (result, target) =
             (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("another"));
@@ -319,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn git_programs_are_dropped_unless_they_are_there() {
+    fn new_git_programs_are_dropped() {
         let result = repository("evil");
         let tree = manifest(result.path());
         let dropped = |path: &str, is_other_there| Dropped {
@@ -344,7 +349,7 @@ mod tests {
         assert_eq!(
             guarded(same.path(), &tree).1,
             [dropped(".git/hooks/post-checkout", true)],
-            "it did not run"
+            "the target's hook is not executable"
         );
 
         let asked = Allowed { git_programs: true, ..Allowed::default() };
@@ -353,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn link_to_a_dropped_file_becomes_that_file() {
+    fn link_to_dropped_file_becomes_file() {
         let result = repository("evil");
         fs::hard_link(result.path().join(".git/hooks/post-checkout"), result.path().join("copy"))
             .expect("linked");
@@ -380,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn rights_of_others_and_devices_are_dropped() {
+    fn special_rights_and_devices_are_dropped() {
         let mut setuid = Entry { mode: 0o4755, ..file("setuid") };
         setuid.xattrs = vec![Xattr { name: CAPABILITY.to_vec(), value: vec![1; 20] }];
         let device = EntryKind::Device { kind: DeviceKind::Character, major: 1, minor: 3 };
@@ -402,7 +407,7 @@ mod tests {
         assert_eq!(left.len(), 3);
         assert!(left.iter().all(|entry| !grants_rights(entry)));
 
-        // A directory of a group stays one.
+        // The target has the setgid directory already.
         fs::create_dir(target.path().join("group")).expect("made");
         fs::set_permissions(target.path().join("group"), fs::Permissions::from_mode(0o2755)).expect("set");
         let again = guard(target.path(), &tree, Allowed::default()).expect("valid");

@@ -1,4 +1,6 @@
-//! Entries of a tree that make version control systems run programs.
+//! Detection of entries that make git, Mercurial or jj run programs.
+//!
+//! Names are compared after normalization, because some file systems ignore case or invisible characters.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -13,23 +15,24 @@ use crate::entry::{Entry, EntryKind, split};
 use crate::manifest::Manifest;
 use crate::target::TargetTree;
 
-/// Most bytes that are read of a configuration of git.
+/// Maximum bytes that are read of a git configuration.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Something that every repository has: its HEAD.
+/// Flag of a directory with a HEAD, which every repository has.
 const HEAD: u8 = 1;
-/// Something that every repository has besides: objects, references, or where these are.
+/// Flag of a directory with objects, references, or a file that names their location.
 const STORE: u8 = 2;
-/// Both of them. Git takes a directory for a repository that has the parts of one, and reads its configuration whenever it is called there.
+/// Flags of a repository. Git treats a directory with these parts as a repository, and reads its configuration when it is
+/// called there.
 const REPOSITORY: u8 = HEAD | STORE;
-/// Something that decides which programs git runs.
+/// Flag of a directory with an entry that decides which programs git runs.
 const PROGRAM: u8 = 4;
 
-/// Repositories that are not called `.git`. The tree and the target may each have some of the parts of one.
+/// Repositories in directories that are not called `.git`. Their parts may come from the tree and from the target.
 pub(super) struct Repositories<'a> {
-    /// What directories of the tree have.
+    /// Flags of the tree's directories.
     tree: HashMap<&'a [u8], u8>,
-    /// What the same directories of the target have, where that was looked at.
+    /// Flags of the same directories in the target, as far as they were needed.
     target: HashMap<&'a [u8], u8>,
 }
 
@@ -43,8 +46,8 @@ impl<'a> Repositories<'a> {
         Self { tree, target: HashMap::new() }
     }
 
-    /// Whether git would run programs because of an entry: it is one of those that decide which, in a repository, or it makes a repository
-    /// of a directory of the target that has one of those.
+    /// Whether git would run programs because of an entry. Either the entry decides about programs of a repository, or it
+    /// turns a directory of the target with such an entry into a repository.
     pub(super) fn has_program(&mut self, entry: &'a Entry, target_tree: &mut TargetTree<'_>) -> bool {
         let mut start = 0;
         for name in entry.path.split(|byte| *byte == b'/') {
@@ -65,7 +68,7 @@ impl<'a> Repositories<'a> {
     }
 }
 
-/// What a directory with that name in it has.
+/// Returns the flags of a directory that contains `name`.
 fn repository_part(name: &[u8]) -> u8 {
     let part = match &normalize_name(name)[..] {
         b"head" => HEAD,
@@ -75,7 +78,7 @@ fn repository_part(name: &[u8]) -> u8 {
     if decides_programs(name) { part | PROGRAM } else { part }
 }
 
-/// Whether an entry may make git run programs that it names, or read a configuration that does, below a directory called `.git`.
+/// Whether an entry at or below a directory `.git` may make git run programs, or read a configuration that does.
 pub(super) fn makes_git_run_programs(entry: &Entry) -> bool {
     let names: Vec<&[u8]> = entry.path.split(|byte| *byte == b'/').collect();
     names.iter().enumerate().filter(|(_, name)| is_git_directory(name)).any(|(at, _)| {
@@ -84,9 +87,9 @@ pub(super) fn makes_git_run_programs(entry: &Entry) -> bool {
             .first()
             .is_some_and(|first| matches!(&normalize_name(first)[..], b"modules" | b"worktrees"));
         match inside {
-            // A file or a link there leads git to another directory.
+            // A file or link `.git` leads git to another directory.
             [] => !entry.is_directory(),
-            // Repositories of submodules, whose names may have slashes, and of further working trees.
+            // Repositories of submodules, whose names may have slashes, and of other working trees.
             _ if is_inner => {
                 inside.iter().any(|name| decides_programs(name))
                     || matches!(entry.kind, EntryKind::Symlink { .. })
@@ -108,13 +111,14 @@ pub(super) fn makes_others_run_programs(entry: &Entry) -> bool {
     })
 }
 
-/// Whether a path is another one, or in the directory of that name.
+/// Whether `path` is `other`, or is below it.
 pub(super) fn is_below(path: &[u8], other: &[u8]) -> bool {
     path.strip_prefix(other).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// The paths that a configuration of git names for hooks and further configuration, relative to the top of the working tree. Hooks are looked for from
-/// there, and configuration from the directory of the file, which is `.git`.
+/// Returns the paths of hooks and further configuration that a git configuration names, relative to the working tree.
+///
+/// Git resolves hook paths from the working tree, and configuration paths from the directory of the file, which is `.git`.
 fn configured_paths(configuration: &str) -> Vec<Vec<u8>> {
     let mut section = String::new();
     let mut paths = Vec::new();
@@ -134,7 +138,7 @@ fn configured_paths(configuration: &str) -> Vec<Vec<u8>> {
             match component {
                 Component::Normal(name) => path.push(name),
                 Component::ParentDir => _ = path.pop(),
-                // Not in this directory.
+                // An absolute path is outside of the working tree.
                 Component::RootDir => path = PathBuf::from("/"),
                 Component::CurDir | Component::Prefix(_) => {}
             }
@@ -146,15 +150,15 @@ fn configured_paths(configuration: &str) -> Vec<Vec<u8>> {
     paths
 }
 
-/// Whether a name is that of the directory of a repository.
+/// Whether `name` is `.git`, or its short name on FAT file systems.
 fn is_git_directory(name: &[u8]) -> bool {
     name.len() >= 4 && matches!(&normalize_name(name)[..], b".git" | b"git~1")
 }
 
-/// Whether a name in the directory of a repository is one of those that decide which programs git runs.
+/// Whether an entry with `name` in a repository decides which programs git runs.
 fn decides_programs(name: &[u8]) -> bool {
-    // A rebase or a cherry-pick that was begun goes on with the commands and the strategy in its directory. `commondir`
-    // names another directory to read all of this from.
+    // An unfinished rebase or cherry-pick continues with the commands in its directory. `commondir` names another directory
+    // from which git reads all of these.
     matches!(
         &normalize_name(name)[..],
         b"hooks"
@@ -167,7 +171,7 @@ fn decides_programs(name: &[u8]) -> bool {
     )
 }
 
-/// A name as file systems compare it that know no case, or leave out what cannot be seen.
+/// Normalizes a name like file systems that ignore case or invisible characters.
 pub(super) fn normalize_name(name: &[u8]) -> Cow<'_, [u8]> {
     let end = name.iter().rposition(|byte| !matches!(byte, b'.' | b' ')).map_or(0, |last| last + 1);
     let name = &name[..end];
@@ -181,7 +185,7 @@ pub(super) fn normalize_name(name: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(visible.to_lowercase().into_bytes())
 }
 
-/// The paths that the configuration of its repository names.
+/// Returns the paths that the git configuration of the target names.
 pub(super) fn target_configured_paths(target: &mut TargetTree<'_>) -> Vec<Vec<u8>> {
     let read = |directory: &OwnedFd| {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
@@ -194,7 +198,7 @@ pub(super) fn target_configured_paths(target: &mut TargetTree<'_>) -> Vec<Vec<u8
     directory.and_then(|directory| read(&directory)).unwrap_or_default()
 }
 
-/// What a directory has of a repository.
+/// Returns the flags of a directory in the target.
 fn target_parts(target: &mut TargetTree<'_>, directory: &[u8]) -> u8 {
     let names = ["HEAD", "objects", "refs", "commondir", "config", "config.worktree", "hooks"];
     let separator = if directory.is_empty() { &b""[..] } else { b"/" };
@@ -216,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn git_programs_are_known_by_their_paths() {
+    fn git_programs_are_detected_by_path() {
         let withheld = [
             ".git/hooks/pre-commit",
             ".git/config",
@@ -263,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_that_the_configuration_names_are_known() {
+    fn configured_paths_are_parsed() {
         let configuration = "[core]\n\tbare = false\n\thooksPath = ./.husky/_\n[include] path = ../.gitconfig\n\
             [includeIf \"gitdir:~/x\"]\n path = \"more\"\n[core] hooksPath=/abs\n[other]\n path = no\n";
         let named: Vec<_> = configured_paths(configuration);

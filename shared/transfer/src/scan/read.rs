@@ -1,4 +1,4 @@
-//! Reading and hashing what the walk found, by several threads.
+//! Threads that read and hash the files that the walk found.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -17,7 +17,7 @@ use crate::cache::{Content, Fingerprint};
 use crate::entry::{Extent, MAX_EXTENT_BYTES};
 use crate::xattrs;
 
-/// A file that is to be read.
+/// A file that must be read.
 pub(super) struct FileTask {
     pub(super) entry: usize,
     pub(super) directory: Arc<OwnedFd>,
@@ -26,7 +26,7 @@ pub(super) struct FileTask {
     pub(super) fingerprint: Fingerprint,
     pub(super) size_bytes: u64,
     pub(super) may_have_holes: bool,
-    /// Whether the file has all bytes up to its end, whatever its size is said to be.
+    /// Whether the size of the file is unreliable, so that it must be read to its end.
     pub(super) is_unsized: bool,
 }
 
@@ -48,11 +48,11 @@ pub(super) struct ReadResult {
 }
 
 pub(super) enum Outcome {
-    /// Some of its content.
+    /// A part of the content.
     Content(Content),
-    /// How large it is, where that was found out by reading it.
+    /// The size of a file that was read to its end.
     Size(u64),
-    /// It has an extended attribute of this name, which does not travel.
+    /// The name of an extended attribute that manifests do not include.
     SkippedXattr(Vec<u8>),
     Changed,
     Unreadable(Errno),
@@ -74,7 +74,7 @@ impl<'a> Reader<'a> {
             let _done = DoneOnDrop(&self.shared.queue);
             for task in batch {
                 if self.shared.stopped() {
-                    continue; // The queue must be emptied, or the walker would wait for ever.
+                    continue; // The walk would wait forever if the queue stayed full.
                 }
                 match task {
                     Task::File(file) => self.file(file),
@@ -93,7 +93,7 @@ impl<'a> Reader<'a> {
     }
 
     fn try_file(&mut self, task: FileTask) -> Result<(), Errno> {
-        // Not blocking: by now it may be a fifo.
+        // Without blocking, because the file may have become a named pipe.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = openat(&task.directory, &task.name[..], flags, Mode::empty())?;
         let xattrs::FileXattrs { portable: xattrs, skipped } = xattrs::find(&file, true)?;
@@ -147,7 +147,7 @@ impl<'a> Reader<'a> {
             }
             Err(error) => self.read.push(ReadResult { entry, outcome: Outcome::Unreadable(error) }),
         }
-        // The last one to read sees every change that any of them could have seen.
+        // The last reader sees every change that any reader could have seen.
         if of.pieces_left.fetch_sub(1, Ordering::AcqRel) == 1
             && let Err(error) = self.check(&of.task, &of.file)
         {
@@ -155,7 +155,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Hashes a file up to its end, which is its size.
+    /// Hashes a file up to its end. Returns the size and the extents.
     fn read_to_end(&mut self, file: &OwnedFd) -> Result<(u64, Vec<Extent>), Errno> {
         let (mut extents, mut size_bytes) = (Vec::new(), 0);
         loop {
@@ -172,7 +172,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Hashes extents; those that end before they should are cut short, as the file has shrunk.
+    /// Hashes extents. Extents at the end of a truncated file are shorter than requested.
     fn hash(&mut self, file: &OwnedFd, extents: &[(u64, u32)]) -> Result<Vec<Extent>, Errno> {
         let mut hashed = Vec::with_capacity(extents.len());
         for (offset, length) in extents {
@@ -185,7 +185,7 @@ impl<'a> Reader<'a> {
                 break;
             }
             let digest = Digest(*blake3::hash(&buffer[..length]).as_bytes());
-            // At most the length asked for, which is one of an extent.
+            // At most the requested length, which fits into 32 bits.
             hashed.push(Extent { offset: *offset, length: length as u32, digest });
             self.shared.count(0, length as u64);
         }
@@ -204,13 +204,13 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Whether a file ended before the last of its extents, whatever its size was said to be.
+/// Whether a file ended before the end of its last extent.
 fn ends_early(wanted: &[(u64, u32)], hashed: &[Extent]) -> bool {
     wanted.last().map(|(offset, length)| (*offset, *length))
         != hashed.last().map(|extent| (extent.offset, extent.length))
 }
 
-/// Where extents of a file are to stand: data between holes, cut at multiples of 1 MiB.
+/// Returns the offsets and lengths of a file's extents: its data between holes, divided at multiples of 1 MiB.
 fn layout(file: &OwnedFd, size_bytes: u64, may_have_holes: bool) -> Result<Vec<(u64, u32)>, Errno> {
     let mut extents = Vec::new();
     let mut cut = |mut offset: u64, end: u64| {
@@ -230,7 +230,7 @@ fn layout(file: &OwnedFd, size_bytes: u64, may_have_holes: bool) -> Result<Vec<(
         let data = match seek(file, SeekFrom::Data(offset)) {
             Ok(data) => data,
             Err(Errno::NXIO) => break,
-            // The file system knows nothing of holes.
+            // The file system does not support holes.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => offset,
             Err(error) => return Err(error),
         };

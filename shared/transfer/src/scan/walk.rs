@@ -1,4 +1,4 @@
-//! The walk: one thread goes through the tree in canonical order, and says what is to be read.
+//! The thread that walks through the tree in canonical order, and queues files for the readers.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -22,14 +22,14 @@ use crate::entry::{DeviceKind, Entry, EntryKind, MAX_PATH_BYTES, as_path};
 use crate::manifest::{InvalidManifest, Limits, Manifest};
 use crate::xattrs;
 
-/// Files that are handed to a thread together, if they are small.
+/// Maximum number of small files in a batch.
 const BATCH_FILES: usize = 32;
 
-/// Most directories that stay open for the files of one batch. With those of the queue and of all threads, a scan keeps
-/// about a hundred open.
+/// Maximum number of directories that stay open for the files of a batch. With all batches of the queue and of the threads,
+/// a scan keeps about a hundred directories open.
 const BATCH_DIRECTORIES: usize = 2;
 
-/// A directory whose names are being gone through.
+/// A directory on the current path of the walk, with its remaining names.
 struct Level {
     path: Vec<u8>,
     names: vec::IntoIter<Vec<u8>>,
@@ -41,34 +41,34 @@ pub(super) struct Walk<'a> {
     cache: Option<&'a StatCache>,
     shared: &'a Shared<'a>,
     device: u64,
-    /// For each device that was seen, how far the sizes of its files can be trusted.
+    /// Reliability of file sizes, by device.
     sizes: HashMap<u64, SizeTrust>,
-    /// The first path of each file that has several.
+    /// Entry of the first path of each file with several links, by device and inode.
     linked: HashMap<(u64, u64), usize>,
     batch: Vec<Task>,
     batch_bytes: u64,
-    /// The directory of the last file of the batch, and how many there are.
+    /// The directory of the last file of the batch, and the number of directories in the batch.
     batch_directories: (Option<Arc<OwnedFd>>, usize),
     listing: Vec<u8>,
-    /// Names that are still to be visited, of all levels.
+    /// Number of remaining names of all levels.
     held: u64,
     walked: WalkResult,
 }
 
-/// What the walk found.
+/// The result of the walk.
 #[derive(Default)]
 pub(super) struct WalkResult {
     entries: Vec<Entry>,
-    /// For each entry that is a file, what it was found to be.
+    /// Fingerprints of files.
     fingerprints: HashMap<usize, Fingerprint>,
-    /// Entries that turned out to be unreadable.
+    /// Unreadable entries, which are left out.
     left_out: HashMap<usize, Errno>,
     problems: Vec<Problem>,
-    /// Files that changed while they were read: nothing to remember.
+    /// Files that changed while they were read. The cache must not contain them.
     changed: HashSet<usize>,
-    /// For each file that has an extended attribute which does not travel, the name of that.
+    /// Names of extended attributes that manifests do not include, one per file.
     attributes: HashMap<usize, Vec<u8>>,
-    /// Files that the cache knew.
+    /// Files that the cache contained.
     known: HashSet<usize>,
     files_read: u64,
 }
@@ -133,7 +133,7 @@ impl<'a> Walk<'a> {
         Ok(self.walked)
     }
 
-    /// Ends the walk when its memory would exceed what a manifest may hold, before the manifest is made.
+    /// Ends the walk when its memory exceeds the limits of a manifest.
     fn check_limits(&self) -> Result<(), InvalidManifest> {
         let limits = self.options.limits;
         if self.walked.entries.len() as u64 > limits.entries || self.held > limits.entries {
@@ -142,7 +142,7 @@ impl<'a> Walk<'a> {
         self.shared.check()
     }
 
-    /// Takes in what stands at a path; if that is a directory, the names in it.
+    /// Adds the entry at a path. Returns the names in a directory.
     fn visit(
         &mut self,
         parent: &[u8],
@@ -197,7 +197,7 @@ impl<'a> Walk<'a> {
         let (stat, found) = match &opened {
             Ok(directory) => (fstat(directory)?, xattrs::find(directory, false)?),
             Err(error) => {
-                // It is there, but may not be opened: an entry without what it holds.
+                // A directory that cannot be opened becomes an entry without contents.
                 let (parent, name) = crate::entry::split(path);
                 let parent = self.cursor.go(parent).map_err(errno)?;
                 let stat = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
@@ -220,7 +220,7 @@ impl<'a> Walk<'a> {
         self.list(path, &directory).map(Some)
     }
 
-    /// Takes note of an extended attribute that does not travel, if there is one.
+    /// Records the name of an extended attribute that manifests do not include. `xattr` is empty if there is none.
     fn note_skipped_xattr(&mut self, path: &[u8], xattr: &[u8]) {
         if !xattr.is_empty() {
             self.shared.reserve_path(path.len() + xattr.len());
@@ -228,13 +228,13 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The names in a directory, in order. Each becomes an entry or a problem with its path.
+    /// Returns the names in a directory, in order. Each name becomes an entry or a problem.
     fn list(&mut self, path: &[u8], directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
         let (held, shared, most) = (&mut self.held, self.shared, self.options.limits.entries);
         let keep = |name: &[u8]| {
             shared.reserve_path(path.len() + 1 + name.len());
             *held += 1;
-            // One more than may be held is as many as are needed to know.
+            // One name above the limit suffices to detect that the limit is exceeded.
             *held <= most.saturating_add(1) && shared.check().is_ok()
         };
         let mut names = crate::dirs::list(directory, &mut self.listing, keep)?;
@@ -242,7 +242,7 @@ impl<'a> Walk<'a> {
         Ok(names.into_iter())
     }
 
-    /// Whether this is a file that was found before at another path; then it is taken in as a link to that.
+    /// Adds a hard link if the file was found before at another path. Returns whether it was.
     fn add_hard_link(&mut self, path: &[u8], stat: &Stat) -> bool {
         if stat.st_nlink < 2 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return false;
@@ -267,7 +267,7 @@ impl<'a> Walk<'a> {
         true
     }
 
-    /// Takes in a file: as it is known, or to be read.
+    /// Adds a file with its cached content, or queues it for the readers.
     fn add_file(&mut self, directory: Arc<OwnedFd>, name: &[u8], path: &[u8], stat: &Stat) {
         let index = self.walked.entries.len();
         let fingerprint = Fingerprint::of(stat);
@@ -292,7 +292,7 @@ impl<'a> Walk<'a> {
             return;
         }
         self.walked.files_read += 1;
-        // Files whose blocks cannot hold all of their bytes have holes, or are compressed: that takes a closer look.
+        // A file with fewer blocks than its size has holes or is compressed.
         let may_have_holes = stat.st_blocks.cast_unsigned().saturating_mul(512) < size_bytes;
         let (last, directories) = &self.batch_directories;
         if last.as_ref().is_none_or(|last| !Arc::ptr_eq(last, &directory)) {
@@ -318,7 +318,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// How far the sizes of files on a device can be trusted, of which `directory` is one.
+    /// Returns the reliability of file sizes on `device`, the device of `directory`.
     fn sizes(&mut self, directory: &OwnedFd, device: u64) -> SizeTrust {
         *self.sizes.entry(device).or_insert_with(|| SizeTrust::of(directory))
     }
@@ -338,7 +338,7 @@ impl<'a> Walk<'a> {
             ScannedOwnership::Root => (0, 0),
         };
         let mut mode = if matches!(kind, EntryKind::Symlink { .. }) { 0 } else { stat.st_mode & 0o7777 };
-        // Under another owner these would give away rights that nobody gave.
+        // With another owner, these bits would grant rights that no user has granted.
         if uid != stat.st_uid {
             mode &= !0o4000;
         }
@@ -358,20 +358,20 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// How far the sizes of the files of a file system can be trusted.
+/// The reliability of file sizes on a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SizeTrust {
-    /// All of them.
+    /// All sizes are exact.
     Exact,
-    /// A file that says that it is empty may have content.
+    /// Sizes are exact, but a file of size 0 may have content.
     ExactUnlessZero,
-    /// None: the kernel makes the content when it is read.
+    /// No size is exact, because the kernel generates the content when a process reads it.
     Unreliable,
 }
 
 impl SizeTrust {
     fn of(directory: &OwnedFd) -> Self {
-        /// What `linux/magic.h` calls proc, sysfs, debugfs, tracefs, securityfs, both kinds of cgroups, resctrl,
+        /// Magic numbers in `linux/magic.h` of proc, sysfs, debugfs, tracefs, securityfs, both kinds of cgroups, resctrl,
         /// bpf, configfs, binfmt_misc, selinuxfs, smackfs and xenfs.
         const GENERATED: [i64; 14] = [
             0x9fa0,
@@ -399,7 +399,7 @@ impl SizeTrust {
         }
     }
 
-    /// Whether a file with this size may have another one.
+    /// Whether the real size of a file with this size is unknown.
     fn are_unknown(self, size_bytes: u64) -> bool {
         match self {
             Self::Exact => false,
@@ -425,14 +425,14 @@ impl WalkResult {
 
     fn problem(&mut self, path: &[u8], error: Errno) {
         let what = match error {
-            // It was there when its name was listed, and was what its entry said.
+            // The entry existed, with another type, when its name was listed.
             Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::STALE => ProblemKind::ChangedWhileRead,
             error => ProblemKind::Unreadable(error.into()),
         };
         self.problems.push(Problem { path: as_path(path).to_owned(), what });
     }
 
-    /// Takes in what the readers read.
+    /// Adds the results of the readers.
     pub(super) fn add_results(&mut self, read: Vec<ReadResult>) {
         for ReadResult { entry: index, outcome } in read {
             let path = self.entries[index].path.clone();
@@ -470,7 +470,7 @@ impl WalkResult {
         if self.left_out.is_empty() {
             return;
         }
-        // What is another link to a file that cannot be read cannot be read either.
+        // Further links to an unreadable file are unreadable, too.
         let unreadable: HashMap<&[u8], Errno> =
             self.left_out.iter().map(|(index, error)| (&self.entries[*index].path[..], *error)).collect();
         let links: Vec<_> = (0..)
@@ -487,11 +487,11 @@ impl WalkResult {
         }
     }
 
-    /// What the next scan need not read.
+    /// Returns the cache for the next scan.
     pub(super) fn cache(&self, started: SystemTime, settle: Duration) -> StatCache {
         let mut cache = StatCache::new();
         for (index, fingerprint) in &self.fingerprints {
-            // What was known is what it was when it was trusted for the first time.
+            // A cached file has settled before.
             if !(self.known.contains(index) || fingerprint.settled(started, settle))
                 || self.left_out.contains_key(index)
                 || self.changed.contains(index)

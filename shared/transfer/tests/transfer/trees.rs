@@ -661,7 +661,7 @@ fn attributes_that_do_not_travel_are_reported() {
         assert_eq!(
             problems,
             ["directory", "file"].map(|path| {
-                format!("{path:?} has the extended attribute \"trusted.own\", which does not travel")
+                format!("{path:?} has the extended attribute \"trusted.own\", which is not supported")
             })
         );
         let file = dir.path().join("cache");
