@@ -26,7 +26,7 @@ pub enum ConnectError {
         source: std::io::Error,
     },
     /// The settings name a schema, and the database is SQLite.
-    #[error("SQLite has no schemas: leave out --database-schema")]
+    #[error("cannot use a schema, because SQLite has no schemas: leave out --database-schema")]
     SchemaUnsupported,
     /// The database lacks migrations of this program, and the settings forbid to apply them.
     #[error(

@@ -1,4 +1,4 @@
-//! The settings that every service binary has: where it listens, who may call, where it logs, and how it ends.
+//! Settings that every service binary has: its address, the token, the log and the shutdown.
 
 use std::convert::Infallible;
 use std::fs::Permissions;

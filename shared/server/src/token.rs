@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     fn mode(path: &Path) -> u32 {
-        fs::metadata(path).expect("it is there").mode() & 0o777
+        fs::metadata(path).expect("the file exists").mode() & 0o777
     }
 
     #[test]

@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(BUDGET.reserved(), 0);
         assert_eq!(Manifest::new(entries(100), limits), Err(InvalidManifest::TooLarge(4096)));
         let mut begun = ManifestBuilder::new(limits);
-        entries(8).into_iter().try_for_each(|entry| begun.push(entry)).expect("it fits");
+        entries(8).into_iter().try_for_each(|entry| begun.push(entry)).expect("within the budget");
         drop((begun, copy));
         assert_eq!(BUDGET.reserved(), 0, "an unfinished manifest releases its reservation");
     }

@@ -56,7 +56,7 @@ async fn statement_is_replanned_when_table_grows() {
     }
     let grow = "INSERT INTO growing SELECT * FROM generate_series(1, 20000)";
     let grown = database.write(async |txn| txn.execute_unprepared(grow).await.map(drop));
-    grown.await.map_err(|error: DbErr| error).expect("it grows");
+    grown.await.map_err(|error: DbErr| error).expect("inserted");
     for _ in 0..5000 {
         if plan(&database).await.is_some_and(|plan| !plan.contains("Seq Scan on growing")) {
             return;
