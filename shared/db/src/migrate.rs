@@ -8,9 +8,8 @@
 //! applied migration, and each start compares the digests. If a database has no digests, its tables and columns are
 //! compared with those that the migrations create in a scratch SQLite database. If they are equal, the digests are added.
 //!
-//! Invariant: one process migrates at a time. On PostgreSQL, a separate transaction holds an advisory lock. On SQLite, a
-//! lock file beside the database is locked before the first connection, because two processes cannot switch a new file to
-//! WAL at the same time.
+//! Invariant: one process migrates at a time. On PostgreSQL, a separate transaction holds an advisory lock. On SQLite, the
+//! process locks a lock file before its first connection. Two processes cannot switch a new file to WAL at the same time.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};

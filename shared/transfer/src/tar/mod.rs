@@ -25,8 +25,11 @@
 //! start of a name has no meaning. The reader keeps the extended attributes that manifests include. Missing directories
 //! get mode 0755 and owner 0.
 //!
-//! The reader rejects paths with `..`, paths through an entry that is not a directory, types that manifests do not have
-//! (such as sockets), archives without a proper end, and archives above the [`Limits`](crate::Limits).
+//! The reader rejects:
+//!
+//! - paths with `..`, and paths through an entry that is not a directory;
+//! - types that manifests do not have, such as sockets;
+//! - archives without a proper end, and archives above the [`Limits`](crate::Limits).
 //!
 //! # Equal digests
 //!

@@ -72,7 +72,7 @@ pub enum ArchiveError {
         kind: char,
     },
     /// An entry is malformed.
-    #[error("cannot unpack {path:?}: {what}")]
+    #[error("cannot unpack {path:?}: malformed entry: {what}")]
     Malformed {
         /// Path of the entry.
         path: PathBuf,
