@@ -66,10 +66,10 @@ use crate::unauthenticated::{Limits, Unauthenticated};
 /// Maximum number of concurrent calls on one connection. A call takes memory even before its admission.
 const MAX_CALLS_PER_CONNECTION: u32 = 1024;
 
-/// Maximum time of all cleanups together. They start after the end of all calls and tasks.
+/// Maximum time of all cleanups together. They start after the drain.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Time for the last responses of the operator endpoints, after the end of all calls and tasks.
+/// Maximum time for the last responses of the operator endpoints, after the drain.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Timing of a shutdown.
@@ -236,7 +236,7 @@ impl Host {
         self.described = self.services.len();
     }
 
-    /// Runs `cleanup` after the end of all calls and tasks, for at most a few seconds.
+    /// Runs `cleanup` after the drain, for at most a few seconds. Calls and tasks have ended by then, or were cut.
     pub fn add_cleanup(&mut self, cleanup: impl Future<Output = ()> + Send + 'static) {
         self.cleanups.push(Box::pin(cleanup));
     }

@@ -8,7 +8,7 @@
 //! | unchanged | any | keeps the target |
 //! | changed | unchanged | takes the result |
 //! | changed | changed to the same | keeps the target |
-//! | changed | changed differently, or removed | keeps both: the result is placed beside, see [`Merged::conflicts`](crate::Merged) |
+//! | changed | changed differently, or removed | keeps both: the result is placed beside, see [`MergeSummary::conflicts`](crate::MergeSummary) |
 //! | changed only mode or times | removed | keeps the target |
 //! | removed | unchanged | [`remove_gone`] removes the entry |
 //! | removed | changed | keeps the target |

@@ -93,10 +93,10 @@ pub use entry::{
 };
 pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
 pub use in_place::{Conflict, Gone, Standing, changes, remove_gone};
-pub use manifest::{InvalidManifest, Limits, Located, Manifest, ManifestBuilder};
+pub use manifest::{InvalidManifest, Limits, LocatedExtent, Manifest, ManifestBuilder};
 pub use matches::{Matches, local_matches, remember};
-pub use merge::{MergeError, MergeOptions, Merged, merge};
-pub use metadata::{LeftOut, LeftOutKind, WrittenOwnership};
+pub use merge::{MergeError, MergeOptions, MergeSummary, merge};
+pub use metadata::{SkippedPart, SkippedPartKind, WrittenOwnership};
 pub use ordinal_ranges::{InvalidRange, OrdinalRanges};
 pub use pending_extents::PendingExtents;
 pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};
@@ -109,7 +109,7 @@ pub use scan::{
 pub use subtree::Subtree;
 pub use tar::{
     ArchiveEnd, ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, ArchivedExtent,
-    MAX_EXTENSION_BYTES, MAX_REGIONS, Nameless, NoArchive,
+    MAX_EXTENSION_BYTES, MAX_REGIONS, Nameless, NotAnArchive,
 };
 pub use walk::{Descent, TreeWalk};
-pub use write::{TreeWriter, Trust, Verified, WriteError, WriteOptions, Written};
+pub use write::{TreeWriter, Trust, Verified, WriteError, WriteOptions, WriteSummary};

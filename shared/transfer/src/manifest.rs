@@ -114,7 +114,7 @@ struct FirstOrdinal {
 
 /// An extent with its position in a manifest.
 #[derive(Debug, Clone, Copy)]
-pub struct Located<'a> {
+pub struct LocatedExtent<'a> {
     /// Ordinal of the extent.
     pub ordinal: u64,
     /// Index of the file among the entries.
@@ -183,12 +183,12 @@ impl Manifest {
     }
 
     /// Returns all extents in ascending order.
-    pub fn extents(&self) -> impl Iterator<Item = Located<'_>> {
+    pub fn extents(&self) -> impl Iterator<Item = LocatedExtent<'_>> {
         self.extents_in(0..self.extent_count)
     }
 
     /// Returns the extents with `ordinals`, in ascending order. Skips ordinals that do not exist.
-    pub fn extents_in(&self, ordinals: Range<u64>) -> impl Iterator<Item = Located<'_>> {
+    pub fn extents_in(&self, ordinals: Range<u64>) -> impl Iterator<Item = LocatedExtent<'_>> {
         let first_file = self.files.partition_point(|file| file.ordinal <= ordinals.start).saturating_sub(1);
         self.files[first_file.min(self.files.len())..]
             .iter()
@@ -201,18 +201,18 @@ impl Manifest {
                     .zip(extents)
                     .skip(skip)
                     .take_while(move |(ordinal, _)| *ordinal < end)
-                    .map(|(ordinal, extent)| Located { ordinal, entry: file.entry, extent })
+                    .map(|(ordinal, extent)| LocatedExtent { ordinal, entry: file.entry, extent })
             })
     }
 
     /// Returns the extent with `ordinal`.
     #[must_use]
-    pub fn locate(&self, ordinal: u64) -> Option<Located<'_>> {
+    pub fn locate(&self, ordinal: u64) -> Option<LocatedExtent<'_>> {
         let file = self.files.partition_point(|file| file.ordinal <= ordinal).checked_sub(1)?;
         let FirstOrdinal { ordinal: first, entry } = self.files[file];
         let index = usize::try_from(ordinal - first).ok()?;
         let extent = self.entries[entry].extents().get(index)?;
-        Some(Located { ordinal, entry, extent })
+        Some(LocatedExtent { ordinal, entry, extent })
     }
 
     /// Returns the ordinals of the extents of the entry at index `entry`. Empty if it has no extents.

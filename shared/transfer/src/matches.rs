@@ -154,8 +154,8 @@ pub fn local_matches(
         manifest.find(path.as_os_str().as_bytes()).is_none()
     };
     let options = ScanOptions { ownership: ScannedOwnership::Keep, exclude: Some(&is_foreign), ..*options };
-    let there = match scan(target, &options, cache.as_deref_mut()) {
-        Ok(there) => there,
+    let target_scan = match scan(target, &options, cache.as_deref_mut()) {
+        Ok(scan) => scan,
         Err(ScanError::Root(error)) if error.kind() == io::ErrorKind::NotFound => {
             return Ok(Matches::default());
         }
@@ -163,24 +163,26 @@ pub fn local_matches(
     };
     let is_change = |problem: &&Problem| !matches!(problem.what, ProblemKind::SkippedXattr(_));
     let changed: BTreeSet<&Path> =
-        there.problems.iter().filter(is_change).map(|problem| problem.path.as_path()).collect();
+        target_scan.problems.iter().filter(is_change).map(|problem| problem.path.as_path()).collect();
     let mut cursor = Cursor::through(target).map_err(ScanError::Root)?;
 
-    let mut matches = Matches { files_read: there.files_read, ..Matches::default() };
+    let mut matches = Matches { files_read: target_scan.files_read, ..Matches::default() };
     for (index, entry) in manifest.entries().iter().enumerate() {
         let EntryKind::File { size_bytes, extents } = &entry.kind else { continue };
-        let Some(there_at) = there.manifest.find(&entry.path) else { continue };
-        let entry_there = &there.manifest.entries()[there_at];
-        let Some((size_there, extents_there)) = content_at(&there.manifest, &entry.path) else { continue };
+        let Some(target_index) = target_scan.manifest.find(&entry.path) else { continue };
+        let target_entry = &target_scan.manifest.entries()[target_index];
+        let Some((target_size, target_extents)) = content_at(&target_scan.manifest, &entry.path) else {
+            continue;
+        };
         if changed.contains(entry.path()) {
             continue;
         }
-        if size_there == *size_bytes
-            && extents_there == extents
-            && let Some(fingerprint) = reusable_file(&mut cursor, entry_there, cache.as_deref())
+        if target_size == *size_bytes
+            && target_extents == extents
+            && let Some(fingerprint) = reusable_file(&mut cursor, target_entry, cache.as_deref())
         {
             matches.kept.insert(index, fingerprint);
-            if entry_there.xattrs == entry.xattrs {
+            if target_entry.xattrs == entry.xattrs {
                 matches.attributes.insert(index);
             }
             for ordinal in manifest.ordinals_of(index) {
@@ -190,8 +192,8 @@ pub fn local_matches(
             continue;
         }
         for (ordinal, extent) in manifest.ordinals_of(index).zip(extents) {
-            let same = extents_there.binary_search_by_key(&extent.offset, |there| there.offset);
-            if same.is_ok_and(|same| extents_there[same] == *extent) {
+            let same = target_extents.binary_search_by_key(&extent.offset, |extent| extent.offset);
+            if same.is_ok_and(|same| target_extents[same] == *extent) {
                 // Ordinals ascend, so this cannot fail.
                 _ = matches.local_extents.insert(ordinal);
             }
@@ -210,19 +212,19 @@ fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Exte
 }
 
 /// Returns the fingerprint of a file that may stay: it has a single link, and its owner is the caller.
-fn reusable_file(cursor: &mut Cursor, there: &Entry, cache: Option<&StatCache>) -> Option<Fingerprint> {
+fn reusable_file(cursor: &mut Cursor, entry: &Entry, cache: Option<&StatCache>) -> Option<Fingerprint> {
     let (uid, _) = caller();
-    if !uid.is_root() && there.uid != uid.as_raw() {
+    if !uid.is_root() && entry.uid != uid.as_raw() {
         return None;
     }
     // The scan has just checked the files in the cache.
-    let known = cache.and_then(|cache| cache.fingerprint(&there.path));
-    let fingerprint = match known {
-        Some(known) => known,
+    let cached = cache.and_then(|cache| cache.fingerprint(&entry.path));
+    let fingerprint = match cached {
+        Some(cached) => cached,
         None => {
-            let stat = stat_at(cursor, &there.path)?;
+            let stat = stat_at(cursor, &entry.path)?;
             // With other times, the file was written after the scan has read it.
-            has_times(&stat, there).then(|| Fingerprint::of(&stat))?
+            has_times(&stat, entry).then(|| Fingerprint::of(&stat))?
         }
     };
     fingerprint.has_one_name().then_some(fingerprint)

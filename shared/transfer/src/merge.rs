@@ -33,7 +33,7 @@ use crate::entry::{Entry, EntryKind, MAX_NAME_BYTES, as_path, split};
 use crate::in_place::{Conflict, Standing, Verdict};
 use crate::manifest::Manifest;
 use crate::matches::{Matches, open_file, stat_at};
-use crate::metadata::{LeftOut, Metadata, WrittenOwnership, caller};
+use crate::metadata::{Metadata, SkippedPart, WrittenOwnership, caller};
 use crate::replace::unused_name;
 use crate::rights;
 use crate::xattrs;
@@ -54,7 +54,7 @@ pub struct MergeOptions<'a> {
 
 /// The outcome of a merge.
 #[derive(Debug, Default)]
-pub struct Merged {
+pub struct MergeSummary {
     /// Number of files and other entries that were put in place.
     pub replaced: u64,
     /// Number of files that stayed.
@@ -62,7 +62,7 @@ pub struct Merged {
     /// Number of kept files whose metadata was corrected.
     pub corrected: u64,
     /// Attributes that were left out.
-    pub left_out: Vec<LeftOut>,
+    pub skipped: Vec<SkippedPart>,
     /// Results that were placed beside changed entries of the target.
     pub conflicts: Vec<Conflict>,
 }
@@ -136,7 +136,7 @@ pub fn merge(
     manifest: &Manifest,
     matches: &Matches,
     options: MergeOptions<'_>,
-) -> Result<Merged, MergeError> {
+) -> Result<MergeSummary, MergeError> {
     let root = &manifest.entries()[0];
     let failed = |error: io::Error| MergeError::new(root, error);
     let made = match mkdirat(CWD, target, Mode::RWXU) {
@@ -157,7 +157,7 @@ pub fn merge(
         target: Cursor::through(target).map_err(failed)?,
         links: Cursor::through(target).map_err(failed)?,
         metadata,
-        merged: Merged::default(),
+        merged: MergeSummary::default(),
         standing: options.standing.filter(|_| !made),
         beside: None,
         put_beside: BTreeSet::new(),
@@ -193,7 +193,7 @@ struct Merger<'a> {
     /// Cursor in the target for the files of hard links.
     links: Cursor,
     metadata: Metadata,
-    merged: Merged,
+    merged: MergeSummary,
     standing: Option<&'a Standing>,
     /// The last entry that was placed beside a changed one, with its contents.
     beside: Option<&'a [u8]>,
@@ -423,7 +423,7 @@ impl<'a> Merger<'a> {
 
     fn complete(&mut self, entry: &Entry, file: &OwnedFd) -> Result<(), MergeError> {
         let done = xattrs::remove_others(file, !entry.is_directory(), &entry.xattrs)
-            .and_then(|()| self.metadata.apply(entry, file, &mut self.merged.left_out));
+            .and_then(|()| self.metadata.apply(entry, file, &mut self.merged.skipped));
         done.map_err(|error| MergeError::new(entry, error.into()))
     }
 }

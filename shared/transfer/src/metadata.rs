@@ -22,16 +22,16 @@ pub enum WrittenOwnership {
 
 /// A part of an entry that was not written.
 #[derive(Debug)]
-pub struct LeftOut {
+pub struct SkippedPart {
     /// Path of the entry.
     pub path: PathBuf,
     /// The missing part.
-    pub what: LeftOutKind,
+    pub what: SkippedPartKind,
 }
 
 /// The part of an entry that was not written.
 #[derive(Debug)]
-pub enum LeftOutKind {
+pub enum SkippedPartKind {
     /// The whole entry, a device node.
     Device,
     /// The extended attribute with this name.
@@ -55,7 +55,7 @@ impl Metadata {
         &self,
         entry: &Entry,
         file: &OwnedFd,
-        left_out: &mut Vec<LeftOut>,
+        skipped: &mut Vec<SkippedPart>,
     ) -> Result<(), Errno> {
         // The order matters: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
         if let Some((uid, gid)) = self.owner(entry) {
@@ -65,8 +65,8 @@ impl Metadata {
             match xattrs::set(file, xattr) {
                 Ok(()) => {}
                 Err(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP) if !self.strict => {
-                    let what = LeftOutKind::Xattr(xattr.name.clone());
-                    left_out.push(LeftOut { path: entry.path().to_owned(), what });
+                    let what = SkippedPartKind::Xattr(xattr.name.clone());
+                    skipped.push(SkippedPart { path: entry.path().to_owned(), what });
                 }
                 Err(error) => return Err(error),
             }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use crate::dirs::Cursor;
 use crate::entry::split;
-use crate::manifest::{Located, Manifest};
+use crate::manifest::{LocatedExtent, Manifest};
 use crate::ordinal_ranges::OrdinalRanges;
 
 /// The content of an extent.
@@ -148,7 +148,7 @@ impl TreeReader {
         Ok(file)
     }
 
-    fn read_extent(&mut self, located: Located<'_>) -> Result<Bytes, ReadError> {
+    fn read_extent(&mut self, located: LocatedExtent<'_>) -> Result<Bytes, ReadError> {
         let (manifest, verify) = (self.manifest.clone(), self.options.verify);
         let entry = &manifest.entries()[located.entry];
         let path = || entry.path().to_owned();

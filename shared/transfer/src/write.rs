@@ -32,8 +32,8 @@ use rustix::io::Errno;
 
 use crate::dirs::{Cursor, chmod_no_follow, is_empty};
 use crate::entry::{DeviceKind, Entry, EntryKind, Extent, MAX_EXTENT_BYTES, split};
-use crate::manifest::{Located, Manifest};
-use crate::metadata::{LeftOut, LeftOutKind, Metadata, WrittenOwnership, caller, times};
+use crate::manifest::{LocatedExtent, Manifest};
+use crate::metadata::{Metadata, SkippedPart, SkippedPartKind, WrittenOwnership, caller, times};
 use crate::ordinal_ranges::OrdinalRanges;
 use crate::read::fill;
 
@@ -70,11 +70,11 @@ pub enum Trust {
 
 /// The outcome of writing a tree.
 #[derive(Debug)]
-pub struct Written {
+pub struct WriteSummary {
     /// Bytes of content that were put or copied.
     pub content_bytes: u64,
     /// Parts that were left out, because they are not permitted or not supported.
-    pub left_out: Vec<LeftOut>,
+    pub skipped: Vec<SkippedPart>,
 }
 
 /// A tree cannot be written.
@@ -170,7 +170,8 @@ impl Manifest {
     ///
     /// [`WriteError::NoSuchExtent`] or [`WriteError::DigestMismatch`].
     pub fn verify<T: AsRef<[u8]>>(&self, ordinal: u64, data: T) -> Result<Verified<T>, WriteError> {
-        let Located { entry, extent, .. } = self.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
+        let LocatedExtent { entry, extent, .. } =
+            self.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
         if !matches(extent, data.as_ref()) {
             return Err(WriteError::DigestMismatch { path: self.entries()[entry].path().to_owned() });
         }
@@ -197,7 +198,7 @@ pub struct TreeWriter {
     /// Files that are not written.
     omitted: HashSet<usize>,
     may_clone: bool,
-    written: Written,
+    written: WriteSummary,
 }
 
 impl TreeWriter {
@@ -236,7 +237,7 @@ impl TreeWriter {
             open: None,
             omitted: HashSet::new(),
             may_clone: true,
-            written: Written { content_bytes: 0, left_out: Vec::new() },
+            written: WriteSummary { content_bytes: 0, skipped: Vec::new() },
             manifest,
         };
         writer.make_directories()?;
@@ -428,7 +429,12 @@ impl TreeWriter {
         }
     }
 
-    fn write(&mut self, manifest: &Manifest, located: Located<'_>, data: &[u8]) -> Result<(), WriteError> {
+    fn write(
+        &mut self,
+        manifest: &Manifest,
+        located: LocatedExtent<'_>,
+        data: &[u8],
+    ) -> Result<(), WriteError> {
         self.open(manifest, located.entry)?;
         if let Some((_, file)) = &self.open {
             let entry = &manifest.entries()[located.entry];
@@ -458,7 +464,7 @@ impl TreeWriter {
     }
 
     /// Marks an extent of the open file as written. After the last extent, applies the metadata of the file.
-    fn extent_written(&mut self, manifest: &Manifest, located: Located<'_>) -> Result<(), WriteError> {
+    fn extent_written(&mut self, manifest: &Manifest, located: LocatedExtent<'_>) -> Result<(), WriteError> {
         self.mark_filled(located.ordinal);
         self.written.content_bytes += u64::from(located.extent.length);
         let Some(missing) = self.started.get_mut(&located.entry) else { return Ok(()) };
@@ -482,7 +488,7 @@ impl TreeWriter {
                 ftruncate(file, *size_bytes).map_err(failed)?;
             }
         }
-        self.metadata.apply(entry, file, &mut self.written.left_out).map_err(failed)
+        self.metadata.apply(entry, file, &mut self.written.skipped).map_err(failed)
     }
 
     /// Writes all entries without content, and then the metadata of directories.
@@ -490,7 +496,7 @@ impl TreeWriter {
     /// # Errors
     ///
     /// Fails if content is missing, or if the disk is full or fails.
-    pub fn finish(mut self) -> Result<Written, WriteError> {
+    pub fn finish(mut self) -> Result<WriteSummary, WriteError> {
         let manifest = self.manifest.clone();
         if let Some(missing) = manifest.extents().find(|located| !self.is_filled(located.ordinal)) {
             let path = manifest.entries()[missing.entry].path().to_owned();
@@ -553,17 +559,17 @@ impl TreeWriter {
     }
 
     fn write_node(&mut self, entry: &Entry, file_type: FileType, device: u64) -> Result<(), WriteError> {
-        let left_out = LeftOut { path: entry.path().to_owned(), what: LeftOutKind::Device };
+        let skipped = SkippedPart { path: entry.path().to_owned(), what: SkippedPartKind::Device };
         let is_device = file_type != FileType::Fifo;
         if is_device && !self.options.devices {
-            self.written.left_out.push(left_out);
+            self.written.skipped.push(skipped);
             return Ok(());
         }
         let (directory, name) = self.parent_of(entry)?;
         match mknodat(&directory, name, file_type, Mode::RUSR | Mode::WUSR, device) {
             Ok(()) => self.complete_by_name(entry, &directory, name),
             Err(Errno::PERM | Errno::ACCESS) if is_device && !self.options.strict => {
-                self.written.left_out.push(left_out);
+                self.written.skipped.push(skipped);
                 Ok(())
             }
             Err(error) => Err(WriteError::new(entry, error.into())),

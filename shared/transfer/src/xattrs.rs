@@ -71,7 +71,7 @@ pub(crate) fn set(file: impl AsFd, xattr: &Xattr) -> Result<(), Errno> {
 
 /// Removes all attributes that manifests include, except those in `kept`.
 pub(crate) fn remove_others(file: impl AsFd, is_file: bool, kept: &[Xattr]) -> Result<(), Errno> {
-    let there = read(&file, is_file)?;
-    let mut others = there.iter().filter(|xattr| kept.iter().all(|kept| kept.name != xattr.name));
+    let current = read(&file, is_file)?;
+    let mut others = current.iter().filter(|xattr| kept.iter().all(|kept| kept.name != xattr.name));
     others.try_for_each(|xattr| fremovexattr(&file, &xattr.name[..]))
 }

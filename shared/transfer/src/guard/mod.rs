@@ -252,10 +252,10 @@ mod tests {
             write(result.path(), path);
         }
         let empty = tempfile::tempdir().expect("a directory");
-        let (left, said) = guarded(empty.path(), &manifest(result.path()));
-        let dropped: Vec<_> = said.iter().map(|dropped| dropped.path.display().to_string()).collect();
+        let (paths, dropped) = guarded(empty.path(), &manifest(result.path()));
+        let dropped: Vec<_> = dropped.iter().map(|dropped| dropped.path.display().to_string()).collect();
         assert_eq!(dropped, ["config", "deep/commondir", "deep/config", "hooks/post-checkout"]);
-        assert!(left.contains(&"plain/config".to_owned()) && left.contains(&"plain/hooks/x".to_owned()));
+        assert!(paths.contains(&"plain/config".to_owned()) && paths.contains(&"plain/hooks/x".to_owned()));
 
         // The target has the other parts of the repository.
         let (target, few) =
@@ -264,8 +264,8 @@ mod tests {
         write(target.path(), "objects/x");
         write(few.path(), "hooks/post-merge");
         write(few.path(), "file");
-        let (left, said) = guarded(target.path(), &manifest(few.path()));
-        assert_eq!((left, said.len()), (vec![String::new(), "file".to_owned()], 1));
+        let (paths, dropped) = guarded(target.path(), &manifest(few.path()));
+        assert_eq!((paths, dropped.len()), (vec![String::new(), "file".to_owned()], 1));
 
         // The target has a configuration of an earlier result, and this result has the missing parts of the repository.
         let planted = tempfile::tempdir().expect("a directory");
@@ -281,13 +281,13 @@ mod tests {
             write(target.path(), first);
             let rest = tempfile::tempdir().expect("a directory");
             write(rest.path(), then);
-            let (left, said) = guarded(target.path(), &manifest(rest.path()));
-            assert_eq!((left.len(), said.len()), (1, 1), "{then}: {left:?}, {said:?}");
+            let (paths, dropped) = guarded(target.path(), &manifest(rest.path()));
+            assert_eq!((paths.len(), dropped.len()), (1, 1), "{then}: {paths:?}, {dropped:?}");
             // A repository of the caller stays a repository. Its own configuration decides about programs.
             write(target.path(), then);
             fs::write(rest.path().join(then), "new").expect("written");
-            let (left, said) = guarded(target.path(), &manifest(rest.path()));
-            assert!(left.contains(&then.to_owned()) && said.is_empty(), "{left:?}, {said:?}");
+            let (paths, dropped) = guarded(target.path(), &manifest(rest.path()));
+            assert!(paths.contains(&then.to_owned()) && dropped.is_empty(), "{paths:?}, {dropped:?}");
         }
     }
 
@@ -301,8 +301,8 @@ mod tests {
             fs::create_dir_all(at.parent().expect("a directory")).expect("made");
             fs::write(at, "evil").expect("written");
         }
-        let (_, said) = guarded(target.path(), &manifest(result.path()));
-        let dropped: Vec<_> = said.iter().map(|dropped| dropped.path.display().to_string()).collect();
+        let (_, dropped) = guarded(target.path(), &manifest(result.path()));
+        let dropped: Vec<_> = dropped.iter().map(|dropped| dropped.path.display().to_string()).collect();
         assert_eq!(dropped, [".hg/hgrc", ".hooks/pre-commit", ".jj/repo/config.toml"]);
     }
 
@@ -313,10 +313,10 @@ mod tests {
             (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("another"));
         write(result.path(), "");
         for is_other_there in [false, true] {
-            let (left, said) = guarded(target.path(), &manifest(result.path()));
-            let dropped =
+            let (paths, dropped) = guarded(target.path(), &manifest(result.path()));
+            let expected =
                 Dropped { path: ".gantryignore".into(), what: DroppedKind::IgnoreRules, is_other_there };
-            assert_eq!((left, said), (vec![String::new()], vec![dropped]));
+            assert_eq!((paths, dropped), (vec![String::new()], vec![expected]));
             write(target.path(), "secret.env");
         }
         write(result.path(), "secret.env");
@@ -327,20 +327,20 @@ mod tests {
     fn new_git_programs_are_dropped() {
         let result = repository("evil");
         let tree = manifest(result.path());
-        let dropped = |path: &str, is_other_there| Dropped {
+        let program = |path: &str, is_other_there| Dropped {
             path: path.into(),
             what: DroppedKind::GitProgram,
             is_other_there,
         };
         let empty = tempfile::tempdir().expect("a directory");
         for target in [empty.path(), &empty.path().join("not there")] {
-            let (left, said) = guarded(target, &tree);
-            assert_eq!(left, ["", ".git", ".git/HEAD"]);
-            assert_eq!(said, [dropped(".git/config", false), dropped(".git/hooks/post-checkout", false)]);
+            let (paths, dropped) = guarded(target, &tree);
+            assert_eq!(paths, ["", ".git", ".git/HEAD"]);
+            assert_eq!(dropped, [program(".git/config", false), program(".git/hooks/post-checkout", false)]);
         }
-        let (left, said) = guarded(repository("mine").path(), &tree);
-        assert_eq!(left, ["", ".git", ".git/HEAD", ".git/config", ".git/hooks"]);
-        assert_eq!(said, [dropped(".git/hooks/post-checkout", true)]);
+        let (paths, dropped) = guarded(repository("mine").path(), &tree);
+        assert_eq!(paths, ["", ".git", ".git/HEAD", ".git/config", ".git/hooks"]);
+        assert_eq!(dropped, [program(".git/hooks/post-checkout", true)]);
         let same = repository("evil");
         assert_eq!(guarded(same.path(), &tree), guarded(result.path(), &tree));
         assert_eq!(guarded(same.path(), &tree).1, []);
@@ -348,13 +348,13 @@ mod tests {
         fs::set_permissions(hook, fs::Permissions::from_mode(0o644)).expect("set");
         assert_eq!(
             guarded(same.path(), &tree).1,
-            [dropped(".git/hooks/post-checkout", true)],
+            [program(".git/hooks/post-checkout", true)],
             "the target's hook is not executable"
         );
 
-        let asked = Allowed { git_programs: true, ..Allowed::default() };
-        let asked = guard(empty.path(), &tree, asked).expect("valid");
-        assert_eq!((asked.tree.manifest().tree_digest(), asked.dropped), (tree.tree_digest(), vec![]));
+        let accepted = Allowed { git_programs: true, ..Allowed::default() };
+        let accepted = guard(empty.path(), &tree, accepted).expect("valid");
+        assert_eq!((accepted.tree.manifest().tree_digest(), accepted.dropped), (tree.tree_digest(), vec![]));
     }
 
     #[test]
@@ -395,14 +395,14 @@ mod tests {
 
         let target = tempfile::tempdir().expect("a directory");
         let all = guard(target.path(), &tree, Allowed::default()).expect("valid");
-        let said = |guarded: &Guarded| {
+        let kinds = |guarded: &Guarded| {
             let dropped = guarded.dropped.iter();
             dropped.map(|dropped| (dropped.path.display().to_string(), dropped.what)).collect::<Vec<_>>()
         };
         let of = |path: &str, what| (path.to_owned(), what);
         let rights = [of("setuid", DroppedKind::SetId), of("setuid", DroppedKind::Capability)];
         let first = [of("device", DroppedKind::Device), of("group", DroppedKind::SetId)];
-        assert_eq!(said(&all), [&first[..], &rights[..]].concat());
+        assert_eq!(kinds(&all), [&first[..], &rights[..]].concat());
         let left = all.tree.manifest().entries();
         assert_eq!(left.len(), 3);
         assert!(left.iter().all(|entry| !grants_rights(entry)));
@@ -411,9 +411,9 @@ mod tests {
         fs::create_dir(target.path().join("group")).expect("made");
         fs::set_permissions(target.path().join("group"), fs::Permissions::from_mode(0o2755)).expect("set");
         let again = guard(target.path(), &tree, Allowed::default()).expect("valid");
-        assert_eq!(said(&again), [&first[..1], &rights[..]].concat());
-        let asked = Allowed { special: true, ..Allowed::default() };
-        let asked = guard(target.path(), &tree, asked).expect("valid");
-        assert_eq!((asked.tree.manifest().tree_digest(), asked.dropped), (tree.tree_digest(), vec![]));
+        assert_eq!(kinds(&again), [&first[..1], &rights[..]].concat());
+        let accepted = Allowed { special: true, ..Allowed::default() };
+        let accepted = guard(target.path(), &tree, accepted).expect("valid");
+        assert_eq!((accepted.tree.manifest().tree_digest(), accepted.dropped), (tree.tree_digest(), vec![]));
     }
 }

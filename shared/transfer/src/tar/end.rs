@@ -40,7 +40,7 @@ enum State {
 /// The bytes are not a tar archive, or the archive is followed by other bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct NoArchive(&'static str);
+pub struct NotAnArchive(&'static str);
 
 impl Default for ArchiveEnd {
     fn default() -> Self {
@@ -67,7 +67,7 @@ impl ArchiveEnd {
     /// # Errors
     ///
     /// Fails if the bytes are not an archive, or if other bytes follow the archive.
-    pub fn push(&mut self, bytes: &[u8]) -> Result<(), NoArchive> {
+    pub fn push(&mut self, bytes: &[u8]) -> Result<(), NotAnArchive> {
         self.pass(bytes, None)
     }
 
@@ -77,12 +77,12 @@ impl ArchiveEnd {
         &mut self,
         mut bytes: &[u8],
         mut nameless: Option<&mut Vec<u8>>,
-    ) -> Result<(), NoArchive> {
+    ) -> Result<(), NotAnArchive> {
         while !bytes.is_empty() {
             match &mut self.state {
                 State::Ended => {
                     if bytes.iter().any(|byte| *byte != 0) {
-                        return Err(NoArchive("cannot forward the archive: other bytes follow its end"));
+                        return Err(NotAnArchive("cannot forward the archive: other bytes follow its end"));
                     }
                     if let Some(nameless) = nameless {
                         nameless.extend_from_slice(bytes);
@@ -135,7 +135,7 @@ impl ArchiveEnd {
         &self.block[..self.filled]
     }
 
-    fn read_block(&mut self) -> Result<(), NoArchive> {
+    fn read_block(&mut self) -> Result<(), NotAnArchive> {
         if let State::Map(size) = self.state {
             let (_, continues) = header::old_regions(&self.block, false);
             if !continues {
@@ -149,18 +149,18 @@ impl ArchiveEnd {
         }
         // GNU tar tolerates a single zero block, but no sender of Gantry writes one.
         if matches!(self.state, State::MaybeEnd) {
-            return Err(NoArchive(
+            return Err(NotAnArchive(
                 "cannot forward the archive: there is a single zero block between entries",
             ));
         }
         if !header::is_sealed(&self.block) {
-            return Err(NoArchive("cannot forward the archive: a header has a wrong checksum"));
+            return Err(NotAnArchive("cannot forward the archive: a header has a wrong checksum"));
         }
         let size = header::number(&self.block[header::SIZE]).and_then(|size| u64::try_from(size).ok());
-        let size = size.ok_or(NoArchive("cannot forward the archive: a header has no valid size"))?;
+        let size = size.ok_or(NotAnArchive("cannot forward the archive: a header has no valid size"))?;
         match header::kind(&self.block) {
             b'x' | b'g' if size > MAX_EXTENSION_BYTES as u64 => {
-                return Err(NoArchive("cannot forward the archive: an extended header is too large"));
+                return Err(NotAnArchive("cannot forward the archive: an extended header is too large"));
             }
             kind @ (b'x' | b'g') => {
                 self.for_all = kind == b'g';
@@ -190,7 +190,7 @@ impl ArchiveEnd {
         }
     }
 
-    fn end_entry(&mut self) -> Result<(), NoArchive> {
+    fn end_entry(&mut self) -> Result<(), NotAnArchive> {
         self.state = State::Header;
         if self.extended.is_empty() || self.for_all {
             self.extended.clear();
@@ -198,7 +198,7 @@ impl ArchiveEnd {
             return Ok(());
         }
         let mut records = Records::default();
-        records.add(&std::mem::take(&mut self.extended)).map_err(NoArchive)?;
+        records.add(&std::mem::take(&mut self.extended)).map_err(NotAnArchive)?;
         self.next_size = records.size.or(self.next_size);
         Ok(())
     }

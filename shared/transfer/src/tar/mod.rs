@@ -64,7 +64,7 @@ mod read;
 mod tree;
 mod write;
 
-pub use end::{ArchiveEnd, NoArchive};
+pub use end::{ArchiveEnd, NotAnArchive};
 pub use members::{MAX_EXTENSION_BYTES, MAX_REGIONS};
 pub use names::Nameless;
 pub use read::{ArchiveError, ArchiveReader, ArchivedExtent};

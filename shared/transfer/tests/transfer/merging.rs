@@ -24,7 +24,7 @@ struct Fixture {
 /// The outcome of a download.
 struct Downloaded {
     bytes: u64,
-    merged: Merged,
+    merged: MergeSummary,
 }
 
 impl Fixture {

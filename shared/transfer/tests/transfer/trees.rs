@@ -27,7 +27,7 @@ fn tree_of_all_kinds_is_copied_exactly() {
     let written = copy(from.path(), to.path(), WriteOptions { sync: true, ..WriteOptions::default() });
 
     assert!(scanned.problems.is_empty(), "{:?}", scanned.problems);
-    assert!(written.left_out.is_empty());
+    assert!(written.skipped.is_empty());
     assert_eq!(written.content_bytes, scanned.manifest.extent_bytes());
     assert_eq!(manifest_of(to.path()), scanned.manifest);
     assert_eq!(manifest_of(to.path()).tree_digest(), scanned.manifest.tree_digest());

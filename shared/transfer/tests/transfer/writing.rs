@@ -327,8 +327,8 @@ fn devices_are_created_only_if_permitted() {
             let written = TreeWriter::new(to, manifest.clone(), options).and_then(TreeWriter::finish);
             (written, manifest_of(to))
         });
-        let left_out = written.unwrap().left_out;
-        assert!(matches!(&left_out[..], [LeftOut { what: LeftOutKind::Device, .. }]), "{left_out:?}");
+        let skipped = written.unwrap().skipped;
+        assert!(matches!(&skipped[..], [SkippedPart { what: SkippedPartKind::Device, .. }]), "{skipped:?}");
         assert_eq!(there.entries().len(), 1);
     }
 

@@ -23,7 +23,7 @@ pub fn manifest_of(root: &Path) -> Manifest {
 }
 
 /// Copies the tree in `from` into `to`.
-pub fn copy(from: &Path, to: &Path, options: WriteOptions) -> Written {
+pub fn copy(from: &Path, to: &Path, options: WriteOptions) -> WriteSummary {
     let manifest = Arc::new(scan_all(from).manifest);
     let mut reader =
         TreeReader::new(from, manifest.clone(), ReadOptions { verify: true, ..ReadOptions::default() })
