@@ -26,7 +26,7 @@ const RETRY_WINDOW: Duration = Duration::from_secs(10);
 
 impl Database {
     /// Runs `change` in one transaction, and commits the transaction if `change` succeeds. A transaction that conflicts
-    /// with another one is retried, at most [`MAX_ATTEMPTS`] times within [`RETRY_WINDOW`].
+    /// with another one is retried, up to [`MAX_ATTEMPTS`] tries within [`RETRY_WINDOW`].
     ///
     /// `change` may run several times. It must have no effects outside of the transaction, and must not make network
     /// calls. It must not keep the transaction. It receives the transaction by value, because the compiler cannot prove

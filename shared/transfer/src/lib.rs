@@ -43,7 +43,7 @@
 //! | Receive content | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | Reuse local content | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`] |
 //! | Reuse the content of a directory | [`local_matches`] and [`Matches::copy_from`] |
-//! | Download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
+//! | Download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace()`] |
 //! | Return a tree to the directory that it was sent from | [`changes`], [`Standing`], [`remove_gone`] |
 //! | Drop entries that would run with the caller's rights | [`guard()`] |
 //! | Pack and unpack tar archives | [`ArchiveWriter`], [`ArchiveReader`] |

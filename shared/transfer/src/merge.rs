@@ -1,7 +1,7 @@
 //! Merge of a staged tree into a target directory.
 //!
 //! The command line downloads into a staging directory on the same file system. It then merges the staged tree into the
-//! target, or replaces the target ([`crate::replace`]). Content that the target already has is not downloaded:
+//! target, or replaces the target ([`crate::replace()`]). Content that the target already has is not downloaded:
 //!
 //! ```text
 //! local_matches(target) ──▶ Matches ── wanted() ──▶ download the rest
