@@ -131,9 +131,9 @@ pub struct Capacity {
     pub max_containers: Option<u32>,
     /// Maximum number of volumes.
     pub max_volumes: Option<u32>,
-    /// Processor time that all requests may use together, in thousandths of a core.
+    /// Processor time that workloads may request in total, in thousandths of a core.
     pub cpu_millis: Option<u64>,
-    /// Memory that all requests may use together, in bytes.
+    /// Memory that workloads may request in total, in bytes.
     pub memory_bytes: Option<u64>,
     /// Size of the volumes' file system, in bytes.
     pub disk_bytes: u64,
