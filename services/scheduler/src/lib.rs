@@ -135,7 +135,8 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
 
     // Nobody is there to be told.
     let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
-    let granting = db.with_own_connections(own).await.context("cannot open the scheduler's database once more")?;
+    let granting =
+        db.with_own_connections(own).await.context("cannot open the scheduler's database once more")?;
     if !alone {
         host.add_cleanup(granting.clone().close());
     }
