@@ -186,10 +186,14 @@ fn terminated_service_hands_over_its_calls() {
         // A draining service reports that at once, although it is healthy, and still answers.
         wait_for("it says that it drains", || {
             let (head, body) = suite.page(&name, "/readyz");
-            (head.contains("503") && body.contains("ending")).then_some(())
+            (head.contains("503") && body.contains("shutting down")).then_some(())
         });
         let health = suite.health(&name, "");
-        assert!(describe(&health).contains("not serving: it is ending"), "{}", describe(&health));
+        assert!(
+            describe(&health).contains("not serving: the process is shutting down"),
+            "{}",
+            describe(&health)
+        );
         assert_eq!(suite.wait(&name).code(), Some(0), "{name}");
         assert!(begun.elapsed() < Duration::from_secs(14), "{name} was cut: a stream did not end");
         suite.spawn(&name);
@@ -237,11 +241,11 @@ fn settings_are_checked_first() {
         let nothing = ("OTHER", "1");
         refused(&[], ("GANTRY_DRAIN_TIMEUOT", "1s"), "did you mean GANTRY_DRAIN_TIMEOUT?");
         refused(&["--drain-timeuot", "1s"], nothing, "--drain-timeuot");
-        refused(&["--probe-interval", "0s"], nothing, "longer than nothing");
+        refused(&["--probe-interval", "0s"], nothing, "longer than 0");
         refused(&["--token-file", "/nonexistent/token"], nothing, "`token --token-file /nonexistent/token`");
         let help = run(&["--help"], nothing);
         let help = String::from_utf8(help.stdout).expect("text");
-        for word in ["GANTRY_DRAIN_TIMEOUT", "GANTRY_METRICS_LISTEN", "health", "A DURATION is written"] {
+        for word in ["GANTRY_DRAIN_TIMEOUT", "GANTRY_METRICS_LISTEN", "health", "A DURATION is for example"] {
             assert!(help.contains(word), "{word} in {help}");
         }
     }
@@ -314,10 +318,10 @@ fn services_warn_about_reachable_addresses() {
     let metrics = ["INSECURE: ", "can read the metrics"];
     for (name, own) in services {
         for host in ["0.0.0.0", "127.0.0.1"] {
-            let insecure = [&format!("INSECURE: {host}:"), "asks for no token"];
+            let insecure = [&format!("INSECURE: {host}:"), "requires no token"];
             logged(name, &own, host, &["--insecure"], &[insecure, metrics]);
         }
-        let overheard = ["INSECURE: nothing is encrypted on 0.0.0.0:", ""];
+        let overheard = ["INSECURE: connections to 0.0.0.0:", "are not encrypted"];
         logged(name, &own, "0.0.0.0", &["--token-file", &token], &[file, overheard, overheard]);
     }
 }

@@ -32,7 +32,7 @@ fn state_directory_of_other_build_is_kept() {
     let before = fs::read(database).expect("a database");
 
     let what = format!(
-        "{database} was made by another build of this program (the table workloads has no column traceparent). Nothing in it was changed"
+        "cannot use {database}: another build of this program created it (the table workloads has no column traceparent). The database is unchanged"
     );
     let state = cluster.state();
     let advice = "move the directory away, and the next start makes a new one";

@@ -38,8 +38,8 @@ fn invalid_arguments_are_rejected_before_cluster_start() {
         (&["-d", "-o", "a=x"], "with --detach"),
         (&["--trace", "gone/trace"], "does not exist"),
         (&["--memory", "1K"], "a container needs 6.0 MiB to start"),
-        (&["--cpu", "0"], "is no number of cores"),
-        (&["--cpu", "99999999"], "no worker has as many cores"),
+        (&["--cpu", "0"], "is not a number of cores"),
+        (&["--cpu", "99999999"], "is more than the maximum of 10000 cores"),
     ];
     for (arguments, text) in cases {
         let line = ["run"].iter().chain(arguments).chain(&["--", "true"]);

@@ -84,11 +84,11 @@ pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()
         features: Vec::new(),
         limits: Vec::new(),
     });
-    host.at_last(store.db.clone().close());
+    host.add_cleanup(store.db.clone().close());
     let db = store.db.clone();
     host.add_check("database", move || {
         let db = db.clone();
-        async move { db.answers().await }
+        async move { db.ping().await }
     });
     metrics::add(&store, host);
     Ok(())

@@ -7,7 +7,7 @@ use anyhow::Context;
 use artifact_store::{Clock, Config, KeySource};
 use clap::{ArgMatches, Args, FromArgMatches, Parser};
 use server::settings::{duration, term};
-use server::{Host, ListenArgs, Starting};
+use server::{Host, ListenArgs, StartContext};
 
 /// The artifact store of Gantry: artifacts, their owners, the inventory of all workers, and garbage
 /// collection.
@@ -111,7 +111,7 @@ impl server::Program for Arguments {
         vec![restored.about(about)]
     }
 
-    async fn carry_out(_: &str, matches: &ArgMatches) -> anyhow::Result<String> {
+    async fn run_command(_: &str, matches: &ArgMatches) -> anyhow::Result<String> {
         let args = db::DatabaseArgs::from_arg_matches(matches)?;
         args.check()?;
         let life = artifact_store::restored(&args.settings(true, false))
@@ -122,8 +122,8 @@ impl server::Program for Arguments {
         ))
     }
 
-    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
-        artifact_store::start(self.config(starting.token), host).await
+    async fn start(self, context: StartContext, host: &mut Host) -> anyhow::Result<()> {
+        artifact_store::start(self.config(context.token), host).await
     }
 }
 
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn other_programs_know_every_setting() {
-        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
+        assert_eq!(server::settings::unlisted_variables(&server::command::<Arguments>()), [] as [String; 0]);
     }
 
     #[test]

@@ -30,7 +30,7 @@ use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 use serde_json::json;
-use server::inherited::{self, NotSet};
+use server::inherited::{self, AttributeError};
 use server::settings;
 use tokio::runtime::{Builder, Runtime};
 
@@ -76,7 +76,7 @@ fn main() -> ExitCode {
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let variables: Vec<_> = variables.collect();
-    settings::misspelt(variables.clone()).iter().for_each(|warning| ui.warn(warning));
+    settings::misspelled_variables(variables.clone()).iter().for_each(|warning| ui.warn(warning));
     let renamed = settings::renamed_variable(variables);
     let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
     let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
@@ -139,7 +139,7 @@ fn runtime(command: &Command) -> anyhow::Result<Runtime> {
 
 /// Makes this process independent of the command that started it: a separate session, no inherited file except the log, and no inherited
 /// limits. Returns the limits that could not be set.
-fn detach() -> Vec<NotSet> {
+fn detach() -> Vec<AttributeError> {
     // This fails only for the leader of a process group, which is already independent.
     _ = rustix::process::setsid();
     // SAFETY: this process has not opened a file yet, so no code here owns a descriptor beyond standard error.

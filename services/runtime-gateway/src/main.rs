@@ -11,7 +11,7 @@ use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::{HostConfig, Policy};
 use runtime_gateway::{Amounts, Config};
 use server::settings::term;
-use server::{Host, ListenArgs, Starting};
+use server::{Host, ListenArgs, StartContext};
 
 /// The runtime gateway of Gantry: attends this machine or Concourse workers, or serves as a proxy.
 ///
@@ -134,11 +134,11 @@ impl server::Program for Arguments {
         Ok(())
     }
 
-    async fn start(mut self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
+    async fn start(mut self, context: StartContext, host: &mut Host) -> anyhow::Result<()> {
         // An empty list in the environment parses as one empty tag.
         self.tags.retain(|tag| !tag.is_empty());
         if self.proxy {
-            return runtime_gateway::start_proxy(&self.scheduler, starting.token.as_deref(), host);
+            return runtime_gateway::start_proxy(&self.scheduler, context.token.as_deref(), host);
         }
         runtime_gateway::make_private_directory(&self.state_dir)
             .with_context(|| format!("cannot create the state directory {}", self.state_dir.display()))?;
@@ -149,22 +149,22 @@ impl server::Program for Arguments {
             team: self.team.clone(),
             amounts: self.amounts.clone(),
             ephemeral: self.ephemeral,
-            endpoint: self.endpoint.unwrap_or(starting.endpoint),
+            endpoint: self.endpoint.unwrap_or(context.endpoint),
             scheduler: self.scheduler.clone(),
             artifact_store: self.artifact_store.unwrap_or_default(),
             streamer: self.streamer.unwrap_or_default(),
-            token: starting.token.clone(),
+            token: context.token.clone(),
             manifest_dir: self.state_dir.join("manifests"),
             report_interval: self.report_interval,
             destroy_concurrency: self.destroy_concurrency.into(),
             intervals: runtime_gateway::Intervals::default(),
             hold_destruction: self.hold_destruction,
         };
-        let gateway = runtime_gateway::open(&self.scheduler, starting.token.as_deref(), host)?;
+        let gateway = runtime_gateway::open(&self.scheduler, context.token.as_deref(), host)?;
         if !self.concourse.any() {
             let machine = HostConfig {
                 policy: self.policy,
-                masked: starting.secret_paths,
+                masked: context.secret_paths,
                 ..HostConfig::new(self.state_dir, self.runtime_dir)?
             };
             let name = machine.worker_name(self.name)?;
@@ -201,6 +201,6 @@ mod tests {
 
     #[test]
     fn every_setting_is_listed() {
-        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
+        assert_eq!(server::settings::unlisted_variables(&server::command::<Arguments>()), [] as [String; 0]);
     }
 }

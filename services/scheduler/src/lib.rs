@@ -135,9 +135,10 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
 
     // Nobody is there to be told.
     let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
-    let granting = db.apart(own).await.context("cannot open the scheduler's database once more")?;
+    let granting =
+        db.with_own_connections(own).await.context("cannot open the scheduler's database once more")?;
     if !alone {
-        host.at_last(granting.clone().close());
+        host.add_cleanup(granting.clone().close());
     }
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
     let cluster = config.share_hints.then(ClusterNotifier::new);
@@ -178,11 +179,11 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
         features: Vec::new(),
         limits: vec![("message_bytes", MESSAGE_LIMIT as u64)],
     });
-    host.at_last(context.db.clone().close());
+    host.add_cleanup(context.db.clone().close());
     let db = context.db.clone();
     host.add_check("database", move || {
         let db = db.clone();
-        async move { db.answers().await }
+        async move { db.ping().await }
     });
     notify::desired_state::describe();
     insight::metrics::add(app.clone(), host);

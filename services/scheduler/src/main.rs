@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::{ArgMatches, Args, FromArgMatches, Parser};
 use scheduler::{Chain, Chains, Config, Limits};
 use server::settings::{duration, term};
-use server::{Host, ListenArgs, Starting};
+use server::{Host, ListenArgs, StartContext};
 
 /// The scheduler of Gantry: workers, leases, workloads and their queue.
 #[derive(Debug, Parser)]
@@ -235,8 +235,8 @@ impl server::Program for Arguments {
         Ok("the scheduler's database has the schema of this version".to_owned())
     }
 
-    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
-        scheduler::start(self.config(starting.token), host).await
+    async fn start(self, context: StartContext, host: &mut Host) -> anyhow::Result<()> {
+        scheduler::start(self.config(context.token), host).await
     }
 }
 
@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_known_to_the_other_programs() {
-        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
+        assert_eq!(server::settings::unlisted_variables(&server::command::<Arguments>()), [] as [String; 0]);
     }
 
     #[test]

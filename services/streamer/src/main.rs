@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use server::{Host, ListenArgs, Starting};
+use server::{Host, ListenArgs, StartContext};
 use streamer::Config;
 
 /// The streamer of Gantry: plans uploads, downloads and copies of artifacts.
@@ -31,8 +31,8 @@ impl server::Program for Arguments {
         Ok(())
     }
 
-    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
-        streamer::start(&Config { token: starting.token, ..self.config }, host)
+    async fn start(self, context: StartContext, host: &mut Host) -> anyhow::Result<()> {
+        streamer::start(&Config { token: context.token, ..self.config }, host)
     }
 }
 
@@ -42,6 +42,6 @@ mod tests {
 
     #[test]
     fn every_setting_is_listed() {
-        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
+        assert_eq!(server::settings::unlisted_variables(&server::command::<Arguments>()), [] as [String; 0]);
     }
 }

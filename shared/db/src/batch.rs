@@ -1,5 +1,7 @@
-//! Calls that are carried out together: those that come while others are carried out wait, and are then one transaction. So a commit, and each of
-//! its statements, is for many where many call at once, and nobody waits where few do.
+//! Batches of calls that share one transaction.
+//!
+//! A [`Batcher`] starts a batch with the first call. Calls that arrive meanwhile wait, and form the next batch. Under
+//! load, one commit and its statements serve many calls. Without load, a call does not wait.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,166 +13,172 @@ use sea_orm::DbErr;
 use tokio::sync::oneshot;
 use tokio_util::task::TaskTracker;
 
-/// For how long others wait for those that are carried out before they are carried out beside them: one transaction at a time is the fastest, and
-/// one that waits for somebody's lock shall not hold up everybody.
-const PATIENCE: Duration = Duration::from_millis(50);
+/// Time after which a batch counts as slow, and the next batch starts beside it. One batch at a time is the fastest, but
+/// a batch that waits for a lock must not block the others.
+const SLOW_AFTER: Duration = Duration::from_millis(50);
 
-/// How many times calls are carried out at the same time at most.
-const AT_A_TIME: usize = 8;
+/// Maximum number of batches that run at the same time.
+const MAX_CONCURRENT_BATCHES: usize = 8;
 
-type CarriedOut = Pin<Box<dyn Future<Output = ()> + Send>>;
-type CarryOut<C, A> = dyn Fn(Vec<BatchedCall<C, A>>) -> CarriedOut + Send + Sync;
+type BatchFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
+type RunBatch<C, R> = dyn Fn(Vec<BatchedCall<C, R>>) -> BatchFuture + Send + Sync;
 
-/// A call, and where its answer goes.
-pub type BatchedCall<C, A> = (C, oneshot::Sender<A>);
+/// A call, and the channel for its reply.
+pub type BatchedCall<C, R> = (C, oneshot::Sender<R>);
 
-/// Where answers go, in the order of the calls.
-pub type ReplySenders<A> = Vec<oneshot::Sender<A>>;
+/// Channels for the replies, in the order of the calls.
+pub type ReplySenders<R> = Vec<oneshot::Sender<R>>;
 
-/// Calls by what `key` says of them, by which they are sorted; those of one key are in the order in which they came.
-pub fn group_calls<K: Ord, C, A>(
-    calls: Vec<BatchedCall<C, A>>,
+/// Groups calls by `key`. The groups are sorted by key. The calls of a group keep their order.
+pub fn group_calls<K: Ord, C, R>(
+    calls: Vec<BatchedCall<C, R>>,
     key: impl Fn(&C) -> K,
-) -> Vec<(Vec<C>, ReplySenders<A>)> {
-    let mut groups = BTreeMap::<K, (Vec<C>, ReplySenders<A>)>::new();
-    for (call, answer) in calls {
-        let (group, answers) = groups.entry(key(&call)).or_default();
+) -> Vec<(Vec<C>, ReplySenders<R>)> {
+    let mut groups = BTreeMap::<K, (Vec<C>, ReplySenders<R>)>::new();
+    for (call, reply) in calls {
+        let (group, replies) = groups.entry(key(&call)).or_default();
         group.push(call);
-        answers.push(answer);
+        replies.push(reply);
     }
     groups.into_values().collect()
 }
 
-/// Where calls are handed in. As many wait as callers do: each is kept as long as somebody waits for its answer. Cheap to clone; clones share it.
-pub struct Batcher<C, A>(Arc<Inner<C, A>>);
+/// Runs calls in batches. Cheap to clone; all clones share one queue.
+///
+/// The queue is unbounded. It keeps a call only while its caller waits for the reply.
+pub struct Batcher<C, R>(Arc<Inner<C, R>>);
 
-struct Inner<C, A> {
-    most: usize,
-    patience: Duration,
-    carry_out: Box<CarryOut<C, A>>,
+struct Inner<C, R> {
+    max_calls: usize,
+    slow_after: Duration,
+    run_batch: Box<RunBatch<C, R>>,
     tasks: TaskTracker,
-    state: Mutex<State<C, A>>,
+    state: Mutex<State<C, R>>,
 }
 
-struct State<C, A> {
-    waiting: Vec<BatchedCall<C, A>>,
-    under_way: usize,
-    /// How many of those take longer than others wait for.
+struct State<C, R> {
+    waiting: Vec<BatchedCall<C, R>>,
+    /// Number of running batches.
+    running: usize,
+    /// Number of running batches that take longer than `slow_after`.
     slow: usize,
 }
 
-impl<C, A> State<C, A> {
-    /// Whether another one is to be under way. It counts already.
-    fn begins(&mut self) -> bool {
-        let begins = self.under_way == self.slow && self.under_way < AT_A_TIME && !self.waiting.is_empty();
-        self.under_way += usize::from(begins);
-        begins
+impl<C, R> State<C, R> {
+    /// Whether another batch must start. If so, `running` counts it already.
+    fn should_start(&mut self) -> bool {
+        let should_start =
+            self.running == self.slow && self.running < MAX_CONCURRENT_BATCHES && !self.waiting.is_empty();
+        self.running += usize::from(should_start);
+        should_start
     }
 }
 
-/// A call was not carried out to its end: that panicked, and has said how. It is told to all that were carried out together.
+/// The batch of a call panicked, or ended without a reply to the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("what was asked for was not carried out to its end")]
+#[error("cannot complete the call: its batch ended without a reply")]
 pub struct BatchLost;
 
-/// As what the database fails with: it is safe to repeat.
+/// Callers handle a lost batch like an error of the database. The call may be repeated.
 impl From<BatchLost> for DbErr {
-    fn from(broken: BatchLost) -> Self {
-        Self::Custom(broken.to_string())
+    fn from(lost: BatchLost) -> Self {
+        Self::Custom(lost.to_string())
     }
 }
 
-impl<C, A> Clone for Batcher<C, A> {
+impl<C, R> Clone for Batcher<C, R> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-impl<C, A> fmt::Debug for Batcher<C, A> {
+impl<C, R> fmt::Debug for Batcher<C, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Batcher").field("most", &self.0.most).finish_non_exhaustive()
+        f.debug_struct("Batcher").field("max_calls", &self.0.max_calls).finish_non_exhaustive()
     }
 }
 
-impl<C: Send + 'static, A: Send + 'static> Batcher<C, A> {
-    /// Has calls carried out by `carry_out`, at most so many at once, in tasks among `tasks`. It answers each of them as soon as it can.
+impl<C: Send + 'static, R: Send + 'static> Batcher<C, R> {
+    /// Creates a batcher that passes at most `max_calls` calls at once to `run_batch`, in tasks of `tasks`. `run_batch`
+    /// must send a reply to each call.
     pub fn new<F>(
-        most: usize,
+        max_calls: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
+        run_batch: impl Fn(Vec<BatchedCall<C, R>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        Self::with_patience(PATIENCE, most, tasks, carry_out)
+        Self::with_slow_after(SLOW_AFTER, max_calls, tasks, run_batch)
     }
 
-    fn with_patience<F>(
-        patience: Duration,
-        most: usize,
+    fn with_slow_after<F>(
+        slow_after: Duration,
+        max_calls: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
+        run_batch: impl Fn(Vec<BatchedCall<C, R>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let carry_out = Box::new(move |calls| Box::pin(carry_out(calls)) as CarriedOut);
-        let state = Mutex::new(State { waiting: Vec::new(), under_way: 0, slow: 0 });
-        Self(Arc::new(Inner { most, patience, carry_out, tasks, state }))
+        let run_batch = Box::new(move |calls| Box::pin(run_batch(calls)) as BatchFuture);
+        let state = Mutex::new(State { waiting: Vec::new(), running: 0, slow: 0 });
+        Self(Arc::new(Inner { max_calls, slow_after, run_batch, tasks, state }))
     }
 
-    /// Has it carried out with others, and answers what became of it. What is under way is carried out whatever becomes of whoever asked; who has
-    /// given up before asks again if he still wants it.
-    pub async fn call(&self, call: C) -> Result<A, BatchLost> {
-        let (answer, answered) = oneshot::channel();
-        self.change(|state| state.waiting.push((call, answer)));
-        answered.await.map_err(|_| BatchLost)
+    /// Runs `call` in a batch, and returns its reply. A call of a started batch runs even if its caller is dropped. A
+    /// call whose caller is dropped earlier is discarded.
+    pub async fn call(&self, call: C) -> Result<R, BatchLost> {
+        let (sender, reply) = oneshot::channel();
+        self.update(|state| state.waiting.push((call, sender)));
+        reply.await.map_err(|_| BatchLost)
     }
 
-    /// Changes what is under way and what waits, and begins to carry that out where it is time.
-    fn change(&self, change: impl FnOnce(&mut State<C, A>)) {
-        let begins = {
+    /// Changes the state, and starts to run batches if necessary.
+    fn update(&self, change: impl FnOnce(&mut State<C, R>)) {
+        let should_start = {
             let mut state = self.0.state();
             change(&mut state);
-            state.begins()
+            state.should_start()
         };
-        if begins {
-            self.0.tasks.spawn(self.clone().carry_out());
+        if should_start {
+            self.0.tasks.spawn(self.clone().run_batches());
         }
     }
 
-    /// Carries out what waits, until nothing does.
-    async fn carry_out(self) {
-        while let Some(calls) = self.0.take() {
+    /// Runs batches until no call waits.
+    async fn run_batches(self) {
+        while let Some(calls) = self.0.take_batch() {
             let inner = self.0.clone();
-            // A task of its own, so that others are carried out when it panics.
-            let mut carried_out = self.0.tasks.spawn(async move { (inner.carry_out)(calls).await });
-            if tokio::time::timeout(self.0.patience, &mut carried_out).await.is_err() {
-                self.change(|state| state.slow += 1);
-                // Whoever asked hears by himself when it panics.
-                carried_out.await.ok();
+            // A panic ends only the separate task of its batch.
+            let mut batch = self.0.tasks.spawn(async move { (inner.run_batch)(calls).await });
+            if tokio::time::timeout(self.0.slow_after, &mut batch).await.is_err() {
+                self.update(|state| state.slow += 1);
+                // After a panic, the callers receive `BatchLost` from their channels.
+                batch.await.ok();
                 self.0.state().slow -= 1;
             }
         }
     }
 }
 
-impl<C, A> Inner<C, A> {
-    /// Calls that wait, the first first. `None`: none does, or another one takes them, and one less is under way.
-    fn take(&self) -> Option<Vec<BatchedCall<C, A>>> {
+impl<C, R> Inner<C, R> {
+    /// Takes the calls of the next batch, the oldest first. `None`: no call waits, or another task runs the batches. The
+    /// caller then must stop, and `running` does not count it any more.
+    fn take_batch(&self) -> Option<Vec<BatchedCall<C, R>>> {
         let mut state = self.state();
-        state.waiting.retain(|(_, answer)| !answer.is_closed());
-        let count = state.waiting.len().min(self.most);
-        // Besides this one, and those that are slow.
-        let others = state.under_way - state.slow - 1;
+        state.waiting.retain(|(_, reply)| !reply.is_closed());
+        let count = state.waiting.len().min(self.max_calls);
+        // Other running batches that are not slow.
+        let others = state.running - state.slow - 1;
         if count == 0 || others > 0 {
-            state.under_way -= 1;
+            state.running -= 1;
             return None;
         }
         Some(state.waiting.drain(..count).collect())
     }
 
-    fn state(&self) -> MutexGuard<'_, State<C, A>> {
+    fn state(&self) -> MutexGuard<'_, State<C, R>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -181,25 +189,25 @@ mod tests {
 
     use super::*;
 
-    /// How many calls went together.
+    /// Number of calls of each batch.
     type Sizes = Arc<Mutex<Vec<usize>>>;
 
-    /// Doubles, as the gate lets it. 13 breaks.
-    fn doubling(patience: Duration) -> (Batcher<u32, u32>, Arc<Semaphore>, Sizes) {
+    /// A batcher that doubles numbers. Each batch takes a permit of the gate. The call 13 panics.
+    fn doubling(slow_after: Duration) -> (Batcher<u32, u32>, Arc<Semaphore>, Sizes) {
         let (gate, sizes) = (Arc::new(Semaphore::new(0)), Arc::new(Mutex::new(Vec::new())));
         let (at_gate, seen) = (gate.clone(), sizes.clone());
-        let batcher = Batcher::with_patience(
-            patience,
+        let batcher = Batcher::with_slow_after(
+            slow_after,
             5,
             TaskTracker::new(),
             move |calls: Vec<BatchedCall<u32, u32>>| {
                 let (gate, sizes) = (at_gate.clone(), seen.clone());
                 async move {
-                    sizes.lock().expect("nobody panics").push(calls.len());
-                    gate.acquire().await.expect("it is open").forget();
-                    for (n, answer) in calls {
-                        assert_ne!(n, 13, "this one breaks");
-                        answer.send(n * 2).ok();
+                    sizes.lock().expect("the lock is not poisoned").push(calls.len());
+                    gate.acquire().await.expect("the gate is open").forget();
+                    for (n, reply) in calls {
+                        assert_ne!(n, 13, "a batch with 13 panics");
+                        reply.send(n * 2).ok();
                     }
                 }
             },
@@ -207,65 +215,69 @@ mod tests {
         (batcher, gate, sizes)
     }
 
-    async fn under_way(sizes: &Mutex<Vec<usize>>, count: usize) {
-        while sizes.lock().expect("nobody panics").len() < count {
+    async fn wait_for_batches(sizes: &Mutex<Vec<usize>>, count: usize) {
+        while sizes.lock().expect("the lock is not poisoned").len() < count {
             tokio::task::yield_now().await;
         }
     }
 
     #[tokio::test]
-    async fn who_comes_meanwhile_goes_together() {
+    async fn calls_during_a_batch_share_the_next() {
         let (batcher, gate, sizes) = doubling(Duration::from_secs(3600));
         let spawned = TaskTracker::new();
         let call = |n| {
             let batcher = batcher.clone();
             spawned.spawn(async move { batcher.call(n).await })
         };
-        let mut asked = vec![call(0)];
-        under_way(&sizes, 1).await;
-        // One is under way. Of those who come now one gives up.
-        let gives_up = call(100);
-        asked.extend((1..8).map(call));
+        let mut callers = vec![call(0)];
+        wait_for_batches(&sizes, 1).await;
+        // One batch is running. One of the next callers is dropped.
+        let dropped = call(100);
+        callers.extend((1..8).map(call));
         while batcher.0.state().waiting.len() < 8 {
             tokio::task::yield_now().await;
         }
-        gives_up.abort();
-        assert!(gives_up.await.expect_err("it was aborted").is_cancelled());
+        dropped.abort();
+        assert!(dropped.await.expect_err("the caller was aborted").is_cancelled());
         gate.add_permits(100);
-        for (n, asked) in (0..).zip(asked) {
-            assert_eq!(asked.await.expect("it is answered"), Ok(n * 2));
+        for (n, caller) in (0..).zip(callers) {
+            assert_eq!(caller.await.expect("the caller does not panic"), Ok(n * 2));
         }
-        assert_eq!(*sizes.lock().expect("nobody panics"), [1, 5, 2]);
+        assert_eq!(*sizes.lock().expect("the lock is not poisoned"), [1, 5, 2]);
 
         assert_eq!(batcher.call(13).await, Err(BatchLost));
-        assert_eq!(batcher.call(14).await, Ok(28), "others are not concerned");
+        assert_eq!(batcher.call(14).await, Ok(28), "the next batch is unaffected");
     }
 
     #[tokio::test]
-    async fn nobody_waits_for_what_takes_long() {
+    async fn slow_batch_does_not_block_others() {
         let (batcher, gate, sizes) = doubling(Duration::ZERO);
         let spawned = TaskTracker::new();
         let call = |n| {
             let batcher = batcher.clone();
             spawned.spawn(async move { batcher.call(n).await })
         };
-        let mut asked = Vec::new();
-        for n in 0..AT_A_TIME {
-            asked.push(call(u32::try_from(n).expect("few")));
-            under_way(&sizes, n + 1).await;
+        let mut callers = Vec::new();
+        for n in 0..MAX_CONCURRENT_BATCHES {
+            callers.push(call(u32::try_from(n).expect("few")));
+            wait_for_batches(&sizes, n + 1).await;
         }
-        asked.push(call(8));
-        asked.push(call(9));
+        callers.push(call(8));
+        callers.push(call(9));
         while batcher.0.state().waiting.len() < 2 {
             tokio::task::yield_now().await;
         }
         gate.add_permits(100);
-        for (n, asked) in (0..).zip(asked) {
-            assert_eq!(asked.await.expect("it is answered"), Ok(n * 2));
+        for (n, caller) in (0..).zip(callers) {
+            assert_eq!(caller.await.expect("the caller does not panic"), Ok(n * 2));
         }
-        assert_eq!(sizes.lock().expect("nobody panics")[AT_A_TIME..], [2], "no more at a time");
-        // Whoever is slow no more goes where another is under way.
-        while batcher.0.state().under_way > 0 {
+        assert_eq!(
+            sizes.lock().expect("the lock is not poisoned")[MAX_CONCURRENT_BATCHES..],
+            [2],
+            "the number of concurrent batches is limited"
+        );
+        // A batch that is no longer slow ends if another one is running.
+        while batcher.0.state().running > 0 {
             tokio::task::yield_now().await;
         }
         assert_eq!(batcher.0.state().slow, 0);

@@ -1,12 +1,15 @@
-//! Migrations are commented SQL files that run alike on PostgreSQL and SQLite. A released one is never edited. A line that begins with
-//! `-- postgres: ` is a comment to SQLite, and run by PostgreSQL: what says how a table is stored, and not what is in it.
+//! Migrations of databases.
 //!
-//! Invariant: no service works on a schema that is not what its migrations make. The digest of each applied migration is kept beside it, and
-//! compared at each start. Of a database from before digests were kept the tables and columns are compared, with those that the same SQL makes
-//! in a SQLite of its own; one that has them all is adopted.
+//! A migration is a commented SQL file that runs on PostgreSQL and on SQLite. A released migration is never edited. A line
+//! that begins with `-- postgres: ` is a comment for SQLite and a statement for PostgreSQL. Such a line may only say how a
+//! table is stored.
 //!
-//! Invariant: one process migrates at a time. PostgreSQL: an advisory lock held by a transaction of its own. SQLite: a lock
-//! file beside the database, taken before the first connection, for turning a fresh file to WAL from two processes fails as well.
+//! Invariant: a service never uses a schema other than that of its migrations. The database keeps the digest of each
+//! applied migration, and each start compares the digests. If a database has no digests, its tables and columns are
+//! compared with those that the migrations create in a scratch SQLite database. If they are equal, the digests are added.
+//!
+//! Invariant: one process migrates at a time. On PostgreSQL, a separate transaction holds an advisory lock. On SQLite, the
+//! process locks a lock file before its first connection. Two processes cannot switch a new file to WAL at the same time.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,31 +26,34 @@ use sea_orm_migration::{MigrationName, MigrationTrait, MigratorTrait, SchemaMana
 use crate::ConnectError;
 use crate::settings::sqlite_path;
 
-/// Any number will do that nobody else locks in the same database.
+/// Key of the advisory lock. Any number works that no other program locks in the same database.
 const ADVISORY_LOCK: i64 = 0x6761_6e74_7279;
 
-/// One migration: a name that sorts after those before it, and its SQL.
+/// A migration: its name and its SQL.
 #[derive(Debug, Clone, Copy)]
 pub struct SqlMigration {
-    /// Such as `0001_workers`.
+    /// Name, for example `0001_workers`. It sorts after the names of earlier migrations.
     pub name: &'static str,
-    /// Statements for both databases.
+    /// Statements for PostgreSQL and SQLite.
     pub sql: &'static str,
 }
 
-/// A schema.
+/// The migrations of one service.
 pub trait Migrations: 'static {
-    /// What makes it, the oldest first.
+    /// All migrations, the oldest first.
     const ALL: &'static [SqlMigration];
 
-    /// Whether PostgreSQL shall look rows up by indexes, one after the other, wherever it can, even where it believes a table to be small. It
-    /// plans a statement for what a table was when it was looked at last; one that grows by thousands of rows a second is another by then,
-    /// and would be read as a whole to find one. For schemas whose statements name rows by what is indexed, and few at a time. Plans are then
-    /// made without looking at values: what the condition of a partial index says, a statement must say in the same words, not by a parameter.
+    /// Whether PostgreSQL must use indexes wherever it can, even for tables that it considers small.
+    ///
+    /// PostgreSQL plans a statement for the size that a table had when it was last analyzed. If the table grows by
+    /// thousands of rows per second, such a plan scans the whole table to find one row.
+    ///
+    /// This suits schemas whose statements select few rows by indexed columns. Plans are then made without the values of
+    /// parameters. A statement must therefore repeat the condition of a partial index literally, not through a parameter.
     const BY_INDEX: bool = false;
 }
 
-/// What the library wants of us to apply migrations.
+/// Adapter to the migration library.
 struct Migrator<M>(PhantomData<fn() -> M>);
 
 impl<M: Migrations> MigratorTrait for Migrator<M> {
@@ -56,16 +62,16 @@ impl<M: Migrations> MigratorTrait for Migrator<M> {
     }
 }
 
-/// Where the digests of applied migrations are.
-const DIGESTS: &str =
+/// Statement that creates the table with the digests of applied migrations.
+const CREATE_DIGESTS: &str =
     "CREATE TABLE IF NOT EXISTS migration_digests (name TEXT PRIMARY KEY, blake3 TEXT NOT NULL)";
 
-/// Of the SQL of a migration.
+/// Returns the BLAKE3 digest of a migration's SQL, in hexadecimal.
 fn digest(sql: &str) -> String {
     blake3::hash(sql.as_bytes()).to_hex().to_string()
 }
 
-async fn keep_digest(connection: &impl ConnectionTrait, name: &str, digest: &str) -> Result<(), DbErr> {
+async fn insert_digest(connection: &impl ConnectionTrait, name: &str, digest: &str) -> Result<(), DbErr> {
     let insert = "INSERT INTO migration_digests (name, blake3) VALUES ($1, $2)";
     let values = [name.into(), digest.into()];
     let insert = Statement::from_sql_and_values(connection.get_database_backend(), insert, values);
@@ -87,8 +93,8 @@ impl MigrationTrait for SqlMigration {
             _ => Cow::Borrowed(self.sql),
         };
         connection.execute_unprepared(&sql).await?;
-        connection.execute_unprepared(DIGESTS).await?;
-        keep_digest(connection, self.name, &digest(self.sql)).await
+        connection.execute_unprepared(CREATE_DIGESTS).await?;
+        insert_digest(connection, self.name, &digest(self.sql)).await
     }
 
     fn use_transaction(&self) -> Option<bool> {
@@ -96,7 +102,7 @@ impl MigrationTrait for SqlMigration {
     }
 }
 
-/// Locks the file beside a SQLite database, until the answer is dropped. `None` for PostgreSQL.
+/// Locks the lock file of a SQLite database until the returned file is dropped. Returns `None` for PostgreSQL.
 pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
     if url.starts_with("postgres:") || url.starts_with("postgresql:") {
         return Ok(None);
@@ -109,7 +115,7 @@ pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
     let locked = tokio::task::spawn_blocking(move || {
         let file = private_file(&path)?;
         file.lock()?;
-        // SQLite gives the files beside it the same mode.
+        // SQLite creates the -wal and -shm files with the mode of the database.
         private_file(&database)?;
         Ok(file)
     })
@@ -119,7 +125,7 @@ pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
     locked.map(Some).map_err(|source| ConnectError::Lock { path: name, source })
 }
 
-/// Opens a file that only its owner reads, whatever the umask and whatever it was before.
+/// Opens or creates a file, and restricts its mode to 0600.
 fn private_file(path: &Path) -> std::io::Result<File> {
     use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
     let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(path)?;
@@ -129,7 +135,7 @@ fn private_file(path: &Path) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// Brings the database to the schema of `M`, one process at a time.
+/// Migrates the database to the schema of `M`. One process migrates at a time.
 pub(crate) async fn up<M: Migrations>(
     connection: &DatabaseConnection,
     place: &str,
@@ -144,75 +150,76 @@ pub(crate) async fn up<M: Migrations>(
 }
 
 async fn migrate<M: Migrations>(connection: &DatabaseConnection, place: &str) -> Result<(), ConnectError> {
-    let applied = applied(connection).await?;
-    refuse_newer::<M>(&applied)?;
-    let unknown = refuse_other::<M>(connection, place, &applied).await?;
-    if !unknown.is_empty() {
-        connection.execute_unprepared(DIGESTS).await?;
-        for migration in unknown {
-            keep_digest(connection, migration.name, &digest(migration.sql)).await?;
+    let applied = applied_migrations(connection).await?;
+    reject_newer_schema::<M>(&applied)?;
+    let without_digest = reject_other_schema::<M>(connection, place, &applied).await?;
+    if !without_digest.is_empty() {
+        connection.execute_unprepared(CREATE_DIGESTS).await?;
+        for migration in without_digest {
+            insert_digest(connection, migration.name, &digest(migration.sql)).await?;
         }
     }
     Ok(Migrator::<M>::up(connection, None).await?)
 }
 
-/// Refuses a database that has another schema than that of `M`.
+/// Checks that the database has the schema of `M`.
 pub(crate) async fn check<M: Migrations>(
     connection: &DatabaseConnection,
     place: &str,
 ) -> Result<(), ConnectError> {
-    let applied = applied(connection).await?;
-    refuse_newer::<M>(&applied)?;
-    refuse_other::<M>(connection, place, &applied).await?;
-    let missing: Vec<_> = known::<M>().into_iter().filter(|name| !applied.contains(name)).collect();
-    if missing.is_empty() { Ok(()) } else { Err(ConnectError::Older { missing }) }
+    let applied = applied_migrations(connection).await?;
+    reject_newer_schema::<M>(&applied)?;
+    reject_other_schema::<M>(connection, place, &applied).await?;
+    let missing: Vec<_> = known_names::<M>().into_iter().filter(|name| !applied.contains(name)).collect();
+    if missing.is_empty() { Ok(()) } else { Err(ConnectError::SchemaTooOld { missing }) }
 }
 
-fn refuse_newer<M: Migrations>(applied: &[String]) -> Result<(), ConnectError> {
-    let known = known::<M>();
+fn reject_newer_schema<M: Migrations>(applied: &[String]) -> Result<(), ConnectError> {
+    let known = known_names::<M>();
     let unknown: Vec<_> = applied.iter().filter(|name| !known.contains(name)).cloned().collect();
-    if unknown.is_empty() { Ok(()) } else { Err(ConnectError::Newer { unknown }) }
+    if unknown.is_empty() { Ok(()) } else { Err(ConnectError::SchemaTooNew { unknown }) }
 }
 
-fn known<M: Migrations>() -> Vec<String> {
+fn known_names<M: Migrations>() -> Vec<String> {
     M::ALL.iter().map(|migration| migration.name.to_owned()).collect()
 }
 
-/// Refuses a database whose schema is not what the migrations that were applied make now. Answers those of which no digest was kept.
-async fn refuse_other<M: Migrations>(
+/// Checks that the applied migrations are equal to those of this program. Returns the applied migrations without a
+/// stored digest.
+async fn reject_other_schema<M: Migrations>(
     connection: &DatabaseConnection,
     place: &str,
     applied: &[String],
 ) -> Result<Vec<SqlMigration>, ConnectError> {
     let other = |what: String| Err(ConnectError::OtherSchema { place: place.to_owned(), what });
-    let kept = digests(connection).await?;
+    let stored = digests(connection).await?;
     let applied: Vec<_> =
         M::ALL.iter().filter(|migration| applied.iter().any(|name| name == migration.name)).collect();
-    let mut unknown = Vec::new();
+    let mut without_digest = Vec::new();
     for migration in &applied {
-        match kept.get(migration.name) {
-            Some(kept) if *kept == digest(migration.sql) => {}
-            Some(_) => return other(format!("{} was another one then", migration.name)),
-            None => unknown.push(**migration),
+        match stored.get(migration.name) {
+            Some(stored) if *stored == digest(migration.sql) => {}
+            Some(_) => return other(format!("the migration {} differs", migration.name)),
+            None => without_digest.push(**migration),
         }
     }
-    if unknown.is_empty() {
-        return Ok(unknown);
+    if without_digest.is_empty() {
+        return Ok(without_digest);
     }
-    let (there, made) = (columns(connection).await?, columns(&scratch(&applied).await?).await?);
-    for (table, made) in made {
-        let Some(there) = there.get(&table) else { return other(format!("it has no table {table}")) };
-        if let Some(column) = made.difference(there).next() {
+    let (actual, expected) = (columns(connection).await?, columns(&scratch_database(&applied).await?).await?);
+    for (table, expected) in expected {
+        let Some(actual) = actual.get(&table) else { return other(format!("there is no table {table}")) };
+        if let Some(column) = expected.difference(actual).next() {
             return other(format!("the table {table} has no column {column}"));
         }
-        if let Some(column) = there.difference(&made).next() {
+        if let Some(column) = actual.difference(&expected).next() {
             return other(format!("the table {table} has a column {column}"));
         }
     }
-    Ok(unknown)
+    Ok(without_digest)
 }
 
-/// The digest that was kept of each applied migration.
+/// Returns the stored digests, by the names of migrations.
 async fn digests(connection: &DatabaseConnection) -> Result<BTreeMap<String, String>, DbErr> {
     if !columns(connection).await?.contains_key("migration_digests") {
         return Ok(BTreeMap::new());
@@ -225,7 +232,7 @@ async fn digests(connection: &DatabaseConnection) -> Result<BTreeMap<String, Str
     rows.iter().map(|row| Ok((row.try_get("", "name")?, row.try_get("", "blake3")?))).collect()
 }
 
-/// The tables, each with its columns.
+/// Returns the columns of each table.
 async fn columns(connection: &DatabaseConnection) -> Result<BTreeMap<String, BTreeSet<String>>, DbErr> {
     let backend = connection.get_database_backend();
     let all = match backend {
@@ -245,10 +252,10 @@ async fn columns(connection: &DatabaseConnection) -> Result<BTreeMap<String, BTr
     Ok(columns)
 }
 
-/// A database in memory that has what these migrations make.
-async fn scratch(migrations: &[&SqlMigration]) -> Result<DatabaseConnection, DbErr> {
+/// Creates a SQLite database in memory, and applies `migrations` to it.
+async fn scratch_database(migrations: &[&SqlMigration]) -> Result<DatabaseConnection, DbErr> {
     let mut options = ConnectOptions::new("sqlite::memory:");
-    // Each connection would have a database of its own.
+    // Each connection has a separate database, so there must be only one.
     options.sqlx_logging(false).max_connections(1).min_connections(1);
     let scratch = sea_orm::Database::connect(options).await?;
     for migration in migrations {
@@ -257,36 +264,37 @@ async fn scratch(migrations: &[&SqlMigration]) -> Result<DatabaseConnection, DbE
     Ok(scratch)
 }
 
-/// The migrations that were applied to this database. Changes nothing.
-async fn applied(connection: &DatabaseConnection) -> Result<Vec<String>, DbErr> {
+/// Returns the names of the migrations that were applied to this database.
+async fn applied_migrations(connection: &DatabaseConnection) -> Result<Vec<String>, DbErr> {
     let backend = connection.get_database_backend();
-    let is_there = match backend {
+    let table_exists = match backend {
         DbBackend::Postgres => "SELECT 1 AS one WHERE to_regclass('seaql_migrations') IS NOT NULL",
         _ => "SELECT 1 AS one FROM sqlite_master WHERE name = 'seaql_migrations'",
     };
-    if connection.query_one_raw(Statement::from_string(backend, is_there)).await?.is_none() {
+    if connection.query_one_raw(Statement::from_string(backend, table_exists)).await?.is_none() {
         return Ok(Vec::new());
     }
     let all = Statement::from_string(backend, "SELECT version FROM seaql_migrations ORDER BY version");
     connection.query_all_raw(all).await?.iter().map(|row| row.try_get("", "version")).collect()
 }
 
-/// Makes sure that a schema is there. Only where it is missing is the right to make one needed.
-pub(crate) async fn make_schema(
+/// Creates a schema of PostgreSQL if it is missing and `may_create` is set. An existing schema needs no permission to
+/// create one.
+pub(crate) async fn create_schema(
     connection: &DatabaseConnection,
     schema: &str,
-    may_make: bool,
+    may_create: bool,
 ) -> Result<(), ConnectError> {
     let backend = connection.get_database_backend();
     if backend != DbBackend::Postgres {
-        return Err(ConnectError::NoSchemas);
+        return Err(ConnectError::SchemaUnsupported);
     }
-    let named = Statement::from_sql_and_values(
+    let find = Statement::from_sql_and_values(
         backend,
         "SELECT 1 AS one FROM pg_namespace WHERE nspname = $1",
         [schema.into()],
     );
-    if may_make && connection.query_one_raw(named).await?.is_none() {
+    if may_create && connection.query_one_raw(find).await?.is_none() {
         let lock = connection.begin().await?;
         lock.execute_unprepared(&format!("SELECT pg_advisory_xact_lock({ADVISORY_LOCK})")).await?;
         lock.execute_unprepared(&format!("CREATE SCHEMA IF NOT EXISTS {schema}")).await?;

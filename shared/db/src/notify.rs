@@ -1,7 +1,7 @@
 //! Notifications between replicas that share a PostgreSQL database (`LISTEN` and `NOTIFY`).
 //!
 //! A replica sends a notification after it has committed a change. A notification can be lost, so every receiver also
-//! polls the database. [`Database::notify`] uses a statement of its own, because a `NOTIFY` within the transaction
+//! polls the database. [`Database::notify`] uses a separate statement, because a `NOTIFY` within the transaction
 //! would serialize all commits. SQLite has no replicas and sends nothing.
 
 use sea_orm::sqlx::postgres::PgListener;
@@ -33,7 +33,7 @@ impl Database {
         }
         let pool = self.read().get_postgres_connection_pool();
         let options = pool.connect_options();
-        // The listener needs a connection of its own: the pool would never get one of its connections back.
+        // The listener needs a separate connection: the pool would never get one of its connections back.
         let pool = sea_orm::sqlx::postgres::PgPoolOptions::new()
             .max_connections(1)
             .connect_lazy_with((*options).clone());

@@ -1,18 +1,20 @@
-//! Many rows as one value, so that a statement is the same however many they are, and is parsed and planned once.
+//! Many rows as one parameter of a statement.
 //!
-//! The value is a JSON text, which both databases read as a table. PostgreSQL is given it through a query of its own, so that it does not count
-//! the rows when it plans: it would read a whole table rather than look for some thousand rows by an index.
+//! The text of such a statement does not depend on the number of rows, so the database parses and plans it once. The
+//! parameter is a JSON text, which PostgreSQL and SQLite read as a table. PostgreSQL receives it through a subquery, so
+//! that it cannot count the rows while planning. For some thousand rows it would otherwise scan a whole table instead of
+//! using an index.
 
 use sea_orm::{DbBackend, DbErr, Value};
 use serde::Serialize;
 use uuid::Uuid;
 
-/// What a column of such rows holds, and as what its field is serialized.
+/// The type of a column, and the serialization of its field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Column {
-    /// `Uuid`, by its own serialization.
+    /// A [`Uuid`], with its default serialization.
     Uuid,
-    /// Any integer of up to 64 bits with a sign.
+    /// A signed integer of at most 64 bits.
     Integer,
     /// Text.
     Text,
@@ -22,11 +24,11 @@ pub enum Column {
     Boolean,
 }
 
-/// A query that answers, under these names, the rows that [`value`] made the value `$n`.
+/// Returns a query for the rows in the parameter `$n`, which [`value`] makes. `columns` names the columns.
 #[must_use]
 pub fn query(backend: DbBackend, n: usize, columns: &[(&str, Column)]) -> String {
-    let list = |one: &dyn Fn(&str, Column) -> String| {
-        columns.iter().map(|(name, column)| one(name, *column)).collect::<Vec<_>>().join(", ")
+    let list = |format: &dyn Fn(&str, Column) -> String| {
+        columns.iter().map(|(name, column)| format(name, *column)).collect::<Vec<_>>().join(", ")
     };
     match backend {
         DbBackend::Postgres => {
@@ -35,13 +37,13 @@ pub fn query(backend: DbBackend, n: usize, columns: &[(&str, Column)]) -> String
                 _ => name.to_owned(),
             });
             let types = list(&|name, column| {
-                let of = match column {
+                let sql_type = match column {
                     Column::Uuid => "UUID",
                     Column::Integer => "BIGINT",
                     Column::Text | Column::Bytes => "TEXT",
                     Column::Boolean => "BOOLEAN",
                 };
-                format!("{name} {of}")
+                format!("{name} {sql_type}")
             });
             format!(
                 "SELECT {names} FROM json_to_recordset(CAST((SELECT CAST(${n} AS TEXT)) AS JSON)) AS given({types})"
@@ -58,14 +60,16 @@ pub fn query(backend: DbBackend, n: usize, columns: &[(&str, Column)]) -> String
     }
 }
 
-/// These rows, for [`query`]: each has a field for each column.
+/// Makes the parameter for [`query`] from `rows`. Each row must have a field for each column.
 pub fn value<R: Serialize>(rows: &[R]) -> Result<Value, DbErr> {
     let text = serde_json::to_string(rows).map_err(|error| DbErr::Type(error.to_string()))?;
     Ok(Value::from(text))
 }
 
-/// The condition that a column, before it, is one of the ids that [`ids`] made the value `$n`. As an array of its own in PostgreSQL: it would
-/// look through a table that it takes for small, as it was when the statement was planned, for rows of a query.
+/// Returns the condition that the column before it is among the ids in the parameter `$n`, which [`ids`] makes.
+///
+/// On PostgreSQL the ids become an array. With a subquery, PostgreSQL would scan a table that was small when it planned
+/// the statement.
 #[must_use]
 pub fn among(backend: DbBackend, n: usize) -> String {
     let ids = query(backend, n, &[("id", Column::Uuid)]);
@@ -75,7 +79,7 @@ pub fn among(backend: DbBackend, n: usize) -> String {
     }
 }
 
-/// These ids, for [`among`].
+/// Makes the parameter for [`among`] from `ids`.
 pub fn ids(ids: impl IntoIterator<Item = Uuid>) -> Result<Value, DbErr> {
     #[derive(Serialize)]
     struct Row {
@@ -84,7 +88,7 @@ pub fn ids(ids: impl IntoIterator<Item = Uuid>) -> Result<Value, DbErr> {
     value(&ids.into_iter().map(|id| Row { id }).collect::<Vec<_>>())
 }
 
-/// A lock of the rows that a query names, where there are locks.
+/// Returns the locking clause `lock` on PostgreSQL, and nothing on SQLite, which has no row locks.
 #[must_use]
 pub fn lock(backend: DbBackend, lock: &'static str) -> &'static str {
     match backend {

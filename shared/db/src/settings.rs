@@ -1,31 +1,32 @@
-//! Where a service's database is, and how it is used.
+//! Settings of a service's database.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where a database is, and how it is used.
+/// Location and use of a database.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// `postgres://…`, or `sqlite:///path`, made when it is missing.
+    /// URL: `postgres://…` or `sqlite:///path`. A missing SQLite file is created.
     pub url: String,
-    /// On PostgreSQL: the schema that everything is kept in, made when it is missing. `None`: as the server has it, `public` as a rule.
+    /// On PostgreSQL, the schema of all tables. A missing schema is created. `None` means the default of the server,
+    /// usually `public`.
     pub schema: Option<String>,
-    /// On PostgreSQL: how many connections at most.
+    /// On PostgreSQL, the maximum number of connections.
     pub connections: u32,
-    /// Whether a database of an older program is brought to the schema of this one.
+    /// Whether missing migrations are applied.
     pub migrate: bool,
-    /// Whether one that does not answer is waited for.
+    /// Whether opening waits while the database is unavailable.
     pub wait: bool,
 }
 
 impl<T: Into<String>> From<T> for Settings {
     fn from(url: T) -> Self {
-        Self { url: url.into(), schema: None, connections: CONNECTIONS, migrate: true, wait: false }
+        Self { url: url.into(), schema: None, connections: DEFAULT_CONNECTIONS, migrate: true, wait: false }
     }
 }
 
 impl Settings {
-    /// The database, for people, and without what opens it.
+    /// Returns the name of the database for messages, without credentials.
     #[must_use]
     pub fn place(&self) -> String {
         if let Some(file) = self.path() {
@@ -40,7 +41,7 @@ impl Settings {
 }
 
 impl Settings {
-    /// The file of a SQLite database.
+    /// Returns the file of a SQLite database.
     #[must_use]
     pub fn file(&self) -> Option<PathBuf> {
         self.path().map(PathBuf::from)
@@ -51,21 +52,21 @@ impl Settings {
     }
 }
 
-/// The address of a SQLite database.
+/// Returns the URL of the SQLite database at `path`.
 #[must_use]
 pub fn sqlite_url(path: &str) -> String {
-    // In an address these mean something.
+    // These characters have a meaning in URLs.
     format!("sqlite://{}", path.replace('%', "%25").replace('?', "%3F"))
 }
 
-/// The path in the address of a SQLite database.
+/// Returns the path in the URL of a SQLite database.
 pub(crate) fn sqlite_path(url: &str) -> Option<String> {
     let path = url.split('?').next().unwrap_or_default().strip_prefix("sqlite:")?;
-    Some(decoded(path.strip_prefix("//").unwrap_or(path)))
+    Some(percent_decode(path.strip_prefix("//").unwrap_or(path)))
 }
 
-/// Replaces `%` and two hex digits by the byte that they name, as the driver does. What is no UTF-8 then is refused by the driver.
-fn decoded(text: &str) -> String {
+/// Decodes percent encoding like the driver does. The driver rejects a result that is not UTF-8.
+fn percent_decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((first, after)) = rest.split_first() {
         let digits =
@@ -77,34 +78,35 @@ fn decoded(text: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-const CONNECTIONS: u32 = 16;
+/// Default of the maximum number of connections.
+const DEFAULT_CONNECTIONS: u32 = 16;
 
-/// How long the database is left alone when it did not answer.
-pub(crate) const PAUSE: Duration = Duration::from_secs(1);
+/// Pause between two attempts to open a database that is unavailable.
+pub(crate) const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Settings of a service that has a database.
+/// Command line settings of a service with a database.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Database")]
 pub struct DatabaseArgs {
-    /// Where the service keeps its rows: postgres://USER:PASSWORD@HOST/DATABASE, or sqlite:///PATH for a service that has no replica
+    /// URL of the database: postgres://USER:PASSWORD@HOST/DATABASE, or sqlite:///PATH for a service without replicas
     #[arg(long, env = "GANTRY_DATABASE_URL", value_name = "URL", hide_env_values = true, value_parser = url)]
     database_url: String,
-    /// PostgreSQL: the schema of its own that the service keeps its rows in, made when it is missing. Default: as the server has it
+    /// PostgreSQL: schema of the service's tables. A missing schema is created. Default: the default schema of the server
     #[arg(long, env = "GANTRY_DATABASE_SCHEMA", value_name = "NAME", value_parser = schema)]
     database_schema: Option<String>,
-    /// PostgreSQL: connections at most
+    /// PostgreSQL: maximum number of connections
     #[arg(
         long,
         env = "GANTRY_DATABASE_CONNECTIONS",
         value_name = "COUNT",
-        default_value_t = CONNECTIONS,
+        default_value_t = DEFAULT_CONNECTIONS,
         value_parser = clap::value_parser!(u32).range(3..=1000)
     )]
     database_connections: u32,
 }
 
 impl DatabaseArgs {
-    /// What they say.
+    /// Returns the database settings.
     #[must_use]
     pub fn settings(&self, migrate: bool, wait: bool) -> Settings {
         Settings {
@@ -116,10 +118,10 @@ impl DatabaseArgs {
         }
     }
 
-    /// Refuses what cannot be used together.
+    /// Checks that the settings can be used together.
     pub fn check(&self) -> Result<(), crate::ConnectError> {
         if self.database_schema.is_some() && self.database_url.starts_with("sqlite:") {
-            return Err(crate::ConnectError::NoSchemas);
+            return Err(crate::ConnectError::SchemaUnsupported);
         }
         Ok(())
     }
@@ -127,17 +129,19 @@ impl DatabaseArgs {
 
 fn url(text: &str) -> Result<String, String> {
     let known = ["postgres://", "postgresql://", "sqlite:"].iter().any(|scheme| text.starts_with(scheme));
-    if known { Ok(text.to_owned()) } else { Err("write postgres://… or sqlite:///path".to_owned()) }
+    if known { Ok(text.to_owned()) } else { Err("use postgres://… or sqlite:///path".to_owned()) }
 }
 
-/// Names that need no quotes, so that they are the same wherever an operator writes them.
+/// Parses the name of a schema. Only names that need no quotes are accepted, so that operators can write them alike
+/// everywhere.
 fn schema(text: &str) -> Result<String, String> {
-    let begins = text.starts_with(|c: char| c.is_ascii_lowercase() || c == '_');
-    let goes_on = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
-    if begins && goes_on && text.len() <= 63 && !text.starts_with("pg_") {
+    let valid_start = text.starts_with(|c: char| c.is_ascii_lowercase() || c == '_');
+    let valid = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+    if valid_start && valid && text.len() <= 63 && !text.starts_with("pg_") {
         Ok(text.to_owned())
     } else {
-        Err("write lower-case letters, digits and underscores, no digit in front and no pg_".to_owned())
+        Err("use at most 63 lower-case letters, digits and underscores; do not start with a digit or pg_"
+            .to_owned())
     }
 }
 
@@ -146,9 +150,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn path_of_sqlite_address_is_decoded() {
+    fn sqlite_url_is_percent_decoded() {
         for path in
-            ["/a b/c.db", "/a%41b/c.db", "/what?/c.db", r"/back\slash/c.db", "/100%/c.db", "/%zz/%", "/ä%2"]
+            ["/a b/c.db", "/a%41b/c.db", "/why?/c.db", r"/back\slash/c.db", "/100%/c.db", "/%zz/%", "/ä%2"]
         {
             let url = sqlite_url(path);
             assert_eq!(sqlite_path(&url).as_deref(), Some(path), "{url}");

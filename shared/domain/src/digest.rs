@@ -4,17 +4,17 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// BLAKE3 of some bytes: 32 bytes.
+/// A BLAKE3 digest of 32 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Digest(pub [u8; 32]);
 
-/// A digest has another length than 32 bytes.
+/// The length of a byte string that is not a digest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a digest has 32 bytes, not {0}")]
 pub struct DigestLength(pub usize);
 
 impl Digest {
-    /// Its bytes.
+    /// Returns the 32 bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0

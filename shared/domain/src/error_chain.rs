@@ -1,15 +1,15 @@
-//! Errors for people.
+//! Formatting of errors for logs and messages.
 
 use std::error::Error;
 
-/// An error with all its causes, in one line.
+/// Formats an error and all its causes in one line, with colons between them.
 #[must_use]
 pub fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
         let next = error.to_string();
-        // Some libraries say their cause themselves.
+        // The errors of some libraries already contain their cause.
         if !text.ends_with(&next) {
             text = format!("{text}: {next}");
         }

@@ -1,6 +1,6 @@
-//! Typed ids: a volume's handle cannot be passed where a worker is meant.
+//! Typed ids. A function that takes the id of a worker does not accept the handle of a volume.
 //!
-//! Ids are parsed once, where they enter, and never travel as `String` or `Uuid` again.
+//! An API handler parses an id once. All other code uses the typed id instead of a `String` or `Uuid`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,13 +8,13 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// The text is no UUID. Only its beginning is kept, for it may be of any length and is answered to whoever sent it.
+/// A text is not a UUID. The error holds at most the first 64 characters of the text, because it is returned to the caller.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a UUID")]
 pub struct ParseIdError(pub String);
 
-/// How many characters of what is no UUID are kept: more than any UUID has.
-const BEGINNING: usize = 64;
+/// Maximum number of characters in a [`ParseIdError`]. Every UUID is shorter.
+const MAX_ERROR_CHARS: usize = 64;
 
 macro_rules! typed_id {
     ($($(#[$doc:meta])* $name:ident,)+) => {$(
@@ -24,20 +24,20 @@ macro_rules! typed_id {
         pub struct $name(Uuid);
 
         impl $name {
-            /// A new id that sorts after those made earlier.
+            /// Creates an id that sorts after ids that were created earlier.
             #[must_use]
-            #[expect(clippy::new_without_default, reason = "each call makes another id")]
+            #[expect(clippy::new_without_default, reason = "each call creates a different id")]
             pub fn new() -> Self {
                 Self(Uuid::now_v7())
             }
 
-            /// The id with these 128 bits.
+            /// Returns the id with the 128 bits of `uuid`.
             #[must_use]
             pub const fn from_uuid(uuid: Uuid) -> Self {
                 Self(uuid)
             }
 
-            /// The 128 bits.
+            /// Returns the 128 bits.
             #[must_use]
             pub const fn uuid(self) -> Uuid {
                 self.0
@@ -54,54 +54,54 @@ macro_rules! typed_id {
             type Err = ParseIdError;
 
             fn from_str(text: &str) -> Result<Self, ParseIdError> {
-                Uuid::try_parse(text).map(Self).map_err(|_| ParseIdError(text.chars().take(BEGINNING).collect()))
+                Uuid::try_parse(text).map(Self).map_err(|_| ParseIdError(text.chars().take(MAX_ERROR_CHARS).collect()))
             }
         }
     )+};
 }
 
 typed_id! {
-    /// A worker that has registered with the scheduler.
+    /// Id of a worker that has registered with the scheduler.
     WorkerId,
-    /// A workload, chosen by its caller.
+    /// Id of a workload. The caller chooses it.
     WorkloadId,
-    /// One try at a workload; also the id of its process.
+    /// Id of an attempt, and of the process of that attempt.
     AttemptId,
-    /// The right to use one slot of one worker's incarnation.
+    /// Id of a lease.
     LeaseId,
-    /// An artifact.
+    /// Id of an artifact.
     ArtifactId,
-    /// A build, which owns artifacts.
+    /// Id of a build, which owns artifacts.
     BuildId,
-    /// A cache, which owns an artifact.
+    /// Id of a cache, which owns an artifact.
     CacheId,
-    /// The right to make a resource cache, chosen by who asks for it.
+    /// Id of a claim: the right to make a resource cache. The claimant chooses it.
     ClaimId,
-    /// A volume on one worker, minted by the artifact store.
+    /// Handle of a volume on one worker. The artifact store creates it.
     VolumeHandle,
-    /// A container on one worker, minted by the artifact store.
+    /// Handle of a container on one worker. The artifact store creates it.
     ContainerHandle,
-    /// One transfer of bytes.
+    /// Id of a transfer of bytes.
     TransferId,
-    /// One start of a gateway process.
+    /// Id of one start of a gateway process.
     GatewayInstance,
-    /// One life of what a worker holds, as the worker itself remembers it.
+    /// Id of an incarnation, as the worker stores it among its volumes.
     MarkerId,
-    /// One life of the artifact store's database.
+    /// Id of a store life: the life of one database of the artifact store.
     StoreLife,
 }
 
 impl WorkloadId {
-    /// The artifact that the output `name` becomes. The same for every attempt: only one is settled.
+    /// Returns the id of the artifact for the output `name`. All attempts share the id, because at most one is settled.
     #[must_use]
     pub fn output_artifact(self, name: &str) -> ArtifactId {
         ArtifactId(Uuid::new_v5(&self.0, name.as_bytes()))
     }
 
-    /// The artifact that what it leaves in a task cache becomes. The same for every attempt.
+    /// Returns the id of the artifact for the new version of the task cache `cache`. All attempts share the id.
     #[must_use]
     pub fn cache_artifact(self, cache: CacheId) -> ArtifactId {
-        // No output has a slash in its name.
+        // Names of outputs have no slash, so the two kinds of ids differ.
         self.output_artifact(&format!("cache/{cache}"))
     }
 }
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_sort_by_age_and_come_back_from_text() {
+    fn ids_sort_by_age_and_parse() {
         let (first, second) = (WorkerId::new(), WorkerId::new());
         assert!(first < second);
         assert_eq!(first.to_string().parse(), Ok(first));
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_has_one_artifact_however_often_it_is_tried() {
+    fn output_artifact_depends_on_name_only() {
         let workload = WorkloadId::new();
         assert_eq!(workload.output_artifact("a"), workload.output_artifact("a"));
         assert_ne!(workload.output_artifact("a"), workload.output_artifact("b"));

@@ -1,7 +1,6 @@
-//! The nouns of the suite and the rules that hold for them everywhere.
+//! Domain types of Gantry that all services share: ids, workloads, workers, digests and timestamps.
 //!
-//! What two services must agree on is here: typed ids, the spec of a workload, how a process ends, digests, instants,
-//! and who may speak for a worker. Nothing here knows of tokio, tonic or SQL.
+//! Every service uses this crate. It does not depend on tokio, tonic or SQL.
 
 pub mod digest;
 mod error_chain;

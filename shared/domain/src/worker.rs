@@ -1,4 +1,4 @@
-//! What a worker is, and who may speak for it.
+//! Workers: their labels and capacity, and the claims of credentials, leases and tickets.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,36 +10,37 @@ use crate::{
     WorkloadId,
 };
 
-/// One life of what a worker *holds*. Rises when its marker is new.
+/// The number of an incarnation: one life of what a worker *holds*. A new marker increases it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Incarnation(pub u64);
 
-/// One life of who *speaks* for a worker. Rises when another gateway instance takes over.
+/// The number of a session, in which one gateway *speaks* for a worker. A new gateway instance increases it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Session(pub u64);
 
-/// What identifies one life of what a worker holds.
+/// The identity of an incarnation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Marker {
-    /// Kept among the worker's volumes.
+    /// Id that is stored among the worker's volumes.
     pub id: MarkerId,
-    /// The boot that its processes live in.
+    /// Boot id of the machine. No process of the worker survives a change of it.
     pub boot: String,
 }
 
-/// What a worker keeps beside its marker of the artifact store: of which life of it the worker's volumes are, and how far that was. As text
-/// it is the life, the sequence number and the receipt in hexadecimal, with spaces between them.
+/// The last report of a worker that the artifact store has processed. The worker stores it beside its marker.
+///
+/// The text form is the store life, the sequence number and the receipt in hexadecimal, separated by spaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoreMark {
-    /// The life.
+    /// The store life that processed the report.
     pub life: StoreLife,
-    /// The sequence number of the last report that was judged in it.
+    /// The sequence number of the report.
     pub sequence: u64,
-    /// The store's receipt for that report. `None`: the store gave none.
+    /// The store's receipt for the report. `None` if the store returned no receipt.
     pub receipt: Option<Receipt>,
 }
 
-/// Proves to an artifact store that it has judged a report. Only the store can make or check one.
+/// Proof that an artifact store has processed a report. Only that store can create or verify it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Receipt(pub [u8; 32]);
 
@@ -75,9 +76,9 @@ impl FromStr for Receipt {
     }
 }
 
-/// The text is no mark of a store.
+/// A text is not a [`StoreMark`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("it does not name a life of an artifact store, a number and a receipt")]
+#[error("a store mark must be a store life, a sequence number and an optional receipt")]
 pub struct ParseStoreMarkError;
 
 impl FromStr for StoreMark {
@@ -94,79 +95,79 @@ impl FromStr for StoreMark {
     }
 }
 
-/// What a worker is.
+/// Properties of a worker that placement compares with the requirements of a request.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Labels {
-    /// Such as `linux`.
+    /// Platform, for example `linux`.
     pub platform: String,
-    /// A worker with tags takes only workloads with tags.
+    /// Tags. A worker with tags takes only workloads with tags.
     pub tags: Vec<String>,
-    /// The only team that may use it.
+    /// The only team that may use the worker. `None` admits all teams.
     pub team: Option<String>,
-    /// Kinds of image that it can run, such as `host`.
+    /// Kinds of image that the worker can run, for example `host`.
     pub image_kinds: Vec<String>,
-    /// What else its runtime can do, by name.
+    /// Names of further capabilities of the runtime.
     pub capabilities: Vec<String>,
-    /// The resource types whose images it brings along.
+    /// Resource types with a worker-provided image.
     #[serde(default)]
     pub resource_types: Vec<ResourceType>,
 }
 
-/// A resource type whose image a worker brings along.
+/// A resource type with a worker-provided image.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ResourceType {
-    /// Such as `git`.
+    /// Name, for example `git`.
     pub name: String,
-    /// Of the image.
+    /// Version of the image.
     pub version: String,
 }
 
-/// How much a worker can hold. `None`: no limit, or it does not say.
+/// Capacity of a worker. `None` means that there is no limit, or that it is unknown.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capacity {
-    /// Workloads at a time.
+    /// Maximum number of concurrent workloads.
     pub max_tasks: Option<u32>,
-    /// Containers, those that are kept included.
+    /// Maximum number of containers, including those that are kept after their end.
     pub max_containers: Option<u32>,
-    /// Volumes.
+    /// Maximum number of volumes.
     pub max_volumes: Option<u32>,
-    /// Thousandths of a processor that may be asked for in all.
+    /// Processor time that workloads may request in total, in thousandths of a core.
     pub cpu_millis: Option<u64>,
-    /// Bytes of memory that may be asked for in all.
+    /// Memory that workloads may request in total, in bytes.
     pub memory_bytes: Option<u64>,
-    /// Bytes of the file system that holds its volumes.
+    /// Size of the volumes' file system, in bytes.
     pub disk_bytes: u64,
 }
 
-/// Claims of a session credential: who speaks for a worker. Signed by the scheduler.
+/// Claims of a session credential, which proves for which worker a gateway speaks. The scheduler signs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionClaims {
     /// The worker.
     pub worker: WorkerId,
-    /// The life of what it holds.
+    /// The worker's incarnation.
     pub incarnation: Incarnation,
-    /// The life of who speaks.
+    /// The session.
     pub session: Session,
-    /// The gateway process that was told so.
+    /// The gateway process that received the credential.
     pub instance: GatewayInstance,
 }
 
-/// Claims of a lease token: who may use one slot of a worker, and for what. Signed by the scheduler.
+/// Claims of a lease token, which proves a lease. The scheduler signs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeaseClaims {
     /// The lease.
     pub lease: LeaseId,
     /// The worker.
     pub worker: WorkerId,
-    /// The life of what it holds, for which alone the lease is good.
+    /// The worker's incarnation. The lease is invalid in any other incarnation.
     pub incarnation: Incarnation,
-    /// The acting team.
+    /// The team that the holder acts for.
     pub team: String,
-    /// The attempt it was granted for. `None`: a driven lease.
+    /// The attempt of the lease. `None` for a lease that a client of `Placements` drives.
     pub attempt: Option<(WorkloadId, AttemptId)>,
 }
 
-/// What a ticket permits.
+/// The operation that a ticket permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TicketOperation {
     /// Fill the volume, once.
@@ -175,34 +176,34 @@ pub enum TicketOperation {
     Read,
 }
 
-/// Claims of a ticket: a short-lived permission for one transfer. Signed by the scheduler.
+/// Claims of a ticket, a short-lived permission for one transfer. The scheduler signs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TicketClaims {
     /// The worker.
     pub worker: WorkerId,
     /// The volume.
     pub volume: VolumeHandle,
-    /// The acting team.
+    /// The team that the holder acts for.
     pub team: String,
-    /// What is permitted.
+    /// The permitted operation.
     pub operation: TicketOperation,
-    /// Until when a transfer may be opened with it, by the scheduler's clock.
+    /// The time until which the ticket opens a transfer, by the scheduler's clock.
     pub expires_at: crate::Timestamp,
-    /// Where the gateway of the worker listens, as the scheduler knows it. Gateways that transfer with that worker connect there and nowhere
-    /// else.
+    /// The address of the worker's gateway, as the scheduler knows it. A gateway that transfers with that worker connects
+    /// only to this address.
     pub endpoint: String,
 }
 
-/// Claims of a proxy ticket: a short-lived permission to pass the calls of others on to one worker. Signed by the scheduler.
+/// Claims of a proxy ticket, a short-lived permission for a proxy to forward calls to one worker. The scheduler signs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProxyClaims {
     /// The worker.
     pub worker: WorkerId,
-    /// Until when a call may be opened with it, by the scheduler's clock.
+    /// The time until which the ticket opens a call, by the scheduler's clock.
     pub expires_at: crate::Timestamp,
 }
 
-/// Everything of one worker that the artifact store can mark.
+/// A container or volume of one worker, which the artifact store can mark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Handle {
     /// A container.
@@ -216,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mark_of_a_store_comes_back_from_its_text_and_nothing_else_does() {
+    fn store_mark_parses_only_its_text() {
         let life = StoreLife::new();
         for receipt in [None, Some(Receipt(std::array::from_fn(|at| u8::try_from(at).expect("small") * 8)))] {
             let mark = StoreMark { life, sequence: u64::MAX, receipt };

@@ -1,4 +1,4 @@
-//! What a caller wants run, and how it can end.
+//! Workloads: their specs, and how they end.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -9,88 +9,89 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{ArtifactId, BuildId, CacheId, ClaimId, Digest};
 
-/// A file path or other text of the system below, which need not be UTF-8.
+/// A file path or another text of the operating system. It may be invalid UTF-8.
 pub type Bytes = Vec<u8>;
 
-/// What a caller wants run. Immutable once submitted; validated by `rpc::spec` where it enters.
+/// The spec of a workload. It never changes after submission. `rpc::spec` validates it in the API handler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkloadSpec {
-    /// Whose it is.
+    /// The team of the workload.
     pub team: String,
     /// The root file system.
     pub image: Image,
-    /// Program and arguments: at least one.
+    /// The program and its arguments: at least one item.
     pub command: Vec<Bytes>,
-    /// Environment, beside what every process gets.
+    /// Environment variables, in addition to those of every process.
     pub environment: Vec<EnvironmentVariable>,
-    /// Working directory, absolute.
+    /// Working directory, as an absolute path.
     pub directory: Bytes,
-    /// Who runs it, as `name`, `uid`, `name:group` or `uid:gid`. `None`: whom the image names, or root.
+    /// User of the process, as `name`, `uid`, `name:group` or `uid:gid`. `None` means the user of the image, or root.
     pub user: Option<String>,
-    /// Where standard input comes from.
+    /// Source of standard input.
     pub stdin: Stdin,
-    /// Whether a reader is meant to keep up with the output.
+    /// Handling of output that no client has read yet.
     pub output: OutputMode,
-    /// Artifacts that it sees as directories; paths are absolute.
+    /// Artifacts that the process sees as directories. Their paths are absolute.
     pub inputs: Vec<Input>,
-    /// Directories that become artifacts; paths are absolute.
+    /// Directories that become artifacts. Their paths are absolute.
     pub outputs: Vec<Output>,
-    /// What it may use at most.
+    /// Limits of the container.
     pub limits: Limits,
-    /// Whether it may do what root on the worker may do.
+    /// Whether the process has the permissions of root on the worker.
     pub privileged: bool,
-    /// Which network it sees.
+    /// Network of the process.
     pub network: Network,
     /// Tags that the worker must have.
     pub tags: Vec<String>,
-    /// The worker's platform.
+    /// Platform that the worker must have.
     pub platform: String,
-    /// How long it may wait for a worker.
+    /// Maximum time in the queue.
     pub queue_timeout: Option<Duration>,
-    /// How long its process may run.
+    /// Maximum run time of the process.
     pub run_timeout: Option<Duration>,
-    /// The build that comes to own its outputs.
+    /// The build that will own the outputs.
     pub build: Option<BuildId>,
-    /// Task caches that it finds as directories, each once; paths are absolute.
+    /// Task caches that the process sees as directories, each at most once. Their paths are absolute.
     pub caches: Vec<CacheMount>,
-    /// Whether it may be interrupted when its worker goes, and run once more.
+    /// Whether an attempt may be interrupted and repeated on another worker when its worker is cordoned or retired.
     pub interruptible: bool,
-    /// Higher is placed first.
+    /// Priority. The scheduler places workloads of higher priority first.
     pub priority: i32,
-    /// What of the worker is reserved for it.
+    /// Amounts that are reserved on the worker.
     pub requests: ResourceRequests,
-    /// How long an attempt may take until its process is about to start.
+    /// Maximum time from the placement of an attempt to the start of its process.
     pub start_timeout: Option<Duration>,
-    /// How often it may begin again after an attempt that was lost though its process may have run, or that did not start in time.
+    /// Maximum number of repeated attempts. Only two kinds of attempts count: lost attempts whose process may have run, and
+    /// attempts that did not start in time.
     pub retries: u32,
-    /// Capabilities that the worker must have, besides those that follow from the rest.
+    /// Capabilities that the worker must have, in addition to those that other fields imply.
     pub capabilities: Vec<String>,
 }
 
-/// Amounts of what a worker has. 0: none is asked for.
+/// Amounts of a worker's resources. 0 requests nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ResourceRequests {
-    /// Thousandths of a processor.
+    /// Processor time, in thousandths of a core.
     pub cpu_millis: u64,
-    /// Bytes of memory.
+    /// Memory, in bytes.
     pub memory_bytes: u64,
-    /// Bytes of the file system that holds the worker's volumes.
+    /// Space in the volumes' file system, in bytes.
     pub disk_bytes: u64,
 }
 
 impl WorkloadSpec {
-    /// What comes to own single outputs of those that were published.
+    /// Returns each published output with each owner that the spec declares for it.
     #[must_use]
     pub fn owners_of(&self, published: &[PublishedOutput]) -> Vec<(ArtifactId, OutputOwner)> {
-        let of_output = |output: &PublishedOutput| {
-            let known = self.outputs.iter().find(|known| known.name == output.name);
-            let owners = known.map(|known| known.owners.as_slice()).unwrap_or_default();
+        let owners_of_output = |output: &PublishedOutput| {
+            let declared = self.outputs.iter().find(|declared| declared.name == output.name);
+            let owners = declared.map(|declared| declared.owners.as_slice()).unwrap_or_default();
             owners.iter().map(|owner| (output.artifact, *owner)).collect::<Vec<_>>()
         };
-        published.iter().flat_map(of_output).collect()
+        published.iter().flat_map(owners_of_output).collect()
     }
 
-    /// The artifacts that it uses, each once.
+    /// Returns the artifacts of the inputs and the image, each once.
     #[must_use]
     pub fn artifacts(&self) -> BTreeSet<ArtifactId> {
         let image = match self.image {
@@ -101,12 +102,12 @@ impl WorkloadSpec {
     }
 }
 
-/// One environment variable. Its value never appears in logs: `Debug` leaves it out.
+/// An environment variable. `Debug` omits its value, so that it never appears in logs.
 #[derive(Clone, PartialEq, Eq)]
 pub struct EnvironmentVariable {
-    /// Not empty; no `=`, no NUL.
+    /// Name. It is not empty, and has no `=` and no NUL.
     pub name: Bytes,
-    /// No NUL.
+    /// Value. It has no NUL.
     pub value: Bytes,
 }
 
@@ -119,16 +120,16 @@ impl fmt::Debug for EnvironmentVariable {
 /// The root file system of a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Image {
-    /// The worker's own, read-only, with a layer for writes.
+    /// The worker's root file system, read-only, with a layer for writes.
     Host,
     /// The directory `rootfs` of this artifact, with a layer for writes.
     Artifact(ArtifactId),
-    /// The image that the worker brings along for the resource type of this name, with a layer for writes.
+    /// The worker-provided image of the resource type of this name, with a layer for writes.
     ResourceType(String),
 }
 
 impl Image {
-    /// The name by which workers say that they can run it.
+    /// Returns the kind of the image, as in [`Labels::image_kinds`](crate::worker::Labels::image_kinds).
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -139,197 +140,197 @@ impl Image {
     }
 }
 
-/// Where standard input comes from.
+/// Source of standard input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stdin {
-    /// It is empty.
+    /// Standard input is empty.
     None,
-    /// From whoever attaches.
+    /// An attached client sends standard input.
     Attached,
 }
 
-/// Whether a reader is meant to keep up with the output.
+/// Handling of output that no client has read yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutputMode {
-    /// The process is held back rather than lose output.
+    /// The process blocks until a client has read its output. No output is lost.
     Attached,
-    /// The oldest output is dropped beyond a limit.
+    /// The oldest output beyond a limit is dropped.
     Spooled,
 }
 
 /// An artifact that a workload sees as a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Input {
-    /// For people, and unique within the spec.
+    /// Name for messages, unique within the spec.
     pub name: String,
     /// The artifact.
     pub artifact: ArtifactId,
-    /// Where it appears, absolute.
+    /// Path of the directory, absolute.
     pub path: Bytes,
-    /// Whether writing fails.
+    /// Whether the process cannot write to the directory.
     pub read_only: bool,
 }
 
 /// A directory that becomes an artifact.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
-    /// For people, and unique within the spec.
+    /// Name for messages, unique within the spec.
     pub name: String,
-    /// Where it is, absolute.
+    /// Path of the directory, absolute.
     pub path: Bytes,
-    /// What comes to own it, besides the build of the workload. No cache twice within a spec.
+    /// Owners of the artifact, in addition to the build of the workload. A spec names a cache at most once.
     pub owners: Vec<OutputOwner>,
 }
 
-/// A task cache that a workload finds as a directory, and leaves to the next one.
+/// A task cache that a workload sees as a directory. The directory becomes the next version of the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheMount {
     /// The cache.
     pub cache: CacheId,
-    /// Where it appears, absolute.
+    /// Path of the directory, absolute.
     pub path: Bytes,
 }
 
 impl CacheMount {
-    /// What it is called, for people.
+    /// Returns the name of the mount for messages.
     #[must_use]
     pub fn name(&self) -> String {
         format!("cache {}", String::from_utf8_lossy(&self.path))
     }
 }
 
-/// What comes to own an output, if it is there by then.
+/// The future owner of an output. An owner that does not exist when the workload settles is skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OutputOwner {
     /// A build.
     Build(BuildId),
-    /// A task cache, whose latest version the output is then.
+    /// A task cache. The output becomes its latest version.
     TaskCache(CacheId),
-    /// The resource cache that is made under this claim, which is ready then.
+    /// The resource cache of this claim. The output makes the cache ready.
     ResourceCache(ClaimId),
 }
 
 impl OutputOwner {
-    /// Whether it may own one thing only.
+    /// Whether the owner is a cache, which owns at most one artifact.
     #[must_use]
     pub fn is_cache(self) -> bool {
         matches!(self, Self::TaskCache(_) | Self::ResourceCache(_))
     }
 }
 
-/// What a workload may use at most.
+/// Limits of a workload's container.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Thousandths of a core.
+    /// Maximum processor time, in thousandths of a core.
     pub cpu_millis: Option<u64>,
-    /// Memory with page cache.
+    /// Maximum memory including page cache, in bytes.
     pub memory_bytes: Option<u64>,
-    /// Processes and threads.
+    /// Maximum number of processes and threads.
     pub pids: Option<u64>,
 }
 
-/// Which network a process sees.
+/// Network of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Network {
-    /// Its own, with outgoing access.
+    /// A separate network with outgoing access.
     Private,
-    /// A loopback device of its own.
+    /// Only a loopback device.
     None,
-    /// The worker's.
+    /// The network of the worker.
     Host,
 }
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Exit {
-    /// It exited with this code.
+    /// The process exited with this code.
     Code(u8),
-    /// This signal ended it.
+    /// This signal ended the process.
     Signal(u8),
-    /// It was killed for the container's memory limit, or because the machine had no memory left.
+    /// The process was killed because of the container's memory limit, or because the machine had no memory left.
     OutOfMemory,
 }
 
-/// What went wrong outside the process.
+/// A failure outside of the process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// For programs.
+    /// Machine-readable reason.
     pub reason: FailureReason,
-    /// For people.
+    /// Human-readable message.
     pub message: String,
 }
 
 /// How a workload ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// Its process exited with 0.
+    /// The process exited with code 0.
     Succeeded,
-    /// Its process exited otherwise.
+    /// The process ended in another way.
     Failed,
-    /// It could not be run, or its end is unknown.
+    /// The workload could not run, or its end is unknown.
     Errored,
-    /// It was cancelled.
+    /// The workload was cancelled.
     Aborted,
 }
 
 /// An output whose bytes are final.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PublishedOutput {
-    /// Its name in the spec.
+    /// Name of the output in the spec.
     pub name: String,
     /// The artifact.
     pub artifact: ArtifactId,
-    /// Bytes of its files.
+    /// Total size of the files, in bytes.
     pub size_bytes: u64,
-    /// Digest of its tree.
+    /// Digest of the tree.
     pub digest: Digest,
-    /// Entries, the root not counted.
+    /// Number of entries, without the root.
     pub entries: u64,
 }
 
-/// What a process left in a task cache, whose bytes are final.
+/// A new version of a task cache whose bytes are final.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PublishedCache {
     /// The cache.
     pub cache: CacheId,
     /// The artifact.
     pub artifact: ArtifactId,
-    /// Digest of its tree.
+    /// Digest of the tree.
     pub digest: Digest,
 }
 
-/// What an attempt used. `None`: it did not come to that, or its worker does not know.
+/// Resource usage of an attempt. `None` if the attempt did not reach that stage, or the worker cannot measure the value.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
-    /// How long its workload waited until it was placed.
+    /// Time that the workload waited for its placement.
     pub queued: Option<Duration>,
-    /// From there until its process was started.
+    /// Time from the placement to the start of the process.
     pub preparing: Option<Duration>,
-    /// How long its process ran.
+    /// Run time of the process.
     pub running: Option<Duration>,
-    /// Processor time of everything in its container.
+    /// Processor time of all processes in the container.
     pub cpu_time: Option<Duration>,
-    /// The most bytes of memory that its container held at a time.
+    /// Peak memory of the container, in bytes.
     pub peak_memory_bytes: Option<u64>,
-    /// Bytes that were brought to the worker for it.
+    /// Bytes that were copied to the worker for the attempt.
     pub bytes_in: Option<u64>,
-    /// Bytes of the files that it published.
+    /// Size of the published files, in bytes.
     pub bytes_out: Option<u64>,
 }
 
 macro_rules! failure_reasons {
     ($($variant:ident = $text:literal;)+) => {
-        /// Why a workload could not be run, or what went wrong outside of its process: a closed list.
+        /// Reason of a failure outside of the process. The list is closed.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        #[expect(missing_docs, reason = "docs/errors.md describes each; a test holds the two together")]
+        #[expect(missing_docs, reason = "docs/errors.md describes each reason; a test compares the two lists")]
         pub enum FailureReason { $($variant,)+ }
 
         impl FailureReason {
-            /// All of them.
+            /// All reasons.
             pub const ALL: &'static [FailureReason] = &[$(FailureReason::$variant,)+];
 
-            /// Its text, on the wire and on disk.
+            /// Returns the text of the reason, on the wire and on disk.
             #[must_use]
             pub const fn as_str(self) -> &'static str {
                 match self { $(Self::$variant => $text,)+ }
@@ -370,9 +371,9 @@ failure_reasons! {
     WorkerFailed = "WORKER_FAILED";
 }
 
-/// Text that is no [`FailureReason`].
+/// A text is not a [`FailureReason`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a reason for the failure of a workload")]
+#[error("the text is not a known failure reason of workloads")]
 pub struct ParseFailureReasonError;
 
 impl FromStr for FailureReason {
@@ -396,7 +397,7 @@ impl Serialize for FailureReason {
 }
 
 impl<'de> Deserialize<'de> for FailureReason {
-    /// One that a newer version wrote is a failure of the worker: the message says more.
+    /// Reads an unknown reason, which a newer version has written, as [`FailureReason::WorkerFailed`].
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         Ok(text.parse().unwrap_or(Self::WorkerFailed))

@@ -1,6 +1,6 @@
-//! Who uses the services, and since when nobody does: a local cluster ends by itself when it is idle.
+//! Activity of callers. A local cluster shuts down when no caller has used it for a while.
 //!
-//! A call counts from its first byte to the last byte of its answer. Calls that services make by themselves do not count.
+//! A call counts from its first byte to the last byte of its response. Internal calls between services do not count.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// Counts the calls in flight. Cheap to clone; clones count together.
+/// A counter of calls in flight. Cheap to clone; all clones share the counter.
 #[derive(Debug, Clone)]
 pub struct Activity(Arc<Mutex<State>>);
 
@@ -32,7 +32,7 @@ impl Default for Activity {
 }
 
 impl Activity {
-    /// How long nobody has called. Zero while a call is in flight.
+    /// Returns the time since the end of the last call, or zero while a call is in flight.
     #[must_use]
     pub fn idle_for(&self) -> Duration {
         let state = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -43,25 +43,25 @@ impl Activity {
         ActivityLayer(self.clone())
     }
 
-    fn enter(&self) -> Call {
-        self.change(1);
-        Call(self.clone())
+    fn enter(&self) -> CallGuard {
+        self.record(1);
+        CallGuard(self.clone())
     }
 
-    fn change(&self, by: isize) {
+    fn record(&self, by: isize) {
         let mut state = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         state.calls = state.calls.saturating_add_signed(by);
         state.last = Instant::now();
     }
 }
 
-/// A call in flight.
+/// A call in flight. Its drop ends the call.
 #[derive(Debug)]
-struct Call(Activity);
+struct CallGuard(Activity);
 
-impl Drop for Call {
+impl Drop for CallGuard {
     fn drop(&mut self) {
-        self.0.change(-1);
+        self.0.record(-1);
     }
 }
 
@@ -69,20 +69,20 @@ impl Drop for Call {
 pub(crate) struct ActivityLayer(Activity);
 
 impl<S> Layer<S> for ActivityLayer {
-    type Service = Counted<S>;
+    type Service = ActivityService<S>;
 
-    fn layer(&self, inner: S) -> Counted<S> {
-        Counted { inner, activity: self.0.clone() }
+    fn layer(&self, inner: S) -> ActivityService<S> {
+        ActivityService { inner, activity: self.0.clone() }
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Counted<S> {
+pub(crate) struct ActivityService<S> {
     inner: S,
     activity: Activity,
 }
 
-impl<S> Service<Request<Body>> for Counted<S>
+impl<S> Service<Request<Body>> for ActivityService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>> + Send,
     S::Future: Send + 'static,
@@ -101,16 +101,16 @@ where
         }
         let call = self.activity.enter();
         let response = self.inner.call(request);
-        Box::pin(async move { Ok(response.await?.map(|body| Body::new(CountedBody { body, _call: call }))) })
+        Box::pin(async move { Ok(response.await?.map(|body| Body::new(ActivityBody { body, _call: call }))) })
     }
 }
 
-struct CountedBody {
+struct ActivityBody {
     body: Body,
-    _call: Call,
+    _call: CallGuard,
 }
 
-impl HttpBody for CountedBody {
+impl HttpBody for ActivityBody {
     type Data = Bytes;
     type Error = tonic::Status;
 

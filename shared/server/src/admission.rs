@@ -1,4 +1,7 @@
-//! Admission of calls: over a Unix socket each call; over TCP a call with the token, or with a ticket to a service that verifies it.
+//! Admission of calls.
+//!
+//! The layer admits every call over a Unix socket. Over TCP it admits a call with the cluster token, and a call with a
+//! ticket for a service that verifies tickets.
 
 use std::future::{Ready, ready};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -18,34 +21,34 @@ pub(crate) struct AdmissionLayer(Arc<Rules>);
 
 #[derive(Debug)]
 struct Rules {
-    /// What callers over TCP present. `None`: nothing.
+    /// The token of callers over TCP. `None` admits every caller.
     token: Option<String>,
-    /// Services that verify tickets by themselves.
-    ticketed: Ticketed,
+    ticketed: TicketServices,
 }
 
-/// Services that verify tickets by themselves, and the headers in which they look for one. They may be added while others are served already;
-/// clones are the same.
+/// Services that verify tickets, with the headers of the tickets. Services may be added while the server runs. All
+/// clones share the list.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ticketed(Arc<RwLock<Vec<TicketedService>>>);
+pub(crate) struct TicketServices(Arc<RwLock<Vec<TicketedService>>>);
 
 type TicketedService = (&'static str, &'static [&'static str]);
 
-impl Ticketed {
+impl TicketServices {
     pub(crate) fn add(&self, service: &'static str, headers: &'static [&'static str]) {
         self.0.write().unwrap_or_else(PoisonError::into_inner).push((service, headers));
     }
 
-    /// Whether `service` looks for a ticket where there is one.
+    /// Whether the call has a header with a ticket that `service` verifies.
     fn verifies(&self, service: &str, headers: &HeaderMap) -> bool {
         let ticketed = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let mut its = ticketed.iter().filter(|(name, _)| *name == service).flat_map(|(_, headers)| *headers);
-        its.any(|name| headers.contains_key(*name))
+        let mut names =
+            ticketed.iter().filter(|(name, _)| *name == service).flat_map(|(_, headers)| *headers);
+        names.any(|name| headers.contains_key(*name))
     }
 }
 
 impl AdmissionLayer {
-    pub(crate) fn new(token: Option<String>, ticketed: Ticketed) -> Self {
+    pub(crate) fn new(token: Option<String>, ticketed: TicketServices) -> Self {
         Self(Arc::new(Rules { token, ticketed }))
     }
 }
@@ -96,15 +99,15 @@ impl Rules {
             }
             return Ok(());
         }
-        // The service says that the caller has authenticated, once it has verified the ticket.
+        // The service calls `Caller::authenticated` after it has verified the ticket.
         if self.verifies_ticket(request) {
             return Ok(());
         }
-        let message = "present the token of this cluster as `authorization: Bearer TOKEN`; each service logs the path of its token file";
+        let message = "cannot admit the call without a token: present the token of this cluster as `authorization: Bearer TOKEN`; each service logs the path of its token file";
         Err(rpc::Reason::Unauthenticated.status("gantry", message))
     }
 
-    /// Whether the service that is called looks at the ticket that the call has.
+    /// Whether the called service verifies the ticket of the call.
     fn verifies_ticket<B>(&self, request: &Request<B>) -> bool {
         let service = request.uri().path().strip_prefix('/').and_then(|path| path.split('/').next());
         service.is_some_and(|service| self.ticketed.verifies(service, request.headers()))
@@ -120,7 +123,7 @@ pub(crate) fn presents(token: &str, headers: &HeaderMap) -> bool {
     })
 }
 
-/// Compares without telling by its duration where the first difference is.
+/// Compares two texts of equal length in constant time.
 fn same(left: &[u8], right: &[u8]) -> bool {
     left.len() == right.len() && left.iter().zip(right).fold(0, |differ, (a, b)| differ | (a ^ b)) == 0
 }
@@ -139,7 +142,7 @@ mod tests {
     }
 
     fn admitted(path: &str, headers: &[(&'static str, &str)], caller: Caller) -> bool {
-        let ticketed = Ticketed::default();
+        let ticketed = TicketServices::default();
         ticketed.add("gantry.runtime.v1.Volumes", &[PROXY_TICKET_HEADER, TICKET_HEADER]);
         ticketed.add("gantry.runtime.v1.Containers", &[PROXY_TICKET_HEADER]);
         let rules = Rules { token: Some("secret".to_owned()), ticketed };
@@ -155,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_opens_only_services_that_verify_it() {
+    fn ticket_admits_only_to_verifying_services() {
         let ticket = [(PROXY_TICKET_HEADER, "anything")];
         assert!(over_tcp(VOLUMES, &ticket), "the service verifies it");
         for path in ["/gantry.scheduler.v1.Workers/GetWorker", "/gantry.runtime.v1.Volumes2/Read", "/"] {
@@ -170,11 +173,11 @@ mod tests {
         assert!(!over_tcp(VOLUMES, &[]));
         assert!(!over_tcp(VOLUMES, &[("authorization", "Bearer secrey")]));
         assert!(!over_tcp(VOLUMES, &[("authorization", "secret")]));
-        assert!(over_tcp("/", &[("authorization", "bearer secret")]), "names of schemes have no case");
+        assert!(over_tcp("/", &[("authorization", "bearer secret")]), "the scheme is case-insensitive");
     }
 
     #[test]
-    fn only_the_token_ends_a_probation() {
+    fn only_token_ends_probation() {
         let ended = |header: (&'static str, &str)| {
             let probation = probation();
             admitted(VOLUMES, &[header], Caller::over_tcp(probation.clone()));
@@ -182,6 +185,6 @@ mod tests {
         };
         assert!(ended(("authorization", "Bearer secret")));
         assert!(!ended(("authorization", "Bearer secrey")));
-        assert!(!ended((TICKET_HEADER, "anything")), "nothing has verified the ticket yet");
+        assert!(!ended((TICKET_HEADER, "anything")), "the service has not verified the ticket yet");
     }
 }

@@ -1,7 +1,7 @@
-//! Limits of incoming messages: the time that they take to arrive, and the memory of those that have arrived in part.
+//! Limits of incoming messages: their transfer time, and the memory of partial messages.
 //!
-//! tonic keeps what has arrived of a message until all of it is there. A service bounds the length of one message, and nothing else bounds how
-//! many there are.
+//! tonic buffers a message until it is complete. A service bounds the length of one message, but not the number of
+//! partial messages.
 
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -17,12 +17,12 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::caller::{Caller, PIECE, ROOM, Room};
+use crate::caller::{BUDGET_UNIT, Caller, MAX_PARTIAL_BYTES, MessageBudget};
 
-/// Longest time in which [`STEP`] bytes of a message arrive, or the rest of it.
-const WITHIN: Duration = Duration::from_secs(60);
-/// In bytes. What has arrived of a message counts from the second step on: the number of calls bounds the rest.
-const STEP: usize = 64 << 10;
+/// Maximum time in which the next [`STEP_BYTES`] bytes of a message arrive, or the rest of the message.
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of a step. The first step of a message does not count toward the budget, because the number of calls bounds it.
+const STEP_BYTES: usize = 64 << 10;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ArrivalLayer;
@@ -51,39 +51,45 @@ where
     }
 
     fn call(&mut self, request: Request<Body>) -> S::Future {
-        let room = request.extensions().get::<Caller>().map(Caller::room).unwrap_or_default();
-        self.0.call(request.map(|body| if body.is_end_stream() { body } else { bounded(body, room) }))
+        let budget = request.extensions().get::<Caller>().map(Caller::budget).unwrap_or_default();
+        self.0.call(request.map(|body| if body.is_end_stream() { body } else { bounded(body, budget) }))
     }
 }
 
-/// The messages of a call, as they arrive.
-struct Arriving {
+/// The incoming messages of one call.
+struct MessageStream {
     body: Body,
-    room: Room,
+    budget: MessageBudget,
     progress: Progress,
-    /// What is left of [`WITHIN`].
+    /// The rest of [`STEP_TIMEOUT`] for the current step.
     left: Duration,
-    /// How much of the message had arrived when that began.
+    /// Bytes of the message that had arrived at the start of the current step.
     since: usize,
-    /// What the message takes of the room.
+    /// Share of the budget that the message takes.
     share: Option<OwnedSemaphorePermit>,
 }
 
-fn bounded(body: Body, room: Room) -> Body {
-    let arriving =
-        Arriving { body, room, progress: Progress::default(), left: WITHIN, since: 0, share: None };
-    let frames = futures::stream::unfold(Some(arriving), |arriving| async {
-        let mut arriving = arriving?;
-        let frame = arriving.next().await.transpose()?;
-        let rest = frame.is_ok().then_some(arriving);
+fn bounded(body: Body, budget: MessageBudget) -> Body {
+    let messages = MessageStream {
+        body,
+        budget,
+        progress: Progress::default(),
+        left: STEP_TIMEOUT,
+        since: 0,
+        share: None,
+    };
+    let frames = futures::stream::unfold(Some(messages), |messages| async {
+        let mut messages = messages?;
+        let frame = messages.next().await.transpose()?;
+        let rest = frame.is_ok().then_some(messages);
         Some((frame, rest))
     });
     Body::new(StreamBody::new(frames))
 }
 
-impl Arriving {
+impl MessageStream {
     async fn next(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
-        let frame = if self.progress.is_midway() {
+        let frame = if self.progress.is_partial() {
             let began = Instant::now();
             let arrived = tokio::time::timeout(self.left, self.body.frame()).await;
             self.left = self.left.saturating_sub(began.elapsed());
@@ -95,26 +101,26 @@ impl Arriving {
         if let Some(data) = frame.data_ref() {
             let before = self.progress.number;
             self.progress.pass(data);
-            if self.progress.number != before || !self.progress.is_midway() {
-                (self.left, self.since, self.share) = (WITHIN, 0, None);
+            if self.progress.number != before || !self.progress.is_partial() {
+                (self.left, self.since, self.share) = (STEP_TIMEOUT, 0, None);
             }
             self.count(self.progress.arrived())?;
         }
         Ok(Some(frame))
     }
 
-    /// Counts what has arrived of a message.
+    /// Updates the step and the share of the budget after `arrived` bytes of the current message.
     fn count(&mut self, arrived: usize) -> Result<(), Status> {
-        if arrived.saturating_sub(self.since) >= STEP {
-            (self.left, self.since) = (WITHIN, arrived);
+        if arrived.saturating_sub(self.since) >= STEP_BYTES {
+            (self.left, self.since) = (STEP_TIMEOUT, arrived);
         }
         let counted = self.share.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-        let more = (arrived.saturating_sub(STEP) / PIECE).saturating_sub(counted);
+        let more = (arrived.saturating_sub(STEP_BYTES) / BUDGET_UNIT).saturating_sub(counted);
         if more == 0 {
             return Ok(());
         }
         let more = u32::try_from(more).unwrap_or(u32::MAX);
-        let taken = self.room.0.clone().try_acquire_many_owned(more).map_err(|_| full())?;
+        let taken = self.budget.0.clone().try_acquire_many_owned(more).map_err(|_| full())?;
         match &mut self.share {
             Some(share) => share.merge(taken),
             None => self.share = Some(taken),
@@ -124,58 +130,60 @@ impl Arriving {
 }
 
 fn late() -> Status {
-    let message = format!("a message stopped to arrive for {} s", WITHIN.as_secs());
+    let message =
+        format!("cannot receive a message of the call: it stalled for {} s", STEP_TIMEOUT.as_secs());
     rpc::Reason::DeadlineExceeded.status("gantry", message)
 }
 
 fn full() -> Status {
-    let message = format!("{} MiB of messages on this connection have arrived in part", ROOM >> 20);
+    let message =
+        format!("{} MiB of messages on this connection have arrived in part", MAX_PARTIAL_BYTES >> 20);
     rpc::Reason::Unavailable.status("gantry", message)
 }
 
-/// How far the messages of a call have arrived. Each begins with a byte for its compression and four for its length.
+/// Position in the messages of a call. Each message has a head: one byte for the compression and four for the length.
 #[derive(Debug, Default)]
 struct Progress {
     head: [u8; 5],
-    /// Bytes of the head that have arrived, while it is not whole.
-    of_head: usize,
+    /// Number of received bytes of an incomplete head.
+    head_arrived: usize,
     length: usize,
-    /// Bytes of the message that have not arrived.
+    /// Number of missing bytes of the current message.
     rest: usize,
-    /// How many messages have begun.
+    /// Number of messages that have begun.
     number: u64,
 }
 
 impl Progress {
     fn pass(&mut self, mut data: &[u8]) {
         while !data.is_empty() {
-            let wanted = if self.rest > 0 { self.rest } else { self.head.len() - self.of_head };
+            let wanted = if self.rest > 0 { self.rest } else { self.head.len() - self.head_arrived };
             let (taken, after) = data.split_at(wanted.min(data.len()));
             data = after;
             if self.rest > 0 {
                 self.rest -= taken.len();
                 continue;
             }
-            if self.of_head == 0 {
+            if self.head_arrived == 0 {
                 self.number += 1;
             }
-            self.head[self.of_head..][..taken.len()].copy_from_slice(taken);
-            self.of_head += taken.len();
+            self.head[self.head_arrived..][..taken.len()].copy_from_slice(taken);
+            self.head_arrived += taken.len();
             if let [_, a, b, c, d] = self.head
-                && self.of_head == self.head.len()
+                && self.head_arrived == self.head.len()
             {
                 self.length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
-                (self.rest, self.of_head) = (self.length, 0);
+                (self.rest, self.head_arrived) = (self.length, 0);
             }
         }
     }
 
-    /// Whether a message has begun to arrive, and not all of it is there.
-    fn is_midway(&self) -> bool {
-        self.rest > 0 || self.of_head > 0
+    /// Whether a message has begun and is incomplete.
+    fn is_partial(&self) -> bool {
+        self.rest > 0 || self.head_arrived > 0
     }
 
-    /// How many bytes of that message have arrived.
+    /// Returns the number of received bytes of an incomplete message, without its head.
     fn arrived(&self) -> usize {
         if self.rest > 0 { self.length - self.rest } else { 0 }
     }
@@ -189,18 +197,18 @@ mod tests {
 
     use super::*;
 
-    /// A call whose bytes are sent by the test.
-    fn call(room: &Room) -> (mpsc::Sender<Vec<u8>>, Body) {
+    /// A call whose bytes the test sends.
+    fn call(budget: &MessageBudget) -> (mpsc::Sender<Vec<u8>>, Body) {
         let (send, sent) = mpsc::channel::<Vec<u8>>(8);
         let frames = ReceiverStream::new(sent).map(|data| Ok::<_, Status>(Frame::data(Bytes::from(data))));
-        (send, bounded(Body::new(StreamBody::new(frames)), room.clone()))
+        (send, bounded(Body::new(StreamBody::new(frames)), budget.clone()))
     }
 
-    /// A message with so many bytes, and as many of them as `there`.
-    fn message(length: usize, there: usize) -> Vec<u8> {
+    /// The head of a message of `length` bytes, and the first `sent` bytes of it.
+    fn message(length: usize, sent: usize) -> Vec<u8> {
         let mut bytes = vec![0];
         bytes.extend(u32::try_from(length).expect("a length").to_be_bytes());
-        bytes.resize(5 + there, 7);
+        bytes.resize(5 + sent, 7);
         bytes
     }
 
@@ -210,14 +218,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn message_that_has_begun_goes_on_or_the_call_ends() {
-        for begun in [message(10, 9), vec![0, 0], message(STEP * 9, STEP * 2)] {
-            let (send, mut body) = call(&Room::default());
-            tokio::time::sleep(WITHIN * 10).await;
+    async fn call_ends_when_message_stalls() {
+        for begun in [message(10, 9), vec![0, 0], message(STEP_BYTES * 9, STEP_BYTES * 2)] {
+            let (send, mut body) = call(&MessageBudget::default());
+            tokio::time::sleep(STEP_TIMEOUT * 10).await;
             let length = begun.len();
             send.send(begun).await.expect("read");
             assert_eq!(arrived(&mut body).await, length, "a call may be silent before a message");
-            // What comes byte by byte gets no more time.
+            // Empty frames do not extend the timeout.
             let began = Instant::now();
             let refused = loop {
                 match tokio::time::timeout(Duration::from_secs(50), body.frame()).await {
@@ -229,37 +237,39 @@ mod tests {
                 }
             };
             assert!(rpc::Refusal::from(refused).is(rpc::Reason::DeadlineExceeded));
-            assert!(began.elapsed() <= WITHIN * 2, "{:?}", began.elapsed());
+            assert!(began.elapsed() <= STEP_TIMEOUT * 2, "{:?}", began.elapsed());
             assert!(body.frame().await.is_none());
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_messages_arrive() {
-        let (send, mut body) = call(&Room::default());
+    async fn slow_message_arrives() {
+        let (send, mut body) = call(&MessageBudget::default());
         for _ in 0..3 {
-            send.send(message(STEP * 5, STEP)).await.expect("read");
-            assert_eq!(arrived(&mut body).await, STEP + 5);
+            send.send(message(STEP_BYTES * 5, STEP_BYTES)).await.expect("read");
+            assert_eq!(arrived(&mut body).await, STEP_BYTES + 5);
             for _ in 0..4 {
-                assert!(tokio::time::timeout(WITHIN - Duration::from_secs(1), body.frame()).await.is_err());
-                send.send(vec![7; STEP]).await.expect("read");
-                assert_eq!(arrived(&mut body).await, STEP);
+                assert!(
+                    tokio::time::timeout(STEP_TIMEOUT - Duration::from_secs(1), body.frame()).await.is_err()
+                );
+                send.send(vec![7; STEP_BYTES]).await.expect("read");
+                assert_eq!(arrived(&mut body).await, STEP_BYTES);
             }
             assert!(
-                tokio::time::timeout(WITHIN * 2, body.frame()).await.is_err(),
+                tokio::time::timeout(STEP_TIMEOUT * 2, body.frame()).await.is_err(),
                 "there is no next message yet"
             );
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_has_arrived_in_part_is_bounded_on_each_connection() {
+    async fn partial_messages_are_bounded_per_connection() {
         const LARGE: usize = 16 << 20;
-        let room = Room::default();
-        let free = || room.0.available_permits() * PIECE;
+        let budget = MessageBudget::default();
+        let free = || budget.0.available_permits() * BUDGET_UNIT;
         let mut calls = Vec::new();
         let refused = loop {
-            let (send, mut body) = call(&room);
+            let (send, mut body) = call(&budget);
             send.send(message(LARGE, LARGE - 1)).await.expect("read");
             match body.frame().await.expect("more") {
                 Ok(_) => calls.push((send, body)),
@@ -267,26 +277,30 @@ mod tests {
             }
         };
         assert!(rpc::Refusal::from(refused).is(rpc::Reason::Unavailable));
-        assert!((ROOM / LARGE..=ROOM / LARGE + 1).contains(&calls.len()), "{}", calls.len());
-        let (small, mut body) = call(&room);
-        small.send(message(LARGE, STEP)).await.expect("read");
-        assert_eq!(arrived(&mut body).await, STEP + 5, "what is small does not count");
+        assert!(
+            (MAX_PARTIAL_BYTES / LARGE..=MAX_PARTIAL_BYTES / LARGE + 1).contains(&calls.len()),
+            "{}",
+            calls.len()
+        );
+        let (small, mut body) = call(&budget);
+        small.send(message(LARGE, STEP_BYTES)).await.expect("read");
+        assert_eq!(arrived(&mut body).await, STEP_BYTES + 5, "the first step does not count");
         let before = free();
         let (send, body) = &mut calls[0];
         send.send(message(LARGE, LARGE - 1)[..1].to_vec()).await.expect("read");
-        assert_eq!(arrived(body).await, 1, "the last byte of it");
-        assert!(free() > before, "it counts no longer");
+        assert_eq!(arrived(body).await, 1, "the last byte of the message arrives");
+        assert!(free() > before, "a complete message does not count");
         drop(calls);
-        assert_eq!(free(), ROOM, "nor do messages of calls that have ended");
+        assert_eq!(free(), MAX_PARTIAL_BYTES, "messages of ended calls do not count");
     }
 
     #[test]
-    fn progress_is_the_same_whatever_the_pieces_are() {
+    fn progress_does_not_depend_on_frames() {
         let all = [message(0, 0), message(3, 3), message(70_000, 70_000), message(9, 2)].concat();
         for size in [1, 2, 5, 7, 4096, all.len()] {
             let mut progress = Progress::default();
             all.chunks(size).for_each(|piece| progress.pass(piece));
-            assert_eq!((progress.is_midway(), progress.number, progress.arrived()), (true, 4, 2), "{size}");
+            assert_eq!((progress.is_partial(), progress.number, progress.arrived()), (true, 4, 2), "{size}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Who calls: how a caller reached the server, and the room that its connection has.
+//! Callers: the transport of a caller, and the message budget of its connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,75 +7,75 @@ use tokio::sync::Semaphore;
 
 use crate::unauthenticated::Probation;
 
-/// Most bytes that count on one connection.
-pub(crate) const ROOM: usize = 256 << 20;
-/// The room is counted in pieces of so many bytes.
-pub(crate) const PIECE: usize = 1 << 10;
+/// Maximum bytes of partial messages on one connection.
+pub(crate) const MAX_PARTIAL_BYTES: usize = 256 << 20;
+/// Bytes of one unit of the budget.
+pub(crate) const BUDGET_UNIT: usize = 1 << 10;
 
-/// The room for messages that have arrived in part, of one connection.
+/// The budget of one connection for partial messages.
 #[derive(Debug, Clone)]
-pub(crate) struct Room(pub(crate) Arc<Semaphore>);
+pub(crate) struct MessageBudget(pub(crate) Arc<Semaphore>);
 
-impl Default for Room {
+impl Default for MessageBudget {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(ROOM / PIECE)))
+        Self(Arc::new(Semaphore::new(MAX_PARTIAL_BYTES / BUDGET_UNIT)))
     }
 }
 
-/// How a caller reached the server. In the extensions of every request.
+/// The connection of a caller. Every request has it in its extensions.
 #[derive(Debug, Clone)]
 pub struct Caller {
-    reached: Reached,
-    /// For messages on its connection.
-    room: Room,
+    transport: Transport,
+    /// Budget for partial messages on the connection.
+    budget: MessageBudget,
     has_hung_up: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) enum Reached {
+pub(crate) enum Transport {
     Tcp(Probation),
-    /// Over a Unix socket, as a user who may call.
+    /// A Unix socket, with a user that may call.
     Unix,
 }
 
 impl Caller {
-    /// Whether the caller needs no token, for it came over a Unix socket.
+    /// Whether the caller uses a Unix socket, and so needs no token.
     pub(crate) fn is_local(&self) -> bool {
-        matches!(self.reached, Reached::Unix)
+        matches!(self.transport, Transport::Unix)
     }
 
-    pub(crate) fn room(&self) -> Room {
-        self.room.clone()
+    pub(crate) fn budget(&self) -> MessageBudget {
+        self.budget.clone()
     }
 
-    pub(crate) fn new(reached: Reached) -> Self {
-        Self { reached, room: Room::default(), has_hung_up: Arc::default() }
+    pub(crate) fn new(transport: Transport) -> Self {
+        Self { transport, budget: MessageBudget::default(), has_hung_up: Arc::default() }
     }
 
     pub(crate) fn with_hang_up(self, has_hung_up: Arc<AtomicBool>) -> Self {
         Self { has_hung_up, ..self }
     }
 
-    /// Whether the caller's end of the connection was closed. A caller that merely does not answer any more has not hung up.
+    /// Whether the caller has closed its end of the connection. This stays `false` for a caller that only stopped to answer.
     #[must_use]
     pub fn has_hung_up(&self) -> bool {
         self.has_hung_up.load(Ordering::Relaxed)
     }
 
-    /// Keeps the caller's connection open from now on. For a service that has verified a ticket of the caller.
+    /// Marks the connection as authenticated, so that it stays open. A service calls this after it has verified a ticket.
     pub fn authenticated(&self) {
-        if let Reached::Tcp(probation) = &self.reached {
+        if let Transport::Tcp(probation) = &self.transport {
             probation.end();
         }
     }
 
     #[cfg(test)]
     pub(crate) fn over_tcp(probation: Probation) -> Self {
-        Self::new(Reached::Tcp(probation))
+        Self::new(Transport::Tcp(probation))
     }
 
     #[cfg(test)]
     pub(crate) fn over_unix() -> Self {
-        Self::new(Reached::Unix)
+        Self::new(Transport::Unix)
     }
 }

@@ -1,4 +1,4 @@
-//! `Capabilities`: what answers at an address, and what it can do.
+//! The gRPC service `Capabilities`, which describes the services of a process and what they can do.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,28 +9,28 @@ use tonic::{Request, Response, Status};
 
 use crate::readiness::Readiness;
 
-/// What a service says of itself.
+/// Description of a service.
 #[derive(Debug, Clone)]
 pub struct Service {
-    /// `scheduler`, `artifact-store`, `runtime-gateway` or `streamer`.
+    /// Name: `scheduler`, `artifact-store`, `runtime-gateway` or `streamer`.
     pub name: &'static str,
-    /// The version of its program.
+    /// Version of the program.
     pub version: &'static str,
-    /// What it can do, by name.
+    /// Names of supported features.
     pub features: Vec<String>,
-    /// How much it takes: names that say the unit.
+    /// Limits of requests. Each name contains the unit.
     pub limits: Vec<(&'static str, u64)>,
 }
 
-/// Answers `Capabilities`. Clones answer the same.
+/// The implementation of `Capabilities`. All clones share the list of services.
 #[derive(Clone)]
-pub(crate) struct Answers {
+pub(crate) struct CapabilitiesService {
     pub(crate) services: Arc<Mutex<Vec<pb::ServiceCapabilities>>>,
     pub(crate) readiness: Readiness,
     started_at: Timestamp,
 }
 
-impl Answers {
+impl CapabilitiesService {
     pub(crate) fn new(readiness: Readiness) -> Self {
         Self { services: Arc::default(), readiness, started_at: Timestamp::now() }
     }
@@ -50,7 +50,7 @@ impl Answers {
 }
 
 #[tonic::async_trait]
-impl Capabilities for Answers {
+impl Capabilities for CapabilitiesService {
     async fn get_capabilities(
         &self,
         _: Request<pb::GetCapabilitiesRequest>,
@@ -60,7 +60,7 @@ impl Capabilities for Answers {
             services: self.services.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             instance: format!("{}:{}", host.trim(), std::process::id()),
             started_at: Some(rpc::timestamp(self.started_at)),
-            not_ready: self.readiness.why_not(),
+            not_ready: self.readiness.not_ready_reasons(),
         }))
     }
 }

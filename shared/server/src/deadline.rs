@@ -1,6 +1,6 @@
-//! Deadlines of callers: a call that has not been answered by then is given up, and says so as every other refusal does.
+//! Deadlines of calls. A call that exceeds its deadline is rejected with `DEADLINE_EXCEEDED` and error details.
 //!
-//! tonic gives up by itself, with `CANCELLED` and no details. This comes first.
+//! tonic also enforces the deadline, but rejects with `CANCELLED` and without details. This layer acts earlier.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -12,24 +12,24 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// So much earlier than tonic, whose clock has this resolution.
-const AHEAD: Duration = Duration::from_millis(1);
+/// Time by which this layer acts before tonic, whose clock has this resolution.
+const MARGIN: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeadlineLayer;
 
 impl<S> Layer<S> for DeadlineLayer {
-    type Service = Timed<S>;
+    type Service = DeadlineService<S>;
 
-    fn layer(&self, inner: S) -> Timed<S> {
-        Timed(inner)
+    fn layer(&self, inner: S) -> DeadlineService<S> {
+        DeadlineService(inner)
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Timed<S>(S);
+pub(crate) struct DeadlineService<S>(S);
 
-impl<S> Service<Request<Body>> for Timed<S>
+impl<S> Service<Request<Body>> for DeadlineService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>>,
     S::Future: Send + 'static,
@@ -47,14 +47,14 @@ where
         let deadline = deadline(request.headers());
         let response = self.0.call(request);
         let Some(deadline) = deadline else { return Box::pin(response) };
-        // Before anything is waited for, so that it is before tonic's.
-        let late = tokio::time::sleep_until(deadline.checked_sub(AHEAD).unwrap_or(deadline));
+        // The timer must be created before the first await, so that it fires before that of tonic.
+        let late = tokio::time::sleep_until(deadline.checked_sub(MARGIN).unwrap_or(deadline));
         Box::pin(async move {
             tokio::select! {
                 biased;
                 response = response => response,
                 () = late => {
-                    let message = "the call was not answered before its deadline";
+                    let message = "cannot complete the call before its deadline";
                     Ok(rpc::Reason::DeadlineExceeded.status("gantry", message).into_http())
                 }
             }
@@ -62,7 +62,7 @@ where
     }
 }
 
-/// When the caller stops waiting, by the header `grpc-timeout`. `None`: never.
+/// Returns the deadline of a call from its header `grpc-timeout`. `None` if the call has no deadline.
 #[must_use]
 pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
     let text = headers.get("grpc-timeout")?.to_str().ok()?;
@@ -84,7 +84,7 @@ pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
 mod tests {
     use super::*;
 
-    /// The status of a call with this header, answered after `takes`.
+    /// Returns the response to a call with the header `timeout`, which the service answers after `takes`.
     async fn called(timeout: Option<&str>, takes: Duration) -> Response<Body> {
         let inner = tower::service_fn(move |_: Request<Body>| async move {
             tokio::time::sleep(takes).await;
@@ -94,12 +94,12 @@ mod tests {
         if let Some(timeout) = timeout {
             request = request.header("grpc-timeout", timeout);
         }
-        let mut timed = DeadlineLayer.layer(inner);
-        timed.call(request.body(Body::empty()).expect("a request")).await.expect("answered")
+        let mut service = DeadlineLayer.layer(inner);
+        service.call(request.body(Body::empty()).expect("a request")).await.expect("answered")
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_late_is_refused_with_its_reason() {
+    async fn late_call_is_rejected_with_reason() {
         let began = Instant::now();
         let answer = called(Some("2S"), Duration::from_secs(60)).await;
         let status = tonic::Status::from_header_map(answer.headers()).expect("a status");

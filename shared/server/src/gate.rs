@@ -1,5 +1,6 @@
-//! The services of a process, behind a gate that opens once they have started: a process answers that it is alive and not yet ready
-//! from its first moment on, while it still waits for its database.
+//! A gate in front of the services of a process, which opens when the services have started.
+//!
+//! Health checks work from the beginning, for example while a service waits for its database.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -12,19 +13,19 @@ use tonic::service::Routes;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// Opens once. Clones are the same gate.
+/// A gate that opens once. All clones are the same gate.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Gate(Arc<OnceLock<Routes>>);
 
 impl Gate {
-    /// Lets calls in to `routes` from now on.
+    /// Opens the gate to `routes`.
     pub(crate) fn open(&self, routes: Routes) {
-        // It is opened by one caller, once.
+        // The host opens the gate once, so this cannot fail.
         self.0.set(routes.prepare()).ok();
     }
 }
 
-/// What answers before the gate opens, and beside it afterwards.
+/// Whether `path` belongs to a service that does not need the gate: health, reflection or capabilities.
 fn is_always_open(path: &str) -> bool {
     path.starts_with("/grpc.health.")
         || path.starts_with("/grpc.reflection.")
@@ -32,20 +33,20 @@ fn is_always_open(path: &str) -> bool {
 }
 
 impl<S> Layer<S> for Gate {
-    type Service = Gated<S>;
+    type Service = GatedService<S>;
 
-    fn layer(&self, inner: S) -> Gated<S> {
-        Gated { inner, gate: self.clone() }
+    fn layer(&self, inner: S) -> GatedService<S> {
+        GatedService { inner, gate: self.clone() }
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Gated<S> {
+pub(crate) struct GatedService<S> {
     inner: S,
     gate: Gate,
 }
 
-impl<S> Service<Request<Body>> for Gated<S>
+impl<S> Service<Request<Body>> for GatedService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
     S::Future: Send + 'static,
@@ -65,7 +66,8 @@ where
         match self.gate.0.get() {
             Some(routes) => Box::pin(routes.clone().call(request)),
             None => {
-                let starting = rpc::Reason::Unavailable.status("gantry", "the service is starting");
+                let starting = rpc::Reason::Unavailable
+                    .status("gantry", "cannot accept the call: the service is starting");
                 Box::pin(std::future::ready(Ok(starting.into_http())))
             }
         }

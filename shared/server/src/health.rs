@@ -1,4 +1,6 @@
-//! `SERVICE health`: asks a service whether it is ready, for health checks where there is no shell and no other program.
+//! The subcommand `health` of services, which checks whether a service is ready.
+//!
+//! Container images without a shell use it for their health checks.
 
 use std::error::Error;
 use std::time::Duration;
@@ -10,25 +12,25 @@ use tonic_health::pb::health_client::HealthClient;
 
 use crate::settings::term;
 
-/// Ask a service whether it is ready: exits 0 when it is, else 1, and says why.
+/// Check whether a service is ready. Exits with 0 if so, otherwise prints the reason and exits with 1
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct HealthArgs {
-    /// Whom to ask: http://host:port or unix:///path. Default: the service that listens as GANTRY_LISTEN says, on this machine
+    /// Address of the service: http://host:port or unix:///path. Default: the address in GANTRY_LISTEN, on this machine
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) server: Option<String>,
-    /// The file with the token to present. Default: that of a service without --token-file, if it exists
+    /// File with the token to present. Default: the default token file of services, if it exists
     #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
     pub(crate) token_file: Option<std::path::PathBuf>,
-    /// What to ask about: a gRPC service, "" for all of the process, or "liveness"
+    /// Subject of the check: a gRPC service, "" for the whole process, or "liveness"
     #[arg(long, value_name = "NAME", default_value = "")]
     pub(crate) service: String,
-    /// How long to wait for the answer
+    /// Maximum time to wait for the response
     #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = term)]
     pub(crate) timeout: Duration,
 }
 
-/// Asks `endpoint` how it is with `service`. The answer is for people.
-pub(crate) async fn ask(
+/// Checks the health of `service` at `endpoint`. Returns a message for operators in both cases.
+pub(crate) async fn check(
     endpoint: &str,
     token: Option<&str>,
     service: &str,
@@ -40,7 +42,7 @@ pub(crate) async fn ask(
     let mut health = HealthClient::new(peer.clone());
     let about = if service.is_empty() { endpoint.to_owned() } else { format!("{service} at {endpoint}") };
     match tokio::time::timeout(timeout, health.check(request)).await {
-        Err(_) => Err(format!("{about}: no answer within {timeout:?}")),
+        Err(_) => Err(format!("{about}: no response within {timeout:?}")),
         Ok(Err(status)) => {
             let cause = status.source().map(|cause| format!(": {}", domain::error_chain(cause)));
             Err(format!("{about}: {}{}", status.message(), cause.unwrap_or_default()))
@@ -48,17 +50,17 @@ pub(crate) async fn ask(
         Ok(Ok(answer)) => match answer.into_inner().status() {
             ServingStatus::Serving => Ok(format!("{about}: serving")),
             _ => {
-                let why = tokio::time::timeout(timeout, why_not(peer)).await.unwrap_or_default();
+                let why = tokio::time::timeout(timeout, not_ready_reasons(peer)).await.unwrap_or_default();
                 Err(format!(
                     "{about}: not serving: {}",
-                    why.unwrap_or_else(|| "it does not say why".to_owned())
+                    why.unwrap_or_else(|| "the reason is unknown".to_owned())
                 ))
             }
         },
     }
 }
 
-async fn why_not(peer: rpc::Peer) -> Option<String> {
+async fn not_ready_reasons(peer: rpc::Peer) -> Option<String> {
     use rpc::pb::capabilities::GetCapabilitiesRequest;
     use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
     let answer = CapabilitiesClient::new(peer).get_capabilities(GetCapabilitiesRequest {}).await;

@@ -1,45 +1,46 @@
 //! Process attributes that a program inherits from the program that starts it.
 //!
-//! A service outlives the command that starts it, and so do containers. These functions give a process a documented state instead of
-//! the one it inherits. They are called first in `main`, because each thread inherits from the thread that makes it:
+//! Services and containers outlive the command that starts them. These functions replace inherited attributes with
+//! documented ones. `main` calls them first, because a thread inherits from the thread that creates it.
 //!
-//! - [`prepare_service`]: by every service, also in the foreground. An administrator may have set limits, niceness and processors.
-//! - [`prepare_cluster`]: by the cluster that a command starts in the background. None of the command's attributes remain.
-//! - [`set_limits`]: by supervisors, so that containers have the same limits on every worker.
+//! - [`prepare_service`]: every service calls this. Limits, niceness and processors remain as an administrator set them.
+//! - [`prepare_cluster`]: a cluster in the background calls this. No attribute of the command remains.
+//! - [`set_limits`]: supervisors call this, so that containers have the same limits on every worker.
 
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Most open files of a container's process. Memory of sockets is not counted everywhere, so their number is bounded.
+/// Maximum open files of a container's process. The kernel does not charge all memory of sockets, so their number is
+/// bounded.
 const CONTAINER_OPEN_FILES: u64 = 65_536;
-/// The least hard limit of open files of a cluster, if the system allows that many.
+/// Minimum hard limit of open files of a cluster, if the system allows that many.
 const CLUSTER_OPEN_FILES: u64 = 524_288;
-/// A service with fewer open files than this says so in its log: about a hundred containers at a time need them.
+/// Open files below which a service logs a warning. About a hundred concurrent containers need this many.
 const FEW_OPEN_FILES: u64 = 4_096;
-/// Bytes of a stack: the kernel's default.
-const STACK: u64 = 8 << 20;
-/// Bytes of memory that a process may lock: the kernel's default.
-const LOCKED_MEMORY: u64 = 8 << 20;
-/// Bytes of POSIX message queues: the kernel's default.
-const MESSAGE_QUEUES: u64 = 819_200;
+/// Maximum bytes of a stack: the default of the kernel.
+const STACK_BYTES: u64 = 8 << 20;
+/// Maximum bytes of locked memory: the default of the kernel.
+const LOCKED_MEMORY_BYTES: u64 = 8 << 20;
+/// Maximum bytes of POSIX message queues: the default of the kernel.
+const MESSAGE_QUEUE_BYTES: u64 = 819_200;
 
 /// A limit of a process (`RLIMIT_…`). [`UNLIMITED`] is the largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limit {
-    /// Its name in an OCI configuration.
+    /// Name in an OCI configuration.
     pub name: &'static str,
     resource: u32,
-    /// What applies.
+    /// The limit that the kernel enforces.
     pub soft: u64,
-    /// The most that the process may set.
+    /// The maximum to which the process may raise the soft limit.
     pub hard: u64,
 }
 
-/// No limit.
+/// The value of a limit that bounds nothing.
 pub const UNLIMITED: u64 = libc::RLIM_INFINITY;
 
-/// The limits of a container's processes. They are those of the kernel's first process, apart from open files.
+/// Returns the limits of a container's processes. Except for open files, they are those of the kernel's first process.
 pub fn container_limits() -> Vec<Limit> {
     let threads = half_of_all_threads();
     let limit = |name, resource, soft, hard| Limit { name, resource, soft, hard };
@@ -51,8 +52,8 @@ pub fn container_limits() -> Vec<Limit> {
         same("RLIMIT_DATA", libc::RLIMIT_DATA, UNLIMITED),
         same("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, UNLIMITED),
         same("RLIMIT_LOCKS", libc::RLIMIT_LOCKS, UNLIMITED),
-        same("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, LOCKED_MEMORY),
-        same("RLIMIT_MSGQUEUE", libc::RLIMIT_MSGQUEUE, MESSAGE_QUEUES),
+        same("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, LOCKED_MEMORY_BYTES),
+        same("RLIMIT_MSGQUEUE", libc::RLIMIT_MSGQUEUE, MESSAGE_QUEUE_BYTES),
         same("RLIMIT_NICE", libc::RLIMIT_NICE, 0),
         same("RLIMIT_NOFILE", libc::RLIMIT_NOFILE, CONTAINER_OPEN_FILES),
         same("RLIMIT_NPROC", libc::RLIMIT_NPROC, threads),
@@ -60,22 +61,22 @@ pub fn container_limits() -> Vec<Limit> {
         same("RLIMIT_RTPRIO", libc::RLIMIT_RTPRIO, 0),
         same("RLIMIT_RTTIME", libc::RLIMIT_RTTIME, UNLIMITED),
         same("RLIMIT_SIGPENDING", libc::RLIMIT_SIGPENDING, threads),
-        limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK, UNLIMITED),
+        limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES, UNLIMITED),
     ]
 }
 
 impl Limit {
-    /// As near to this limit as a process with the limits of this one can be.
+    /// Returns the closest limit that this process can set without raising its hard limit.
     pub fn within_reach(self) -> io::Result<Self> {
         let hard = self.read()?.rlim_max.min(self.hard);
         Ok(Self { soft: self.soft.min(hard), hard, ..self })
     }
 
     fn read(self) -> io::Result<libc::rlimit> {
-        let mut found = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        let mut current = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: the kernel writes one record.
-        check(unsafe { libc::getrlimit(self.resource, &raw mut found) })?;
-        Ok(found)
+        check(unsafe { libc::getrlimit(self.resource, &raw mut current) })?;
+        Ok(current)
     }
 
     fn write(self, soft: u64, hard: u64) -> io::Result<()> {
@@ -84,55 +85,57 @@ impl Limit {
         check(unsafe { libc::setrlimit(self.resource, &raw const value) })
     }
 
-    /// Sets the soft limit, and raises the hard one where it is lower. Never lowers the hard one, which cannot be taken back.
+    /// Sets the soft limit, and raises the hard limit if it is lower. Never lowers the hard limit, because that is
+    /// irreversible.
     fn set(self) {
-        let Ok(found) = self.read() else { return };
-        if self.write(self.soft, found.rlim_max.max(self.hard)).is_err() {
-            // Only some may raise the hard one. A lower soft limit may always be set.
-            _ = self.write(self.soft.min(found.rlim_max), found.rlim_max);
+        let Ok(current) = self.read() else { return };
+        if self.write(self.soft, current.rlim_max.max(self.hard)).is_err() {
+            // The process may not raise the hard limit. A soft limit within the hard limit is always allowed.
+            _ = self.write(self.soft.min(current.rlim_max), current.rlim_max);
         }
     }
 }
 
-/// An attribute that could not be set.
+/// A process attribute could not be set.
 #[derive(Debug)]
-pub struct NotSet {
+pub struct AttributeError {
     what: &'static str,
     cause: io::Error,
 }
 
-impl fmt::Display for NotSet {
+impl fmt::Display for AttributeError {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(to, "cannot set {} of this process: {}", self.what, self.cause)
     }
 }
 
-/// Gives a service what it needs, and leaves what an administrator may have chosen: umask 022, no blocked signals, and as many open
-/// files as its hard limit allows.
+/// Sets the umask to 022, unblocks all signals, and raises the soft limit of open files to the hard limit. All other
+/// attributes remain as an administrator set them.
 pub fn prepare_service() {
     set_umask();
     unblock_signals();
     raise_open_files();
 }
 
-/// Gives a cluster that outlives its command a state that does not depend on the command. Answers what could not be set.
-pub fn prepare_cluster() -> Vec<NotSet> {
+/// Replaces all attributes that a cluster in the background inherits from its command. Returns the attributes that could
+/// not be set.
+pub fn prepare_cluster() -> Vec<AttributeError> {
     set_umask();
     default_signals();
     set_limits();
     let allowed = read_number("/proc/sys/fs/nr_open").unwrap_or(CLUSTER_OPEN_FILES);
-    let wanted = CLUSTER_OPEN_FILES.min(allowed);
-    Limit { soft: wanted, hard: wanted, ..open_files() }.set();
+    let target = CLUSTER_OPEN_FILES.min(allowed);
+    Limit { soft: target, hard: target, ..open_files() }.set();
     raise_open_files();
-    set_scheduling().filter_map(|(what, set)| Some(NotSet { what, cause: set.err()? })).collect()
+    set_scheduling().filter_map(|(what, set)| Some(AttributeError { what, cause: set.err()? })).collect()
 }
 
-/// Sets every limit of this process to that of containers, as far as the system allows. A higher hard limit remains.
+/// Sets every limit of this process to that of containers, as far as the system allows. Higher hard limits remain.
 pub fn set_limits() {
     container_limits().into_iter().for_each(Limit::set);
 }
 
-/// The limits that containers started by this process cannot have, with the values that they get instead.
+/// Returns the names of the limits that containers of this process cannot have, with the values that they get instead.
 pub fn limits_out_of_reach() -> Vec<(&'static str, u64)> {
     let raises = rustix::thread::capabilities(None)
         .is_ok_and(|held| held.permitted.contains(rustix::thread::CapabilitySet::SYS_RESOURCE));
@@ -144,7 +147,7 @@ pub fn limits_out_of_reach() -> Vec<(&'static str, u64)> {
         .collect()
 }
 
-/// The hard limit of open files, if it is low for a service.
+/// Returns the hard limit of open files if it is too low for a service.
 pub fn few_open_files() -> Option<u64> {
     let hard = open_files().read().ok()?.rlim_max;
     (hard < FEW_OPEN_FILES).then_some(hard)
@@ -155,28 +158,28 @@ pub fn warn_of_few_open_files() {
     if let Some(limit) = few_open_files() {
         tracing::warn!(
             limit,
-            "the hard limit of open files is low: callers may wait; raise it to {FEW_OPEN_FILES}"
+            "the hard limit of open files is low: connections may wait; raise the limit to {FEW_OPEN_FILES}"
         );
     }
 }
 
-/// Whether less than a quarter of the files that this process may open are free. `open` is one of them.
+/// Whether less than a quarter of the file descriptors of this process are free. `open` is any open descriptor.
 pub(crate) fn are_files_scarce(open: BorrowedFd<'_>) -> bool {
-    let most = open_files().read().map_or(UNLIMITED, |found| found.rlim_cur);
-    // A new descriptor has the lowest number that is free.
+    let limit = open_files().read().map_or(UNLIMITED, |current| current.rlim_cur);
+    // A new descriptor gets the lowest free number.
     rustix::io::fcntl_dupfd_cloexec(open, 0)
-        .map_or_else(|_| true, |lowest| is_scarce(lowest.as_raw_fd().unsigned_abs().into(), most))
+        .map_or_else(|_| true, |lowest| is_scarce(lowest.as_raw_fd().unsigned_abs().into(), limit))
 }
 
-fn is_scarce(used: u64, most: u64) -> bool {
-    used >= most - most / 4
+fn is_scarce(used: u64, limit: u64) -> bool {
+    used >= limit - limit / 4
 }
 
 fn set_umask() {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
 }
 
-/// Lets every signal reach this process. A blocked TERM would make a service that cannot be stopped.
+/// Unblocks all signals. A service with a blocked TERM could not be stopped.
 fn unblock_signals() {
     // SAFETY: the set is filled before it is used, and the mask is that of this thread.
     unsafe {
@@ -186,11 +189,12 @@ fn unblock_signals() {
     }
 }
 
-/// Gives every signal its default effect, also one that the command ignored. The exception is PIPE, as in every Rust program.
+/// Gives every signal its default action, including signals that the command ignored. PIPE stays ignored, as in every
+/// Rust program.
 fn default_signals() {
     let signals = (1..=libc::SIGRTMAX()).filter(|signal| *signal != libc::SIGPIPE);
     for signal in signals {
-        // SAFETY: a default effect runs no code of ours, and no handler has been installed yet. KILL and STOP are refused.
+        // SAFETY: a default action runs no code of this program. The kernel rejects the change for KILL and STOP.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
     unblock_signals();
@@ -202,19 +206,19 @@ fn open_files() -> Limit {
 
 fn raise_open_files() {
     let limit = open_files();
-    if let Ok(found) = limit.read() {
-        // A soft limit may always be raised to the hard one; if it is not, the warning about few open files remains true.
-        _ = limit.write(found.rlim_max, found.rlim_max);
+    if let Ok(current) = limit.read() {
+        // A soft limit may always be raised to the hard limit. A failure changes nothing.
+        _ = limit.write(current.rlim_max, current.rlim_max);
     }
 }
 
-/// Sets niceness, scheduling policy, priority of input and output, processors, memory policy, execution domain and OOM score to what
-/// the first process of the machine has.
+/// Sets scheduling policy, niceness, I/O priority, processors, memory policy, execution domain and OOM score to the
+/// values of the machine's first process.
 fn set_scheduling() -> impl Iterator<Item = (&'static str, io::Result<()>)> {
     let parameters = libc::sched_param { sched_priority: 0 };
-    // Every processor; the kernel leaves out those that are not there or that a cpuset excludes.
+    // All processors. The kernel ignores processors that do not exist or that a cpuset excludes.
     let processors = [u8::MAX; 1024];
-    // SAFETY: take numbers, or records that live as long as the calls.
+    // SAFETY: all arguments are numbers, or point to records that outlive the calls.
     let set = unsafe {
         [
             (
@@ -222,7 +226,7 @@ fn set_scheduling() -> impl Iterator<Item = (&'static str, io::Result<()>)> {
                 call(libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const parameters)),
             ),
             ("the niceness", call(libc::setpriority(libc::PRIO_PROCESS, 0, 0))),
-            ("the priority of input and output", call(libc::syscall(libc::SYS_ioprio_set, 1, 0, 0))),
+            ("the I/O priority", call(libc::syscall(libc::SYS_ioprio_set, 1, 0, 0))),
             (
                 "the processors",
                 call(libc::syscall(libc::SYS_sched_setaffinity, 0, processors.len(), processors.as_ptr())),
@@ -230,7 +234,7 @@ fn set_scheduling() -> impl Iterator<Item = (&'static str, io::Result<()>)> {
             (
                 "the memory policy",
                 match call(libc::syscall(libc::SYS_set_mempolicy, 0, std::ptr::null::<u8>(), 0)) {
-                    // A kernel without nodes of memory has no policies.
+                    // A kernel without NUMA has no memory policies.
                     Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => Ok(()),
                     set => set,
                 },
@@ -249,7 +253,7 @@ fn check(result: libc::c_int) -> io::Result<()> {
     call(result)
 }
 
-/// The kernel's default for the processes of one user, and for the signals that wait for them.
+/// Returns the kernel's default for a user's processes and pending signals.
 fn half_of_all_threads() -> u64 {
     read_number("/proc/sys/kernel/threads-max").map_or(UNLIMITED, |threads| threads / 2)
 }
@@ -273,13 +277,13 @@ mod tests {
     }
 
     #[test]
-    fn quarter_of_the_files_is_scarce() {
+    fn files_are_scarce_below_free_quarter() {
         assert!(!is_scarce(74, 100) && is_scarce(75, 100) && is_scarce(100, 100));
         assert!(!is_scarce(1 << 20, UNLIMITED));
     }
 
     #[test]
-    fn limit_within_reach_ends_at_hard_limit() -> io::Result<()> {
+    fn limit_within_reach_respects_hard_limit() -> io::Result<()> {
         let hard = open_files().read()?.rlim_max;
         let reached = Limit { soft: UNLIMITED, hard: UNLIMITED, ..open_files() }.within_reach()?;
         assert_eq!((reached.soft, reached.hard), (hard, hard));

@@ -1,8 +1,9 @@
-//! What every service binary shares: its settings, where it listens, how its calls are traced, counted and let in, how it says that it
-//! is alive and ready, and how it ends.
+//! The server of all service binaries: settings, listeners, admission of calls, telemetry, readiness and shutdown.
 //!
-//! A service is a [`Program`], which [`run`] runs. It adds its RPCs and its background tasks to a [`Host`]; the host serves them until
-//! it is told to stop. `gantry up` adds all four services to one host. Every task is tracked, told to stop, and waited for.
+//! A service implements [`Program`], and [`run`] runs it. The service adds its RPCs and background tasks to a [`Host`].
+//! The host serves them until its shutdown future resolves. `gantry up` adds all four services to one host.
+//!
+//! Invariant: the host tracks every task, cancels its token at shutdown, and waits for its end.
 
 mod activity;
 mod admission;
@@ -50,33 +51,33 @@ pub use capabilities::Service;
 pub use deadline::deadline;
 pub use listen_args::{ListenArgs, shutdown_signal};
 pub use listener::{Listener, bind};
-pub use program::{Program, Starting, command, run};
+pub use program::{Program, StartContext, command, run};
 pub use readiness::LIVENESS;
 
-use crate::admission::{AdmissionLayer, Ticketed};
+use crate::admission::{AdmissionLayer, TicketServices};
 use crate::arrival::ArrivalLayer;
-use crate::capabilities::Answers;
+use crate::capabilities::CapabilitiesService;
 use crate::deadline::DeadlineLayer;
 use crate::gate::Gate;
-use crate::operator_endpoints::{Gathers, Recorder};
+use crate::operator_endpoints::{GaugeUpdates, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
-/// Calls at a time on one connection. Each takes memory, before it is admitted too.
-const CALLS_PER_CONNECTION: u32 = 1024;
+/// Maximum number of concurrent calls on one connection. A call takes memory even before its admission.
+const MAX_CALLS_PER_CONNECTION: u32 = 1024;
 
-/// How long closing may take, once everything has ended.
-const CLOSING: Duration = Duration::from_secs(5);
+/// Maximum time of all cleanups together. They start after the drain.
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long operators who are being answered when everything else has ended are waited for.
-const LAST_PAGE: Duration = Duration::from_secs(1);
+/// Maximum time for the last responses of the operator endpoints, after the drain.
+const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How a process ends once it was told to.
+/// Timing of a shutdown.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Drain {
-    /// It goes on for this long, not ready any more.
+    /// Time for which the process still serves calls but reports that it is not ready.
     pub(crate) delay: Duration,
-    /// Open calls may take this long to end, before they are cut.
+    /// Time for open calls to end after the delay. The host then cuts the remaining calls.
     pub(crate) timeout: Duration,
 }
 
@@ -86,25 +87,25 @@ impl Default for Drain {
     }
 }
 
-/// That a task failed without which the process is of no use.
+/// The failure of a vital task, which ends the process.
 #[derive(Debug, Clone, Default)]
 struct Failure {
-    happened: CancellationToken,
-    why: Arc<Mutex<Option<anyhow::Error>>>,
+    signal: CancellationToken,
+    error: Arc<Mutex<Option<anyhow::Error>>>,
 }
 
 impl Failure {
     fn take(&self) -> anyhow::Error {
-        let why = self.why.lock().unwrap_or_else(PoisonError::into_inner).take();
-        why.unwrap_or_else(|| anyhow::anyhow!("a task failed"))
+        let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        error.unwrap_or_else(|| anyhow::anyhow!("a task failed"))
     }
 }
 
-/// Services that are served together, and the tasks that belong to them.
+/// The gRPC services of one process, with their background tasks.
 pub struct Host {
     routes: RoutesBuilder,
     services: Vec<&'static str>,
-    ticketed: Ticketed,
+    ticket_services: TicketServices,
     failure: Failure,
     tasks: TaskTracker,
     stopping: CancellationToken,
@@ -112,14 +113,14 @@ pub struct Host {
     token: Option<String>,
     unauthenticated: Limits,
     readiness: Readiness,
-    answers: Answers,
-    gathers: Gathers,
-    /// Where those of the services that are described already end in `services`.
+    capabilities: CapabilitiesService,
+    gauges: GaugeUpdates,
+    /// Number of entries at the start of `services` that [`Host::describe`] has already described.
     described: usize,
     drain: Drain,
     probe_interval: Duration,
     metrics: Option<(TcpListener, Recorder)>,
-    last: Vec<BoxFuture<'static, ()>>,
+    cleanups: Vec<BoxFuture<'static, ()>>,
 }
 
 impl Default for Host {
@@ -129,22 +130,22 @@ impl Default for Host {
 }
 
 impl Host {
-    /// Serves nothing yet.
+    /// Creates a host without services.
     #[must_use]
     pub fn new() -> Self {
         let readiness = Readiness::new();
         Self {
-            answers: Answers::new(readiness.clone()),
+            capabilities: CapabilitiesService::new(readiness.clone()),
             readiness,
-            gathers: Gathers::default(),
+            gauges: GaugeUpdates::default(),
             described: 0,
             drain: Drain::default(),
             probe_interval: Duration::from_secs(2),
             metrics: None,
-            last: Vec::new(),
+            cleanups: Vec::new(),
             routes: RoutesBuilder::default(),
             services: Vec::new(),
-            ticketed: Ticketed::default(),
+            ticket_services: TicketServices::default(),
             failure: Failure::default(),
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
@@ -175,7 +176,7 @@ impl Host {
         self.routes.add_service(service);
     }
 
-    /// Adds a gRPC service that verifies by itself the tickets in these headers: calls with one are let in without the token.
+    /// Adds a gRPC service that verifies the tickets in `headers`. A call with such a header needs no token.
     pub fn add_ticketed_service<S>(&mut self, service: S, headers: &'static [&'static str])
     where
         S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
@@ -186,16 +187,17 @@ impl Host {
             + 'static,
         S::Future: Send + 'static,
     {
-        self.ticketed.add(S::NAME, headers);
+        self.ticket_services.add(S::NAME, headers);
         self.add_service(service);
     }
 
-    /// Runs `task` until it ends; it must end soon after [`Host::stopping`].
+    /// Runs `task` in the background. The task must end soon after [`Host::stopping`] is cancelled.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }
 
-    /// Runs `task` until it ends, or the process is told to. When it fails the process ends with its error, at once and without draining.
+    /// Runs `task` until it ends, or until shutdown. If the task fails, the process ends at once with that error and
+    /// without a drain.
     pub fn spawn_vital(&self, task: impl Future<Output = anyhow::Result<()>> + Send + 'static) {
         let (failure, stopping) = (self.failure.clone(), self.stopping.clone());
         self.tasks.spawn(async move {
@@ -204,42 +206,43 @@ impl Host {
                 () = stopping.cancelled() => Ok(()),
             };
             if let Err(error) = ended {
-                *failure.why.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                failure.happened.cancel();
+                *failure.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                failure.signal.cancel();
             }
         });
     }
 
-    /// Tracks tasks that services spawn later, one for a call or a workload.
+    /// Returns the tracker for tasks that services spawn later, for example per call or per workload.
     #[must_use]
     pub fn tasks(&self) -> TaskTracker {
         self.tasks.clone()
     }
 
-    /// Resolves when the server has been told to stop. Open streams and loops end then: they are calls in flight.
+    /// Returns the token that is cancelled at shutdown. Open streams and loops must end then.
     #[must_use]
     pub fn stopping(&self) -> CancellationToken {
         self.stopping.clone()
     }
 
-    /// Who uses the services, and since when nobody does.
+    /// Returns the activity of callers.
     #[must_use]
     pub fn activity(&self) -> Activity {
         self.activity.clone()
     }
 
-    /// Says what the gRPC services that were added since the last one are together.
+    /// Describes the gRPC services that were added since the last call of this function as one `service`.
     pub fn describe(&mut self, service: Service) {
-        self.answers.add(service, &self.services[self.described..]);
+        self.capabilities.add(service, &self.services[self.described..]);
         self.described = self.services.len();
     }
 
-    /// Runs `last` once everything else has ended, for some seconds at most: what is closed then is used by nobody any more.
-    pub fn at_last(&mut self, last: impl Future<Output = ()> + Send + 'static) {
-        self.last.push(Box::pin(last));
+    /// Runs `cleanup` after the drain, for at most a few seconds. Calls and tasks have ended by then, or were cut.
+    pub fn add_cleanup(&mut self, cleanup: impl Future<Output = ()> + Send + 'static) {
+        self.cleanups.push(Box::pin(cleanup));
     }
 
-    /// The process is ready only while `check` succeeds, which says why not for people, within three seconds.
+    /// Adds a readiness check. The process is ready only while `check` succeeds within three seconds. Operators see its
+    /// error.
     pub fn add_check<F>(&self, name: &'static str, check: impl Fn() -> F + Send + Sync + 'static)
     where
         F: Future<Output = Result<(), String>> + Send + 'static,
@@ -247,15 +250,15 @@ impl Host {
         self.readiness.add(name, check);
     }
 
-    /// `gather` sets gauges whenever somebody reads them.
+    /// Adds `gather`, which sets gauges when the metrics are read.
     pub fn add_gauges<F>(&self, gather: impl Fn() -> F + Send + Sync + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        self.gathers.add(gather);
+        self.gauges.add(gather);
     }
 
-    /// Serves on `listeners` until `shutdown` resolves, then lets work in flight finish.
+    /// Serves on `listeners` until `shutdown` resolves, and then drains.
     pub async fn serve(
         self,
         listeners: impl IntoIterator<Item = Listener>,
@@ -264,7 +267,8 @@ impl Host {
         self.serve_from_start(listeners, shutdown, |_| Box::pin(async { Ok(()) })).await
     }
 
-    /// The same, and `start` adds services while it is answered already that the process is alive, and not ready.
+    /// Serves on `listeners` until `shutdown` resolves, and then drains. Runs `start`, which adds the services. Meanwhile,
+    /// health checks already report that the process is alive and not ready.
     pub(crate) async fn serve_from_start(
         mut self,
         listeners: impl IntoIterator<Item = Listener>,
@@ -277,17 +281,17 @@ impl Host {
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(rpc::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-            // The details of errors.
+            // Descriptors of error details.
             .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
             .build_v1()
-            .context("the descriptors of our own protos are malformed")?;
+            .context("cannot build the reflection service: the descriptors of the protos are malformed")?;
         let mut always = RoutesBuilder::default();
         always.add_service(health_service);
         always.add_service(reflection);
-        always.add_service(CapabilitiesServer::new(self.answers.clone()));
+        always.add_service(CapabilitiesServer::new(self.capabilities.clone()));
 
         let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
-        // Without a token every caller is let in: a limit of strangers would be one of callers.
+        // Without a token, callers cannot authenticate, so limits of unauthenticated connections would limit callers.
         let limits = match token {
             Some(_) => self.unauthenticated,
             None => Limits { per_address: usize::MAX, total: usize::MAX, ..self.unauthenticated },
@@ -296,7 +300,7 @@ impl Host {
         let listeners = listeners.into_iter().map(|listener| {
             anyhow::ensure!(
                 token.is_some() || !listener.needs_token(),
-                "cannot serve on {}: there is no token to ask callers for",
+                "cannot serve on {}: the host has no token for callers",
                 listener.endpoint()?
             );
             Ok(listener.incoming(unauthenticated.clone()).boxed())
@@ -306,13 +310,13 @@ impl Host {
             .initial_stream_window_size(8 << 20)
             .initial_connection_window_size(32 << 20)
             .max_frame_size(1 << 20)
-            .max_concurrent_streams(CALLS_PER_CONNECTION)
+            .max_concurrent_streams(MAX_CALLS_PER_CONNECTION)
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
             .layer(operator_endpoints::RpcLayer)
             .layer(DeadlineLayer)
-            .layer(AdmissionLayer::new(token.clone(), self.ticketed.clone()))
+            .layer(AdmissionLayer::new(token.clone(), self.ticket_services.clone()))
             .layer(ArrivalLayer)
             .layer(self.activity.layer())
             .layer(gate.clone())
@@ -323,8 +327,8 @@ impl Host {
         let ended = CancellationToken::new();
         let pages = TaskTracker::new();
         if let Some((listener, recorder)) = self.metrics.take() {
-            let (readiness, gathers) = (self.readiness.clone(), self.gathers.clone());
-            let page = operator_endpoints::Page::new(recorder, token, readiness, gathers);
+            let (readiness, gauges) = (self.readiness.clone(), self.gauges.clone());
+            let page = operator_endpoints::Page::new(recorder, token, readiness, gauges);
             pages.spawn(operator_endpoints::serve(listener, page, ended.clone()));
         }
         let _ended = ended.drop_guard_ref();
@@ -334,66 +338,67 @@ impl Host {
             Ok::<_, anyhow::Error>(self)
         };
         let started = tokio::select! {
-            // Where there is nothing to start, nobody hears that it is starting.
+            // A start that completes at once must win against the server, so that no caller sees a starting process.
             biased;
             started = started => Some(started?),
             result = &mut served => return result.context("the server failed"),
             () = &mut shutdown => None,
         };
-        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, failure, last, .. }) =
-            started
+        let Some(Self {
+            routes, services, tasks, readiness, probe_interval, drain, failure, cleanups, ..
+        }) = started
         else {
-            tracing::info!("told to end before it had started");
+            tracing::info!("shutdown requested before the start completed");
             return Ok(());
         };
         gate.open(routes.routes());
         for service in &services {
             health.set_service_status(*service, ServingStatus::NotServing).await;
         }
-        tasks.spawn(readiness.clone().check_forever(probe_interval, stopping.clone()));
-        let telling = readiness.clone().tell_forever(health.clone(), services.clone());
-        tokio::pin!(telling);
+        tasks.spawn(readiness.clone().run_checks(probe_interval, stopping.clone()));
+        let reporting = readiness.clone().report_changes(health.clone(), services.clone());
+        tokio::pin!(reporting);
 
         tokio::select! {
             result = &mut served => return result.context("the server failed"),
-            () = failure.happened.cancelled() => return Err(failure.take()),
-            () = &mut telling => {}
+            () = failure.signal.cancelled() => return Err(failure.take()),
+            () = &mut reporting => {}
             () = &mut shutdown => {}
         }
-        tracing::info!("told to end");
+        tracing::info!("shutting down");
         readiness.drain();
-        tell(&health, &services, ServingStatus::NotServing).await;
+        set_status(&health, &services, ServingStatus::NotServing).await;
         let rest = async {
             tokio::time::sleep(drain.delay).await;
             stopping.cancel();
-            forget(health, &services).await;
+            clear_status(health, &services).await;
             tasks.close();
             tasks.wait().await;
         };
         let drained = async { tokio::join!(served, rest) };
         if tokio::time::timeout(drain.delay + drain.timeout, drained).await.is_err() {
-            tracing::warn!("some calls did not end in time and are cut");
+            tracing::warn!("cutting calls that did not end within the drain timeout");
         }
-        // Until now whoever asked was told that it is ending.
+        // Until here, the operator endpoints have reported that the process is shutting down.
         ended.cancel();
         pages.close();
-        tokio::time::timeout(LAST_PAGE, pages.wait()).await.ok();
-        if tokio::time::timeout(CLOSING, futures::future::join_all(last)).await.is_err() {
-            tracing::warn!("something could not be closed in time");
+        tokio::time::timeout(LAST_RESPONSE_TIMEOUT, pages.wait()).await.ok();
+        if tokio::time::timeout(CLEANUP_TIMEOUT, futures::future::join_all(cleanups)).await.is_err() {
+            tracing::warn!("cannot complete all cleanups in time");
         }
         Ok(())
     }
 }
 
-/// Tells whoever asks or watches how it is with the process and its `services`.
-pub(crate) async fn tell(health: &HealthReporter, services: &[&'static str], status: ServingStatus) {
+/// Sets the health status of the process and of its `services`.
+pub(crate) async fn set_status(health: &HealthReporter, services: &[&'static str], status: ServingStatus) {
     for service in [""].iter().chain(services) {
         health.set_service_status(service, status).await;
     }
 }
 
-/// Ends the streams of those who watch, who were told before.
-async fn forget(mut health: HealthReporter, services: &[&'static str]) {
+/// Ends all health watch streams. [`set_status`] must have sent the last status before.
+async fn clear_status(mut health: HealthReporter, services: &[&'static str]) {
     for service in ["", LIVENESS].iter().chain(services) {
         health.clear_service_status(service).await;
     }

@@ -1,4 +1,4 @@
-//! The settings that every service binary has: where it listens, who may call, where it logs, and how it ends.
+//! Settings that every service binary has: its address, the token, the log and the shutdown.
 
 use std::convert::Infallible;
 use std::fs::Permissions;
@@ -16,46 +16,47 @@ use crate::settings::{duration, term};
 use crate::telemetry::{self, Telemetry};
 use crate::{Drain, Listener, listener, token};
 
-/// The database layer warns of each transaction that SQLite needs no mode for it, and tells of each connection that broke.
-const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
+/// Default log filter. The database libraries log noise below these levels: a warning for each SQLite transaction with a
+/// mode, and each lost connection.
+const DEFAULT_LOG_FILTER: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
 
-/// Settings that every service's own binary has.
+/// Settings that every service binary has.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Settings of every service")]
 pub struct ListenArgs {
-    /// Where to listen: host:port, or the path of a Unix socket, over which only this user and root may call
+    /// Address to listen on: host:port, or the path of a Unix socket that admits only this user and root
     #[arg(long, env = "GANTRY_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     listen: Address,
-    /// The file with the token of this cluster, which callers over TCP present, and this service to others. Default: one that is made when it is
-    /// missing, $XDG_STATE_HOME/gantry-services/token, or else /var/lib/gantry-services/token for root and
-    /// ~/.local/state/gantry-services/token for others
+    /// File with the token of the cluster. Callers over TCP must present the token, and this service presents it to other services.
+    /// Default: $XDG_STATE_HOME/gantry-services/token; if the variable is not set, /var/lib/gantry-services/token for root, and
+    /// ~/.local/state/gantry-services/token for other users. A missing default file is created
     #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Without --token-file: ask callers over TCP for no token, so that every process that reaches the port may do everything
+    /// Without --token-file: require no token over TCP. Every process that can connect then has full access
     #[arg(long, env = "GANTRY_INSECURE", value_parser = clap::builder::BoolishValueParser::new())]
     insecure: bool,
-    /// Where to serve /metrics, /healthz and /readyz over plain HTTP: host:port. /metrics wants the token, where the service has one. Default:
-    /// nowhere
+    /// Address of /metrics, /healthz and /readyz over plain HTTP: host:port. /metrics requires the token if the service has one.
+    /// Default: they are not served
     #[arg(long, env = "GANTRY_METRICS_LISTEN", value_name = "ADDRESS")]
     metrics_listen: Option<String>,
-    /// What is logged: a level (error, warn, info, debug, trace), or target=level pairs with commas between them
-    #[arg(long, env = "GANTRY_LOG", value_name = "FILTER", default_value = LOGGED)]
+    /// Log filter: a level (error, warn, info, debug, trace), or target=level pairs separated by commas
+    #[arg(long, env = "GANTRY_LOG", value_name = "FILTER", default_value = DEFAULT_LOG_FILTER)]
     log: String,
-    /// How often what the service needs is checked, such as its database; see docs/operations/monitoring.md
+    /// Interval of readiness checks, for example of the database; see docs/operations/monitoring.md
     #[arg(long, env = "GANTRY_PROBE_INTERVAL", value_name = "DURATION", default_value = "2s", value_parser = term)]
     probe_interval: Duration,
-    /// How long the service goes on when it was told to end, not ready any more, so that callers find another one first
+    /// At shutdown, time for which the service still serves calls but is not ready, so that callers can find another replica
     #[arg(long, env = "GANTRY_DRAIN_DELAY", value_name = "DURATION", default_value = "0s", value_parser = duration)]
     drain_delay: Duration,
-    /// How long open calls may take to end after that, before they are cut
+    /// At shutdown, time for open calls to end after the drain delay. Remaining calls are then cut
     #[arg(long, env = "GANTRY_DRAIN_TIMEOUT", value_name = "DURATION", default_value = "10s", value_parser = duration)]
     drain_timeout: Duration,
-    /// Print every setting with its value and where it comes from, without secrets, and exit
+    /// Print every setting with its value and source, without secrets, and exit
     #[arg(long)]
     pub(crate) print_config: bool,
 }
 
-/// Where to listen.
+/// An address to listen on.
 #[derive(Debug, Clone)]
 enum Address {
     Tcp(String),
@@ -70,41 +71,43 @@ impl FromStr for Address {
     }
 }
 
-/// What a service's own binary starts with.
-pub(crate) struct Started {
-    /// Where it listens.
+/// The bound addresses and tokens of a service.
+pub(crate) struct ServerSetup {
+    /// Listener for calls.
     pub(crate) listener: Listener,
-    /// The token of the cluster: callers over TCP present it to this service, and this service to others.
+    /// Token of the cluster. Callers over TCP present it to this service, and this service presents it to other services.
     pub(crate) token: Option<String>,
-    /// Where tokens are kept on this machine: no container may see these paths.
+    /// Paths of token files on this machine. No container may see them.
     pub(crate) secret_paths: Vec<PathBuf>,
-    /// Where operators read metrics, if anywhere.
+    /// Listener of the operator endpoints.
     pub(crate) metrics: Option<TcpListener>,
     pub(crate) drain: Drain,
     pub(crate) probe_interval: Duration,
 }
 
 impl ListenArgs {
-    /// Sets up logs and traces for `service`. To be kept until the end.
+    /// Sets up logs and traces for `service`. The caller must keep the result until the end of the process.
     pub(crate) fn telemetry(&self, service: &'static str) -> anyhow::Result<Telemetry> {
         telemetry::init_filtered(service, &self.log, None)
     }
 
-    /// Reads or makes the token, binds the addresses, and says where they are.
+    /// Reads or creates the token, binds the addresses, and logs them.
     ///
     /// # Errors
     ///
-    /// The token cannot be read or made, or an address cannot be bound.
-    pub(crate) async fn start(&self) -> anyhow::Result<Started> {
+    /// Fails if the token cannot be read or created, or if an address cannot be bound.
+    pub(crate) async fn start(&self) -> anyhow::Result<ServerSetup> {
         let (listener, token) = self.open().await?;
         let metrics = match &self.metrics_listen {
             Some(address) => {
                 let bound = TcpListener::bind(address).await;
                 let bound = bound.with_context(|| format!("cannot serve metrics on {address}"))?;
                 let address = bound.local_addr()?;
-                tracing::info!(endpoint = %address, "metrics");
+                tracing::info!(endpoint = %address, "serving metrics");
                 if token.is_none() {
-                    tracing::warn!("INSECURE: every process that reaches {address} can read the metrics");
+                    tracing::warn!(
+                        "INSECURE: every process that can connect to {address} can read the metrics"
+                    );
                 } else {
                     warn_of_dangers(address, true);
                 }
@@ -114,7 +117,7 @@ impl ListenArgs {
         };
         let drain = Drain { delay: self.drain_delay, timeout: self.drain_timeout };
         let secret_paths = self.secret_paths();
-        Ok(Started { listener, token, secret_paths, metrics, drain, probe_interval: self.probe_interval })
+        Ok(ServerSetup { listener, token, secret_paths, metrics, drain, probe_interval: self.probe_interval })
     }
 
     fn secret_paths(&self) -> Vec<PathBuf> {
@@ -123,7 +126,7 @@ impl ListenArgs {
         default.into_iter().chain(named).collect()
     }
 
-    /// Where this service is reached from the machine that it runs on, and with which token. Makes none.
+    /// Returns the address and the token with which the same machine reaches this service. Never creates a token.
     pub(crate) fn own_endpoint(&self) -> anyhow::Result<(String, Option<String>)> {
         let token = match &self.token_file {
             Some(file) => Some(token::read(file)?),
@@ -136,7 +139,7 @@ impl ListenArgs {
                 let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
                 anyhow::ensure!(
                     port != "0",
-                    "the service listens on any free port: name its address with --server, or set GANTRY_LISTEN as for the service"
+                    "cannot find the service, because it listens on any free port: name its address with --server, or set GANTRY_LISTEN as for the service"
                 );
                 let host = match host {
                     "" | "0.0.0.0" => "127.0.0.1",
@@ -154,10 +157,10 @@ impl ListenArgs {
         let listener = match &self.listen {
             Address::Unix(path) => Listener::Unix(bind_socket(path).await?),
             Address::Tcp(address) => {
-                let listening = format!("cannot listen on {address}");
-                let mut found = tokio::net::lookup_host(address).await.with_context(|| listening.clone())?;
-                let address = found.next().with_context(|| listening.clone())?;
-                let bound = listener::bind(address).context(listening)?;
+                let failed = format!("cannot listen on {address}");
+                let mut addresses = tokio::net::lookup_host(address).await.with_context(|| failed.clone())?;
+                let address = addresses.next().with_context(|| failed.clone())?;
+                let bound = listener::bind(address).context(failed)?;
                 warn_of_dangers(bound.local_addr()?, token.is_some());
                 if token.is_some() { Listener::Tcp(bound) } else { Listener::InsecureTcp(bound) }
             }
@@ -166,24 +169,24 @@ impl ListenArgs {
         Ok((listener, token))
     }
 
-    /// Returns the token of the cluster. Makes the default file if this service needs a token for its callers. `None` over TCP: with
-    /// `--insecure` only.
+    /// Returns the token of the cluster. Creates the default file if this service needs a token for its callers. Over TCP,
+    /// returns `None` only with `--insecure`.
     fn token(&self) -> anyhow::Result<Option<String>> {
         let (file, token) = match (&self.token_file, &self.listen) {
-            // A file that was named and is missing may be on a volume that is not mounted: another token would only hide that.
+            // A missing file may be on a volume that is not mounted. A new token would hide that mistake.
             (Some(file), _) => (file.clone(), token::read(file).map_err(|error| explain(error, file))?),
             (None, _) if self.insecure => return Ok(None),
             (None, Address::Tcp(_)) => {
                 let file = token::default_file().context(
-                    "there is no place for the default token file: name a file with --token-file, or set XDG_STATE_HOME or HOME",
+                    "cannot find the default token file: name a file with --token-file, or set XDG_STATE_HOME or HOME",
                 )?;
                 let token = token::read_or_make_private(&file).context(
-                    "cannot use the default token file: name another one with --token-file, or ask for no token with --insecure",
+                    "cannot use the default token file: name another file with --token-file, or require no token with --insecure",
                 )?;
                 (file, token)
             }
             (None, Address::Unix(_)) => match token::read_default()? {
-                Some(found) => found,
+                Some(default) => default,
                 None => return Ok(None),
             },
         };
@@ -192,32 +195,33 @@ impl ListenArgs {
     }
 }
 
-/// Says how to make a token file that was named and is missing.
+/// Adds advice to the error about a missing token file.
 fn explain(error: anyhow::Error, file: &Path) -> anyhow::Error {
     let cause = error.root_cause().downcast_ref::<std::io::Error>();
     if cause.is_none_or(|cause| cause.kind() != std::io::ErrorKind::NotFound) {
         return error;
     }
     error.context(format!(
-        "there is no token file {}: mount or copy it there, or make one with the subcommand `token --token-file {0}`",
+        "cannot find the token file {}: mount or copy it there, or create it with the subcommand `token --token-file {0}`",
         file.display()
     ))
 }
 
+/// Logs a warning if calls to `address` are not protected by a token, or not by encryption.
 fn warn_of_dangers(address: SocketAddr, token: bool) {
     if !token {
         tracing::warn!(
-            "INSECURE: {address} asks for no token, so every process that reaches it may do everything"
+            "INSECURE: {address} requires no token, so every process that can connect has full access"
         );
     } else if !address.ip().is_loopback() {
         tracing::warn!(
-            "INSECURE: nothing is encrypted on {address}, so a listener on the way learns the token"
+            "INSECURE: connections to {address} are not encrypted, so an eavesdropper can read the token"
         );
     }
 }
 
 async fn bind_socket(path: &Path) -> anyhow::Result<UnixListener> {
-    // One that nobody listens on any more is left from an earlier start.
+    // A socket that refuses connections is left over from an earlier start.
     if UnixStream::connect(path)
         .await
         .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
@@ -226,16 +230,16 @@ async fn bind_socket(path: &Path) -> anyhow::Result<UnixListener> {
     }
     let failed = || format!("cannot listen on {}", path.display());
     let listener = UnixListener::bind(path).with_context(failed)?;
-    // A caller needs no token here. The listener checks its user, too.
+    // Callers need no token, so only this user may connect. The listener also checks the user of the peer.
     std::fs::set_permissions(path, Permissions::from_mode(0o600)).with_context(failed)?;
     Ok(listener)
 }
 
-/// Resolves when the process is asked to end, by TERM or by INT.
+/// Resolves when the process receives TERM or INT.
 pub async fn shutdown_signal() {
     let (Ok(mut term), Ok(mut int)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
     else {
-        tracing::error!("signals cannot be caught: this process will not drain");
+        tracing::error!("cannot install signal handlers: the process will not drain");
         return std::future::pending().await;
     };
     tokio::select! {
@@ -281,7 +285,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn token_file_that_was_named_is_not_made() {
+    async fn named_token_file_is_not_created() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("token");
         let refused = open(&["--token-file", file.to_str().expect("a path")]).await.expect_err("refused");
@@ -299,7 +303,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_token_that_is_none_is_refused() {
+    async fn invalid_token_is_rejected() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("token");
         for text in ["", " \n", "two words", "gr\u{fc}n"] {
@@ -310,13 +314,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_that_was_left_is_replaced_and_one_in_use_is_not() {
+    async fn only_unused_socket_is_replaced() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let path = path.to_str().expect("a path");
         let (first, _) = open(&["--listen", path]).await.expect("a listener");
-        let mode = std::fs::metadata(path).expect("it is there").permissions().mode();
-        assert_eq!(mode & 0o777, 0o600, "whoever may open it may do everything");
+        let mode = std::fs::metadata(path).expect("the socket exists").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "the socket gives full access");
         let used = open(&["--listen", path]).await;
         assert!(used.is_err_and(|error| error.contains("cannot listen")));
         drop(first);

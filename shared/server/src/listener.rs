@@ -1,7 +1,7 @@
-//! Where a server listens: a Unix socket or a TCP port.
+//! Listeners of a server on Unix sockets and TCP ports.
 //!
-//! A connection over a Unix socket is closed unless the user of its peer may call. A connection over TCP is closed unless a call of it is
-//! admitted in time, and earlier when too many others come meanwhile.
+//! The listener closes a connection over a Unix socket if the user of its peer may not call. A connection over TCP is
+//! closed if none of its calls is admitted in time, or if too many other connections arrive before that.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,37 +19,37 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
-use crate::caller::{Caller, Reached};
+use crate::caller::{Caller, Transport};
 use crate::inherited;
 use crate::unauthenticated::{CloseSignal, Probation, Unauthenticated};
 
 /// A bound address.
 #[derive(Debug)]
 pub enum Listener {
-    /// A port. Only a host with a token serves on it.
+    /// A TCP port. A host without a token does not serve on it.
     Tcp(TcpListener),
-    /// A port that asks for no token unless the host has one: every process that reaches it may call.
+    /// A TCP port on which a host without a token admits every caller.
     InsecureTcp(TcpListener),
-    /// A socket file, which whoever bound it removes.
+    /// A Unix socket. The code that bound it removes the socket file.
     Unix(UnixListener),
 }
 
-/// How many callers may wait at a port until they are let in; the system may allow fewer (`net.core.somaxconn`). With the usual 128, connections
-/// break when all gateways come back at once.
-const WAITING: u32 = 4096;
+/// Maximum number of connections that wait for their acceptance. The system may allow fewer (`net.core.somaxconn`). With
+/// the usual 128, connections fail when all gateways reconnect at once.
+const BACKLOG: u32 = 4096;
 
-/// Listens at a port, so that many callers may come at one moment.
+/// Binds a TCP port, with a backlog for many simultaneous connections.
 pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    // A port that was just listened at is free, though some of its connections are still closing.
+    // The port may be bound again while connections of an earlier listener are still closing.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
-    socket.listen(WAITING)
+    socket.listen(BACKLOG)
 }
 
 impl Listener {
-    /// The address as clients write it: `unix:///path` or `http://host:port`. One that listens on every address is reached by the name of
-    /// the machine.
+    /// Returns the address for clients: `unix:///path` or `http://host:port`. The host is the name of the machine if the
+    /// port is bound on all addresses.
     pub fn endpoint(&self) -> io::Result<String> {
         match self {
             Self::Tcp(listener) | Self::InsecureTcp(listener) => {
@@ -68,7 +68,7 @@ impl Listener {
         }
     }
 
-    /// Whether callers need a token here.
+    /// Whether callers need a token.
     pub(crate) fn needs_token(&self) -> bool {
         matches!(self, Self::Tcp(_))
     }
@@ -101,7 +101,7 @@ impl Listener {
                     }
                 };
                 if accepted.is_err() {
-                    // As a rule no descriptor is free; asking again at once would only keep a processor busy.
+                    // The usual cause is a lack of descriptors. An immediate retry would only use processor time.
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 Some((accepted, listener))
@@ -110,22 +110,22 @@ impl Listener {
     }
 }
 
-/// Waits while less than a quarter of this process's open files are free: connections would take the files that their calls need.
+/// Waits while less than a quarter of this process's file descriptors are free. The calls of open connections need them.
 async fn leave_files_for_work(listener: &Listener) {
     let listener = match listener {
         Listener::Tcp(tcp) | Listener::InsecureTcp(tcp) => tcp.as_fd(),
         Listener::Unix(unix) => unix.as_fd(),
     };
-    static TOLD: Once = Once::new();
+    static LOGGED: Once = Once::new();
     while inherited::are_files_scarce(listener) {
-        TOLD.call_once(|| {
-            tracing::warn!("new connections wait: most of the files that this process may open are open");
+        LOGGED.call_once(|| {
+            tracing::warn!("delaying new connections: less than a quarter of the file descriptors are free");
         });
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// Whether the user of the process at the other end of `stream` may call. Logs a refusal.
+/// Whether the user of the peer of `stream` may call. Logs a rejection.
 fn check_user(stream: &UnixStream, unmapped: Option<u32>) -> bool {
     let own = geteuid().as_raw();
     match stream.peer_cred() {
@@ -134,12 +134,12 @@ fn check_user(stream: &UnixStream, unmapped: Option<u32>) -> bool {
             tracing::warn!(
                 peer.uid = peer.uid(),
                 peer.pid = peer.pid(),
-                "closed a connection over the Unix socket: only user {own} and root may call"
+                "rejected a connection over the Unix socket: only user {own} and root may call"
             );
             false
         }
         Err(error) => {
-            tracing::warn!(%error, "closed a connection over the Unix socket: its user is unknown");
+            tracing::warn!(%error, "rejected a connection over the Unix socket: its user is unknown");
             false
         }
     }
@@ -150,22 +150,22 @@ fn is_trusted(peer: u32, own: u32, unmapped: Option<u32>) -> bool {
     Some(peer) != unmapped && (peer == own || peer == 0)
 }
 
-/// Returns the user id that stands for all users without an id in our user namespace. `None` if every user has one.
+/// Returns the user id that represents all users without an id in this user namespace. `None` if every user has an id.
 fn unmapped_user() -> Option<u32> {
-    const USUAL: u32 = 65_534;
+    const DEFAULT: u32 = 65_534;
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     if map.split_whitespace().eq(["0", "0", "4294967295"]) {
         return None;
     }
     let id = std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok();
-    Some(id.and_then(|id| id.trim().parse().ok()).unwrap_or(USUAL))
+    Some(id.and_then(|id| id.trim().parse().ok()).unwrap_or(DEFAULT))
 }
 
-/// A connection that was accepted.
+/// An accepted connection.
 #[derive(Debug)]
 pub(crate) struct Connection {
     io: Io,
-    /// Whether its peer has closed it.
+    /// Whether the peer has closed the connection.
     has_hung_up: Arc<AtomicBool>,
 }
 
@@ -175,69 +175,69 @@ impl From<Io> for Connection {
     }
 }
 
-/// How a connection carries bytes.
+/// The transport of a connection.
 #[derive(Debug)]
 enum Io {
     Tcp(Tcp),
     Unix(UnixStream),
 }
 
-/// A connection over TCP, which breaks when its probation lasts too long, and when it must make room for another one.
+/// A connection over TCP. It fails when its probation lasts too long, or when it must make room for another connection.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     stream: TcpStream,
     probation: Probation,
-    standing: Standing,
+    state: ConnectionState,
 }
 
-/// How it is with a connection.
+/// The authentication state of a connection.
 #[derive(Debug)]
-enum Standing {
+enum ConnectionState {
     OnProbation { deadline: Pin<Box<Sleep>>, close: CloseSignal },
     Authenticated,
     Broken,
 }
 
 impl Tcp {
-    /// Counts the connection of `peer` as unauthenticated. `None` if the peer has gone.
+    /// Counts the connection of `peer` as unauthenticated. Returns `None` if the peer has closed it.
     pub(crate) fn new(
         stream: TcpStream,
         peer: SocketAddr,
         unauthenticated: &Unauthenticated,
     ) -> Option<Self> {
-        // That fails once the peer has gone.
+        // This fails if the peer has closed the connection.
         stream.set_nodelay(true).ok()?;
         let (probation, close) = unauthenticated.admit(peer.ip());
         let deadline = Box::pin(tokio::time::sleep(unauthenticated.deadline()));
-        Some(Self { stream, probation, standing: Standing::OnProbation { deadline, close } })
+        Some(Self { stream, probation, state: ConnectionState::OnProbation { deadline, close } })
     }
 
     pub(crate) fn caller(&self) -> Caller {
-        Caller::new(Reached::Tcp(self.probation.clone()))
+        Caller::new(Transport::Tcp(self.probation.clone()))
     }
 
-    /// Fails if the connection has not authenticated, and its deadline has passed or another one needs its room.
+    /// Fails if the connection has not authenticated, and its deadline has passed or it must make room.
     fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        match &mut self.standing {
-            Standing::Authenticated => return Ok(()),
-            Standing::OnProbation { deadline, close } => match close.poll(cx) {
+        match &mut self.state {
+            ConnectionState::Authenticated => return Ok(()),
+            ConnectionState::OnProbation { deadline, close } => match close.poll(cx) {
                 Poll::Ready(false) => {
-                    self.standing = Standing::Authenticated;
+                    self.state = ConnectionState::Authenticated;
                     return Ok(());
                 }
                 Poll::Pending if deadline.as_mut().poll(cx).is_pending() => return Ok(()),
-                Poll::Pending | Poll::Ready(true) => self.standing = Standing::Broken,
+                Poll::Pending | Poll::Ready(true) => self.state = ConnectionState::Broken,
             },
-            Standing::Broken => {}
+            ConnectionState::Broken => {}
         }
-        let message = "no call of this connection was admitted in time";
+        let message = "cannot keep the connection: none of its calls was admitted in time";
         Err(io::Error::new(io::ErrorKind::TimedOut, message))
     }
 }
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        // Calls that are still answered have the probation, too.
+        // Calls in flight hold clones of the probation, so its drop alone would not end it.
         self.probation.end();
     }
 }
@@ -248,7 +248,7 @@ impl Connected for Connection {
     fn connect_info(&self) -> Caller {
         let caller = match &self.io {
             Io::Tcp(tcp) => tcp.caller(),
-            Io::Unix(_) => Caller::new(Reached::Unix),
+            Io::Unix(_) => Caller::new(Transport::Unix),
         };
         caller.with_hang_up(self.has_hung_up.clone())
     }
@@ -265,7 +265,7 @@ impl AsyncRead for Tcp {
 impl AsyncWrite for Tcp {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        // A peer that reads nothing must not outlast the deadline.
+        // The deadline must also apply to a peer that does not read.
         this.check(cx)?;
         Pin::new(&mut this.stream).poll_write(cx, buf)
     }
@@ -356,15 +356,16 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn many_may_come_at_one_moment() {
+    async fn many_connections_may_arrive_at_once() {
         let listener = bind(([127, 0, 0, 1], 0).into()).expect("a port");
         let address = listener.local_addr().expect("bound");
-        // Nobody lets them in.
-        let allowed = std::fs::read_to_string("/proc/sys/net/core/somaxconn").expect("the system says so");
-        let many = allowed.trim().parse::<usize>().expect("a number").min(400);
-        let come = futures::future::join_all((0..many).map(|_| TcpStream::connect(address)));
-        let came = tokio::time::timeout(Duration::from_secs(20), come).await.expect("all are in line");
-        assert!(came.iter().all(Result::is_ok), "{came:?}");
+        // The listener accepts no connection.
+        let allowed = std::fs::read_to_string("/proc/sys/net/core/somaxconn").expect("a limit");
+        let count = allowed.trim().parse::<usize>().expect("a number").min(400);
+        let connect = futures::future::join_all((0..count).map(|_| TcpStream::connect(address)));
+        let connected =
+            tokio::time::timeout(Duration::from_secs(20), connect).await.expect("all connections wait");
+        assert!(connected.iter().all(Result::is_ok), "{connected:?}");
     }
 
     #[test]
@@ -374,6 +375,6 @@ mod tests {
             assert_eq!(is_trusted(peer, 1000, Some(65_534)), trusted, "{peer}");
         }
         assert!(is_trusted(65_534, 65_534, None));
-        assert!(!is_trusted(65_534, 65_534, Some(65_534)), "it may be any user");
+        assert!(!is_trusted(65_534, 65_534, Some(65_534)), "the id may represent any user");
     }
 }

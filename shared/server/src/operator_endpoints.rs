@@ -1,10 +1,10 @@
-//! What a process counts, and where operators read it: `/metrics`, `/healthz` and `/readyz` over plain HTTP, on an address of their own.
+//! Endpoints for operators over plain HTTP on a separate address: `/metrics`, `/healthz` and `/readyz`.
 //!
-//! Where the process has a token, `/metrics` is for callers who present it; the two probes are for all. Connections that presented no token
-//! are limited in number and time, as everywhere ([`crate::unauthenticated`]).
+//! If the process has a token, `/metrics` requires it. The two probes require no token. Connections without a token are
+//! limited in number and time ([`crate::unauthenticated`]).
 //!
-//! Every call that comes in is counted and timed, by service, method and code. Names that callers make up become no series of their own.
-//! Services add gauges, which are set when somebody reads them.
+//! [`RpcLayer`] counts and times every incoming call by service, method and code. Unknown services and methods share one
+//! series. Services add gauges, which are updated when the metrics are read.
 
 use std::collections::HashSet;
 use std::io;
@@ -42,58 +42,58 @@ use crate::listener::Tcp;
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
-/// Upper bounds of the buckets of durations, in seconds.
-const BUCKETS: [f64; 14] =
+/// Upper bounds of duration buckets, in seconds.
+const DURATION_BUCKETS: [f64; 14] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0, 300.0];
-/// Gauges are set at most this often: whoever reads them is not the load.
-const GATHER_EVERY: Duration = Duration::from_secs(2);
-/// Gauges that cannot be had in this time keep the values they have.
-const GATHER_PATIENCE: Duration = Duration::from_secs(5);
-/// Limits of connections that presented no token. Probes, and readers where there is no token, connect again after the deadline, so it is
-/// several times as long as gauges take.
-const LIMITS: Limits = Limits { deadline: Duration::from_secs(30), per_address: 128, total: 512 };
+/// Minimum interval of gauge updates, so that readers of metrics cause little load.
+const GAUGE_UPDATE_INTERVAL: Duration = Duration::from_secs(2);
+/// Maximum time of a gauge update. Gauges that take longer keep their old values.
+const GAUGE_UPDATE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Limits of connections without a token. Their deadline is several times the gauge update timeout, because it also
+/// applies to probes and, without a token, to readers of metrics.
+const CONNECTION_LIMITS: Limits = Limits { deadline: Duration::from_secs(30), per_address: 128, total: 512 };
 
-type Gathering = Pin<Box<dyn Future<Output = ()> + Send>>;
-type Gather = Arc<dyn Fn() -> Gathering + Send + Sync>;
+type GaugeFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
+type GaugeUpdate = Arc<dyn Fn() -> GaugeFuture + Send + Sync>;
 
-/// What sets the gauges of services. Clones are the same.
+/// The functions that update the gauges of services. All clones share the list.
 #[derive(Clone, Default)]
-pub(crate) struct Gathers(Arc<std::sync::Mutex<Vec<Gather>>>);
+pub(crate) struct GaugeUpdates(Arc<std::sync::Mutex<Vec<GaugeUpdate>>>);
 
-impl Gathers {
+impl GaugeUpdates {
     pub(crate) fn add<F>(&self, gather: impl Fn() -> F + Send + Sync + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let gather: Gather = Arc::new(move || Box::pin(gather()));
+        let gather: GaugeUpdate = Arc::new(move || Box::pin(gather()));
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(gather);
     }
 
-    async fn gather(&self) {
-        let gathers = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let gathering = join_all(gathers.iter().map(|gather| gather()));
-        if tokio::time::timeout(GATHER_PATIENCE, gathering).await.is_err() {
-            tracing::warn!("some metrics cannot be had in time and are old");
+    async fn update(&self) {
+        let gauges = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let updates = join_all(gauges.iter().map(|gather| gather()));
+        if tokio::time::timeout(GAUGE_UPDATE_TIMEOUT, updates).await.is_err() {
+            tracing::warn!("cannot update all metrics in time: some values are old");
         }
     }
 }
 
-/// What this process counts. Before it exists, nothing is counted.
+/// The metrics recorder of this process.
 #[derive(Clone)]
 pub(crate) struct Recorder(PrometheusHandle);
 
 impl Recorder {
-    /// Counts from now on, in this process.
+    /// Installs the recorder. Metrics are recorded from then on.
     pub(crate) fn install() -> anyhow::Result<Self> {
         let builder = PrometheusBuilder::new()
-            .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &BUCKETS)
-            .context("the buckets are malformed")?;
-        let handle = builder.install_recorder().context("metrics were set up before")?;
+            .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &DURATION_BUCKETS)
+            .context("cannot set the buckets of metrics")?;
+        let handle = builder.install_recorder().context("cannot install the metrics recorder")?;
         describe();
         Ok(Self(handle))
     }
 
-    /// Nothing is counted.
+    /// Creates a recorder without installing it.
     #[cfg(test)]
     pub(crate) fn for_test() -> Self {
         Self(PrometheusBuilder::new().build_recorder().handle())
@@ -103,27 +103,30 @@ impl Recorder {
 fn describe() {
     metrics::describe_counter!(
         "gantry_rpc_calls_total",
-        "Calls that have ended, by service, method and code."
+        "Number of completed calls, by service, method and code."
     );
     metrics::describe_histogram!(
         "gantry_rpc_duration_seconds",
-        "How long calls took, by service, method and code."
+        "Duration of completed calls, by service, method and code."
     );
-    metrics::describe_gauge!("gantry_rpc_in_flight", "Calls that have not ended, by service and method.");
-    metrics::describe_gauge!("gantry_ready", "1: calls may be sent. 0: not.");
-    metrics::describe_gauge!("gantry_check", "1: the check succeeded when it was last made. 0: it failed.");
+    metrics::describe_gauge!("gantry_rpc_in_flight", "Number of calls in flight, by service and method.");
+    metrics::describe_gauge!("gantry_ready", "1 if the process is ready, otherwise 0.");
+    metrics::describe_gauge!(
+        "gantry_check",
+        "1 if the last run of the readiness check succeeded, otherwise 0."
+    );
     metrics::describe_gauge!("gantry_service", "1 for each service of this process, with its version.");
 }
 
-/// What is served to operators.
+/// State of the endpoints.
 #[derive(Clone)]
 pub(crate) struct Page {
     recorder: Recorder,
-    /// Token that readers of metrics present. `None`: they present none.
+    /// Token of readers of metrics. `None` admits every reader.
     token: Option<Arc<str>>,
     readiness: Readiness,
-    gathers: Gathers,
-    gathered: Arc<Mutex<Option<Instant>>>,
+    gauges: GaugeUpdates,
+    updated_at: Arc<Mutex<Option<Instant>>>,
 }
 
 impl Page {
@@ -131,24 +134,24 @@ impl Page {
         recorder: Recorder,
         token: Option<String>,
         readiness: Readiness,
-        gathers: Gathers,
+        gauges: GaugeUpdates,
     ) -> Self {
-        Self { recorder, token: token.map(Into::into), readiness, gathers, gathered: Arc::default() }
+        Self { recorder, token: token.map(Into::into), readiness, gauges, updated_at: Arc::default() }
     }
 
     async fn metrics(&self) -> String {
-        let mut gathered = self.gathered.lock().await;
-        if gathered.is_none_or(|at| at.elapsed() >= GATHER_EVERY) {
-            self.gathers.gather().await;
-            *gathered = Some(Instant::now());
+        let mut updated_at = self.updated_at.lock().await;
+        if updated_at.is_none_or(|at| at.elapsed() >= GAUGE_UPDATE_INTERVAL) {
+            self.gauges.update().await;
+            *updated_at = Some(Instant::now());
         }
-        drop(gathered);
+        drop(updated_at);
         self.recorder.0.run_upkeep();
         self.recorder.0.render()
     }
 }
 
-/// A port that operators read from.
+/// The TCP port of the endpoints.
 struct Port {
     listener: TcpListener,
     unauthenticated: Unauthenticated,
@@ -160,7 +163,7 @@ impl axum::serve::Listener for Port {
 
     async fn accept(&mut self) -> (Tcp, SocketAddr) {
         loop {
-            // It waits a while when no descriptor is free.
+            // axum waits before a retry when no descriptor is free.
             let (stream, peer) = axum::serve::Listener::accept(&mut self.listener).await;
             if let Some(tcp) = Tcp::new(stream, peer, &self.unauthenticated) {
                 return (tcp, peer);
@@ -179,9 +182,9 @@ impl Connected<IncomingStream<'_, Port>> for Caller {
     }
 }
 
-/// Serves `/metrics`, `/healthz` and `/readyz` until told to stop.
+/// Serves `/metrics`, `/healthz` and `/readyz` until `ended` is cancelled.
 pub(crate) async fn serve(listener: TcpListener, page: Page, ended: CancellationToken) {
-    let port = Port { listener, unauthenticated: Unauthenticated::new(LIMITS) };
+    let port = Port { listener, unauthenticated: Unauthenticated::new(CONNECTION_LIMITS) };
     let router = Router::new()
         .route("/metrics", get(metrics_page))
         .route("/healthz", get(async || "ok\n"))
@@ -190,7 +193,7 @@ pub(crate) async fn serve(listener: TcpListener, page: Page, ended: Cancellation
         .into_make_service_with_connect_info::<Caller>();
     let served = axum::serve(port, router).with_graceful_shutdown(ended.cancelled_owned()).await;
     if let Err(error) = served {
-        tracing::error!(%error, "metrics are no longer served");
+        tracing::error!(%error, "cannot serve the operator endpoints any longer");
     }
 }
 
@@ -201,8 +204,8 @@ async fn metrics_page(
 ) -> axum::response::Response {
     if let Some(token) = &page.token {
         if !presents(token, &headers) {
-            let why = "present the token of this cluster as `authorization: Bearer TOKEN`\n";
-            return (StatusCode::UNAUTHORIZED, [(WWW_AUTHENTICATE, "Bearer")], why).into_response();
+            let message = "present the token of this cluster as `authorization: Bearer TOKEN`\n";
+            return (StatusCode::UNAUTHORIZED, [(WWW_AUTHENTICATE, "Bearer")], message).into_response();
         }
         caller.authenticated();
     }
@@ -210,29 +213,29 @@ async fn metrics_page(
 }
 
 async fn readyz(State(page): State<Page>) -> (StatusCode, String) {
-    let why = page.readiness.why_not();
-    if why.is_empty() {
+    let reasons = page.readiness.not_ready_reasons();
+    if reasons.is_empty() {
         return (StatusCode::OK, "ready\n".to_owned());
     }
-    (StatusCode::SERVICE_UNAVAILABLE, why.iter().map(|why| format!("{why}\n")).collect())
+    (StatusCode::SERVICE_UNAVAILABLE, reasons.iter().map(|reason| format!("{reason}\n")).collect())
 }
 
-/// Counts and times calls.
+/// A layer that counts and times calls.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct RpcLayer;
 
 impl<S> Layer<S> for RpcLayer {
-    type Service = Counted<S>;
+    type Service = RpcService<S>;
 
-    fn layer(&self, inner: S) -> Counted<S> {
-        Counted(inner)
+    fn layer(&self, inner: S) -> RpcService<S> {
+        RpcService(inner)
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Counted<S>(S);
+pub(crate) struct RpcService<S>(S);
 
-impl<S, B, R> Service<Request<B>> for Counted<S>
+impl<S, B, R> Service<Request<B>> for RpcService<S>
 where
     S: Service<Request<B>, Response = Response<R>>,
     S::Future: Send + 'static,
@@ -247,17 +250,17 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let mut call = Call::begin(request.uri().path());
+        let mut call = Call::start(request.uri().path());
         let response = self.0.call(request);
         Box::pin(async move {
             let response = response.await?;
-            call.see(response.headers());
+            call.record_status(response.headers());
             Ok(response.map(|body| CountedBody { body, call }))
         })
     }
 }
 
-/// Every method of ours, as `package.Service` and `Method`.
+/// All known methods, as `package.Service` and `Method`.
 static METHODS: LazyLock<HashSet<(String, String)>> = LazyLock::new(|| {
     let files = FileDescriptorSet::decode(rpc::DESCRIPTORS).unwrap_or_default().file;
     let mut methods = HashSet::new();
@@ -273,46 +276,46 @@ static METHODS: LazyLock<HashSet<(String, String)>> = LazyLock::new(|| {
     methods
 });
 
-/// A call that has not ended.
+/// A call in flight. Its drop records the metrics of the call.
 #[derive(Debug)]
 struct Call {
     service: &'static str,
     method: &'static str,
     code: &'static str,
-    begun: Instant,
+    started_at: Instant,
 }
 
 impl Call {
-    fn begin(path: &str) -> Self {
+    fn start(path: &str) -> Self {
         let (service, method) = path.trim_start_matches('/').split_once('/').unwrap_or_default();
         let known = METHODS.get(&(service.to_owned(), method.to_owned()));
         let (service, method) =
             known.map_or(("other", "other"), |(service, method)| (service.as_str(), method.as_str()));
         metrics::gauge!("gantry_rpc_in_flight", "service" => service, "method" => method).increment(1.0);
-        // Whoever is dropped before it has said how it ends was cut off.
-        Self { service, method, code: "CANCELLED", begun: Instant::now() }
+        // A call that is dropped before its status is known was cancelled.
+        Self { service, method, code: "CANCELLED", started_at: Instant::now() }
     }
 
-    fn see(&mut self, headers: &HeaderMap) {
+    fn record_status(&mut self, headers: &HeaderMap) {
         if let Some(code) = headers.get("grpc-status") {
-            self.code = word(code.to_str().unwrap_or_default());
+            self.code = code_name(code.to_str().unwrap_or_default());
         }
     }
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        let Self { service, method, code, begun } = *self;
+        let Self { service, method, code, started_at } = *self;
         metrics::gauge!("gantry_rpc_in_flight", "service" => service, "method" => method).decrement(1.0);
         metrics::counter!("gantry_rpc_calls_total", "service" => service, "method" => method, "code" => code)
             .increment(1);
         metrics::histogram!("gantry_rpc_duration_seconds", "service" => service, "method" => method, "code" => code)
-            .record(begun.elapsed());
+            .record(started_at.elapsed());
     }
 }
 
-fn word(code: &str) -> &'static str {
-    const WORDS: [&str; 17] = [
+fn code_name(code: &str) -> &'static str {
+    const NAMES: [&str; 17] = [
         "OK",
         "CANCELLED",
         "UNKNOWN",
@@ -331,10 +334,10 @@ fn word(code: &str) -> &'static str {
         "DATA_LOSS",
         "UNAUTHENTICATED",
     ];
-    code.parse::<usize>().ok().and_then(|code| WORDS.get(code).copied()).unwrap_or("UNKNOWN")
+    code.parse::<usize>().ok().and_then(|code| NAMES.get(code).copied()).unwrap_or("UNKNOWN")
 }
 
-/// The answer to a call, which has ended when this was sent or dropped.
+/// The body of a response. The call ends when the body is dropped.
 #[derive(Debug)]
 pub(crate) struct CountedBody<B> {
     body: B,
@@ -354,7 +357,7 @@ impl<B: HttpBody<Data = Bytes> + Unpin> HttpBody for CountedBody<B> {
         if let Poll::Ready(Some(Ok(frame))) = &frame
             && let Some(trailers) = frame.trailers_ref()
         {
-            this.call.see(trailers);
+            this.call.record_status(trailers);
         }
         frame
     }

@@ -1,12 +1,12 @@
-//! A service's own binary: its settings, its subcommands, its life.
+//! The command line of a service binary: settings, subcommands and the server.
 //!
 //! ```text
 //! SERVICE [settings]         serve until TERM or INT
-//! SERVICE --print-config     say what the settings are, and where each comes from
-//! SERVICE migrate            bring the database to the schema of this program, where there is one
-//! SERVICE health             ask one that runs whether it is ready
-//! SERVICE token              make the token file of a cluster
-//! SERVICE ...                what the service has beside these
+//! SERVICE --print-config     print the settings and their sources
+//! SERVICE migrate            migrate the database, if the service has one
+//! SERVICE health             check whether a running service is ready
+//! SERVICE token              create the token file of a cluster
+//! SERVICE ...                further commands of the service
 //! ```
 
 use std::path::PathBuf;
@@ -17,69 +17,70 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches};
 
 use crate::health::{self, HealthArgs};
 use crate::inherited;
-use crate::listen_args::Started;
+use crate::listen_args::ServerSetup;
 use crate::operator_endpoints::Recorder;
 use crate::settings;
 use crate::{Host, ListenArgs, shutdown_signal, token};
 
-/// A service's own binary.
+/// A service binary.
 pub trait Program: CommandFactory + FromArgMatches + Send + Sync + 'static {
-    /// Its name, in logs and traces.
+    /// Name of the service in logs and traces.
     const NAME: &'static str;
 
-    /// The settings that every service has.
+    /// Returns the settings that every service has.
     fn listen(&self) -> &ListenArgs;
 
-    /// Refuses settings that cannot be used together, before anything is done.
+    /// Checks that the settings can be used together. Has no side effects.
     fn check(&self) -> anyhow::Result<()>;
 
-    /// The command that [`Program::migrate`] takes, with the settings that are needed for it, where there is a database.
+    /// Adds the settings of [`Program::migrate`] to `command`. Returns `None` if the service has no database.
     fn migrate_command(command: clap::Command) -> Option<clap::Command> {
         drop(command);
         None
     }
 
-    /// Brings the database to the schema of this program, and says how it is.
+    /// Migrates the database. Returns a message for the operator.
     fn migrate(matches: &ArgMatches) -> impl Future<Output = anyhow::Result<String>> + Send {
         let _ = matches;
-        async { anyhow::bail!("it has no database") }
+        async { anyhow::bail!("cannot migrate: the service has no database") }
     }
 
-    /// What else may be asked of it, each with the settings that are needed for it.
+    /// Returns the further commands of the service, with their settings.
     fn commands() -> Vec<clap::Command> {
         Vec::new()
     }
 
-    /// Carries out one of [`Program::commands`], and says how it went.
-    fn carry_out(name: &str, matches: &ArgMatches) -> impl Future<Output = anyhow::Result<String>> + Send {
+    /// Runs one of [`Program::commands`]. Returns a message for the operator.
+    fn run_command(name: &str, matches: &ArgMatches) -> impl Future<Output = anyhow::Result<String>> + Send {
         let (_, name) = (matches, name.to_owned());
-        async move { anyhow::bail!("there is no command {name}") }
+        async move { anyhow::bail!("cannot run {name}: the command is unknown") }
     }
 
-    /// Adds the service to `host`. Dropped when the process is told to end meanwhile.
-    fn start(self, starting: Starting, host: &mut Host) -> impl Future<Output = anyhow::Result<()>> + Send;
+    /// Adds the service to `host`. The host drops the future at shutdown.
+    fn start(self, context: StartContext, host: &mut Host)
+    -> impl Future<Output = anyhow::Result<()>> + Send;
 }
 
-/// What a service learns when it starts.
+/// Parameters of the start of a service.
 #[derive(Debug, Clone)]
-pub struct Starting {
-    /// The address that it listens on: `unix:///path` or `http://host:port`.
+pub struct StartContext {
+    /// Address of the service: `unix:///path` or `http://host:port`.
     pub endpoint: String,
-    /// The token of the cluster: callers over TCP present it to this service, and this service to others.
+    /// Token of the cluster. Callers over TCP present it to this service, and this service presents it to other services.
     pub token: Option<String>,
-    /// Where tokens are kept on this machine: no container may see these paths.
+    /// Paths of token files on this machine. No container may see them.
     pub secret_paths: Vec<PathBuf>,
 }
 
-/// Make the token file of a cluster, unless it exists.
+/// Create the token file of a cluster, unless it exists
 #[derive(Debug, Clone, clap::Args)]
 struct TokenArgs {
-    /// The file to make, which only this user may read. Default: that of a service without --token-file
+    /// File to create. Only this user may read it. Default: the default token file of services
     #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
 }
 
-/// The command line of `P`.
+/// Returns the command line of `P`.
 pub fn command<P: Program>() -> clap::Command {
     let health = HealthArgs::augment_args(clap::Command::new("health"));
     let token = TokenArgs::augment_args(clap::Command::new("token"));
@@ -89,13 +90,15 @@ pub fn command<P: Program>() -> clap::Command {
         .disable_help_subcommand(true)
         .max_term_width(120)
         .after_help(
-            "A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A flag counts for more than its variable. Spans are \
-             sent to a collector where OTEL_EXPORTER_OTLP_ENDPOINT names one.",
+            "A DURATION is for example 500ms, 30s, 10m, 12h or 2d; a plain number is seconds. A flag overrides its environment variable. If \
+             OTEL_EXPORTER_OTLP_ENDPOINT is set, spans are sent to the collector at that address.",
         )
-        .subcommand(health.about("Ask a service whether it is ready: exits 0 when it is, else 1, and says why"))
-        .subcommand(token.about("Make the token file of a cluster, unless it exists, and print its path"));
-    // What is said of a group of settings would be said of the command that has them.
-    let about = "Bring the database to the schema of this program, and exit";
+        .subcommand(
+            health.about("Check whether a service is ready: exit with 0 if so, otherwise print the reason and exit with 1"),
+        )
+        .subcommand(token.about("Create the token file of a cluster, unless it exists, and print its path"));
+    // The text replaces the description that the command would take from its group of settings.
+    let about = "Migrate the database to the schema of this program, and exit";
     let command = match P::migrate_command(clap::Command::new("migrate")) {
         Some(migrate) => command.subcommand(migrate.about(about)),
         None => command,
@@ -103,12 +106,12 @@ pub fn command<P: Program>() -> clap::Command {
     command.subcommands(P::commands())
 }
 
-/// Runs a service to its end.
+/// Runs the command line of a service, and returns its exit code.
 pub fn run<P: Program>() -> ExitCode {
     inherited::prepare_service();
     let command = command::<P>();
     let matches = match command.clone().try_get_matches() {
-        // A variable that is misspelled is the better explanation for a setting that is missing.
+        // A misspelled variable explains a missing setting better than clap does.
         Err(error) if error.use_stderr() => {
             if let Some(renamed) = settings::renamed_flag(&error) {
                 eprintln!("{}: {renamed}", P::NAME);
@@ -125,7 +128,7 @@ pub fn run<P: Program>() -> ExitCode {
     };
     let done = settings::check_environment(&command, environment())
         .map_err(anyhow::Error::from)
-        .and_then(|()| carry_out::<P>(&command, &matches));
+        .and_then(|()| run_subcommand::<P>(&command, &matches));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -140,17 +143,22 @@ fn environment() -> impl Iterator<Item = (String, String)> {
     std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
 }
 
-fn carry_out<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start")?;
+fn run_subcommand<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the async runtime")?;
     match matches.subcommand() {
-        Some(("health", matches)) => say(&runtime.block_on(ask(HealthArgs::from_arg_matches(matches)?))?),
-        Some(("token", matches)) => say(&make_token(TokenArgs::from_arg_matches(matches)?)?),
-        Some(("migrate", matches)) => say(&runtime.block_on(P::migrate(matches))?),
-        Some((name, matches)) => say(&runtime.block_on(P::carry_out(name, matches))?),
+        Some(("health", matches)) => {
+            print_line(&runtime.block_on(check_health(HealthArgs::from_arg_matches(matches)?))?)
+        }
+        Some(("token", matches)) => print_line(&make_token(TokenArgs::from_arg_matches(matches)?)?),
+        Some(("migrate", matches)) => print_line(&runtime.block_on(P::migrate(matches))?),
+        Some((name, matches)) => print_line(&runtime.block_on(P::run_command(name, matches))?),
         None => {
             let program = P::from_arg_matches(matches)?;
             if program.listen().print_config {
-                say(settings::table(command, matches).trim_end());
+                print_line(settings::table(command, matches).trim_end());
                 return program.check();
             }
             program.check()?;
@@ -160,8 +168,8 @@ fn carry_out<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyho
     Ok(())
 }
 
-#[allow(clippy::print_stdout, reason = "it is what was asked for")]
-fn say(text: &str) {
+#[allow(clippy::print_stdout, reason = "the text is the result of the command")]
+fn print_line(text: &str) {
     println!("{text}");
 }
 
@@ -173,7 +181,8 @@ fn make_token(args: TokenArgs) -> anyhow::Result<String> {
             file
         }
         None => {
-            let file = token::default_file().context("name a file with --token-file, or set HOME")?;
+            let file = token::default_file()
+                .context("cannot find the default token file: set HOME, or name a file with --token-file")?;
             token::read_or_make_private(&file)?;
             file
         }
@@ -181,7 +190,7 @@ fn make_token(args: TokenArgs) -> anyhow::Result<String> {
     Ok(file.display().to_string())
 }
 
-async fn ask(args: HealthArgs) -> anyhow::Result<String> {
+async fn check_health(args: HealthArgs) -> anyhow::Result<String> {
     let (endpoint, token) = match args.server {
         Some(server) => {
             let token = match &args.token_file {
@@ -191,24 +200,24 @@ async fn ask(args: HealthArgs) -> anyhow::Result<String> {
             (server, token)
         }
         None => {
-            // As the environment says it, which a container's health check shares with its service.
+            // The health check of a container has the environment of its service.
             let listen = ListenArgs::augment_args(clap::Command::new("listen")).get_matches_from(["listen"]);
             ListenArgs::from_arg_matches(&listen)?.own_endpoint()?
         }
     };
-    health::ask(&endpoint, token.as_deref(), &args.service, args.timeout).await.map_err(anyhow::Error::msg)
+    health::check(&endpoint, token.as_deref(), &args.service, args.timeout).await.map_err(anyhow::Error::msg)
 }
 
 async fn serve<P: Program>(program: P) -> anyhow::Result<()> {
     let _telemetry = program.listen().telemetry(P::NAME)?;
     inherited::warn_of_few_open_files();
-    let Started { listener, token, secret_paths, metrics, drain, probe_interval } =
+    let ServerSetup { listener, token, secret_paths, metrics, drain, probe_interval } =
         program.listen().start().await?;
     let metrics = match metrics {
         Some(listener) => Some((listener, Recorder::install()?)),
         None => None,
     };
-    let starting = Starting { endpoint: listener.endpoint()?, token: token.clone(), secret_paths };
+    let context = StartContext { endpoint: listener.endpoint()?, token: token.clone(), secret_paths };
     let host = Host { drain, probe_interval, metrics, ..Host::new().with_token(token) };
-    host.serve_from_start([listener], shutdown_signal(), |host| Box::pin(program.start(starting, host))).await
+    host.serve_from_start([listener], shutdown_signal(), |host| Box::pin(program.start(context, host))).await
 }

@@ -1,13 +1,14 @@
-//! Whether a process may be sent calls, and why not.
+//! Readiness of a process, with the reasons if it is not ready.
 //!
 //! ```text
 //! starting ──started, every check succeeds──▶ ready ⇄ not ready (a check fails)
-//!     └───────────────told to stop───────────────────┴──▶ draining
+//!     └───────────────shutdown───────────────────────┴──▶ draining
 //! ```
 //!
-//! `grpc.health.v1` tells it for the process (``) and for each of its services, and `/readyz` over HTTP. That a process is alive is
-//! another question: `liveness` is serving from the first to the last moment, whatever else is missing, so that nobody restarts a
-//! process for what a restart does not mend.
+//! `grpc.health.v1` reports the readiness of the process (``) and of each of its services. `/readyz` reports it over HTTP.
+//!
+//! Liveness is separate: the health service `liveness` is serving from the start of the process to its end. An
+//! orchestrator must not restart a process because of a failure that a restart does not fix.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,20 +20,20 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use crate::tell;
+use crate::set_status;
 
-/// The name under which `grpc.health.v1` tells that the process is alive.
+/// The name of the health service that reports that the process is alive.
 pub const LIVENESS: &str = "liveness";
 
-/// How soon is looked again at what is not ready, at the latest.
-const AGAIN: Duration = Duration::from_millis(250);
-/// A check that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// Maximum interval of checks while the process is not ready.
+const RETRY_INTERVAL: Duration = Duration::from_millis(250);
+/// Time after which a check counts as failed.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(3);
 
-type Checked = Pin<Box<dyn Future<Output = Result<(), String>> + Send>>;
-type Check = Arc<dyn Fn() -> Checked + Send + Sync>;
+type CheckFuture = Pin<Box<dyn Future<Output = Result<(), String>> + Send>>;
+type Check = Arc<dyn Fn() -> CheckFuture + Send + Sync>;
 
-/// Shared by who checks, who tells, and who is asked. Cheap to clone.
+/// The checks of a process and its current state. Cheap to clone; all clones share the state.
 #[derive(Clone)]
 pub(crate) struct Readiness {
     checks: Arc<Mutex<Vec<(&'static str, Check)>>>,
@@ -59,12 +60,12 @@ impl Readiness {
         self.checks.lock().unwrap_or_else(PoisonError::into_inner).push((name, check));
     }
 
-    /// Why calls should not be sent, a line for each reason. None: they may.
-    pub(crate) fn why_not(&self) -> Vec<String> {
+    /// Returns the reasons why the process is not ready, one line each. Returns nothing if it is ready.
+    pub(crate) fn not_ready_reasons(&self) -> Vec<String> {
         match &*self.state.borrow() {
-            State::Starting => vec!["it is starting".to_owned()],
+            State::Starting => vec!["the process is starting".to_owned()],
             State::Started(failed) => failed.clone(),
-            State::Draining => vec!["it is ending".to_owned()],
+            State::Draining => vec!["the process is shutting down".to_owned()],
         }
     }
 
@@ -73,14 +74,14 @@ impl Readiness {
         self.state.send_replace(State::Draining);
     }
 
-    /// Checks once. What was told to stop stays so.
+    /// Runs all checks once. A draining process stays draining.
     async fn check(&self) {
         let checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let checking = checks.into_iter().map(|(name, check)| async move {
-            let answer = tokio::time::timeout(PATIENCE, check()).await;
-            let answer = answer.unwrap_or_else(|_| Err("no answer in time".to_owned()));
-            metrics::gauge!("gantry_check", "check" => name).set(if answer.is_ok() { 1.0 } else { 0.0 });
-            answer.err().map(|why| format!("{name}: {why}"))
+            let result = tokio::time::timeout(CHECK_TIMEOUT, check()).await;
+            let result = result.unwrap_or_else(|_| Err("the check timed out".to_owned()));
+            metrics::gauge!("gantry_check", "check" => name).set(if result.is_ok() { 1.0 } else { 0.0 });
+            result.err().map(|reason| format!("{name}: {reason}"))
         });
         let failed: Vec<_> = join_all(checking).await.into_iter().flatten().collect();
         self.state.send_if_modified(|state| {
@@ -90,22 +91,22 @@ impl Readiness {
             }
             match &checked {
                 State::Started(failed) if !failed.is_empty() => {
-                    tracing::warn!(why = failed.join("; "), "not ready");
+                    tracing::warn!(reasons = failed.join("; "), "the process is not ready");
                 }
-                _ => tracing::info!("ready"),
+                _ => tracing::info!("the process is ready"),
             }
             *state = checked;
             true
         });
     }
 
-    /// Checks from now on, until the process is told to stop.
-    pub(crate) async fn check_forever(self, every: Duration, stopping: CancellationToken) {
+    /// Runs all checks at an interval of `every`, until `stopping` is cancelled.
+    pub(crate) async fn run_checks(self, every: Duration, stopping: CancellationToken) {
         let checking = async {
             loop {
                 self.check().await;
-                let ready = self.why_not().is_empty();
-                tokio::time::sleep(if ready { every } else { every.min(AGAIN) }).await;
+                let ready = self.not_ready_reasons().is_empty();
+                tokio::time::sleep(if ready { every } else { every.min(RETRY_INTERVAL) }).await;
             }
         };
         tokio::select! {
@@ -114,14 +115,14 @@ impl Readiness {
         }
     }
 
-    /// Tells every change to whoever asks or watches, for the process and its `services`.
-    pub(crate) async fn tell_forever(self, health: HealthReporter, services: Vec<&'static str>) {
+    /// Reports every change as the health status of the process and its `services`.
+    pub(crate) async fn report_changes(self, health: HealthReporter, services: Vec<&'static str>) {
         let mut state = self.state.subscribe();
         loop {
             let ready = *state.borrow_and_update() == State::Started(Vec::new());
             let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
             metrics::gauge!("gantry_ready").set(if ready { 1.0 } else { 0.0 });
-            tell(&health, &services, status).await;
+            set_status(&health, &services, status).await;
             if state.changed().await.is_err() {
                 return;
             }
@@ -136,47 +137,47 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn it_is_ready_when_every_check_succeeds_and_never_again_once_it_drains() {
+    async fn draining_process_is_never_ready_again() {
         let readiness = Readiness::new();
-        let answers = Arc::new(AtomicBool::new(false));
-        let asked = answers.clone();
+        let available = Arc::new(AtomicBool::new(false));
+        let checked = available.clone();
         readiness.add("database", move || {
-            let answers = asked.load(Ordering::Relaxed);
-            async move { if answers { Ok(()) } else { Err("it does not answer".to_owned()) } }
+            let available = checked.load(Ordering::Relaxed);
+            async move { if available { Ok(()) } else { Err("unavailable".to_owned()) } }
         });
         readiness.add("disk", || async { Ok(()) });
-        assert_eq!(readiness.why_not(), ["it is starting"]);
+        assert_eq!(readiness.not_ready_reasons(), ["the process is starting"]);
         readiness.check().await;
-        assert_eq!(readiness.why_not(), ["database: it does not answer"]);
-        answers.store(true, Ordering::Relaxed);
+        assert_eq!(readiness.not_ready_reasons(), ["database: unavailable"]);
+        available.store(true, Ordering::Relaxed);
         readiness.check().await;
-        assert!(readiness.why_not().is_empty());
+        assert!(readiness.not_ready_reasons().is_empty());
         readiness.drain();
         readiness.check().await;
-        assert_eq!(readiness.why_not(), ["it is ending"]);
+        assert_eq!(readiness.not_ready_reasons(), ["the process is shutting down"]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_not_ready_is_looked_at_again_soon() {
+    async fn failed_check_is_repeated_soon() {
         let readiness = Readiness::new();
         let tries = Arc::new(AtomicUsize::new(0));
-        let counted = tries.clone();
+        let counter = tries.clone();
         readiness.add("database", move || {
-            let ready = counted.fetch_add(1, Ordering::Relaxed) >= 2;
-            async move { if ready { Ok(()) } else { Err("it does not answer".to_owned()) } }
+            let ready = counter.fetch_add(1, Ordering::Relaxed) >= 2;
+            async move { if ready { Ok(()) } else { Err("unavailable".to_owned()) } }
         });
         let hour = Duration::from_secs(3600);
-        let checking = readiness.clone().check_forever(hour, CancellationToken::new());
-        assert!(tokio::time::timeout(hour / 2, checking).await.is_err(), "it goes on");
-        assert!(readiness.why_not().is_empty());
+        let checking = readiness.clone().run_checks(hour, CancellationToken::new());
+        assert!(tokio::time::timeout(hour / 2, checking).await.is_err(), "the checks do not end");
+        assert!(readiness.not_ready_reasons().is_empty());
         assert_eq!(tries.load(Ordering::Relaxed), 3);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_check_that_does_not_answer_has_failed() {
+    async fn pending_check_fails_after_timeout() {
         let readiness = Readiness::new();
         readiness.add("database", std::future::pending);
         readiness.check().await;
-        assert_eq!(readiness.why_not(), ["database: no answer in time"]);
+        assert_eq!(readiness.not_ready_reasons(), ["database: the check timed out"]);
     }
 }

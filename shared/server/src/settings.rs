@@ -1,7 +1,7 @@
-//! Settings of a program: where each comes from, what is no setting of ours, and how durations, sizes and cores are written.
+//! Settings of programs: their variables, their sources, and the syntax of durations, sizes and cores.
 //!
-//! Every setting is a flag and a variable `GANTRY_…`. A variable of that kind that no program of ours knows is a mistake, and refused:
-//! what an operator believes to be set shall be set.
+//! Every setting is a flag and an environment variable `GANTRY_…`. A service rejects an unknown variable of that form,
+//! because the operator meant to set something.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
 use rpc::spec::MOST_CPU_MILLIS;
 
-/// Every variable that a program of ours knows. Each program's tests compare its own with these.
-const KNOWN: &[&str] = &[
+/// All variables of all programs. A test of each program compares its settings with this list.
+const KNOWN_VARIABLES: &[&str] = &[
     "GANTRY_ABANDONED_AFTER",
     "GANTRY_ARTIFACT_STORE",
     "GANTRY_BAGGAGECLAIM",
@@ -99,7 +99,7 @@ const KNOWN: &[&str] = &[
     "GANTRY_WORKER_TTL",
 ];
 
-/// Flags and variables that were renamed: the old name, and the new one.
+/// Renamed flags and variables: the old name and the new name.
 const RENAMED: &[(&str, &str)] = &[
     ("--door", "--proxy"),
     ("GANTRY_DOOR", "GANTRY_PROXY"),
@@ -112,7 +112,7 @@ const RENAMED: &[(&str, &str)] = &[
     ("GANTRY_SET_ASIDE_FOR_AT_MOST", "GANTRY_QUARANTINE_FOR_AT_MOST"),
 ];
 
-/// A flag or variable has another name now.
+/// A flag or variable was renamed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{old} was renamed: use {new}")]
 pub struct Renamed {
@@ -124,7 +124,7 @@ fn renamed(name: &str) -> Option<Renamed> {
     RENAMED.iter().find(|(old, _)| *old == name).map(|(old, new)| Renamed { old, new })
 }
 
-/// The new name of the flag because of which clap refused a command line, if it was renamed.
+/// Returns the new name of the flag that caused an error of clap, if the flag was renamed.
 #[must_use]
 pub fn renamed_flag(error: &clap::Error) -> Option<Renamed> {
     match error.get(ContextKind::InvalidArg)? {
@@ -133,85 +133,86 @@ pub fn renamed_flag(error: &clap::Error) -> Option<Renamed> {
     }
 }
 
-/// The first variable of the environment that was renamed.
+/// Returns the first variable of the environment that was renamed.
 pub fn renamed_variable(variables: impl IntoIterator<Item = (String, String)>) -> Option<Renamed> {
     variables.into_iter().find_map(|(name, _)| renamed(&name))
 }
 
-/// The variables of `command`'s settings that the other programs would take for a mistake. For tests: there are none.
+/// Returns the variables of `command` that are missing in the list of all variables, so that other programs would reject
+/// them. Tests check that there are none.
 #[must_use]
-pub fn unlisted(command: &Command) -> Vec<String> {
-    own(command).into_iter().filter(|name| !KNOWN.contains(&name.as_str())).collect()
+pub fn unlisted_variables(command: &Command) -> Vec<String> {
+    variables_of(command).into_iter().filter(|name| !KNOWN_VARIABLES.contains(&name.as_str())).collect()
 }
 
-fn own(command: &Command) -> Vec<String> {
+fn variables_of(command: &Command) -> Vec<String> {
     let variables = command.get_arguments().filter_map(clap::Arg::get_env);
     variables.map(|name| name.to_string_lossy().into_owned()).collect()
 }
 
-/// A variable of the environment looks like a setting and is none.
+/// A variable of the environment has the form of a setting but is unknown.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum UnknownVariable {
     #[error(transparent)]
     Renamed(#[from] Renamed),
-    #[error("{name} is no setting of Gantry{}", hint.as_deref().map(|hint| format!("; did you mean {hint}?")).unwrap_or_default())]
+    #[error("{name} is not a setting of Gantry{}", hint.as_deref().map(|hint| format!("; did you mean {hint}?")).unwrap_or_default())]
     Unknown { name: String, hint: Option<String> },
 }
 
-/// Refuses variables that look like settings of ours and are none.
+/// Checks that each variable with the form of a setting is a known setting.
 pub(crate) fn check_environment(
     command: &Command,
     variables: impl IntoIterator<Item = (String, String)>,
 ) -> Result<(), UnknownVariable> {
-    let own = own(command);
-    let known: Vec<&str> = KNOWN.iter().copied().chain(own.iter().map(String::as_str)).collect();
+    let own = variables_of(command);
+    let known: Vec<&str> = KNOWN_VARIABLES.iter().copied().chain(own.iter().map(String::as_str)).collect();
     for (name, value) in variables {
         if !name.starts_with("GANTRY_")
             || known.contains(&name.as_str())
-            || is_of_an_orchestrator(&name, &value)
+            || is_orchestrator_variable(&name, &value)
         {
             continue;
         }
         if let Some(renamed) = renamed(&name) {
             return Err(renamed.into());
         }
-        let hint = near(&name, &known, 3);
+        let hint = closest(&name, &known, 3);
         return Err(UnknownVariable::Unknown { name, hint });
     }
     Ok(())
 }
 
-/// Variables that look like settings, are none, and are hardly meant for anything else: what is wrong with each. For programs that people call,
-/// whose environment is full of other things.
+/// Returns a warning for each unknown variable whose name is close to that of a setting. Interactive programs use this,
+/// because the environment of a user may contain unrelated variables.
 #[must_use]
-pub fn misspelt(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
-    let ours = |name: &String| {
-        name.starts_with("GANTRY_") && !KNOWN.contains(&name.as_str()) && renamed(name).is_none()
+pub fn misspelled_variables(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
+    let is_unknown = |name: &String| {
+        name.starts_with("GANTRY_") && !KNOWN_VARIABLES.contains(&name.as_str()) && renamed(name).is_none()
     };
-    let names = variables.into_iter().map(|(name, _)| name).filter(ours);
-    let misspelt = names.filter_map(|name| {
-        let hint = Some(near(&name, KNOWN, 2)?);
+    let names = variables.into_iter().map(|(name, _)| name).filter(is_unknown);
+    let warnings = names.filter_map(|name| {
+        let hint = Some(closest(&name, KNOWN_VARIABLES, 2)?);
         Some(UnknownVariable::Unknown { name, hint }.to_string())
     });
-    misspelt.collect()
+    warnings.collect()
 }
 
-/// Kubernetes tells every container where services are, one called `gantry-scheduler` in variables such as
-/// `GANTRY_SCHEDULER_SERVICE_HOST` and `GANTRY_SCHEDULER_PORT_7401_TCP_ADDR`. Nobody meant them for us.
-fn is_of_an_orchestrator(name: &str, value: &str) -> bool {
+/// Whether Kubernetes has set a variable. For a service `gantry-scheduler` it sets variables such as
+/// `GANTRY_SCHEDULER_SERVICE_HOST` and `GANTRY_SCHEDULER_PORT_7401_TCP_ADDR` in every container.
+fn is_orchestrator_variable(name: &str, value: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.contains("_SERVICE_PORT")
         || name.contains("_PORT_")
         || (name.ends_with("_PORT") && value.contains("://"))
 }
 
-/// The nearest of `known`, if no more letters than `most` are between.
-fn near(name: &str, known: &[&str], most: usize) -> Option<String> {
+/// Returns the name in `known` that is closest to `name`, if their distance is at most `max_distance`.
+fn closest(name: &str, known: &[&str], max_distance: usize) -> Option<String> {
     let nearest = known.iter().map(|known| (distance(name, known), *known)).min();
-    nearest.filter(|(distance, _)| *distance <= most).map(|(_, known)| known.to_owned())
+    nearest.filter(|(distance, _)| *distance <= max_distance).map(|(_, known)| known.to_owned())
 }
 
-/// How many letters have to be added, left out or changed.
+/// Returns the edit distance (Levenshtein) of two names.
 fn distance(left: &str, right: &str) -> usize {
     let right: Vec<char> = right.chars().collect();
     let mut row: Vec<usize> = (0..=right.len()).collect();
@@ -227,7 +228,7 @@ fn distance(left: &str, right: &str) -> usize {
     row[right.len()]
 }
 
-/// Every setting, its value and where it comes from, as a table. Secrets are hidden.
+/// Returns a table of all settings with their values and sources. Secrets are hidden.
 pub(crate) fn table(command: &Command, matches: &ArgMatches) -> String {
     let mut rows = Vec::new();
     for argument in command.get_arguments() {
@@ -259,14 +260,14 @@ pub(crate) fn table(command: &Command, matches: &ArgMatches) -> String {
     rows.iter().map(line).collect()
 }
 
-/// An address without the password that is in it. What is no address is hidden as a whole.
+/// Hides the passwords in a URL. A text that is not a URL is hidden as a whole.
 fn hide(secret: &str) -> String {
     let Some((scheme, rest)) = secret.split_once("://") else { return "(hidden)".to_owned() };
     let (rest, query) = rest.split_once('?').map_or((rest, None), |(rest, query)| (rest, Some(query)));
     let rest = match rest.rsplit_once('@') {
-        Some((who, place)) => {
-            let user = who.split(':').next().unwrap_or_default();
-            if who.contains(':') { format!("{user}:(hidden)@{place}") } else { format!("{user}@{place}") }
+        Some((login, host)) => {
+            let user = login.split(':').next().unwrap_or_default();
+            if login.contains(':') { format!("{user}:(hidden)@{host}") } else { format!("{user}@{host}") }
         }
         None => rest.to_owned(),
     };
@@ -280,9 +281,9 @@ fn hide(secret: &str) -> String {
     format!("{scheme}://{rest}{}", query.unwrap_or_default())
 }
 
-/// Parses a duration of at most 100 years: `90s`, `10m`, `1h30m`, `2d`, `500ms`. A number alone is seconds.
+/// Parses a duration of at most 100 years, for example `90s`, `10m`, `1h30m`, `2d` or `500ms`. A plain number is seconds.
 pub fn duration(text: &str) -> Result<Duration, String> {
-    let malformed = || format!("{text:?} is no duration: write 90s, 10m, 1h30m, 2d or 500ms");
+    let malformed = || format!("{text:?} is not a duration: use for example 90s, 10m, 1h30m, 2d or 500ms");
     if let Ok(seconds) = text.parse() {
         return in_bounds(text, Duration::from_secs(seconds));
     }
@@ -312,27 +313,27 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     if text.is_empty() { Err(malformed()) } else { in_bounds(text, total) }
 }
 
-/// Refuses a duration of more than 100 years.
+/// Checks that a duration is at most 100 years.
 fn in_bounds(text: &str, duration: Duration) -> Result<Duration, String> {
-    /// A hundred years.
-    const LONGEST: Duration = Duration::from_hours(36_500 * 24);
-    if duration > LONGEST {
+    /// 100 years.
+    const MAX_DURATION: Duration = Duration::from_hours(36_500 * 24);
+    if duration > MAX_DURATION {
         return Err(format!("{text:?} is longer than 100 years (36500d)"));
     }
     Ok(duration)
 }
 
-/// Parses a duration that is longer than nothing.
+/// Parses a duration of more than zero.
 pub fn term(text: &str) -> Result<Duration, String> {
     match duration(text)? {
-        Duration::ZERO => Err("it must be longer than nothing".to_owned()),
+        Duration::ZERO => Err("the duration must be longer than 0".to_owned()),
         duration => Ok(duration),
     }
 }
 
-/// Parses a size in bytes: `1048576`, `512M`, `512MiB`, `1.5G`. `M` is 1024², `MB` is 1000².
+/// Parses a size in bytes, for example `1048576`, `512M`, `512MiB` or `1.5G`. `M` is 1024², `MB` is 1000².
 pub fn size(text: &str) -> Result<u64, String> {
-    let malformed = || format!("{text:?} is no size: write 512M, 2G or 1.5GiB");
+    let malformed = || format!("{text:?} is not a size: use for example 512M, 2G or 1.5GiB");
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
     let unit = unit.to_ascii_lowercase();
@@ -355,19 +356,20 @@ pub fn size(text: &str) -> Result<u64, String> {
 
 /// Parses processor time in cores into thousandths of a core: `2`, `0.5`, `500m`.
 pub fn cpu(text: &str) -> Result<u64, String> {
-    let malformed = || format!("{text:?} is no number of cores: write 2, 0.5 or 500m, and 1m at the least");
+    let malformed =
+        || format!("{text:?} is not a number of cores: use for example 2, 0.5 or 500m; the minimum is 1m");
     let millis = match text.strip_suffix('m') {
         Some(millis) => millis.parse().ok(),
         None => scaled(text, 1000),
     };
     let millis = millis.filter(|&millis| millis > 0).ok_or_else(malformed)?;
     if millis > MOST_CPU_MILLIS {
-        return Err("no worker has as many cores".to_owned());
+        return Err(format!("{text:?} is more than the maximum of {} cores", MOST_CPU_MILLIS / 1000));
     }
     Ok(millis)
 }
 
-/// `number`, which may have a decimal fraction, times `factor`, rounded down.
+/// Multiplies a decimal number with `factor`, and rounds down.
 fn scaled(number: &str, factor: u64) -> Option<u64> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if whole.is_empty() || fraction.len() > 9 || fraction.contains('.') {
@@ -388,12 +390,12 @@ mod tests {
 
     #[derive(Parser)]
     struct Program {
-        /// Where.
+        /// URL of the database.
         #[arg(long = "database-url", env = "GANTRY_DATABASE_URL", hide_env_values = true)]
         _database_url: Option<String>,
-        /// How often.
-        #[arg(long = "its-own", env = "GANTRY_ITS_OWN", default_value = "5s", value_parser = duration)]
-        _its_own: Duration,
+        /// Interval.
+        #[arg(long = "interval", env = "GANTRY_INTERVAL", default_value = "5s", value_parser = duration)]
+        _interval: Duration,
     }
 
     fn checked(name: &str, value: &str) -> Result<(), String> {
@@ -402,47 +404,50 @@ mod tests {
     }
 
     #[test]
-    fn people_are_told_of_what_they_misspelt_and_of_nothing_else() {
-        let names = ["GANTRY_SERVRE", "GANTRY_SERVER", "GANTRY_TEST_OF_THEIRS", "SERVRE"];
+    fn only_close_names_are_misspelled() {
+        let names = ["GANTRY_SERVRE", "GANTRY_SERVER", "GANTRY_UNRELATED_TEST", "SERVRE"];
         let variables = names.map(|name| (name.to_owned(), "http://there".to_owned()));
         assert_eq!(
-            misspelt(variables),
-            ["GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"]
+            misspelled_variables(variables),
+            ["GANTRY_SERVRE is not a setting of Gantry; did you mean GANTRY_SERVER?"]
         );
     }
 
     #[test]
-    fn renamed_settings_are_refused_with_their_new_name() {
+    fn renamed_setting_is_rejected_with_new_name() {
         assert_eq!(checked("GANTRY_DOOR", "1"), Err("GANTRY_DOOR was renamed: use GANTRY_PROXY".to_owned()));
         let refused =
             |arguments: &[&str]| Program::command().try_get_matches_from(arguments).expect_err("refused");
         for arguments in [&["program", "--door"][..], &["program", "--door=http://a:1"]] {
-            let renamed = renamed_flag(&refused(arguments)).expect("it was renamed");
+            let renamed = renamed_flag(&refused(arguments)).expect("a renamed flag");
             assert_eq!(renamed.to_string(), "--door was renamed: use --proxy");
         }
         assert_eq!(renamed_flag(&refused(&["program", "--dor"])), None);
         for (old, new) in RENAMED {
-            assert!(!KNOWN.contains(old) && (old.starts_with("--") || KNOWN.contains(new)), "{old}");
+            assert!(
+                !KNOWN_VARIABLES.contains(old) && (old.starts_with("--") || KNOWN_VARIABLES.contains(new)),
+                "{old}"
+            );
         }
     }
 
     #[test]
-    fn a_variable_that_nobody_knows_is_refused_with_a_hint() {
-        assert_eq!(checked("GANTRY_HEARTBEAT", "1"), Ok(()), "that of another program of ours");
-        assert_eq!(checked("GANTRY_ITS_OWN", "1"), Ok(()));
+    fn unknown_variable_is_rejected_with_hint() {
+        assert_eq!(checked("GANTRY_HEARTBEAT", "1"), Ok(()), "a variable of another program");
+        assert_eq!(checked("GANTRY_INTERVAL", "1"), Ok(()));
         assert_eq!(checked("OTHER_SETTING", "1"), Ok(()));
         assert_eq!(
             checked("GANTRY_HEARTBEET", "1"),
-            Err("GANTRY_HEARTBEET is no setting of Gantry; did you mean GANTRY_HEARTBEAT?".to_owned())
+            Err("GANTRY_HEARTBEET is not a setting of Gantry; did you mean GANTRY_HEARTBEAT?".to_owned())
         );
         assert_eq!(
             checked("GANTRY_FROBNICATE", "1"),
-            Err("GANTRY_FROBNICATE is no setting of Gantry".to_owned())
+            Err("GANTRY_FROBNICATE is not a setting of Gantry".to_owned())
         );
     }
 
     #[test]
-    fn what_an_orchestrator_sets_by_itself_is_no_mistake() {
+    fn variables_of_orchestrator_are_accepted() {
         for name in [
             "GANTRY_SCHEDULER_SERVICE_HOST",
             "GANTRY_STORE_SERVICE_PORT_GRPC",
@@ -451,30 +456,30 @@ mod tests {
             assert_eq!(checked(name, "1"), Ok(()), "{name}");
         }
         assert_eq!(checked("GANTRY_STORE_PORT", "tcp://10.0.0.1:7402"), Ok(()));
-        assert!(checked("GANTRY_STORE_PORT", "7402").is_err(), "somebody meant that");
+        assert!(checked("GANTRY_STORE_PORT", "7402").is_err(), "a plain port is not from Kubernetes");
     }
 
     #[test]
-    fn own_settings_that_others_would_refuse_are_found() {
-        assert_eq!(unlisted(&Program::command()), ["GANTRY_ITS_OWN"]);
+    fn unlisted_variables_are_returned() {
+        assert_eq!(unlisted_variables(&Program::command()), ["GANTRY_INTERVAL"]);
     }
 
     #[test]
-    fn settings_are_shown_with_their_source_and_without_secrets() {
+    fn table_shows_sources_and_hides_secrets() {
         let url = "postgres://me:secret@host/db?sslmode=require&sslpassword=secret";
         let command = Program::command();
         let matches = command.clone().get_matches_from(["program", "--database-url", url]);
         assert_eq!(
             table(&command, &matches),
             "--database-url  GANTRY_DATABASE_URL  flag     postgres://me:(hidden)@host/db?sslmode=require&sslpassword=(hidden)\n\
-             --its-own       GANTRY_ITS_OWN       default  5s\n"
+             --interval      GANTRY_INTERVAL      default  5s\n"
         );
         assert_eq!(hide("secret"), "(hidden)");
         assert_eq!(hide("sqlite:///path"), "sqlite:///path");
     }
 
     #[test]
-    fn durations() {
+    fn duration_parses_units_and_bounds() {
         assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
         assert_eq!(duration("1h30m"), Ok(Duration::from_secs(5400)));
         assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
@@ -486,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_cores() {
+    fn size_and_cpu_parse_units() {
         assert_eq!(size("1048576"), Ok(1 << 20));
         assert_eq!(size("512M"), Ok(512 << 20));
         assert_eq!(size("512MiB"), Ok(512 << 20));

@@ -1,8 +1,8 @@
-//! Logs and traces.
+//! Logs and traces of a process.
 //!
-//! Logs go to standard error, filtered by `GANTRY_LOG` (default `info`). Spans go to a collector when
-//! `OTEL_EXPORTER_OTLP_ENDPOINT` is set, and to a [`RecentSpans`] where one is kept: the local cluster keeps one, so that
-//! `--trace` needs no collector.
+//! Logs go to standard error, filtered by `GANTRY_LOG` (default `info`). Spans go to a collector if
+//! `OTEL_EXPORTER_OTLP_ENDPOINT` is set. The local cluster also keeps [`RecentSpans`], so that `--trace` needs no
+//! collector.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -19,10 +19,10 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
-/// How many ended spans are kept.
-const KEPT: usize = 20_000;
+/// Maximum number of ended spans in [`RecentSpans`].
+const MAX_SPANS: usize = 20_000;
 
-/// Logs and traces of this process. Flushes what is left when dropped.
+/// Logs and traces of this process. Its drop flushes the remaining spans.
 pub struct Telemetry {
     provider: Option<SdkTracerProvider>,
 }
@@ -35,7 +35,7 @@ impl Drop for Telemetry {
     }
 }
 
-/// Sets up logs and traces for this process, as `service`. `default_filter` is used where `GANTRY_LOG` is not set.
+/// Sets up logs and traces of the service `service`. `default_filter` applies if `GANTRY_LOG` is not set.
 pub fn init(
     service: &'static str,
     default_filter: &str,
@@ -47,19 +47,20 @@ pub fn init(
     }
 }
 
-/// Sets up logs and traces for this process, as `service`, which logs what `filter` says.
+/// Sets up logs and traces of the service `service`, with the log filter `filter`.
 pub(crate) fn init_filtered(
     service: &'static str,
     filter: &str,
     recent: Option<RecentSpans>,
 ) -> anyhow::Result<Telemetry> {
-    let filter = EnvFilter::try_new(filter).with_context(|| format!("GANTRY_LOG={filter:?} is no filter"))?;
+    let filter =
+        EnvFilter::try_new(filter).with_context(|| format!("cannot parse the log filter {filter:?}"))?;
     let logs =
         tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_filter(filter);
 
     let otlp = std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT").is_some_and(|endpoint| !endpoint.is_empty());
     if recent.is_none() && !otlp {
-        tracing_subscriber::registry().with(logs).try_init().context("logs were set up before")?;
+        tracing_subscriber::registry().with(logs).try_init().context("cannot set up logs twice")?;
         return Ok(Telemetry { provider: None });
     }
     let mut provider =
@@ -71,7 +72,7 @@ pub(crate) fn init_filtered(
         let exporter = opentelemetry_otlp::SpanExporter::builder()
             .with_tonic()
             .build()
-            .context("OTEL_EXPORTER_OTLP_ENDPOINT cannot be used")?;
+            .context("cannot export spans to OTEL_EXPORTER_OTLP_ENDPOINT")?;
         provider = provider.with_batch_exporter(exporter);
     }
     let provider = provider.build();
@@ -80,11 +81,11 @@ pub(crate) fn init_filtered(
         .with_location(false)
         .with_threads(false)
         .with_filter(EnvFilter::new("off,gantry=info"));
-    tracing_subscriber::registry().with(logs).with(traces).try_init().context("logs were set up before")?;
+    tracing_subscriber::registry().with(logs).with(traces).try_init().context("cannot set up logs twice")?;
     Ok(Telemetry { provider: Some(provider) })
 }
 
-/// The span of a call that came in. Its target is `gantry`, which is what traces follow.
+/// Returns the span of an incoming call. Its target is `gantry`, the target of all traced spans.
 pub(crate) fn server_span(request: &http::Request<()>) -> tracing::Span {
     let mut path = request.uri().path().trim_start_matches('/').splitn(2, '/');
     let (service, method) = (path.next().unwrap_or_default(), path.next().unwrap_or_default());
@@ -95,7 +96,7 @@ pub(crate) fn server_span(request: &http::Request<()>) -> tracing::Span {
         Some("streamer") => "streamer",
         _ => return tracing::Span::none(),
     };
-    // These stay open for as long as a gateway lives, and belong to nobody's trace.
+    // These streams are open for the whole life of a gateway, and belong to no trace.
     if matches!(method, "Synchronize" | "WatchDestroying") {
         return tracing::Span::none();
     }
@@ -116,33 +117,33 @@ pub(crate) fn server_span(request: &http::Request<()>) -> tracing::Span {
     span
 }
 
-/// The spans that ended last in this process. Cheap to clone; clones share them.
+/// The most recent ended spans of this process. Cheap to clone; all clones share the spans.
 #[derive(Debug, Clone, Default)]
 pub struct RecentSpans(Arc<Mutex<VecDeque<RecentSpan>>>);
 
 /// A span that has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RecentSpan {
-    /// 32 hex digits.
+    /// Id of the trace: 32 hex digits.
     pub trace_id: String,
-    /// 16 hex digits.
+    /// Id of the span: 16 hex digits.
     pub span_id: String,
-    /// 16 hex digits. `None`: the root of its trace.
+    /// Id of the parent span: 16 hex digits. `None` for the root of a trace.
     pub parent_span_id: Option<String>,
-    /// What was done.
+    /// Name of the operation.
     pub name: String,
-    /// Who did it.
+    /// Service that ran the operation.
     pub service: String,
-    /// Nanoseconds since 1970.
+    /// Start, in nanoseconds since 1970.
     pub start_unix_nano: u64,
-    /// Nanoseconds since 1970.
+    /// End, in nanoseconds since 1970.
     pub end_unix_nano: u64,
-    /// What it was about.
+    /// Attributes, by name.
     pub attributes: Vec<(String, String)>,
 }
 
 impl RecentSpans {
-    /// Those of one trace that are still kept, oldest first.
+    /// Returns the spans of one trace, in the order of their ends. Old spans may be missing.
     #[must_use]
     pub fn of_trace(&self, trace_id: &str) -> Vec<RecentSpan> {
         let spans = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -172,7 +173,7 @@ impl SpanProcessor for RecentSpans {
             attributes: attributes.clone(),
         };
         let mut spans = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if spans.len() == KEPT {
+        if spans.len() == MAX_SPANS {
             spans.pop_front();
         }
         spans.push_back(recent);

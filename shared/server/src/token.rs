@@ -1,10 +1,10 @@
-//! The token of a cluster: the file that holds it, how the file is read, and how a missing one is made.
+//! The token file of a cluster: its default path, and functions to read and create it.
 //!
-//! Every service binary presents the token to the other services, and asks callers over TCP for it. The command line reads the same
-//! file.
+//! Every service binary presents the cluster token to the other services, and requires it from callers over TCP. The
+//! command line reads the same file.
 //!
-//! Invariant: services that start at the same time with the same file agree on one token. A hard link, which never replaces a file,
-//! enforces it.
+//! Invariant: services that start at the same time with the same file use the same token. A hard link enforces it,
+//! because it never replaces an existing file.
 
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, Permissions};
@@ -16,15 +16,15 @@ use anyhow::Context;
 use rustix::fs::OFlags;
 use rustix::process::geteuid;
 
-/// The directory of the default token file, below the place for state. Neither a gateway nor the cluster of `gantry up` keeps state
-/// there.
+/// The directory of the default token file, below the state directory of the user. Gateways and the cluster of
+/// `gantry up` keep their state elsewhere.
 const DIRECTORY: &str = "gantry-services";
-/// Longest default token file, in bytes.
-const MOST_BYTES: u64 = 4096;
-/// The place for state of services that run as root.
-const STATE_OF_ROOT: &str = "/var/lib";
+/// Maximum bytes that are read of a default token file.
+const MAX_BYTES: u64 = 4096;
+/// The state directory of root.
+const ROOT_STATE_DIRECTORY: &str = "/var/lib";
 
-/// Returns the path of the token file of services that were told of none: `$XDG_STATE_HOME/gantry-services/token`, else
+/// Returns the default path of the token file: `$XDG_STATE_HOME/gantry-services/token` if the variable is set, otherwise
 /// `/var/lib/gantry-services/token` for root and `~/.local/state/gantry-services/token` for other users.
 #[must_use]
 pub fn default_file() -> Option<PathBuf> {
@@ -36,7 +36,7 @@ fn default_file_of(state: Option<PathBuf>, root: bool, home: Option<PathBuf>) ->
     let absolute = |path: &PathBuf| path.is_absolute();
     let state = match state.filter(absolute) {
         Some(state) => state,
-        None if root => STATE_OF_ROOT.into(),
+        None if root => ROOT_STATE_DIRECTORY.into(),
         None => home.filter(absolute)?.join(".local/state"),
     };
     Some(state.join(DIRECTORY).join("token"))
@@ -46,27 +46,27 @@ fn default_file_of(state: Option<PathBuf>, root: bool, home: Option<PathBuf>) ->
 ///
 /// # Errors
 ///
-/// The file cannot be read, or holds something else than one token.
+/// Fails if the file cannot be read, or does not contain exactly one token.
 pub fn read(path: &Path) -> anyhow::Result<String> {
     parse(path, &fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?)
 }
 
 fn parse(path: &Path, text: &str) -> anyhow::Result<String> {
     let token = text.trim();
-    anyhow::ensure!(!token.is_empty(), "{} holds no token", path.display());
-    // It has to stand in a header.
+    anyhow::ensure!(!token.is_empty(), "cannot use the token file {}: it is empty", path.display());
+    // The token must be valid in a header.
     anyhow::ensure!(
         token.bytes().all(|byte| byte.is_ascii_graphic()),
-        "{} holds more than a token",
+        "cannot use the token file {}: a token must consist of printable ASCII characters without spaces",
         path.display()
     );
     Ok(token.to_owned())
 }
 
-/// Another user may have made the default token file, and may know the token.
+/// The default token file or its directory is not under the control of this user, so another user may know the token.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{} {why}, so another user may know or choose the token: remove it, or name a token file with --token-file",
+    "cannot trust {}: it {why}, so another user may know or choose the token; remove it, or name a token file with --token-file",
     path.display()
 )]
 pub struct UntrustedFile {
@@ -74,7 +74,7 @@ pub struct UntrustedFile {
     why: &'static str,
 }
 
-/// Refuses a directory or file that other users than this one and root may change.
+/// Checks that only this user and root may change a directory or file.
 fn check_trusted(path: &Path, found: &fs::Metadata) -> Result<(), UntrustedFile> {
     let refuse = |why| Err(UntrustedFile { path: path.to_owned(), why });
     if found.is_symlink() {
@@ -84,30 +84,30 @@ fn check_trusted(path: &Path, found: &fs::Metadata) -> Result<(), UntrustedFile>
         return refuse("belongs to another user");
     }
     if found.mode() & 0o022 != 0 {
-        return refuse("may be written by its group or by others");
+        return refuse("is writable by its group or by others");
     }
     Ok(())
 }
 
-/// Reads the token in a default file. The file and its directory must belong to this user or root.
+/// Reads the token in a default token file. The file and its directory must belong to this user or root.
 fn read_trusted(path: &Path) -> anyhow::Result<String> {
     let cannot = || format!("cannot read {}", path.display());
-    let directory = path.parent().with_context(|| format!("{} has no directory", path.display()))?;
+    let directory = path.parent().with_context(|| format!("the path {} has no directory", path.display()))?;
     check_trusted(directory, &fs::symlink_metadata(directory).with_context(cannot)?)?;
     check_trusted(path, &fs::symlink_metadata(path).with_context(cannot)?)?;
     // Only this user and root can replace the file between the check and this call.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let mut text = String::new();
     let file = File::options().read(true).custom_flags(flags).open(path).with_context(cannot)?;
-    file.take(MOST_BYTES).read_to_string(&mut text).with_context(cannot)?;
+    file.take(MAX_BYTES).read_to_string(&mut text).with_context(cannot)?;
     parse(path, &text)
 }
 
-/// Reads the token in the default file. `None` if there is no such file.
+/// Reads the token in the default token file. Returns `None` if the file does not exist.
 ///
 /// # Errors
 ///
-/// The file cannot be read, is an [`UntrustedFile`], or holds something else than one token.
+/// Fails if the file cannot be read, is an [`UntrustedFile`], or does not contain exactly one token.
 pub fn read_default() -> anyhow::Result<Option<(PathBuf, String)>> {
     let Some(path) = default_file() else { return Ok(None) };
     if fs::symlink_metadata(&path).is_err_and(|error| error.kind() == ErrorKind::NotFound) {
@@ -117,15 +117,15 @@ pub fn read_default() -> anyhow::Result<Option<(PathBuf, String)>> {
     Ok(Some((path, token)))
 }
 
-/// Reads the token in the file at `path`, which is made if it is missing. Only this user may enter its directory afterwards.
+/// Reads the token in the file at `path`, and creates a missing file. Afterwards only this user may access its directory.
 pub(crate) fn read_or_make_private(path: &Path) -> anyhow::Result<String> {
-    let directory = path.parent().with_context(|| format!("{} has no directory", path.display()))?;
+    let directory = path.parent().with_context(|| format!("the path {} has no directory", path.display()))?;
     make_private(directory)?;
     make_if_missing(path)?;
     read_trusted(path)
 }
 
-/// Makes a token in the file at `path`, which only this user may read, unless the file exists. Returns whether it was made.
+/// Creates a token file at `path` that only this user may read, unless the file exists. Returns whether it was created.
 pub(crate) fn make_if_missing(path: &Path) -> anyhow::Result<bool> {
     if fs::symlink_metadata(path).is_ok() {
         return Ok(false);
@@ -134,7 +134,7 @@ pub(crate) fn make_if_missing(path: &Path) -> anyhow::Result<bool> {
         if let Some(directory) = path.parent() {
             DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         }
-        // In another container that shares the directory, a process may have the same id.
+        // The name is random, because a process in another container with the same directory may have the same id.
         let temporary = path.with_extension(format!("{}.new", &random()?[..16]));
         let mut file = File::options().write(true).create_new(true).mode(0o600).open(&temporary)?;
         let made = writeln!(file, "{}", random()?)
@@ -143,23 +143,23 @@ pub(crate) fn make_if_missing(path: &Path) -> anyhow::Result<bool> {
         fs::remove_file(&temporary)?;
         match made {
             Ok(()) => Ok(true),
-            // Another service was first.
+            // Another service has created the file at the same time.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
             Err(error) => Err(error),
         }
     };
-    make().with_context(|| format!("cannot make a token in {}", path.display()))
+    make().with_context(|| format!("cannot create the token file {}", path.display()))
 }
 
-/// Makes a new token in the file at `path`, which only this user may read, in the place of the file that is there.
+/// Replaces the token file at `path` with a new one that only this user may read. Returns the new token.
 ///
 /// # Errors
 ///
-/// The file cannot be written.
+/// Fails if the file cannot be written.
 pub fn replace(path: &Path) -> anyhow::Result<String> {
     let new = path.with_extension("new");
     let replace = || {
-        // One that a start left which was cut off may be open in another process.
+        // Another process may have the file of an interrupted start open, so it must not be reused.
         if let Err(error) = fs::remove_file(&new)
             && error.kind() != ErrorKind::NotFound
         {
@@ -171,7 +171,7 @@ pub fn replace(path: &Path) -> anyhow::Result<String> {
         fs::rename(&new, path)?;
         Ok(token)
     };
-    replace().with_context(|| format!("cannot write the token into {}", path.display()))
+    replace().with_context(|| format!("cannot replace the token file {}", path.display()))
 }
 
 /// Returns 256 random bits in hexadecimal.
@@ -185,25 +185,25 @@ fn random() -> io::Result<String> {
     }))
 }
 
-/// Makes a directory that only this user may enter, or closes one that exists to others. What others could write already is refused: they may
-/// have put something there.
+/// Creates a directory that only this user may access, or restricts an existing one to this user. Rejects a directory that
+/// others can write, because they may have put files there.
 fn make_private(directory: &Path) -> anyhow::Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(directory)
-        .with_context(|| format!("cannot make the directory {}", directory.display()))?;
+        .with_context(|| format!("cannot create the directory {}", directory.display()))?;
     let found = fs::symlink_metadata(directory)
-        .with_context(|| format!("cannot look at the directory {}", directory.display()))?;
+        .with_context(|| format!("cannot inspect the directory {}", directory.display()))?;
     check_trusted(directory, &found)?;
     anyhow::ensure!(
         found.is_dir() && found.uid() == geteuid().as_raw(),
-        "{} is not a directory of this user",
+        "cannot use {}: it is not a directory of this user",
         directory.display()
     );
     if found.mode() & 0o077 != 0 {
         fs::set_permissions(directory, Permissions::from_mode(0o700))
-            .with_context(|| format!("cannot close the directory {} to others", directory.display()))?;
+            .with_context(|| format!("cannot restrict the directory {} to this user", directory.display()))?;
     }
     Ok(())
 }
@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     fn mode(path: &Path) -> u32 {
-        fs::metadata(path).expect("it is there").mode() & 0o777
+        fs::metadata(path).expect("the file exists").mode() & 0o777
     }
 
     #[test]
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn services_that_start_together_share_one_token() {
+    fn concurrent_services_share_one_token() {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("state/gantry-services/token");
         let together = std::sync::Barrier::new(16);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_that_was_open_is_closed_to_others() {
+    fn open_directory_is_restricted_to_user() {
         let root = tempfile::tempdir().expect("a directory");
         let directory = root.path().join("open");
         fs::create_dir(&directory).expect("made");
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn default_file_that_others_may_have_made_is_refused() {
+    fn untrusted_default_file_is_rejected() {
         let root = tempfile::tempdir().expect("a directory");
         let directory = root.path().join("services");
         let path = directory.join("token");
@@ -284,13 +284,13 @@ mod tests {
         };
         for mode in [0o620, 0o602] {
             open(&path, mode);
-            refused("may be written by its group or by others");
+            refused("is writable by its group or by others");
         }
         open(&path, 0o644);
-        read_or_make_private(&path).expect("others may read it: that is for its owner to say");
+        read_or_make_private(&path).expect("the owner may let others read the file");
         for mode in [0o730, 0o703, 0o777] {
             open(&directory, mode);
-            refused("may be written by its group or by others");
+            refused("is writable by its group or by others");
         }
         open(&directory, 0o700);
 
@@ -309,16 +309,16 @@ mod tests {
         } else {
             eprintln!("not applicable: this process is not root");
         }
-        read_or_make_private(&path).expect("as it was");
+        read_or_make_private(&path).expect("the file is trusted again");
     }
 
     #[test]
-    fn file_that_exists_is_kept_when_made_again() {
+    fn existing_file_is_kept_until_replaced() {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("token");
         assert!(make_if_missing(&path).expect("made"));
         let first = read(&path).expect("a token");
-        assert!(!make_if_missing(&path).expect("looked at"));
+        assert!(!make_if_missing(&path).expect("inspected"));
         assert_eq!(read(&path).expect("a token"), first);
         let second = replace(&path).expect("replaced");
         assert_ne!(first, second);

@@ -1,12 +1,12 @@
-//! Limits of connections over TCP that have not authenticated: how many a server keeps open, and for how long.
+//! Limits of TCP connections that have not authenticated: their number and their duration.
 //!
-//! The listener asks for a [`Probation`] of each connection that it accepts. When a limit is reached, the oldest connection makes room for
-//! the new one. So a stranger that keeps the limits full locks no caller out: a caller authenticates within moments. The
-//! admission layer ends the probation when the connection's first call is admitted. The connection breaks itself when its probation lasts too
-//! long, or when it has to make room.
+//! The listener requests a [`Probation`] for each accepted connection. When a limit is reached, the oldest connection makes
+//! room for the new one. A stranger that fills the limits therefore cannot lock out callers, because a caller authenticates
+//! at once. The admission layer ends the probation when it admits the connection's first call. A connection fails when its
+//! probation lasts too long, or when it must make room.
 //!
-//! Invariant: strangers of one address hold at most [`Limits::per_address`] descriptors of the server, beside those that are being closed.
-//! The [`Table`], which has each connection until it authenticates or is closed, enforces it.
+//! Invariant: strangers at one address hold at most [`Limits::per_address`] descriptors, in addition to closing
+//! connections. The [`Table`] enforces it. It contains each connection until the connection authenticates or closes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -21,11 +21,11 @@ use tokio::sync::oneshot;
 /// Limits of connections that have not authenticated.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// Time in which the first call of a connection must be admitted.
+    /// Maximum time until the first admitted call of a connection.
     pub(crate) deadline: Duration,
-    /// Connections from one address; of IPv6, from one network of 64 bits.
+    /// Maximum number of connections from one IPv4 address, or from one IPv6 network of 64 bits.
     pub(crate) per_address: usize,
-    /// Connections from all addresses. Well below 1024, the usual limit of descriptors of a process.
+    /// Maximum number of connections from all addresses. It must be well below 1024, the usual limit of descriptors.
     pub(crate) total: usize,
 }
 
@@ -35,23 +35,23 @@ impl Default for Limits {
     }
 }
 
-/// Interval of warnings about connections that had to make room.
+/// Minimum interval of warnings about connections that had to make room.
 const WARNING_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The connections of a server that have not authenticated. Clones count together.
+/// The connections of a server that have not authenticated. All clones share the table.
 #[derive(Debug, Clone)]
 pub(crate) struct Unauthenticated {
     limits: Limits,
     table: Arc<Mutex<Table>>,
 }
 
-/// Connections by their number; a connection that was accepted later has a higher one.
+/// Connections by number. Later connections have higher numbers.
 #[derive(Debug, Default)]
 struct Table {
     next: u64,
     connections: BTreeMap<u64, Entry>,
     per_address: HashMap<IpAddr, BTreeSet<u64>>,
-    /// Connections that had to make room since the last warning.
+    /// Number of connections that had to make room since the last warning.
     closed: u64,
     warned_at: Option<Instant>,
 }
@@ -72,13 +72,14 @@ impl Unauthenticated {
         self.limits.deadline
     }
 
-    /// Counts a new connection from `address`. Closes the oldest one if there are too many, of this address or of all.
+    /// Counts a new connection from `address`. If a limit is reached, closes the oldest connection of this address or of all
+    /// addresses.
     pub(crate) fn admit(&self, address: IpAddr) -> (Probation, CloseSignal) {
         let network = network(address);
         let (close, closed) = oneshot::channel();
         let mut table = lock(&self.table);
         let of_address = table.per_address.get(&network);
-        let oldest_of_address = of_address.filter(|its| its.len() >= self.limits.per_address);
+        let oldest_of_address = of_address.filter(|numbers| numbers.len() >= self.limits.per_address);
         let oldest_of_address = oldest_of_address.and_then(BTreeSet::first).copied();
         if let Some(oldest) = oldest_of_address {
             table.close(oldest, "connections of this address");
@@ -102,10 +103,10 @@ impl Unauthenticated {
 }
 
 impl Table {
-    /// Closes the connection `number`, for there are too many `what` that have not authenticated.
+    /// Closes the connection `number`, and logs that too many `what` have not authenticated.
     fn close(&mut self, number: u64, what: &str) {
         let Some(Entry { network, close }) = self.remove(number) else { return };
-        // A connection that is just ending listens no more.
+        // The receiver is gone if the connection is just closing.
         _ = close.send(());
         self.closed += 1;
         let now = Instant::now();
@@ -132,14 +133,14 @@ impl Table {
     }
 }
 
-/// The time of a connection before it authenticates. Clones are of the same connection.
+/// The time before a connection authenticates. All clones belong to the same connection.
 #[derive(Debug, Clone)]
 pub(crate) struct Probation(Arc<State>);
 
 #[derive(Debug)]
 struct State {
     number: u64,
-    /// Spares each later call of the connection the lock of the table.
+    /// Whether the probation has ended. Later calls of the connection check this without locking the table.
     ended: AtomicBool,
     table: Arc<Mutex<Table>>,
 }
@@ -158,19 +159,19 @@ impl Probation {
     }
 }
 
-/// Tells a connection that it must make room for another one.
+/// Signals a connection that it must make room for another one.
 #[derive(Debug)]
 pub(crate) struct CloseSignal(oneshot::Receiver<()>);
 
 impl CloseSignal {
-    /// `Pending` as long as the probation lasts, then `true` if the connection must be closed, `false` if it has authenticated. Must not be
-    /// called again after that.
+    /// Returns `Pending` during the probation, then `true` if the connection must close, or `false` if it has authenticated.
+    /// Must not be called again after that.
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
-        Pin::new(&mut self.0).poll(cx).map(|told| told.is_ok())
+        Pin::new(&mut self.0).poll(cx).map(|signal| signal.is_ok())
     }
 }
 
-/// Returns what stands for all addresses that one host may have.
+/// Returns the IPv4 address, or the IPv6 network of 64 bits, that one host may control.
 fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
@@ -204,18 +205,18 @@ mod tests {
         let mut other = admit("2001:db8::1");
         assert!(!first.1.is_closed());
         let mut third = admit("192.0.2.1");
-        assert!(first.1.is_closed(), "two of this address were open, and it is the oldest of them");
+        assert!(first.1.is_closed(), "the oldest connection of a full address is closed");
         assert!(!second.1.is_closed() && !other.1.is_closed());
         let mut last = admit("198.51.100.1");
-        assert!(second.1.is_closed(), "three were open, and it is the oldest of all");
+        assert!(second.1.is_closed(), "the oldest connection of a full server is closed");
         assert_eq!(connections.total(), 3);
 
         other.0.end();
         assert!(other.0.has_ended() && connections.total() == 2);
         let again = (admit("2001:db8::2:1"), admit("2001:db8::1:0:0:1"));
-        assert!(!other.1.is_closed(), "it has authenticated, and makes room for none");
+        assert!(!other.1.is_closed(), "an authenticated connection makes no room");
         assert!(third.1.is_closed() && !last.1.is_closed());
-        // A connection that has made room already changes nothing when it ends.
+        // The end of a connection that has made room already changes nothing.
         for (probation, _) in [first, second, third] {
             probation.end();
         }
@@ -225,6 +226,6 @@ mod tests {
             probation.end();
         }
         assert_eq!(connections.total(), 0);
-        assert!(lock(&connections.table).per_address.is_empty(), "addresses are forgotten");
+        assert!(lock(&connections.table).per_address.is_empty(), "empty addresses are removed");
     }
 }

@@ -1,8 +1,8 @@
-//! How long trees of several shapes take, next to `tar c | tar x`.
+//! Benchmark of trees of several shapes, compared with `tar c | tar x`.
 //!
-//! `cargo bench -p gantry-transfer` makes them in `/dev/shm` (or where `GANTRY_BENCH_DIR` says), so that no disk is
-//! measured, and prints the best of some rounds in milliseconds: elapsed, and
-//! of processors (that of other processes included), which says more on a machine that does other things too.
+//! `cargo bench -p gantry-transfer` creates the trees in `/dev/shm` (or in `GANTRY_BENCH_DIR`), so that it does not measure a
+//! disk. It prints the best of several rounds in milliseconds: the elapsed time, and the processor time including child
+//! processes, which is more precise on a busy machine.
 #![allow(clippy::print_stdout)]
 
 use std::fs;
@@ -19,7 +19,7 @@ use gantry_transfer::{
 
 const ROUNDS: usize = 5;
 
-/// So many files, of so many bytes each.
+/// The shape of a tree: the numbers of directories and files, and the size of each file in bytes.
 #[derive(Clone, Copy)]
 struct Shape {
     directories: usize,
@@ -34,7 +34,7 @@ const SHAPES: [Shape; 3] = [
 ];
 
 fn main() {
-    // `cargo test --all-targets` runs this too.
+    // `cargo test --all-targets` runs this program, too.
     if !std::env::args().any(|argument| argument == "--bench") {
         return;
     }
@@ -109,7 +109,7 @@ fn copy(from: &Path, to: &Path, manifest: &Arc<Manifest>) {
     writer.finish().expect("finish");
 }
 
-/// Reads and verifies in one thread, and writes in another.
+/// Reads and verifies in one thread, and writes in another one.
 fn copy_with_reader(from: &Path, to: &Path, manifest: &Arc<Manifest>) {
     let (batches, received) = sync_channel(8);
     thread::scope(|scope| {
@@ -146,14 +146,14 @@ fn report(what: &str, prepare: impl Fn(), mut run: impl FnMut()) {
     println!("{what:>34}: {elapsed:6} ms, {processor:6} ms of processors");
 }
 
-/// What this process and its children have used so far, in steps of 10 ms.
+/// Returns the processor time of this process and its children, with a resolution of 10 ms.
 fn processor_time() -> Duration {
     let stat = fs::read_to_string("/proc/self/stat").expect("a process");
     let ticks = stat.rsplit(") ").next().unwrap_or_default().split(' ').skip(11).take(4);
     Duration::from_millis(10 * ticks.map(|ticks| ticks.parse::<u64>().unwrap_or_default()).sum::<u64>())
 }
 
-/// Half of each file is noise and half is text.
+/// Creates a tree. Half of each file is random, and half is text.
 fn make(root: &Path, shape: Shape) {
     let mut content: Vec<u8> =
         b"all work and no play ".iter().copied().cycle().take(shape.bytes_each).collect();

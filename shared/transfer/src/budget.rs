@@ -1,10 +1,10 @@
-//! A budget of memory for all manifests of a process.
+//! Memory budget for all manifests of a process.
 //!
-//! A [`crate::ManifestBuilder`] and a reader of archives reserve what each entry takes before they keep it, where their
-//! [`crate::Limits`] name a budget. A manifest keeps its reservation until its last copy is dropped, or until whoever
-//! bounds it in another way calls [`crate::Manifest::release_budget`].
+//! If the [`crate::Limits`] name a budget, a [`crate::ManifestBuilder`] and the archive reader reserve memory before they
+//! store an entry. A manifest keeps its reservation until its last clone is dropped, or until a caller of
+//! [`crate::Manifest::release_budget`] bounds the memory in another way.
 //!
-//! Invariant: all reservations together are never more than the budget.
+//! Invariant: the sum of all reservations never exceeds the budget.
 
 use std::fs;
 use std::path::Path;
@@ -12,36 +12,36 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that an entry takes in memory, besides what it takes when encoded.
+/// Bytes of memory of an entry, in addition to its encoded length.
 pub(crate) const ENTRY_MEMORY_BYTES: u64 = 256;
 
-/// Least budget of a process, in bytes.
-const LEAST: u64 = 512 << 20;
+/// Minimum budget of a process, in bytes.
+const MIN_BYTES: u64 = 512 << 20;
 
-/// Bytes of memory that all manifests together may take.
+/// A limit of the memory of all manifests together.
 #[derive(Debug)]
 pub struct Budget {
     total: u64,
     reserved: AtomicU64,
 }
 
-/// There is no room in a budget.
+/// A reservation failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NoRoom {
-    /// Others take it.
-    Now,
-    /// It alone is larger than the budget.
-    Ever(u64),
+pub(crate) enum BudgetError {
+    /// Other reservations use the budget.
+    Exhausted,
+    /// The reservation alone exceeds the budget of this many bytes.
+    TooLarge(u64),
 }
 
 impl Budget {
-    /// A budget of this many bytes.
+    /// Creates a budget of `total` bytes.
     #[must_use]
     pub const fn new(total: u64) -> Self {
         Self { total, reserved: AtomicU64::new(0) }
     }
 
-    /// The budget of this process: half of the memory that it may take, at least 512 MiB.
+    /// Returns the budget of this process: half of the memory that it may use, but at least 512 MiB.
     pub fn of_process() -> &'static Self {
         static BUDGET: OnceLock<Budget> = OnceLock::new();
         BUDGET.get_or_init(|| {
@@ -50,19 +50,19 @@ impl Budget {
             let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
             let limit = |file: String| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
             let limits = memory_limits(&groups).filter_map(limit);
-            Self::new((limits.fold(machine, u64::min) / 2).max(LEAST))
+            Self::new((limits.fold(machine, u64::min) / 2).max(MIN_BYTES))
         })
     }
 
-    /// Bytes that are reserved now.
+    /// Returns the number of reserved bytes.
     #[must_use]
     pub fn reserved(&self) -> u64 {
         self.reserved.load(Ordering::Relaxed)
     }
 }
 
-/// Paths of files that may hold the memory limit of a process in these control groups: of its groups, of those above them, and of those that a
-/// container sees as the topmost ones.
+/// Returns the paths of files that may contain the memory limit of a process in these control groups. These are the files
+/// of its groups, of all parent groups, and of the groups that a container sees as the root.
 fn memory_limits(groups: &str) -> impl Iterator<Item = String> {
     let own = groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;
@@ -81,7 +81,7 @@ fn memory_limits(groups: &str) -> impl Iterator<Item = String> {
     own.flatten()
 }
 
-/// What one manifest takes of a budget. Given back when it is dropped.
+/// The share of one manifest in a budget. Its drop releases the share.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     budget: &'static Budget,
@@ -93,14 +93,14 @@ impl Reservation {
         Self { budget, bytes: AtomicU64::new(0) }
     }
 
-    pub(crate) fn grow(&self, bytes: u64) -> Result<(), NoRoom> {
+    pub(crate) fn grow(&self, bytes: u64) -> Result<(), BudgetError> {
         let own = self.bytes.load(Ordering::Relaxed).saturating_add(bytes);
         if own > self.budget.total {
-            return Err(NoRoom::Ever(self.budget.total));
+            return Err(BudgetError::TooLarge(self.budget.total));
         }
         let fits = |reserved: u64| reserved.checked_add(bytes).filter(|sum| *sum <= self.budget.total);
         let grown = self.budget.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
-        grown.map_err(|_| NoRoom::Now)?;
+        grown.map_err(|_| BudgetError::Exhausted)?;
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -117,16 +117,16 @@ impl Drop for Reservation {
     }
 }
 
-/// The reservation of a manifest, shared by its copies. What a manifest holds does not depend on it.
+/// The reservation of a manifest, shared by its clones. The comparison of manifests ignores it.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Reserved(Option<Arc<Reservation>>);
+pub(crate) struct SharedReservation(Option<Arc<Reservation>>);
 
-impl Reserved {
+impl SharedReservation {
     pub(crate) fn of(budget: Option<&'static Budget>) -> Self {
         Self(budget.map(|budget| Arc::new(Reservation::new(budget))))
     }
 
-    pub(crate) fn grow(&self, bytes: u64) -> Result<(), NoRoom> {
+    pub(crate) fn grow(&self, bytes: u64) -> Result<(), BudgetError> {
         self.0.as_ref().map_or(Ok(()), |reservation| reservation.grow(bytes))
     }
 
@@ -137,18 +137,19 @@ impl Reserved {
     }
 }
 
-impl PartialEq for Reserved {
+impl PartialEq for SharedReservation {
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl Eq for Reserved {}
+impl Eq for SharedReservation {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest, ManifestBuilder};
+    use crate::entry::{Entry, EntryKind};
+    use crate::manifest::{InvalidManifest, Limits, Manifest, ManifestBuilder};
 
     #[test]
     fn memory_limits_are_found_in_both_hierarchies() {
@@ -186,27 +187,31 @@ mod tests {
     }
 
     #[test]
-    fn manifests_together_take_no_more_than_the_budget() {
+    fn manifests_share_the_budget() {
         static BUDGET: Budget = Budget::new(4096);
         let limits = Limits { budget: Some(&BUDGET), ..Limits::default() };
-        let one = Manifest::new(entries(8), limits).expect("it fits");
+        let one = Manifest::new(entries(8), limits).expect("within the budget");
         assert_eq!(BUDGET.reserved(), one.encoded_bytes() + 9 * ENTRY_MEMORY_BYTES);
         assert_eq!(Manifest::new(entries(8), limits), Err(InvalidManifest::NoMemory));
         assert_eq!(Manifest::new(entries(100), Limits { budget: None, ..limits }).map(drop), Ok(()));
         let copy = one.clone();
         drop(one);
-        assert_eq!(Manifest::new(entries(8), limits), Err(InvalidManifest::NoMemory), "a copy keeps it");
+        assert_eq!(
+            Manifest::new(entries(8), limits),
+            Err(InvalidManifest::NoMemory),
+            "a clone keeps the reservation"
+        );
         copy.release_budget();
         assert_eq!(BUDGET.reserved(), 0);
         assert_eq!(Manifest::new(entries(100), limits), Err(InvalidManifest::TooLarge(4096)));
         let mut begun = ManifestBuilder::new(limits);
-        entries(8).into_iter().try_for_each(|entry| begun.push(entry)).expect("it fits");
+        entries(8).into_iter().try_for_each(|entry| begun.push(entry)).expect("within the budget");
         drop((begun, copy));
-        assert_eq!(BUDGET.reserved(), 0, "what was not finished is given back");
+        assert_eq!(BUDGET.reserved(), 0, "an unfinished manifest releases its reservation");
     }
 
     #[test]
-    fn archives_together_take_no_more_than_the_budget() {
+    fn archives_share_the_budget() {
         static BUDGET: Budget = Budget::new(8192);
         let mut archive = Vec::new();
         let manifest = Arc::new(Manifest::new(entries(100), Limits::default()).expect("valid"));
@@ -214,7 +219,7 @@ mod tests {
         let limits = Limits { budget: Some(&BUDGET), ..Limits::default() };
         let read = crate::ArchiveReader::new(&archive[..]).read(limits, |_| Ok(()));
         let refused = crate::ArchiveError::from(InvalidManifest::TooLarge(8192)).to_string();
-        assert_eq!(read.expect_err("it is too large").to_string(), refused);
+        assert_eq!(read.expect_err("the archive exceeds the budget").to_string(), refused);
         assert_eq!(BUDGET.reserved(), 0);
     }
 }

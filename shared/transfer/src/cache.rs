@@ -1,16 +1,16 @@
-//! The stat cache: what the content of files was when they were last read.
+//! The stat cache: the extents of files, by their stat at the last read.
 //!
-//! An entry says that a file with this device, inode, size, mtime and ctime has these extents. As every change of
-//! content changes ctime, a file whose stat is the same need not be read again.
+//! An entry of the cache maps a file with a certain device, inode, size, mtime and ctime to its extents. Every change of
+//! content changes the ctime, so a file with an unchanged stat need not be read again.
 //!
-//! Invariant: an entry is kept only if the file's mtime and ctime were at least the *settling time* older than the
-//! start of the scan that read it. A younger file could be changed once more without a change of its timestamps,
-//! which have some granularity (git calls such files racily clean); it is read again until it has settled. The clock
-//! of the file system is trusted to agree with this machine's to within the settling time. Of files that we wrote
-//! ourselves and gave an older mtime afterwards, only that must have settled: see [`remember`](crate::remember).
+//! Invariant: the cache has a file only if its mtime and ctime were at least the *settling time* older than the start of
+//! the scan. Timestamps have a granularity, so a younger file could change again without a change of its timestamps (git
+//! calls such files racily clean). Such a file is read again until it has settled. The clocks of the file system and of
+//! the machine must agree within the settling time. For files that this crate has written, only the mtime must have
+//! settled, see [`remember`](crate::remember).
 //!
-//! The file is a magic line, BLAKE3 of the rest, and length-delimited records. It may be lost or damaged at any time:
-//! what does not match its digest is ignored as a whole.
+//! The cache file consists of a magic line, the BLAKE3 digest of the rest, and length-delimited records. The file may be
+//! lost or damaged at any time. A file that does not match its digest is ignored.
 
 use std::collections::HashMap;
 use std::fs;
@@ -23,46 +23,46 @@ use prost::Message;
 use rustix::fs::Stat;
 
 use crate::encoding::WireExtent;
-use crate::manifest::{Extent, Xattr};
+use crate::entry::{Extent, Xattr};
 
-/// Names the format and its version.
+/// Magic line with the version of the format.
 const MAGIC: &[u8] = b"gantry stat cache 3\n";
 const DIGEST_BYTES: usize = 32;
 
-/// What is known of the files of one tree.
+/// The cached files of one tree.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StatCache {
-    files: HashMap<Vec<u8>, Known>,
-    /// Of files that have extended attributes which a manifest does not take: the name of one of these.
-    left_out: HashMap<Vec<u8>, Vec<u8>>,
+    files: HashMap<Vec<u8>, CachedFile>,
+    /// Names of extended attributes that manifests do not include, by path of the file. One name per file.
+    skipped_xattrs: HashMap<Vec<u8>, Vec<u8>>,
 }
 
-/// A cache that was loaded.
+/// A loaded cache.
 #[derive(Debug)]
-pub struct Loaded {
-    /// The cache; empty if there was none, or none to be trusted.
+pub struct LoadedCache {
+    /// The cache. Empty if the file is missing or was ignored.
     pub cache: StatCache,
-    /// Why what was there was ignored.
+    /// Why the file was ignored.
     pub ignored: Option<CacheFault>,
 }
 
-/// Why a cache was ignored. Nothing is lost but time.
+/// Why a cache file was ignored. The only consequence is a slower scan.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheFault {
-    /// It is damaged, or of another version.
-    #[error("the stat cache is damaged or of another version")]
+    /// The file is damaged, or has another version of the format.
+    #[error("cannot use the stat cache: it is damaged or has another version")]
     Corrupt,
-    /// It could not be read.
-    #[error("the stat cache cannot be read")]
+    /// The file could not be read.
+    #[error("cannot read the stat cache")]
     Unreadable(#[source] io::Error),
 }
 
 /// A cache could not be saved.
 #[derive(Debug, thiserror::Error)]
-#[error("the stat cache cannot be saved")]
+#[error("cannot save the stat cache")]
 pub struct SaveError(#[from] io::Error);
 
-/// A file's state, as far as the file system tells.
+/// The stat of a file, which identifies a state of its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Fingerprint {
     device: u64,
@@ -73,7 +73,7 @@ pub(crate) struct Fingerprint {
     ctime: (i64, u32),
 }
 
-/// What reading a file gave.
+/// The result of reading a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Content {
     pub(crate) xattrs: Vec<Xattr>,
@@ -81,7 +81,7 @@ pub(crate) struct Content {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Known {
+struct CachedFile {
     fingerprint: Fingerprint,
     content: Content,
 }
@@ -99,13 +99,13 @@ impl Fingerprint {
         }
     }
 
-    /// Whether it is what `earlier` was. A file with several names may have been renamed over by another of its names meanwhile.
+    /// Whether the file is unchanged since `earlier`. The number of links of a file with several links may have changed.
     pub(crate) fn is_still(&self, earlier: &Self) -> bool {
         self == earlier
             || (earlier.links > 1 && *self == Self { links: self.links, ctime: self.ctime, ..*earlier })
     }
 
-    /// Whether the file has no other name.
+    /// Whether the file has a single link.
     pub(crate) fn has_one_name(&self) -> bool {
         self.links == 1
     }
@@ -115,61 +115,62 @@ impl Fingerprint {
         before(at, settle).is_some_and(|limit| self.mtime <= limit && self.ctime <= limit)
     }
 
-    /// Whether it is the file of `earlier`, and nobody has written to it since.
+    /// Whether this is the file of `earlier`, and its content was not written since.
     pub(crate) fn was_not_written_since(&self, earlier: &Self) -> bool {
         *self == Self { ctime: self.ctime, ..*earlier }
     }
 
-    /// Whether its content was, by its mtime, last changed at least `settle` before `at`.
+    /// Whether the content, by its mtime, was last changed at least `settle` before `at`.
     pub(crate) fn was_written_before(&self, at: SystemTime, settle: Duration) -> bool {
         before(at, settle).is_some_and(|limit| self.mtime <= limit)
     }
 }
 
-/// The time of a file that lies `settle` before `at`.
+/// Returns the file time that is `settle` before `at`.
 fn before(at: SystemTime, settle: Duration) -> Option<(i64, u32)> {
     let limit = at.duration_since(UNIX_EPOCH).ok()?.checked_sub(settle)?;
     Some((i64::try_from(limit.as_secs()).unwrap_or(i64::MAX), limit.subsec_nanos()))
 }
 
 impl StatCache {
-    /// A cache that knows nothing.
+    /// Creates an empty cache.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How many files it knows.
+    /// Returns the number of cached files.
     #[must_use]
     pub fn len(&self) -> usize {
         self.files.len()
     }
 
-    /// Whether it knows nothing.
+    /// Whether the cache is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
 
-    /// Reads a cache. One that is missing is empty; one that is damaged or cannot be read is empty too, and says so.
+    /// Reads a cache file. A missing file gives an empty cache. A damaged or unreadable file gives an empty cache, too, and
+    /// the reason.
     #[must_use]
-    pub fn load(path: &Path) -> Loaded {
+    pub fn load(path: &Path) -> LoadedCache {
         let decoded = match fs::read(path) {
             Ok(bytes) => decode(&bytes).ok_or(CacheFault::Corrupt),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::new()),
             Err(error) => Err(CacheFault::Unreadable(error)),
         };
         match decoded {
-            Ok(cache) => Loaded { cache, ignored: None },
-            Err(fault) => Loaded { cache: Self::new(), ignored: Some(fault) },
+            Ok(cache) => LoadedCache { cache, ignored: None },
+            Err(fault) => LoadedCache { cache: Self::new(), ignored: Some(fault) },
         }
     }
 
-    /// Writes it: at any time there is the old file or the new one.
+    /// Writes the cache file atomically.
     ///
     /// # Errors
     ///
-    /// The directory is missing or cannot be written to.
+    /// Fails if the directory is missing or cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), SaveError> {
         static SAVES: AtomicU64 = AtomicU64::new(0);
         let mut name =
@@ -180,11 +181,11 @@ impl StatCache {
         let write = || {
             let mut file = fs::OpenOptions::new().write(true).create_new(true).open(&new)?;
             file.write_all(&self.encode())?;
-            // Not synced: a file that was torn by a crash does not match its digest.
+            // The file is not flushed: a file that is torn by a crash does not match its digest.
             fs::rename(&new, path)
         };
         write().map_err(|error| {
-            // What is left of the new file is of no use; that it is there is not worse than the failure.
+            // A failure to remove the partial file does no more harm.
             _ = fs::remove_file(&new);
             SaveError(error)
         })
@@ -195,30 +196,30 @@ impl StatCache {
         (known.fingerprint == *fingerprint).then_some(&known.content)
     }
 
-    /// The file at a path, as it was found last.
+    /// Returns the last fingerprint of the file at a path.
     pub(crate) fn fingerprint(&self, path: &[u8]) -> Option<Fingerprint> {
         self.files.get(path).map(|known| known.fingerprint)
     }
 
-    /// The name of an extended attribute of the file at a path that a manifest does not take.
-    pub(crate) fn left_out(&self, path: &[u8]) -> Option<&[u8]> {
-        self.left_out.get(path).map(Vec::as_slice)
+    /// Returns the name of an extended attribute of the file at `path` that manifests do not include.
+    pub(crate) fn skipped_xattr(&self, path: &[u8]) -> Option<&[u8]> {
+        self.skipped_xattrs.get(path).map(Vec::as_slice)
     }
 
-    /// Remembers an extended attribute of a file that a manifest does not take.
-    pub(crate) fn insert_left_out(&mut self, path: Vec<u8>, name: Vec<u8>) {
-        self.left_out.insert(path, name);
+    /// Stores the name of an extended attribute that manifests do not include.
+    pub(crate) fn insert_skipped_xattr(&mut self, path: Vec<u8>, name: Vec<u8>) {
+        self.skipped_xattrs.insert(path, name);
     }
 
     pub(crate) fn insert(&mut self, path: Vec<u8>, fingerprint: Fingerprint, content: Content) {
-        self.files.insert(path, Known { fingerprint, content });
+        self.files.insert(path, CachedFile { fingerprint, content });
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut bytes = [MAGIC, &[0; DIGEST_BYTES]].concat();
         for (path, known) in &self.files {
-            let left_out = self.left_out(path).unwrap_or_default().to_vec();
-            let known = WireKnown { left_out, ..WireKnown::new(path, known) };
+            let skipped_xattr = self.skipped_xattr(path).unwrap_or_default().to_vec();
+            let known = WireCachedFile { skipped_xattr, ..WireCachedFile::new(path, known) };
             bytes.extend_from_slice(&known.encode_length_delimited_to_vec());
         }
         let (head, body) = bytes.split_at_mut(MAGIC.len() + DIGEST_BYTES);
@@ -234,11 +235,11 @@ fn decode(bytes: &[u8]) -> Option<StatCache> {
     }
     let mut cache = StatCache::new();
     while !body.is_empty() {
-        let mut wire = WireKnown::decode_length_delimited(&mut body).ok()?;
-        let left_out = std::mem::take(&mut wire.left_out);
+        let mut wire = WireCachedFile::decode_length_delimited(&mut body).ok()?;
+        let skipped_xattr = std::mem::take(&mut wire.skipped_xattr);
         let (path, known) = wire.known()?;
-        if !left_out.is_empty() {
-            cache.left_out.insert(path.clone(), left_out);
+        if !skipped_xattr.is_empty() {
+            cache.skipped_xattrs.insert(path.clone(), skipped_xattr);
         }
         cache.files.insert(path, known);
     }
@@ -246,7 +247,7 @@ fn decode(bytes: &[u8]) -> Option<StatCache> {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct WireKnown {
+struct WireCachedFile {
     #[prost(bytes = "vec", tag = "1")]
     path: Vec<u8>,
     #[prost(fixed64, tag = "2")]
@@ -272,12 +273,12 @@ struct WireKnown {
     #[prost(uint64, tag = "12")]
     links: u64,
     #[prost(bytes = "vec", tag = "13")]
-    left_out: Vec<u8>,
+    skipped_xattr: Vec<u8>,
 }
 
-impl WireKnown {
-    fn new(path: &[u8], known: &Known) -> Self {
-        let Known { fingerprint, content } = known;
+impl WireCachedFile {
+    fn new(path: &[u8], known: &CachedFile) -> Self {
+        let CachedFile { fingerprint, content } = known;
         Self {
             path: path.to_vec(),
             device: fingerprint.device,
@@ -291,11 +292,11 @@ impl WireKnown {
             extents: content.extents.iter().map(WireExtent::from).collect(),
             xattr_names: content.xattrs.iter().map(|xattr| xattr.name.clone()).collect(),
             xattr_values: content.xattrs.iter().map(|xattr| xattr.value.clone()).collect(),
-            left_out: Vec::new(),
+            skipped_xattr: Vec::new(),
         }
     }
 
-    fn known(self) -> Option<(Vec<u8>, Known)> {
+    fn known(self) -> Option<(Vec<u8>, CachedFile)> {
         if self.xattr_names.len() != self.xattr_values.len() {
             return None;
         }
@@ -311,7 +312,7 @@ impl WireKnown {
             mtime: (self.mtime_seconds, self.mtime_nanos),
             ctime: (self.ctime_seconds, self.ctime_nanos),
         };
-        Some((self.path, Known { fingerprint, content: Content { xattrs, extents } }))
+        Some((self.path, CachedFile { fingerprint, content: Content { xattrs, extents } }))
     }
 }
 
@@ -331,12 +332,12 @@ mod tests {
         let mut cache = StatCache::new();
         cache.insert(b"odd \xff\nname".to_vec(), fingerprint, Content { xattrs, extents });
         cache.insert(b"empty".to_vec(), fingerprint, Content { xattrs: vec![], extents: vec![] });
-        cache.insert_left_out(b"empty".to_vec(), b"trusted.a".to_vec());
+        cache.insert_skipped_xattr(b"empty".to_vec(), b"trusted.a".to_vec());
         cache
     }
 
     #[test]
-    fn a_saved_cache_is_loaded_again() {
+    fn saved_cache_loads_unchanged() {
         let dir = tempdir().unwrap();
         let path = dir.path().join("cache");
         cache().save(&path).unwrap();
@@ -345,18 +346,18 @@ mod tests {
 
         assert!(loaded.ignored.is_none());
         assert_eq!(loaded.cache, cache());
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left behind");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
     }
 
     #[test]
-    fn a_missing_cache_is_empty_and_no_fault() {
+    fn missing_cache_is_empty_without_fault() {
         let loaded = StatCache::load(Path::new("/nonexistent/cache"));
         assert!(loaded.cache.is_empty());
         assert!(loaded.ignored.is_none());
     }
 
     #[test]
-    fn a_cache_damaged_anywhere_is_ignored_and_said_to_be() {
+    fn damaged_cache_is_ignored_with_fault() {
         let dir = tempdir().unwrap();
         let path = dir.path().join("cache");
         let whole = cache().encode();
@@ -372,14 +373,14 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_that_cannot_be_saved_leaves_the_old_one() {
+    fn save_fails_without_writable_directory() {
         let dir = tempdir().unwrap();
         assert!(cache().save(&dir.path().join("missing/cache")).is_err());
         assert!(cache().save(Path::new("/")).is_err());
     }
 
     #[test]
-    fn a_file_is_settled_once_both_times_are_old_enough() {
+    fn file_settles_when_both_times_are_old() {
         let at = UNIX_EPOCH + Duration::from_secs(100);
         let settle = Duration::from_secs(2);
         let fingerprint = |mtime, ctime| Fingerprint {

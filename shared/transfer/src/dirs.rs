@@ -1,9 +1,8 @@
-//! Reaching directories below a root without ever following a symbolic link.
+//! Access to directories below a root without following symbolic links.
 //!
-//! Invariant: every directory that a [`Cursor`] gives out was reached from the root one component at a time with
-//! `O_NOFOLLOW`. So nothing that stands in the tree, and no change of the tree, can lead out of it. A directory that was
-//! reached before and closed since is opened again through `..` only if it has the device and inode that it had. A
-//! process that can put another directory there can write to that one anyway.
+//! Invariant: a [`Cursor`] reaches every directory from the root, one component at a time, with `O_NOFOLLOW`. Neither the
+//! contents of the tree nor a concurrent change can lead out of it. A closed directory is opened again through `..` only if
+//! its device and inode are the same. A process that can place another directory there can write to that directory anyway.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -13,33 +12,33 @@ use std::sync::Arc;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RawDir, chmodat, fstat, openat, statat};
 use rustix::io::Errno;
 
-/// How many directories stay open: enough for most trees, few enough for any limit on open files.
-const KEPT_OPEN: usize = 32;
-/// How many of these are the outermost. The others are the innermost, so that a step up from any depth is cheap.
-const KEPT_OUTER: usize = 4;
+/// Maximum number of open directories of a cursor. It suffices for most trees, and fits any limit of open files.
+const MAX_OPEN: usize = 32;
+/// Number of open directories that are the outermost. The others are the innermost, so that a step up is cheap at any depth.
+const OUTER_OPEN: usize = 4;
 
-/// A place in a tree that moves from directory to directory, cheaply when the next is near.
+/// A position in a tree that moves between directories. A move to a near directory is cheap.
 #[derive(Debug)]
 pub(crate) struct Cursor {
     root: Arc<OwnedFd>,
     flags: OFlags,
     path: Vec<u8>,
-    /// Ancestors of `path` and itself: how much of `path` they are, and the open directory.
+    /// Open ancestors of `path`, and `path`: the length of their prefix of `path`, and the directory.
     open: Vec<(usize, Arc<OwnedFd>)>,
-    /// Ancestors of `path` that were closed: how much of `path` they are, and their device and inode. Ascending.
+    /// Closed ancestors of `path`: the length of their prefix of `path`, and their device and inode. Ascending.
     closed: Vec<(usize, (u64, u64))>,
-    /// How many directories were opened.
+    /// Number of opened directories.
     #[cfg(test)]
     opened: usize,
 }
 
 impl Cursor {
-    /// A cursor whose directories can be listed and changed. The path to `root` itself is the caller's and is followed.
+    /// Creates a cursor whose directories can be listed and changed. Symbolic links in the path of `root` are followed.
     pub(crate) fn new(root: &Path) -> io::Result<Self> {
         Self::with_flags(root, OFlags::RDONLY)
     }
 
-    /// A cursor for going through directories that need not be readable.
+    /// Creates a cursor whose directories need not be readable.
     pub(crate) fn through(root: &Path) -> io::Result<Self> {
         Self::with_flags(root, OFlags::PATH)
     }
@@ -61,17 +60,17 @@ impl Cursor {
         }
     }
 
-    /// Another cursor in the same tree, at its root.
+    /// Creates another cursor in the same tree, at its root.
     pub(crate) fn fork(&self) -> Self {
         Self::at(self.root.clone(), self.flags)
     }
 
-    /// The root directory.
+    /// Returns the root directory.
     pub(crate) fn root(&self) -> &Arc<OwnedFd> {
         &self.root
     }
 
-    /// Goes to the directory at `path`, which is safe.
+    /// Moves to the directory at `path`, which must be a safe path.
     pub(crate) fn go(&mut self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
         let is_ancestor =
             |here: &[u8], end: usize| here.get(..end).is_some_and(|here| is_at_or_below(path, here));
@@ -109,16 +108,16 @@ impl Cursor {
             self.path.clear();
             self.path.extend_from_slice(&path[..reached]);
             self.open.push((reached, directory.clone()));
-            if self.open.len() > KEPT_OPEN {
-                let (end, closed) = self.open.remove(KEPT_OUTER);
+            if self.open.len() > MAX_OPEN {
+                let (end, closed) = self.open.remove(OUTER_OPEN);
                 self.closed.push((end, id(&closed)?));
             }
         }
         Ok(directory)
     }
 
-    /// Opens the directory at `path` again from `below`, which is in it and is the first `end` bytes of the current path.
-    /// `None`: it is not the last one that was closed, or another one is there now.
+    /// Opens the directory at `path` again from its child `below`, whose path is the first `end` bytes of the current path.
+    /// Returns `None` if it is not the last closed directory, or if another directory is there now.
     fn step_up(&mut self, path: &[u8], end: usize, below: &OwnedFd) -> io::Result<Option<Arc<OwnedFd>>> {
         let is_parent = self.path.get(path.len()..end).is_some_and(|rest| {
             rest.strip_prefix(b"/").is_some_and(|name| !name.is_empty() && !name.contains(&b'/'))
@@ -142,7 +141,7 @@ impl Cursor {
     }
 }
 
-/// The device and inode of a directory.
+/// Returns the device and inode of a directory.
 #[allow(clippy::unnecessary_cast)] // The fields differ from architecture to architecture.
 fn id(directory: &OwnedFd) -> io::Result<(u64, u64)> {
     let stat = fstat(directory)?;
@@ -153,7 +152,7 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
     path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// The names in a directory, in no order, until `keep` refuses one. `buffer` is room to work in, and is best used again.
+/// Returns the names in a directory, unordered, until `keep` rejects a name. Callers should reuse `buffer`.
 pub(crate) fn list(
     directory: &OwnedFd,
     buffer: &mut Vec<u8>,
@@ -188,7 +187,7 @@ pub(crate) fn is_empty(directory: &OwnedFd) -> Result<bool, Errno> {
     Ok(empty)
 }
 
-/// What stands at a name, if anything does.
+/// Returns the file type of the entry at a name, if it exists.
 pub(crate) fn type_of(directory: impl AsFd, name: &[u8]) -> Result<Option<FileType>, Errno> {
     match statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => Ok(Some(FileType::from_raw_mode(stat.st_mode))),
@@ -197,28 +196,28 @@ pub(crate) fn type_of(directory: impl AsFd, name: &[u8]) -> Result<Option<FileTy
     }
 }
 
-/// Sees to it that the owner may list, enter and change the directory at a name, as far as that can be done.
-pub(crate) fn make_workable(directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
+/// Gives the owner permission to list, enter and change the directory at a name, if possible.
+pub(crate) fn make_accessible(directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
     let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
     let mode = Mode::from_raw_mode(stat.st_mode);
     if FileType::from_raw_mode(stat.st_mode) != FileType::Directory || mode.contains(Mode::RWXU) {
         return Ok(());
     }
     match chmod_no_follow(directory, name, mode | Mode::RWXU) {
-        // Somebody else's: whether what follows is permitted will be seen.
+        // The directory belongs to another user. A later operation fails if it is not permitted.
         Err(Errno::PERM) => Ok(()),
         changed => changed,
     }
 }
 
-/// Changes the mode of what stands at a name, never of what it points to.
+/// Changes the mode of the entry at a name. Never follows a symbolic link.
 pub(crate) fn chmod_no_follow(directory: impl AsFd, name: &[u8], mode: Mode) -> Result<(), Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let node = openat(directory, name, flags, Mode::empty())?;
     if FileType::from_raw_mode(fstat(&node)?.st_mode) == FileType::Symlink {
         return Err(Errno::LOOP);
     }
-    // What is open as a path only has its mode changed through its name in /proc; that leads to this very node.
+    // The mode of a path descriptor can be changed only through its name in /proc, which leads to the same inode.
     chmodat(CWD, format!("/proc/self/fd/{}", node.as_raw_fd()), mode, AtFlags::empty())
 }
 
@@ -232,7 +231,7 @@ mod tests {
 
     const DEPTH: usize = 2_000;
 
-    /// A path of directories with the name `d`.
+    /// Returns a path of `depth` directories with the name `d`.
     fn path(depth: usize) -> Vec<u8> {
         vec!["d"; depth].join("/").into_bytes()
     }
@@ -253,10 +252,10 @@ mod tests {
         for level in (0..=DEPTH).rev() {
             let directory = cursor.go(&path(level)).expect("reached");
             assert_eq!(is_empty(&directory), Ok(level == DEPTH));
-            assert!(cursor.open.len() <= KEPT_OPEN);
+            assert!(cursor.open.len() <= MAX_OPEN);
         }
         assert!(cursor.opened < 3 * DEPTH, "{} directories were opened", cursor.opened);
-        // Down and up again at places far from each other.
+        // Moves between distant levels.
         for level in [7, 1999, 40, 39, 1000, 999, 998, 2000, 3] {
             let directory = cursor.go(&path(level)).expect("reached");
             let mut again = cursor.fork();
@@ -265,7 +264,7 @@ mod tests {
                 id(&again.go(&path(level)).expect("reached")).expect("known")
             );
         }
-        // The standard library would keep each level open.
+        // The standard library would keep a descriptor for each level.
         crate::remove_tree(&root.path().join("d")).expect("removed");
     }
 
@@ -274,8 +273,8 @@ mod tests {
         let (root, elsewhere) = (tempfile::tempdir().expect("made"), tempfile::tempdir().expect("made"));
         let mut cursor = chain(root.path(), 100);
         cursor.go(&path(100)).expect("reached");
-        // The directory from which the next step up begins, once all above it are closed.
-        let begin = 100 - (KEPT_OPEN - KEPT_OUTER) + 1;
+        // The directory from which the cursor steps up, when all directories above are closed.
+        let begin = 100 - (MAX_OPEN - OUTER_OPEN) + 1;
         for level in (begin..100).rev() {
             cursor.go(&path(level)).expect("reached");
         }
@@ -285,7 +284,7 @@ mod tests {
         renameat(&above, "d", other.root(), "d").expect("moved");
         let reached = cursor.go(&path(begin - 1)).expect("reached from the root");
         assert_eq!(id(&reached).expect("known"), id(&above).expect("known"));
-        assert!(cursor.go(&path(begin)).is_err(), "it is not there any more");
+        assert!(cursor.go(&path(begin)).is_err(), "the directory was moved");
         crate::remove_tree(&root.path().join("d")).expect("removed");
     }
 }

@@ -1,10 +1,10 @@
-//! The wire form of entries: `gantry.runtime.v1.Entry`, written down a second time.
+//! Wire encoding of entries, as the message `gantry.runtime.v1.Entry`.
 //!
-//! The digest of a tree is defined over these bytes, so this crate encodes them itself instead of depending on
-//! generated code: field numbers and types here are those of `proto/gantry/runtime/v1/volumes.proto`.
+//! The tree digest is defined over these bytes, so this crate does not depend on generated code. The field numbers and
+//! types are those of `proto/gantry/runtime/v1/volumes.proto`.
 //!
-//! Invariant: [`Entry::encode`] is canonical (fields in the order of their numbers, defaults left out). [`Entry::decode`]
-//! takes any encoding of an entry; what was decoded is encoded canonically again.
+//! Invariant: [`Entry::encode`] is canonical: fields are in the order of their numbers, and defaults are omitted.
+//! [`Entry::decode`] accepts any encoding of an entry.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -13,10 +13,8 @@ use std::path::PathBuf;
 use domain::Digest;
 use prost::Message;
 
-use crate::manifest::{
-    DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Manifest, ManifestBuilder,
-    Xattr,
-};
+use crate::entry::{DeviceKind, Entry, EntryFault, EntryKind, Extent, Xattr};
+use crate::manifest::{InvalidManifest, Limits, Manifest, ManifestBuilder};
 
 #[derive(Clone, PartialEq, Message)]
 struct WireEntry {
@@ -73,7 +71,7 @@ struct WireFile {
     extents: Vec<WireExtent>,
 }
 
-/// An extent; the stat cache stores it in the same form.
+/// An extent. The stat cache stores extents in the same form.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct WireExtent {
     #[prost(uint64, tag = "1")]
@@ -106,31 +104,30 @@ enum WireDeviceKind {
 }
 
 impl Entry {
-    /// Its canonical encoding: a `gantry.runtime.v1.Entry`.
+    /// Returns the canonical encoding, a `gantry.runtime.v1.Entry`.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         WireEntry::from(self).encode_to_vec()
     }
 
-    /// Its canonical encoding after the length of it (varint), the form in which it counts in the digest of a tree.
+    /// Returns the canonical encoding after its length (a varint). The tree digest uses this form.
     #[must_use]
     pub fn encode_length_delimited(&self) -> Vec<u8> {
         WireEntry::from(self).encode_length_delimited_to_vec()
     }
 
-    /// Reads an encoded `gantry.runtime.v1.Entry` and checks every rule that concerns it alone.
+    /// Decodes a `gantry.runtime.v1.Entry`, and checks all rules that concern only this entry.
     ///
-    /// Rules between entries (order, parents, targets of links) are those of a
-    /// [`ManifestBuilder`].
+    /// A [`ManifestBuilder`] checks the rules between entries: order, parents and targets of links.
     ///
     /// # Errors
     ///
-    /// The rule that it breaks.
+    /// Returns the first violated rule.
     pub fn decode(bytes: &[u8]) -> Result<Self, EntryFault> {
         Self::decode_named(bytes).map_err(|(_, fault)| fault)
     }
 
-    /// Decodes an entry. On a fault, returns the path too, if it was decoded.
+    /// Decodes an entry. A fault comes with the path, which is empty if it could not be decoded.
     pub(crate) fn decode_named(bytes: &[u8]) -> Result<Self, (PathBuf, EntryFault)> {
         let wire = WireEntry::decode(bytes)
             .map_err(|error| (PathBuf::new(), EntryFault::Malformed(error.to_string())))?;
@@ -141,18 +138,18 @@ impl Entry {
 }
 
 impl Manifest {
-    /// All entries, each after its length: the bytes whose BLAKE3 is the digest of the tree. For keeping a manifest in
-    /// a file.
+    /// Encodes all entries, each after its length. The BLAKE3 digest of these bytes is the tree digest. Files store
+    /// manifests in this form.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         self.entries().iter().flat_map(Entry::encode_length_delimited).collect()
     }
 
-    /// Reads what [`Manifest::encode`] wrote.
+    /// Decodes a manifest that [`Manifest::encode`] has encoded.
     ///
     /// # Errors
     ///
-    /// It is cut off, or an entry breaks a rule.
+    /// Fails if the bytes are truncated, or if an entry violates a rule.
     pub fn decode(mut bytes: &[u8], limits: Limits) -> Result<Self, InvalidManifest> {
         let mut builder = ManifestBuilder::new(limits);
         while !bytes.is_empty() {

@@ -1,27 +1,28 @@
-//! Results in place: a tree that was sent comes back to the directory it was sent from.
+//! Results in place: the return of a tree to the directory that it was sent from.
 //!
-//! The command line compares three trees: the *base*, which was sent; the *result*; and what stands in the target when
-//! the result arrives.
+//! The command line compares three trees: the *base*, which was sent; the *result*; and the *target* at the arrival of
+//! the result.
 //!
-//! | The command | The target since then | The merge |
+//! | Command | Target since then | Merge |
 //! |---|---|---|
-//! | left it alone | anything | leaves it alone |
-//! | changed it | left it alone | takes the result |
-//! | changed it | changed it to the same | leaves it alone |
-//! | changed it | changed it otherwise, or removed it | keeps both: the result is put beside, see [`Merged::conflicts`](crate::Merged) |
-//! | changed its mode or times alone | removed it | leaves it alone |
-//! | removed it | left it alone | [`remove_gone`] removes it |
-//! | removed it | changed it | keeps it |
+//! | unchanged | any | keeps the target |
+//! | changed | unchanged | takes the result |
+//! | changed | changed to the same | keeps the target |
+//! | changed | changed differently, or removed | keeps both: the result is placed beside, see [`MergeSummary::conflicts`](crate::MergeSummary) |
+//! | changed only mode or times | removed | keeps the target |
+//! | removed | unchanged | [`remove_gone`] removes the entry |
+//! | removed | changed | keeps the target |
 //!
-//! What the command removed goes, too: a file may mean something by not being there, such as a loose reference of git
-//! whose value is packed, or the log of a database that was written into it. It stays where the result was not written as
-//! a whole, for it may have been moved there; and in a repository whose references were changed in the target meanwhile.
+//! Entries that the command removed are removed in the target, because the absence of a file can have a meaning. Examples
+//! are a loose git reference whose value is packed now, and the log of a database that was written back. Two kinds of
+//! removed entries stay: entries that may have been moved to a dropped path, and entries of a repository whose references
+//! changed in the target.
 //!
-//! A database of SQLite and its logs (`X`, `X-wal`, `X-journal`) are one: if one of them was changed in the target, all of
-//! the result are put beside. A log would be replayed on a database that is not its own.
+//! A SQLite database and its logs (`X`, `X-wal`, `X-journal`) are one unit. If one of them changed in the target, all of
+//! the result are placed beside. Otherwise SQLite would replay a log on the wrong database.
 //!
-//! Invariant: what stands in the target and is not as it was sent is neither written over nor removed. A file that is
-//! changed after it was compared has another fingerprint, which is compared once more right before the change.
+//! Invariant: an entry of the target that differs from what was sent is neither overwritten nor removed. The fingerprint
+//! of a file is compared again right before the change, so that later changes are detected.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -33,21 +34,23 @@ use rustix::io::Errno;
 
 use crate::cache::Fingerprint;
 use crate::dirs::{Cursor, list};
-use crate::guard::{Allowed, Dropped, DroppedKind, There, protected};
-use crate::manifest::{Entry, EntryKind, InvalidManifest, Manifest, as_path, split};
+use crate::entry::{Entry, EntryKind, as_path, split};
+use crate::guard::{Allowed, Dropped, DroppedKind, protected};
+use crate::manifest::{InvalidManifest, Manifest};
 use crate::subtree::Subtree;
+use crate::target::TargetTree;
 
-/// The entries of `result` that the command made or changed, with the directories that lead to them.
+/// Returns the entries of `result` that the command created or changed, with their parent directories.
 ///
-/// Owners do not count: neither a directory that is sent nor one that is written keeps them. Nor does the time of a
-/// directory, which says only that a name in it has changed.
+/// Owners are ignored, because neither sent nor written directories keep them. The mtime of a directory is ignored,
+/// because it only tells that a name in it has changed.
 ///
 /// # Errors
 ///
-/// None that the whole tree would not have had.
+/// Fails only if the whole tree would violate a rule, too.
 pub fn changes(base: &Manifest, result: &Manifest) -> Result<Subtree, InvalidManifest> {
     let entries = result.entries();
-    let mut is_taken: Vec<bool> = entries.iter().map(|entry| !is_in(base, result, entry)).collect();
+    let mut is_taken: Vec<bool> = entries.iter().map(|entry| !is_unchanged(base, result, entry)).collect();
     for index in (1..entries.len()).rev() {
         if is_taken[index]
             && let Some(parent) = result.find(split(&entries[index].path).0)
@@ -62,8 +65,8 @@ pub fn changes(base: &Manifest, result: &Manifest) -> Result<Subtree, InvalidMan
     })
 }
 
-/// Whether `base` has the very same at the path of an entry of `tree`.
-fn is_in(base: &Manifest, tree: &Manifest, entry: &Entry) -> bool {
+/// Whether `base` has the same entry at the path of an entry of `tree`.
+fn is_unchanged(base: &Manifest, tree: &Manifest, entry: &Entry) -> bool {
     let Some(before) = base.find(&entry.path) else { return false };
     let (Some(before), Some(now)) = (file_of(base, &base.entries()[before]), file_of(tree, entry)) else {
         return false;
@@ -75,7 +78,7 @@ fn is_in(base: &Manifest, tree: &Manifest, entry: &Entry) -> bool {
         && times(before) == times(now)
 }
 
-/// The entry that has the content: of a hard link, its file.
+/// Returns the entry with the content: the file of a hard link, or the entry.
 fn file_of<'a>(manifest: &'a Manifest, entry: &'a Entry) -> Option<&'a Entry> {
     match &entry.kind {
         EntryKind::HardLink { to } => Some(&manifest.entries()[manifest.find(to)?]),
@@ -83,62 +86,65 @@ fn file_of<'a>(manifest: &'a Manifest, entry: &'a Entry) -> Option<&'a Entry> {
     }
 }
 
-/// A result that was put beside what stands at its path.
+/// A result that was placed beside a changed entry of the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Conflict {
-    /// What stands there, relative to the target.
+    /// Path of the changed entry, relative to the target.
     pub path: PathBuf,
-    /// Where the result is, relative to the target. `None`: the result is not there, for the target had its content already.
+    /// Path of the result, relative to the target. `None` if the result was not written, because the target had its
+    /// content before.
     pub result: Option<PathBuf>,
 }
 
-/// What stands in the target at the paths of a result.
+/// The state of a target at the paths of a result.
 #[derive(Debug, Default)]
 pub struct Standing {
-    found: BTreeMap<usize, Found>,
-    /// Directories that stay as they are but for what is put into them.
+    states: BTreeMap<usize, TargetState>,
+    /// Directories that keep their metadata.
     directories: BTreeSet<usize>,
-    /// Entries of the base that go, with what stands there. Of a directory, nothing: it goes once it is empty.
-    goes: Vec<(usize, Option<Fingerprint>)>,
+    /// Entries of the base that are removed, with their fingerprints. A directory has none, and is removed when it is empty.
+    removals: Vec<(usize, Option<Fingerprint>)>,
     gone: Gone,
-    /// The first of what goes at which something is mounted.
+    /// The first removed entry that is a mount point.
     mounted: Option<PathBuf>,
-    /// Where the target is, and what is in directories that give way to something else.
+    /// Path of the target.
     target: PathBuf,
+    /// Contents of directories that other entries replace.
     contents: BTreeMap<usize, Contents>,
 }
 
-/// The paths in a directory, and what stands there.
+/// The paths in a directory, with their fingerprints.
 type Contents = BTreeMap<Vec<u8>, Fingerprint>;
 
-/// What stands at the path of an entry.
+/// The state of the target at the path of an entry.
 #[derive(Debug, Clone, Copy)]
-enum Found {
-    /// Nothing, or what was sent.
+enum TargetState {
+    /// The entry as it was sent, or nothing if nothing was sent.
     AsSent(Option<Fingerprint>),
-    /// What the result has, too.
+    /// The entry of the result.
     AsResult,
-    /// Something else, or nothing: it was changed since it was sent.
+    /// The entry was changed or removed since it was sent.
     Changed,
-    /// Nothing: it was removed, and the command left its content alone.
+    /// The entry was removed, and the command did not change its content.
     Removed,
 }
 
-/// What a merge does at the path of an entry.
+/// The action of a merge at the path of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// The result takes the place of what stands there.
+    /// The result replaces the entry of the target.
     Take,
-    /// The result stands there already.
+    /// The target stays.
     Leave,
-    /// Both stay.
+    /// Both stay. The result is placed beside.
     PutBeside,
 }
 
 impl Standing {
-    /// Compares what stands in `target` with the tree that was sent, `base`.
+    /// Compares `target` with the sent tree `base`.
     ///
-    /// `result` has the changes that are written, `whole` all that came, and `dropped` what is not written of it.
+    /// `result` has the changes that will be written. `whole` is the complete result, and `dropped` lists the entries of it
+    /// that are not written.
     #[must_use]
     pub fn of(
         target: &Path,
@@ -150,65 +156,65 @@ impl Standing {
     ) -> Self {
         let mut standing = Self { target: target.to_owned(), ..Self::default() };
         let cursor = || Cursor::through(target).ok();
-        let mut there = Target {
-            sent: There::new(cursor(), base),
-            result: There::new(cursor(), result),
+        let mut trees = TargetTrees {
+            sent: TargetTree::new(cursor(), base),
+            result: TargetTree::new(cursor(), result),
             cursor: Cursor::new(target).ok(),
         };
         for (index, entry) in result.entries().iter().enumerate() {
-            let found = there.sent.stat(&entry.path);
+            let found = trees.sent.stat(&entry.path);
             let is_directory = found.as_ref().is_some_and(is_directory);
             if entry.is_directory() && (is_directory || entry.path.is_empty()) {
                 let before = base.find(&entry.path).map(|index| &base.entries()[index]);
                 let is_mode = |entry: &&Entry| found.as_ref().is_some_and(|found| mode(found) == entry.mode);
-                // The command changed the directory itself, and the target has it as it was sent.
-                if !before.is_some_and(|before| !is_in(base, result, entry) && is_mode(&before)) {
+                // The directory gets the metadata of the result if only the command has changed it.
+                if !before.is_some_and(|before| !is_unchanged(base, result, entry) && is_mode(&before)) {
                     standing.directories.insert(index);
                 }
                 continue;
             }
             if is_directory {
-                // Before the comparison, so that an edit during it is found when the directory gives way.
+                // This comes before the comparison, so that a change during the comparison is detected later.
                 standing.contents.insert(index, contents(target, &entry.path).unwrap_or_default());
             }
             let compared = match found {
                 None => compare_missing(base, result, entry),
-                Some(_) => there.compare(entry, found.as_ref()),
+                Some(_) => trees.compare(entry, found.as_ref()),
             };
-            let is_taken = matches!(compared, Found::AsSent(_));
-            let compared = match is_taken && there.has_changed_database(base, whole, &entry.path) {
-                true => Found::Changed,
+            let is_taken = matches!(compared, TargetState::AsSent(_));
+            let compared = match is_taken && trees.has_changed_database(base, whole, &entry.path) {
+                true => TargetState::Changed,
                 false => compared,
             };
-            standing.found.insert(index, compared);
+            standing.states.insert(index, compared);
         }
-        standing.find_needed_directories(result);
-        standing.find_gone(&mut there, base, whole, &NotWritten::of(whole, dropped), allowed);
+        standing.restore_needed_directories(result);
+        standing.plan_removals(&mut trees, base, whole, &DroppedEntries::of(whole, dropped), allowed);
         standing
     }
 
-    /// A directory that was removed is made again for what is put into it.
-    fn find_needed_directories(&mut self, result: &Manifest) {
+    /// Restores removed directories that are the parents of written entries.
+    fn restore_needed_directories(&mut self, result: &Manifest) {
         for (index, entry) in result.entries().iter().enumerate().skip(1).rev() {
-            if matches!(self.found.get(&index), Some(Found::Removed)) {
+            if matches!(self.states.get(&index), Some(TargetState::Removed)) {
                 continue;
             }
             let parent = result.find(split(&entry.path).0);
-            if let Some(Found::Removed) = parent.and_then(|parent| self.found.get(&parent))
+            if let Some(TargetState::Removed) = parent.and_then(|parent| self.states.get(&parent))
                 && let Some(parent) = parent
             {
-                self.found.insert(parent, Found::AsSent(None));
+                self.states.insert(parent, TargetState::AsSent(None));
             }
         }
     }
 
-    /// Finds out what was sent, is not in the result, and goes.
-    fn find_gone(
+    /// Finds the sent entries that are not in the result and must be removed.
+    fn plan_removals(
         &mut self,
-        there: &mut Target<'_>,
+        trees: &mut TargetTrees<'_>,
         base: &Manifest,
         whole: &Manifest,
-        not_written: &NotWritten<'_>,
+        dropped_entries: &DroppedEntries<'_>,
         allowed: Allowed,
     ) {
         let is_gone = |entry: &Entry| whole.find(&entry.path).is_none();
@@ -219,10 +225,10 @@ impl Standing {
             protected(base, allowed).into_iter().map(|entry| entry.path.as_slice()).collect();
         let mut repositories: BTreeMap<&[u8], Repository> = BTreeMap::new();
         for (index, entry) in base.entries().iter().enumerate().filter(|(_, entry)| is_gone(entry)) {
-            let Some(found) = there.sent.stat(&entry.path) else { continue };
+            let Some(found) = trees.sent.stat(&entry.path) else { continue };
             let path = || entry.path().to_owned();
-            if protected.contains(entry.path.as_slice()) || not_written.may_be(base, entry) {
-                // Of a directory, what is in it is named.
+            if protected.contains(entry.path.as_slice()) || dropped_entries.may_contain(base, entry) {
+                // For a directory, the report names its contents.
                 if !entry.is_directory() {
                     self.gone.protected.push(path());
                 }
@@ -230,10 +236,10 @@ impl Standing {
             }
             if let Some(git) = repository_of(base, &entry.path) {
                 let repository =
-                    repositories.entry(git).or_insert_with(|| there.repository(base, whole, git));
+                    repositories.entry(git).or_insert_with(|| trees.repository(base, whole, git));
                 let is_in = |name: &[u8]| is_at_or_below(&entry.path[git.len()..], name);
                 if is_in(b"/objects") && !(repository.has_references && repository.has_index) {
-                    // What it has beyond need does no harm.
+                    // Unneeded objects do no harm.
                     continue;
                 }
                 let is_packed = is_in(b"/refs") && repository.has_packed_references;
@@ -244,69 +250,69 @@ impl Standing {
                     continue;
                 }
             }
-            if there.has_changed_database(base, whole, &entry.path) {
+            if trees.has_changed_database(base, whole, &entry.path) {
                 self.gone.changed.push(path());
                 continue;
             }
             let is_there = is_directory(&found);
-            if entry.is_directory() != is_there || !(is_there || there.sent.has(entry)) {
+            if entry.is_directory() != is_there || !(is_there || trees.sent.has_entry(entry)) {
                 self.gone.changed.push(path());
                 continue;
             }
-            if self.mounted.is_none() && there.sent.is_mounted(&entry.path) {
+            if self.mounted.is_none() && trees.sent.is_mounted(&entry.path) {
                 self.mounted = Some(path());
             }
-            self.goes.push((index, (!is_there).then(|| Fingerprint::of(&found))));
+            self.removals.push((index, (!is_there).then(|| Fingerprint::of(&found))));
         }
     }
 
-    /// Whether a directory keeps its own mode, times and attributes.
+    /// Whether a directory keeps its mode, times and attributes.
     pub(crate) fn keeps_directory(&self, index: usize) -> bool {
         self.directories.contains(&index)
     }
 
-    /// Whether a directory that gives way to an entry has what it had.
+    /// Whether the contents of a replaced directory are unchanged since the comparison.
     pub(crate) fn has_same_contents(&self, index: usize, path: &[u8]) -> bool {
         self.contents
             .get(&index)
             .is_some_and(|found| contents(&self.target, path).is_ok_and(|now| now == *found))
     }
 
-    /// The first of what goes at which something is mounted.
+    /// Returns the first removed entry that is a mount point.
     pub(crate) fn mounted(&self) -> Option<&Path> {
         self.mounted.as_deref()
     }
 
-    /// Whether nothing stands at the path of an entry, and nothing shall.
+    /// Whether an entry was removed in the target and stays removed.
     pub(crate) fn stays_removed(&self, index: usize) -> bool {
-        matches!(self.found.get(&index), Some(Found::Removed))
+        matches!(self.states.get(&index), Some(TargetState::Removed))
     }
 
-    /// Whether something of the target is replaced or removed.
+    /// Whether the merge replaces or removes an entry of the target.
     #[must_use]
     pub fn replaces(&self) -> bool {
-        let is_replaced = |found: &Found| matches!(found, Found::AsSent(Some(_)));
-        !self.goes.is_empty() || self.found.values().any(is_replaced)
+        let is_replaced = |found: &TargetState| matches!(found, TargetState::AsSent(Some(_)));
+        !self.removals.is_empty() || self.states.values().any(is_replaced)
     }
 
-    /// What is done at the path of an entry, where `now` stands.
+    /// Returns the action at the path of an entry, whose current stat in the target is `now`.
     pub(crate) fn verdict(&self, index: usize, now: Option<&Stat>) -> Verdict {
-        match self.found.get(&index) {
-            Some(Found::AsSent(None)) if now.is_none() => Verdict::Take,
-            Some(Found::AsSent(Some(found)))
+        match self.states.get(&index) {
+            Some(TargetState::AsSent(None)) if now.is_none() => Verdict::Take,
+            Some(TargetState::AsSent(Some(found)))
                 if now.is_some_and(|now| Fingerprint::of(now).is_still(found)) =>
             {
                 Verdict::Take
             }
-            Some(Found::AsResult | Found::Removed) => Verdict::Leave,
-            // It was looked at when it was a directory, and still is one.
+            Some(TargetState::AsResult | TargetState::Removed) => Verdict::Leave,
+            // The path was a directory at the comparison, and still is.
             None if now.is_none_or(is_directory) => Verdict::Take,
-            Some(Found::AsSent(_) | Found::Changed) | None => Verdict::PutBeside,
+            Some(TargetState::AsSent(_) | TargetState::Changed) | None => Verdict::PutBeside,
         }
     }
 }
 
-/// What is in a directory of a target.
+/// Returns the contents of a directory in a target.
 fn contents(target: &Path, directory: &[u8]) -> io::Result<Contents> {
     let mut cursor = Cursor::new(target)?;
     let mut buffer = Vec::new();
@@ -326,60 +332,60 @@ fn contents(target: &Path, directory: &[u8]) -> io::Result<Contents> {
     Ok(contents)
 }
 
-/// The target, compared with two trees.
-struct Target<'a> {
-    sent: There<'a>,
-    result: There<'a>,
-    /// For listing directories.
+/// A target that is compared with the sent tree and with the result.
+struct TargetTrees<'a> {
+    sent: TargetTree<'a>,
+    result: TargetTree<'a>,
+    /// Cursor for listing directories.
     cursor: Option<Cursor>,
 }
 
-/// What it means that nothing stands at the path of an entry of `result`.
-fn compare_missing(base: &Manifest, result: &Manifest, entry: &Entry) -> Found {
-    let Some(index) = base.find(&entry.path) else { return Found::AsSent(None) };
+/// Returns the state of a path of `result` that does not exist in the target.
+fn compare_missing(base: &Manifest, result: &Manifest, entry: &Entry) -> TargetState {
+    let Some(index) = base.find(&entry.path) else { return TargetState::AsSent(None) };
     let before = file_of(base, &base.entries()[index]).map(|file| &file.kind);
     let now = file_of(result, entry).map(|file| &file.kind);
-    if before == now { Found::Removed } else { Found::Changed }
+    if before == now { TargetState::Removed } else { TargetState::Changed }
 }
 
-/// The endings of logs that SQLite replays on the database beside them.
-const LOGS: [&[u8]; 2] = [b"-wal", b"-journal"];
+/// Suffixes of the logs that SQLite replays on their database.
+const LOG_SUFFIXES: [&[u8]; 2] = [b"-wal", b"-journal"];
 
-impl Target<'_> {
-    /// Whether a path is that of a database of SQLite, or of a log of one, of which the target has changed something since it was sent.
+impl TargetTrees<'_> {
+    /// Whether a path belongs to a SQLite database or its logs, and one of these was changed in the target.
     fn has_changed_database(&mut self, base: &Manifest, whole: &Manifest, path: &[u8]) -> bool {
-        let database = LOGS.into_iter().find_map(|log| path.strip_suffix(log)).unwrap_or(path);
-        let logs = LOGS.map(|log| [database, log].concat());
-        let is_anywhere = |path: &Vec<u8>, there: &mut There<'_>| {
-            base.find(path).is_some() || whole.find(path).is_some() || there.stat(path).is_some()
+        let database = LOG_SUFFIXES.into_iter().find_map(|log| path.strip_suffix(log)).unwrap_or(path);
+        let logs = LOG_SUFFIXES.map(|log| [database, log].concat());
+        let exists = |path: &Vec<u8>, target: &mut TargetTree<'_>| {
+            base.find(path).is_some() || whole.find(path).is_some() || target.stat(path).is_some()
         };
-        logs.iter().any(|log| is_anywhere(log, &mut self.sent))
+        logs.iter().any(|log| exists(log, &mut self.sent))
             && [database].into_iter().chain(logs.iter().map(Vec::as_slice)).any(|path| {
                 match (base.find(path), self.sent.stat(path)) {
                     (None, None) => false,
-                    (Some(_), Some(_)) => !self.sent.has_at(path),
+                    (Some(_), Some(_)) => !self.sent.has_path(path),
                     _ => true,
                 }
             })
     }
 
-    fn compare(&mut self, entry: &Entry, found: Option<&Stat>) -> Found {
-        let Some(found) = found else { return Found::AsSent(None) };
+    fn compare(&mut self, entry: &Entry, found: Option<&Stat>) -> TargetState {
+        let Some(found) = found else { return TargetState::AsSent(None) };
         let is_as_sent = if is_directory(found) {
             self.is_directory_as_sent(&entry.path)
         } else {
-            self.sent.has_at(&entry.path)
+            self.sent.has_path(&entry.path)
         };
         if is_as_sent {
-            Found::AsSent(Some(Fingerprint::of(found)))
-        } else if self.result.has_at(&entry.path) {
-            Found::AsResult
+            TargetState::AsSent(Some(Fingerprint::of(found)))
+        } else if self.result.has_path(&entry.path) {
+            TargetState::AsResult
         } else {
-            Found::Changed
+            TargetState::Changed
         }
     }
 
-    /// Whether a directory has all that was sent of it, and nothing else.
+    /// Whether all contents of a directory are as they were sent.
     fn is_directory_as_sent(&mut self, path: &[u8]) -> bool {
         let mut buffer = Vec::new();
         let mut rest = vec![path.to_vec()];
@@ -390,7 +396,7 @@ impl Target<'_> {
             };
             for name in names {
                 let path = [&path[..], &name].join(&b'/');
-                if !self.sent.has_at(&path) {
+                if !self.sent.has_path(&path) {
                     return false;
                 }
                 if self.sent.stat(&path).as_ref().is_some_and(is_directory) {
@@ -410,13 +416,13 @@ fn mode(stat: &Stat) -> u32 {
     Mode::from_raw_mode(stat.st_mode).as_raw_mode()
 }
 
-/// What of a result is not written.
-struct NotWritten<'a> {
+/// The dropped entries of a result.
+struct DroppedEntries<'a> {
     paths: BTreeSet<&'a [u8]>,
     files: Vec<&'a EntryKind>,
 }
 
-impl<'a> NotWritten<'a> {
+impl<'a> DroppedEntries<'a> {
     fn of(whole: &'a Manifest, dropped: &'a [Dropped]) -> Self {
         let is_whole =
             |dropped: &&Dropped| !matches!(dropped.what, DroppedKind::SetId | DroppedKind::Capability);
@@ -427,8 +433,8 @@ impl<'a> NotWritten<'a> {
         Self { paths, files }
     }
 
-    /// Whether an entry of the base may have been moved to where the result is not written.
-    fn may_be(&self, base: &Manifest, entry: &Entry) -> bool {
+    /// Whether an entry of the base may have been moved to a dropped path.
+    fn may_contain(&self, base: &Manifest, entry: &Entry) -> bool {
         let Some(file) = file_of(base, entry) else { return true };
         self.paths.iter().any(|path| is_at_or_below(&entry.path, path))
             || (!entry.is_directory() && self.files.contains(&&file.kind))
@@ -439,17 +445,17 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
     path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// How a repository stands in the target.
+/// The state of a git repository in the target.
 struct Repository {
-    /// Its references are those that were sent.
+    /// Whether the references are as they were sent.
     has_references: bool,
-    /// The command packed references; the target has packed no others, and checked none out.
+    /// Whether the command packed references, and the target has neither packed others nor checked out a branch.
     has_packed_references: bool,
-    /// Its index is the one that was sent.
+    /// Whether the index is as it was sent.
     has_index: bool,
 }
 
-/// The innermost directory of git that a path lies in: a `.git`, that of a submodule, or a bare repository.
+/// Returns the innermost git directory around a path: a `.git`, that of a submodule, or a bare repository.
 fn repository_of<'a>(base: &Manifest, path: &'a [u8]) -> Option<&'a [u8]> {
     let is_repository = |directory: &[u8]| {
         let has = |name: &[u8]| base.find(&[directory, name].join(&b'/')).is_some();
@@ -459,7 +465,7 @@ fn repository_of<'a>(base: &Manifest, path: &'a [u8]) -> Option<&'a [u8]> {
     slashes.map(|(end, _)| &path[..end]).find(|directory| is_repository(directory))
 }
 
-impl Target<'_> {
+impl TargetTrees<'_> {
     fn repository(&mut self, base: &Manifest, whole: &Manifest, git: &[u8]) -> Repository {
         let path = |name: &[u8]| [git, name].join(&b'/');
         let mut is_as_sent = |name: &[u8]| {
@@ -474,43 +480,43 @@ impl Target<'_> {
                             .all(|entry| self.sent.stat(&entry.path).is_some())
                     }
                 }
-                (Some(_), Some(_)) => self.sent.has_at(&path),
+                (Some(_), Some(_)) => self.sent.has_path(&path),
                 _ => false,
             }
         };
-        // Other working trees have a HEAD of their own.
+        // Each additional working tree has a separate HEAD.
         let references = [&b"HEAD"[..], b"packed-refs", b"refs", b"worktrees"];
         let has_references = references.into_iter().all(&mut is_as_sent);
         let has_index = is_as_sent(b"index");
-        // A branch that is checked out meanwhile must not go.
+        // The reference of a branch that was checked out meanwhile must stay.
         let has_heads = [&b"HEAD"[..], b"worktrees"].into_iter().all(&mut is_as_sent);
-        let is_here = is_as_sent(b"packed-refs") || self.result.has_at(&path(b"packed-refs"));
+        let is_here = is_as_sent(b"packed-refs") || self.result.has_path(&path(b"packed-refs"));
         let packed = whole.find(&path(b"packed-refs")).map(|index| &whole.entries()[index]);
-        let is_packed = packed.is_some_and(|packed| !is_in(base, whole, packed));
+        let is_packed = packed.is_some_and(|packed| !is_unchanged(base, whole, packed));
         let has_packed_references = has_heads && is_here && is_packed;
         Repository { has_references, has_packed_references, has_index }
     }
 }
 
-/// What of the target went with the result, and what stayed.
+/// The outcome of the removal of entries that the command removed.
 #[derive(Debug, Clone, Default)]
 pub struct Gone {
-    /// How many entries were removed.
+    /// Number of removed entries.
     pub removed: u64,
-    /// What the command removed and the target keeps, as it was changed there.
+    /// Removed entries that the target keeps, because they were changed there.
     pub changed: Vec<PathBuf>,
-    /// What the command removed or moved and the target keeps, as only a caller who asks for it writes it: programs of git,
-    /// and rules of what is not uploaded.
+    /// Removed or moved entries that the target keeps, because their change needs the permission of the caller: git
+    /// programs, and ignore rules for uploads.
     pub protected: Vec<PathBuf>,
 }
 
-/// Removes from `target` what was sent and is not in the result, as far as `standing` says so and it still stands there.
+/// Removes the entries that `standing` has planned for removal from `target`, unless they were changed meanwhile.
 ///
-/// Directories go once they are empty. What is in a directory that is among the `conflicts` of the merge stays.
+/// A directory is removed when it is empty. The contents of `conflicts` stay.
 ///
 /// # Errors
 ///
-/// The first entry that cannot be removed, and why.
+/// Returns the first entry that cannot be removed, with the error.
 pub fn remove_gone(
     target: &Path,
     base: &Manifest,
@@ -520,13 +526,13 @@ pub fn remove_gone(
     let mut gone = standing.gone.clone();
     let stays: BTreeSet<&Path> = conflicts.iter().map(|conflict| conflict.path.as_path()).collect();
     let Ok(mut cursor) = Cursor::through(target) else { return Ok(gone) };
-    // What is in a directory comes after it.
-    for (index, found) in standing.goes.iter().rev() {
+    // The reverse order has the contents of a directory before the directory.
+    for (index, found) in standing.removals.iter().rev() {
         let entry = &base.entries()[*index];
         if !stays.is_empty() && entry.path().ancestors().any(|path| stays.contains(path)) {
             continue;
         }
-        // The references of the result were packed into a file that stands beside.
+        // Loose references must stay if the packed references of the result were placed beside.
         let packed = |git: &[u8]| as_path(&[git, b"packed-refs"].join(&b'/')).to_owned();
         if !stays.is_empty()
             && repository_of(base, &entry.path).is_some_and(|git| {
@@ -539,7 +545,7 @@ pub fn remove_gone(
             continue;
         }
         let (parent, name) = split(&entry.path);
-        // What cannot be reached is not there any more.
+        // An unreachable entry does not exist any more.
         let Ok(parent) = cursor.go(parent) else { continue };
         let Ok(now) = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
         let flags = match found {
@@ -552,7 +558,7 @@ pub fn remove_gone(
         };
         match unlinkat(&parent, name, flags) {
             Ok(()) => gone.removed += 1,
-            // It has what was never sent, or what is kept.
+            // The entry is gone, or the directory has contents that stay.
             Err(Errno::NOENT | Errno::NOTEMPTY) => {}
             Err(error) => return Err((entry.path().to_owned(), error.into())),
         }

@@ -1,7 +1,7 @@
-//! Sets of ordinals, as runs: which extents are missing, wanted or already there.
+//! Sets of ordinals, stored as runs. They name extents, for example those that a receiver lacks.
 //!
-//! Invariant: runs are ascending, not empty, and neither overlap nor touch. Ordinals can only be added in ascending
-//! order, so a set costs memory for its runs and not for its members.
+//! Invariant: runs ascend, are not empty, and neither overlap nor touch. Ordinals can be added only in ascending order.
+//! The memory of a set depends on the number of runs, not on the number of ordinals.
 
 use std::ops::Range;
 
@@ -15,49 +15,49 @@ pub struct OrdinalRanges {
 /// A run cannot be added to a set.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidRange {
-    /// It does not come after the runs before it.
-    #[error("run at {first} does not come after the runs before it")]
+    /// The run does not come after the previous runs.
+    #[error("cannot add the run at {first}: it does not come after the previous runs")]
     OutOfOrder {
-        /// Where it starts.
+        /// First ordinal of the run.
         first: u64,
     },
-    /// It has no members, or more than there are ordinals.
-    #[error("run at {first} has {count} ordinals, which is not possible")]
+    /// The run is empty, or exceeds the greatest ordinal.
+    #[error("cannot add the run at {first}: its length {count} is invalid")]
     Count {
-        /// Where it starts.
+        /// First ordinal of the run.
         first: u64,
-        /// How many members it is said to have.
+        /// Number of ordinals of the run.
         count: u64,
     },
 }
 
 impl OrdinalRanges {
-    /// The empty set.
+    /// Creates an empty set.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// All ordinals below `count`.
+    /// Creates the set of all ordinals below `count`.
     #[must_use]
     pub fn all(count: u64) -> Self {
         Self::new().complement(count)
     }
 
-    /// Adds one ordinal, greater than all before.
+    /// Adds an ordinal, which must be greater than all ordinals of the set.
     ///
     /// # Errors
     ///
-    /// It is not greater.
+    /// Fails if the ordinal is not greater.
     pub fn insert(&mut self, ordinal: u64) -> Result<(), InvalidRange> {
         self.insert_run(ordinal, 1)
     }
 
-    /// Adds `count` ordinals from `first`, all greater than those before.
+    /// Adds `count` ordinals from `first`, which must be greater than all ordinals of the set.
     ///
     /// # Errors
     ///
-    /// They are not greater, or the run is empty or passes the greatest ordinal.
+    /// Fails if the ordinals are not greater, or if the run is empty or exceeds the greatest ordinal.
     pub fn insert_run(&mut self, first: u64, count: u64) -> Result<(), InvalidRange> {
         let end =
             first.checked_add(count).filter(|_| count > 0).ok_or(InvalidRange::Count { first, count })?;
@@ -70,42 +70,42 @@ impl OrdinalRanges {
         Ok(())
     }
 
-    /// How many ordinals there are.
+    /// Returns the number of ordinals.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// Whether `ordinal` is one of them.
+    /// Whether the set contains `ordinal`.
     #[must_use]
     pub fn contains(&self, ordinal: u64) -> bool {
         let after = self.runs.partition_point(|run| run.start <= ordinal);
         after.checked_sub(1).is_some_and(|index| self.runs[index].contains(&ordinal))
     }
 
-    /// The greatest ordinal.
+    /// Returns the greatest ordinal.
     #[must_use]
     pub fn last(&self) -> Option<u64> {
         self.runs.last().map(|run| run.end - 1)
     }
 
-    /// The runs, ascending.
+    /// Returns the runs in ascending order.
     pub fn runs(&self) -> impl ExactSizeIterator<Item = Range<u64>> + '_ {
         self.runs.iter().cloned()
     }
 
-    /// The ordinals, ascending.
+    /// Returns the ordinals in ascending order.
     pub fn ordinals(&self) -> impl Iterator<Item = u64> + '_ {
         self.runs.iter().cloned().flatten()
     }
 
-    /// The ordinals of this set and of another.
+    /// Returns the union with another set.
     #[must_use]
     pub fn union(&self, other: &Self) -> Self {
         let mut both = self.runs.iter().chain(&other.runs).cloned().collect::<Vec<_>>();
@@ -114,14 +114,14 @@ impl OrdinalRanges {
         for run in both {
             let start = union.runs.last().map_or(run.start, |last| run.start.max(last.end));
             if start < run.end {
-                // Ascending and not empty, so it cannot be refused.
+                // The run ascends and is not empty, so this cannot fail.
                 _ = union.insert_run(start, run.end - start);
             }
         }
         union
     }
 
-    /// The ordinals below `count` that are not in this set.
+    /// Returns the ordinals below `count` that are not in this set.
     #[must_use]
     pub fn complement(&self, count: u64) -> Self {
         let mut rest = Self::new();
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_become_one_run() {
+    fn adjacent_runs_are_joined() {
         let mut runs = OrdinalRanges::new();
         for ordinal in [1, 2, 3, 7] {
             runs.insert(ordinal).unwrap();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_ascending_is_refused() {
+    fn unordered_run_is_rejected() {
         let mut runs = OrdinalRanges::new();
         runs.insert_run(5, 5).unwrap();
 

@@ -1,24 +1,24 @@
-//! Extents that are still to come, in whatever order their files come.
+//! The extents that a receiver still waits for. Files may come in any order.
 
 use std::ops::Range;
 
 use crate::manifest::Manifest;
 use crate::ordinal_ranges::OrdinalRanges;
 
-/// A set of ordinals of which members are taken one by one.
+/// A set of ordinals from which ordinals are removed.
 ///
-/// Costs memory for all ordinals between its first and its last.
+/// Its memory depends on the distance between the first and the last ordinal.
 #[derive(Debug, Clone)]
 pub struct PendingExtents {
     first: u64,
     bits: Vec<u64>,
     count: u64,
-    /// The file that came last, and what may follow of it.
+    /// The current file, and the ordinals of it that may follow.
     file: Option<(usize, Range<u64>)>,
 }
 
 impl PendingExtents {
-    /// All of `wanted`.
+    /// Creates a set with the ordinals of `wanted`.
     #[must_use]
     pub fn new(wanted: &OrdinalRanges) -> Self {
         let first = wanted.runs().next().map_or(0, |run| run.start);
@@ -33,19 +33,19 @@ impl PendingExtents {
         all
     }
 
-    /// Whether nothing is.
+    /// Whether no extent is pending.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Whether this one is.
+    /// Whether the extent with `ordinal` is pending.
     #[must_use]
     pub fn contains(&self, ordinal: u64) -> bool {
         self.place(ordinal).is_some_and(|(word, bit)| self.bits[word] & bit != 0)
     }
 
-    /// Takes one that came. False: it did not have to.
+    /// Removes an ordinal. Returns whether it was pending.
     pub fn remove(&mut self, ordinal: u64) -> bool {
         let Some((word, bit)) = self.place(ordinal).filter(|(word, bit)| self.bits[*word] & bit != 0) else {
             return false;
@@ -55,8 +55,8 @@ impl PendingExtents {
         true
     }
 
-    /// Takes one that came in its turn: files come in any order, but each whole, and its extents in ascending order. False: it did not
-    /// have to come, or not yet.
+    /// Removes an ordinal if its extent is the next one. Files may come in any order, but each must be complete, and its
+    /// extents must ascend. Returns `false` if the extent is not pending or not the next one.
     pub fn take(&mut self, manifest: &Manifest, ordinal: u64) -> bool {
         let Some(located) = manifest.locate(ordinal) else { return false };
         let mut rest = match &self.file {
@@ -71,13 +71,13 @@ impl PendingExtents {
         self.remove(ordinal)
     }
 
-    /// What is left.
+    /// Returns the pending ordinals.
     #[must_use]
     pub fn runs(&self) -> OrdinalRanges {
         let mut runs = OrdinalRanges::new();
         for (word, bits) in (0..).step_by(64).zip(&self.bits) {
             for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
-                // Ascending, so it cannot be refused.
+                // Ordinals ascend, so this cannot fail.
                 _ = runs.insert(self.first + word + bit);
             }
         }
@@ -96,9 +96,10 @@ mod tests {
     use domain::Digest;
 
     use super::*;
-    use crate::manifest::{Entry, EntryKind, Extent, Limits};
+    use crate::entry::{Entry, EntryKind, Extent};
+    use crate::manifest::Limits;
 
-    /// With a file of so many extents each.
+    /// Creates a tree with a file for each number of extents.
     fn tree(extents: &[u64]) -> Manifest {
         let entry = |path: String, kind| Entry {
             path: path.into_bytes(),
@@ -125,7 +126,7 @@ mod tests {
         runs
     }
 
-    /// Whether each is taken in its turn; what is left.
+    /// Takes the ordinals in `came`. Returns the results, and the pending ordinals.
     fn taken(wanted: &[u64], came: &[u64]) -> (Vec<bool>, Vec<u64>) {
         let manifest = tree(&[3, 1, 2]);
         let mut outstanding = PendingExtents::new(&runs(wanted));
@@ -135,25 +136,29 @@ mod tests {
     }
 
     #[test]
-    fn files_come_in_any_order_each_whole_and_ascending() {
+    fn files_must_be_complete_and_ascending() {
         assert_eq!(taken(&[0, 1, 2, 3, 4, 5], &[4, 5, 0, 1, 2, 3]), (vec![true; 6], vec![]));
         assert_eq!(
             taken(&[0, 2, 5], &[5, 0, 2]),
             (vec![true; 3], vec![]),
-            "what was not wanted is passed over"
+            "ordinals that are not pending may be missing"
         );
         assert_eq!(
             taken(&[0, 1, 4], &[0, 4]),
             (vec![true, false], vec![1, 4]),
-            "the first file is not whole"
+            "the first file is incomplete"
         );
-        assert_eq!(taken(&[0, 1, 2], &[1]), (vec![false], vec![0, 1, 2]), "it begins in the middle");
-        assert_eq!(taken(&[0, 1], &[0, 0]), (vec![true, false], vec![1]), "twice");
-        assert_eq!(taken(&[3], &[4, 9]), (vec![false, false], vec![3]), "not wanted, not there");
+        assert_eq!(taken(&[0, 1, 2], &[1]), (vec![false], vec![0, 1, 2]), "the file starts in the middle");
+        assert_eq!(taken(&[0, 1], &[0, 0]), (vec![true, false], vec![1]), "an extent is repeated");
+        assert_eq!(
+            taken(&[3], &[4, 9]),
+            (vec![false, false], vec![3]),
+            "an extent is not pending, or does not exist"
+        );
     }
 
     #[test]
-    fn what_is_left_is_told_as_runs() {
+    fn pending_ordinals_are_returned_as_runs() {
         let mut outstanding = PendingExtents::new(&runs(&[70, 71, 200, 1000]));
         assert!(outstanding.remove(200) && !outstanding.remove(200) && !outstanding.remove(1));
         assert_eq!(outstanding.runs(), runs(&[70, 71, 1000]));

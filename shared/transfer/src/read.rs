@@ -1,7 +1,7 @@
-//! Reading: from ordinals to the content of extents.
+//! Reading of extents from a tree on disk.
 //!
-//! A [`TreeReader`] serves extents of a tree that was scanned or written before and is not meant to change. It never
-//! follows a symbolic link, notices files that have become shorter, and verifies digests when told to.
+//! A [`TreeReader`] reads extents of a tree that was scanned or written before and should not change. It never follows
+//! symbolic links, detects truncated files, and verifies digests if requested.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,29 +14,30 @@ use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use crate::dirs::Cursor;
-use crate::manifest::{Located, Manifest, split};
+use crate::entry::split;
+use crate::manifest::{LocatedExtent, Manifest};
 use crate::ordinal_ranges::OrdinalRanges;
 
-/// Content of one extent.
+/// The content of an extent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExtentData {
-    /// Its ordinal.
+    /// Ordinal of the extent.
     pub ordinal: u64,
-    /// All of its bytes.
+    /// All bytes of the extent.
     pub data: Bytes,
 }
 
-/// How to read.
+/// Options of a reader.
 #[derive(Debug, Clone, Copy)]
 pub struct ReadOptions {
-    /// Whether what was read must have the digest that the manifest says.
+    /// Whether the digest of each extent is verified.
     pub verify: bool,
-    /// About how many bytes make a batch. An extent is never divided.
+    /// Approximate number of bytes per batch. An extent is never divided.
     pub batch_bytes: usize,
 }
 
 impl Default for ReadOptions {
-    /// Batches of 1 MiB, not verified: the receiver does that.
+    /// Returns options for batches of 1 MiB without verification, which is the task of the receiver.
     fn default() -> Self {
         Self { verify: false, batch_bytes: 1 << 20 }
     }
@@ -45,20 +46,20 @@ impl Default for ReadOptions {
 /// Extents cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// The root is missing, is no directory, or may not be entered.
+    /// The root is missing, is not a directory, or is not accessible.
     #[error("cannot open the directory")]
     Root(#[source] io::Error),
     /// The manifest has no extent with this ordinal.
-    #[error("there is no extent {0}")]
+    #[error("cannot read extent {0}: the manifest has no such extent")]
     NoSuchExtent(u64),
-    /// The file has become shorter than the manifest says.
-    #[error("{path:?} has become shorter")]
+    /// The file is shorter than in the manifest.
+    #[error("cannot read {path:?}: the file was truncated")]
     Shrunk {
         /// The file.
         path: PathBuf,
     },
-    /// The file has other content than the manifest says.
-    #[error("{path:?} has changed")]
+    /// The content of the file differs from the manifest.
+    #[error("cannot read {path:?}: the content has changed")]
     Changed {
         /// The file.
         path: PathBuf,
@@ -68,7 +69,7 @@ pub enum ReadError {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
@@ -80,47 +81,47 @@ pub struct TreeReader {
     manifest: Arc<Manifest>,
     options: ReadOptions,
     cursor: Cursor,
-    /// The file that was read last.
+    /// The last file that was read.
     open: Option<(usize, OwnedFd)>,
 }
 
 impl TreeReader {
-    /// A reader of the tree at `root`, which `manifest` describes.
+    /// Creates a reader of the tree at `root`, which `manifest` describes.
     ///
     /// # Errors
     ///
-    /// The root cannot be opened.
+    /// Fails if the root cannot be opened.
     pub fn new(root: &Path, manifest: Arc<Manifest>, options: ReadOptions) -> Result<Self, ReadError> {
         let cursor = Cursor::through(root).map_err(ReadError::Root)?;
         Ok(Self { manifest, options, cursor, open: None })
     }
 
-    /// Reads one extent.
+    /// Reads an extent.
     ///
     /// # Errors
     ///
-    /// There is none with this ordinal, or its file cannot be read or is no longer what the manifest says.
+    /// Fails if the ordinal does not exist, or if the file cannot be read or has changed.
     pub fn read(&mut self, ordinal: u64) -> Result<Bytes, ReadError> {
         let manifest = self.manifest.clone();
         let located = manifest.locate(ordinal).ok_or(ReadError::NoSuchExtent(ordinal))?;
         self.read_extent(located)
     }
 
-    /// Reads the extents of `wanted` in ascending order, in batches of about the size that the options say.
+    /// Reads the extents of `wanted` in ascending order, in batches of about [`ReadOptions::batch_bytes`].
     ///
-    /// After an error, the next batch is `None`.
+    /// The iterator ends after an error.
     pub fn batches<'a>(&'a mut self, wanted: &'a OrdinalRanges) -> Batches<'a> {
         let mut runs = wanted.runs().collect::<Vec<_>>();
         runs.reverse();
         Batches { reader: self, runs }
     }
 
-    /// Fills `buffer` from anywhere in the file of an entry, given by its index, as far as the file goes. Returns how many
-    /// bytes were read.
+    /// Fills `buffer` from `offset` in the file at index `entry`. Returns the number of read bytes, which is smaller than the
+    /// buffer at the end of the file.
     ///
     /// # Errors
     ///
-    /// The file cannot be read.
+    /// Fails if the file cannot be read.
     pub fn read_file_at(&mut self, entry: usize, buffer: &mut [u8], offset: u64) -> Result<usize, ReadError> {
         let manifest = self.manifest.clone();
         let path = manifest.entries()[entry].path();
@@ -129,14 +130,14 @@ impl TreeReader {
             .map_err(|error| ReadError::Io { path: path.to_owned(), source: error.into() })
     }
 
-    /// The file of an entry, which stays open until another one is read.
+    /// Opens the file of an entry. It stays open until another file is read.
     fn file(&mut self, manifest: &Manifest, index: usize) -> Result<&OwnedFd, ReadError> {
         if self.open.as_ref().is_none_or(|(open, _)| *open != index) {
             let entry = &manifest.entries()[index];
             let failed = |source: io::Error| ReadError::Io { path: entry.path().to_owned(), source };
             let (parent, name) = split(&entry.path);
             let directory = self.cursor.go(parent).map_err(failed)?;
-            // Not blocking: if the tree has changed, it may be a fifo.
+            // Without blocking, because the file may have become a named pipe.
             let flags =
                 OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
             let file =
@@ -147,7 +148,7 @@ impl TreeReader {
         Ok(file)
     }
 
-    fn read_extent(&mut self, located: Located<'_>) -> Result<Bytes, ReadError> {
+    fn read_extent(&mut self, located: LocatedExtent<'_>) -> Result<Bytes, ReadError> {
         let (manifest, verify) = (self.manifest.clone(), self.options.verify);
         let entry = &manifest.entries()[located.entry];
         let path = || entry.path().to_owned();
@@ -169,7 +170,7 @@ impl TreeReader {
 #[derive(Debug)]
 pub struct Batches<'a> {
     reader: &'a mut TreeReader,
-    /// What is still to be read, the next at the end.
+    /// The remaining runs, the next one at the end.
     runs: Vec<std::ops::Range<u64>>,
 }
 
@@ -213,7 +214,7 @@ impl Iterator for Batches<'_> {
     }
 }
 
-/// Reads `length` bytes, or as many as there are.
+/// Reads `length` bytes, or fewer at the end of the file.
 fn read_at(file: impl AsFd, offset: u64, length: usize) -> Result<Vec<u8>, Errno> {
     let mut data = Vec::with_capacity(length);
     while data.len() < length {
@@ -224,11 +225,11 @@ fn read_at(file: impl AsFd, offset: u64, length: usize) -> Result<Vec<u8>, Errno
             Err(error) => return Err(error),
         }
     }
-    data.truncate(length); // There may have been room for more.
+    data.truncate(length); // The capacity may be larger.
     Ok(data)
 }
 
-/// Reads until `buffer` is full or the file ends; says how many bytes were read.
+/// Reads until `buffer` is full or the file ends. Returns the number of read bytes.
 pub(crate) fn fill(file: impl AsFd, buffer: &mut [u8], offset: u64) -> Result<usize, Errno> {
     let mut length = 0;
     while length < buffer.len() {

@@ -1,8 +1,7 @@
-//! Removal of foreign trees, however deep they are and whatever is in them.
+//! Removal of untrusted trees of any depth.
 //!
-//! Invariants: a symbolic link is removed and never followed, and a mount point is never entered. Unlike the standard
-//! library, this removal copes with directories that their owner may not change, and with any depth
-//! ([`crate::walk`]).
+//! Invariants: symbolic links are removed and never followed. Mount points are never entered. Unlike the standard library,
+//! the removal supports directories that their owner may not change, and any depth ([`crate::walk`]).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,26 +11,26 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, unlinkat};
 use rustix::io::Errno;
 
-use crate::dirs::make_workable;
+use crate::dirs::make_accessible;
 use crate::walk::TreeWalk;
 
-/// A tree cannot be removed, or not all of it.
+/// A tree, or a part of it, cannot be removed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot remove {path:?}")]
 pub struct RemoveError {
-    /// What could not be removed.
+    /// The path that could not be removed.
     pub path: PathBuf,
-    /// Why.
+    /// The error of the operating system.
     #[source]
     pub source: io::Error,
 }
 
-/// Removes what stands at `path`: a file, a symbolic link, or a directory with all that is in it. Nothing there is
-/// fine.
+/// Removes the entry at `path`: a file, a symbolic link, or a directory with all its contents. Succeeds if `path` does not
+/// exist.
 ///
 /// # Errors
 ///
-/// The first part that cannot be removed. Everything else below `path` is gone, unless the walk itself failed.
+/// Returns the first part that cannot be removed. All other parts are removed, unless the walk failed.
 pub fn remove_tree(path: &Path) -> Result<(), RemoveError> {
     let failed = |source: io::Error| RemoveError { path: path.to_owned(), source };
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput.into()).map_err(failed)?.as_bytes();
@@ -48,7 +47,7 @@ pub fn remove_tree(path: &Path) -> Result<(), RemoveError> {
     if remove_plain(parent.as_fd(), name).map_err(|error| failed(error.into()))? {
         return Ok(());
     }
-    make_workable(&parent, name).map_err(|error| failed(error.into()))?;
+    make_accessible(&parent, name).map_err(|error| failed(error.into()))?;
     let mut walk = match TreeWalk::open_at(&parent, name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         walk => walk.map_err(failed)?,
@@ -61,7 +60,7 @@ pub fn remove_tree(path: &Path) -> Result<(), RemoveError> {
     }
 }
 
-/// Removes what is in the root of the walk. Returns the first part that cannot be removed.
+/// Removes the contents of the walk's root. Returns the first part that cannot be removed.
 fn empty(walk: &mut TreeWalk, root: &Path) -> Result<Option<RemoveError>, RemoveError> {
     let failed =
         |walk: &TreeWalk, name: &[u8], source| RemoveError { path: root.join(walk.shown(name)), source };
@@ -77,7 +76,7 @@ fn empty(walk: &mut TreeWalk, root: &Path) -> Result<Option<RemoveError>, Remove
         let directory = walk.directory();
         let entered = match remove_plain(directory, &name) {
             Ok(true) => continue,
-            Ok(false) => make_workable(directory, &name).map_err(io::Error::from),
+            Ok(false) => make_accessible(directory, &name).map_err(io::Error::from),
             Err(error) => Err(error.into()),
         };
         match entered.and_then(|()| walk.enter(&name)) {
@@ -95,12 +94,12 @@ fn remove_directory(parent: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
     }
 }
 
-/// Removes what stands at a name unless it is a directory, and says whether nothing is there any more.
+/// Removes the entry at a name, unless it is a directory. Returns whether the name is free.
 fn remove_plain(directory: BorrowedFd<'_>, name: &[u8]) -> Result<bool, Errno> {
     match unlinkat(directory, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => Ok(true),
         Err(Errno::ISDIR) => Ok(false),
-        // What POSIX says of directories.
+        // POSIX specifies this error for directories.
         Err(Errno::PERM)
             if crate::dirs::type_of(directory, name)? == Some(rustix::fs::FileType::Directory) =>
         {

@@ -1,4 +1,4 @@
-//! Rights of a file that a result in place takes the place of: neither its owner nor its access list is ever sent.
+//! Owner and access control list of a file that a result in place replaces. Neither of them is ever sent.
 
 use std::os::fd::OwnedFd;
 
@@ -8,13 +8,13 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-/// The attribute that holds the access list.
+/// The extended attribute of the access control list.
 const ACCESS_LIST: &str = "system.posix_acl_access";
-/// Most bytes of one.
+/// Maximum bytes of an access control list.
 const ACCESS_LIST_BYTES: usize = 64 << 10;
 
-/// Gives a staged file the owner and the access list of the file that it takes the place of, as far as we may: neither is sent.
-pub(crate) fn take_over(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
+/// Copies the owner and the access control list of the replaced file to the staged file, as far as that is permitted.
+pub(crate) fn copy_rights(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
     let open = |at: &OwnedFd| {
         let file = openat(at, name, flags, Mode::empty()).ok()?;
@@ -25,7 +25,7 @@ pub(crate) fn take_over(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
     let mode = Mode::from_raw_mode(now.st_mode);
     if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid) {
         let (uid, gid) = (Uid::from_raw(before.st_uid), Gid::from_raw(before.st_gid));
-        // Only root may, and it clears bits of the mode.
+        // Only root may change the owner. The change clears bits of the mode.
         if fchown(&new, Some(uid), Some(gid)).is_ok() {
             _ = fchmod(&new, mode);
         }
@@ -34,7 +34,7 @@ pub(crate) fn take_over(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
     let length = match fgetxattr(&old, ACCESS_LIST, list.as_mut_slice()) {
         Ok(length) => length,
         Err(Errno::NODATA) => {
-            // It may have the default one of the directory.
+            // The staged file may have inherited the default list of its directory.
             if fremovexattr(&new, ACCESS_LIST).is_ok() {
                 _ = fchmod(&new, mode);
             }
@@ -45,7 +45,7 @@ pub(crate) fn take_over(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
     if fsetxattr(&new, ACCESS_LIST, &list[..length], XattrFlags::empty()).is_ok()
         && mode != Mode::from_raw_mode(before.st_mode)
     {
-        // The command changed the mode: it counts within the list.
+        // The command changed the mode, which is a part of the list.
         _ = fchmod(&new, mode);
     }
 }

@@ -1,20 +1,21 @@
-//! A directory of a tree, as a tree of its own.
+//! Subtrees: a directory or a selection of a tree, as a separate manifest.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest};
+use crate::entry::{Entry, EntryKind};
+use crate::manifest::{InvalidManifest, Limits, Manifest};
 use crate::ordinal_ranges::OrdinalRanges;
 
-/// A directory of a tree, as a tree of its own.
+/// A part of a tree as a separate manifest, with a mapping between the ordinals.
 ///
-/// A file of which the first link lies outside of the directory stands at its first link inside.
+/// If the first link of a file is outside of the part, the file is at its first link inside.
 #[derive(Debug)]
 pub struct Subtree {
     manifest: Arc<Manifest>,
-    /// For each file with content: the first of its ordinals, and the first that it has in the whole tree. Ascending.
+    /// First ordinal of each file with content: in this tree, and in the whole tree. Ascending.
     files: Vec<(u64, u64)>,
-    /// The same the other way round: the first ordinal of each in the whole tree, and in this one. Ascending.
+    /// First ordinal of each file with content: in the whole tree, and in this tree. Ascending.
     back: Vec<(u64, u64)>,
 }
 
@@ -24,11 +25,11 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
 }
 
 impl Manifest {
-    /// The directory at `path`. `None`: there is none.
+    /// Returns the directory at `path` as a subtree, or `None` if there is no such directory.
     ///
     /// # Errors
     ///
-    /// None that the whole tree would not have had.
+    /// Fails only if the whole tree would violate a rule, too.
     pub fn subtree(&self, path: &[u8]) -> Result<Option<Subtree>, InvalidManifest> {
         let Some(root) = self.find(path).filter(|index| self.entries()[*index].is_directory()) else {
             return Ok(None);
@@ -44,17 +45,17 @@ impl Manifest {
         self.project(root, place).map(Some)
     }
 
-    /// The entries that `place` keeps, each as it answers, as a tree of its own. Of a directory that is left out, so is all
-    /// that is in it. A file of which the first link is left out stands at its first link that is kept.
+    /// Returns the entries that `place` returns as a subtree. If it leaves a directory out, the contents are left out, too.
+    /// If it leaves the first link of a file out, the file moves to the first remaining link.
     ///
     /// # Errors
     ///
-    /// `place` makes entries that break a rule.
+    /// Fails if `place` returns entries that violate a rule.
     pub fn select(&self, place: impl Fn(&Entry) -> Option<Entry>) -> Result<Subtree, InvalidManifest> {
         self.project(0, place)
     }
 
-    /// The entries from `root` on to the first that `place` leaves out at the level of `root` or above.
+    /// Returns the entry at index `root` and its contents as a subtree, as far as `place` returns them.
     fn project(
         &self,
         root: usize,
@@ -62,11 +63,11 @@ impl Manifest {
     ) -> Result<Subtree, InvalidManifest> {
         let root_path = &self.entries()[root].path;
         let mut entries: Vec<Entry> = Vec::new();
-        // The index of each entry in the whole tree.
+        // Index of each entry in the whole tree.
         let mut indices: Vec<usize> = Vec::new();
-        // By its index in the whole tree, where a file that is left out stands.
+        // New path of each moved file, by its index in the whole tree.
         let mut hoisted: HashMap<usize, Vec<u8>> = HashMap::new();
-        // The index of the entry in the whole tree of which each has the content.
+        // Index of the entry in the whole tree with the content of each entry.
         let mut origins = Vec::new();
         // The last directory that was left out.
         let mut left_out: Option<&[u8]> = None;
@@ -114,7 +115,7 @@ impl Manifest {
 }
 
 impl Subtree {
-    /// The same tree as a part of the whole of which `outer` is one.
+    /// Returns this tree as a part of the whole tree of `outer`. This tree must be a part of `outer`.
     #[must_use]
     pub fn within(self, outer: &Self) -> Self {
         let whole = |(here, there): (u64, u64)| Some((here, outer.origin(there)?));
@@ -124,13 +125,13 @@ impl Subtree {
         Self { manifest: self.manifest, files, back }
     }
 
-    /// What it holds.
+    /// Returns the manifest.
     #[must_use]
     pub fn manifest(&self) -> &Arc<Manifest> {
         &self.manifest
     }
 
-    /// The ordinal in the whole tree of an extent of this one.
+    /// Returns the ordinal in the whole tree of an extent of this tree.
     #[must_use]
     pub fn origin(&self, ordinal: u64) -> Option<u64> {
         let file = self.files.partition_point(|(here, _)| *here <= ordinal).checked_sub(1)?;
@@ -138,7 +139,7 @@ impl Subtree {
         (ordinal < self.manifest.extent_count()).then_some(there + (ordinal - here))
     }
 
-    /// The ordinal in this tree of an extent of the whole one. `None`: it is of a file that was left out.
+    /// Returns the ordinal in this tree of an extent of the whole tree. `None` if the file was left out.
     #[must_use]
     pub fn ordinal(&self, origin: u64) -> Option<u64> {
         let file = self.back.partition_point(|(there, _)| *there <= origin).checked_sub(1)?;
@@ -147,7 +148,7 @@ impl Subtree {
         (self.origin(ordinal) == Some(origin)).then_some(ordinal)
     }
 
-    /// The ordinals in the whole tree of extents of this one.
+    /// Returns the ordinals in the whole tree of extents of this tree.
     #[must_use]
     pub fn origins(&self, ordinals: &OrdinalRanges) -> OrdinalRanges {
         let mut origins: Vec<u64> =
@@ -155,7 +156,7 @@ impl Subtree {
         origins.sort_unstable();
         let mut runs = OrdinalRanges::new();
         for origin in origins {
-            // Ascending, so it cannot be refused.
+            // Ordinals ascend, so this cannot fail.
             _ = runs.insert(origin);
         }
         runs
@@ -167,7 +168,7 @@ mod tests {
     use domain::Digest;
 
     use super::*;
-    use crate::manifest::Extent;
+    use crate::entry::Extent;
 
     fn entry(path: &str, kind: EntryKind) -> Entry {
         let (mode, mtime_seconds) =
@@ -176,7 +177,7 @@ mod tests {
         Entry { path, mode, uid: 0, gid: 0, mtime_seconds, mtime_nanos: 0, xattrs: Vec::new(), kind }
     }
 
-    /// With as many extents as the name is long, the bytes of which are that length.
+    /// Creates a file with an extent for each byte of its name.
     fn file(path: &str) -> Entry {
         let digest = Digest(*blake3::hash(path.as_bytes()).as_bytes());
         let extent = |at| Extent { offset: at, length: 1, digest };
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_a_tree_of_its_own_with_files_that_are_linked_from_outside() {
+    fn subtree_includes_files_linked_from_outside() {
         let tree = [
             entry("", EntryKind::Directory),
             file("a"),

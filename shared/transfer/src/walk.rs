@@ -1,15 +1,15 @@
-//! A walk through a foreign tree of any depth and any width.
+//! A walk through an untrusted tree of any depth and any width.
 //!
-//! [`crate::remove_tree`] and the gateway's copies and changes of owner call it. A foreign tree was made by a container
-//! or by a caller, so its depth, its width and its names are hostile.
+//! [`crate::remove_tree`] and the gateway use it, for copies and for changes of owner. Containers and callers create such
+//! trees, so their depth, width and names may be hostile.
 //!
 //! Invariants:
 //!
-//! - The walk is a loop, and keeps at most [`KEPT_OPEN`] directories open. A directory above these is opened again
-//!   through `..`, and its device and inode must be those that were recorded on the way down.
-//! - The kernel sees single names only, so the depth of a tree is not limited by the longest path.
-//! - The names in memory are bounded by [`MAX_HELD_NAMES`], whatever the directories hold.
-//! - A symbolic link is never followed, and a mount point is never entered.
+//! - The walk is a loop, and keeps at most [`MAX_OPEN`] directories open. It opens a directory above these again through
+//!   `..`, and compares the device and inode with those that it recorded on the way down.
+//! - The kernel receives only single names, so the maximum path length does not limit the depth.
+//! - [`MAX_HELD_NAMES`] bounds the names in memory.
+//! - The walk never follows a symbolic link, and never enters a mount point.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,23 +19,23 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, fstat, openat, openat2, seek};
 use rustix::io::Errno;
 
-use crate::manifest::as_path;
+use crate::entry::as_path;
 
-/// Most directories that one walk keeps open.
-const KEPT_OPEN: usize = 32;
-/// Most names that are read from one directory at a time.
+/// Maximum number of directories that a walk keeps open.
+const MAX_OPEN: usize = 32;
+/// Maximum number of names that are read from a directory at a time.
 const MAX_LISTED_NAMES: usize = 65_536;
-/// Most names that one walk holds for all its levels.
+/// Maximum number of names that a walk keeps for all its levels.
 const MAX_HELD_NAMES: usize = 4 * MAX_LISTED_NAMES;
-/// Longest path in bytes that a message shows whole.
+/// Maximum length of a path that a message shows completely, in bytes.
 const MAX_SHOWN_BYTES: usize = 512;
 
-/// A place in a tree that moves down and up, one directory at a time.
+/// A position in a tree that moves down and up, one directory at a time.
 #[derive(Debug)]
 pub struct Descent {
-    /// From the root, which has no name, to the current directory.
+    /// Levels from the root, which has no name, to the current directory.
     levels: Vec<Level>,
-    /// The innermost directories, the current one at the end.
+    /// The innermost directories. The current directory is the last one.
     open: std::collections::VecDeque<OwnedFd>,
 }
 
@@ -47,16 +47,16 @@ struct Level {
 }
 
 impl Descent {
-    /// Opens the root. The path to it is the caller's and is followed; the root itself must be no symbolic link.
+    /// Opens the root. Symbolic links in its path are followed, but the root must not be a symbolic link.
     ///
     /// # Errors
     ///
-    /// It cannot be opened, or is no directory.
+    /// Fails if the root cannot be opened or is not a directory.
     pub fn open(root: &Path) -> io::Result<Self> {
         Self::at(openat(CWD, root, directory_flags(), Mode::empty())?)
     }
 
-    /// Opens the root as a name in a directory.
+    /// Opens the root by its name in a directory.
     pub(crate) fn open_at(parent: &OwnedFd, name: &[u8]) -> io::Result<Self> {
         Self::at(open_beside(parent.as_fd(), name)?)
     }
@@ -66,7 +66,7 @@ impl Descent {
         Ok(Self { levels, open: [root].into() })
     }
 
-    /// The current directory.
+    /// Returns the current directory.
     ///
     /// # Panics
     ///
@@ -82,32 +82,32 @@ impl Descent {
         self.levels.len() == 1
     }
 
-    /// Moves into a directory of the current one.
+    /// Moves into a child of the current directory.
     ///
     /// # Errors
     ///
-    /// It cannot be opened, is no directory, or is a mount point.
+    /// Fails if the child cannot be opened, is not a directory, or is a mount point.
     pub fn enter(&mut self, name: &[u8]) -> io::Result<()> {
         let directory = open_beside(self.directory(), name)?;
         self.levels.push(Level { name: name.into(), id: id(&directory)? });
         self.open.push_back(directory);
-        if self.open.len() > KEPT_OPEN {
+        if self.open.len() > MAX_OPEN {
             self.open.pop_front();
         }
         Ok(())
     }
 
-    /// Moves back to the parent and returns the name of the directory that was left. `None`: this is the root.
+    /// Moves back to the parent, and returns the name of the previous directory. Returns `None` at the root.
     ///
     /// # Errors
     ///
-    /// The parent cannot be opened, or is another directory than on the way down.
+    /// Fails if the parent cannot be opened, or is another directory than on the way down.
     pub fn leave(&mut self) -> io::Result<Option<Box<[u8]>>> {
         let [.., parent, _] = self.levels.as_slice() else { return Ok(None) };
         if self.open.len() == 1 {
             let above = open_beside(self.directory(), b"..")?;
             if id(&above)? != parent.id {
-                return Err(io::Error::other("a directory was moved during the walk"));
+                return Err(io::Error::other("cannot leave a directory that was moved during the walk"));
             }
             self.open.push_front(above);
         }
@@ -115,7 +115,7 @@ impl Descent {
         Ok(self.levels.pop().map(|level| level.name))
     }
 
-    /// The path of a name in the current directory below the root, for messages. The middle of a long one is left out.
+    /// Returns the path of a name in the current directory below the root, for messages. Omits the middle of a long path.
     #[must_use]
     pub fn shown(&self, name: &[u8]) -> PathBuf {
         let mut names = self.levels.iter().skip(1).map(|level| &*level.name).chain([name]);
@@ -138,11 +138,11 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
 }
 
-/// Opens a directory next to an open one: below it by its name, or above it by `..`. Never on another mount.
+/// Opens a child of a directory by its name, or its parent by `..`. Never crosses a mount point.
 fn open_beside(directory: BorrowedFd<'_>, name: &[u8]) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
     match openat2(directory, name, directory_flags(), Mode::empty(), resolve) {
-        // An old kernel, or a filter of system calls. Links are not followed without it either.
+        // An old kernel, or a filter of system calls. The flags also prevent that links are followed.
         Err(Errno::NOSYS | Errno::PERM) => Ok(openat(directory, name, directory_flags(), Mode::empty())?),
         opened => Ok(opened?),
     }
@@ -154,19 +154,18 @@ fn id(directory: &OwnedFd) -> io::Result<(u64, u64)> {
     Ok((stat.st_dev as u64, stat.st_ino as u64))
 }
 
-/// A walk through all names of a tree, each directory's in the order of their bytes.
+/// A walk through all names of a tree. The names of a directory come in the order of their bytes.
 ///
-/// The caller asks for the [`next`](TreeWalk::next_name) name, decides what stands there, and
-/// [enters](TreeWalk::enter) it if it is a directory. When a directory has no name left, the caller
-/// [leaves](TreeWalk::leave) it, after which it may remove it.
+/// The caller requests the [next](TreeWalk::next_name) name, and [enters](TreeWalk::enter) the entry if it is a directory.
+/// After the last name of a directory, the caller [leaves](TreeWalk::leave) it, and may then remove it.
 #[derive(Debug)]
 pub struct TreeWalk {
     descent: Descent,
-    /// One for each level of the descent.
+    /// The names of each level of the descent.
     lists: Vec<Names>,
-    /// Names in all lists.
+    /// Number of names in all lists.
     held: usize,
-    /// The first level whose list may hold names.
+    /// The first level whose list may have names.
     first_held: usize,
     limits: NameLimits,
     buffer: Vec<u8>,
@@ -178,28 +177,28 @@ struct NameLimits {
     held: usize,
 }
 
-/// The names of one directory that are still to be visited.
+/// The remaining names of a directory.
 #[derive(Debug, Default)]
 struct Names {
-    /// In descending order.
+    /// Names in descending order.
     rest: Vec<Box<[u8]>>,
-    /// The last name that was visited.
+    /// The last visited name.
     visited: Option<Box<[u8]>>,
-    /// Whether `rest` has all names after `visited`.
+    /// Whether `rest` contains all names after `visited`.
     is_complete: bool,
 }
 
 impl TreeWalk {
-    /// Begins at the root. The path to it is the caller's and is followed; the root itself must be no symbolic link.
+    /// Starts at the root. Symbolic links in its path are followed, but the root must not be a symbolic link.
     ///
     /// # Errors
     ///
-    /// It cannot be opened, or is no directory.
+    /// Fails if the root cannot be opened or is not a directory.
     pub fn open(root: &Path) -> io::Result<Self> {
         Ok(Self::new(Descent::open(root)?))
     }
 
-    /// Begins at a root that is a name in a directory.
+    /// Starts at a root, by its name in a directory.
     pub(crate) fn open_at(parent: &OwnedFd, name: &[u8]) -> io::Result<Self> {
         Ok(Self::new(Descent::open_at(parent, name)?))
     }
@@ -215,23 +214,23 @@ impl TreeWalk {
         }
     }
 
-    /// The current directory.
+    /// Returns the current directory.
     #[must_use]
     pub fn directory(&self) -> BorrowedFd<'_> {
         self.descent.directory()
     }
 
-    /// The path of a name in the current directory below the root, for messages.
+    /// Returns the path of a name in the current directory below the root, for messages.
     #[must_use]
     pub fn shown(&self, name: &[u8]) -> PathBuf {
         self.descent.shown(name)
     }
 
-    /// The next name in the current directory. `None`: there is none left.
+    /// Returns the next name in the current directory, or `None` after the last name.
     ///
     /// # Errors
     ///
-    /// The directory cannot be listed.
+    /// Fails if the directory cannot be listed.
     pub fn next_name(&mut self) -> io::Result<Option<Box<[u8]>>> {
         loop {
             let top = self.lists.len() - 1;
@@ -257,7 +256,7 @@ impl TreeWalk {
         }
     }
 
-    /// Drops the names of outer levels while too many are held. These levels are listed again.
+    /// Drops the names of outer levels while the walk keeps too many. These levels are listed again later.
     fn drop_names(&mut self, top: usize) {
         while self.held > self.limits.held && self.first_held < top {
             let list = &mut self.lists[self.first_held];
@@ -269,22 +268,22 @@ impl TreeWalk {
         }
     }
 
-    /// Moves into a directory of the current one.
+    /// Moves into a child of the current directory.
     ///
     /// # Errors
     ///
-    /// It cannot be opened, is no directory, or is a mount point.
+    /// Fails if the child cannot be opened, is not a directory, or is a mount point.
     pub fn enter(&mut self, name: &[u8]) -> io::Result<()> {
         self.descent.enter(name)?;
         self.lists.push(Names::default());
         Ok(())
     }
 
-    /// Moves back to the parent and returns the name of the directory that was left. `None`: this is the root.
+    /// Moves back to the parent, and returns the name of the previous directory. Returns `None` at the root.
     ///
     /// # Errors
     ///
-    /// The parent cannot be opened, or is another directory than on the way down.
+    /// Fails if the parent cannot be opened, or is another directory than on the way down.
     pub fn leave(&mut self) -> io::Result<Option<Box<[u8]>>> {
         let Some(name) = self.descent.leave()? else { return Ok(None) };
         if let Some(left) = self.lists.pop() {
@@ -295,7 +294,8 @@ impl TreeWalk {
     }
 }
 
-/// The first names of a directory after `after`, at most `limit` and in descending order, and whether these are all.
+/// Returns the first names of a directory after `after`, at most `limit` and in descending order, and whether these are all
+/// names.
 fn list_after(
     directory: BorrowedFd<'_>,
     after: Option<&[u8]>,
@@ -335,7 +335,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes a chain of directories, each with a file in it.
+    /// Creates a chain of directories, each with a file.
     fn chain(root: &Path, depth: usize) {
         let mut descent = Descent::open(root).expect("the root");
         for _ in 0..depth {
@@ -350,7 +350,7 @@ mod tests {
         fs::read_dir("/proc/self/fd").expect("listed").count()
     }
 
-    /// Goes through everything, and counts names and the most descriptors of the walk.
+    /// Walks through the whole tree. Returns the number of names, and the maximum number of open descriptors.
     fn count(walk: &mut TreeWalk) -> (usize, usize) {
         let (mut names, mut most) = (0, 0);
         loop {
@@ -372,12 +372,12 @@ mod tests {
     #[test]
     fn walk_and_removal_have_no_depth_limit() {
         const DEPTH: usize = 100_000;
-        // In memory where that is possible: a disk takes minutes.
+        // A disk takes minutes, so the test prefers memory.
         let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a directory");
         let tree = root.path().join("tree");
         fs::create_dir(&tree).expect("made");
         chain(&tree, DEPTH);
-        // The stack of a thread that is too small for any recursion over the levels.
+        // The stack of the thread is too small for a recursion over the levels.
         let walked = std::thread::Builder::new().stack_size(128 << 10).spawn(move || {
             let counted = count(&mut TreeWalk::open(&tree).expect("opened"));
             crate::remove_tree(&tree).expect("removed");
@@ -385,7 +385,7 @@ mod tests {
         });
         let ((names, most), is_there) = walked.expect("started").join().expect("no overflow");
         assert_eq!((names, is_there), (2 * DEPTH, false));
-        assert_eq!(most, KEPT_OPEN);
+        assert_eq!(most, MAX_OPEN);
     }
 
     #[test]
@@ -426,9 +426,9 @@ mod tests {
         let root = tempfile::tempdir().expect("a directory");
         let tree = root.path().join("tree");
         fs::create_dir(&tree).expect("made");
-        chain(&tree, 2 * KEPT_OPEN);
+        chain(&tree, 2 * MAX_OPEN);
         let mut descent = Descent::open(&tree).expect("opened");
-        (0..2 * KEPT_OPEN).for_each(|_| descent.enter(b"d").expect("entered"));
+        (0..2 * MAX_OPEN).for_each(|_| descent.enter(b"d").expect("entered"));
         let other = root.path().join("other");
         renameat(CWD, tree.join("d").join("d"), CWD, &other).expect("moved");
         let left = std::iter::repeat_with(|| descent.leave()).find(|left| !matches!(left, Ok(Some(_))));

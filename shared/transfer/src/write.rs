@@ -1,20 +1,20 @@
-//! Writing: from a manifest and content to a directory.
+//! Writing of a tree into a directory, from a manifest and content.
 //!
 //! ```text
 //! new ──▶ put / copy_extent / copy_file … ──▶ finish
 //!  │            │                               └ links, pipes, devices, then metadata of directories, deepest first
-//!  │            └ files, each with its metadata as soon as it is whole
+//!  │            └ files, each with its metadata as soon as it is complete
 //!  └ directories
 //! ```
 //!
 //! Invariants:
 //!
-//! - Content is written only after its digest was found to be right, unless the caller vouches for it.
-//! - Nothing outside of the staging directory is touched: every path is reached component by component from its
-//!   descriptor, never through a symbolic link, and files are created, never opened if somebody else made them.
-//! - [`TreeWriter::finish`] succeeds only if every extent is there.
+//! - Content is written only after its digest was verified, unless the caller vouches for the content.
+//! - The writer touches nothing outside of the staging directory. It reaches every path component by component from the
+//!   directory's descriptor, never through a symbolic link. It creates files and never opens those of another process.
+//! - [`TreeWriter::finish`] succeeds only if no extent is missing.
 //!
-//! What a writer leaves behind when it is dropped is the caller's to remove, as the directory is.
+//! The caller must remove the staging directory after a failure.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -25,132 +25,105 @@ use std::sync::Arc;
 
 use domain::Digest;
 use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, chownat, copy_file_range, fchmod,
-    fchown, fstat, ftruncate, futimens, ioctl_ficlone, linkat, mkdirat, mknodat, openat, symlinkat, syncfs,
-    utimensat,
+    AtFlags, FileType, Gid, Mode, OFlags, Uid, chownat, copy_file_range, fstat, ftruncate, ioctl_ficlone,
+    linkat, mkdirat, mknodat, openat, symlinkat, syncfs, utimensat,
 };
 use rustix::io::Errno;
 
 use crate::dirs::{Cursor, chmod_no_follow, is_empty};
-use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Located, MAX_EXTENT_BYTES, Manifest, split};
+use crate::entry::{DeviceKind, Entry, EntryKind, Extent, MAX_EXTENT_BYTES, split};
+use crate::manifest::{LocatedExtent, Manifest};
+use crate::metadata::{Metadata, SkippedPart, SkippedPartKind, WrittenOwnership, caller, times};
 use crate::ordinal_ranges::OrdinalRanges;
 use crate::read::fill;
-use crate::xattrs;
 
-/// How to write.
+/// Options of a writer.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteOptions {
-    /// To whom everything belongs.
+    /// Owner of all entries.
     pub ownership: WrittenOwnership,
-    /// Whether device nodes may be made. Else a manifest that has some is [`WriteError::Unsafe`] if `strict`, and
-    /// written without them if not.
+    /// Whether device nodes may be created. If not, a manifest with device nodes is [`WriteError::Unsafe`] with `strict`,
+    /// and is written without them otherwise.
     pub devices: bool,
-    /// Whether what the file system or the caller's rights do not permit (attributes, devices) is an error. If not,
-    /// it is left out and reported.
+    /// Whether a missing permission or feature of the file system for attributes or devices is an error. If not, they are
+    /// left out and reported.
     pub strict: bool,
-    /// Whether `finish` waits until everything is on disk.
+    /// Whether `finish` flushes the tree to disk.
     pub sync: bool,
 }
 
 impl Default for WriteOptions {
-    /// Exactly as the manifest says, without devices, not synced.
+    /// Returns options for an exact copy without devices and without a flush.
     fn default() -> Self {
         Self { ownership: WrittenOwnership::Manifest, devices: false, strict: true, sync: false }
     }
 }
 
-/// To whom what is written belongs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WrittenOwnership {
-    /// To whom the manifest says. Takes the right to change owners.
-    Manifest,
-    /// To the caller. Setuid and setgid are dropped unless the manifest says that it is the caller's anyway.
-    Caller,
-}
-
-/// Whether content that is copied must be verified.
+/// Whether copied content is verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trust {
-    /// Its digest is compared.
+    /// The writer verifies the digest.
     Verify,
-    /// The caller vouches for it.
+    /// The caller vouches for the content.
     Trusted,
 }
 
-/// A tree that was written.
+/// The outcome of writing a tree.
 #[derive(Debug)]
-pub struct Written {
+pub struct WriteSummary {
     /// Bytes of content that were put or copied.
     pub content_bytes: u64,
-    /// What was left out, because it was not permitted or not supported.
-    pub left_out: Vec<LeftOut>,
-}
-
-/// Something that was not written.
-#[derive(Debug)]
-pub struct LeftOut {
-    /// The entry.
-    pub path: PathBuf,
-    /// What of it.
-    pub what: LeftOutKind,
-}
-
-/// What was not written.
-#[derive(Debug)]
-pub enum LeftOutKind {
-    /// The device node.
-    Device,
-    /// The extended attribute with this name.
-    Xattr(Vec<u8>),
+    /// Parts that were left out, because they are not permitted or not supported.
+    pub skipped: Vec<SkippedPart>,
 }
 
 /// A tree cannot be written.
 #[derive(Debug, thiserror::Error)]
 pub enum WriteError {
-    /// Content has another digest or length than the manifest says.
-    #[error("the content of {path:?} has another digest than the manifest says")]
+    /// Content has another digest or length than its extent.
+    #[error("cannot write {path:?}: the content does not match the digest in the manifest")]
     DigestMismatch {
         /// The file.
         path: PathBuf,
     },
     /// An extent was never put.
-    #[error("the content of {path:?} is missing")]
+    #[error("cannot complete {path:?}: content is missing")]
     Missing {
-        /// The first file that is not whole.
+        /// The first incomplete file.
         path: PathBuf,
-        /// Its first extent that is missing.
+        /// The first missing extent of that file.
         ordinal: u64,
     },
     /// An extent was put twice.
-    #[error("extent {0} came out of order")]
+    #[error("cannot write extent {0}: it is repeated or out of order")]
     OutOfOrder(u64),
     /// The manifest has no extent with this ordinal.
-    #[error("there is no extent {0}")]
+    #[error("cannot write extent {0}: the manifest has no such extent")]
     NoSuchExtent(u64),
-    /// The disk, or somebody's share of it, is full.
+    /// The disk or the quota is full.
     #[error("the disk is full")]
     DiskFull(#[source] io::Error),
-    /// The staging directory is not empty, or the manifest has what may not be written.
-    #[error("{path:?} may not be written")]
+    /// The staging directory is not empty, or the manifest has a device node that may not be created.
+    #[error("cannot write {path:?}: the directory is not empty, or the entry is a device")]
     Unsafe {
         /// The entry.
         path: PathBuf,
     },
-    /// The worker's file system cannot hold the entry, for example because a file is too large.
-    #[error("the file system of this worker does not take {path:?}")]
+    /// The file system cannot hold the entry, for example because a file is too large.
+    #[error("cannot write {path:?}: the file system of this worker does not support it")]
     Impossible {
         /// The entry.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// Something else failed.
+    /// Another operation failed.
     #[error("cannot write {path:?}")]
     Io {
         /// The entry.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
@@ -163,7 +136,7 @@ impl WriteError {
             Some(Errno::FBIG | Errno::NAMETOOLONG | Errno::TOOBIG | Errno::RANGE) => {
                 Self::Impossible { path: entry.path().to_owned(), source }
             }
-            // The kernel reads the value of this attribute.
+            // The kernel validates the value of this attribute.
             Some(Errno::INVAL) if entry.xattrs.iter().any(|xattr| xattr.name == b"security.capability") => {
                 Self::Impossible { path: entry.path().to_owned(), source }
             }
@@ -172,32 +145,33 @@ impl WriteError {
     }
 }
 
-/// Content whose digest was compared with that of its extent.
+/// Content with a verified digest.
 ///
-/// Hashing is most of what [`TreeWriter::put`] costs; callers who have threads to spare make these elsewhere.
+/// Hashing is the main cost of [`TreeWriter::put`]. A caller can verify content in other threads instead.
 #[derive(Debug)]
 pub struct Verified<T> {
-    /// The tree that it belongs to.
+    /// Digest of the tree.
     pub(crate) tree: Digest,
     pub(crate) ordinal: u64,
     pub(crate) data: T,
 }
 
 impl<T> Verified<T> {
-    /// The content.
+    /// Returns the content.
     pub fn data(&self) -> &T {
         &self.data
     }
 }
 
 impl Manifest {
-    /// Compares content with the digest of its extent.
+    /// Verifies content against the digest of its extent.
     ///
     /// # Errors
     ///
     /// [`WriteError::NoSuchExtent`] or [`WriteError::DigestMismatch`].
     pub fn verify<T: AsRef<[u8]>>(&self, ordinal: u64, data: T) -> Result<Verified<T>, WriteError> {
-        let Located { entry, extent, .. } = self.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
+        let LocatedExtent { entry, extent, .. } =
+            self.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
         if !matches(extent, data.as_ref()) {
             return Err(WriteError::DigestMismatch { path: self.entries()[entry].path().to_owned() });
         }
@@ -216,23 +190,23 @@ pub struct TreeWriter {
     options: WriteOptions,
     metadata: Metadata,
     cursor: Cursor,
-    /// One bit for each extent that is there.
+    /// A bit for each extent: whether it is written or omitted.
     filled: Vec<u64>,
-    /// Extents that are not there, of files that have been begun.
-    begun: HashMap<usize, u64>,
+    /// Number of missing extents of each started file.
+    started: HashMap<usize, u64>,
     open: Option<(usize, OwnedFd)>,
-    /// Files that are not to be written.
+    /// Files that are not written.
     omitted: HashSet<usize>,
     may_clone: bool,
-    written: Written,
+    written: WriteSummary,
 }
 
 impl TreeWriter {
-    /// Starts to write `manifest` into `staging`, which is empty and the caller's.
+    /// Starts to write `manifest` into the empty directory `staging`, and creates all directories.
     ///
     /// # Errors
     ///
-    /// It cannot be opened, is not empty, or directories cannot be made.
+    /// Fails if `staging` cannot be opened or is not empty, or if a directory cannot be created.
     pub fn new(staging: &Path, manifest: Arc<Manifest>, options: WriteOptions) -> Result<Self, WriteError> {
         let words = usize::try_from(manifest.extent_count().div_ceil(64)).unwrap_or(usize::MAX);
         let root = &manifest.entries()[0];
@@ -241,8 +215,8 @@ impl TreeWriter {
             return Err(WriteError::Unsafe { path: PathBuf::new() });
         }
         let caller = caller();
-        // Groups come from the process or, as some file systems have it, from the directory. Where both say the
-        // same, what is to be the caller's is so from the start.
+        // A new file gets the group of the process or, on some file systems, of the directory. If both are equal, new files
+        // surely belong to the caller.
         let stat = fstat(cursor.root()).map_err(|error| WriteError::new(root, error.into()))?;
         let is_callers = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid)) == caller;
         let metadata = Metadata { ownership: options.ownership, strict: options.strict, caller, is_callers };
@@ -259,11 +233,11 @@ impl TreeWriter {
             metadata,
             cursor,
             filled: vec![0; words],
-            begun: HashMap::new(),
+            started: HashMap::new(),
             open: None,
             omitted: HashSet::new(),
             may_clone: true,
-            written: Written { content_bytes: 0, left_out: Vec::new() },
+            written: WriteSummary { content_bytes: 0, skipped: Vec::new() },
             manifest,
         };
         writer.make_directories()?;
@@ -273,66 +247,66 @@ impl TreeWriter {
     fn make_directories(&mut self) -> Result<(), WriteError> {
         let manifest = self.manifest.clone();
         for entry in manifest.entries()[1..].iter().filter(|entry| entry.is_directory()) {
-            let (directory, name) = self.place(entry)?;
+            let (directory, name) = self.parent_of(entry)?;
             mkdirat(&directory, name, Mode::RWXU).map_err(|error| WriteError::new(entry, error.into()))?;
         }
         Ok(())
     }
 
-    /// The directory that an entry is in, and its name there.
-    fn place<'e>(&mut self, entry: &'e Entry) -> Result<(Arc<OwnedFd>, &'e [u8]), WriteError> {
+    /// Returns the parent directory of an entry, and its name there.
+    fn parent_of<'e>(&mut self, entry: &'e Entry) -> Result<(Arc<OwnedFd>, &'e [u8]), WriteError> {
         let (parent, name) = split(&entry.path);
         let directory = self.cursor.go(parent).map_err(|error| WriteError::new(entry, error))?;
         Ok((directory, name))
     }
 
-    /// What it writes.
+    /// Returns the manifest.
     #[must_use]
     pub fn manifest(&self) -> &Arc<Manifest> {
         &self.manifest
     }
 
-    /// The extents that are neither put, copied nor omitted.
+    /// Returns the extents that are neither written nor omitted.
     #[must_use]
     pub fn missing(&self) -> OrdinalRanges {
         let mut missing = OrdinalRanges::new();
         for ordinal in (0..self.manifest.extent_count()).filter(|ordinal| !self.is_filled(*ordinal)) {
-            // Ascending, so it cannot be refused.
+            // Ordinals ascend, so this cannot fail.
             _ = missing.insert(ordinal);
         }
         missing
     }
 
-    /// Bytes of content that were put or copied so far.
+    /// Returns the bytes of content that were put or copied so far.
     #[must_use]
     pub fn content_bytes(&self) -> u64 {
         self.written.content_bytes
     }
 
-    /// Leaves out a file, given by its index among the entries, and the hard links to it. Nothing of it may have
-    /// been put.
+    /// Omits the file at index `entry`, and the hard links to it. No extent of it may have been written.
     pub fn omit(&mut self, entry: usize) {
         for ordinal in self.manifest.ordinals_of(entry) {
-            self.mark(ordinal);
+            self.mark_filled(ordinal);
         }
         self.omitted.insert(entry);
     }
 
-    /// Writes one extent, if its digest is right. In any order; file by file is fastest.
+    /// Verifies and writes an extent. Extents may come in any order, but the order of files is the fastest.
     ///
     /// # Errors
     ///
-    /// Its digest is wrong, it is there already, or the disk is full or fails.
+    /// Fails if the digest is wrong, the extent is written already, or the disk is full or fails.
     pub fn put(&mut self, ordinal: u64, data: &[u8]) -> Result<(), WriteError> {
         let verified = self.manifest.verify(ordinal, data)?;
         self.put_verified(&verified)
     }
 
-    /// Writes one extent that was verified against the same manifest. In any order; file by file is fastest.
+    /// Writes an extent that was verified against the same manifest. Extents may come in any order, but the order of files
+    /// is the fastest.
     ///
     /// # Errors
     ///
-    /// It is there already, or the disk is full or fails.
+    /// Fails if the extent is written already, or the disk is full or fails.
     pub fn put_verified<T: AsRef<[u8]>>(&mut self, verified: &Verified<T>) -> Result<(), WriteError> {
         let ordinal = verified.ordinal;
         if self.is_filled(ordinal) {
@@ -347,11 +321,11 @@ impl TreeWriter {
         self.write(&manifest, located, verified.data.as_ref())
     }
 
-    /// Copies one extent from anywhere in a local file. May be called in any order.
+    /// Copies an extent from any offset of a local file. Extents may come in any order.
     ///
     /// # Errors
     ///
-    /// Its digest is wrong, it is already there, or the disk is full or fails.
+    /// Fails if the digest is wrong, the extent is written already, or the disk is full or fails.
     pub fn copy_extent(
         &mut self,
         ordinal: u64,
@@ -372,7 +346,7 @@ impl TreeWriter {
                 && copy_range(source, source_offset, file, located.extent.offset, length)
                     .map_err(|error| WriteError::new(entry, error.into()))?
             {
-                return self.filled_in(&manifest, located);
+                return self.extent_written(&manifest, located);
             }
         }
         let mut data = vec![0; length];
@@ -384,12 +358,12 @@ impl TreeWriter {
         self.write(&manifest, located, &data)
     }
 
-    /// Copies a whole file, given by its index among the entries, from a local file with the same content. Blocks are
-    /// shared if the file system can do that; the file is one of its own in any case.
+    /// Copies the file at index `entry` from a local file with the same content. The new file is independent, but shares
+    /// blocks if the file system supports that.
     ///
     /// # Errors
     ///
-    /// A digest is wrong, some of the file is already there, or the disk is full or fails.
+    /// Fails if a digest is wrong, a part of the file is written already, or the disk is full or fails.
     pub fn copy_file(&mut self, entry: usize, source: &File, trust: Trust) -> Result<(), WriteError> {
         let manifest = self.manifest.clone();
         let ordinals = manifest.ordinals_of(entry);
@@ -404,7 +378,7 @@ impl TreeWriter {
             .try_for_each(|located| self.copy_extent(located.ordinal, source, located.extent.offset, trust))
     }
 
-    /// Shares the blocks of `source`, if it has the same size, the file no holes, and the file system the ability.
+    /// Clones `source`, if it has the same size, the file has no holes, and the file system supports clones.
     fn try_clone(
         &mut self,
         manifest: &Manifest,
@@ -426,7 +400,7 @@ impl TreeWriter {
             self.may_clone = false;
             return Ok(false);
         }
-        // What is verified is what was written: nobody else has the file open.
+        // No other process has the new file open, so the verified content is the written content.
         if trust == Trust::Verify {
             let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
             for extent in extents {
@@ -438,7 +412,7 @@ impl TreeWriter {
             }
         }
         for located in manifest.extents_in(manifest.ordinals_of(index)) {
-            self.filled_in(manifest, located)?;
+            self.extent_written(manifest, located)?;
         }
         Ok(true)
     }
@@ -448,24 +422,29 @@ impl TreeWriter {
         word.is_some_and(|word| word >> (ordinal % 64) & 1 == 1)
     }
 
-    fn mark(&mut self, ordinal: u64) {
+    fn mark_filled(&mut self, ordinal: u64) {
         let word = usize::try_from(ordinal / 64).ok().and_then(|word| self.filled.get_mut(word));
         if let Some(word) = word {
             *word |= 1 << (ordinal % 64);
         }
     }
 
-    fn write(&mut self, manifest: &Manifest, located: Located<'_>, data: &[u8]) -> Result<(), WriteError> {
+    fn write(
+        &mut self,
+        manifest: &Manifest,
+        located: LocatedExtent<'_>,
+        data: &[u8],
+    ) -> Result<(), WriteError> {
         self.open(manifest, located.entry)?;
         if let Some((_, file)) = &self.open {
             let entry = &manifest.entries()[located.entry];
             write_all(file, data, located.extent.offset)
                 .map_err(|error| WriteError::new(entry, error.into()))?;
         }
-        self.filled_in(manifest, located)
+        self.extent_written(manifest, located)
     }
 
-    /// Makes a file the open one.
+    /// Opens or creates the file of an entry, unless it is the open file.
     fn open(&mut self, manifest: &Manifest, index: usize) -> Result<(), WriteError> {
         if self.open.as_ref().is_some_and(|(open, _)| *open == index) {
             return Ok(());
@@ -473,10 +452,10 @@ impl TreeWriter {
         self.open = None;
         let entry = &manifest.entries()[index];
         let ordinals = manifest.ordinals_of(index);
-        let created = !self.begun.contains_key(&index);
-        self.begun.entry(index).or_insert(ordinals.end - ordinals.start);
+        let created = !self.started.contains_key(&index);
+        self.started.entry(index).or_insert(ordinals.end - ordinals.start);
 
-        let (directory, name) = self.place(entry)?;
+        let (directory, name) = self.parent_of(entry)?;
         let how = if created { OFlags::CREATE | OFlags::EXCL } else { OFlags::empty() };
         let flags = how | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = openat(&directory, name, flags, Mode::RUSR | Mode::WUSR);
@@ -484,23 +463,23 @@ impl TreeWriter {
         Ok(())
     }
 
-    /// Takes note that the open file has an extent; if it was the last, the file gets its metadata.
-    fn filled_in(&mut self, manifest: &Manifest, located: Located<'_>) -> Result<(), WriteError> {
-        self.mark(located.ordinal);
+    /// Marks an extent of the open file as written. After the last extent, applies the metadata of the file.
+    fn extent_written(&mut self, manifest: &Manifest, located: LocatedExtent<'_>) -> Result<(), WriteError> {
+        self.mark_filled(located.ordinal);
         self.written.content_bytes += u64::from(located.extent.length);
-        let Some(missing) = self.begun.get_mut(&located.entry) else { return Ok(()) };
+        let Some(missing) = self.started.get_mut(&located.entry) else { return Ok(()) };
         *missing -= 1;
         if *missing > 0 {
             return Ok(());
         }
-        self.begun.remove(&located.entry);
+        self.started.remove(&located.entry);
         match self.open.take() {
             Some((_, file)) => self.complete(&manifest.entries()[located.entry], &file),
             None => Ok(()),
         }
     }
 
-    /// Gives a file or directory its size and metadata.
+    /// Sets the size and the metadata of a file or directory.
     fn complete(&mut self, entry: &Entry, file: &OwnedFd) -> Result<(), WriteError> {
         let failed = |error: Errno| WriteError::new(entry, error.into());
         if let EntryKind::File { size_bytes, extents } = &entry.kind {
@@ -509,15 +488,15 @@ impl TreeWriter {
                 ftruncate(file, *size_bytes).map_err(failed)?;
             }
         }
-        self.metadata.apply(entry, file, &mut self.written.left_out).map_err(failed)
+        self.metadata.apply(entry, file, &mut self.written.skipped).map_err(failed)
     }
 
-    /// Writes what has no content, then the metadata of directories.
+    /// Writes all entries without content, and then the metadata of directories.
     ///
     /// # Errors
     ///
-    /// Content is missing, or the disk is full or fails.
-    pub fn finish(mut self) -> Result<Written, WriteError> {
+    /// Fails if content is missing, or if the disk is full or fails.
+    pub fn finish(mut self) -> Result<WriteSummary, WriteError> {
         let manifest = self.manifest.clone();
         if let Some(missing) = manifest.extents().find(|located| !self.is_filled(located.ordinal)) {
             let path = manifest.entries()[missing.entry].path().to_owned();
@@ -537,13 +516,13 @@ impl TreeWriter {
                     if !omitted {
                         let (parent, target) = split(to);
                         let from = targets.go(parent).map_err(|error| WriteError::new(entry, error))?;
-                        let (directory, name) = self.place(entry)?;
+                        let (directory, name) = self.parent_of(entry)?;
                         linkat(&from, target, &directory, name, AtFlags::empty())
                             .map_err(|error| WriteError::new(entry, error.into()))?;
                     }
                 }
                 EntryKind::Symlink { target } => {
-                    let (directory, name) = self.place(entry)?;
+                    let (directory, name) = self.parent_of(entry)?;
                     symlinkat(&target[..], &directory, name)
                         .map_err(|error| WriteError::new(entry, error.into()))?;
                     self.complete_by_name(entry, &directory, name)?;
@@ -558,7 +537,7 @@ impl TreeWriter {
                 }
             }
         }
-        // Deepest first: what is written into a directory changes its time, and its mode may forbid to enter it.
+        // The deepest directories come first: a write into a directory changes its mtime, and its mode may forbid access.
         for entry in manifest.entries().iter().rev().filter(|entry| entry.is_directory()) {
             let directory = self.cursor.go(&entry.path).map_err(|error| WriteError::new(entry, error))?;
             self.complete(entry, &directory)?;
@@ -572,7 +551,7 @@ impl TreeWriter {
 
     fn write_without_content(&mut self, manifest: &Manifest, index: usize) -> Result<(), WriteError> {
         self.open(manifest, index)?;
-        self.begun.remove(&index);
+        self.started.remove(&index);
         match self.open.take() {
             Some((_, file)) => self.complete(&manifest.entries()[index], &file),
             None => Ok(()),
@@ -580,24 +559,24 @@ impl TreeWriter {
     }
 
     fn write_node(&mut self, entry: &Entry, file_type: FileType, device: u64) -> Result<(), WriteError> {
-        let left_out = LeftOut { path: entry.path().to_owned(), what: LeftOutKind::Device };
+        let skipped = SkippedPart { path: entry.path().to_owned(), what: SkippedPartKind::Device };
         let is_device = file_type != FileType::Fifo;
         if is_device && !self.options.devices {
-            self.written.left_out.push(left_out);
+            self.written.skipped.push(skipped);
             return Ok(());
         }
-        let (directory, name) = self.place(entry)?;
+        let (directory, name) = self.parent_of(entry)?;
         match mknodat(&directory, name, file_type, Mode::RUSR | Mode::WUSR, device) {
             Ok(()) => self.complete_by_name(entry, &directory, name),
             Err(Errno::PERM | Errno::ACCESS) if is_device && !self.options.strict => {
-                self.written.left_out.push(left_out);
+                self.written.skipped.push(skipped);
                 Ok(())
             }
             Err(error) => Err(WriteError::new(entry, error.into())),
         }
     }
 
-    /// Gives its metadata to what was just made and cannot be opened.
+    /// Applies the metadata of an entry that cannot be opened.
     fn complete_by_name(&self, entry: &Entry, directory: &OwnedFd, name: &[u8]) -> Result<(), WriteError> {
         let failed = |error: Errno| WriteError::new(entry, error.into());
         if let Some((uid, gid)) = self.metadata.owner(entry) {
@@ -608,96 +587,6 @@ impl TreeWriter {
         }
         utimensat(directory, name, &times(entry), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)
     }
-}
-
-/// How entries get their metadata.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Metadata {
-    pub(crate) ownership: WrittenOwnership,
-    pub(crate) strict: bool,
-    /// The user and group that things belong to unless they are given away.
-    pub(crate) caller: (Uid, Gid),
-    /// Whether everything is known to belong to the caller as yet: then what is to stay so need not be given away.
-    pub(crate) is_callers: bool,
-}
-
-impl Metadata {
-    /// Gives an open file or directory what its entry says.
-    pub(crate) fn apply(
-        &self,
-        entry: &Entry,
-        file: &OwnedFd,
-        left_out: &mut Vec<LeftOut>,
-    ) -> Result<(), Errno> {
-        // In this order: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
-        if let Some((uid, gid)) = self.owner(entry) {
-            fchown(file, Some(uid), Some(gid))?;
-        }
-        for xattr in &entry.xattrs {
-            match xattrs::set(file, xattr) {
-                Ok(()) => {}
-                Err(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP) if !self.strict => {
-                    let what = LeftOutKind::Xattr(xattr.name.clone());
-                    left_out.push(LeftOut { path: entry.path().to_owned(), what });
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        fchmod(file, self.mode(entry))?;
-        futimens(file, &times(entry))
-    }
-
-    /// Whether a file has the owner, mode and times that its entry says.
-    pub(crate) fn is_right(&self, entry: &Entry, stat: &Stat) -> bool {
-        let owner = match self.ownership {
-            WrittenOwnership::Manifest => stat.st_uid == entry.uid && stat.st_gid == entry.gid,
-            WrittenOwnership::Caller => stat.st_uid == self.caller.0.as_raw(),
-        };
-        owner && Mode::from_raw_mode(stat.st_mode) == self.mode(entry) && has_times(stat, entry)
-    }
-
-    /// Makes a file the caller's that was not made by the caller, if that is whose everything is to be.
-    pub(crate) fn take_over(&self, file: &OwnedFd) -> Result<(), Errno> {
-        if self.ownership == WrittenOwnership::Caller && fstat(file)?.st_uid != self.caller.0.as_raw() {
-            fchown(file, Some(self.caller.0), Some(self.caller.1))?;
-        }
-        Ok(())
-    }
-
-    /// To whom an entry is to be given.
-    fn owner(&self, entry: &Entry) -> Option<(Uid, Gid)> {
-        let owner = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid));
-        let stays = self.is_callers && owner == self.caller;
-        (self.ownership == WrittenOwnership::Manifest && !stays).then_some(owner)
-    }
-
-    /// The mode that an entry gets.
-    fn mode(&self, entry: &Entry) -> Mode {
-        let mode = Mode::from_raw_mode(entry.mode);
-        let is_callers = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid)) == self.caller;
-        if self.ownership == WrittenOwnership::Manifest || is_callers {
-            mode
-        } else {
-            mode - Mode::SUID - Mode::SGID
-        }
-    }
-}
-
-/// The user and group that what the caller makes belongs to.
-pub(crate) fn caller() -> (Uid, Gid) {
-    (rustix::process::geteuid(), rustix::process::getegid())
-}
-
-/// Whether a file was last modified when an entry says.
-pub(crate) fn has_times(stat: &Stat, entry: &Entry) -> bool {
-    let Timespec { tv_sec, tv_nsec } = times(entry).last_modification;
-    stat.st_mtime == tv_sec && i64::try_from(stat.st_mtime_nsec) == Ok(tv_nsec)
-}
-
-/// The times that an entry gets: both are that of its last modification.
-fn times(entry: &Entry) -> Timestamps {
-    let time = Timespec { tv_sec: entry.mtime_seconds, tv_nsec: entry.mtime_nanos.into() };
-    Timestamps { last_access: time, last_modification: time }
 }
 
 fn write_all(file: &OwnedFd, mut data: &[u8], mut offset: u64) -> Result<(), Errno> {
@@ -715,7 +604,8 @@ fn write_all(file: &OwnedFd, mut data: &[u8], mut offset: u64) -> Result<(), Err
     Ok(())
 }
 
-/// Copies within the kernel. False if it cannot, or the source is too short: nothing that was copied counts.
+/// Copies a range within the kernel. Returns `false` if that is not supported, or if the source is too short. The copied
+/// part then does not count.
 fn copy_range(
     source: impl AsFd,
     mut from: u64,

@@ -95,7 +95,7 @@ mod tests {
         assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
         let message = refused.to_string();
         assert!(message.starts_with("it cannot be kept: \"d/d/") && message.len() < 400, "{message}");
-        assert!(message.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{message}");
+        assert!(message.ends_with("has a path of more than 4096 bytes, which is not supported"), "{message}");
         transfer::remove_tree(&directory.path().join("d")).expect("removed");
     }
 

@@ -92,7 +92,7 @@ async fn answer(lifecycle: &Lifecycle, asking: Vec<PendingRegistration>) -> Opti
     let mut away = None;
     let hellos: Vec<_> = asking.iter().map(|asking| &asking.hello).collect();
     let answers = match let_in(lifecycle, &hellos).await {
-        Err(error) if db::is_away(&error) => {
+        Err(error) if db::is_retryable(&error) => {
             let answers = hellos.iter().map(|_| Err(error.clone().into())).collect();
             away = Some(error);
             answers

@@ -1,4 +1,4 @@
-//! A disk that was full and has room again: what was refused then is all that it costs.
+//! SQLite on a full disk. Writes fail while the disk is full, and succeed once it has space again.
 
 use std::fs::File;
 use std::io::Write;
@@ -17,11 +17,11 @@ impl Migrations for Schema {
     }];
 }
 
-/// A small file system of its own, unmounted when dropped.
-struct Small(tempfile::TempDir);
+/// A small mounted file system. Its drop unmounts it.
+struct SmallDisk(tempfile::TempDir);
 
-impl Small {
-    /// `None` where this machine does not let us mount.
+impl SmallDisk {
+    /// Returns `None` if the process may not mount file systems.
     fn new() -> Option<Self> {
         if std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) != 0) {
             eprintln!("not applicable: this process is not root");
@@ -38,7 +38,7 @@ impl Small {
     }
 }
 
-impl Drop for Small {
+impl Drop for SmallDisk {
     fn drop(&mut self) {
         Command::new("umount").arg("-l").arg(self.0.path()).status().ok();
     }
@@ -70,17 +70,17 @@ async fn rows(database: &Database) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_disk_refuses_writes_and_nothing_else_and_afterwards_all_is_well() {
-    let Some(small) = Small::new() else { return };
-    let url = format!("sqlite://{}/rows.db", small.0.path().display());
+async fn full_disk_fails_only_writes_while_full() {
+    let Some(disk) = SmallDisk::new() else { return };
+    let url = format!("sqlite://{}/rows.db", disk.0.path().display());
     let database = Database::connect::<Schema>(&url).await.expect("open");
     let mut expected = 0;
     let mut next = 0;
-    // Small changes find room in the reserve; large ones do not.
+    // Small changes fit into the reserved space. Large changes do not.
     for (size, fits) in [(10, true), (1_000, true), (300_000, false), (300_000, false)] {
-        let filler = small.0.path().join("filler");
+        let filler = disk.0.path().join("filler");
         fill(&filler);
-        let mut refused = 0;
+        let mut failed = 0;
         let mut writers = tokio::task::JoinSet::new();
         for _ in 0..20 {
             next += 1;
@@ -90,16 +90,16 @@ async fn a_full_disk_refuses_writes_and_nothing_else_and_afterwards_all_is_well(
         while let Some(done) = writers.join_next().await {
             match done.expect("no panic") {
                 Ok(()) => expected += 8,
-                Err(_) => refused += 1,
+                Err(_) => failed += 1,
             }
         }
-        assert_eq!(refused == 0, fits, "{refused} of 20 changes of {size} bytes were refused");
-        assert_eq!(rows(&database).await, expected, "what was answered is there, and nothing else");
+        assert_eq!(failed == 0, fits, "{failed} of 20 changes of {size} bytes failed");
+        assert_eq!(rows(&database).await, expected, "exactly the committed changes are there");
         std::fs::remove_file(&filler).expect("remove");
-        // Both connections, in any order.
+        // Uses all connections, in any order.
         for _ in 0..20 {
             next += 1;
-            insert(&database, next, 10).await.expect("there is room again");
+            insert(&database, next, 10).await.expect("the disk has space again");
             expected += 8;
             assert_eq!(rows(&database).await, expected);
         }

@@ -1,4 +1,4 @@
-//! SQLite and PostgreSQL, as services use them.
+//! Tests of databases on SQLite and PostgreSQL.
 
 mod cancelled;
 mod full_disk;

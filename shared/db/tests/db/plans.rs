@@ -1,14 +1,14 @@
-//! Plans of PostgreSQL follow tables that grow.
+//! Plans of PostgreSQL for tables that grow.
 
 use gantry_db::{Database, Migrations, Settings, SqlMigration};
 use sea_orm::{ConnectionTrait, DbBackend, DbErr, Statement};
 
-struct One;
+struct Growing;
 
-impl Migrations for One {
+impl Migrations for Growing {
     const ALL: &'static [SqlMigration] = &[SqlMigration {
         name: "0001_growing",
-        // Nobody analyzes it after this.
+        // PostgreSQL does not analyze the table again.
         sql: "CREATE TABLE growing (n BIGINT PRIMARY KEY) WITH (autovacuum_enabled = off);
               INSERT INTO growing SELECT * FROM generate_series(-100, 0); ANALYZE growing",
     }];
@@ -17,20 +17,21 @@ impl Migrations for One {
 struct ByIndex;
 
 impl Migrations for ByIndex {
-    const ALL: &'static [SqlMigration] = One::ALL;
+    const ALL: &'static [SqlMigration] = Growing::ALL;
     const BY_INDEX: bool = true;
 }
 
-const LOOK: &str = "SELECT n FROM growing WHERE n IN (SELECT CAST(value AS BIGINT)
+const SELECT: &str = "SELECT n FROM growing WHERE n IN (SELECT CAST(value AS BIGINT)
      FROM json_array_elements_text(CAST((SELECT CAST($1 AS TEXT)) AS JSON)))";
 
-/// Looks for one row, and answers how the connection would do it the next time. `None`: it has not done it often enough.
+/// Selects one row, and returns the plan of the connection for the next time. Returns `None` if the connection has not
+/// made a generic plan yet.
 async fn plan(database: &Database) -> Option<String> {
-    let looked = database.write(async |txn| {
+    let plan = database.write(async |txn| {
         let sql = |sql: &str| Statement::from_string(DbBackend::Postgres, sql);
-        txn.query_all_raw(Statement::from_sql_and_values(DbBackend::Postgres, LOOK, ["[1]".into()])).await?;
-        let ours = "SELECT name FROM pg_prepared_statements WHERE statement LIKE 'SELECT n FROM growing%' AND generic_plans > 0";
-        let Some(row) = txn.query_one_raw(sql(ours)).await? else { return Ok(None) };
+        txn.query_all_raw(Statement::from_sql_and_values(DbBackend::Postgres, SELECT, ["[1]".into()])).await?;
+        let generic = "SELECT name FROM pg_prepared_statements WHERE statement LIKE 'SELECT n FROM growing%' AND generic_plans > 0";
+        let Some(row) = txn.query_one_raw(sql(generic)).await? else { return Ok(None) };
         let name: String = row.try_get("", "name")?;
         let mut lines = Vec::<String>::new();
         for row in txn.query_all_raw(sql(&format!("EXPLAIN EXECUTE {name}('[1]')"))).await? {
@@ -38,15 +39,15 @@ async fn plan(database: &Database) -> Option<String> {
         }
         Ok::<_, DbErr>(Some(lines.join("\n")))
     });
-    looked.await.expect("it answers")
+    plan.await.expect("query")
 }
 
 #[tokio::test]
-async fn what_was_planned_for_few_rows_is_planned_anew_for_many() {
+async fn statement_is_replanned_when_table_grows() {
     let database = testing::databases::postgres().await;
     let settings = Settings { connections: 2, ..(&*database.url).into() };
-    let database = Database::open::<One>(&settings).await.expect("a database");
-    // Both connections have planned it.
+    let database = Database::open::<Growing>(&settings).await.expect("a database");
+    // Until both connections have planned the statement.
     let mut planned = 0;
     while planned < 40 {
         let Some(plan) = plan(&database).await else { continue };
@@ -55,7 +56,7 @@ async fn what_was_planned_for_few_rows_is_planned_anew_for_many() {
     }
     let grow = "INSERT INTO growing SELECT * FROM generate_series(1, 20000)";
     let grown = database.write(async |txn| txn.execute_unprepared(grow).await.map(drop));
-    grown.await.map_err(|error: DbErr| error).expect("it grows");
+    grown.await.map_err(|error: DbErr| error).expect("inserted");
     for _ in 0..5000 {
         if plan(&database).await.is_some_and(|plan| !plan.contains("Seq Scan on growing")) {
             return;
@@ -65,7 +66,7 @@ async fn what_was_planned_for_few_rows_is_planned_anew_for_many() {
 }
 
 #[tokio::test]
-async fn where_rows_are_looked_up_by_index_a_small_table_is_as_well() {
+async fn small_table_uses_index_with_by_index() {
     let database = testing::databases::postgres().await;
     let settings = Settings { connections: 2, ..(&*database.url).into() };
     let database = Database::open::<ByIndex>(&settings).await.expect("a database");
@@ -76,7 +77,7 @@ async fn where_rows_are_looked_up_by_index_a_small_table_is_as_well() {
             plan.contains("using growing_pkey on growing") && !plan.contains("Seq Scan on growing"),
             "{plan}"
         );
-        // Not all of the index, compared with each that is asked for.
+        // The plan must not scan the whole index and compare each entry with the values.
         assert!(plan.contains("Index Cond") && !plan.contains("Semi Join"), "{plan}");
         planned += 1;
     }

@@ -1,4 +1,4 @@
-//! Schemas of one PostgreSQL database, and databases of older and newer programs.
+//! Schemas that share a PostgreSQL database, and databases of older and newer programs.
 
 use gantry_db::{ConnectError, Database, Migrations, Settings, SqlMigration};
 use sea_orm::{ConnectionTrait, DbErr, Statement, TransactionTrait};
@@ -48,39 +48,39 @@ async fn add(database: &Database, n: i64) {
 }
 
 #[tokio::test]
-async fn services_share_a_database_and_see_nothing_of_each_other() {
+async fn schemas_of_one_database_are_isolated() {
     let shared = testing::databases::postgres().await;
     let settings = |schema: &str| Settings { schema: Some(schema.to_owned()), ..(&*shared.url).into() };
-    // At once, and each twice: replicas.
-    let [one, again, other, _] = futures(&settings).await;
+    // Two replicas of each service open the database at the same time.
+    let [one, again, other, _] = open_replicas(&settings).await;
     add(&one, 1).await;
     add(&other, 2).await;
     assert_eq!(rows(&one).await, [1]);
     assert_eq!(rows(&again).await, [1], "a replica sees the same");
     assert_eq!(rows(&other).await, [2]);
     let public = Database::open::<Old>(&(&*shared.url).into()).await.expect("open");
-    assert_eq!(rows(&public).await, [] as [i64; 0], "a schema that nobody named is another one");
+    assert_eq!(rows(&public).await, [] as [i64; 0], "the default schema is separate");
 }
 
 #[tokio::test]
-async fn who_has_connections_of_its_own_sees_the_same_and_waits_for_nobody() {
+async fn own_connections_do_not_wait_for_pool() {
     let fresh = testing::databases::postgres().await;
     let settings = Settings { schema: Some("one".to_owned()), connections: 2, ..(&*fresh.url).into() };
     let database = Database::open::<Old>(&settings).await.expect("open");
-    let apart = database.apart(1).await.expect("connected");
+    let own = database.with_own_connections(1).await.expect("connected");
     let all =
         [database.read().begin().await, database.read().begin().await].map(|begun| begun.expect("begun"));
-    add(&apart, 1).await;
-    assert_eq!(rows(&apart).await, [1]);
+    add(&own, 1).await;
+    assert_eq!(rows(&own).await, [1]);
     drop(all);
     assert_eq!(rows(&database).await, [1]);
-    let alone = Database::open::<Old>(&(&*testing::databases::sqlite().url).into()).await.expect("open");
-    let apart = alone.apart(1).await.expect("connected");
-    add(&apart, 2).await;
-    assert_eq!(rows(&alone).await, [2], "SQLite has one that writes");
+    let sqlite = Database::open::<Old>(&(&*testing::databases::sqlite().url).into()).await.expect("open");
+    let own = sqlite.with_own_connections(1).await.expect("connected");
+    add(&own, 2).await;
+    assert_eq!(rows(&sqlite).await, [2], "on SQLite, the database is the same");
 }
 
-async fn futures(settings: &impl Fn(&str) -> Settings) -> [Database; 4] {
+async fn open_replicas(settings: &impl Fn(&str) -> Settings) -> [Database; 4] {
     let [one, again, other, last] = ["one", "one", "other", "other"].map(settings);
     let opened = tokio::join!(
         Database::open::<Old>(&one),
@@ -93,27 +93,27 @@ async fn futures(settings: &impl Fn(&str) -> Settings) -> [Database; 4] {
 }
 
 #[tokio::test]
-async fn whoever_may_not_migrate_refuses_what_is_older_and_everybody_what_is_newer() {
+async fn database_of_other_version_is_rejected() {
     for fresh in [testing::databases::sqlite(), testing::databases::postgres().await] {
         let may = Settings::from(&*fresh.url);
         let may_not = Settings { migrate: false, ..may.clone() };
-        let refused = Database::open::<Old>(&may_not).await.expect_err("it is empty");
+        let refused = Database::open::<Old>(&may_not).await.expect_err("the database is empty");
         assert!(
-            matches!(&refused, ConnectError::Older { missing } if missing == &["0001_first"]),
+            matches!(&refused, ConnectError::SchemaTooOld { missing } if missing == &["0001_first"]),
             "{refused}"
         );
         Database::open::<Old>(&may).await.expect("migrated");
-        Database::open::<Old>(&may_not).await.expect("it is of this program");
-        let refused = Database::open::<New>(&may_not).await.expect_err("it is older");
+        Database::open::<Old>(&may_not).await.expect("the schema is that of this program");
+        let refused = Database::open::<New>(&may_not).await.expect_err("the schema is older");
         assert!(
-            matches!(&refused, ConnectError::Older { missing } if missing == &["0002_second"]),
+            matches!(&refused, ConnectError::SchemaTooOld { missing } if missing == &["0002_second"]),
             "{refused}"
         );
         Database::open::<New>(&may).await.expect("migrated");
         for settings in [&may, &may_not] {
-            let refused = Database::open::<Old>(settings).await.expect_err("it is newer");
+            let refused = Database::open::<Old>(settings).await.expect_err("the schema is newer");
             assert!(
-                matches!(&refused, ConnectError::Newer { unknown } if unknown == &["0002_second"]),
+                matches!(&refused, ConnectError::SchemaTooNew { unknown } if unknown == &["0002_second"]),
                 "{refused}"
             );
         }
@@ -121,81 +121,82 @@ async fn whoever_may_not_migrate_refuses_what_is_older_and_everybody_what_is_new
 }
 
 #[tokio::test]
-async fn what_an_edited_migration_made_is_refused_and_keeps_everything() {
+async fn schema_of_edited_migration_is_rejected() {
     for fresh in [testing::databases::sqlite(), testing::databases::postgres().await] {
         let (may, place) = (Settings::from(&*fresh.url), Settings::from(&*fresh.url).place());
         let may_not = Settings { migrate: false, ..may.clone() };
         let old = Database::open::<Old>(&may).await.expect("migrated");
         add(&old, 7).await;
         let refused = async || {
-            let mut said = Vec::new();
+            let mut differences = Vec::new();
             for settings in [&may, &may_not] {
-                let error = Database::open::<Edited>(settings).await.expect_err("it has another schema");
-                let ConnectError::OtherSchema { place: named, what } = &error else { panic!("{error}") };
-                assert!(*named == place && error.to_string().contains(&place), "{error}");
-                said.push(what.clone());
+                let error = Database::open::<Edited>(settings).await.expect_err("the schema differs");
+                let ConnectError::OtherSchema { place: actual, what } = &error else { panic!("{error}") };
+                assert!(*actual == place && error.to_string().contains(&place), "{error}");
+                differences.push(what.clone());
             }
-            said
+            differences
         };
-        assert_eq!(refused().await, ["0001_first was another one then"; 2]);
+        assert_eq!(refused().await, ["the migration 0001_first differs"; 2]);
 
-        // From before digests were kept.
-        let forget = async || {
-            let forgotten = async |txn: gantry_db::Transaction| {
+        // Early databases have no digests.
+        let drop_digests = async || {
+            let drop_table = async |txn: gantry_db::Transaction| {
                 txn.execute_unprepared("DROP TABLE migration_digests").await.map(drop)
             };
-            old.write(forgotten).await.map_err(|error: DbErr| error).expect("forgotten");
+            old.write(drop_table).await.map_err(|error: DbErr| error).expect("dropped");
         };
-        forget().await;
+        drop_digests().await;
         assert_eq!(refused().await, ["the table thing has no column m"; 2]);
         assert_eq!(rows(&old).await, [7]);
 
-        // One that is the same is adopted, and brought further.
-        Database::open::<New>(&may).await.expect("it is what our migration makes");
-        assert_eq!(refused().await, ["0001_first was another one then"; 2]);
+        // A database with the same columns is adopted and migrated.
+        Database::open::<New>(&may).await.expect("the schema is that of the migrations");
+        assert_eq!(refused().await, ["the migration 0001_first differs"; 2]);
         assert_eq!(rows(&old).await, [7]);
-        forget().await;
-        Database::open::<New>(&may_not).await.expect("it is what our migrations make");
+        drop_digests().await;
+        Database::open::<New>(&may_not).await.expect("the schema is that of the migrations");
     }
 }
 
 #[test]
-fn a_database_is_named_without_what_opens_it() {
-    let named = |settings: Settings| settings.place();
-    assert_eq!(named("sqlite:///var/lib/x.db".into()), "/var/lib/x.db");
-    assert_eq!(named("sqlite:///var/lib/a%3Fb.db?mode=rwc".into()), "/var/lib/a?b.db");
+fn place_omits_credentials() {
+    let place = |settings: Settings| settings.place();
+    assert_eq!(place("sqlite:///var/lib/x.db".into()), "/var/lib/x.db");
+    assert_eq!(place("sqlite:///var/lib/a%3Fb.db?mode=rwc".into()), "/var/lib/a?b.db");
     let postgres = Settings::from("postgres://me:secret@host:5432/gantry?sslmode=disable");
-    assert_eq!(named(postgres.clone()), "database host:5432/gantry");
-    let its = Settings { schema: Some("its".to_owned()), ..postgres };
-    assert_eq!(named(its), "schema its of database host:5432/gantry");
+    assert_eq!(place(postgres.clone()), "database host:5432/gantry");
+    let schema = Settings { schema: Some("own".to_owned()), ..postgres };
+    assert_eq!(place(schema), "schema own of database host:5432/gantry");
 }
 
 #[tokio::test]
-async fn one_that_does_not_answer_is_waited_for_and_one_that_refuses_is_not() {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("it").port();
-    let nobody = Settings::from(format!("postgres://postgres@127.0.0.1:{port}/nothing"));
-    let refused = Database::open::<Old>(&nobody).await.expect_err("nobody listens");
-    assert!(refused.is_no_answer(), "{refused}");
+async fn only_unreachable_database_is_unavailable() {
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("an address").port();
+    let closed = Settings::from(format!("postgres://postgres@127.0.0.1:{port}/nothing"));
+    let refused = Database::open::<Old>(&closed).await.expect_err("nothing listens on the port");
+    assert!(refused.is_unavailable(), "{refused}");
 
-    let there = testing::databases::postgres().await;
-    let (server, _) = there.url.rsplit_once('/').expect("a database");
+    let running = testing::databases::postgres().await;
+    let (server, _) = running.url.rsplit_once('/').expect("a database");
     let wrong = Settings { wait: true, ..format!("{server}/there_is_none").into() };
-    let refused = Database::open::<Old>(&wrong).await.expect_err("there is no such database");
-    assert!(!refused.is_no_answer(), "{refused}");
+    let refused = Database::open::<Old>(&wrong).await.expect_err("the database does not exist");
+    assert!(!refused.is_unavailable(), "{refused}");
 }
 
 #[tokio::test]
-async fn a_database_that_goes_away_is_told_from_a_statement_that_fails() {
-    let there = testing::databases::postgres().await;
-    let db = Database::open::<Old>(&there.url.as_str().into()).await.expect("open");
-    let say = async |statement: &str| {
-        let said = db.write(async |txn| txn.execute_unprepared(statement).await).await;
-        said.expect_err("it fails")
+async fn lost_connection_is_retryable() {
+    let server = testing::databases::postgres().await;
+    let db = Database::open::<Old>(&server.url.as_str().into()).await.expect("open");
+    let run = async |statement: &str| {
+        let result = db.write(async |txn| txn.execute_unprepared(statement).await).await;
+        result.expect_err("the statement fails")
     };
-    let wrong = say("INSERT INTO thing (n) VALUES (NULL)").await;
-    assert!(!gantry_db::is_away(&wrong), "{wrong}");
-    let away = say("SELECT pg_terminate_backend(pg_backend_pid())").await;
-    assert!(gantry_db::is_away(&away), "{away}");
-    let busy = say("DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '40001'; END $$").await;
-    assert!(gantry_db::is_away(&busy), "{busy}");
+    let wrong = run("INSERT INTO thing (n) VALUES (NULL)").await;
+    assert!(!gantry_db::is_retryable(&wrong), "{wrong}");
+    let lost = run("SELECT pg_terminate_backend(pg_backend_pid())").await;
+    assert!(gantry_db::is_retryable(&lost), "{lost}");
+    let conflict = run("DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '40001'; END $$").await;
+    assert!(gantry_db::is_retryable(&conflict), "{conflict}");
 }

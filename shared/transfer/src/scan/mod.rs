@@ -1,16 +1,18 @@
-//! Scanning: from a directory to its manifest.
+//! Scan of a directory into a manifest.
 //!
-//! One thread walks the tree in canonical order; others read and hash what the [`StatCache`] does not know. Symbolic
-//! links are never followed. Content is cut at multiples of 1 MiB; holes become gaps.
+//! One thread walks the tree in canonical order. Other threads read and hash the files that the [`StatCache`] does not
+//! contain. Symbolic links are never followed. Content is divided at multiples of 1 MiB. Holes become gaps between extents.
 //!
-//! Problems with single paths are collected, and the caller decides: an unreadable file is left out, an unreadable
-//! directory is kept without what it holds, a file that changed while it was read is kept as it was read, and what
-//! vanished is left out.
+//! The scan collects problems with single paths for its caller:
 //!
-//! Files of which the file system does not know the size (`/proc`, FUSE) are read to their end. Their size is what was read.
+//! - An unreadable file and a vanished entry are left out.
+//! - An unreadable directory is kept without its contents.
+//! - A file that changed during the scan is kept as it was read.
 //!
-//! Invariants: the order of entries does not depend on how many threads there are. Neither the depth nor the width of the
-//! tree decides how many directories are open, and memory is bounded by the [`Limits`]: what is kept of a path is reserved before.
+//! Files without a reliable size (`/proc`, FUSE) are read to their end, which determines their size.
+//!
+//! Invariants: the order of entries does not depend on the number of threads. The number of open directories does not
+//! depend on the depth or width of the tree. The [`Limits`] bound the memory: the scan reserves it before it stores a path.
 
 mod queue;
 mod read;
@@ -25,44 +27,44 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use crate::budget::{ENTRY_MEMORY_BYTES, Reserved};
+use crate::budget::{ENTRY_MEMORY_BYTES, SharedReservation};
 use crate::cache::StatCache;
 use crate::dirs::Cursor;
-use crate::manifest::{InvalidManifest, Limits, MAX_PATH_BYTES, Manifest, Xattr};
+use crate::entry::{MAX_PATH_BYTES, Xattr};
+use crate::manifest::{InvalidManifest, Limits, Manifest};
 use queue::{CloseOnDrop, Queue};
 use read::Reader;
 use walk::Walk;
 
-/// Bytes that one thread reads before another may take over.
+/// Bytes of a file that one thread reads. Other threads may read the rest.
 const PIECE_BYTES: u64 = 4 << 20;
 
-/// Most bytes of a file that does not say how large it is. Some such files have no end.
+/// Maximum bytes of a file without a reliable size. Some of these files have no end.
 const MAX_UNSIZED_BYTES: u64 = 1 << 30;
 
-/// Says whether a path, relative to the root, is to be left out; the flag says whether it is a directory.
+/// Decides whether a path, relative to the root, is left out. The flag tells whether the path is a directory.
 pub type Exclude<'a> = &'a dyn Fn(&Path, bool) -> bool;
 
-/// How to scan.
+/// Options of a scan.
 #[derive(Clone, Copy)]
 pub struct ScanOptions<'a> {
-    /// What becomes of owners and groups.
+    /// Handling of owners and groups.
     pub ownership: ScannedOwnership,
-    /// What is left out. Directories that are left out are not entered. Never asked about the root.
+    /// Filter of paths that are left out. The scan does not enter such directories, and does not filter the root.
     pub exclude: Option<Exclude<'a>>,
-    /// What becomes of directories on which another file system is mounted.
+    /// Handling of mount points.
     pub other_file_systems: OtherFileSystems,
-    /// How many threads read and hash; 0 for one per core, up to 8.
+    /// Number of threads that read and hash. 0 means one per core, at least 2 and at most 8.
     pub threads: usize,
-    /// Counts along.
+    /// Counters that the scan updates.
     pub progress: Option<&'a Progress>,
-    /// Ends the scan with [`ScanError::Stopped`] once true.
+    /// Flag that ends the scan with [`ScanError::Stopped`].
     pub stop: Option<&'a AtomicBool>,
-    /// How much the manifest may hold.
+    /// Limits of the manifest.
     pub limits: Limits,
-    /// How much older than this scan a file's times must be for the stat cache to remember it. See
-    /// [`StatCache`].
+    /// Settling time: minimum age of a file's times for the stat cache. See [`StatCache`].
     pub settle: Duration,
-    /// Called after the content of a file was read, before it is checked whether it changed meanwhile.
+    /// Hook for tests. It is called after a file was read, before the check for changes.
     #[doc(hidden)]
     pub after_read: Option<&'a (dyn Fn(&Path) + Sync)>,
 }
@@ -83,26 +85,26 @@ impl Default for ScanOptions<'_> {
     }
 }
 
-/// What becomes of owners and groups in a manifest.
+/// Handling of owners and groups in a scan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScannedOwnership {
-    /// They are kept.
+    /// The manifest has the owners of the file system.
     Keep,
-    /// Everything belongs to user and group 0, so that the digest does not depend on who scans. Files that belong to others lose setuid and
-    /// setgid: they would become those of user and group 0.
+    /// All entries belong to user and group 0, so that the digest does not depend on the user. Files of other users lose
+    /// setuid and setgid bits, which would otherwise grant the rights of user and group 0.
     Root,
 }
 
-/// What becomes of directories on which another file system is mounted.
+/// Handling of mount points in a scan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OtherFileSystems {
-    /// They are scanned like others.
+    /// Mount points are scanned.
     Enter,
-    /// They stay empty.
+    /// Mount points become empty directories.
     Leave,
 }
 
-/// How far a scan is. May be read by other threads while it runs.
+/// The progress of a scan. Other threads may read it.
 #[derive(Debug, Default)]
 pub struct Progress {
     files: AtomicU64,
@@ -110,13 +112,13 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Regular files done.
+    /// Returns the number of completed files.
     #[must_use]
     pub fn files(&self) -> u64 {
         self.files.load(Ordering::Relaxed)
     }
 
-    /// Bytes of content done, whether read or known.
+    /// Returns the bytes of completed content, read or cached.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
@@ -128,72 +130,73 @@ impl Progress {
     }
 }
 
-/// A tree that was scanned.
+/// The result of a scan.
 #[derive(Debug)]
 pub struct Scan {
-    /// What it holds.
+    /// The manifest of the tree.
     pub manifest: Manifest,
-    /// What went wrong with single paths, in the order of paths.
+    /// Problems with single paths, in the order of paths.
     pub problems: Vec<Problem>,
-    /// How many files were not read, because the stat cache knew them.
+    /// Number of files that were not read, because the stat cache contained them.
     pub files_known: u64,
-    /// How many files were read.
+    /// Number of files that were read.
     pub files_read: u64,
 }
 
-/// Something is wrong with one path.
+/// A problem with a path.
 #[derive(Debug, thiserror::Error)]
 #[error("{path:?} {what}")]
 pub struct Problem {
     /// The path, relative to the root.
     pub path: PathBuf,
-    /// What is wrong.
+    /// The kind of the problem.
     #[source]
     pub what: ProblemKind,
 }
 
-/// What is wrong with a path.
+/// The kind of a problem with a path. The text continues the path.
 #[derive(Debug, thiserror::Error)]
 pub enum ProblemKind {
-    /// It cannot be read, or cannot travel. A file was left out; a directory is there without what it holds.
+    /// The entry cannot be read. A file is left out. A directory is kept without its contents.
     #[error("cannot be read")]
     Unreadable(#[source] io::Error),
-    /// Its path is longer than a manifest takes: it was left out, with all that is in it.
-    #[error("has a path of more than {MAX_PATH_BYTES} bytes, which cannot travel")]
+    /// The path is too long for a manifest. The entry is left out with its contents.
+    #[error("has a path of more than {MAX_PATH_BYTES} bytes, which is not supported")]
     PathTooLong,
-    /// It changed or vanished while it was read.
+    /// The entry changed or vanished during the scan.
     #[error("changed while it was read")]
     ChangedWhileRead,
-    /// It is a socket, which was left out.
+    /// The entry is a socket, and is left out.
     #[error("is a socket")]
     SkippedSocket,
-    /// It has this extended attribute, without which it was taken in.
-    #[error("has the extended attribute {0:?}, which does not travel")]
+    /// The entry is kept without this extended attribute.
+    #[error("has the extended attribute {0:?}, which is not supported")]
     SkippedXattr(String),
 }
 
 /// A tree cannot be scanned.
 #[derive(Debug, thiserror::Error)]
 pub enum ScanError {
-    /// The root is missing, is no directory, or cannot be read.
+    /// The root is missing, is not a directory, or cannot be read.
     #[error("cannot open the directory")]
     Root(#[source] io::Error),
-    /// It holds more than a manifest may.
-    #[error("the tree makes no manifest")]
+    /// The entries of the tree do not form a manifest.
+    #[error("cannot make a manifest of the tree")]
     Manifest(#[from] InvalidManifest),
-    /// The scan was told to stop.
+    /// The caller stopped the scan.
     #[error("the scan was stopped")]
     Stopped,
 }
 
 /// Scans the tree below `root`.
 ///
-/// With a cache, files that it knows are not read; afterwards it knows the files of this scan and no others, so a
-/// cache belongs to one root.
+/// The scan does not read files that `cache` contains. Afterwards the cache contains only the files of this scan, so each
+/// root needs a separate cache.
 ///
 /// # Errors
 ///
-/// The root cannot be read, the tree is too large, or the scan was stopped. Problems with single paths are no errors.
+/// Fails if the root cannot be read, the tree exceeds the limits, or the scan was stopped. Problems with single paths are
+/// not errors.
 pub fn scan(
     root: &Path,
     options: &ScanOptions<'_>,
@@ -208,7 +211,7 @@ pub fn scan(
         after_read: options.after_read,
         limits: options.limits,
         bytes: AtomicU64::new(0),
-        reserved: Reserved::of(options.limits.budget),
+        reserved: SharedReservation::of(options.limits.budget),
         full: OnceLock::new(),
     };
     let threads = match options.threads {
@@ -231,48 +234,48 @@ pub fn scan(
     }
     shared.check()?;
 
-    walked.take_in(read);
+    walked.add_results(read);
     if let Some(cache) = cache {
         *cache = walked.cache(started, options.settle);
     }
-    // The manifest makes its own reservation.
+    // The manifest makes a separate reservation.
     drop(shared);
     walked.finish(options.limits)
 }
 
-/// What walker and readers share.
+/// The state that the walk and the readers share.
 struct Shared<'a> {
     queue: Queue,
     progress: Option<&'a Progress>,
     stop: Option<&'a AtomicBool>,
     after_read: Option<&'a (dyn Fn(&Path) + Sync)>,
     limits: Limits,
-    /// Bytes of all that is kept: paths, targets, extended attributes.
+    /// Bytes of all stored paths, targets and extended attributes.
     bytes: AtomicU64,
-    reserved: Reserved,
-    /// Why nothing more can be kept.
+    reserved: SharedReservation,
+    /// The first exceeded limit.
     full: OnceLock<InvalidManifest>,
 }
 
 impl Shared<'_> {
-    /// Counts a path that is kept.
-    fn keep_path(&self, bytes: usize) {
-        self.keep(bytes as u64, ENTRY_MEMORY_BYTES);
+    /// Reserves memory for a path.
+    fn reserve_path(&self, bytes: usize) {
+        self.reserve(bytes as u64, ENTRY_MEMORY_BYTES);
     }
 
-    /// Counts something else that is kept for a path.
-    fn keep_more(&self, bytes: usize) {
+    /// Reserves memory for other data of a path.
+    fn reserve_bytes(&self, bytes: usize) {
         if bytes > 0 {
-            self.keep(bytes as u64, 0);
+            self.reserve(bytes as u64, 0);
         }
     }
 
-    fn keep_xattrs(&self, xattrs: &[Xattr]) {
+    fn reserve_xattrs(&self, xattrs: &[Xattr]) {
         let memory = |xattr: &Xattr| xattr.name.len() + xattr.value.len() + size_of::<Xattr>();
-        self.keep_more(xattrs.iter().map(memory).sum());
+        self.reserve_bytes(xattrs.iter().map(memory).sum());
     }
 
-    fn keep(&self, bytes: u64, besides: u64) {
+    fn reserve(&self, bytes: u64, besides: u64) {
         let all = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let kept = if all > self.limits.encoded_bytes {
             Err(InvalidManifest::TooLarge(self.limits.encoded_bytes))
@@ -285,7 +288,7 @@ impl Shared<'_> {
         }
     }
 
-    /// Whether all that was found can be kept.
+    /// Fails if a limit was exceeded.
     fn check(&self) -> Result<(), InvalidManifest> {
         self.full.get().map_or(Ok(()), |full| Err(full.clone()))
     }

@@ -6,11 +6,11 @@ use std::thread;
 
 use super::read::Task;
 
-/// Batches that wait for a thread.
+/// Maximum number of batches in the queue.
 const QUEUE_BATCHES: usize = 16;
 
-/// A bounded queue. Batches wait in it for readers, and it ends when it was closed, is empty, and nobody works on
-/// what could add to it.
+/// A bounded queue of batches for the readers. It ends when it is closed and empty, and no reader works on a batch that
+/// could add another one.
 #[derive(Default)]
 pub(super) struct Queue {
     state: Mutex<QueueState>,
@@ -21,18 +21,18 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct QueueState {
     batches: VecDeque<Vec<Task>>,
-    /// Batches that were taken and are not done.
+    /// Number of batches in progress.
     taken: usize,
     closed: bool,
 }
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, QueueState> {
-        // Nothing panics while it is locked.
+        // No code panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a batch, once there is room or nobody makes any.
+    /// Adds a batch. Waits while the queue is full and open.
     pub(super) fn push(&self, batch: Vec<Task>) {
         let mut state = self.lock();
         while state.batches.len() >= QUEUE_BATCHES && !state.closed {
@@ -43,7 +43,7 @@ impl Queue {
         self.changed.notify_one();
     }
 
-    /// Adds a batch before all others, whether there is room or not: readers do this, and must not wait for readers.
+    /// Adds a batch before all others, even to a full queue. Readers call this, and must not wait for other readers.
     pub(super) fn push_urgent(&self, batch: Vec<Task>) {
         self.lock().batches.push_front(batch);
         self.changed.notify_one();
@@ -82,7 +82,7 @@ impl Queue {
     }
 }
 
-/// Lets the readers go, however the walk ends.
+/// Closes the queue at the end of the walk, so that the readers end.
 pub(super) struct CloseOnDrop<'a>(pub(super) &'a Queue);
 
 impl Drop for CloseOnDrop<'_> {
@@ -91,7 +91,7 @@ impl Drop for CloseOnDrop<'_> {
     }
 }
 
-/// Says that a batch is done. A reader that panics closes the queue, so that nobody waits for it.
+/// Marks a batch as done. If the reader panics, closes the queue, so that no other thread waits for that reader.
 pub(super) struct DoneOnDrop<'a>(pub(super) &'a Queue);
 
 impl Drop for DoneOnDrop<'_> {

@@ -1,4 +1,4 @@
-//! Reading and hashing what the walk found, by several threads.
+//! Threads that read and hash the files that the walk found.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -14,11 +14,11 @@ use rustix::io::Errno;
 use super::queue::DoneOnDrop;
 use super::{MAX_UNSIZED_BYTES, PIECE_BYTES, Shared};
 use crate::cache::{Content, Fingerprint};
-use crate::manifest::{Extent, MAX_EXTENT_BYTES};
+use crate::entry::{Extent, MAX_EXTENT_BYTES};
 use crate::xattrs;
 
-/// A file that is to be read.
-pub(super) struct Unread {
+/// A file that must be read.
+pub(super) struct FileTask {
     pub(super) entry: usize,
     pub(super) directory: Arc<OwnedFd>,
     pub(super) name: Vec<u8>,
@@ -26,34 +26,34 @@ pub(super) struct Unread {
     pub(super) fingerprint: Fingerprint,
     pub(super) size_bytes: u64,
     pub(super) may_have_holes: bool,
-    /// Whether the file has all bytes up to its end, whatever its size is said to be.
+    /// Whether the size of the file is unreliable, so that it must be read to its end.
     pub(super) is_unsized: bool,
 }
 
 /// A file that several threads read.
-pub(super) struct Shareable {
-    unread: Unread,
+pub(super) struct SharedFile {
+    task: FileTask,
     file: OwnedFd,
     pieces_left: AtomicUsize,
 }
 
 pub(super) enum Task {
-    File(Unread),
-    Piece { of: Arc<Shareable>, extents: Vec<(u64, u32)> },
+    File(FileTask),
+    Piece { of: Arc<SharedFile>, extents: Vec<(u64, u32)> },
 }
 
-pub(super) struct Read {
+pub(super) struct ReadResult {
     pub(super) entry: usize,
     pub(super) outcome: Outcome,
 }
 
 pub(super) enum Outcome {
-    /// Some of its content.
+    /// A part of the content.
     Content(Content),
-    /// How large it is, where that was found out by reading it.
+    /// The size of a file that was read to its end.
     Size(u64),
-    /// It has an extended attribute of this name, which does not travel.
-    LeftOut(Vec<u8>),
+    /// The name of an extended attribute that manifests do not include.
+    SkippedXattr(Vec<u8>),
     Changed,
     Unreadable(Errno),
 }
@@ -61,7 +61,7 @@ pub(super) enum Outcome {
 pub(super) struct Reader<'a> {
     shared: &'a Shared<'a>,
     buffer: Vec<u8>,
-    read: Vec<Read>,
+    read: Vec<ReadResult>,
 }
 
 impl<'a> Reader<'a> {
@@ -69,12 +69,12 @@ impl<'a> Reader<'a> {
         Self { shared, buffer: vec![0; MAX_EXTENT_BYTES as usize], read: Vec::new() }
     }
 
-    pub(super) fn run(mut self) -> Vec<Read> {
+    pub(super) fn run(mut self) -> Vec<ReadResult> {
         while let Some(batch) = self.shared.queue.pop() {
             let _done = DoneOnDrop(&self.shared.queue);
             for task in batch {
                 if self.shared.stopped() {
-                    continue; // The queue must be emptied, or the walker would wait for ever.
+                    continue; // The walk would wait forever if the queue stayed full.
                 }
                 match task {
                     Task::File(file) => self.file(file),
@@ -85,73 +85,77 @@ impl<'a> Reader<'a> {
         self.read
     }
 
-    fn file(&mut self, unread: Unread) {
-        let entry = unread.entry;
-        if let Err(error) = self.try_file(unread) {
-            self.read.push(Read { entry, outcome: Outcome::Unreadable(error) });
+    fn file(&mut self, task: FileTask) {
+        let entry = task.entry;
+        if let Err(error) = self.try_file(task) {
+            self.read.push(ReadResult { entry, outcome: Outcome::Unreadable(error) });
         }
     }
 
-    fn try_file(&mut self, unread: Unread) -> Result<(), Errno> {
-        // Not blocking: by now it may be a fifo.
+    fn try_file(&mut self, task: FileTask) -> Result<(), Errno> {
+        // Without blocking, because the file may have become a named pipe.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let file = openat(&unread.directory, &unread.name[..], flags, Mode::empty())?;
-        let xattrs::Found { travelling: xattrs, left_out } = xattrs::find(&file, true)?;
-        self.shared.keep_xattrs(&xattrs);
-        if !left_out.is_empty() {
-            self.shared.keep_path(unread.path.len() + left_out.len());
-            self.read.push(Read { entry: unread.entry, outcome: Outcome::LeftOut(left_out) });
+        let file = openat(&task.directory, &task.name[..], flags, Mode::empty())?;
+        let xattrs::FileXattrs { portable: xattrs, skipped } = xattrs::find(&file, true)?;
+        self.shared.reserve_xattrs(&xattrs);
+        if !skipped.is_empty() {
+            self.shared.reserve_path(task.path.len() + skipped.len());
+            self.read.push(ReadResult { entry: task.entry, outcome: Outcome::SkippedXattr(skipped) });
         }
-        if unread.is_unsized {
+        if task.is_unsized {
             let (size_bytes, extents) = self.read_to_end(&file)?;
             self.shared.count(1, 0);
             let outcomes = [Outcome::Size(size_bytes), Outcome::Content(Content { xattrs, extents })];
-            self.read.extend(outcomes.map(|outcome| Read { entry: unread.entry, outcome }));
+            self.read.extend(outcomes.map(|outcome| ReadResult { entry: task.entry, outcome }));
             return Ok(());
         }
-        let extents = layout(&file, unread.size_bytes, unread.may_have_holes)?;
+        let extents = layout(&file, task.size_bytes, task.may_have_holes)?;
         let pieces = extents.len().div_ceil((PIECE_BYTES / u64::from(MAX_EXTENT_BYTES)) as usize);
         if pieces <= 1 {
             let wanted = extents;
             let extents = self.hash(&file, &wanted)?;
             let is_short = ends_early(&wanted, &extents);
-            self.check(&unread, &file)?;
-            self.read
-                .push(Read { entry: unread.entry, outcome: Outcome::Content(Content { xattrs, extents }) });
+            self.check(&task, &file)?;
+            self.read.push(ReadResult {
+                entry: task.entry,
+                outcome: Outcome::Content(Content { xattrs, extents }),
+            });
             if is_short {
-                self.read.push(Read { entry: unread.entry, outcome: Outcome::Changed });
+                self.read.push(ReadResult { entry: task.entry, outcome: Outcome::Changed });
             }
             return Ok(());
         }
 
         let content = Content { xattrs, extents: Vec::new() };
-        self.read.push(Read { entry: unread.entry, outcome: Outcome::Content(content) });
-        let of = Arc::new(Shareable { unread, file, pieces_left: AtomicUsize::new(pieces) });
+        self.read.push(ReadResult { entry: task.entry, outcome: Outcome::Content(content) });
+        let of = Arc::new(SharedFile { task, file, pieces_left: AtomicUsize::new(pieces) });
         for extents in extents.chunks(extents.len().div_ceil(pieces)) {
             self.shared.queue.push_urgent(vec![Task::Piece { of: of.clone(), extents: extents.to_vec() }]);
         }
         Ok(())
     }
 
-    fn piece(&mut self, of: &Shareable, extents: &[(u64, u32)]) {
-        let entry = of.unread.entry;
+    fn piece(&mut self, of: &SharedFile, extents: &[(u64, u32)]) {
+        let entry = of.task.entry;
         match self.hash(&of.file, extents) {
             Ok(hashed) => {
                 let changed = ends_early(extents, &hashed).then_some(Outcome::Changed);
                 let content = Outcome::Content(Content { xattrs: Vec::new(), extents: hashed });
-                self.read.extend([content].into_iter().chain(changed).map(|outcome| Read { entry, outcome }));
+                self.read.extend(
+                    [content].into_iter().chain(changed).map(|outcome| ReadResult { entry, outcome }),
+                );
             }
-            Err(error) => self.read.push(Read { entry, outcome: Outcome::Unreadable(error) }),
+            Err(error) => self.read.push(ReadResult { entry, outcome: Outcome::Unreadable(error) }),
         }
-        // The last one to read sees every change that any of them could have seen.
+        // The last reader sees every change that any reader could have seen.
         if of.pieces_left.fetch_sub(1, Ordering::AcqRel) == 1
-            && let Err(error) = self.check(&of.unread, &of.file)
+            && let Err(error) = self.check(&of.task, &of.file)
         {
-            self.read.push(Read { entry, outcome: Outcome::Unreadable(error) });
+            self.read.push(ReadResult { entry, outcome: Outcome::Unreadable(error) });
         }
     }
 
-    /// Hashes a file up to its end, which is its size.
+    /// Hashes a file up to its end. Returns the size and the extents.
     fn read_to_end(&mut self, file: &OwnedFd) -> Result<(u64, Vec<Extent>), Errno> {
         let (mut extents, mut size_bytes) = (Vec::new(), 0);
         loop {
@@ -168,7 +172,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Hashes extents; those that end before they should are cut short, as the file has shrunk.
+    /// Hashes extents. Extents at the end of a truncated file are shorter than requested.
     fn hash(&mut self, file: &OwnedFd, extents: &[(u64, u32)]) -> Result<Vec<Extent>, Errno> {
         let mut hashed = Vec::with_capacity(extents.len());
         for (offset, length) in extents {
@@ -181,32 +185,32 @@ impl<'a> Reader<'a> {
                 break;
             }
             let digest = Digest(*blake3::hash(&buffer[..length]).as_bytes());
-            // At most the length asked for, which is one of an extent.
+            // At most the requested length, which fits into 32 bits.
             hashed.push(Extent { offset: *offset, length: length as u32, digest });
             self.shared.count(0, length as u64);
         }
         Ok(hashed)
     }
 
-    fn check(&mut self, unread: &Unread, file: &OwnedFd) -> Result<(), Errno> {
+    fn check(&mut self, task: &FileTask, file: &OwnedFd) -> Result<(), Errno> {
         if let Some(after_read) = self.shared.after_read {
-            after_read(Path::new(OsStr::from_bytes(&unread.path)));
+            after_read(Path::new(OsStr::from_bytes(&task.path)));
         }
-        if Fingerprint::of(&fstat(file)?) != unread.fingerprint {
-            self.read.push(Read { entry: unread.entry, outcome: Outcome::Changed });
+        if Fingerprint::of(&fstat(file)?) != task.fingerprint {
+            self.read.push(ReadResult { entry: task.entry, outcome: Outcome::Changed });
         }
         self.shared.count(1, 0);
         Ok(())
     }
 }
 
-/// Whether a file ended before the last of its extents, whatever its size was said to be.
+/// Whether a file ended before the end of its last extent.
 fn ends_early(wanted: &[(u64, u32)], hashed: &[Extent]) -> bool {
     wanted.last().map(|(offset, length)| (*offset, *length))
         != hashed.last().map(|extent| (extent.offset, extent.length))
 }
 
-/// Where extents of a file are to stand: data between holes, cut at multiples of 1 MiB.
+/// Returns the offsets and lengths of a file's extents: its data between holes, divided at multiples of 1 MiB.
 fn layout(file: &OwnedFd, size_bytes: u64, may_have_holes: bool) -> Result<Vec<(u64, u32)>, Errno> {
     let mut extents = Vec::new();
     let mut cut = |mut offset: u64, end: u64| {
@@ -226,7 +230,7 @@ fn layout(file: &OwnedFd, size_bytes: u64, may_have_holes: bool) -> Result<Vec<(
         let data = match seek(file, SeekFrom::Data(offset)) {
             Ok(data) => data,
             Err(Errno::NXIO) => break,
-            // The file system knows nothing of holes.
+            // The file system does not support holes.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => offset,
             Err(error) => return Err(error),
         };

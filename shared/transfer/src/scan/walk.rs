@@ -1,4 +1,4 @@
-//! The walk: one thread goes through the tree in canonical order, and says what is to be read.
+//! The thread that walks through the tree in canonical order, and queues files for the readers.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -11,26 +11,25 @@ use std::vec;
 use rustix::fs::{AtFlags, FileType, Stat, fstat, readlinkat, statat};
 use rustix::io::Errno;
 
-use super::read::{Outcome, Read, Task, Unread};
+use super::read::{FileTask, Outcome, ReadResult, Task};
 use super::{
     OtherFileSystems, PIECE_BYTES, Problem, ProblemKind, Scan, ScanError, ScanOptions, ScannedOwnership,
     Shared,
 };
 use crate::cache::{Content, Fingerprint, StatCache};
 use crate::dirs::Cursor;
-use crate::manifest::{
-    DeviceKind, Entry, EntryKind, InvalidManifest, Limits, MAX_PATH_BYTES, Manifest, as_path,
-};
+use crate::entry::{DeviceKind, Entry, EntryKind, MAX_PATH_BYTES, as_path};
+use crate::manifest::{InvalidManifest, Limits, Manifest};
 use crate::xattrs;
 
-/// Files that are handed to a thread together, if they are small.
+/// Maximum number of small files in a batch.
 const BATCH_FILES: usize = 32;
 
-/// Most directories that stay open for the files of one batch. With those of the queue and of all threads, a scan keeps
-/// about a hundred open.
+/// Maximum number of directories that stay open for the files of a batch. With all batches of the queue and of the threads,
+/// a scan keeps about a hundred directories open.
 const BATCH_DIRECTORIES: usize = 2;
 
-/// A directory whose names are being gone through.
+/// A directory on the current path of the walk, with its remaining names.
 struct Level {
     path: Vec<u8>,
     names: vec::IntoIter<Vec<u8>>,
@@ -42,34 +41,34 @@ pub(super) struct Walk<'a> {
     cache: Option<&'a StatCache>,
     shared: &'a Shared<'a>,
     device: u64,
-    /// For each device that was seen, how far the sizes of its files can be trusted.
-    sizes: HashMap<u64, Sizes>,
-    /// The first path of each file that has several.
+    /// Reliability of file sizes, by device.
+    sizes: HashMap<u64, SizeTrust>,
+    /// Entry of the first path of each file with several links, by device and inode.
     linked: HashMap<(u64, u64), usize>,
     batch: Vec<Task>,
     batch_bytes: u64,
-    /// The directory of the last file of the batch, and how many there are.
+    /// The directory of the last file of the batch, and the number of directories in the batch.
     batch_directories: (Option<Arc<OwnedFd>>, usize),
     listing: Vec<u8>,
-    /// Names that are still to be visited, of all levels.
+    /// Number of remaining names of all levels.
     held: u64,
-    walked: Walked,
+    walked: WalkResult,
 }
 
-/// What the walk found.
+/// The result of the walk.
 #[derive(Default)]
-pub(super) struct Walked {
+pub(super) struct WalkResult {
     entries: Vec<Entry>,
-    /// For each entry that is a file, what it was found to be.
+    /// Fingerprints of files.
     fingerprints: HashMap<usize, Fingerprint>,
-    /// Entries that turned out to be unreadable.
+    /// Unreadable entries, which are left out.
     left_out: HashMap<usize, Errno>,
     problems: Vec<Problem>,
-    /// Files that changed while they were read: nothing to remember.
+    /// Files that changed while they were read. The cache must not contain them.
     changed: HashSet<usize>,
-    /// For each file that has an extended attribute which does not travel, the name of that.
+    /// Names of extended attributes that manifests do not include, one per file.
     attributes: HashMap<usize, Vec<u8>>,
-    /// Files that the cache knew.
+    /// Files that the cache contained.
     known: HashSet<usize>,
     files_read: u64,
 }
@@ -94,17 +93,17 @@ impl<'a> Walk<'a> {
             batch_directories: (None, 0),
             listing: Vec::with_capacity(64 << 10),
             held: 0,
-            walked: Walked::default(),
+            walked: WalkResult::default(),
         }
     }
 
-    pub(super) fn run(mut self) -> Result<Walked, ScanError> {
+    pub(super) fn run(mut self) -> Result<WalkResult, ScanError> {
         let root = self.cursor.root().clone();
         let stat = fstat(&root).map_err(|error| ScanError::Root(error.into()))?;
         self.device = stat.st_dev;
         let found = xattrs::find(&root, false).map_err(|error| ScanError::Root(error.into()))?;
-        self.leave_out(b"", &found.left_out);
-        self.walked.entries.push(self.entry(Vec::new(), &stat, found.travelling, EntryKind::Directory));
+        self.note_skipped_xattr(b"", &found.skipped);
+        self.walked.entries.push(self.entry(Vec::new(), &stat, found.portable, EntryKind::Directory));
         let names = self.list(&[], &root).map_err(|error| ScanError::Root(error.into()))?;
         self.check_limits()?;
 
@@ -134,7 +133,7 @@ impl<'a> Walk<'a> {
         Ok(self.walked)
     }
 
-    /// Ends the walk when its memory would exceed what a manifest may hold, before the manifest is made.
+    /// Ends the walk when its memory exceeds the limits of a manifest.
     fn check_limits(&self) -> Result<(), InvalidManifest> {
         let limits = self.options.limits;
         if self.walked.entries.len() as u64 > limits.entries || self.held > limits.entries {
@@ -143,7 +142,7 @@ impl<'a> Walk<'a> {
         self.shared.check()
     }
 
-    /// Takes in what stands at a path; if that is a directory, the names in it.
+    /// Adds the entry at a path. Returns the names in a directory.
     fn visit(
         &mut self,
         parent: &[u8],
@@ -165,18 +164,18 @@ impl<'a> Walk<'a> {
         if is_directory {
             return self.enter(path);
         }
-        if self.is_another_link(path, &stat) {
+        if self.add_hard_link(path, &stat) {
             return Ok(None);
         }
 
         let kind = match file_type {
             FileType::RegularFile => {
-                self.file(directory, name, path, &stat);
+                self.add_file(directory, name, path, &stat);
                 return Ok(None);
             }
             FileType::Symlink => {
                 let target = readlinkat(&directory, name, Vec::new())?.into_bytes();
-                self.shared.keep_more(target.len());
+                self.shared.reserve_bytes(target.len());
                 EntryKind::Symlink { target }
             }
             FileType::Fifo => EntryKind::Fifo,
@@ -198,21 +197,21 @@ impl<'a> Walk<'a> {
         let (stat, found) = match &opened {
             Ok(directory) => (fstat(directory)?, xattrs::find(directory, false)?),
             Err(error) => {
-                // It is there, but may not be opened: an entry without what it holds.
-                let (parent, name) = crate::manifest::split(path);
+                // A directory that cannot be opened becomes an entry without contents.
+                let (parent, name) = crate::entry::split(path);
                 let parent = self.cursor.go(parent).map_err(errno)?;
                 let stat = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
                 if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
                     return Err(*error);
                 }
-                (stat, xattrs::Found::default())
+                (stat, xattrs::FileXattrs::default())
             }
         };
         let elsewhere =
             stat.st_dev != self.device && self.options.other_file_systems == OtherFileSystems::Leave;
-        self.leave_out(path, &found.left_out);
-        self.shared.keep_xattrs(&found.travelling);
-        let entry = self.entry(path.to_vec(), &stat, found.travelling, EntryKind::Directory);
+        self.note_skipped_xattr(path, &found.skipped);
+        self.shared.reserve_xattrs(&found.portable);
+        let entry = self.entry(path.to_vec(), &stat, found.portable, EntryKind::Directory);
         self.walked.entries.push(entry);
         if elsewhere {
             return Ok(None);
@@ -221,21 +220,21 @@ impl<'a> Walk<'a> {
         self.list(path, &directory).map(Some)
     }
 
-    /// Takes note of an extended attribute that does not travel, if there is one.
-    fn leave_out(&mut self, path: &[u8], xattr: &[u8]) {
+    /// Records the name of an extended attribute that manifests do not include. `xattr` is empty if there is none.
+    fn note_skipped_xattr(&mut self, path: &[u8], xattr: &[u8]) {
         if !xattr.is_empty() {
-            self.shared.keep_path(path.len() + xattr.len());
+            self.shared.reserve_path(path.len() + xattr.len());
             self.walked.skipped_xattr(path, xattr);
         }
     }
 
-    /// The names in a directory, in order. Each becomes an entry or a problem with its path.
+    /// Returns the names in a directory, in order. Each name becomes an entry or a problem.
     fn list(&mut self, path: &[u8], directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
         let (held, shared, most) = (&mut self.held, self.shared, self.options.limits.entries);
         let keep = |name: &[u8]| {
-            shared.keep_path(path.len() + 1 + name.len());
+            shared.reserve_path(path.len() + 1 + name.len());
             *held += 1;
-            // One more than may be held is as many as are needed to know.
+            // One name above the limit suffices to detect that the limit is exceeded.
             *held <= most.saturating_add(1) && shared.check().is_ok()
         };
         let mut names = crate::dirs::list(directory, &mut self.listing, keep)?;
@@ -243,8 +242,8 @@ impl<'a> Walk<'a> {
         Ok(names.into_iter())
     }
 
-    /// Whether this is a file that was found before at another path; then it is taken in as a link to that.
-    fn is_another_link(&mut self, path: &[u8], stat: &Stat) -> bool {
+    /// Adds a hard link if the file was found before at another path. Returns whether it was.
+    fn add_hard_link(&mut self, path: &[u8], stat: &Stat) -> bool {
         if stat.st_nlink < 2 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return false;
         }
@@ -254,7 +253,7 @@ impl<'a> Walk<'a> {
             return false;
         }
         let to = self.walked.entries[first].path.clone();
-        self.shared.keep_more(to.len());
+        self.shared.reserve_bytes(to.len());
         self.walked.entries.push(Entry {
             path: path.to_vec(),
             mode: 0,
@@ -268,8 +267,8 @@ impl<'a> Walk<'a> {
         true
     }
 
-    /// Takes in a file: as it is known, or to be read.
-    fn file(&mut self, directory: Arc<OwnedFd>, name: &[u8], path: &[u8], stat: &Stat) {
+    /// Adds a file with its cached content, or queues it for the readers.
+    fn add_file(&mut self, directory: Arc<OwnedFd>, name: &[u8], path: &[u8], stat: &Stat) {
         let index = self.walked.entries.len();
         let fingerprint = Fingerprint::of(stat);
         let size_bytes = stat.st_size.cast_unsigned();
@@ -284,8 +283,8 @@ impl<'a> Walk<'a> {
             self.walked.fingerprints.insert(index, fingerprint);
         }
         if is_known {
-            if let Some(xattr) = self.cache.and_then(|cache| cache.left_out(path)) {
-                self.leave_out(path, xattr);
+            if let Some(xattr) = self.cache.and_then(|cache| cache.skipped_xattr(path)) {
+                self.note_skipped_xattr(path, xattr);
                 self.walked.attributes.insert(index, xattr.to_vec());
             }
             self.walked.known.insert(index);
@@ -293,7 +292,7 @@ impl<'a> Walk<'a> {
             return;
         }
         self.walked.files_read += 1;
-        // Files whose blocks cannot hold all of their bytes have holes, or are compressed: that takes a closer look.
+        // A file with fewer blocks than its size has holes or is compressed.
         let may_have_holes = stat.st_blocks.cast_unsigned().saturating_mul(512) < size_bytes;
         let (last, directories) = &self.batch_directories;
         if last.as_ref().is_none_or(|last| !Arc::ptr_eq(last, &directory)) {
@@ -302,7 +301,7 @@ impl<'a> Walk<'a> {
             }
             self.batch_directories = (Some(directory.clone()), self.batch_directories.1 + 1);
         }
-        let file = Unread {
+        let file = FileTask {
             entry: index,
             directory,
             name: name.to_vec(),
@@ -319,9 +318,9 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// How far the sizes of files on a device can be trusted, of which `directory` is one.
-    fn sizes(&mut self, directory: &OwnedFd, device: u64) -> Sizes {
-        *self.sizes.entry(device).or_insert_with(|| Sizes::of(directory))
+    /// Returns the reliability of file sizes on `device`, the device of `directory`.
+    fn sizes(&mut self, directory: &OwnedFd, device: u64) -> SizeTrust {
+        *self.sizes.entry(device).or_insert_with(|| SizeTrust::of(directory))
     }
 
     fn send_batch(&mut self) {
@@ -339,7 +338,7 @@ impl<'a> Walk<'a> {
             ScannedOwnership::Root => (0, 0),
         };
         let mut mode = if matches!(kind, EntryKind::Symlink { .. }) { 0 } else { stat.st_mode & 0o7777 };
-        // Under another owner these would give away rights that nobody gave.
+        // With another owner, these bits would grant rights that no user has granted.
         if uid != stat.st_uid {
             mode &= !0o4000;
         }
@@ -359,22 +358,22 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// How far the sizes of the files of a file system can be trusted.
+/// The reliability of file sizes on a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sizes {
-    /// All of them.
-    Right,
-    /// A file that says that it is empty may have content.
-    RightUnlessZero,
-    /// None: the kernel makes the content when it is read.
-    MadeUp,
+enum SizeTrust {
+    /// All sizes are exact.
+    Exact,
+    /// Sizes are exact, but a file of size 0 may have content.
+    ExactUnlessZero,
+    /// No size is exact, because the kernel generates the content when a process reads it.
+    Unreliable,
 }
 
-impl Sizes {
+impl SizeTrust {
     fn of(directory: &OwnedFd) -> Self {
-        /// What `linux/magic.h` calls proc, sysfs, debugfs, tracefs, securityfs, both kinds of cgroups, resctrl,
+        /// Magic numbers in `linux/magic.h` of proc, sysfs, debugfs, tracefs, securityfs, both kinds of cgroups, resctrl,
         /// bpf, configfs, binfmt_misc, selinuxfs, smackfs and xenfs.
-        const MADE_UP: [i64; 14] = [
+        const GENERATED: [i64; 14] = [
             0x9fa0,
             0x6265_6572,
             0x6462_6720,
@@ -394,18 +393,18 @@ impl Sizes {
         #[allow(clippy::unnecessary_cast, clippy::cast_lossless)]
         // The field differs from architecture to architecture.
         match rustix::fs::fstatfs(directory).map(|found| found.f_type as i64 & 0xffff_ffff) {
-            Ok(FUSE) => Self::RightUnlessZero,
-            Ok(kind) if MADE_UP.contains(&kind) => Self::MadeUp,
-            _ => Self::Right,
+            Ok(FUSE) => Self::ExactUnlessZero,
+            Ok(kind) if GENERATED.contains(&kind) => Self::Unreliable,
+            _ => Self::Exact,
         }
     }
 
-    /// Whether a file with this size may have another one.
+    /// Whether the real size of a file with this size is unknown.
     fn are_unknown(self, size_bytes: u64) -> bool {
         match self {
-            Self::Right => false,
-            Self::RightUnlessZero => size_bytes == 0,
-            Self::MadeUp => true,
+            Self::Exact => false,
+            Self::ExactUnlessZero => size_bytes == 0,
+            Self::Unreliable => true,
         }
     }
 }
@@ -418,7 +417,7 @@ fn errno(error: io::Error) -> Errno {
     Errno::from_io_error(&error).unwrap_or(Errno::IO)
 }
 
-impl Walked {
+impl WalkResult {
     fn skipped_xattr(&mut self, path: &[u8], xattr: &[u8]) {
         let what = ProblemKind::SkippedXattr(String::from_utf8_lossy(xattr).into_owned());
         self.problems.push(Problem { path: as_path(path).to_owned(), what });
@@ -426,16 +425,16 @@ impl Walked {
 
     fn problem(&mut self, path: &[u8], error: Errno) {
         let what = match error {
-            // It was there when its name was listed, and was what its entry said.
+            // The entry existed, with another type, when its name was listed.
             Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::STALE => ProblemKind::ChangedWhileRead,
             error => ProblemKind::Unreadable(error.into()),
         };
         self.problems.push(Problem { path: as_path(path).to_owned(), what });
     }
 
-    /// Takes in what the readers read.
-    pub(super) fn take_in(&mut self, read: Vec<Read>) {
-        for Read { entry: index, outcome } in read {
+    /// Adds the results of the readers.
+    pub(super) fn add_results(&mut self, read: Vec<ReadResult>) {
+        for ReadResult { entry: index, outcome } in read {
             let path = self.entries[index].path.clone();
             match outcome {
                 Outcome::Content(content) => {
@@ -451,7 +450,7 @@ impl Walked {
                         *size_bytes = read;
                     }
                 }
-                Outcome::LeftOut(xattr) => {
+                Outcome::SkippedXattr(xattr) => {
                     self.skipped_xattr(&path, &xattr);
                     self.attributes.insert(index, xattr);
                 }
@@ -471,7 +470,7 @@ impl Walked {
         if self.left_out.is_empty() {
             return;
         }
-        // What is another link to a file that cannot be read cannot be read either.
+        // Further links to an unreadable file are unreadable, too.
         let unreadable: HashMap<&[u8], Errno> =
             self.left_out.iter().map(|(index, error)| (&self.entries[*index].path[..], *error)).collect();
         let links: Vec<_> = (0..)
@@ -488,11 +487,11 @@ impl Walked {
         }
     }
 
-    /// What the next scan need not read.
+    /// Returns the cache for the next scan.
     pub(super) fn cache(&self, started: SystemTime, settle: Duration) -> StatCache {
         let mut cache = StatCache::new();
         for (index, fingerprint) in &self.fingerprints {
-            // What was known is what it was when it was trusted for the first time.
+            // A cached file has settled before.
             if !(self.known.contains(index) || fingerprint.settled(started, settle))
                 || self.left_out.contains_key(index)
                 || self.changed.contains(index)
@@ -503,7 +502,7 @@ impl Walked {
             let content = Content { xattrs: entry.xattrs.clone(), extents: entry.extents().to_vec() };
             cache.insert(entry.path.clone(), *fingerprint, content);
             if let Some(xattr) = self.attributes.get(index) {
-                cache.insert_left_out(entry.path.clone(), xattr.clone());
+                cache.insert_skipped_xattr(entry.path.clone(), xattr.clone());
             }
         }
         cache
@@ -514,7 +513,7 @@ impl Walked {
         let entries = (0..).zip(self.entries).filter(|(index, _)| !left_out.contains_key(index));
         let manifest = Manifest::new(entries.map(|(_, entry)| entry), limits)?;
         self.problems.sort_by(|a, b| {
-            crate::manifest::compare_paths(a.path.as_os_str().as_bytes(), b.path.as_os_str().as_bytes())
+            crate::entry::compare_paths(a.path.as_os_str().as_bytes(), b.path.as_os_str().as_bytes())
         });
         Ok(Scan {
             manifest,

@@ -1,28 +1,31 @@
-//! Comparing: whether an archive holds a tree that is known.
+//! Comparison of an archive with a known tree.
 
 use std::io::Read;
 use std::ops::Range;
 
 use domain::Digest;
 
-use super::members::{Members, What};
+use super::members::{MemberKind, Members};
 use super::read::{ArchiveError, ArchiveReader, file_at};
 use super::tree::Tree;
-use crate::manifest::{Entry, EntryKind, Extent, Limits, MAX_EXTENT_BYTES, Manifest, as_path};
+use crate::entry::{Entry, EntryKind, Extent, MAX_EXTENT_BYTES, as_path};
+use crate::manifest::{Limits, Manifest};
 
 impl<R: Read> ArchiveReader<R> {
-    /// Makes sure that the archive holds the tree of `manifest` and nothing else, as far as plain tar says what a tree is: parts of seconds and
-    /// extended attributes are passed over, and a hole is zeroes. `sink` is told the length of each extent that is as it should be.
+    /// Checks that the archive contains exactly the tree of `manifest`, within the precision of plain tar. Fractions of
+    /// seconds and extended attributes are ignored, and holes are zeroes. Calls `sink` with the length of each verified
+    /// extent.
     ///
     /// # Errors
     ///
-    /// It cannot be read, is refused, or does not end as archives end; or it holds something else: [`ArchiveError::Changed`].
+    /// Fails if the archive cannot be read, is rejected or is truncated. If it contains another tree, the error is
+    /// [`ArchiveError::Changed`].
     pub fn compare(mut self, manifest: &Manifest, mut sink: impl FnMut(u64)) -> Result<(), ArchiveError> {
         let mut tree = Tree::new(Limits::of_process());
         let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
         while let Some(member) = self.members.next()? {
             let mut extents = Vec::new();
-            if let What::File { size_bytes } = member.what {
+            if let MemberKind::File { size_bytes } = member.kind {
                 let changed = || ArchiveError::Changed { path: as_path(&member.path).to_owned() };
                 let wanted = file_at(manifest, &member.path).ok_or_else(changed)?;
                 let wanted = &manifest.entries()[wanted];
@@ -59,7 +62,7 @@ impl<R: Read> ArchiveReader<R> {
     }
 }
 
-/// Whether there is nothing but zeroes in a part of a file, of which these regions have data.
+/// Whether a part of a file with these data regions consists of zeroes.
 fn zeroes<R: Read>(
     members: &mut Members<R>,
     regions: &[Range<u64>],
@@ -81,7 +84,7 @@ fn zeroes<R: Read>(
     Ok(true)
 }
 
-/// The first entry that is not the same in both trees.
+/// Returns the first entry that differs between the trees.
 fn differs<'e>(wanted: &'e [Entry], found: &'e [Entry]) -> Option<&'e Entry> {
     let same = |(wanted, found): &(&Entry, &Entry)| {
         (&wanted.path, wanted.mode, wanted.uid, wanted.gid, wanted.mtime_seconds, &wanted.kind)

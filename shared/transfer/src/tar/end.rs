@@ -1,33 +1,35 @@
-//! Where an archive ends, for whoever passes one on.
+//! Detection of the end of an archive while it is forwarded.
 
 use super::header::{self, Block};
 use super::pax::{self, Records};
 use super::{BLOCK_BYTES, MAX_EXTENSION_BYTES};
 
-/// Follows an archive as its bytes pass by, in pieces of any size, to know its end from two blocks of zeroes in a file. It takes no more of an
-/// archive apart than that needs; [`ArchiveReader`](crate::ArchiveReader) does.
+/// A parser that detects the end of an archive. The archive may come in pieces of any size.
+///
+/// The parser distinguishes the two zero blocks at the end from zero blocks in a file. It parses only what this requires,
+/// unlike [`ArchiveReader`](crate::ArchiveReader).
 #[derive(Debug)]
 pub struct ArchiveEnd {
     state: State,
-    /// A block, as far as it has come.
+    /// The received part of the current block.
     block: Block,
     filled: usize,
-    /// Records for the next entry, or for all, as they come.
+    /// The received records for the next entry or for all entries.
     extended: Vec<u8>,
-    /// Whether they are for all.
+    /// Whether the records are for all entries.
     for_all: bool,
-    /// The size that they give it.
+    /// The size of the next entry according to its records.
     next_size: Option<u64>,
 }
 
 #[derive(Debug)]
 enum State {
     Header,
-    /// One block of zeroes has been seen.
+    /// After the first zero block.
     MaybeEnd,
-    /// More of the map of a file with holes, then so much data.
+    /// In the map of a file with holes, followed by this many bytes of data.
     Map(u64),
-    /// Bytes of an entry with their padding; the first so many of them are records.
+    /// In the padded content of an entry. The first `records` bytes are records.
     Data {
         records: usize,
         left: u64,
@@ -35,10 +37,10 @@ enum State {
     Ended,
 }
 
-/// What passes by is no tar archive, or one that something follows.
+/// The bytes are not a tar archive, or the archive is followed by other bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct NoArchive(&'static str);
+pub struct NotAnArchive(&'static str);
 
 impl Default for ArchiveEnd {
     fn default() -> Self {
@@ -54,32 +56,33 @@ impl Default for ArchiveEnd {
 }
 
 impl ArchiveEnd {
-    /// Whether the archive is complete. Padding may follow.
+    /// Whether the end of the archive was received. Padding may follow.
     #[must_use]
     pub fn is_there(&self) -> bool {
         matches!(self.state, State::Ended)
     }
 
-    /// Some more of the archive passes by.
+    /// Parses more bytes of the archive.
     ///
     /// # Errors
     ///
-    /// This is no archive, or something comes after it.
-    pub fn push(&mut self, bytes: &[u8]) -> Result<(), NoArchive> {
+    /// Fails if the bytes are not an archive, or if other bytes follow the archive.
+    pub fn push(&mut self, bytes: &[u8]) -> Result<(), NotAnArchive> {
         self.pass(bytes, None)
     }
 
-    /// The same. What passes by is added to `nameless`, as soon as it is known what it is, without the names of users and groups.
+    /// Parses more bytes of the archive. Appends them to `nameless` without the names of users and groups, as soon as their
+    /// meaning is known.
     pub(super) fn pass(
         &mut self,
         mut bytes: &[u8],
         mut nameless: Option<&mut Vec<u8>>,
-    ) -> Result<(), NoArchive> {
+    ) -> Result<(), NotAnArchive> {
         while !bytes.is_empty() {
             match &mut self.state {
                 State::Ended => {
                     if bytes.iter().any(|byte| *byte != 0) {
-                        return Err(NoArchive("something follows the end of the archive"));
+                        return Err(NotAnArchive("cannot forward the archive: other bytes follow its end"));
                     }
                     if let Some(nameless) = nameless {
                         nameless.extend_from_slice(bytes);
@@ -102,7 +105,7 @@ impl ArchiveEnd {
                     }
                     bytes = &bytes[taken..];
                     if *left == 0 {
-                        self.entry_done()?;
+                        self.end_entry()?;
                     }
                 }
                 State::Header | State::MaybeEnd | State::Map(_) => {
@@ -127,12 +130,12 @@ impl ArchiveEnd {
         Ok(())
     }
 
-    /// What has come of a block that is not whole.
+    /// Returns the received part of an incomplete block.
     pub(super) fn unfinished(&self) -> &[u8] {
         &self.block[..self.filled]
     }
 
-    fn read_block(&mut self) -> Result<(), NoArchive> {
+    fn read_block(&mut self) -> Result<(), NotAnArchive> {
         if let State::Map(size) = self.state {
             let (_, continues) = header::old_regions(&self.block, false);
             if !continues {
@@ -144,25 +147,27 @@ impl ArchiveEnd {
             self.state = if matches!(self.state, State::MaybeEnd) { State::Ended } else { State::MaybeEnd };
             return Ok(());
         }
-        // GNU tar, too, takes a lone block of zeroes for a mistake, but no sender of ours makes one.
+        // GNU tar tolerates a single zero block, but no sender of Gantry writes one.
         if matches!(self.state, State::MaybeEnd) {
-            return Err(NoArchive("a single block of zeroes between entries"));
+            return Err(NotAnArchive(
+                "cannot forward the archive: there is a single zero block between entries",
+            ));
         }
         if !header::is_sealed(&self.block) {
-            return Err(NoArchive("a header with a wrong sum"));
+            return Err(NotAnArchive("cannot forward the archive: a header has a wrong checksum"));
         }
         let size = header::number(&self.block[header::SIZE]).and_then(|size| u64::try_from(size).ok());
-        let size = size.ok_or(NoArchive("a header without a size"))?;
+        let size = size.ok_or(NotAnArchive("cannot forward the archive: a header has no valid size"))?;
         match header::kind(&self.block) {
             b'x' | b'g' if size > MAX_EXTENSION_BYTES as u64 => {
-                return Err(NoArchive("an extended header that is too large"));
+                return Err(NotAnArchive("cannot forward the archive: an extended header is too large"));
             }
             kind @ (b'x' | b'g') => {
                 self.for_all = kind == b'g';
                 self.data(size, true);
             }
             b'L' | b'K' => self.data(size, false),
-            // Links, devices, directories and pipes have no contents, whatever they say.
+            // Links, devices, directories and pipes have no contents, even if their headers have a size.
             b'1'..=b'6' => {
                 self.next_size = None;
                 self.state = State::Header;
@@ -185,7 +190,7 @@ impl ArchiveEnd {
         }
     }
 
-    fn entry_done(&mut self) -> Result<(), NoArchive> {
+    fn end_entry(&mut self) -> Result<(), NotAnArchive> {
         self.state = State::Header;
         if self.extended.is_empty() || self.for_all {
             self.extended.clear();
@@ -193,7 +198,7 @@ impl ArchiveEnd {
             return Ok(());
         }
         let mut records = Records::default();
-        records.add(&std::mem::take(&mut self.extended)).map_err(NoArchive)?;
+        records.add(&std::mem::take(&mut self.extended)).map_err(NotAnArchive)?;
         self.next_size = records.size.or(self.next_size);
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! One header block: where its fields are, and how numbers are written.
+//! Header blocks of archives: the ranges of their fields, and the encoding of numbers.
 
 use std::ops::Range;
 
@@ -16,13 +16,13 @@ const CHECKSUM: Range<usize> = 148..156;
 const TYPE: usize = 156;
 pub(super) const LINK: Range<usize> = 157..257;
 const MAGIC: Range<usize> = 257..265;
-/// Names of the user and of the group.
+/// Range of the names of the user and of the group.
 const NAMES: Range<usize> = 265..329;
 pub(super) const MAJOR: Range<usize> = 329..337;
 pub(super) const MINOR: Range<usize> = 337..345;
 const PREFIX: Range<usize> = 345..500;
 
-/// Regions in a header of GNU tar's old format for files with holes, and in each block that follows it.
+/// Ranges of GNU tar's old format for files with holes: in the header, and in each following block of the map.
 const OLD_REGIONS: Range<usize> = 386..482;
 const OLD_CONTINUES: usize = 482;
 const OLD_SIZE: Range<usize> = 483..495;
@@ -31,12 +31,12 @@ const MORE_CONTINUES: usize = 504;
 
 const POSIX_MAGIC: &[u8; 8] = b"ustar\x0000";
 
-/// The bytes before the first NUL.
+/// Returns the bytes before the first NUL.
 pub(super) fn text(field: &[u8]) -> &[u8] {
     field.split(|byte| *byte == 0).next().unwrap_or_default()
 }
 
-/// A number: octal digits, or base 256 if the first bit is set. An empty field is 0.
+/// Parses a number: octal digits, or base 256 if the first bit is set. An empty field is 0.
 pub(super) fn number(field: &[u8]) -> Option<i64> {
     let (first, rest) = field.split_first()?;
     if first & 0x80 != 0 {
@@ -55,7 +55,7 @@ pub(super) fn number(field: &[u8]) -> Option<i64> {
     })
 }
 
-/// Writes a number: octal digits and NUL if they suffice, else base 256.
+/// Writes a number as octal digits and NUL if they suffice, otherwise in base 256.
 pub(super) fn put_number(field: &mut [u8], value: i64) {
     let digits = field.len() - 1;
     if value >= 0 && value.checked_shr(digits as u32 * 3).unwrap_or(0) == 0 {
@@ -67,14 +67,15 @@ pub(super) fn put_number(field: &mut [u8], value: i64) {
     let sign = if value < 0 { 0xff } else { 0 };
     field.fill(sign);
     let bytes = value.to_be_bytes();
-    // No field that needs this is shorter than 8, and the first byte of such a one is that of a 32 bit number: free.
+    // Fields that need base 256 have at least 8 bytes. In fields of 8 bytes the numbers have 32 bits, so the first byte is
+    // free.
     let length = bytes.len().min(field.len());
     let start = field.len() - length;
     field[start..].copy_from_slice(&bytes[bytes.len() - length..]);
     field[0] |= 0x80;
 }
 
-/// A header with a type and a name, cut off if it is too long.
+/// Creates a header with a type and a name. Truncates a long name.
 pub(super) fn new(kind: u8, name: &[u8]) -> Block {
     let mut block = [0; BLOCK_BYTES];
     put_text(&mut block[NAME], name);
@@ -92,13 +93,13 @@ pub(super) fn put_text(field: &mut [u8], text: &[u8]) {
     field[..length].copy_from_slice(&text[..length]);
 }
 
-/// Puts the checksum in, which comes last.
+/// Writes the checksum. All other fields must be complete.
 pub(super) fn seal(block: &mut Block) {
     let sum = checksums(block).0;
     block[CHECKSUM].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
 }
 
-/// Takes the names of user and group out of a header, if there is room for them in its format.
+/// Removes the names of user and group from a header, if its format has them.
 pub(super) fn blank_names(block: &mut Block) {
     if block[MAGIC].starts_with(b"ustar") && block[NAMES].iter().any(|byte| *byte != 0) {
         block[NAMES].fill(0);
@@ -106,7 +107,7 @@ pub(super) fn blank_names(block: &mut Block) {
     }
 }
 
-/// Whether the checksum is right. Old programs added signed bytes.
+/// Whether the checksum is right. Old programs sum signed bytes.
 pub(super) fn is_sealed(block: &Block) -> bool {
     let (unsigned, signed) = checksums(block);
     number(&block[CHECKSUM]).is_some_and(|sum| sum == unsigned || sum == signed)
@@ -122,14 +123,14 @@ pub(super) fn kind(block: &Block) -> u8 {
     block[TYPE]
 }
 
-/// The path as the header alone has it.
+/// Returns the path in a header, without regard to records.
 pub(super) fn path(block: &Block) -> Vec<u8> {
     let name = text(&block[NAME]);
     let prefix = if block[MAGIC].starts_with(b"ustar\0") { text(&block[PREFIX]) } else { &[] };
     if prefix.is_empty() { name.to_vec() } else { [prefix, b"/", name].concat() }
 }
 
-/// Regions of data of a file in GNU tar's old format, and whether another block with more of them follows.
+/// Returns the data regions of a file in GNU tar's old format, and whether another block of the map follows.
 pub(super) fn old_regions(block: &Block, is_first: bool) -> (impl Iterator<Item = Option<(u64, u64)>>, bool) {
     let (regions, continues) =
         if is_first { (OLD_REGIONS, OLD_CONTINUES) } else { (MORE_REGIONS, MORE_CONTINUES) };
@@ -139,7 +140,7 @@ pub(super) fn old_regions(block: &Block, is_first: bool) -> (impl Iterator<Item 
     (parsed, block[continues] != 0)
 }
 
-/// Size of such a file with its holes.
+/// Returns the size, including holes, of a file in GNU tar's old format.
 pub(super) fn old_size(block: &Block) -> Option<u64> {
     number(&block[OLD_SIZE]).and_then(|size| u64::try_from(size).ok())
 }
@@ -151,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_octal_as_long_as_they_can() {
+    fn numbers_are_octal_if_they_fit() {
         let mut field = [0; 8];
         put_number(&mut field, 0o7_777_777);
         assert_eq!(&field, b"7777777\0");
@@ -166,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn numbers_come_back(value in any::<i64>(), small in any::<u32>()) {
+        fn numbers_round_trip(value in any::<i64>(), small in any::<u32>()) {
             let mut field = [0; 12];
             put_number(&mut field, value);
             prop_assert_eq!(number(&field), Some(value));
@@ -176,7 +177,7 @@ mod tests {
         }
 
         #[test]
-        fn any_field_is_a_number_or_not(field in proptest::collection::vec(any::<u8>(), 0..40)) {
+        fn number_accepts_any_field(field in proptest::collection::vec(any::<u8>(), 0..40)) {
             number(&field);
         }
     }

@@ -1,4 +1,4 @@
-//! The members of an archive, one after the other, with their content.
+//! The members of an archive, in order, with their content.
 
 use std::io::{self, BufReader, Read};
 use std::ops::Range;
@@ -7,20 +7,20 @@ use super::header::{self, Block};
 use super::pax::{self, Records};
 use super::read::ArchiveError;
 use super::{BLOCK_BYTES, padding};
-use crate::manifest::{DeviceKind, MAX_FILE_BYTES, MAX_PATH_BYTES, Xattr, as_path};
+use crate::entry::{DeviceKind, MAX_FILE_BYTES, MAX_PATH_BYTES, Xattr, as_path};
 
-/// Most bytes of headers that belong to one entry: PAX records, long names.
+/// Maximum bytes of the extension headers of an entry: PAX records and long names.
 pub const MAX_EXTENSION_BYTES: usize = 4 << 20;
-/// Most regions of data between the holes of one file.
+/// Maximum number of data regions of a file.
 pub const MAX_REGIONS: usize = 1 << 20;
 
-/// How much is read at least, as there are many small headers.
+/// Bytes of the read buffer. Archives have many small headers.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// How much of what came last is kept, for saying what went wrong.
+/// Number of last received bytes that are kept for error messages.
 const TAIL_BYTES: usize = 1024;
 
-/// What an archive says of one path.
+/// A member of an archive.
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) path: Vec<u8>,
@@ -29,13 +29,13 @@ pub(super) struct Member {
     pub(super) gid: u32,
     pub(super) mtime: (i64, u32),
     pub(super) xattrs: Vec<Xattr>,
-    pub(super) what: What,
+    pub(super) kind: MemberKind,
 }
 
 #[derive(Debug)]
-pub(super) enum What {
+pub(super) enum MemberKind {
     Directory,
-    /// Its data is what the [`Members`] are at.
+    /// A file. [`Members`] is positioned at its data.
     File {
         size_bytes: u64,
     },
@@ -49,15 +49,16 @@ pub(super) enum What {
     },
 }
 
-/// Reads an archive, member by member.
+/// A reader of an archive, member by member.
 #[derive(Debug)]
 pub(super) struct Members<R> {
     source: Source<R>,
-    /// Where the data of the current member belongs: ascending, not empty, apart or touching. Each region begins at a
-    /// block of the archive.
+    /// Data regions of the current member: ascending, not empty, without overlap. Each region starts at a block of the
+    /// archive.
     regions: Vec<Range<u64>>,
-    /// The first region that is not behind us, and where in the file we are.
+    /// Index of the current region.
     region: usize,
+    /// Current offset in the file.
     at: u64,
 }
 
@@ -68,7 +69,7 @@ impl<R: Read> Members<R> {
         Self { source, regions: Vec::new(), region: 0, at: 0 }
     }
 
-    /// The next member, or `None` if the archive has ended as it should.
+    /// Reads the next member. Returns `None` at a proper end of the archive.
     pub(super) fn next(&mut self) -> Result<Option<Member>, ArchiveError> {
         self.seek(u64::MAX)?;
         let mut records = Records::default();
@@ -78,7 +79,7 @@ impl<R: Read> Members<R> {
             let Some(block) = self.source.header()? else {
                 return match (records.is_empty(), long_path.or(long_link)) {
                     (true, None) => Ok(None),
-                    _ => Err(self.source.malformed("the archive ends before the entry that a header is for")),
+                    _ => Err(self.source.malformed("the archive ends after an extension header")),
                 };
             };
             let mut extension = |source: &mut Source<R>| {
@@ -115,7 +116,7 @@ impl<R: Read> Members<R> {
         }
     }
 
-    /// Regions of data of the current member, those that touch made one.
+    /// Returns the data regions of the current member. Adjacent regions are joined.
     pub(super) fn data(&self) -> Vec<Range<u64>> {
         let mut data: Vec<Range<u64>> = Vec::new();
         for region in &self.regions {
@@ -127,8 +128,8 @@ impl<R: Read> Members<R> {
         data
     }
 
-    /// Reads what the current member holds from `offset` on, which does not lie before what was read already. Holes,
-    /// and what lies behind the end, are zeroes.
+    /// Reads content of the current member at `offset`, which must not be before the current offset. Holes, and bytes after
+    /// the end, are zeroes.
     pub(super) fn read(&mut self, offset: u64, buffer: &mut [u8]) -> Result<(), ArchiveError> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -157,7 +158,7 @@ impl<R: Read> Members<R> {
         Ok(())
     }
 
-    /// Skips what lies before `offset`, with the padding of regions that end there.
+    /// Skips the data before `offset`, and the padding of regions before it.
     fn seek(&mut self, offset: u64) -> Result<(), ArchiveError> {
         while let Some(region) = self.regions.get(self.region) {
             self.at = self.at.max(region.start);
@@ -185,7 +186,7 @@ impl<R: Read> Members<R> {
             (None, None) => header::path(block),
         };
         let is_slashed = raw_path.ends_with(b"/");
-        let path = normal(&raw_path)?;
+        let path = normalize_path(&raw_path)?;
         let field = |range, what| header::number(&block[range]).ok_or_else(|| malformed(&path, what));
         let id = |record: Option<u32>, range| match record {
             Some(id) => Ok(id),
@@ -205,10 +206,10 @@ impl<R: Read> Members<R> {
             None => size(block).ok_or_else(|| malformed(&path, "the size is malformed"))?,
         };
 
-        let kind = header::kind(block);
-        let what = match kind {
-            // Very old programs wrote directories as files whose name ends with a slash.
-            0 | b'0' | b'7' if is_slashed => What::Directory,
+        let code = header::kind(block);
+        let kind = match code {
+            // Very old programs write directories as files whose names end with a slash.
+            0 | b'0' | b'7' if is_slashed => MemberKind::Directory,
             0 | b'0' | b'7' | b'S' => {
                 let size_bytes = self.file(&path, block, stored, &records)?;
                 return Ok(Member {
@@ -218,13 +219,13 @@ impl<R: Read> Members<R> {
                     gid,
                     mtime,
                     xattrs: records.xattrs,
-                    what: What::File { size_bytes },
+                    kind: MemberKind::File { size_bytes },
                 });
             }
-            // Some say how large the file is; its data is never here.
+            // Some programs write the size of the file, but the data never follows.
             b'1' => {
                 return Ok(Member {
-                    what: What::HardLink(normal(&link())?),
+                    kind: MemberKind::HardLink(normalize_path(&link())?),
                     path,
                     mode,
                     uid,
@@ -233,29 +234,29 @@ impl<R: Read> Members<R> {
                     xattrs: records.xattrs,
                 });
             }
-            b'2' => What::Symlink(link()),
+            b'2' => MemberKind::Symlink(link()),
             b'3' | b'4' => {
                 let number = |range| {
                     let number = field(range, "a device number is malformed")?;
                     u32::try_from(number).map_err(|_| malformed(&path, "a device number is out of range"))
                 };
-                What::Device {
-                    kind: if kind == b'3' { DeviceKind::Character } else { DeviceKind::Block },
+                MemberKind::Device {
+                    kind: if code == b'3' { DeviceKind::Character } else { DeviceKind::Block },
                     major: number(header::MAJOR)?,
                     minor: number(header::MINOR)?,
                 }
             }
-            b'5' => What::Directory,
-            b'6' => What::Fifo,
-            _ => return Err(ArchiveError::Type { path: as_path(&path).to_owned(), kind: kind.into() }),
+            b'5' => MemberKind::Directory,
+            b'6' => MemberKind::Fifo,
+            _ => return Err(ArchiveError::Type { path: as_path(&path).to_owned(), kind: code.into() }),
         };
         if stored != 0 {
-            return Err(malformed(&path, "something that is no file has content"));
+            return Err(malformed(&path, "the entry is not a file, but has content"));
         }
-        Ok(Member { path, mode, uid, gid, mtime, xattrs: records.xattrs, what })
+        Ok(Member { path, mode, uid, gid, mtime, xattrs: records.xattrs, kind })
     }
 
-    /// Learns where the data of a file belongs, and says how large the file is.
+    /// Reads the data regions of a file. Returns its size.
     fn file(
         &mut self,
         path: &[u8],
@@ -295,28 +296,28 @@ impl<R: Read> Members<R> {
                     size_bytes = sparse.size;
                     map_bytes = self.source.map(stored, &mut regions)?;
                 }
-                _ => return Err(malformed(path, "it has holes in an unknown format")),
+                _ => return Err(malformed(path, "the format of its holes is not supported")),
             }
         }
-        let size_bytes = size_bytes.ok_or_else(|| malformed(path, "its size with holes is missing"))?;
+        let size_bytes = size_bytes.ok_or_else(|| malformed(path, "its size including holes is missing"))?;
         if size_bytes > MAX_FILE_BYTES || regions.end > size_bytes {
-            return Err(malformed(path, "its size is impossible"));
+            return Err(malformed(path, "its size is invalid"));
         }
         if regions.bytes != stored - map_bytes {
-            return Err(malformed(path, "the map of its holes does not fit its content"));
+            return Err(malformed(path, "the map of its holes does not match its content"));
         }
         (self.regions, self.region, self.at) = (regions.regions, 0, 0);
         Ok(size_bytes)
     }
 }
 
-/// Regions of data of a file, as they are read.
+/// Data regions of a file, while they are read.
 struct Regions<'a> {
     path: &'a [u8],
     regions: Vec<Range<u64>>,
-    /// How long they are together.
+    /// Total length of the regions.
     bytes: u64,
-    /// Where the last one ends, empty or not.
+    /// End of the last region, which may be empty.
     end: u64,
 }
 
@@ -326,7 +327,7 @@ impl Regions<'_> {
         let (offset, length) = region.ok_or_else(wrong)?;
         let end = offset.checked_add(length).filter(|end| *end <= MAX_FILE_BYTES && offset >= self.end);
         self.end = end.ok_or_else(wrong)?;
-        self.bytes += length; // They are disjoint, so this is at most the end of the last.
+        self.bytes += length; // Cannot overflow, because the regions are disjoint.
         if length > 0 {
             if self.regions.len() >= MAX_REGIONS {
                 return Err(malformed(self.path, "it has too many holes"));
@@ -337,7 +338,7 @@ impl Regions<'_> {
     }
 }
 
-/// Bytes as they come, counted.
+/// The bytes of the archive, counted.
 #[derive(Debug)]
 struct Source<R> {
     source: BufReader<R>,
@@ -346,7 +347,7 @@ struct Source<R> {
 }
 
 impl<R: Read> Source<R> {
-    /// Fills the buffer, or as much of it as there is.
+    /// Fills the buffer, or less at the end of the archive.
     fn fill(&mut self, buffer: &mut [u8]) -> Result<usize, ArchiveError> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -378,7 +379,7 @@ impl<R: Read> Source<R> {
         Ok(())
     }
 
-    /// Content of a header that was found to be small enough.
+    /// Reads the content of an extension header, whose length was checked.
     fn bytes(&mut self, length: u64) -> Result<Vec<u8>, ArchiveError> {
         let mut bytes = Vec::new();
         self.by_ref().take(length).read_to_end(&mut bytes).map_err(ArchiveError::Source)?;
@@ -389,7 +390,7 @@ impl<R: Read> Source<R> {
         Ok(bytes)
     }
 
-    /// The next header, or `None` if the archive has ended as it should.
+    /// Reads the next header. Returns `None` at a proper end of the archive.
     fn header(&mut self) -> Result<Option<Block>, ArchiveError> {
         let mut block = [0; BLOCK_BYTES];
         let at = self.offset;
@@ -406,13 +407,13 @@ impl<R: Read> Source<R> {
             let mut more = [0; TAIL_BYTES];
             let length = self.fill(&mut more)?;
             found.extend_from_slice(&more[..length]);
-            let text = said(&found).unwrap_or_else(|| printable(&block));
+            let text = server_error(&found).unwrap_or_else(|| printable(&block));
             return Err(ArchiveError::NoHeader { offset: at, text });
         }
         Ok(Some(block))
     }
 
-    /// Reads on after the first of the two blocks of zeroes: the other one, and nothing but zeroes.
+    /// Checks that only zeroes follow the first zero block, including a second block.
     fn end(&mut self) -> Result<(), ArchiveError> {
         let mut buffer = [0; 16 << 10];
         let length = self.fill(&mut buffer[..BLOCK_BYTES])?;
@@ -436,11 +437,10 @@ impl<R: Read> Source<R> {
         }
     }
 
-    /// The map at the start of the content of a file in format 1.0: decimal numbers, each on a line. Says how many bytes
-    /// it takes.
+    /// Reads the map at the start of a file in format 1.0: decimal numbers, one per line. Returns the length of the map.
     fn map(&mut self, stored: u64, regions: &mut Regions<'_>) -> Result<u64, ArchiveError> {
         let wrong = || malformed(regions.path, "the map of its holes is malformed");
-        let mut lines = Lines { block: [0; BLOCK_BYTES], at: BLOCK_BYTES, taken: 0, stored };
+        let mut lines = MapLines { block: [0; BLOCK_BYTES], at: BLOCK_BYTES, taken: 0, stored };
         let count = lines.number(self)?.ok_or_else(wrong)?;
         for _ in 0..count {
             let offset = lines.number(self)?;
@@ -451,7 +451,7 @@ impl<R: Read> Source<R> {
     }
 
     fn truncated(&self) -> ArchiveError {
-        let text = said(&self.tail).unwrap_or_default();
+        let text = server_error(&self.tail).unwrap_or_default();
         ArchiveError::Truncated { offset: self.offset, text }
     }
 
@@ -469,15 +469,15 @@ impl<R: Read> Read for Source<R> {
     }
 }
 
-/// Numbers on lines, block by block.
-struct Lines {
+/// A parser of the numbers in a map, block by block.
+struct MapLines {
     block: Block,
     at: usize,
     taken: u64,
     stored: u64,
 }
 
-impl Lines {
+impl MapLines {
     fn number<R: Read>(&mut self, source: &mut Source<R>) -> Result<Option<u64>, ArchiveError> {
         let mut digits = Vec::new();
         loop {
@@ -506,12 +506,11 @@ fn size(block: &Block) -> Option<u64> {
     header::number(&block[header::SIZE]).and_then(|size| u64::try_from(size).ok())
 }
 
-/// A path as manifests have it: without `.`, and without slashes that mean nothing. Of an absolute one, the slashes that it
-/// begins with are such, as they are to tar.
-fn normal(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
+/// Normalizes a path for manifests: without `.`, and without leading, trailing and repeated slashes.
+fn normalize_path(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
     let names = path.split(|byte| *byte == b'/').filter(|name| !name.is_empty() && *name != b".");
     let normal = names.collect::<Vec<_>>().join(&b'/');
-    let is_safe = !path.is_empty() && crate::manifest::is_safe_path(&normal);
+    let is_safe = !path.is_empty() && crate::entry::is_safe_path(&normal);
     if is_safe {
         return Ok(normal);
     }
@@ -523,14 +522,14 @@ pub(super) fn malformed(path: &[u8], what: &'static str) -> ArchiveError {
     ArchiveError::Malformed { path: as_path(path).to_owned(), what }
 }
 
-/// What a server appends to an archive that it cannot finish.
-fn said(bytes: &[u8]) -> Option<String> {
+/// Returns the error message that a server appends to an archive that it cannot complete.
+fn server_error(bytes: &[u8]) -> Option<String> {
     const START: &[u8] = b"{\"error\":";
     let at = bytes.windows(START.len()).rposition(|window| window == START)?;
     Some(printable(&bytes[at..]))
 }
 
-/// The first of some bytes, for reading by people.
+/// Returns the first bytes as printable text.
 fn printable(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(TAIL_BYTES)]);
     text.trim_matches(|char: char| char == '\0' || char.is_whitespace())

@@ -1,52 +1,58 @@
-//! Trees as tar archives, as streams, without a directory in between.
+//! Conversion between trees and tar archives, as streams and without a directory on disk.
 //!
 //! ```text
 //! Manifest, extents by ordinal ──▶ ArchiveWriter ──▶ bytes ──▶ tar -x
-//! tar -c ──▶ bytes ──▶ ArchiveReader::read    ──▶ Manifest, and each extent as it passes by
-//!                      ArchiveReader::extents ──▶ the extents that are wanted, verified
-//!                      ArchiveReader::compare ──▶ whether it is the tree that it should be
+//! tar -c ──▶ bytes ──▶ ArchiveReader::read    ──▶ Manifest, and all extents
+//!                      ArchiveReader::extents ──▶ requested extents, verified
+//!                      ArchiveReader::compare ──▶ whether the archive contains a known tree
 //! ```
 //!
-//! # What is written
+//! # Written archives
 //!
-//! POSIX archives (PAX) as GNU tar reads them: names `./`, `./a`, …, numeric owners. Records hold what headers cannot:
-//! long paths and targets, owners and sizes beyond octal digits, nanoseconds, extended attributes
-//! (`SCHILY.xattr.…`), and maps of files with holes (`GNU.sparse`, version 1.0). The bytes of paths stay what they
-//! are, UTF-8 or not. Equal manifests make equal archives.
+//! The writer writes POSIX archives (PAX) for GNU tar, with names `./`, `./a`, … and numeric owners. PAX records contain
+//! values that do not fit into headers:
 //!
-//! # What is read
+//! - long paths and targets, large owners and sizes, nanoseconds;
+//! - extended attributes (`SCHILY.xattr.…`);
+//! - maps of files with holes (`GNU.sparse`, version 1.0).
 //!
-//! V7, POSIX and GNU archives, and files with holes in each of GNU tar's formats (old, 0.0, 0.1 and 1.0). Entries may
-//! come in any order, and what comes later replaces what came before at the same path, as with tar. Of extended
-//! attributes those stay that may travel. Directories that are missing get mode 0755 and owner 0. A slash that a name
-//! begins with means nothing, as to tar.
+//! The bytes of paths are unchanged, even if they are invalid UTF-8. Equal manifests make equal archives.
 //!
-//! Refused: paths with `..`, paths through something that is no directory, sockets and other types that are
-//! none of a manifest, what does not end properly, and what is larger than the [`Limits`](crate::Limits).
+//! # Read archives
 //!
-//! # When digests are equal
+//! The reader accepts V7, POSIX and GNU archives, and files with holes in all formats of GNU tar (old, 0.0, 0.1 and 1.0).
+//! Entries may come in any order. As with tar, a later entry replaces an earlier one at the same path, and a slash at the
+//! start of a name has no meaning. The reader keeps the extended attributes that manifests include. Missing directories
+//! get mode 0755 and owner 0.
 //!
-//! A tree that goes out through an [`ArchiveWriter`], is unpacked by GNU tar, packed again and comes back through an
-//! [`ArchiveReader`], has the digest that it had if tar was run with `--xattrs --xattrs-include='*'` both times, and
-//! with `--sparse --format=posix` to pack. Without:
+//! The reader rejects:
 //!
-//! - no `--format=posix`: modification times lose their nanoseconds;
-//! - no `--xattrs`: extended attributes are lost;
-//! - no `--sparse`: holes come back as zeroes. Data is data: extents of zeroes are kept as extents, since nothing tells
-//!   which of them was a hole.
+//! - paths with `..`, and paths through an entry that is not a directory;
+//! - types that manifests do not have, such as sockets;
+//! - archives without a proper end, and archives above the [`Limits`](crate::Limits).
 //!
-//! Even with these, holes are what the file system between makes of them: they begin and end at its blocks, and holes
-//! that are no multiples of 512 bytes are written as zeroes at their edges. And tar cannot unpack paths of more than 4093
-//! bytes, since it hands them to the kernel whole, with `./`.
+//! # Equal digests
 //!
-//! # Why not a library
+//! A tree may be written by an [`ArchiveWriter`], unpacked and packed by GNU tar, and read by an [`ArchiveReader`]. It
+//! keeps its digest if tar runs with `--xattrs --xattrs-include='*'` both times, and with `--sparse --format=posix` to
+//! pack. Without these options:
 //!
-//! The `tar` crate (0.4) reads long names and PAX records into memory whole, as large as they say they are; it does not
-//! read the `GNU.sparse` maps of PAX; and it hands out holes as zeroes, without the map. Each would have to be done
-//! around it, and what would be left is the parsing of one block.
+//! - without `--format=posix`, modification times lose their nanoseconds;
+//! - without `--xattrs`, extended attributes are lost;
+//! - without `--sparse`, holes become extents of zeroes, because the reader cannot tell them from data.
 //!
-//! Invariant: memory is bounded by the limits of the manifest, [`MAX_EXTENSION_BYTES`] and [`MAX_REGIONS`], whatever an
-//! archive says about itself: nothing is allocated for bytes that have not come.
+//! Two limits remain. The file system between rounds holes to its blocks, and holes that are no multiples of 512 bytes are
+//! written with zeroes at their edges. GNU tar cannot unpack paths of more than 4093 bytes, because it passes the whole
+//! path with `./` to the kernel.
+//!
+//! # Why this is not a library
+//!
+//! The `tar` crate (0.4) reads long names and PAX records of any declared size into memory. It does not support the
+//! `GNU.sparse` maps of PAX, and returns holes as zeroes without the map. With workarounds for all of this, only the
+//! parser of a single block would remain.
+//!
+//! Invariant: the limits of the manifest, [`MAX_EXTENSION_BYTES`] and [`MAX_REGIONS`] bound the memory. The reader never
+//! allocates memory for declared bytes that have not arrived.
 
 mod compare;
 mod end;
@@ -58,16 +64,16 @@ mod read;
 mod tree;
 mod write;
 
-pub use end::{ArchiveEnd, NoArchive};
+pub use end::{ArchiveEnd, NotAnArchive};
 pub use members::{MAX_EXTENSION_BYTES, MAX_REGIONS};
 pub use names::Nameless;
 pub use read::{ArchiveError, ArchiveReader, ArchivedExtent};
 pub use write::{ArchiveWriteError, ArchiveWriter};
 
-/// What everything in an archive is a multiple of.
+/// Bytes of a block. Headers and padded contents are multiples of it.
 const BLOCK_BYTES: usize = 512;
 
-/// What is added to a length so that it is a multiple of blocks.
+/// Returns the padding after `length` bytes up to the next block.
 fn padding(length: u64) -> u64 {
     let block = BLOCK_BYTES as u64;
     (block - length % block) % block

@@ -1,13 +1,15 @@
-//! Archives without names of users and groups, for whoever passes one on.
+//! Forwarding of archives without the names of users and groups.
 
 use std::io::{self, Write};
 
 use super::end::ArchiveEnd;
 
-/// Passes an archive on without the names of users and groups in it. Who unpacks it gives files to their numbers then, which are all that a
-/// manifest knows: GNU tar as root prefers the names, if it has users and groups that are called so.
+/// A writer that forwards an archive without the names of users and groups.
 ///
-/// A block is passed on when it is whole, and what describes an entry when all of it has come.
+/// GNU tar as root prefers names of existing users and groups over numbers. Without names, it uses the numbers, which are
+/// all that a manifest contains.
+///
+/// The writer forwards a block when the block is complete, and records when all of them have arrived.
 #[derive(Debug)]
 pub struct Nameless<W> {
     archive: ArchiveEnd,
@@ -16,16 +18,16 @@ pub struct Nameless<W> {
 }
 
 impl<W: Write> Nameless<W> {
-    /// Passes on to `out`.
+    /// Creates a writer that forwards to `out`.
     pub fn new(out: W) -> Self {
         Self { archive: ArchiveEnd::default(), out, passed: Vec::new() }
     }
 
-    /// Passes on what is left, and answers where it went.
+    /// Forwards the remaining bytes, and returns `out`.
     ///
     /// # Errors
     ///
-    /// It cannot be written.
+    /// Fails if `out` fails.
     pub fn finish(mut self) -> io::Result<W> {
         self.out.write_all(self.archive.unfinished())?;
         Ok(self.out)

@@ -1,11 +1,11 @@
-//! Records of PAX headers: `length key=value\n`, where values are any bytes.
+//! Records of PAX headers: `length key=value\n`. Values may contain any bytes.
 
-use crate::manifest::Xattr;
+use crate::entry::Xattr;
 
 /// Prefix of the keys of extended attributes.
 const XATTR: &[u8] = b"SCHILY.xattr.";
 
-/// What records say that matters here.
+/// The values of supported records.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Records {
     pub(super) path: Option<Vec<u8>>,
@@ -18,20 +18,20 @@ pub(super) struct Records {
     pub(super) sparse: Sparse,
 }
 
-/// What records say about holes.
+/// The values of records about holes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Sparse {
     pub(super) major: Option<u64>,
     pub(super) minor: Option<u64>,
     pub(super) name: Option<Vec<u8>>,
-    /// The size with holes.
+    /// Size of the file, including holes.
     pub(super) size: Option<u64>,
-    /// Where data begins and how long it is, in turn: formats 0.0 and 0.1.
+    /// Alternating offsets and lengths of data regions, in formats 0.0 and 0.1.
     pub(super) map: Option<Vec<u64>>,
 }
 
 impl Records {
-    /// Takes in the records of one header.
+    /// Adds the records of a header.
     pub(super) fn add(&mut self, mut bytes: &[u8]) -> Result<(), &'static str> {
         while !bytes.is_empty() && bytes[0] != 0 {
             let (key, value, rest) = split(bytes).ok_or("a PAX record is malformed")?;
@@ -52,7 +52,7 @@ impl Records {
             self.xattrs.push(Xattr { name, value: value.to_vec() });
             return Some(());
         }
-        // An empty value takes back what was said before.
+        // An empty value deletes an earlier one.
         let text = || (!value.is_empty()).then(|| value.to_vec());
         let count = || if value.is_empty() { Some(None) } else { decimal(value).map(Some) };
         let id = || count()?.map(u32::try_from).transpose().ok();
@@ -86,12 +86,12 @@ impl Records {
     }
 }
 
-/// Makes the names of users and groups in records such as nobody has. Their lengths stay.
+/// Replaces the names of users and groups in records with dashes of the same length.
 pub(super) fn blank_names(records: &mut [u8]) {
     let mut at = 0;
     while let Some((key, value, rest)) = split(&records[at..]) {
         let (is_name, length) = (matches!(key, b"uname" | b"gname"), value.len());
-        // A record ends with its value and a new line.
+        // A record ends with its value and a newline.
         let end = records.len() - rest.len();
         if is_name {
             records[end - 1 - length..end - 1].fill(b'-');
@@ -100,7 +100,7 @@ pub(super) fn blank_names(records: &mut [u8]) {
     }
 }
 
-/// Key and value of the first record, and what comes after it.
+/// Returns the key and value of the first record, and the remaining bytes.
 fn split(bytes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let space = bytes.iter().take(20).position(|byte| *byte == b' ')?;
     let length = usize::try_from(decimal(&bytes[..space])?).ok()?;
@@ -115,7 +115,7 @@ pub(super) fn decimal(text: &[u8]) -> Option<u64> {
     digits.then(|| str::from_utf8(text).ok()?.parse().ok())?
 }
 
-/// Seconds and nanoseconds of a decimal fraction, rounded down.
+/// Parses a decimal fraction into seconds and nanoseconds, rounded down.
 fn time(text: &[u8]) -> Option<(i64, u32)> {
     let (negative, text) = match text.strip_prefix(b"-") {
         Some(text) => (true, text),
@@ -145,7 +145,7 @@ fn time(text: &[u8]) -> Option<(i64, u32)> {
 
 /// Adds a record.
 pub(super) fn put(records: &mut Vec<u8>, key: &[u8], value: &[u8]) {
-    // The length counts its own digits, too.
+    // The length includes its own digits.
     let rest = key.len() + value.len() + 3;
     let mut length = rest;
     while length != rest + length.to_string().len() {
@@ -180,7 +180,7 @@ pub(super) fn put_xattr(records: &mut Vec<u8>, xattr: &Xattr) {
     put(records, &key, &xattr.value);
 }
 
-/// GNU tar escapes what would end a key.
+/// Decodes a name in which GNU tar has escaped `=` and `%`.
 fn unescape(mut name: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(name.len());
     while let Some((first, rest)) = name.split_first() {
@@ -220,8 +220,8 @@ mod tests {
     }
 
     #[test]
-    fn a_record_counts_its_own_length() {
-        // One byte more of value is two more of record, since the length takes a third digit.
+    fn record_length_includes_its_digits() {
+        // With one more byte of the value, the length needs a third digit.
         for (value, length) in [(93, 99), (94, 101)] {
             let mut records = Vec::new();
             put(&mut records, b"k", &vec![b'v'; value]);
@@ -232,7 +232,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn records_come_back(
+        fn records_round_trip(
             path in proptest::collection::vec(1_u8.., 1..300),
             name in proptest::collection::vec(prop_oneof![Just(b'%'), Just(b'='), Just(b'2'), 1_u8..], 1..20),
             value in proptest::collection::vec(any::<u8>(), 0..300),
@@ -256,7 +256,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_records_or_not(
+        fn records_accept_any_bytes(
             bytes in proptest::collection::vec(prop_oneof![any::<u8>(), Just(b' '), b'0'..=b'9', Just(b'=')], 0..60),
         ) {
             let _ = Records::default().add(&bytes);

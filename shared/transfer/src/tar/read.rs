@@ -1,4 +1,4 @@
-//! Reading: from an archive to a manifest, and to content.
+//! Reading of archives into manifests and content.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -7,14 +7,15 @@ use std::path::PathBuf;
 use bytes::Bytes;
 use domain::Digest;
 
-use super::members::{Members, What};
+use super::members::{MemberKind, Members};
 use super::tree::Tree;
-use crate::manifest::{Entry, EntryKind, Extent, InvalidManifest, Limits, MAX_EXTENT_BYTES, Manifest};
+use crate::entry::{Entry, EntryKind, Extent, MAX_EXTENT_BYTES};
+use crate::manifest::{InvalidManifest, Limits, Manifest};
 use crate::ordinal_ranges::OrdinalRanges;
 use crate::pending_extents::PendingExtents;
 use crate::read::ExtentData;
 
-/// What an extent takes in an encoded entry: at least its digest.
+/// Minimum bytes of an extent in an encoded entry: those of its digest.
 const ENCODED_EXTENT_BYTES: usize = 32;
 
 /// An archive cannot be read.
@@ -23,71 +24,71 @@ pub enum ArchiveError {
     /// The bytes of the archive cannot be read.
     #[error("cannot read the archive")]
     Source(#[source] io::Error),
-    /// Content cannot be handed over.
-    #[error("cannot hand over what the archive holds")]
+    /// The receiver of the content failed.
+    #[error("cannot deliver the content of the archive")]
     Sink(#[source] io::Error),
-    /// It is cut off.
-    #[error("the archive is cut off after {offset} bytes{}", colon(text))]
+    /// The archive is truncated.
+    #[error("cannot read the archive: it is truncated after {offset} bytes{}", colon(text))]
     Truncated {
-        /// How many bytes there were.
+        /// Number of received bytes.
         offset: u64,
-        /// What its server says about that; may be empty.
+        /// Error message of the server at the end of the archive. May be empty.
         text: String,
     },
-    /// Something comes after its end.
-    #[error("something comes after the end of the archive{}", colon(text))]
+    /// Other bytes follow the end of the archive.
+    #[error("cannot read the archive: other bytes follow its end{}", colon(text))]
     Trailing {
-        /// The beginning of it.
+        /// The first of these bytes.
         text: String,
     },
-    /// There is something else where a header should be.
-    #[error("there is no header at byte {offset}{}", colon(text))]
+    /// A block is not a header.
+    #[error("cannot read the archive: there is no header at byte {offset}{}", colon(text))]
     NoHeader {
-        /// Where it should be.
+        /// Offset of the block.
         offset: u64,
-        /// The beginning of what is there.
+        /// The first bytes of the block.
         text: String,
     },
-    /// The headers that come before that of an entry make no sense.
-    #[error("{what}, before byte {offset}")]
+    /// The extension headers before an entry are malformed.
+    #[error("cannot read the archive before byte {offset}: {what}")]
     Extension {
-        /// Where they end.
+        /// Offset after the headers.
         offset: u64,
-        /// What is wrong.
+        /// The fault.
         what: &'static str,
     },
-    /// A path leads out of the archive, is empty or too long.
-    #[error("path {path:?} is unsafe")]
+    /// A path leads out of the archive, is empty or is too long.
+    #[error("cannot unpack {path:?}: the path is unsafe")]
     UnsafePath {
         /// The path.
         path: PathBuf,
     },
-    /// An entry is of a type that no manifest has.
-    #[error("entry {path:?} is of unknown type {kind:?}")]
+    /// The type of an entry is not supported.
+    #[error("cannot unpack {path:?}: the type {kind:?} is not supported")]
     Type {
-        /// Its path.
+        /// Path of the entry.
         path: PathBuf,
         /// The type.
         kind: char,
     },
-    /// An entry makes no sense.
-    #[error("entry {path:?} is malformed: {what}")]
+    /// An entry is malformed.
+    #[error("cannot unpack {path:?}: malformed entry: {what}")]
     Malformed {
-        /// Its path.
+        /// Path of the entry.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         what: &'static str,
     },
-    /// What the archive holds makes no manifest.
-    #[error("the archive makes no manifest")]
+    /// The entries of the archive do not form a manifest.
+    #[error("cannot make a manifest of the archive")]
     Manifest(#[from] InvalidManifest),
     /// The manifest has no extent with this ordinal.
-    #[error("there is no extent {0}")]
+    #[error("cannot read extent {0}: the manifest has no such extent")]
     NoSuchExtent(u64),
-    /// The archive has other content than the manifest.
-    #[error("the content of {path:?} is not what the manifest says")]
+    /// The content of the archive differs from the manifest.
+    #[error("cannot use the archive: the content of {path:?} differs from the manifest")]
     Changed {
-        /// The first file of which something is missing.
+        /// The first file with a difference.
         path: PathBuf,
     },
 }
@@ -96,34 +97,33 @@ fn colon(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(": {text}") }
 }
 
-/// Content that passes by.
+/// An extent with its content in an archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ArchivedExtent<'a> {
-    /// Where and what it is.
+    /// The extent.
     pub extent: Extent,
-    /// All of its bytes.
+    /// All bytes of the extent.
     pub data: &'a [u8],
 }
 
-/// Reads an archive, once.
+/// A reader of an archive. Each method consumes it.
 #[derive(Debug)]
 pub struct ArchiveReader<R: Read> {
     pub(super) members: Members<R>,
 }
 
 impl<R: Read> ArchiveReader<R> {
-    /// A reader of the archive that `source` yields, to its end.
+    /// Creates a reader. The archive must end with the end of `source`.
     pub fn new(source: R) -> Self {
         Self { members: Members::new(source) }
     }
 
-    /// Learns what the archive holds. Each extent is handed to `sink` as it passes by, in the order of the archive,
-    /// also those of files that are replaced later; which ordinal it has is known only in the end, so whoever keeps
-    /// content keeps it by digest.
+    /// Reads the archive into a manifest. Passes each extent to `sink` in the order of the archive, including extents of
+    /// files that a later entry replaces. The ordinals are known only at the end, so `sink` must store content by digest.
     ///
     /// # Errors
     ///
-    /// It cannot be read, is refused, or does not end as archives end; or what `sink` says.
+    /// Fails if the archive cannot be read, is rejected or is truncated, or if `sink` fails.
     pub fn read(
         mut self,
         limits: Limits,
@@ -133,7 +133,7 @@ impl<R: Read> ArchiveReader<R> {
         let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
         while let Some(member) = self.members.next()? {
             let mut extents = Vec::new();
-            if let What::File { .. } = member.what {
+            if let MemberKind::File { .. } = member.kind {
                 for (offset, length) in self.members.data().into_iter().flat_map(cut) {
                     tree.count(ENCODED_EXTENT_BYTES)?;
                     let data = &mut buffer[..length as usize];
@@ -149,12 +149,13 @@ impl<R: Read> ArchiveReader<R> {
         tree.finish()
     }
 
-    /// Yields the extents of the first file in the archive to `sink`, whatever the archive calls it, each verified against `entry`.
+    /// Verifies the first file of the archive against `entry`, and passes its extents to `sink`. The name of the file in the
+    /// archive is ignored.
     ///
     /// # Errors
     ///
-    /// It cannot be read, is refused, or does not end as archives end; an extent is missing or has changed; or what
-    /// `sink` says.
+    /// Fails if the archive cannot be read, is rejected or is truncated, if an extent is missing or differs, or if `sink`
+    /// fails.
     pub fn file(
         mut self,
         entry: &Entry,
@@ -162,7 +163,7 @@ impl<R: Read> ArchiveReader<R> {
     ) -> Result<(), ArchiveError> {
         let mut found = false;
         while let Some(member) = self.members.next()? {
-            let What::File { .. } = member.what else { continue };
+            let MemberKind::File { .. } = member.kind else { continue };
             if std::mem::replace(&mut found, true) {
                 continue;
             }
@@ -178,18 +179,18 @@ impl<R: Read> ArchiveReader<R> {
         if found { Ok(()) } else { Err(ArchiveError::Changed { path: entry.path().to_owned() }) }
     }
 
-    /// Yields the `wanted` extents of a tree to `sink`, each once and verified, in the order of the archive: ordinals
-    /// ascend only if its entries are in canonical order, which those of GNU tar are not.
+    /// Verifies the `wanted` extents of a tree, and passes each once to `sink`, in the order of the archive. Ordinals
+    /// ascend only if the entries are in canonical order, unlike those of GNU tar.
     ///
-    /// The manifest may be one of an archive or of a directory: an extent is found by its place in its file, wherever
-    /// the archive has holes. A file that stands at several paths is found at each of them. What the archive holds
-    /// besides is passed over; it may have changed. Where a path is repeated, whatever matches is
-    /// taken; only a file that was replaced after it was linked to is not found at its old path.
+    /// The manifest may come from an archive or from a directory. An extent is found by its offset in its file,
+    /// independent of the holes of the archive. A file with several paths is found at each path. Other content of the
+    /// archive is ignored, and may have changed. If a path is repeated, any matching content is used. A file that was
+    /// replaced after a link to it is not found at its old path.
     ///
     /// # Errors
     ///
-    /// It cannot be read, is refused, or does not end as archives end; an extent is missing or has changed; or what
-    /// `sink` says.
+    /// Fails if the archive cannot be read, is rejected or is truncated, if an extent is missing or differs, or if `sink`
+    /// fails.
     pub fn extents(
         mut self,
         manifest: &Manifest,
@@ -201,7 +202,7 @@ impl<R: Read> ArchiveReader<R> {
         }
         let mut missing = PendingExtents::new(wanted);
         while let Some(member) = self.members.next()? {
-            let What::File { .. } = member.what else { continue };
+            let MemberKind::File { .. } = member.kind else { continue };
             let Some(index) = file_at(manifest, &member.path) else { continue };
             for located in manifest.extents_in(manifest.ordinals_of(index)) {
                 if !missing.contains(located.ordinal) {
@@ -228,7 +229,7 @@ impl<R: Read> ArchiveReader<R> {
     }
 }
 
-/// Index of the file that stands at a path, perhaps as a hard link.
+/// Returns the index of the file at a path. A hard link leads to its file.
 pub(super) fn file_at(manifest: &Manifest, path: &[u8]) -> Option<usize> {
     let index = manifest.find(path)?;
     match &manifest.entries()[index].kind {
@@ -238,7 +239,7 @@ pub(super) fn file_at(manifest: &Manifest, path: &[u8]) -> Option<usize> {
     }
 }
 
-/// Extents of a region of data: cut at multiples of 1 MiB, as the scanner does it.
+/// Divides a region of data into extents at multiples of 1 MiB, like the scan.
 fn cut(region: Range<u64>) -> impl Iterator<Item = (u64, u32)> {
     let step = u64::from(MAX_EXTENT_BYTES);
     let mut offset = region.start;

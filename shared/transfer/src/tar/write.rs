@@ -1,4 +1,4 @@
-//! Writing: from a manifest and content to an archive.
+//! Writing of archives from a manifest and content.
 
 use std::collections::BTreeSet;
 use std::io::{self, BufWriter, IntoInnerError, Write};
@@ -8,10 +8,11 @@ use std::sync::Arc;
 
 use super::header::{self, Block};
 use super::{BLOCK_BYTES, padding, pax};
-use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Manifest, split};
+use crate::entry::{DeviceKind, Entry, EntryKind, Extent, split};
+use crate::manifest::Manifest;
 use crate::write::{Verified, WriteError};
 
-/// What the end of an archive is filled up to, as tar does.
+/// Bytes of a record. The length of an archive is a multiple of it, as with tar.
 const RECORD_BYTES: u64 = 10_240;
 const ZEROES: [u8; 16 << 10] = [0; 16 << 10];
 
@@ -21,38 +22,38 @@ pub enum ArchiveWriteError {
     /// The bytes of the archive cannot be written.
     #[error("cannot write the archive")]
     Io(#[from] io::Error),
-    /// Content does not continue its file, begins one while another is not whole, or came before.
-    #[error("extent {0} came out of order")]
+    /// An extent is repeated, does not continue its file, or starts a file before another one is complete.
+    #[error("cannot write extent {0}: it is repeated or out of order")]
     OutOfOrder(u64),
-    /// Content is none of the manifest, or not what that says.
+    /// Content does not match the manifest.
     #[error(transparent)]
     Content(#[from] WriteError),
-    /// Content has never come.
-    #[error("the content of {path:?} is missing")]
+    /// An extent was never put.
+    #[error("cannot complete {path:?}: content is missing")]
     Missing {
-        /// The first file of which something is missing.
+        /// The first incomplete file.
         path: PathBuf,
     },
 }
 
-/// Writes a tree as an archive.
+/// A writer of a tree as an archive.
 ///
-/// What is written while content is missing is of no use: only [`ArchiveWriter::finish`] writes the end by which a
-/// reader knows that it is whole. After [`ArchiveWriteError::Io`] it is of no use either.
+/// The archive is complete only after [`ArchiveWriter::finish`], which writes the end that readers expect. After
+/// [`ArchiveWriteError::Io`] the archive is useless.
 ///
-/// Files may come in any order, each whole and with its extents ascending. In the order of the manifest, entries are in that order, and
-/// so equal manifests make equal archives.
+/// Files may come in any order, but each must be complete, with its extents in ascending order. If files come in the order
+/// of the manifest, the entries have that order, so that equal manifests make equal archives.
 #[derive(Debug)]
 pub struct ArchiveWriter<W: Write> {
     manifest: Arc<Manifest>,
-    out: Counted<W>,
-    /// The entry after the last of which the header was written. Of those before it, files whose content was not there yet are not
-    /// written, nor are links to them.
+    out: CountingWriter<W>,
+    /// Index of the next entry in order. All entries before it are written, except `absent` and `waiting`.
     next_entry: usize,
-    /// Such files, and such links: by index.
+    /// Earlier files whose content has not come yet.
     absent: BTreeSet<usize>,
+    /// Earlier hard links to such files.
     waiting: Vec<usize>,
-    /// Whether something was written after the directory that it is in was left.
+    /// Whether an entry was written after its directory was left.
     rearranged: bool,
     file: Option<OpenFile>,
 }
@@ -60,18 +61,18 @@ pub struct ArchiveWriter<W: Write> {
 /// The file that is being written.
 #[derive(Debug)]
 struct OpenFile {
-    /// What is written of it; those that are behind us are gone.
+    /// The remaining regions of the file.
     regions: std::vec::IntoIter<Range<u64>>,
-    /// The rest of the current one.
+    /// The rest of the current region.
     rest: Range<u64>,
-    /// Ordinals of its extents that have not come yet.
+    /// Ordinals of the missing extents.
     ordinals: Range<u64>,
 }
 
 impl<W: Write> ArchiveWriter<W> {
-    /// A writer of the tree that `manifest` describes. Nothing is written yet.
+    /// Creates a writer of the tree that `manifest` describes. Does not write yet.
     pub fn new(out: W, manifest: Arc<Manifest>) -> Self {
-        let out = Counted { out: BufWriter::with_capacity(64 << 10, out), bytes: 0 };
+        let out = CountingWriter { out: BufWriter::with_capacity(64 << 10, out), bytes: 0 };
         Self {
             manifest,
             out,
@@ -83,21 +84,21 @@ impl<W: Write> ArchiveWriter<W> {
         }
     }
 
-    /// Takes in the next extent of its file, and writes everything that comes before it.
+    /// Verifies and writes the next extent of a file, after all entries before it.
     ///
     /// # Errors
     ///
-    /// It is not the next one, is not what the manifest says, or cannot be written.
+    /// Fails if the extent is not the next one, does not match the manifest, or cannot be written.
     pub fn put(&mut self, ordinal: u64, data: &[u8]) -> Result<(), ArchiveWriteError> {
         let verified = self.manifest.verify(ordinal, data)?;
         self.put_verified(&verified)
     }
 
-    /// Takes in the next extent of its file, which was verified against the same manifest.
+    /// Writes the next extent of a file, which was verified against the same manifest.
     ///
     /// # Errors
     ///
-    /// It is not the next one, or cannot be written.
+    /// Fails if the extent is not the next one, or cannot be written.
     pub fn put_verified<T: AsRef<[u8]>>(&mut self, verified: &Verified<T>) -> Result<(), ArchiveWriteError> {
         let ordinal = verified.ordinal;
         let manifest = self.manifest.clone();
@@ -119,11 +120,11 @@ impl<W: Write> ArchiveWriter<W> {
         }
     }
 
-    /// Writes what is left, and the end.
+    /// Writes the remaining entries and the end of the archive.
     ///
     /// # Errors
     ///
-    /// An extent has not come, or the rest cannot be written.
+    /// Fails if an extent is missing, or if the archive cannot be written.
     pub fn finish(mut self) -> Result<W, ArchiveWriteError> {
         let manifest = self.manifest.clone();
         self.end_file()?;
@@ -134,7 +135,8 @@ impl<W: Write> ArchiveWriter<W> {
         for link in std::mem::take(&mut self.waiting) {
             write_header(&mut self.out, &manifest.entries()[link])?;
         }
-        // Tar sets the time of a directory when it leaves it. What it unpacked there since has changed that.
+        // Tar sets the mtime of a directory when it leaves it. Entries that it unpacks later change the mtime, so the
+        // directories are repeated.
         if self.rearranged {
             for directory in manifest.entries().iter().filter(|entry| entry.is_directory()) {
                 write_header(&mut self.out, directory)?;
@@ -146,7 +148,7 @@ impl<W: Write> ArchiveWriter<W> {
         Ok(self.out.out.into_inner().map_err(IntoInnerError::into_error)?)
     }
 
-    /// Begins a file with its first extent.
+    /// Starts a file with its first extent.
     fn begin(&mut self, manifest: &Manifest, index: usize, first: u64) -> Result<(), ArchiveWriteError> {
         let ordinals = manifest.ordinals_of(index);
         if ordinals.start != first {
@@ -166,7 +168,7 @@ impl<W: Write> ArchiveWriter<W> {
         Ok(())
     }
 
-    /// Writes the entries before `end`, but for files with content, and links to such.
+    /// Writes the entries before `end`, except files with content and links to missing files.
     fn write_until(&mut self, manifest: &Manifest, end: usize) -> io::Result<()> {
         while self.next_entry < end {
             let index = self.next_entry;
@@ -183,7 +185,7 @@ impl<W: Write> ArchiveWriter<W> {
                 }
                 _ => {
                     let regions = write_header(&mut self.out, entry)?;
-                    // Of a file without content, all is a hole.
+                    // A file without content is a single hole.
                     debug_assert!(regions.is_empty());
                 }
             }
@@ -200,15 +202,15 @@ impl<W: Write> ArchiveWriter<W> {
 }
 
 impl OpenFile {
-    fn put<W: Write>(&mut self, out: &mut Counted<W>, offset: u64, data: &[u8]) -> io::Result<()> {
+    fn put<W: Write>(&mut self, out: &mut CountingWriter<W>, offset: u64, data: &[u8]) -> io::Result<()> {
         self.zeroes_until(out, offset)?;
         out.write(data)?;
         self.rest.start += data.len() as u64;
         Ok(())
     }
 
-    /// Fills regions that end before `offset`, and the one that it lies in, up to it.
-    fn zeroes_until<W: Write>(&mut self, out: &mut Counted<W>, offset: u64) -> io::Result<()> {
+    /// Writes zeroes up to `offset`, for all regions before it and a part of its region.
+    fn zeroes_until<W: Write>(&mut self, out: &mut CountingWriter<W>, offset: u64) -> io::Result<()> {
         loop {
             let to = self.rest.end.min(offset.max(self.rest.start));
             out.zeroes(to - self.rest.start)?;
@@ -216,7 +218,7 @@ impl OpenFile {
             if to < self.rest.end {
                 return Ok(());
             }
-            // Only one that ends with the file is no multiple of blocks.
+            // Only a region at the end of the file needs padding.
             out.zeroes(padding(self.rest.end))?;
             let Some(next) = self.regions.next() else {
                 self.rest = 0..0;
@@ -227,8 +229,8 @@ impl OpenFile {
     }
 }
 
-/// What is written of a file: its extents, widened to whole blocks, since not all readers agree on what follows a region
-/// that is none.
+/// Returns the data regions of a file: its extents, extended to whole blocks. Readers disagree about the padding of other
+/// regions.
 fn regions(size_bytes: u64, extents: &[Extent]) -> Vec<Range<u64>> {
     let block = BLOCK_BYTES as u64;
     let mut regions: Vec<Range<u64>> = Vec::new();
@@ -243,8 +245,8 @@ fn regions(size_bytes: u64, extents: &[Extent]) -> Vec<Range<u64>> {
     regions
 }
 
-/// Writes all of an entry but its content; says where that belongs.
-fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec<Range<u64>>> {
+/// Writes the headers of an entry. Returns the data regions of its content.
+fn write_header<W: Write>(out: &mut CountingWriter<W>, entry: &Entry) -> io::Result<Vec<Range<u64>>> {
     let mut path = [b"./", &entry.path[..]].concat();
     let mut records = Vec::new();
     let mut written = Vec::new();
@@ -265,7 +267,7 @@ fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec
                 pax::put(&mut records, b"GNU.sparse.minor", b"0");
                 pax::put(&mut records, b"GNU.sparse.name", &path);
                 pax::put(&mut records, b"GNU.sparse.realsize", size_bytes.to_string().as_bytes());
-                // For readers that know nothing of holes, as tar calls it.
+                // The name for readers without support for holes, as in GNU tar.
                 path = [b"./GNUSparseFile.0/", split(&entry.path).1].concat();
                 path.truncate(header::NAME.len());
             }
@@ -299,7 +301,7 @@ fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec
             pax::put(&mut records, key, id.to_string().as_bytes());
         }
     }
-    // Content is at most what an offset can say; a map is shorter than the holes that it tells of.
+    // The content is at most the greatest offset, and a map is shorter than the holes that it describes.
     header::put_number(&mut block[header::SIZE], size.cast_signed());
     if size > 0o77_777_777_777 {
         pax::put(&mut records, b"size", size.to_string().as_bytes());
@@ -324,7 +326,7 @@ fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec
     Ok(written)
 }
 
-fn write_records<W: Write>(out: &mut Counted<W>, path: &[u8], records: &[u8]) -> io::Result<()> {
+fn write_records<W: Write>(out: &mut CountingWriter<W>, path: &[u8], records: &[u8]) -> io::Result<()> {
     let mut block = header::new(b'x', &[b"./PaxHeaders/", split(path).1].concat());
     header::put_number(&mut block[header::MODE], 0o644);
     header::put_number(&mut block[header::SIZE], records.len() as i64); // A few hundred KiB at most.
@@ -333,7 +335,7 @@ fn write_records<W: Write>(out: &mut Counted<W>, path: &[u8], records: &[u8]) ->
     out.zeroes(padding(records.len() as u64))
 }
 
-/// The map of a file with holes, format 1.0. A hole at the end is told by an empty region.
+/// Encodes the map of a file with holes in format 1.0. An empty region at the end marks a hole at the end.
 fn write_map(size_bytes: u64, regions: &[Range<u64>]) -> Vec<u8> {
     let end = regions.last().is_none_or(|last| last.end < size_bytes).then_some(size_bytes..size_bytes);
     let mut map = format!("{}\n", regions.len() + usize::from(end.is_some())).into_bytes();
@@ -345,12 +347,12 @@ fn write_map(size_bytes: u64, regions: &[Range<u64>]) -> Vec<u8> {
 }
 
 #[derive(Debug)]
-struct Counted<W: Write> {
+struct CountingWriter<W: Write> {
     out: BufWriter<W>,
     bytes: u64,
 }
 
-impl<W: Write> Counted<W> {
+impl<W: Write> CountingWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.out.write_all(bytes)?;
         self.bytes += bytes.len() as u64;

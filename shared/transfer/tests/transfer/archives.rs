@@ -1,4 +1,4 @@
-//! Archives, as the tar of this machine reads and writes them.
+//! Tests of archives with GNU tar.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use rustix::fs::{CWD, FileType, Mode, XattrFlags, lsetxattr, makedev, mknodat};
 use tempfile::tempdir;
 
-/// The archive of a tree.
+/// Packs a tree with this crate.
 fn pack(root: &Path) -> Vec<u8> {
     let manifest = Arc::new(manifest_of(root));
     let mut reader = TreeReader::new(root, manifest.clone(), ReadOptions::default()).unwrap();
@@ -30,7 +30,7 @@ fn pack(root: &Path) -> Vec<u8> {
 
 const ATTRIBUTES: [&str; 2] = ["--xattrs", "--xattrs-include=*"];
 
-/// Has tar unpack an archive that comes through a pipe.
+/// Unpacks an archive with tar, through a pipe.
 fn tar_x(archive: &[u8], to: &Path, arguments: &[&str], locale: &str) {
     let mut tar = Command::new("tar")
         .args(["-x", "--numeric-owner", "-p", "--warning=no-timestamp"])
@@ -48,7 +48,7 @@ fn tar_x(archive: &[u8], to: &Path, arguments: &[&str], locale: &str) {
     assert!(output.status.success() && said.is_empty(), "{said}");
 }
 
-/// Has tar pack a tree.
+/// Packs a tree with tar.
 fn tar_c(from: &Path, arguments: &[&str]) -> Vec<u8> {
     let output = Command::new("tar")
         .args(["-c", "--numeric-owner"])
@@ -68,7 +68,7 @@ fn read(archive: &[u8]) -> Result<Manifest, ArchiveError> {
     ArchiveReader::new(archive).read(Limits::default(), |_| Ok(()))
 }
 
-/// A tree with whatever an entry can be.
+/// Creates a tree with every kind of entry.
 fn everything(root: &Path) {
     crate::common::everything(root);
     let long = root.join("l".repeat(200)).join("m".repeat(200));
@@ -84,12 +84,12 @@ fn everything(root: &Path) {
     for length in [511, 512, 513, 4095, 4096, 4097, (2 << 20) - 1] {
         fs::write(root.join(format!("length {length}")), noise(5, length)).unwrap();
     }
-    // Many regions, and one that ends with the file.
+    // A file with many regions, one of them at its end.
     let sparse = File::create(root.join("many holes")).unwrap();
     for hole in 0..60 {
         sparse.write_all_at(&noise(hole, 5000), hole * 70_000).unwrap();
     }
-    // As large as can be for many a file system, and larger than eight digits.
+    // A file of the maximum size of many file systems, which exceeds the octal digits of a header.
     let sparse = File::create(root.join("giant")).unwrap();
     sparse.set_len(9 << 40).unwrap();
     sparse.write_all_at(b"far out", 9 << 39).unwrap();
@@ -121,14 +121,14 @@ fn everything(root: &Path) {
 }
 
 #[test]
-fn tar_makes_the_same_tree_of_an_archive_and_its_archive_is_the_same_tree() {
+fn tree_round_trips_through_tar() {
     let from = tempdir().unwrap();
     everything(from.path());
     let manifest = manifest_of(from.path());
     let archive = pack(from.path());
     assert_same(&read(&archive).unwrap(), &manifest);
 
-    // Names are bytes, whichever letters they are to tar.
+    // Names are bytes, independent of the locale of tar.
     for locale in ["C", "C.UTF-8"] {
         let to = tempdir().unwrap();
         tar_x(&archive, to.path(), &ATTRIBUTES, locale);
@@ -136,7 +136,7 @@ fn tar_makes_the_same_tree_of_an_archive_and_its_archive_is_the_same_tree() {
         assert_same(&read(&tar_c(to.path(), &EVERYTHING)).unwrap(), &manifest);
     }
 
-    // A tar that is not told of attributes leaves them out, and nothing else, without a word.
+    // Without the option for attributes, tar silently omits only the attributes.
     let to = tempdir().unwrap();
     tar_x(&archive, to.path(), &[], "C");
     let found = manifest_of(to.path());
@@ -144,7 +144,7 @@ fn tar_makes_the_same_tree_of_an_archive_and_its_archive_is_the_same_tree() {
     assert_same(&found, &Manifest::new(plain, Limits::default()).unwrap());
 }
 
-/// Compares entry by entry, since whole manifests are too long to look at.
+/// Compares entry by entry, because whole manifests are too long for a message.
 #[track_caller]
 fn assert_same(found: &Manifest, expected: &Manifest) {
     for (found, expected) in found.entries().iter().zip(expected.entries()) {
@@ -157,7 +157,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_tree_survives_tar(nodes in crate::common::random::tree()) {
+    fn any_tree_round_trips_through_tar(nodes in crate::common::random::tree()) {
         let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
         crate::common::make(from.path(), &nodes);
         let manifest = manifest_of(from.path());
@@ -185,7 +185,7 @@ fn every_format_of_holes_is_read() {
     }
     set_mtime(from.path(), 1000, 0);
     let manifest = manifest_of(from.path());
-    assert!(manifest.extent_bytes() < manifest.size_bytes() / 5, "this file system keeps no holes");
+    assert!(manifest.extent_bytes() < manifest.size_bytes() / 5, "the file system does not support holes");
 
     for format in [
         &["--format=gnu"][..],
@@ -200,9 +200,9 @@ fn every_format_of_holes_is_read() {
     }
 }
 
-/// What GNU tar keeps if nobody asks for more: no nanoseconds, no attributes, no holes.
+/// By default, GNU tar keeps no nanoseconds, no attributes and no holes.
 #[test]
-fn what_tar_writes_by_default_is_the_tree_without_what_it_leaves_out() {
+fn default_tar_loses_only_optional_data() {
     let from = tempdir().unwrap();
     everything(from.path());
     fs::remove_file(from.path().join("giant")).unwrap();
@@ -242,9 +242,9 @@ fn what_tar_writes_by_default_is_the_tree_without_what_it_leaves_out() {
     }
 }
 
-/// What a wanted extent is found by: its place in its file, whichever way the archive tells of holes.
+/// Extents are found by their offsets, independent of the format of holes.
 #[test]
-fn a_second_pass_yields_what_is_wanted() {
+fn second_pass_returns_wanted_extents() {
     let from = tempdir().unwrap();
     everything(from.path());
     fs::remove_file(from.path().join("giant")).unwrap();
@@ -285,7 +285,7 @@ fn a_second_pass_yields_what_is_wanted() {
 }
 
 #[test]
-fn content_passes_by_in_the_first_pass() {
+fn first_pass_returns_all_content() {
     let from = tempdir().unwrap();
     fs::write(from.path().join("large"), noise(3, (2 << 20) + 500)).unwrap();
     fs::write(from.path().join("small"), b"small").unwrap();
@@ -304,7 +304,7 @@ fn content_passes_by_in_the_first_pass() {
 }
 
 #[test]
-fn files_come_in_any_order_each_whole() {
+fn writer_accepts_complete_files_in_any_order() {
     let from = tempdir().unwrap();
     fs::create_dir(from.path().join("d")).unwrap();
     fs::write(from.path().join("a"), b"aa").unwrap();
@@ -338,7 +338,7 @@ fn files_come_in_any_order_each_whole() {
 }
 
 #[test]
-fn a_writer_takes_what_the_manifest_says_and_nothing_else() {
+fn writer_accepts_only_content_of_manifest() {
     let from = tempdir().unwrap();
     fs::write(from.path().join("a"), b"aa").unwrap();
     fs::write(from.path().join("b"), b"bb").unwrap();
@@ -352,9 +352,9 @@ fn a_writer_takes_what_the_manifest_says_and_nothing_else() {
     assert!(matches!(&error, ArchiveWriteError::Missing { path } if path == Path::new("b")), "{error}");
 }
 
-/// Manifests that no scan of a file system with blocks of 4 KiB makes.
+/// Covers extents that a file system with blocks of 4 KiB does not have.
 #[test]
-fn extents_anywhere_come_back_as_whole_blocks_of_the_archive() {
+fn extents_are_extended_to_archive_blocks() {
     let content = noise(1, 9000);
     let extent = |offset: usize, length: usize| {
         let digest = blake3::hash(&content[offset..offset + length]);
@@ -399,9 +399,9 @@ fn extents_anywhere_come_back_as_whole_blocks_of_the_archive() {
     assert_eq!(again, [0, 1, 2, 3]);
 }
 
-/// More than eleven octal digits can say. What tar reads in the header is enough to see that.
+/// The size exceeds eleven octal digits. Tar needs only the header to show it.
 #[test]
-fn a_file_of_9_gib_has_its_size() {
+fn size_of_9_gib_is_written() {
     let extent = zeroes(0, 1 << 20);
     let extents = (0..9 << 10).map(|n| Extent { offset: n << 20, ..extent }).collect();
     let file = EntryKind::File { size_bytes: 9 << 30, extents };
@@ -430,13 +430,13 @@ fn a_file_of_9_gib_has_its_size() {
     );
 }
 
-/// A manifest, whether a file system could hold it or not, with zeroes for content.
+/// Returns a manifest with zeroes as content. A file system need not support it.
 fn any_manifest() -> impl Strategy<Value = Manifest> {
     use proptest::collection::{btree_map, vec};
     let byte = || any::<u8>().prop_map(|byte| if matches!(byte, 0 | b'/' | b'.') { b'x' } else { byte });
     let name = || prop_oneof![3 => vec(byte(), 1..6), 1 => vec(byte(), 80..120), 1 => vec(byte(), 200..255)];
     let number = || prop_oneof![0_u32..5, 0o7_777_770_u32..0o10_000_010, 0..u32::MAX];
-    // Holes and data in blocks of an archive, then whether the file ends with a hole, or in the midst of a block.
+    // Lengths of holes and data in archive blocks, then whether the file ends with a hole or within a block.
     let file = (vec((1_u64..3000, 1_u64..3000), 0..4), any::<bool>(), 0_u64..2000, 0_u64..512);
     let file = file.prop_map(|(pieces, begins_with_data, hole, short)| {
         let (mut end, mut extents) = (0, Vec::new());
@@ -508,7 +508,7 @@ fn any_manifest() -> impl Strategy<Value = Manifest> {
                 ..bare(path.clone(), kind)
             });
             if is_file {
-                // Sorts after everything else, as no name begins like this unless it is longer.
+                // The name sorts after all others.
                 let link = [&b"\xff\xff\xff\xff\xff\xff\xff"[..], all.len().to_string().as_bytes()].concat();
                 all.push(Entry { mode: 0, ..bare(link, EntryKind::HardLink { to: path }) });
             }
@@ -533,7 +533,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_manifest_comes_back(manifest in any_manifest()) {
+    fn any_manifest_round_trips(manifest in any_manifest()) {
         let manifest = Arc::new(manifest);
         let mut writer = ArchiveWriter::new(Vec::new(), manifest.clone());
         for located in manifest.extents() {
@@ -544,7 +544,7 @@ proptest! {
 }
 
 #[test]
-fn a_tree_that_went_through_plain_tar_is_told_from_every_other() {
+fn comparison_detects_every_difference() {
     let tree = || {
         let dir = tempdir().unwrap();
         crate::common::everything(dir.path());
@@ -608,11 +608,11 @@ fn a_tree_that_went_through_plain_tar_is_told_from_every_other() {
         let dir = tree();
         let manifest = manifest_of(dir.path());
         change(dir.path());
-        // What is in a directory has changed its time, and is what counts.
+        // The change inside of a directory also changes the mtime of the directory, which must not count.
         set_mtime(dir.path(), 1_500_000_000, 42);
         let compared = compare(dir.path(), &["--format=gnu"], &manifest);
         let Err(ArchiveError::Changed { path: found }) = &compared else { panic!("{path}: {compared:?}") };
-        // Whatever comes first in it, or after it.
+        // The reported path is the changed entry, its first child or its successor.
         let near = [path, "", "a", "a/file", "none", "very large"].map(Path::new);
         assert!(near.contains(&&**found), "{path}: {}", found.display());
     }

@@ -1,4 +1,4 @@
-//! Archives that no tar of ours wrote: in any order, damaged, or made to do harm.
+//! Tests of archives from other programs: unordered, damaged or malicious.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -8,7 +8,7 @@ use std::path::Path;
 use gantry_transfer::*;
 use proptest::prelude::*;
 
-/// Counts what each thread has allocated.
+/// An allocator that counts the allocated bytes of each thread.
 struct Counting;
 
 thread_local! {
@@ -16,19 +16,19 @@ thread_local! {
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
 
-// SAFETY: it does what the system's allocator does.
+// SAFETY: all calls go to the allocator of the system.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.get() + layout.size().cast_signed();
         NOW.set(now);
         PEAK.set(PEAK.get().max(now));
-        // SAFETY: as the caller vouches.
+        // SAFETY: the caller guarantees the requirements.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         NOW.set(NOW.get() - layout.size().cast_signed());
-        // SAFETY: as the caller vouches.
+        // SAFETY: the caller guarantees the requirements.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// How much `work` has allocated at once.
+/// Returns the peak of allocated bytes during `work`.
 fn peak_of(work: impl FnOnce()) -> isize {
     let before = NOW.get();
     PEAK.set(before);
@@ -44,7 +44,7 @@ fn peak_of(work: impl FnOnce()) -> isize {
     PEAK.get() - before
 }
 
-/// A header, and content with its padding.
+/// Returns a header with padded content.
 fn member(kind: u8, name: &[u8], link: &[u8], content: &[u8]) -> Vec<u8> {
     let mut bytes = header(kind, name, link, content.len() as u64);
     bytes.extend_from_slice(content);
@@ -112,7 +112,7 @@ fn assert_refused(members: &[Vec<u8>], because: &str) {
     assert!(error.contains(because), "{error}");
 }
 
-/// Each entry in a few words, and the first bytes of digests of content.
+/// Returns a short description of each entry.
 fn listing(manifest: &Manifest) -> Vec<String> {
     let line = |entry: &Entry| {
         let path = entry.path().display();
@@ -129,7 +129,7 @@ fn listing(manifest: &Manifest) -> Vec<String> {
 }
 
 #[test]
-fn entries_come_in_canonical_order_and_what_is_missing_is_made() {
+fn entries_are_sorted_and_parents_created() {
     let members =
         [file(b"./z", b"1"), dir(b"./b/"), file(b"a-b", b"12"), file(b".//a/./x//y", b""), dir(b"./a")];
     let manifest = read(&members).unwrap();
@@ -140,9 +140,9 @@ fn entries_come_in_canonical_order_and_what_is_missing_is_made() {
     let a = &manifest.entries()[1];
     assert_eq!((a.uid, a.gid, a.mtime_seconds), (0o1750, 0o1751, 7));
     assert_eq!(listing(&read(&[]).unwrap()), ["/ 755"]);
-    // A single file, as a server makes of a path that is one.
+    // A single file, as some servers send it.
     assert_eq!(listing(&read(&[file(b"task.yml", b"abc")]).unwrap()), ["/ 755", "task.yml 3 640"]);
-    // Names that go on in the prefix; very old directories.
+    // Names with a prefix, and directories of very old programs.
     let mut prefixed = file(b"name", b"");
     prefixed[345..348].copy_from_slice(b"p/q");
     let old = member(0, b"old/", b"", b"");
@@ -151,9 +151,9 @@ fn entries_come_in_canonical_order_and_what_is_missing_is_made() {
 }
 
 #[test]
-fn hard_links_lead_to_the_first_path_of_their_file() {
+fn hard_links_lead_to_first_path() {
     let expected = ["/ 755", "a 1 640", "b = a", "c = a"];
-    // The file has another name than the first; links come before it, and lead to links.
+    // Links may come before their file, and may lead to other links.
     assert_eq!(
         listing(&read(&[file(b"c", b"1"), hard_link(b"./a", b"./c"), hard_link(b"b", b"a")]).unwrap()),
         expected
@@ -162,10 +162,10 @@ fn hard_links_lead_to_the_first_path_of_their_file() {
         listing(&read(&[hard_link(b"a", b"b"), hard_link(b"b", b"c"), file(b"c", b"1")]).unwrap()),
         expected
     );
-    // The file is replaced after it was linked to: the link keeps the old one.
+    // If a file is replaced after it was linked, the link keeps the old file.
     let replaced = [file(b"a", b"12"), hard_link(b"b", b"a"), file(b"a", b"1")];
     assert_eq!(listing(&read(&replaced).unwrap()), ["/ 755", "a 1 640", "b 2 640"]);
-    // Links to what is no file are no links in a manifest.
+    // Manifests have no links to entries other than files.
     let others = [
         member(b'2', b"s", b"to", b""),
         hard_link(b"t", b"s"),
@@ -173,18 +173,18 @@ fn hard_links_lead_to_the_first_path_of_their_file() {
         hard_link(b"q", b"p"),
     ];
     assert_eq!(listing(&read(&others).unwrap()), ["/ 755", "p |", "q |", "s -> to", "t -> to"]);
-    // To itself, as tar takes it.
+    // Tar ignores a link to itself.
     assert_eq!(listing(&read(&[file(b"a", b"1"), hard_link(b"a", b"a")]).unwrap()), ["/ 755", "a 1 640"]);
 
     assert_refused(&[hard_link(b"a", b"nowhere")], "missing");
-    assert_refused(&[hard_link(b"a", b"b"), hard_link(b"b", b"a")], "itself");
+    assert_refused(&[hard_link(b"a", b"b"), hard_link(b"b", b"a")], "cycle");
     assert_refused(&[dir(b"d"), hard_link(b"a", b"d")], "directory");
     assert_refused(&[hard_link(b"a", b"d"), dir(b"d")], "directory");
     assert_refused(&[hard_link(b"a", b"../b")], "unsafe");
 }
 
 #[test]
-fn what_comes_last_stays() {
+fn last_entry_at_path_wins() {
     let members = [
         file(b"a", b"1"),
         member(b'2', b"a", b"to", b""),
@@ -195,13 +195,13 @@ fn what_comes_last_stays() {
         file(b"e", b""),
     ];
     assert_eq!(listing(&read(&members).unwrap()), ["/ 755", "a 3 640", "d/ 640", "e 0 640"]);
-    assert_refused(&[file(b"d/a", b""), file(b"d", b"")], "holds something");
-    assert_refused(&[dir(b"d"), file(b"d/a", b""), hard_link(b"d", b"d/a")], "holds something");
-    assert_refused(&[file(b".", b"")], "holds something");
+    assert_refused(&[file(b"d/a", b""), file(b"d", b"")], "directory that is not empty");
+    assert_refused(&[dir(b"d"), file(b"d/a", b""), hard_link(b"d", b"d/a")], "directory that is not empty");
+    assert_refused(&[file(b".", b"")], "directory that is not empty");
 }
 
 #[test]
-fn nothing_leads_out() {
+fn unsafe_paths_are_rejected() {
     let absolute = [file(b"//a", b"1"), hard_link(b"/b", b"/a")];
     assert_eq!(listing(&read(&absolute).unwrap()), ["/ 755", "a 1 640", "b = a"]);
     for path in [&b"/.."[..], b"..", b"a/../b", b"../a", b"./..", b"", &[b'n'; 100]] {
@@ -211,20 +211,20 @@ fn nothing_leads_out() {
     for path in ["a\0b", &"n".repeat(256), &"n/".repeat(2049)] {
         assert_refused(&[pax(&[("path", path)]), file(b"a", b"")], "unsafe");
     }
-    assert_refused(&[member(b'2', b"a", b"/etc", b""), file(b"a/passwd", b"")], "no directory");
-    assert_refused(&[file(b"a", b""), file(b"a/b/c", b"")], "no directory");
-    assert_refused(&[hard_link(b"a", b"d"), file(b"a/b/c", b""), dir(b"d")], "no directory");
+    assert_refused(&[member(b'2', b"a", b"/etc", b""), file(b"a/passwd", b"")], "is not a directory");
+    assert_refused(&[file(b"a", b""), file(b"a/b/c", b"")], "is not a directory");
+    assert_refused(&[hard_link(b"a", b"d"), file(b"a/b/c", b""), dir(b"d")], "is not a directory");
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn malformed_entries_are_rejected() {
     for kind in *b"DMNVXAs89\xff" {
-        assert_refused(&[member(kind, b"a", b"", b"")], "unknown type");
+        assert_refused(&[member(kind, b"a", b"", b"")], "is not supported");
     }
     for kind in *b"23456" {
-        assert_refused(&[member(kind, b"a", b"to", b"content")], "no file has content");
+        assert_refused(&[member(kind, b"a", b"to", b"content")], "not a file, but has content");
     }
-    assert_refused(&[pax(&[("mtime", "1")])], "ends before");
+    assert_refused(&[pax(&[("mtime", "1")])], "ends after an extension header");
     assert_refused(&[pax(&[("mtime", "x")]), file(b"a", b"")], "malformed");
     assert_refused(&[pax(&[("uid", "4294967296")]), file(b"a", b"")], "malformed");
     assert_refused(&[member(b'x', b"", b"", b"99 a=b\n"), file(b"a", b"")], "malformed");
@@ -233,7 +233,7 @@ fn what_makes_no_sense_is_refused() {
         read(&[member(b'g', b"", b"", b"13 comment=x\n"), file(b"a", b"")]).unwrap().entries().len(),
         2
     );
-    assert_refused(&[member(b'2', b"a", b"", b"")], "makes no manifest");
+    assert_refused(&[member(b'2', b"a", b"", b"")], "cannot make a manifest");
     let sparse = [("GNU.sparse.major", "1"), ("GNU.sparse.minor", "0"), ("GNU.sparse.realsize", "10000")];
     for map in [
         "1\n0\n600\n",
@@ -254,16 +254,16 @@ fn what_makes_no_sense_is_refused() {
         4096
     );
     let unknown = [("GNU.sparse.major", "2"), ("GNU.sparse.realsize", "10000")];
-    assert_refused(&[pax(&unknown), file(b"a", &right)], "unknown format");
+    assert_refused(&[pax(&unknown), file(b"a", &right)], "format of its holes is not supported");
     let impossible = [("GNU.sparse.size", "9223372036854775808"), ("GNU.sparse.map", "0,2")];
-    assert_refused(&[pax(&impossible), file(b"a", b"xx")], "size is impossible");
+    assert_refused(&[pax(&impossible), file(b"a", b"xx")], "size is invalid");
     let mut broken = file(b"a", b"");
     broken[0] = b'b';
     assert_refused(&[broken], "no header at byte 0");
 }
 
 #[test]
-fn what_comes_after_the_end_is_shown() {
+fn bytes_after_end_are_shown() {
     let members = [file(b"a", b"abc")];
     let whole = archive(&members);
     let text = "{\"error\":\"failed to stream out from volume\"}\n";
@@ -275,7 +275,7 @@ fn what_comes_after_the_end_is_shown() {
         assert_eq!(shown, text.trim());
         assert!(error.to_string().contains("failed to stream out"));
     }
-    // One block of zeroes is no end.
+    // A single zero block is no end.
     let error =
         read_with(Limits::default(), &[&whole[..whole.len() - 512], &members[0]].concat()[..]).unwrap_err();
     assert!(matches!(error, ArchiveError::Trailing { .. }), "{error}");
@@ -292,7 +292,7 @@ fn what_comes_after_the_end_is_shown() {
 }
 
 #[test]
-fn trouble_with_the_source_is_no_trouble_with_the_archive() {
+fn source_errors_are_no_archive_errors() {
     struct Broken;
     impl Read for Broken {
         fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
@@ -309,11 +309,11 @@ fn trouble_with_the_source_is_no_trouble_with_the_archive() {
     assert!(matches!(error, ArchiveError::Sink(error) if error.kind() == io::ErrorKind::StorageFull));
 }
 
-/// What may be there at once: an extent, the headers of one entry, and what reading takes.
+/// Maximum of allocated bytes: an extent, the headers of an entry, and the buffers of the reader.
 const ALLOWED: isize = 16 << 20;
 
 #[test]
-fn limits_hold_before_memory_is_taken() {
+fn limits_apply_before_allocation() {
     let limits = Limits { entries: 1000, encoded_bytes: 100_000, budget: None };
     let refused = |because: &str, bomb: &mut dyn Read| {
         let peak = peak_of(|| {
@@ -323,13 +323,13 @@ fn limits_hold_before_memory_is_taken() {
         });
         assert!(peak < ALLOWED, "{because}: {peak}");
     };
-    // Headers that go on and on.
+    // Endless headers.
     for kind in *b"xgLK" {
         refused("too large", &mut header(kind, b"", b"", 1 << 32).chain(io::repeat(b'n')));
     }
     let small = pax(&[("comment", "x")]);
     refused("too large", &mut Cycle::new(&small));
-    // Trees without end: of entries, of long paths, of deep ones, of attributes, of content.
+    // Endless trees: of entries, of long paths, of deep paths, of attributes and of content.
     refused("TooManyEntries(1000)", &mut Cycle::new(&file(b"a", b"")));
     let named = |path: &str| Cycle::new(&[pax(&[("path", path)]), file(b"", b"")].concat());
     refused("TooLarge(100000)", &mut named(&"n".repeat(250)));
@@ -341,7 +341,7 @@ fn limits_hold_before_memory_is_taken() {
 }
 
 #[test]
-fn a_file_has_only_so_many_holes() {
+fn number_of_holes_is_bounded() {
     let sparse =
         [("GNU.sparse.major", "1"), ("GNU.sparse.minor", "0"), ("GNU.sparse.realsize", "1000000000")];
     let map = |count: usize| (0..count).flat_map(|region| format!("{}\n1\n", region * 2).into_bytes());
@@ -357,7 +357,7 @@ fn a_file_has_only_so_many_holes() {
     assert!(peak < (MAX_REGIONS as isize) * 16 * 4, "{peak}");
 }
 
-/// The same bytes again and again.
+/// A reader that repeats the same bytes.
 struct Cycle {
     bytes: Vec<u8>,
     at: usize,
@@ -381,7 +381,7 @@ impl Read for Cycle {
     }
 }
 
-/// One of everything that an archive can hold, small.
+/// Returns a small member of every kind.
 fn sample() -> Vec<Vec<u8>> {
     let sparse = [
         ("GNU.sparse.major", "1"),
@@ -414,7 +414,7 @@ fn sample() -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn the_sample_is_an_archive() {
+fn sample_is_a_valid_archive() {
     let manifest = read(&sample()).unwrap();
     let expected = [
         "/ 640",
@@ -444,7 +444,7 @@ fn the_sample_is_an_archive() {
     );
 }
 
-/// A change to an archive.
+/// A change of an archive.
 #[derive(Debug, Clone)]
 enum Change {
     Byte(usize, u8),
@@ -468,9 +468,9 @@ fn change() -> impl Strategy<Value = Change> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
 
-    /// Whatever an archive says: what is made of it is a manifest, or an error, in little memory.
+    /// A damaged archive gives a manifest or an error, within little memory.
     #[test]
-    fn damaged_archives_do_no_harm(changes in proptest::collection::vec(change(), 1..8), resealed in any::<bool>()) {
+    fn damaged_archive_is_read_or_rejected(changes in proptest::collection::vec(change(), 1..8), resealed in any::<bool>()) {
         let whole = archive(&sample());
         let manifest = read(&sample()).unwrap();
         let mut bytes = whole;
@@ -483,7 +483,7 @@ proptest! {
                     let at = at % bytes.len();
                     bytes[at] = byte;
                 }
-                // Where a header has its numbers, its type and its map.
+                // The offsets of numbers, the type and the map in a header.
                 Change::Numbers(at, byte) => {
                     let field = [124, 125, 130, 134, 136, 156, 257, 386, 398, 409, 482, 483][at % 12];
                     let at = block(at / 12) + field;
@@ -507,7 +507,7 @@ proptest! {
         }
         let peak = peak_of(|| {
             if let Ok(found) = read_with(Limits::default(), &bytes[..]) {
-                // It is one that can be written and read again.
+                // The manifest is valid.
                 assert_eq!(Manifest::decode(&found.encode(), Limits::default()).unwrap(), found);
             }
             let _ = ArchiveReader::new(&bytes[..]).extents(&manifest, &OrdinalRanges::all(manifest.extent_count()), |extent| {

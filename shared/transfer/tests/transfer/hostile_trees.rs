@@ -1,7 +1,7 @@
-//! Bytes that others send: whatever they are, readers refuse or take them, and keep no more memory than their budget.
+//! Tests of readers with corrupted input. Readers accept or reject any bytes, and stay within their memory budget.
 //!
-//! Each case changes some bytes of something valid, drawn from a number. `GANTRY_SEED` runs one case again; `GANTRY_SOAK` goes on for so
-//! many hours with new ones.
+//! Each case changes some bytes of valid input at random. `GANTRY_SEED` repeats one case. `GANTRY_SOAK` runs further cases
+//! for this number of hours.
 use std::env;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use gantry_transfer::*;
 use tempfile::tempdir;
 
-/// Cases that the tests run without `GANTRY_SOAK`: some seconds each.
+/// Numbers of cases without `GANTRY_SOAK`. Each test takes some seconds.
 const MANIFESTS: u64 = 3000;
 const ARCHIVES: u64 = 200;
-/// Bytes of a header of an archive.
+/// Bytes of a header block.
 const BLOCK: usize = 512;
 
-/// Numbers drawn from a case.
+/// Random numbers of a case.
 struct Draws {
     bytes: std::vec::IntoIter<u8>,
 }
@@ -29,17 +29,17 @@ impl Draws {
         self.bytes.next().unwrap_or_default()
     }
 
-    /// A number below `end`.
+    /// Returns a number below `end`.
     fn below(&mut self, end: usize) -> usize {
         let number = [(); 4].map(|()| self.byte());
         u32::from_le_bytes(number) as usize % end.max(1)
     }
 }
 
-/// Runs `check` for so many cases, and says which one failed.
+/// Runs `check` for each case, and prints the seed of a failed case.
 fn each(cases: u64, check: impl Fn(u64)) {
-    struct Says(u64);
-    impl Drop for Says {
+    struct PrintSeed(u64);
+    impl Drop for PrintSeed {
         fn drop(&mut self) {
             if std::thread::panicking() {
                 eprintln!("GANTRY_SEED={}", self.0);
@@ -48,7 +48,7 @@ fn each(cases: u64, check: impl Fn(u64)) {
     }
     let setting = |name| env::var(name).ok().map(|text: String| text.parse::<u64>().expect("a number"));
     let one = |case| {
-        let _says = Says(case);
+        let _seed = PrintSeed(case);
         check(case);
     };
     if let Some(case) = setting("GANTRY_SEED") {
@@ -61,7 +61,7 @@ fn each(cases: u64, check: impl Fn(u64)) {
     }
 }
 
-/// Changes some of `bytes`.
+/// Changes some bytes.
 fn change(bytes: &mut Vec<u8>, draws: &mut Draws) {
     for _ in 0..=draws.below(6) {
         let at = draws.below(bytes.len());
@@ -75,7 +75,7 @@ fn change(bytes: &mut Vec<u8>, draws: &mut Draws) {
                 let to = draws.below(bytes.len());
                 bytes.splice(to..to, piece);
             }
-            // A large number in any of the ways in which numbers are written here.
+            // A large number in any of the encodings.
             4 => drop(bytes.splice(at..at, [0xff, 0xff, 0xff, 0xff, 0x7f])),
             _ => bytes[at..at + length].fill(b'7'),
         }
@@ -83,7 +83,7 @@ fn change(bytes: &mut Vec<u8>, draws: &mut Draws) {
 }
 
 #[test]
-fn changed_manifest_is_refused_or_valid_and_within_its_budget() {
+fn corrupted_manifest_stays_within_budget() {
     static BUDGET: Budget = Budget::new(64 << 10);
     let limits = Limits { budget: Some(&BUDGET), ..Limits::default() };
     let directory = tempdir().unwrap();
@@ -93,10 +93,10 @@ fn changed_manifest_is_refused_or_valid_and_within_its_budget() {
         let (mut bytes, mut draws) = (valid.clone(), Draws::new(case));
         change(&mut bytes, &mut draws);
         if let Ok(manifest) = Manifest::decode(&bytes, limits) {
-            let again = Manifest::decode(&manifest.encode(), Limits::default()).expect("it is valid");
+            let again = Manifest::decode(&manifest.encode(), Limits::default()).expect("valid");
             assert_eq!(again.tree_digest(), manifest.tree_digest());
         }
-        // The same, entry by entry, as it comes over the wire.
+        // The same bytes as the parts of a transfer.
         let mut builder = ManifestBuilder::new(limits);
         for piece in bytes.chunks(1 + draws.below(200)) {
             _ = builder.begin_encoded(piece).and_then(|()| builder.push_encoded(piece));
@@ -106,7 +106,7 @@ fn changed_manifest_is_refused_or_valid_and_within_its_budget() {
     });
 }
 
-/// Whether a block has the sum of a header.
+/// Whether a block has the checksum of a header.
 fn is_sealed(block: &[u8]) -> bool {
     sum(block) == block[148..156]
 }
@@ -120,7 +120,7 @@ fn sum(block: &[u8]) -> [u8; 8] {
 }
 
 #[test]
-fn changed_archive_is_refused_or_read_within_its_budget() {
+fn corrupted_archive_stays_within_budget() {
     static BUDGET: Budget = Budget::new(64 << 10);
     let limits = Limits { budget: Some(&BUDGET), ..Limits::default() };
     let directory = tempdir().unwrap();
@@ -138,13 +138,13 @@ fn changed_archive_is_refused_or_read_within_its_budget() {
     let valid = writer.finish().unwrap();
     let headers: Vec<_> =
         (0..valid.len() / BLOCK).filter(|at| is_sealed(&valid[at * BLOCK..(at + 1) * BLOCK])).collect();
-    assert!(headers.len() > manifest.entries().len(), "there are headers of PAX, too");
+    assert!(headers.len() > manifest.entries().len(), "the archive has PAX headers");
     each(ARCHIVES, |case| {
         let (mut bytes, mut draws) = (valid.clone(), Draws::new(case));
         if draws.below(3) == 0 {
             change(&mut bytes, &mut draws);
         } else {
-            // Of a header or of what follows it, whose sum is right again then.
+            // Changes a header or the block after it, and corrects the checksum.
             for _ in 0..=draws.below(4) {
                 let at = headers[draws.below(headers.len())] * BLOCK;
                 let end = bytes.len().min(at + 2 * BLOCK);
@@ -157,10 +157,10 @@ fn changed_archive_is_refused_or_read_within_its_budget() {
                 bytes[at..end].copy_from_slice(&piece);
             }
         }
-        // A header may say that its file is larger than all disks: what is not there is not waited for.
+        // A header may declare a huge file. The reader must not wait for missing bytes.
         let read = ArchiveReader::new(&bytes[..]).read(limits, |_| Ok(()));
         if let Ok(read) = &read {
-            let again = Manifest::decode(&read.encode(), Limits::default()).expect("it is valid");
+            let again = Manifest::decode(&read.encode(), Limits::default()).expect("valid");
             assert_eq!(again.tree_digest(), read.tree_digest());
         }
         drop(read);

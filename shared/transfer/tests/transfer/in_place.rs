@@ -1,4 +1,4 @@
-//! Results that come back to the directory whose tree was sent, and what was changed there meanwhile.
+//! Tests of results in place, with changes in the target.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,16 +11,16 @@ use gantry_transfer::*;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-/// The files of a tree. What a path below another one's file would be cannot be.
+/// The files of a tree, by path.
 type Files = BTreeMap<String, String>;
 
-/// A tree that was sent, what a command made of it, and the directory that it was sent from.
+/// The sent tree `base`, the `result` of the command, and the `target`, the directory of the sent tree.
 struct Fixture {
     dir: TempDir,
 }
 
-/// What a result did to the directory.
-struct WorkerProvided {
+/// The outcome of a merge in place.
+struct MergeOutcome {
     conflicts: Vec<Conflict>,
     gone: Gone,
 }
@@ -34,7 +34,7 @@ impl Fixture {
                 let path = dir.path().join(name).join(path);
                 fs::create_dir_all(path.parent().unwrap()).unwrap();
                 fs::write(&path, content).unwrap();
-                // A file that is left alone keeps its time.
+                // An unchanged file has the same mtime in all trees.
                 crate::common::set_mtime(&path, 1_000 + i64::try_from(content.len()).unwrap(), 0);
             }
         }
@@ -45,12 +45,12 @@ impl Fixture {
         self.dir.path().join(name)
     }
 
-    fn bring(&self, removes: bool) -> WorkerProvided {
-        self.bring_after(removes, |_| ())
+    fn merge(&self, removes: bool) -> MergeOutcome {
+        self.merge_with_edit(removes, |_| ())
     }
 
-    /// Brings the result; `edit` changes the target after it was compared.
-    fn bring_after(&self, removes: bool, edit: impl FnOnce(&Path)) -> WorkerProvided {
+    /// Merges the result. `edit` changes the target after the comparison.
+    fn merge_with_edit(&self, removes: bool, edit: impl FnOnce(&Path)) -> MergeOutcome {
         let base = manifest_of(&self.path("base"));
         let result = manifest_of(&self.path("result"));
         let tree = changes(&base, &result).unwrap();
@@ -90,7 +90,7 @@ impl Fixture {
             Gone::default()
         };
         remove_tree(&staged).unwrap();
-        WorkerProvided { conflicts: merged.conflicts, gone }
+        MergeOutcome { conflicts: merged.conflicts, gone }
     }
 
     fn target(&self) -> Files {
@@ -120,22 +120,22 @@ fn files(files: &[(&str, &str)]) -> Files {
 }
 
 #[test]
-fn edits_of_files_that_command_left_alone_stay() {
+fn edits_of_unchanged_files_stay() {
     let base = files(&[("a", "1"), ("d/b", "1"), ("lost", "1")]);
     let result = files(&[("a", "1"), ("d/b", "1"), ("lost", "1"), ("d/made", "x")]);
     let fixture = Fixture::new(&base, &result, &files(&[("a", "edited"), ("d/b", "1"), ("new", "y")]));
-    assert!(fixture.bring(false).conflicts.is_empty());
+    assert!(fixture.merge(false).conflicts.is_empty());
     let expected = files(&[("a", "edited"), ("d/b", "1"), ("d/made", "x"), ("new", "y")]);
     assert_eq!(fixture.target(), expected);
 }
 
 #[test]
-fn file_that_both_changed_is_there_twice() {
+fn file_changed_on_both_sides_is_kept_twice() {
     let base = files(&[("d/a", "1"), ("d/a.gantry-result", "earlier")]);
     let result = files(&[("d/a", "theirs"), ("d/a.gantry-result", "earlier")]);
     let fixture = Fixture::new(&base, &result, &files(&[("d/a", "mine"), ("d/a.gantry-result", "earlier")]));
     let conflict = Conflict { path: "d/a".into(), result: Some("d/a.gantry-result-2".into()) };
-    assert_eq!(fixture.bring(false).conflicts, [conflict]);
+    assert_eq!(fixture.merge(false).conflicts, [conflict]);
     let expected =
         files(&[("d/a", "mine"), ("d/a.gantry-result", "earlier"), ("d/a.gantry-result-2", "theirs")]);
     assert_eq!(fixture.target(), expected);
@@ -145,12 +145,12 @@ fn file_that_both_changed_is_there_twice() {
 fn same_change_on_both_sides_is_no_conflict() {
     let (base, both) = (files(&[("a", "1")]), files(&[("a", "22")]));
     let fixture = Fixture::new(&base, &both, &both);
-    assert!(fixture.bring(true).conflicts.is_empty());
+    assert!(fixture.merge(true).conflicts.is_empty());
     assert_eq!(fixture.target(), both);
 }
 
 #[test]
-fn only_what_command_removed_goes() {
+fn only_entries_removed_by_command_are_removed() {
     let base = files(&[("a", "1"), ("b", "1"), ("d/c", "1"), ("e/f", "1"), (".gantryignore", "x")]);
     let target = files(&[
         ("a", "1"),
@@ -161,42 +161,42 @@ fn only_what_command_removed_goes() {
         (".gantryignore", "x"),
     ]);
     let fixture = Fixture::new(&base, &files(&[]), &target);
-    let WorkerProvided { gone, .. } = fixture.bring(true);
+    let MergeOutcome { gone, .. } = fixture.merge(true);
     assert_eq!((gone.changed, gone.protected), (vec!["b".into()], vec![".gantryignore".into()]));
     assert_eq!(fixture.target(), files(&[("b", "mine"), ("d/never-sent", "x"), (".gantryignore", "x")]));
-    assert!(!fixture.path("target/e").exists(), "an empty directory goes");
+    assert!(!fixture.path("target/e").exists(), "an empty directory is removed");
 }
 
 #[test]
-fn directory_becomes_file_if_it_is_as_sent() {
+fn unchanged_directory_becomes_file() {
     let base = files(&[("d/a", "1"), ("e/a", "1")]);
     let result = files(&[("d", "file"), ("e", "file")]);
     let fixture = Fixture::new(&base, &result, &files(&[("d/a", "1"), ("e/a", "1"), ("e/mine", "x")]));
     let conflict = Conflict { path: "e".into(), result: Some("e.gantry-result".into()) };
-    assert_eq!(fixture.bring(false).conflicts, [conflict]);
+    assert_eq!(fixture.merge(false).conflicts, [conflict]);
     let expected = files(&[("d", "file"), ("e/a", "1"), ("e/mine", "x"), ("e.gantry-result", "file")]);
     assert_eq!(fixture.target(), expected);
 }
 
 #[test]
-fn hard_links_of_the_caller_take_the_result() {
+fn hard_links_in_target_take_result() {
     let both = |content| files(&[("a", content), ("d/b", content)]);
     let fixture = Fixture::new(&both("1"), &both("22"), &both("1"));
     for tree in ["base", "result", "target"] {
         fs::remove_file(fixture.path(tree).join("d/b")).unwrap();
         fs::hard_link(fixture.path(tree).join("a"), fixture.path(tree).join("d/b")).unwrap();
     }
-    assert_eq!(fixture.bring(true).conflicts, []);
+    assert_eq!(fixture.merge(true).conflicts, []);
     assert_eq!(fixture.target(), both("22"));
 }
 
 #[test]
-fn mode_that_both_changed_stays() {
+fn mode_changed_on_both_sides_stays() {
     let base = files(&[("a", "1")]);
     let fixture = Fixture::new(&base, &base, &base);
     crate::common::set_mode(&fixture.path("result/a"), 0o755);
     crate::common::set_mode(&fixture.path("target/a"), 0o600);
-    assert_eq!(fixture.bring(true).conflicts, [Conflict { path: "a".into(), result: None }]);
+    assert_eq!(fixture.merge(true).conflicts, [Conflict { path: "a".into(), result: None }]);
     assert_eq!(fixture.path("target/a").metadata().unwrap().permissions().mode() & 0o777, 0o600);
 }
 
@@ -209,7 +209,7 @@ fn edits_between_comparison_and_merge_stay() {
             fs::write(target.join(path), "mine").unwrap();
         }
     };
-    let WorkerProvided { conflicts, gone } = fixture.bring_after(true, edit);
+    let MergeOutcome { conflicts, gone } = fixture.merge_with_edit(true, edit);
     assert_eq!((conflicts.len(), gone.changed), (2, vec![PathBuf::from("f")]));
     let expected = files(&[
         ("d/a", "mine"),
@@ -222,7 +222,7 @@ fn edits_between_comparison_and_merge_stay() {
 }
 
 #[test]
-fn loose_reference_goes_when_it_was_packed() {
+fn packed_loose_reference_is_removed() {
     let base = files(&[
         (".git/HEAD", "1"),
         (".git/refs/heads/a", "1"),
@@ -231,24 +231,24 @@ fn loose_reference_goes_when_it_was_packed() {
     ]);
     let result = files(&[(".git/HEAD", "1"), (".git/packed-refs", "a 22"), (".git/index", "1")]);
     let fixture = Fixture::new(&base, &result, &base);
-    fixture.bring(true);
+    fixture.merge(true);
     assert_eq!(fixture.target(), result);
 
-    // Another reference was made meanwhile, and may need the objects.
+    // Another reference was created meanwhile, and may need the objects.
     let mut mine = base.clone();
     mine.insert(".git/refs/heads/mine".to_owned(), "1".to_owned());
     let fixture = Fixture::new(&base, &result, &mine);
-    assert_eq!(fixture.bring(true).gone.changed, Vec::<PathBuf>::new());
+    assert_eq!(fixture.merge(true).gone.changed, Vec::<PathBuf>::new());
     mine.insert(".git/packed-refs".to_owned(), "a 22".to_owned());
     mine.remove(".git/refs/heads/a");
     assert_eq!(fixture.target(), mine);
 
-    // One that the command deleted, and that was checked out meanwhile, stays.
+    // A deleted reference stays if its branch was checked out meanwhile.
     let (mut result, mut mine) = (base.clone(), base.clone());
     result.remove(".git/refs/heads/a");
     mine.insert(".git/HEAD".to_owned(), "a".repeat(7));
     let fixture = Fixture::new(&base, &result, &mine);
-    assert_eq!(fixture.bring(true).gone.changed, [PathBuf::from(".git/refs/heads/a")]);
+    assert_eq!(fixture.merge(true).gone.changed, [PathBuf::from(".git/refs/heads/a")]);
     assert_eq!(fixture.target(), mine);
 }
 
@@ -259,13 +259,13 @@ fn loose_reference_stays_when_both_packed() {
     let mut mine = base.clone();
     mine.insert(".git/packed-refs".to_owned(), "mine".to_owned());
     let fixture = Fixture::new(&base, &result, &mine);
-    let WorkerProvided { conflicts, gone } = fixture.bring(true);
+    let MergeOutcome { conflicts, gone } = fixture.merge(true);
     assert_eq!(gone.changed, [PathBuf::from(".git/refs/heads/a")]);
     assert_eq!(conflicts[0].path, PathBuf::from(".git/packed-refs"));
 }
 
 #[test]
-fn objects_of_every_repository_stay_when_its_references_changed() {
+fn objects_stay_when_references_changed() {
     for git in [".git/modules/sub", "bare.git", "sub/.git"] {
         let at = |path: &str| format!("{git}/{path}");
         let repository = ["HEAD", "refs/heads/a", "objects/1", "objects/2"];
@@ -276,24 +276,24 @@ fn objects_of_every_repository_stay_when_its_references_changed() {
         let mut mine = base.clone();
         mine.insert(at("worktrees/w/HEAD"), "2".to_owned());
         let fixture = Fixture::new(&base, &result, &mine);
-        fixture.bring(true);
+        fixture.merge(true);
         assert_eq!(fixture.target(), mine, "{git}");
         let fixture = Fixture::new(&base, &result, &base);
-        fixture.bring(true);
+        fixture.merge(true);
         assert_eq!(fixture.target(), result, "{git}");
     }
 }
 
 #[test]
-fn what_the_caller_removed_comes_back_as_a_conflict() {
+fn entry_removed_in_target_becomes_conflict() {
     let base = files(&[("a", "1"), ("d/b", "1"), ("d/c", "1"), ("e/f", "1")]);
     let result = files(&[("a", "22"), ("d/b", "1"), ("d/c", "22"), ("e/f", "1")]);
     let fixture = Fixture::new(&base, &result, &files(&[]));
-    // Other modes alone are nothing to bring back.
+    // A change of the mode alone restores nothing.
     crate::common::set_mode(&fixture.path("result/d/b"), 0o755);
     crate::common::set_mode(&fixture.path("result/e"), 0o700);
     crate::common::set_mode(&fixture.path("result/e/f"), 0o600);
-    let conflicts = fixture.bring(true).conflicts;
+    let conflicts = fixture.merge(true).conflicts;
     let results: Vec<_> = conflicts.iter().map(|conflict| conflict.path.to_str().unwrap()).collect();
     assert_eq!(results, ["a", "d/c"]);
     assert_eq!(fixture.target(), files(&[("a.gantry-result", "22"), ("d/c.gantry-result", "22")]));
@@ -301,36 +301,36 @@ fn what_the_caller_removed_comes_back_as_a_conflict() {
 }
 
 #[test]
-fn database_and_its_log_are_of_one_side() {
+fn database_and_log_come_from_same_side() {
     let base = files(&[("db", "1"), ("other", "1")]);
     let result = files(&[("db", "22"), ("other", "22")]);
-    // A program here has opened it, and written to the log.
+    // A program has opened the database in the target, and written to its log.
     let mine = files(&[("db", "1"), ("db-wal", "mine"), ("other", "1")]);
     let fixture = Fixture::new(&base, &result, &mine);
-    assert_eq!(fixture.bring(true).conflicts.len(), 1);
+    assert_eq!(fixture.merge(true).conflicts.len(), 1);
     let expected = [("db", "1"), ("db-wal", "mine"), ("db.gantry-result", "22"), ("other", "22")];
     assert_eq!(fixture.target(), files(&expected));
 
-    // The log of the command is not for a database that was changed here.
+    // The log of the command does not match a database that was changed in the target.
     let result = files(&[("db", "1"), ("db-journal", "theirs"), ("other", "1")]);
     let fixture = Fixture::new(&base, &result, &files(&[("db", "mine"), ("other", "1")]));
-    assert_eq!(fixture.bring(true).conflicts.len(), 1);
+    assert_eq!(fixture.merge(true).conflicts.len(), 1);
     let expected = [("db", "mine"), ("db-journal.gantry-result", "theirs"), ("other", "1")];
     assert_eq!(fixture.target(), files(&expected));
 
-    // Nor does a log go that belongs to it.
+    // The log of a changed database is not removed.
     let (base, result) = (files(&[("db", "1"), ("db-wal", "1")]), files(&[("db", "22")]));
     let mine = files(&[("db", "mine"), ("db-wal", "1")]);
     let fixture = Fixture::new(&base, &result, &mine);
-    assert_eq!(fixture.bring(true).gone.changed, [PathBuf::from("db-wal")]);
+    assert_eq!(fixture.merge(true).gone.changed, [PathBuf::from("db-wal")]);
     assert_eq!(fixture.target()["db-wal"], "1");
 }
 
 #[test]
-fn replaced_file_keeps_its_access_list_and_owner() {
+fn replaced_file_keeps_acl_and_owner() {
     let base = files(&[("a", "1"), ("b", "1")]);
     let fixture = Fixture::new(&base, &files(&[("a", "22"), ("b", "22")]), &base);
-    // An entry for the user 1000: version 2, then tag, rights and id of each.
+    // A list with an entry for the user 1000: version 2, then the tag, permissions and id of each entry.
     let entries: [(u16, u16, u32); 5] =
         [(1, 6, u32::MAX), (2, 6, 1000), (4, 0, u32::MAX), (16, 6, u32::MAX), (32, 0, u32::MAX)];
     let mut list = 2_u32.to_le_bytes().to_vec();
@@ -340,7 +340,7 @@ fn replaced_file_keeps_its_access_list_and_owner() {
     let (attribute, file) = ("system.posix_acl_access", fixture.path("target/a"));
     let set = rustix::fs::setxattr(&file, attribute, &list, rustix::fs::XattrFlags::empty());
     if set == Err(rustix::io::Errno::OPNOTSUPP) {
-        eprintln!("not applicable: no access lists here");
+        eprintln!("not applicable: the file system has no access control lists");
         return;
     }
     set.unwrap();
@@ -354,7 +354,7 @@ fn replaced_file_keeps_its_access_list_and_owner() {
     if is_root {
         std::os::unix::fs::chown(fixture.path("target/b"), Some(1000), Some(1000)).unwrap();
     }
-    assert_eq!(fixture.bring(true).conflicts, []);
+    assert_eq!(fixture.merge(true).conflicts, []);
     assert_eq!(fs::read_to_string(&file).unwrap(), "22");
     let mut found = vec![0; 1024];
     let length = rustix::fs::getxattr(&file, attribute, &mut found[..]).unwrap();
@@ -367,34 +367,34 @@ fn replaced_file_keeps_its_access_list_and_owner() {
 }
 
 #[test]
-fn file_moved_to_where_nothing_is_written_stays() {
+fn file_moved_to_dropped_path_stays() {
     let base = files(&[("a", "hook"), (".git/HEAD", "1"), (".git/config", "mine")]);
     let result = files(&[(".git/HEAD", "1"), (".git/hooks/post-x", "hook")]);
     let fixture = Fixture::new(&base, &result, &base);
-    let WorkerProvided { gone, .. } = fixture.bring(true);
+    let MergeOutcome { gone, .. } = fixture.merge(true);
     assert_eq!(gone.protected, [".git/config", "a"].map(PathBuf::from));
     assert_eq!(fixture.target(), base);
 }
 
 #[test]
-fn directory_of_the_caller_keeps_its_mode() {
+fn directory_in_target_keeps_mode() {
     let base = files(&[("d/a", "1")]);
     let fixture = Fixture::new(&base, &files(&[("d/a", "22")]), &base);
     crate::common::set_mode(&fixture.path("target/d"), 0o511);
-    fixture.bring(false);
+    fixture.merge(false);
     assert_eq!(fixture.target(), files(&[("d/a", "22")]));
     assert_eq!(fixture.path("target/d").metadata().unwrap().permissions().mode() & 0o777, 0o511);
 }
 
-/// Paths of which some are directories of others.
+/// Paths, of which some are parents of others.
 const PATHS: [&str; 8] = ["a", "b", "d", "d/a", "d/b", "d/e/a", "d/e", "f/a"];
 
-/// Changes to a tree: for some paths another content, or none.
+/// Returns changes of a tree: new content or a removal for some paths.
 fn edits() -> impl Strategy<Value = Vec<(usize, bool)>> {
     proptest::collection::vec((0..PATHS.len(), any::<bool>()), 0..6)
 }
 
-/// Each content is of one side and one path alone, and of another length than any other.
+/// Applies changes. Each content has a unique length, by side and path.
 fn edit(files: &mut Files, side: usize, edits: &[(usize, bool)]) {
     for (path, is_written) in edits {
         let name = PATHS[*path];
@@ -411,7 +411,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn nothing_of_either_side_is_lost(first in edits(), theirs in edits(), mine in edits(), removes: bool) {
+    fn merge_loses_no_change(first in edits(), theirs in edits(), mine in edits(), removes: bool) {
         let mut base = Files::new();
         edit(&mut base, 0, &first);
         let (mut result, mut target) = (base.clone(), base.clone());
@@ -419,7 +419,7 @@ proptest! {
         edit(&mut target, 2, &mine);
 
         let fixture = Fixture::new(&base, &result, &target);
-        let WorkerProvided { conflicts, .. } = fixture.bring(removes);
+        let MergeOutcome { conflicts, .. } = fixture.merge(removes);
         let conflicts: BTreeSet<&Path> = conflicts.iter().map(|conflict| conflict.path.as_path()).collect();
 
         let after = fixture.target();

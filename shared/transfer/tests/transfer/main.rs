@@ -1,4 +1,4 @@
-//! Trees on real file systems, and what others may send.
+//! Tests with trees on real file systems, and with hostile input.
 
 mod archives;
 mod archives_by_others;

@@ -1,4 +1,4 @@
-//! What makes a manifest and what does not, whoever sends it.
+//! Tests of the rules of entries and manifests, and of their encoding.
 
 use std::path::Path;
 
@@ -42,7 +42,7 @@ fn build(entries: Vec<Entry>) -> Result<Manifest, InvalidManifest> {
     Manifest::new(entries, Limits::default())
 }
 
-/// The rule that the last of these entries breaks below a root.
+/// Returns the rule that the last entry violates below a root.
 #[track_caller]
 fn fault(entries: Vec<Entry>) -> EntryFault {
     let path = entries.last().unwrap().path().to_owned();
@@ -51,12 +51,12 @@ fn fault(entries: Vec<Entry>) -> EntryFault {
             assert_eq!(blamed, path);
             fault
         }
-        other => panic!("not refused: {other:?}"),
+        other => panic!("not rejected: {other:?}"),
     }
 }
 
 #[test]
-fn unsafe_paths_are_refused() {
+fn unsafe_paths_are_rejected() {
     let long_name = "n".repeat(256);
     let long_path = format!("{}x", "12345678/".repeat(456));
     let too_long = ["a/".repeat(2048), "b".into()].concat();
@@ -72,7 +72,7 @@ fn unsafe_paths_are_refused() {
 }
 
 #[test]
-fn the_root_comes_first_and_is_a_directory() {
+fn first_entry_must_be_root_directory() {
     assert_eq!(build(vec![]), Err(InvalidManifest::NoRoot));
     assert_eq!(build(vec![entry("", empty())]), Err(InvalidManifest::NoRoot));
     assert_eq!(build(vec![entry("a", EntryKind::Directory)]), Err(InvalidManifest::NoRoot));
@@ -91,7 +91,7 @@ fn entries_ascend_component_by_component() {
 }
 
 #[test]
-fn everything_is_in_a_directory_that_is_listed() {
+fn parent_must_be_a_directory() {
     assert_eq!(fault(vec![entry("a/b", empty())]), EntryFault::Parent);
     assert_eq!(fault(vec![entry("a", empty()), entry("a/b", empty())]), EntryFault::Parent);
     assert_eq!(fault(vec![entry("a", symlink(b"/etc")), entry("a/b", empty())]), EntryFault::Parent);
@@ -101,7 +101,7 @@ fn everything_is_in_a_directory_that_is_listed() {
 }
 
 #[test]
-fn hard_links_point_to_files_before_them() {
+fn hard_links_must_point_to_earlier_files() {
     assert!(build(vec![root(), entry("a", empty()), entry("b", hard_link("a"))]).is_ok());
 
     for (entries, why) in [
@@ -159,7 +159,7 @@ fn extents_ascend_within_the_file() {
 }
 
 #[test]
-fn metadata_is_possible() {
+fn invalid_metadata_is_rejected() {
     let with = |kind: EntryKind, change: fn(&mut Entry)| {
         let mut entry = entry("a", kind);
         change(&mut entry);
@@ -179,7 +179,7 @@ fn metadata_is_possible() {
 }
 
 #[test]
-fn symbolic_links_have_a_target() {
+fn symbolic_links_must_have_a_target() {
     for target in [&b""[..], b"a\0b", &[b'x'; 4096]] {
         assert_eq!(fault(vec![entry("a", symlink(target))]), EntryFault::SymlinkTarget);
     }
@@ -189,7 +189,7 @@ fn symbolic_links_have_a_target() {
 }
 
 #[test]
-fn only_some_attributes_travel_and_only_some_entries_have_any() {
+fn unsupported_xattrs_are_rejected() {
     let with = |kind: EntryKind, xattrs: Vec<Xattr>| Entry { xattrs, ..entry("a", kind) };
     let ok = vec![xattr("security.capability", 20), xattr("user.a", 0), xattr("user.b", 64 << 10)];
     assert!(build(vec![root(), with(empty(), ok)]).is_ok());
@@ -218,7 +218,7 @@ fn only_some_attributes_travel_and_only_some_entries_have_any() {
 }
 
 #[test]
-fn more_than_the_limits_is_refused() {
+fn manifest_above_limits_is_rejected() {
     let entries = || vec![root(), entry("a", empty()), entry("b", empty())];
     let size = build(entries()).unwrap().encoded_bytes();
     let limited = |entries_at_most, encoded_bytes| {
@@ -230,7 +230,7 @@ fn more_than_the_limits_is_refused() {
 }
 
 #[test]
-fn few_entries_make_no_large_manifest() {
+fn size_limit_depends_on_entries() {
     let links = |target: usize| {
         let link = move |n| entry(&format!("{n:05}"), symlink(&vec![b'x'; target]));
         std::iter::once(root()).chain((0..20_000).map(link))
@@ -241,7 +241,7 @@ fn few_entries_make_no_large_manifest() {
 }
 
 #[test]
-fn a_builder_goes_on_after_an_entry_that_it_refused() {
+fn builder_continues_after_rejected_entry() {
     let mut builder = ManifestBuilder::new(Limits::default());
     builder.push(root()).unwrap();
     assert!(builder.push(entry("a/b", empty())).is_err());
@@ -253,7 +253,7 @@ fn a_builder_goes_on_after_an_entry_that_it_refused() {
 }
 
 #[test]
-fn ordinals_number_extents_in_the_order_of_entries() {
+fn ordinals_follow_order_of_entries() {
     let manifest = build(vec![
         root(),
         entry("a", file(30, &[(0, 10), (20, 10)])),
@@ -292,7 +292,7 @@ fn ordinals_number_extents_in_the_order_of_entries() {
 }
 
 #[test]
-fn parts_hold_everything_in_order_and_little_enough() {
+fn parts_are_ordered_and_bounded() {
     let entries: Vec<_> = std::iter::once(root())
         .chain((1000..1500).map(|n| entry(&format!("file-{n}"), file(1 << 20, &[(0, 1 << 20)]))))
         .chain([entry("large", file(9 << 20, &(0..900).map(|n| (n * 10_000, 10_000)).collect::<Vec<_>>()))])
@@ -308,7 +308,7 @@ fn parts_hold_everything_in_order_and_little_enough() {
 }
 
 #[test]
-fn a_manifest_is_kept_as_the_bytes_that_its_digest_is_made_of() {
+fn tree_digest_is_digest_of_encoding() {
     let entries =
         vec![root(), entry("a", file(9, &[(0, 5)])), entry("b", symlink(b"a")), entry("c", hard_link("a"))];
     let manifest = build(entries).unwrap();
@@ -317,7 +317,7 @@ fn a_manifest_is_kept_as_the_bytes_that_its_digest_is_made_of() {
     assert_eq!(bytes.len() as u64, manifest.encoded_bytes());
     assert_eq!(Manifest::decode(&bytes, Limits::default()), Ok(manifest.clone()));
     for cut in 0..bytes.len() {
-        // Cut between entries, it is that of a smaller tree, which has another digest.
+        // A cut between entries gives a smaller tree with another digest.
         let decoded = Manifest::decode(&bytes[..cut], Limits::default());
         assert!(decoded.map_or(true, |smaller| smaller.tree_digest() != manifest.tree_digest()), "{cut}");
     }
@@ -325,9 +325,9 @@ fn a_manifest_is_kept_as_the_bytes_that_its_digest_is_made_of() {
     assert_eq!(Manifest::decode(&[0x80], Limits::default()), Err(InvalidManifest::CutOff));
 }
 
-/// The encoding is that of the wire, byte by byte: it must never change, as digests are made of it.
+/// The encoding must never change, because it determines digests.
 #[test]
-fn the_encoding_is_the_canonical_one() {
+fn encoding_is_canonical() {
     let directory = Entry { mode: 0o755, uid: 1, gid: 2, mtime_seconds: -1, mtime_nanos: 3, ..root() };
     assert_eq!(directory.encode(), [0x10, 0xed, 0x03, 0x18, 1, 0x20, 2, 0x28, 1, 0x30, 3, 0x42, 0]);
     assert_eq!(entry("a", symlink(b"b")).encode(), [0x0a, 1, b'a', 0x52, 1, b'b']);
@@ -352,9 +352,9 @@ fn the_encoding_is_the_canonical_one() {
     assert_eq!(manifest.tree_digest(), Digest(*hasher.finalize().as_bytes()));
 }
 
-/// `volumes.proto` has one tree with its digest, for those who write the encoding themselves.
+/// `volumes.proto` contains an example tree with its digest, for other implementations of the encoding.
 #[test]
-fn the_example_of_the_contract_is_true() {
+fn example_in_proto_is_correct() {
     let empty = Entry { mode: 0o755, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, ..root() };
     let manifest = build(vec![empty]).unwrap();
     let spaced = manifest.encode().iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
@@ -364,7 +364,7 @@ fn the_example_of_the_contract_is_true() {
 }
 
 #[test]
-fn what_is_no_entry_is_refused() {
+fn malformed_entry_is_rejected() {
     assert_eq!(Entry::decode(&[]), Err(EntryFault::NoKind));
     assert!(matches!(Entry::decode(b"\x0a\x05abc"), Err(EntryFault::Malformed(_))));
     assert_eq!(Entry::decode(b"\x0a\x02..\x62\x00"), Err(EntryFault::Path));
@@ -413,7 +413,7 @@ fn any_entry() -> impl Strategy<Value = Entry> {
     })
 }
 
-/// What must be true of everything that became a manifest, said differently than the product says it.
+/// Checks the rules of manifests with an independent implementation.
 fn assert_safe(manifest: &Manifest) {
     let entries = manifest.entries();
     assert!(entries[0].path.is_empty() && entries[0].is_directory());
@@ -448,10 +448,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_entries_are_refused_or_safe(mut entries in proptest::collection::vec(any_entry(), 0..12)) {
+    fn random_entries_are_rejected_or_safe(mut entries in proptest::collection::vec(any_entry(), 0..12)) {
         let mut builder = ManifestBuilder::new(Limits::default());
         builder.push(root()).unwrap();
-        // In order, so that more than the first has a chance.
+        // In order, so that more than one entry can be valid.
         entries.sort_by(|a, b| compare_paths(&a.path, &b.path));
         for entry in entries {
             _ = builder.push(entry);
@@ -469,7 +469,7 @@ proptest! {
     }
 
     #[test]
-    fn entries_with_flipped_bits_are_refused_or_sound(
+    fn entries_with_flipped_bits_are_rejected_or_valid(
         entry in any_entry(),
         flips in proptest::collection::vec((any::<prop::sample::Index>(), 0_u8..8), 1..4),
     ) {
@@ -480,13 +480,13 @@ proptest! {
         }
         if let Ok(decoded) = Entry::decode(&bytes) {
             prop_assert_eq!(decoded.check(), Ok(()));
-            // What was decoded has one encoding, whatever it was decoded from.
+            // Decoded entries have a canonical encoding.
             prop_assert_eq!(Entry::decode(&decoded.encode()), Ok(decoded));
         }
     }
 
     #[test]
-    fn what_is_valid_survives_the_wire(entry in any_entry()) {
+    fn valid_entry_round_trips(entry in any_entry()) {
         match entry.check() {
             Ok(()) => prop_assert_eq!(Entry::decode(&entry.encode()), Ok(entry)),
             Err(fault) => prop_assert_eq!(Entry::decode(&entry.encode()), Err(fault)),
@@ -506,7 +506,7 @@ proptest! {
 }
 
 #[test]
-fn an_error_shows_odd_paths_escaped() {
+fn error_escapes_odd_paths() {
     let error = build(vec![root(), entry("a\nb/c", empty())]).unwrap_err();
     assert_eq!(error.to_string(), r#"entry "a\nb/c" is in no directory of the manifest"#);
     assert!(matches!(error, InvalidManifest::Entry { path, .. } if path == Path::new("a\nb/c")));

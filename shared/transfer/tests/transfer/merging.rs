@@ -1,4 +1,4 @@
-//! Trees that come to where another is.
+//! Tests of the merge and the replacement of directories.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{as_nobody, manifest_of, noise, set_mode, set_mtime};
+use crate::common::{as_unprivileged, manifest_of, noise, set_mode, set_mtime};
 use gantry_transfer::*;
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -16,20 +16,20 @@ use tempfile::TempDir;
 const OPTIONS: MergeOptions =
     MergeOptions { ownership: WrittenOwnership::Manifest, strict: true, keep_root: false, standing: None };
 
-/// A directory with `from` to be downloaded, a `target` to merge into, and an empty `staged`.
+/// A directory with a tree `from` to download, a `target` to merge into, and an empty `staged`.
 struct Fixture {
     dir: TempDir,
 }
 
-/// What a download did.
+/// The outcome of a download.
 struct Downloaded {
     bytes: u64,
-    merged: Merged,
+    merged: MergeSummary,
 }
 
 impl Fixture {
     fn new() -> Self {
-        let dir = crate::common::nobodys_dir();
+        let dir = crate::common::shared_dir();
         for name in ["from", "target", "outside"] {
             fs::create_dir(dir.path().join(name)).unwrap();
         }
@@ -86,7 +86,7 @@ impl Fixture {
 }
 
 #[test]
-fn what_came_replaces_its_paths_and_leaves_others() {
+fn merge_replaces_its_paths_and_keeps_others() {
     let fixture = Fixture::new();
     crate::common::everything(&fixture.path("from"));
     fixture.target("a/file", "old");
@@ -106,7 +106,7 @@ fn what_came_replaces_its_paths_and_leaves_others() {
 }
 
 #[test]
-fn a_second_download_moves_nothing_and_keeps_files_in_place() {
+fn second_download_keeps_files_in_place() {
     let fixture = Fixture::new();
     for n in 0..20 {
         fixture.from(&format!("dir/{n}"), noise(n, 1000));
@@ -129,7 +129,7 @@ fn a_second_download_moves_nothing_and_keeps_files_in_place() {
 }
 
 #[test]
-fn what_is_right_already_is_not_touched() {
+fn correct_file_is_not_touched() {
     let fixture = Fixture::new();
     for name in ["same", "mode", "time"] {
         fixture.from(name, noise(1, 100));
@@ -152,7 +152,7 @@ fn what_is_right_already_is_not_touched() {
 }
 
 #[test]
-fn a_download_is_remembered_except_for_files_that_are_as_young_as_it() {
+fn only_settled_files_are_remembered() {
     let fixture = Fixture::new();
     for name in ["old", "written", "other", "young"] {
         fixture.from(name, noise(2, 1000));
@@ -178,7 +178,7 @@ fn a_download_is_remembered_except_for_files_that_are_as_young_as_it() {
 }
 
 #[test]
-fn the_stat_cache_spares_reading_the_target() {
+fn stat_cache_avoids_reading_target() {
     let fixture = Fixture::new();
     fixture.from("file", noise(1, 1000));
     fixture.download().unwrap();
@@ -187,7 +187,7 @@ fn the_stat_cache_spares_reading_the_target() {
     let mut cache = StatCache::new();
     let read = std::sync::atomic::AtomicUsize::new(0);
     let after_read = |path: &Path| {
-        assert_eq!(path, Path::new("file"), "others are none of our business");
+        assert_eq!(path, Path::new("file"), "other files are not read");
         read.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     };
     let options =
@@ -200,7 +200,7 @@ fn the_stat_cache_spares_reading_the_target() {
 }
 
 #[test]
-fn a_file_that_grew_costs_only_what_is_new() {
+fn only_new_extents_of_grown_file_are_downloaded() {
     let fixture = Fixture::new();
     let log = noise(1, 5 << 20);
     fixture.target("log", &log[..3 << 20]);
@@ -210,7 +210,7 @@ fn a_file_that_grew_costs_only_what_is_new() {
 }
 
 #[test]
-fn local_extents_that_go_away_are_downloaded_after_all() {
+fn vanished_local_extents_are_downloaded() {
     let fixture = Fixture::new();
     let log = noise(1, 3 << 20);
     fixture.target("log", &log[..2 << 20]);
@@ -229,7 +229,7 @@ fn local_extents_that_go_away_are_downloaded_after_all() {
 }
 
 #[test]
-fn a_tree_nearly_the_same_is_copied_from_the_other() {
+fn similar_tree_is_copied_from_matches() {
     for trust in [Trust::Verify, Trust::Trusted] {
         let fixture = Fixture::new();
         crate::common::everything(&fixture.path("from"));
@@ -264,7 +264,7 @@ fn a_tree_nearly_the_same_is_copied_from_the_other() {
 }
 
 #[test]
-fn links_in_the_target_are_replaced_and_never_followed() {
+fn links_in_target_are_never_followed() {
     let fixture = Fixture::new();
     fixture.write("outside", "dir/file", b"precious");
     fixture.write("outside", "file", b"precious");
@@ -285,7 +285,7 @@ fn links_in_the_target_are_replaced_and_never_followed() {
 }
 
 #[test]
-fn a_file_where_a_directory_is_needed_is_replaced() {
+fn file_at_path_of_directory_is_replaced() {
     let fixture = Fixture::new();
     fixture.from("a/b/c", "new");
     fixture.target("a", "old");
@@ -294,7 +294,7 @@ fn a_file_where_a_directory_is_needed_is_replaced() {
 }
 
 #[test]
-fn a_directory_with_something_in_it_is_never_removed() {
+fn non_empty_directory_is_never_removed() {
     let fixture = Fixture::new();
     fixture.from("a", "new");
     fixture.from("b", "new");
@@ -311,7 +311,7 @@ fn a_directory_with_something_in_it_is_never_removed() {
 }
 
 #[test]
-fn who_has_an_old_file_open_goes_on_reading_it() {
+fn open_old_file_stays_readable() {
     let fixture = Fixture::new();
     fixture.from("file", "new");
     fixture.target("file", "old");
@@ -324,7 +324,7 @@ fn who_has_an_old_file_open_goes_on_reading_it() {
 }
 
 #[test]
-fn hard_links_are_made_whether_their_file_came_or_stayed() {
+fn hard_links_follow_new_and_kept_files() {
     let fixture = Fixture::new();
     fixture.from("dir/a", "content");
     fs::hard_link(fixture.path("from/dir/a"), fixture.path("from/b")).unwrap();
@@ -343,7 +343,7 @@ fn hard_links_are_made_whether_their_file_came_or_stayed() {
 }
 
 #[test]
-fn a_file_with_other_names_is_not_changed_under_them() {
+fn file_with_other_links_is_not_changed() {
     let fixture = Fixture::new();
     fixture.write("outside", "file", b"content");
     set_mode(&fixture.path("outside/file"), 0o600);
@@ -354,13 +354,13 @@ fn a_file_with_other_names_is_not_changed_under_them() {
 
     let downloaded = fixture.download().unwrap();
 
-    assert_eq!(downloaded.bytes, 0, "it is copied from the target");
+    assert_eq!(downloaded.bytes, 0, "the content is copied from the target");
     assert_eq!(fixture.entries("target"), fixture.entries("from"));
     assert_eq!(fixture.entries("outside"), before);
 }
 
 #[test]
-fn the_target_may_keep_its_own_metadata_or_not_be_there() {
+fn target_keeps_its_metadata_if_requested() {
     let fixture = Fixture::new();
     fixture.from("dir/file", "content");
     set_mode(&fixture.path("from"), 0o701);
@@ -376,12 +376,12 @@ fn the_target_may_keep_its_own_metadata_or_not_be_there() {
     set_mode(&target, 0o750);
     assert_eq!(merge_keeping_root(), 0o750);
     remove_tree(&target).unwrap();
-    assert_eq!(merge_keeping_root(), 0o701, "one that is made gets that of the manifest");
+    assert_eq!(merge_keeping_root(), 0o701, "a new target gets the mode of the manifest");
     assert_eq!(fixture.entries("target"), fixture.entries("from"));
 }
 
 #[test]
-fn what_is_neither_staged_nor_there_is_missing() {
+fn file_neither_staged_nor_kept_is_missing() {
     let fixture = Fixture::new();
     fixture.from("a", "1");
     fixture.from("b", "2");
@@ -401,7 +401,7 @@ fn what_is_neither_staged_nor_there_is_missing() {
 }
 
 #[test]
-fn a_file_that_somebody_writes_to_meanwhile_stays_as_it_was_written() {
+fn file_written_during_merge_is_kept() {
     let fixture = Fixture::new();
     fixture.from("a", noise(1, 1000));
     set_mtime(&fixture.path("from/a"), 1_000, 0);
@@ -421,13 +421,13 @@ fn a_file_that_somebody_writes_to_meanwhile_stays_as_it_was_written() {
     let mut cache = StatCache::new();
     remember(&target, &manifest, &mut cache, Duration::ZERO);
     let matches = local_matches(&target, &manifest, &ScanOptions::default(), Some(&mut cache)).unwrap();
-    assert_eq!(matches.kept().len(), 0, "it is not taken for what it should be");
+    assert_eq!(matches.kept().len(), 0, "the changed file is no match");
     let downloaded = fixture.download().unwrap();
     assert_eq!((downloaded.bytes, downloaded.merged.replaced), (1000, 1), "the next download replaces it");
 }
 
 #[test]
-fn another_file_system_is_named_as_such() {
+fn merge_to_other_file_system_is_rejected() {
     let fixture = Fixture::new();
     let Ok(elsewhere) = tempfile::tempdir_in("/dev/shm") else { return };
     if elsewhere.path().metadata().unwrap().dev() == fixture.dir.path().metadata().unwrap().dev() {
@@ -444,12 +444,12 @@ fn another_file_system_is_named_as_such() {
 }
 
 #[test]
-fn somebody_without_rights_merges_into_closed_directories() {
+fn unprivileged_user_merges_into_read_only_directories() {
     let fixture = Fixture::new();
     for tree in ["from", "target"] {
         fs::remove_dir(fixture.path(tree)).unwrap();
     }
-    as_nobody(|| {
+    as_unprivileged(|| {
         for tree in ["from", "target"] {
             fs::create_dir(fixture.path(tree)).unwrap();
         }
@@ -473,10 +473,10 @@ fn somebody_without_rights_merges_into_closed_directories() {
 }
 
 #[test]
-fn directories_that_may_not_be_entered_are_merged_again_and_again() {
+fn inaccessible_directories_are_merged_repeatedly() {
     let fixture = Fixture::new();
     fs::remove_dir(fixture.path("target")).unwrap();
-    as_nobody(|| {
+    as_unprivileged(|| {
         let manifest = Arc::new(crate::common::closed_directories());
         fixture.target("a/mine", "mine");
         for _ in 0..2 {
@@ -491,10 +491,10 @@ fn directories_that_may_not_be_entered_are_merged_again_and_again() {
     });
 }
 
-// Replacing.
+// Replacement.
 
 #[test]
-fn a_target_is_replaced_as_a_whole_whatever_it_is() {
+fn target_of_any_kind_is_replaced() {
     let fixture = Fixture::new();
     let target = fixture.path("target");
     fixture.write("outside", "precious", b"x");
@@ -522,13 +522,13 @@ fn a_target_is_replaced_as_a_whole_whatever_it_is() {
         let mut left: Vec<_> =
             fs::read_dir(fixture.dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         left.sort();
-        assert_eq!(left, ["from", "outside", "target"], "nothing is left behind");
+        assert_eq!(left, ["from", "outside", "target"], "no temporary directory is left");
         assert_eq!(fixture.entries("outside"), outside);
     }
 }
 
 #[test]
-fn replacing_with_nothing_changes_nothing() {
+fn replacement_by_missing_tree_changes_nothing() {
     let fixture = Fixture::new();
     fixture.target("mine", "x");
     let before = fixture.entries("target");
@@ -540,7 +540,7 @@ fn replacing_with_nothing_changes_nothing() {
 }
 
 #[test]
-fn removing_does_not_follow_links() {
+fn removal_does_not_follow_links() {
     let fixture = Fixture::new();
     fixture.write("outside", "precious", b"x");
     fixture.target("dir/file", "x");
@@ -571,7 +571,7 @@ proptest! {
             Ok(_) => {
                 let after = fixture.entries("target");
                 let kept = |path: &Path| {
-                    // Below what became a file, there was nothing but empty directories.
+                    // Below a path that became a file, there were only empty directories.
                     !from.contains_key(path)
                         && path.ancestors().skip(1).all(|parent| {
                             from.get(parent).is_none_or(Entry::is_directory)
@@ -581,7 +581,7 @@ proptest! {
                     let there = after.get(path);
                     if kept(path) && path.ancestors().skip(1).all(|a| before.get(a).is_none_or(Entry::is_directory)) {
                         prop_assert!(there.is_some(), "{:?} is gone", path);
-                        // Which of several links comes first may have changed.
+                        // Another link of a file may have become the first one.
                         if !matches!(entry.kind, EntryKind::HardLink { .. } | EntryKind::File { .. })
                             && !entry.is_directory()
                         {

@@ -1,11 +1,11 @@
-//! Names of users and groups in archives.
+//! Tests of the removal of user and group names from archives.
 
 use std::io::{Read, Write};
 use std::process::Command;
 
 use gantry_transfer::*;
 
-/// An archive of a tree of every kind, made by GNU tar.
+/// Creates an archive with every kind of entry with GNU tar.
 fn archive(arguments: &[&str]) -> Vec<u8> {
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path();
@@ -34,9 +34,9 @@ fn has(archive: &[u8], text: &str) -> bool {
 }
 
 #[test]
-fn archives_pass_without_names_and_otherwise_as_they_are() {
-    // The longer ones do not fit into a header.
-    for (user, group) in [("somebody", "together"), (&*"u".repeat(40), &*"g".repeat(50))] {
+fn archive_is_forwarded_without_names() {
+    // The longer names do not fit into a header.
+    for (user, group) in [("testuser", "testgroup"), (&*"u".repeat(40), &*"g".repeat(50))] {
         let owner = [format!("--owner={user}:1234"), format!("--group={group}:2345")];
         for format in
             [&["--format=gnu"][..], &["--format=posix"], &["--format=gnu", "-S"], &["--format=posix", "-S"]]
@@ -47,8 +47,8 @@ fn archives_pass_without_names_and_otherwise_as_they_are() {
             assert_eq!(named, [true; 2], "{format:?}: {user}");
             for piece in [1, 7, 511, 512, 10_000, made.len()] {
                 let mut passed = Nameless::new(Vec::new());
-                made.chunks(piece).try_for_each(|piece| passed.write_all(piece)).expect("it is passed on");
-                let passed = passed.finish().expect("all of it");
+                made.chunks(piece).try_for_each(|piece| passed.write_all(piece)).expect("forwarded");
+                let passed = passed.finish().expect("complete");
                 assert!(![user, group].iter().any(|name| has(&passed, &name[..8])), "{format:?}: {user}");
                 assert_eq!(passed.len(), made.len());
                 let manifest = read(&passed);
@@ -61,7 +61,7 @@ fn archives_pass_without_names_and_otherwise_as_they_are() {
                 listed.stdin.take().expect("a pipe").write_all(&passed).expect("tar reads it");
                 let mut text = String::new();
                 listed.stdout.take().expect("a pipe").read_to_string(&mut text).expect("text");
-                assert!(listed.wait().expect("it ends").success());
+                assert!(listed.wait().expect("exited").success());
                 assert!(
                     text.lines().all(|line| line.contains(" 1234/2345 ") || line.contains("---/---")),
                     "{text}"
@@ -72,13 +72,13 @@ fn archives_pass_without_names_and_otherwise_as_they_are() {
 }
 
 #[test]
-fn what_is_no_archive_is_not_passed_on() {
+fn other_bytes_are_not_forwarded() {
     let mut passed = Nameless::new(Vec::new());
-    let refused = passed.write_all(&[b'x'; 1024]).expect_err("it is none");
+    let refused = passed.write_all(&[b'x'; 1024]).expect_err("not an archive");
     assert_eq!(refused.kind(), std::io::ErrorKind::InvalidData);
-    // A part of one is, as far as it is whole blocks.
-    let made = archive(&["--owner=somebody:1", "--format=gnu"]);
+    // A truncated archive is forwarded.
+    let made = archive(&["--owner=testuser:1", "--format=gnu"]);
     let mut passed = Nameless::new(Vec::new());
-    passed.write_all(&made[..700]).expect("it is passed on");
-    assert_eq!(passed.finish().expect("it").len(), 700);
+    passed.write_all(&made[..700]).expect("forwarded");
+    assert_eq!(passed.finish().expect("complete").len(), 700);
 }

@@ -1,4 +1,4 @@
-//! Trees on disk: what is scanned is what was written, down to the last bit.
+//! Tests of scans, copies and reads of trees on disk.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use crate::common::{as_nobody, copy, manifest_of, noise, scan_all, set_mode, set_mtime};
+use crate::common::{as_unprivileged, copy, manifest_of, noise, scan_all, set_mode, set_mtime};
 use gantry_transfer::*;
 use proptest::prelude::*;
 use rustix::fs::{XattrFlags, lgetxattr, setxattr};
@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use tempfile::tempdir;
 
 #[test]
-fn a_tree_with_everything_arrives_as_it_was() {
+fn tree_of_all_kinds_is_copied_exactly() {
     let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
     crate::common::everything(from.path());
 
@@ -27,12 +27,12 @@ fn a_tree_with_everything_arrives_as_it_was() {
     let written = copy(from.path(), to.path(), WriteOptions { sync: true, ..WriteOptions::default() });
 
     assert!(scanned.problems.is_empty(), "{:?}", scanned.problems);
-    assert!(written.left_out.is_empty());
+    assert!(written.skipped.is_empty());
     assert_eq!(written.content_bytes, scanned.manifest.extent_bytes());
     assert_eq!(manifest_of(to.path()), scanned.manifest);
     assert_eq!(manifest_of(to.path()).tree_digest(), scanned.manifest.tree_digest());
 
-    // Said once without this crate, so that scanning and writing cannot be wrong together.
+    // Without this crate, so that errors of the scan and the writer cannot cancel out.
     let content =
         |name: &str| (fs::read(from.path().join(name)).unwrap(), fs::read(to.path().join(name)).unwrap());
     for name in ["a/file", "large", "very large", "sparse", "zeroes", "with space and\nnewline", "z link"] {
@@ -76,7 +76,7 @@ fn holes_stay_holes() {
 }
 
 #[test]
-fn attributes_travel() {
+fn xattrs_are_copied() {
     let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
     fs::write(from.path().join("read only"), b"content").unwrap();
     fs::write(from.path().join("empty"), b"").unwrap();
@@ -86,7 +86,7 @@ fn attributes_travel() {
             if setxattr(from.path().join(name), attribute, value, XattrFlags::empty())
                 == Err(Errno::OPNOTSUPP)
             {
-                return; // Nothing to test on this file system.
+                return; // The file system does not support attributes.
             }
         }
     }
@@ -107,7 +107,7 @@ fn attributes_travel() {
 }
 
 #[test]
-fn a_very_deep_tree_needs_few_open_files() {
+fn deep_tree_needs_few_open_files() {
     let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
     let mut path = from.path().to_owned();
     for depth in 0..400 {
@@ -125,7 +125,7 @@ fn a_very_deep_tree_needs_few_open_files() {
 }
 
 #[test]
-fn a_path_too_long_to_travel_is_a_problem_and_can_be_removed() {
+fn too_long_path_is_reported_and_removable() {
     let dir = tempdir().unwrap();
     let name = "n".repeat(250);
     let root = dir.path().join("root");
@@ -146,14 +146,14 @@ fn a_path_too_long_to_travel_is_a_problem_and_can_be_removed() {
     let options = ScanOptions { exclude: Some(&exclude), ..ScanOptions::default() };
     assert!(
         gantry_transfer::scan(&root, &options, None).unwrap().problems.is_empty(),
-        "a rule leaves it out"
+        "an excluded path is no problem"
     );
     remove_tree(&root).unwrap();
     assert!(!root.exists());
 }
 
 #[test]
-fn scan_of_a_deep_tree_keeps_few_directories_open() {
+fn scan_keeps_few_directories_open() {
     let dir = tempdir().unwrap();
     let mut at = dir.path().to_owned();
     for _ in 0..1000 {
@@ -175,7 +175,7 @@ fn scan_of_a_deep_tree_keeps_few_directories_open() {
 }
 
 #[test]
-fn the_manifest_does_not_depend_on_threads() {
+fn manifest_does_not_depend_on_threads() {
     let dir = tempdir().unwrap();
     crate::common::everything(dir.path());
     let with = |threads| {
@@ -192,8 +192,8 @@ fn the_manifest_does_not_depend_on_threads() {
 }
 
 #[test]
-fn what_cannot_be_read_is_reported_and_left_out() {
-    let dir = crate::common::nobodys_dir();
+fn unreadable_entries_are_reported() {
+    let dir = crate::common::shared_dir();
     fs::write(dir.path().join("secret"), b"x").unwrap();
     fs::write(dir.path().join("large secret"), noise(1, 6 << 20)).unwrap();
     fs::hard_link(dir.path().join("secret"), dir.path().join("secret link")).unwrap();
@@ -204,7 +204,7 @@ fn what_cannot_be_read_is_reported_and_left_out() {
         set_mode(&dir.path().join(name), 0);
     }
 
-    let scan = as_nobody(|| scan_all(dir.path()));
+    let scan = as_unprivileged(|| scan_all(dir.path()));
 
     let paths: Vec<_> = scan.manifest.entries().iter().map(|entry| entry.path().to_str().unwrap()).collect();
     assert_eq!(paths, ["", "closed", "open"]);
@@ -217,7 +217,7 @@ fn what_cannot_be_read_is_reported_and_left_out() {
     set_mode(&dir.path().join("closed"), 0o700);
 }
 
-/// Scans one file, and changes it after it was read.
+/// Scans a file, and changes it after it was read.
 fn scan_changing(length: usize, change: impl Fn(&Path) + Sync) -> Scan {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("file"), noise(1, length)).unwrap();
@@ -231,19 +231,19 @@ fn scan_changing(length: usize, change: impl Fn(&Path) + Sync) -> Scan {
                     == (before.ctime(), before.ctime_nsec(), before.ino())
             })
         {
-            change(&path); // Until it shows: the clock of the file system may be slow.
+            change(&path); // Until the ctime changes, because the clock of the file system may be coarse.
         }
     };
     let options =
         ScanOptions { after_read: Some(&after_read), settle: Duration::ZERO, ..ScanOptions::default() };
     let mut cache = StatCache::new();
     let scan = scan(dir.path(), &options, Some(&mut cache)).unwrap();
-    assert_eq!(cache.len(), 1, "what changed is not remembered");
+    assert_eq!(cache.len(), 1, "the cache does not contain changed files");
     scan
 }
 
 #[test]
-fn a_file_that_changes_while_it_is_read_is_reported() {
+fn file_changed_during_scan_is_reported() {
     let grow = |path: &Path| File::options().append(true).open(path).unwrap().write_all(b"more").unwrap();
     let shrink = |path: &Path| File::options().write(true).open(path).unwrap().set_len(5).unwrap();
     let touch = |path: &Path| set_mtime(path, 1, 1);
@@ -259,7 +259,7 @@ fn a_file_that_changes_while_it_is_read_is_reported() {
                 panic!("{:?}", scan.problems);
             };
             assert_eq!(path, Path::new("file"));
-            assert_eq!(scan.manifest.entries().len(), 3, "it is kept as it was read");
+            assert_eq!(scan.manifest.entries().len(), 3, "the file is kept as it was read");
         }
     }
     assert!(scan_changing_nothing().problems.is_empty());
@@ -285,8 +285,8 @@ fn sockets_are_skipped_and_reported() {
 }
 
 #[test]
-fn what_is_excluded_is_neither_listed_nor_entered() {
-    let dir = crate::common::nobodys_dir();
+fn excluded_directory_is_not_entered() {
+    let dir = crate::common::shared_dir();
     for name in ["keep", "drop", "keep/drop"] {
         fs::create_dir(dir.path().join(name)).unwrap();
     }
@@ -298,7 +298,7 @@ fn what_is_excluded_is_neither_listed_nor_entered() {
         assert!(!path.as_os_str().is_empty());
         if is_dir { path.ends_with("drop") } else { path.extension() == Some(OsStr::new("o")) }
     };
-    let scan = as_nobody(|| {
+    let scan = as_unprivileged(|| {
         let options = ScanOptions { exclude: Some(&exclude), ..ScanOptions::default() };
         scan(dir.path(), &options, None).unwrap()
     });
@@ -309,7 +309,7 @@ fn what_is_excluded_is_neither_listed_nor_entered() {
 }
 
 #[test]
-fn other_file_systems_may_be_left_alone() {
+fn other_file_systems_stay_empty_with_leave() {
     let exclude = |path: &Path, _| path != Path::new("proc") && !path.starts_with("proc");
     let options = ScanOptions {
         exclude: Some(&exclude),
@@ -322,9 +322,9 @@ fn other_file_systems_may_be_left_alone() {
 }
 
 #[test]
-fn ownership_may_be_made_the_same_everywhere() {
-    let dir = crate::common::nobodys_dir();
-    let manifest = as_nobody(|| {
+fn root_ownership_makes_equal_owners() {
+    let dir = crate::common::shared_dir();
+    let manifest = as_unprivileged(|| {
         fs::write(dir.path().join("file"), b"x").unwrap();
         let options = ScanOptions { ownership: ScannedOwnership::Root, ..ScanOptions::default() };
         scan(dir.path(), &options, None).unwrap().manifest
@@ -333,7 +333,7 @@ fn ownership_may_be_made_the_same_everywhere() {
 }
 
 #[test]
-fn a_scan_can_be_watched_and_stopped() {
+fn scan_reports_progress_and_stops() {
     let dir = tempdir().unwrap();
     crate::common::everything(dir.path());
     let (progress, stop) = (Progress::default(), AtomicBool::new(false));
@@ -344,14 +344,14 @@ fn a_scan_can_be_watched_and_stopped() {
     assert_eq!(progress.files(), files as u64);
     assert_eq!(progress.bytes(), manifest.extent_bytes());
 
-    // Stopped by what it reads, so that it is in the midst of it.
+    // The hook stops the scan after the first file.
     let after_read = |_: &Path| stop.store(true, std::sync::atomic::Ordering::Relaxed);
     let options = ScanOptions { after_read: Some(&after_read), ..options };
     assert!(matches!(scan(dir.path(), &options, None), Err(ScanError::Stopped)));
 }
 
 #[test]
-fn a_panic_in_a_hook_does_not_hang_the_scan() {
+fn panic_in_hook_does_not_hang_scan() {
     let dir = tempdir().unwrap();
     for n in 0..3000 {
         fs::write(dir.path().join(n.to_string()), b"x").unwrap();
@@ -363,7 +363,7 @@ fn a_panic_in_a_hook_does_not_hang_the_scan() {
 }
 
 #[test]
-fn roots_that_cannot_be_scanned_are_errors() {
+fn invalid_root_is_an_error() {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("file"), b"x").unwrap();
     for path in [dir.path().join("missing"), dir.path().join("file")] {
@@ -376,9 +376,9 @@ fn roots_that_cannot_be_scanned_are_errors() {
 }
 
 #[test]
-fn what_a_scan_keeps_is_reserved_before() {
+fn scan_reserves_memory_before_storing() {
     let dir = tempdir().unwrap();
-    // Each name in the last directory has a path that is too long.
+    // The path of each name in the last directory is too long.
     let mut deepest: std::os::fd::OwnedFd = fs::File::open(dir.path()).unwrap().into();
     let component = "d".repeat(250);
     for _ in 0..16 {
@@ -397,7 +397,7 @@ fn what_a_scan_keeps_is_reserved_before() {
         fs::hard_link(&long, links.path().join(n.to_string())).unwrap();
     }
     for root in [dir.path(), links.path()] {
-        let whole = scan(root, &ScanOptions::default(), None).expect("it is small");
+        let whole = scan(root, &ScanOptions::default(), None).expect("a small tree");
         let kept = whole.manifest.entries().iter().map(|entry| entry.path().as_os_str().len()).sum::<usize>();
         let limits = Limits { encoded_bytes: kept as u64 + 100_000, ..Limits::default() };
         let refused = scan(root, &ScanOptions { limits, ..ScanOptions::default() }, None);
@@ -419,10 +419,10 @@ fn scan_with(root: &Path, cache: &mut StatCache) -> Scan {
 }
 
 #[test]
-fn what_the_cache_knows_is_not_read_again() {
+fn cached_files_are_not_read_again() {
     let dir = tempdir().unwrap();
     crate::common::everything(dir.path());
-    set_mtime(&dir.path().join("large"), 1_000_000_000, 0); // In the past, as all others.
+    set_mtime(&dir.path().join("large"), 1_000_000_000, 0); // In the past, like all other files.
     let mut cache = StatCache::new();
     let first = scan_with(dir.path(), &mut cache);
     assert_eq!((first.files_known, first.files_read), (0, cache.len() as u64));
@@ -438,7 +438,7 @@ fn what_the_cache_knows_is_not_read_again() {
 }
 
 #[test]
-fn every_change_of_a_file_is_noticed_despite_the_cache() {
+fn cache_detects_every_change() {
     let dir = tempdir().unwrap();
     let path = dir.path().join("file");
     fs::write(&path, b"before").unwrap();
@@ -449,7 +449,7 @@ fn every_change_of_a_file_is_noticed_despite_the_cache() {
     let ctime = |path: &Path| path.metadata().map(|stat| (stat.ctime(), stat.ctime_nsec())).unwrap();
     let old = ctime(&path);
     while ctime(&path) == old {
-        // The same size, the same mtime, the same inode.
+        // The size, mtime and inode are unchanged.
         File::options().write(true).open(&path).unwrap().write_all(b"behind").unwrap();
         set_mtime(&path, 1_000_000_000, 0);
     }
@@ -457,18 +457,18 @@ fn every_change_of_a_file_is_noticed_despite_the_cache() {
     assert_eq!(scan.files_read, 1);
     assert_ne!(scan.manifest.tree_digest(), before.tree_digest());
 
-    // Another file under the same name.
+    // Another file with the same name.
     fs::write(dir.path().join("new"), b"beyond").unwrap();
     fs::rename(dir.path().join("new"), &path).unwrap();
     assert_eq!(scan_with(dir.path(), &mut cache).files_read, 1);
-    // What is gone is forgotten.
+    // The cache drops deleted files.
     fs::remove_file(&path).unwrap();
     scan_with(dir.path(), &mut cache);
     assert!(cache.is_empty());
 }
 
 #[test]
-fn a_file_that_has_not_settled_is_not_remembered() {
+fn unsettled_file_is_not_cached() {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("file"), b"young").unwrap();
     let mut cache = StatCache::new();
@@ -477,7 +477,7 @@ fn a_file_that_has_not_settled_is_not_remembered() {
         scan(dir.path(), &options, Some(&mut cache)).unwrap();
         assert!(cache.is_empty());
     }
-    // An mtime in the future cannot be compared with anything.
+    // A file with an mtime in the future never settles.
     set_mtime(&dir.path().join("file"), 9_000_000_000, 0);
     scan_with(dir.path(), &mut cache);
     assert!(cache.is_empty());
@@ -486,7 +486,7 @@ fn a_file_that_has_not_settled_is_not_remembered() {
 // Reading.
 
 #[test]
-fn batches_are_of_the_size_that_was_asked_for() {
+fn batches_have_requested_size() {
     let dir = tempdir().unwrap();
     for n in 0..100 {
         fs::write(dir.path().join(format!("{n:03}")), noise(n, 10_000)).unwrap();
@@ -510,7 +510,7 @@ fn batches_are_of_the_size_that_was_asked_for() {
 }
 
 #[test]
-fn a_tree_that_changed_is_noticed_when_it_is_read() {
+fn reader_detects_changed_tree() {
     let dir = tempdir().unwrap();
     for name in ["a", "b", "c", "d", "e"] {
         fs::write(dir.path().join(name), noise(1, 1000)).unwrap();
@@ -535,7 +535,7 @@ fn a_tree_that_changed_is_noticed_when_it_is_read() {
     let all = OrdinalRanges::all(6);
     let mut batches = reader.batches(&all);
     assert!(batches.next().unwrap().is_err());
-    assert!(batches.next().is_none(), "it ends after an error");
+    assert!(batches.next().is_none(), "the iterator ends after an error");
     assert!(matches!(reader.batches(&OrdinalRanges::all(6)).next(), Some(Err(_))));
     assert!(matches!(TreeReader::new(Path::new("/nonexistent"), manifest, options), Err(ReadError::Root(_))));
 }
@@ -544,12 +544,12 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_trees_arrive_as_they_were(nodes in crate::common::random::tree()) {
+    fn random_tree_is_copied_exactly(nodes in crate::common::random::tree()) {
         let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
         crate::common::make(from.path(), &nodes);
         copy(from.path(), to.path(), WriteOptions::default());
         let before = manifest_of(from.path());
-        // The root is a temporary directory of our own.
+        // The root is a temporary directory.
         prop_assert_eq!(manifest_of(to.path()), before);
     }
 
@@ -580,7 +580,7 @@ proptest! {
 }
 
 #[test]
-fn setuid_files_of_others_do_not_become_those_of_root() {
+fn setuid_files_of_others_lose_setuid() {
     use std::os::unix::fs::{PermissionsExt, chown};
 
     let directory = tempfile::tempdir().expect("a temporary directory");
@@ -604,19 +604,19 @@ fn setuid_files_of_others_do_not_become_those_of_root() {
     assert_eq!(mode_after(0), 0o6755);
 }
 
-/// Scans one file of a file system that the kernel makes up.
+/// Scans a file whose content the kernel generates.
 fn scan_made_up(directory: &str, name: &str) -> Scan {
     let exclude = |path: &Path, _| path != Path::new(name);
     let options = ScanOptions { exclude: Some(&exclude), ..ScanOptions::default() };
     let mut cache = StatCache::new();
     let scan = scan(Path::new(directory), &options, Some(&mut cache)).unwrap();
-    assert!(cache.is_empty(), "its times say nothing of its content");
+    assert!(cache.is_empty(), "the times do not depend on the content");
     scan
 }
 
 #[test]
-fn file_of_unknown_size_is_read_whole() {
-    // Said to be empty, and said to have a page.
+fn file_of_unknown_size_is_read_to_end() {
+    // One file with a declared size of 0, and one with the size of a page.
     for (directory, name) in [("/proc/sys/kernel", "ostype"), ("/proc", "version"), ("/sys/kernel", "fscaps")]
     {
         let Ok(content) = fs::read(Path::new(directory).join(name)) else { continue };
@@ -631,8 +631,8 @@ fn file_of_unknown_size_is_read_whole() {
 }
 
 #[test]
-fn made_up_file_without_end_is_a_problem() {
-    // Opened by root only, and as large as an address space.
+fn generated_file_without_end_is_reported() {
+    // Only root can open this file, which is as large as the address space.
     let scan = scan_made_up("/proc", "kmsg");
     let [Problem { path, what: ProblemKind::Unreadable(_) }] = &scan.problems[..] else {
         panic!("{:?}", scan.problems);
@@ -641,7 +641,7 @@ fn made_up_file_without_end_is_a_problem() {
 }
 
 #[test]
-fn attributes_that_do_not_travel_are_reported() {
+fn skipped_xattrs_are_reported() {
     let dir = tempdir().unwrap();
     fs::create_dir(dir.path().join("directory")).unwrap();
     fs::write(dir.path().join("file"), b"x").unwrap();
@@ -661,7 +661,7 @@ fn attributes_that_do_not_travel_are_reported() {
         assert_eq!(
             problems,
             ["directory", "file"].map(|path| {
-                format!("{path:?} has the extended attribute \"trusted.own\", which does not travel")
+                format!("{path:?} has the extended attribute \"trusted.own\", which is not supported")
             })
         );
         let file = dir.path().join("cache");

@@ -1,16 +1,16 @@
-//! What a writer refuses, and what it never does.
+//! Tests of the writer of trees.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::common::{as_nobody, is_root, manifest_of, noise, set_mode};
+use crate::common::{as_unprivileged, is_root, manifest_of, noise, set_mode};
 use gantry_transfer::*;
 use rustix::io::Errno;
 use tempfile::{TempDir, tempdir};
 
-/// A tree with a directory, small files and a large one; and an empty directory to write it to.
+/// A tree with a directory, small files and a large file, and an empty directory to write to.
 struct Fixture {
     from: TempDir,
     to: TempDir,
@@ -53,7 +53,7 @@ impl Fixture {
     }
 }
 
-/// A manifest of a root and what is in it.
+/// Returns a manifest of a root and `entries`.
 fn manifest(entries: Vec<Entry>) -> Arc<Manifest> {
     let root = entry("", EntryKind::Directory);
     Arc::new(Manifest::new([vec![root], entries].concat(), Limits::default()).unwrap())
@@ -71,7 +71,7 @@ fn empty_file() -> EntryKind {
 }
 
 #[test]
-fn content_with_another_digest_or_length_is_refused() {
+fn wrong_content_is_rejected() {
     let fixture = Fixture::new();
     let mut writer = fixture.writer();
     let right = fixture.data(0);
@@ -81,13 +81,13 @@ fn content_with_another_digest_or_length_is_refused() {
         let refused = writer.put(0, data);
         assert!(matches!(refused, Err(WriteError::DigestMismatch { path }) if path == Path::new("dir/a")));
     }
-    assert!(!fixture.to.path().join("dir/a").exists(), "nothing of it was written");
+    assert!(!fixture.to.path().join("dir/a").exists(), "the file was not created");
     writer.put(0, &right).unwrap();
     assert!(matches!(writer.put(6, b"x"), Err(WriteError::NoSuchExtent(6))));
 }
 
 #[test]
-fn extents_come_in_any_order_and_once() {
+fn extents_come_once_in_any_order() {
     let fixture = Fixture::new();
     let mut writer = fixture.writer();
     writer.put(2, &fixture.data(2)).unwrap();
@@ -105,7 +105,7 @@ fn extents_come_in_any_order_and_once() {
 }
 
 #[test]
-fn a_transfer_that_was_cut_off_anywhere_is_not_finished() {
+fn incomplete_tree_is_not_finished() {
     for missing in 0..6 {
         let fixture = Fixture::new();
         let mut writer = fixture.writer();
@@ -120,7 +120,7 @@ fn a_transfer_that_was_cut_off_anywhere_is_not_finished() {
 }
 
 #[test]
-fn local_content_may_fill_in_for_any_of_it() {
+fn local_content_completes_tree() {
     for trust in [Trust::Verify, Trust::Trusted] {
         let fixture = Fixture::new();
         let elsewhere = tempdir().unwrap();
@@ -128,7 +128,7 @@ fn local_content_may_fill_in_for_any_of_it() {
         fs::write(&pieces, [b"padding", &fixture.data(4)[..], &fixture.data(0)[..]].concat()).unwrap();
         let pieces = File::open(pieces).unwrap();
 
-        // Files are begun, left and come back to.
+        // The writer switches between incomplete files.
         let mut writer = fixture.writer();
         writer.put(2, &fixture.data(2)).unwrap();
         writer.copy_extent(0, &pieces, 507, trust).unwrap();
@@ -143,7 +143,7 @@ fn local_content_may_fill_in_for_any_of_it() {
 }
 
 #[test]
-fn whole_files_are_copied_and_stay_apart() {
+fn copied_files_are_independent() {
     for trust in [Trust::Verify, Trust::Trusted] {
         let fixture = Fixture::new();
         let mut writer = fixture.writer();
@@ -158,7 +158,7 @@ fn whole_files_are_copied_and_stay_apart() {
 }
 
 #[test]
-fn local_content_that_is_wrong_is_refused_and_can_be_put_instead() {
+fn wrong_local_content_can_be_replaced() {
     let fixture = Fixture::new();
     let elsewhere = tempdir().unwrap();
     let wrong = elsewhere.path().join("wrong");
@@ -168,7 +168,7 @@ fn local_content_that_is_wrong_is_refused_and_can_be_put_instead() {
     for ordinal in 0..2 {
         let refused = writer.copy_extent(ordinal, &wrong, 0, Trust::Verify);
         assert!(matches!(refused, Err(WriteError::DigestMismatch { .. })));
-        // Too short for what was asked, whoever vouches for it.
+        // The source is too short, which is an error even for trusted content.
         let refused = writer.copy_extent(ordinal, &wrong, 2 << 20, Trust::Trusted);
         assert!(matches!(refused, Err(WriteError::DigestMismatch { .. })));
     }
@@ -182,7 +182,7 @@ fn local_content_that_is_wrong_is_refused_and_can_be_put_instead() {
 }
 
 #[test]
-fn what_was_verified_counts_for_its_tree_only() {
+fn verified_content_belongs_to_one_tree() {
     let fixture = Fixture::new();
     let elsewhere = tempdir().unwrap();
     fs::write(elsewhere.path().join("file"), noise(1, 1000)).unwrap();
@@ -194,7 +194,7 @@ fn what_was_verified_counts_for_its_tree_only() {
 }
 
 #[test]
-fn a_directory_that_is_not_empty_is_not_written_to() {
+fn non_empty_directory_is_rejected() {
     let fixture = Fixture::new();
     fs::write(fixture.to.path().join("there"), b"x").unwrap();
     let refused = TreeWriter::new(fixture.to.path(), fixture.manifest.clone(), WriteOptions::default());
@@ -203,14 +203,14 @@ fn a_directory_that_is_not_empty_is_not_written_to() {
 }
 
 #[test]
-fn nothing_leaves_the_directory_even_if_somebody_plants_links() {
+fn planted_links_do_not_lead_outside() {
     let fixture = Fixture::new();
     let outside = tempdir().unwrap();
     fs::write(outside.path().join("victim"), b"precious").unwrap();
     set_mode(outside.path(), 0o755); // Unlike that of a directory in the manifest, or it would not show.
     let before = crate::common::listing(outside.path());
 
-    // In place of a directory that was made.
+    // A link replaces a directory.
     let mut writer = fixture.writer();
     fs::remove_dir(fixture.to.path().join("dir")).unwrap();
     symlink(outside.path(), fixture.to.path().join("dir")).unwrap();
@@ -218,7 +218,7 @@ fn nothing_leaves_the_directory_even_if_somebody_plants_links() {
     drop(writer);
     assert_eq!(crate::common::listing(outside.path()), before);
 
-    // In place of a file that is to be made, or is begun.
+    // Links replace files before and during their writing.
     let fixture = Fixture::new();
     let mut writer = fixture.writer();
     symlink(outside.path().join("victim"), fixture.to.path().join("dir/a")).unwrap();
@@ -235,7 +235,7 @@ fn nothing_leaves_the_directory_even_if_somebody_plants_links() {
     drop(writer);
     assert_eq!(crate::common::listing(outside.path()), before);
 
-    // In place of a directory that waits for its metadata.
+    // A link replaces a directory before its metadata is applied.
     let fixture = Fixture::new();
     let mut writer = fixture.writer();
     for ordinal in 0..6 {
@@ -248,7 +248,7 @@ fn nothing_leaves_the_directory_even_if_somebody_plants_links() {
 }
 
 #[test]
-fn a_manifest_cannot_lead_through_its_own_link() {
+fn manifest_cannot_lead_through_its_link() {
     let link = entry("a", EntryKind::Symlink { target: b"/tmp".to_vec() });
     let entries = [entry("", EntryKind::Directory), Entry { mode: 0, ..link }, entry("a/b", empty_file())];
     let refused = Manifest::new(entries, Limits::default());
@@ -256,7 +256,7 @@ fn a_manifest_cannot_lead_through_its_own_link() {
 }
 
 #[test]
-fn setuid_is_dropped_with_the_owner_it_was_meant_for() {
+fn setuid_is_dropped_with_its_owner() {
     let theirs = |path: &str, mode| Entry { mode, uid: 12345, gid: 12345, ..entry(path, empty_file()) };
     let ours = |path: &str, mode| Entry { mode, ..entry(path, empty_file()) };
     let manifest =
@@ -278,7 +278,7 @@ fn setuid_is_dropped_with_the_owner_it_was_meant_for() {
 }
 
 #[test]
-fn owners_are_right_whatever_the_directory_hands_down() {
+fn owners_are_right_in_any_directory() {
     if !is_root() {
         return;
     }
@@ -302,7 +302,7 @@ fn owners_are_right_whatever_the_directory_hands_down() {
 }
 
 #[test]
-fn devices_are_made_only_if_permitted() {
+fn devices_are_created_only_if_permitted() {
     let null = EntryKind::Device { kind: DeviceKind::Character, major: 1, minor: 3 };
     let manifest = manifest(vec![entry("null", null)]);
     let write = |options| {
@@ -317,7 +317,7 @@ fn devices_are_made_only_if_permitted() {
     assert_eq!(there.entries().len(), 1);
 
     for devices in [false, true] {
-        let (written, there) = as_nobody_in_own_dir(|to| {
+        let (written, there) = as_unprivileged_in_own_dir(|to| {
             let options = WriteOptions {
                 devices,
                 strict: false,
@@ -327,15 +327,15 @@ fn devices_are_made_only_if_permitted() {
             let written = TreeWriter::new(to, manifest.clone(), options).and_then(TreeWriter::finish);
             (written, manifest_of(to))
         });
-        let left_out = written.unwrap().left_out;
-        assert!(matches!(&left_out[..], [LeftOut { what: LeftOutKind::Device, .. }]), "{left_out:?}");
+        let skipped = written.unwrap().skipped;
+        assert!(matches!(&skipped[..], [SkippedPart { what: SkippedPartKind::Device, .. }]), "{skipped:?}");
         assert_eq!(there.entries().len(), 1);
     }
 
     if is_root() {
         match write(WriteOptions { devices: true, ..options }) {
             (Ok(_), there) => assert_eq!(there, *manifest_with_root_of(&manifest, &there)),
-            // Not every container may.
+            // Some containers forbid device nodes.
             (Err(WriteError::Io { source, .. }), _) => {
                 assert_eq!(Errno::from_io_error(&source), Some(Errno::PERM));
             }
@@ -344,25 +344,25 @@ fn devices_are_made_only_if_permitted() {
     }
 }
 
-fn as_nobody_in_own_dir<T: Send>(test: impl FnOnce(&Path) -> T + Send) -> T {
-    let dir = crate::common::nobodys_dir();
-    as_nobody(|| {
+fn as_unprivileged_in_own_dir<T: Send>(test: impl FnOnce(&Path) -> T + Send) -> T {
+    let dir = crate::common::shared_dir();
+    as_unprivileged(|| {
         let to = dir.path().join("to");
         fs::create_dir(&to).unwrap();
         test(&to)
     })
 }
 
-/// `manifest` with the root entry of another, for comparing what is below.
+/// Returns `manifest` with the root entry of `other`, for the comparison of the other entries.
 fn manifest_with_root_of(manifest: &Manifest, other: &Manifest) -> Arc<Manifest> {
     let entries = [&other.entries()[..1], &manifest.entries()[1..]].concat();
     Arc::new(Manifest::new(entries, Limits::default()).unwrap())
 }
 
 #[test]
-fn somebody_without_rights_writes_trees_with_closed_directories() {
-    let from = crate::common::nobodys_dir();
-    as_nobody_in_own_dir(|to| {
+fn unprivileged_user_writes_read_only_directories() {
+    let from = crate::common::shared_dir();
+    as_unprivileged_in_own_dir(|to| {
         let from = from.path().join("from");
         for dir in ["from", "from/closed", "from/closed/inner"].map(|dir| from.parent().unwrap().join(dir)) {
             fs::create_dir(dir).unwrap();
@@ -383,9 +383,9 @@ fn somebody_without_rights_writes_trees_with_closed_directories() {
 }
 
 #[test]
-fn directories_get_their_modes_when_nobody_must_enter_them_any_more() {
-    let manifest = Arc::new(as_nobody(crate::common::closed_directories));
-    as_nobody_in_own_dir(|to| {
+fn directory_modes_are_applied_last() {
+    let manifest = Arc::new(as_unprivileged(crate::common::closed_directories));
+    as_unprivileged_in_own_dir(|to| {
         TreeWriter::new(to, manifest.clone(), WriteOptions::default()).unwrap().finish().unwrap();
         let mode = |path: &Path| path.symlink_metadata().unwrap().mode() & 0o7777;
         assert_eq!(mode(&to.join("a")), 0);
@@ -398,7 +398,7 @@ fn directories_get_their_modes_when_nobody_must_enter_them_any_more() {
 }
 
 #[test]
-fn what_is_omitted_is_not_written_nor_linked() {
+fn omitted_files_are_not_linked() {
     let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
     for name in ["a", "b", "empty"] {
         fs::write(from.path().join(name), if name == "empty" { "" } else { name }).unwrap();
@@ -415,9 +415,9 @@ fn what_is_omitted_is_not_written_nor_linked() {
     assert_eq!(names, ["b"]);
 }
 
-/// Takes a file system that is full; where none can be made, there is nothing to test.
+/// Needs the permission to mount a small file system.
 #[test]
-fn a_full_disk_is_recognized() {
+fn full_disk_is_detected() {
     use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
     use rustix::thread::{UnshareFlags, unshare_unsafe};
 
@@ -428,8 +428,8 @@ fn a_full_disk_is_recognized() {
     let to = fixture.to.path();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // In a namespace of this thread, so that the mount goes when it ends.
-            // SAFETY: this thread has no idea of a working directory or mounts that it shares with others.
+            // The mount namespace of this thread ends with the thread, and the mount with it.
+            // SAFETY: this thread does not rely on a shared working directory or shared mounts.
             if unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.is_err() {
                 return;
             }
@@ -447,7 +447,7 @@ fn a_full_disk_is_recognized() {
 }
 
 #[test]
-fn a_file_of_holes_has_its_size() {
+fn file_of_holes_has_its_size() {
     let to = tempdir().unwrap();
     let data = noise(1, 100);
     let digest = domain::Digest(*blake3::hash(&data).as_bytes());

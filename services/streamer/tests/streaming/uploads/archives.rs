@@ -290,12 +290,12 @@ async fn unsafe_and_invalid_archives_are_rejected() {
         (
             "through a link to elsewhere",
             [link("a", "/tmp", b'2'), header("a/b", 0, b'0'), end()].concat(),
-            "no directory",
+            "not a directory",
         ),
         ("headers without an end", [header("a", 1 << 30, b'x'), vec![0; 1 << 20]].concat(), "too large"),
-        ("an unknown type", [header("a", 0, b'X'), end()].concat(), "unknown type"),
+        ("an unknown type", [header("a", 0, b'X'), end()].concat(), "is not supported"),
         ("no archive", b"PK\x03\x04".repeat(1000), "no header"),
-        ("nothing", Vec::new(), "cut off"),
+        ("nothing", Vec::new(), "truncated"),
     ];
     let before = volumes(&suite);
     for (what, archive, says) in refused {

@@ -22,8 +22,8 @@ pub fn manifest_of(root: &Path) -> Manifest {
     scan.manifest
 }
 
-/// Writes what is in `from` into `to`.
-pub fn copy(from: &Path, to: &Path, options: WriteOptions) -> Written {
+/// Copies the tree in `from` into `to`.
+pub fn copy(from: &Path, to: &Path, options: WriteOptions) -> WriteSummary {
     let manifest = Arc::new(scan_all(from).manifest);
     let mut reader =
         TreeReader::new(from, manifest.clone(), ReadOptions { verify: true, ..ReadOptions::default() })
@@ -47,14 +47,14 @@ pub fn set_mtime(path: &Path, seconds: i64, nanos: i64) {
     utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
 }
 
-/// Bytes that compress badly and are the same every time.
+/// Returns reproducible bytes that compress badly.
 pub fn noise(seed: u64, length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
     blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut bytes);
     bytes
 }
 
-/// One of everything that needs no rights.
+/// Creates an entry of every kind that needs no special permission.
 pub fn everything(root: &Path) {
     let dir = |name: &str| fs::create_dir_all(root.join(name)).unwrap();
     let file = |name: &str, content: &[u8]| fs::write(root.join(name), content).unwrap();
@@ -110,13 +110,13 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Runs `test` as somebody who may not do everything: in a thread that gives up root, if we are root.
-pub fn as_nobody<T: Send>(test: impl FnOnce() -> T + Send) -> T {
+/// Runs `test` as an unprivileged user. If the process is root, a thread gives up root.
+pub fn as_unprivileged<T: Send>(test: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             if is_root() {
-                let nobody = rustix::fs::Uid::from_raw(65534);
-                rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+                let unprivileged = rustix::fs::Uid::from_raw(65534);
+                rustix::thread::set_thread_res_uid(unprivileged, unprivileged, unprivileged).unwrap();
             }
             test()
         });
@@ -124,19 +124,19 @@ pub fn as_nobody<T: Send>(test: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// A directory that [`as_nobody`] can work in.
-pub fn nobodys_dir() -> tempfile::TempDir {
+/// Creates a directory that [`as_unprivileged`] can write.
+pub fn shared_dir() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     set_mode(dir.path(), 0o777);
     dir
 }
 
-/// All names below a directory, with what they are, for comparing what must not change.
+/// Returns all entries below a directory, for the comparison of a directory that must not change.
 pub fn listing(root: &Path) -> Vec<Entry> {
     manifest_of(root).entries().to_vec()
 }
 
-/// A tree of the caller's, with directories that even the owner may not enter.
+/// Returns a tree of the caller with directories that even the owner may not access.
 pub fn closed_directories() -> Manifest {
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let entry = |path: &str, mode, kind| {
@@ -153,7 +153,7 @@ pub fn closed_directories() -> Manifest {
     Manifest::new(entries, Limits::default()).unwrap()
 }
 
-/// Something in a random tree.
+/// An entry of a random tree.
 #[derive(Debug, Clone)]
 pub struct Node {
     pub path: String,
@@ -198,7 +198,7 @@ pub mod random {
         ]
     }
 
-    /// What to make, in this order. Some of it may not be possible.
+    /// Returns entries to create in this order. Some of them may be impossible.
     pub fn tree() -> impl Strategy<Value = Vec<Node>> {
         let mtime = (-1_000_000_000_i64..4_000_000_000, 0_i64..1_000_000_000);
         let node = (path(), 0o400_u32..0o7777, mtime, kind()).prop_map(|(path, mode, mtime, kind)| Node {
@@ -211,7 +211,7 @@ pub mod random {
     }
 }
 
-/// Makes as much of a random tree as is possible.
+/// Creates a random tree, without its impossible entries.
 pub fn make(root: &Path, nodes: &[Node]) {
     let mut made = Vec::new();
     for node in nodes {
