@@ -439,7 +439,7 @@ fn worker_provided_images_become_artifacts() {
     let refused = cluster.output([&run[..], &["resource-type:s3", "--", "true"]].concat());
     let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(
-        printed.contains("concourse") && printed.contains("brings no image of the resource type s3"),
+        printed.contains("concourse") && printed.contains("has no image of the resource type s3"),
         "{printed}"
     );
 

@@ -68,7 +68,7 @@ fn cordoned_worker_drains_and_interruptible_work_moves() {
     assert!(shown.contains("gets no work:") && shown.contains("is cordoned"), "{shown}");
     let waiting = detached(&suite, &["--tag", "one"], "true");
     let why = suite.succeed(&["explain", &waiting]);
-    assert!(why.contains("is cordoned") && why.contains("it is told to run again"), "{why}");
+    assert!(why.contains("is cordoned") && why.contains("it is uncordoned"), "{why}");
     assert_eq!(json(&suite, &["show", "workload", &goes])["state"], "running");
 
     // The workload reads its standard input to the end.

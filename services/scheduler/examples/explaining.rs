@@ -1,17 +1,20 @@
-//! Measures explanations, against a scheduler in this process, and prints one line of JSON. For `make bench`.
+//! Benchmark of explanations with a scheduler in this process. Prints one line of JSON for `make
+//! bench`.
 //!
 //! ```text
 //! explaining [DATABASE_URL] [--workers 10000] [--calls 500]
 //! ```
 //!
-//! The database must be empty, and PostgreSQL; without one, a server of its own is started. A tenth of the workers is of another platform, and of
-//! the others every tenth is tagged with one of a hundred tags. One caller asks again and again; milliseconds, as `…_p50_ms` and `…_p99_ms`:
+//! The database must be an empty PostgreSQL database. Without a URL, the program starts its own
+//! server. A tenth of the workers has another platform. A tenth of the others has one of a hundred
+//! tags. One caller calls repeatedly. Durations are in milliseconds, as `…_p50_ms` and `…_p99_ms`:
 //!
-//! - `placed`: of a spec that many workers would take.
-//! - `waits`: of a workload that waits, for all that could are full, while a thousand others wait.
-//! - `never`: of a spec that nobody could take.
-//! - `all`: as `waits`, with every worker told one by one.
-//! - `demand`: what autoscalers ask.
+//! - `placed`: a spec that many workers would take.
+//! - `waits`: a waiting workload for which all compatible workers are full, while a thousand other
+//!   workloads wait.
+//! - `never`: a spec that no worker could take.
+//! - `all`: as `waits`, with the details of every worker.
+//! - `demand`: the query of autoscalers.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -28,7 +31,7 @@ use scheduler::Config;
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend};
 use tokio::sync::oneshot;
 
-/// How many wait.
+/// Number of waiting workloads.
 const WAITING: usize = 1000;
 
 #[derive(Debug, Clone, Parser)]
@@ -55,20 +58,20 @@ async fn main() -> anyhow::Result<()> {
     let mut options = sea_orm::ConnectOptions::new(&url);
     options.sqlx_logging(false);
     let database = sea_orm::Database::connect(options).await?;
-    ensure!(database.get_database_backend() == DbBackend::Postgres, "measured on PostgreSQL only");
-    let mut said = Vec::new();
+    ensure!(database.get_database_backend() == DbBackend::Postgres, "the database must be PostgreSQL");
+    let mut results = Vec::new();
 
-    // Half of their slots are taken.
+    // Half of the slots are used.
     fill(&database, arguments.workers, 5).await?;
     let scheduler = Scheduler::start(&url).await?;
     let spec = |tags: &[&str]| Subject::Spec(spec(tags));
     let placed = explain(&scheduler, spec(&[]), 0, arguments.calls).await?;
-    said.push(figures("placed", placed, pb::Verdict::Placed)?);
+    results.push(figures("placed", placed, pb::Verdict::Placed)?);
     let never = explain(&scheduler, spec(&["no-such-tag"]), 0, arguments.calls).await?;
-    said.push(figures("never", never, pb::Verdict::Never)?);
+    results.push(figures("never", never, pb::Verdict::Never)?);
     scheduler.stop().await?;
 
-    // All of them.
+    // All slots are used.
     fill(&database, arguments.workers, 10).await?;
     let scheduler = Scheduler::start(&url).await?;
     let mut workloads = WorkloadsClient::new(rpc::client::peer(&scheduler.endpoint, Outgoing::default())?);
@@ -80,24 +83,24 @@ async fn main() -> anyhow::Result<()> {
     }
     let waiting = Subject::Workload(pb::WaitingWorkload { team: "main".to_owned(), workload_id: last });
     let waits = explain(&scheduler, waiting.clone(), 0, arguments.calls).await?;
-    said.push(figures("waits", waits, pb::Verdict::NotNow)?);
+    results.push(figures("waits", waits, pb::Verdict::NotNow)?);
     let all = explain(&scheduler, waiting, 10_000, arguments.calls.min(50)).await?;
-    said.push(figures("all", all, pb::Verdict::NotNow)?);
+    results.push(figures("all", all, pb::Verdict::NotNow)?);
     let mut placements = scheduler.placements()?;
     let mut took = Vec::new();
     for _ in 0..arguments.calls {
         let begun = Instant::now();
-        let told = placements.get_demand(pb::GetDemandRequest::default()).await?.into_inner();
+        let demand = placements.get_demand(pb::GetDemandRequest::default()).await?.into_inner();
         took.push(begun.elapsed());
-        ensure!(told.waiting == WAITING as u64, "{} wait", told.waiting);
+        ensure!(demand.waiting == WAITING as u64, "{} requests wait", demand.waiting);
     }
-    said.push(in_figures("demand", took)?);
+    results.push(in_figures("demand", took)?);
     scheduler.stop().await?;
-    writeln!(std::io::stdout(), "{{\"workers\": {}, {}}}", arguments.workers, said.join(", "))?;
+    writeln!(std::io::stdout(), "{{\"workers\": {}, {}}}", arguments.workers, results.join(", "))?;
     Ok(())
 }
 
-/// A scheduler on a port of its own.
+/// Scheduler on its own port.
 struct Scheduler {
     endpoint: String,
     stop: oneshot::Sender<()>,
@@ -108,7 +111,7 @@ impl Scheduler {
     async fn start(url: &str) -> anyhow::Result<Self> {
         let day = Duration::from_secs(24 * 3600);
         let config = Config {
-            // Nobody speaks for the workers.
+            // No gateway reports for the workers.
             worker_ttl: day,
             stop_after: day * 2,
             lost_after: day * 3,
@@ -129,11 +132,12 @@ impl Scheduler {
 
     async fn stop(mut self) -> anyhow::Result<()> {
         _ = self.stop.send(());
-        self.served.join_next().await.context("it was served")??
+        self.served.join_next().await.context("the scheduler did not run")??
     }
 }
 
-/// Has `count` workers with ten slots each, of which so many are taken.
+/// Replaces the content of the database with `count` workers with ten slots each, of which `taken`
+/// are used.
 async fn fill(database: &DatabaseConnection, count: usize, taken: u32) -> anyhow::Result<()> {
     let sql = format!(
         "TRUNCATE leases, events, outbox, workloads, heartbeats, workers;
@@ -171,7 +175,7 @@ fn spec(tags: &[&str]) -> pb::WorkloadSpec {
     }
 }
 
-/// Asks so many times, and answers how long each took, and the verdict.
+/// Calls `Explain` repeatedly. Returns the durations and the last verdict.
 async fn explain(
     scheduler: &Scheduler,
     subject: Subject,
@@ -200,7 +204,7 @@ fn figures(
 
 fn in_figures(name: &str, mut took: Vec<Duration>) -> anyhow::Result<String> {
     took.sort();
-    let at = |percent: usize| took.get(took.len() * percent / 100).context("no call was made");
+    let at = |percent: usize| took.get(took.len() * percent / 100).context("no call was measured");
     let (p50, p99) = (at(50)?.as_secs_f64() * 1e3, at(99)?.as_secs_f64() * 1e3);
     Ok(format!("\"{name}_p50_ms\": {p50:.2}, \"{name}_p99_ms\": {p99:.2}"))
 }

@@ -1,26 +1,34 @@
-//! Measures placing, against a scheduler in a process of its own, and prints one line of JSON. For `make bench`.
+//! Benchmark of placements with a scheduler in its own process. Prints one line of JSON for `make
+//! bench`.
 //!
 //! ```text
 //! placing DATABASE_URL [--workers 10,100,1000,10000] [--seconds 4] [--aimed-seconds 65] [--limit 1000] [--only singles,paced,batched-16,batched-64,submits,two,near,cached]
 //! ```
 //!
-//! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
+//! The database must be an empty PostgreSQL database. Each figure is prefixed with the number of
+//! workers `N`:
 //!
-//! - `single_1`, `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the
-//!   `Place`s; `…_decided_p99_ms`: of the scheduler's decisions meanwhile, each from when something is asked for until all that is decided with it
-//!   is granted or given back. `paced_1000`, `paced_4000`: pairs per second of 64 callers who shall make as many together; the times are
-//!   as above, that of each `Place` from when it was due. What is aimed at, 4,000, is kept up for so long that what the scheduler and PostgreSQL do
-//!   once a minute is part of it.
-//! - `batched_16`, `batched_64`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_…`: the same, of
-//!   the time in which they were placed alone.
+//! - `single_1`, `single_16`, `single_64`: pairs of `Place` and `Release` per second, with one
+//!   lease per call and this number of callers. `…_p99_ms`: duration of `Place`.
+//!   `…_decided_p99_ms`: duration of the scheduler's decisions, from the request until all leases
+//!   decided together are granted or released.
+//! - `paced_1000`, `paced_4000`: pairs per second of 64 callers that together start this number per
+//!   second. The durations are as above, but a `Place` is measured from its due time. The rate of
+//!   4,000 lasts long enough to include the work that the scheduler and PostgreSQL do once per
+//!   minute.
+//! - `batched_16`, `batched_64`: leases per second with `PlaceMany` and `ReleaseMany` in batches of
+//!   100. `placed_…`: leases per second of the time in `PlaceMany` alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
-//! - `two_16`, `two_64`, `two_batched_16`: pairs and leases as in `single_16`, `single_64` and `batched_16`, of two schedulers on the same database, each
-//!   asked for every other one; `…_decided_p99_ms`: of the slower of the two.
-//! - `near_16`, `near_64`: pairs as in `single_16`, of leases that use five of 10,000 artifacts, each of which is on three of the workers: they are
-//!   located in an artifact store, pinned there and let go, and the worker is chosen to which the fewest bytes have to move.
-//! - `cached_16`, `limited_16`: the baseline, as CI systems do it: all workers from a cache, filtered, shuffled and sorted for each placement, and a row for each
-//!   container, with a commit of its own; where tasks are limited, the counter of each worker is read as well, and one is raised under
-//!   a guard. A container and its count are removed again.
+//! - `two_16`, `two_64`, `two_batched_16`: as `single_16`, `single_64` and `batched_16`, with two
+//!   schedulers on one database that receive alternate calls. `…_decided_p99_ms`: figure of the
+//!   slower scheduler.
+//! - `near_16`, `near_64`: as `single_16`, with leases that use five of 10,000 artifacts. Each
+//!   artifact is on three workers. The artifact store locates, pins and releases the artifacts. The
+//!   scheduler chooses the worker with the fewest bytes to transfer.
+//! - `cached_16`, `limited_16`: baseline that places as other CI systems do. Each placement
+//!   filters, shuffles and sorts all workers from a cache, and commits one row per container. With
+//!   limited tasks, each placement also reads the counter of each worker and increments one under a
+//!   guard. A container and its count are removed again.
 
 mod common;
 
@@ -43,7 +51,7 @@ use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement, Value};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-/// Leases in one call.
+/// Leases per call.
 const BATCH: usize = 100;
 
 #[derive(Debug, Clone, Parser)]
@@ -53,22 +61,22 @@ struct Arguments {
     workers: Vec<usize>,
     #[arg(long, default_value_t = 4)]
     seconds: u64,
-    /// For how long 4,000 pairs per second are made
+    /// Duration of the measurement with 4,000 pairs per second, in seconds
     #[arg(long, default_value_t = 65)]
     aimed_seconds: u64,
-    /// Tasks at a time on each worker
+    /// Maximum number of concurrent tasks per worker
     #[arg(long, default_value_t = 1_000_000)]
     limit: u32,
-    /// What is measured. All of it, unless it is named
+    /// Measurements to run. Default: all
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
-    /// Be the scheduler, until standard input ends
+    /// Run the scheduler until standard input ends
     #[arg(long, hide = true)]
     serve: bool,
-    /// The artifact store of the scheduler
+    /// Endpoint of the artifact store of the scheduler
     #[arg(long, hide = true)]
     store: Option<String>,
-    /// Be an artifact store, until standard input ends
+    /// Run an artifact store until standard input ends
     #[arg(long, hide = true)]
     serve_store: bool,
 }
@@ -111,72 +119,73 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     let baseline = "CREATE TABLE cached_workers (name TEXT PRIMARY KEY, active_tasks BIGINT NOT NULL CHECK (active_tasks >= 0));
          CREATE TABLE cached_containers (id UUID PRIMARY KEY, worker TEXT NOT NULL, state TEXT NOT NULL)";
     database.execute_unprepared(baseline).await?;
-    let mut said = Vec::new();
+    let mut results = Vec::new();
     for count in &arguments.workers {
         fill(&database, *count, arguments.limit).await?;
         database.execute_unprepared("TRUNCATE cached_workers, cached_containers; INSERT INTO cached_workers SELECT name, 0 FROM workers").await?;
         database.execute_unprepared("VACUUM ANALYZE cached_workers").await?;
         let mut server = Server::start(&arguments.database_url).await?;
         let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
-        let wants = |part| arguments.only.is_empty() || arguments.only.contains(&part);
-        for callers in [1, 16, 64].into_iter().filter(|_| wants(Part::Singles)) {
+        let is_selected = |part| arguments.only.is_empty() || arguments.only.contains(&part);
+        for callers in [1, 16, 64].into_iter().filter(|_| is_selected(Part::Singles)) {
             let (rate, p99) = singles(&[&server], callers, arguments.seconds).await?;
-            said.push(of(&format!("single_{callers}"), rate));
-            said.push(of(&format!("single_{callers}_p99_ms"), p99));
-            said.push(of(&format!("single_{callers}_decided_p99_ms"), server.decided_p99()?));
+            results.push(of(&format!("single_{callers}"), rate));
+            results.push(of(&format!("single_{callers}_p99_ms"), p99));
+            results.push(of(&format!("single_{callers}_decided_p99_ms"), server.decided_p99()?));
         }
         let paces = [(1000, arguments.seconds), (4000, arguments.aimed_seconds)];
-        for (pace, seconds) in paces.into_iter().filter(|_| wants(Part::Paced)) {
+        for (pace, seconds) in paces.into_iter().filter(|_| is_selected(Part::Paced)) {
             paced(&server, 64, pace, 1).await?;
             server.decided_p99()?;
             let (rate, p99) = paced(&server, 64, pace, seconds).await?;
-            said.push(of(&format!("paced_{pace}"), rate));
-            said.push(of(&format!("paced_{pace}_p99_ms"), p99));
-            said.push(of(&format!("paced_{pace}_decided_p99_ms"), server.decided_p99()?));
+            results.push(of(&format!("paced_{pace}"), rate));
+            results.push(of(&format!("paced_{pace}_p99_ms"), p99));
+            results.push(of(&format!("paced_{pace}_decided_p99_ms"), server.decided_p99()?));
         }
         for (part, callers) in [(Part::Batched16, 16), (Part::Batched64, 64)] {
-            if wants(part) {
+            if is_selected(part) {
                 let (rate, placed) = batches(&[&server], callers, arguments.seconds).await?;
-                said.extend([
+                results.extend([
                     of(&format!("batched_{callers}"), rate),
                     of(&format!("placed_{callers}"), placed),
                 ]);
             }
         }
-        for callers in [16, 64].into_iter().filter(|_| wants(Part::Submits)) {
-            said.push(of(&format!("submit_{callers}"), submits(&server, callers, arguments.seconds).await?));
+        for callers in [16, 64].into_iter().filter(|_| is_selected(Part::Submits)) {
+            results
+                .push(of(&format!("submit_{callers}"), submits(&server, callers, arguments.seconds).await?));
         }
-        if wants(Part::Two) {
+        if is_selected(Part::Two) {
             let mut other = Server::start(&arguments.database_url).await?;
             for callers in [16, 64] {
-                // What was decided before this does not count.
+                // Resets the recorded decisions.
                 singles(&[&server, &other], callers, 1).await?;
                 for server in [&mut server, &mut other] {
                     server.decided_p99()?;
                 }
                 let (rate, _) = singles(&[&server, &other], callers, arguments.seconds).await?;
                 let decided = server.decided_p99()?.max(other.decided_p99()?);
-                said.push(of(&format!("two_{callers}"), rate));
-                said.push(of(&format!("two_{callers}_decided_p99_ms"), decided));
+                results.push(of(&format!("two_{callers}"), rate));
+                results.push(of(&format!("two_{callers}_decided_p99_ms"), decided));
             }
             let (rate, _) = batches(&[&server, &other], 16, arguments.seconds).await?;
-            said.push(of("two_batched_16", rate));
+            results.push(of("two_batched_16", rate));
         }
         drop(server);
-        if wants(Part::Near) {
+        if is_selected(Part::Near) {
             let near = near(&database, &arguments).await?;
-            said.extend([of("near_16", near[0]), of("near_64", near[1])]);
+            results.extend([of("near_16", near[0]), of("near_64", near[1])]);
         }
-        if wants(Part::Cached) {
-            said.push(of("cached_16", cached(&database, *count, false, arguments.seconds).await?));
-            said.push(of("limited_16", cached(&database, *count, true, arguments.seconds).await?));
+        if is_selected(Part::Cached) {
+            results.push(of("cached_16", cached(&database, *count, false, arguments.seconds).await?));
+            results.push(of("limited_16", cached(&database, *count, true, arguments.seconds).await?));
         }
     }
-    writeln!(std::io::stdout(), "{{\"seconds\": {}, {}}}", arguments.seconds, said.join(", "))?;
+    writeln!(std::io::stdout(), "{{\"seconds\": {}, {}}}", arguments.seconds, results.join(", "))?;
     Ok(())
 }
 
-/// Clients of these in turns.
+/// Returns clients of the servers in rotation.
 fn in_turns(
     servers: &[&Server],
 ) -> anyhow::Result<impl Fn() -> PlacementsClient<rpc::Peer> + Clone + Send + 'static> {
@@ -200,12 +209,12 @@ async fn singles(servers: &[&Server], callers: usize, seconds: u64) -> anyhow::R
     };
     repeated(callers, 1, pair.clone()).await?;
     let (rate, took) = repeated(callers, seconds, pair).await?;
-    let p99 = took.get(took.len() * 99 / 100).context("none was placed")?;
+    let p99 = took.get(took.len() * 99 / 100).context("no lease was placed")?;
     Ok((rate, p99.as_secs_f64() * 1e3))
 }
 
-/// How many pairs a second are made that shall be so many, and how long a `Place` takes at p99, in milliseconds. Who is late has the next one wait
-/// for longer.
+/// Starts pairs at a fixed rate. Returns the pairs per second and the 99th percentile of `Place` in
+/// milliseconds. A late caller delays its next pair.
 async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> anyhow::Result<(f64, f64)> {
     let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
     let every = Duration::from_secs(1) * callers / per_second;
@@ -230,7 +239,7 @@ async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> 
     }
     let rate = took.len() as f64 / begun.elapsed().as_secs_f64();
     took.sort();
-    let p99 = took.get(took.len() * 99 / 100).context("none was placed")?;
+    let p99 = took.get(took.len() * 99 / 100).context("no lease was placed")?;
     Ok((rate, p99.as_secs_f64() * 1e3))
 }
 
@@ -245,7 +254,7 @@ async fn batches(servers: &[&Server], callers: usize, seconds: u64) -> anyhow::R
             let took = begun.elapsed();
             let tokens = results.into_iter().map(|result| match result.result {
                 Some(pb::place_result::Result::Placed(placed)) => Ok(placed.lease_token),
-                other => Err(anyhow::anyhow!("not all were placed: {other:?}")),
+                other => Err(anyhow::anyhow!("a lease was not placed: {other:?}")),
             });
             let lease_tokens = tokens.collect::<anyhow::Result<Vec<_>>>()?;
             placements.release_many(pb::ReleaseManyRequest { lease_tokens }).await?;
@@ -258,7 +267,7 @@ async fn batches(servers: &[&Server], callers: usize, seconds: u64) -> anyhow::R
     Ok((rate * BATCH as f64, placed))
 }
 
-/// Workloads from `Submit` to assigned: the answer comes when they are, for there is room.
+/// Submits workloads. `Submit` returns after the assignment because the workers have room.
 async fn submits(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<f64> {
     let workloads = WorkloadsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
     let last = Arc::new(AtomicUsize::new(0));
@@ -273,7 +282,8 @@ async fn submits(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
             let took = begun.elapsed();
             if last.fetch_add(1, Ordering::Relaxed).is_multiple_of(1000) {
                 let get = pb::GetRequest { team: "main".to_owned(), workload_id };
-                let workload = workloads.get(get).await?.into_inner().workload.context("it is known")?;
+                let workload =
+                    workloads.get(get).await?.into_inner().workload.context("the workload is unknown")?;
                 ensure!(workload.state() == pb::WorkloadState::Assigned, "{:?}", workload.state());
             }
             Ok(took)
@@ -283,7 +293,7 @@ async fn submits(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
     Ok(rate)
 }
 
-/// Pairs of leases that use artifacts, of 16 callers and of 64.
+/// Measures pairs of leases that use artifacts, with 16 callers and with 64.
 async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<[f64; 2]> {
     const ARTIFACTS: u64 = 10_000;
     const ARTIFACT: &str = "CAST('00000000-0000-4000-8000-' || lpad(to_hex(n), 12, '0') AS UUID)";
@@ -342,7 +352,7 @@ async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::R
     Ok(rates)
 }
 
-/// A worker in the cache of the baseline.
+/// Worker in the cache of the baseline.
 #[derive(Debug, Clone)]
 struct Cached {
     name: String,

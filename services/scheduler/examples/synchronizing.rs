@@ -1,17 +1,23 @@
-//! Measures what it costs to have many workers connected, against a scheduler in a process of its own, and prints one line of JSON. For `make bench`.
+//! Benchmark of connected workers with a scheduler in its own process. Prints one line of JSON for
+//! `make bench`.
 //!
 //! ```text
 //! synchronizing DATABASE_URL [--workers 1000,10000] [--heartbeat 10] [--seconds 30] [--landings 200] [--streams 100] [--postgres PID]
 //! ```
 //!
-//! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
+//! The database must be an empty PostgreSQL database. Each figure is prefixed with the number of
+//! workers `N`:
 //!
-//! - `hellos`: workers that are let in per second, of 64 at a time.
-//! - `core`: of a core, the share that the scheduler takes while each worker says something every `--heartbeat` seconds and is told something as often, and nothing
-//!   changes; `database_core`: the same of PostgreSQL, where `--postgres` names its first process.
-//! - `transactions`: of the database, per second, in that time; `worker_writes`: rows of workers that were written in it, in all.
-//! - `bytes`: by how much the scheduler's memory is larger, for each worker. `--streams` of them share a connection.
-//! - `land_p50_ms`, `land_p99_ms`: from the call that lets a worker land until that hears it, one after the other, in the same load.
+//! - `hellos`: registrations per second, with 64 at a time.
+//! - `core`: CPU cores that the scheduler uses while nothing changes and each worker sends and
+//!   receives one message every `--heartbeat` seconds. `database_core`: the same for PostgreSQL, if
+//!   `--postgres` contains the id of its first process.
+//! - `transactions`: transactions of the database per second during that time. `worker_writes`:
+//!   total number of rows of workers that were written.
+//! - `bytes`: additional memory of the scheduler per worker. `--streams` workers share a
+//!   connection.
+//! - `land_p50_ms`, `land_p99_ms`: time from the cordon of a worker until its gateway receives the
+//!   directive, one worker at a time, under the same load.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -36,7 +42,7 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// How many introduce themselves at a time.
+/// Number of concurrent registrations.
 const AT_ONCE: usize = 64;
 
 #[derive(Debug, Clone, Parser)]
@@ -47,19 +53,19 @@ struct Arguments {
     /// Seconds between two messages of a worker
     #[arg(long, default_value_t = 10)]
     heartbeat: u64,
-    /// For how long nothing changes
+    /// Duration of the measurement without changes, in seconds
     #[arg(long, default_value_t = 30)]
     seconds: u64,
-    /// How many workers are told to land
+    /// Number of workers to cordon
     #[arg(long, default_value_t = 200)]
     landings: usize,
-    /// How many workers share a connection
+    /// Number of workers per connection
     #[arg(long, default_value_t = 100)]
     streams: usize,
-    /// The first process of PostgreSQL
+    /// Id of the first process of PostgreSQL
     #[arg(long)]
     postgres: Option<u32>,
-    /// Be the scheduler, until standard input ends
+    /// Run the scheduler until standard input ends
     #[arg(long, hide = true)]
     serve: bool,
 }
@@ -89,7 +95,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     scheduler::serve(config, listener, async { drop(ended.await) }).await
 }
 
-/// A scheduler in a process of its own.
+/// Scheduler in its own process.
 struct Server {
     process: Child,
     endpoint: String,
@@ -103,7 +109,7 @@ impl Server {
             .stdout(Stdio::piped())
             .spawn()?;
         let mut endpoint = String::new();
-        let output = process.stdout.take().context("its output")?;
+        let output = process.stdout.take().context("the process has no output")?;
         BufReader::new(output).read_line(&mut endpoint)?;
         Ok(Self { process, endpoint: endpoint.trim().to_owned() })
     }
@@ -112,11 +118,12 @@ impl Server {
         Ok(WorkersClient::new(rpc::client::peer(&self.endpoint, Outgoing::internal())?))
     }
 
-    /// Bytes of memory that it has.
+    /// Returns the resident memory of the process in bytes.
     fn memory(&self) -> anyhow::Result<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no such line")?;
-        let kib: u64 = line.split_whitespace().next().context("no number")?.parse()?;
+        let line =
+            status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("the status has no VmRSS")?;
+        let kib: u64 = line.split_whitespace().next().context("VmRSS has no value")?.parse()?;
         Ok(kib << 10)
     }
 }
@@ -128,21 +135,24 @@ impl Drop for Server {
     }
 }
 
-/// Seconds of processor time that a process took, and, with `also_children`, those that it started.
+/// Returns the CPU time of a process in seconds. With `also_children`, the time of its children is
+/// included.
 fn cpu(pid: u32, also_children: bool) -> anyhow::Result<f64> {
-    let mut ticks = of_stat(pid, if also_children { 4 } else { 2 }).context("the process is gone")?.1;
+    let mut ticks =
+        read_stat(pid, if also_children { 4 } else { 2 }).context("the process does not exist")?.1;
     for entry in fs::read_dir("/proc")?.flatten().filter(|_| also_children) {
-        let of_child = entry.file_name().to_str().and_then(|name| of_stat(name.parse().ok()?, 2));
+        let of_child = entry.file_name().to_str().and_then(|name| read_stat(name.parse().ok()?, 2));
         ticks += of_child.filter(|(parent, _)| *parent == pid).map_or(0.0, |(_, ticks)| ticks);
     }
-    // Linux counts for its users in hundredths of a second.
+    // Linux reports CPU times in hundredths of a second.
     Ok(ticks / 100.0)
 }
 
-/// The parent of a process, and the sum of the first `times` of its own times, in user and system mode, and those of ended children.
-fn of_stat(pid: u32, times: usize) -> Option<(u32, f64)> {
+/// Returns the parent of a process and the sum of its first `times` CPU times: user, system, and
+/// the same of ended children.
+fn read_stat(pid: u32, times: usize) -> Option<(u32, f64)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind its name, which may have anything in it.
+    // The fields follow the name of the process, which may contain any character.
     let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = fields.get(11..11 + times)?.iter().filter_map(|field| field.parse::<f64>().ok()).sum();
     Some((fields.get(1)?.parse().ok()?, ticks))
@@ -154,25 +164,25 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     let mut options = sea_orm::ConnectOptions::new(&arguments.database_url);
     options.sqlx_logging(false).max_connections(2);
     let database = sea_orm::Database::connect(options).await?;
-    ensure!(database.get_database_backend() == DbBackend::Postgres, "measured on PostgreSQL only");
-    let mut said = Vec::new();
+    ensure!(database.get_database_backend() == DbBackend::Postgres, "the database must be PostgreSQL");
+    let mut results = Vec::new();
     for count in &arguments.workers {
         let empty = "TRUNCATE leases, events, outbox, workloads, heartbeats, workers, removed_workers";
         database.execute_unprepared(empty).await?;
-        let figures = of(&arguments, &database, *count).await?;
-        said.extend(figures.into_iter().map(|(name, figure)| format!("\"{count}_{name}\": {figure:.3}")));
+        let figures = measure_scheduler(&arguments, &database, *count).await?;
+        results.extend(figures.into_iter().map(|(name, figure)| format!("\"{count}_{name}\": {figure:.3}")));
     }
     let Arguments { heartbeat, seconds, landings, streams, .. } = arguments;
     writeln!(
         std::io::stdout(),
         "{{\"heartbeat\": {heartbeat}, \"seconds\": {seconds}, \"landings\": {landings}, \"streams\": {streams}, {}}}",
-        said.join(", ")
+        results.join(", ")
     )?;
     Ok(())
 }
 
-/// The figures of one scheduler with `count` workers.
-async fn of(
+/// Measures one scheduler with `count` workers.
+async fn measure_scheduler(
     arguments: &Arguments,
     database: &DatabaseConnection,
     count: usize,
@@ -192,7 +202,7 @@ async fn of(
     for table in ["workers", "heartbeats"] {
         database.execute_unprepared(&format!("VACUUM ANALYZE {table}")).await?;
     }
-    // Until each has said something, and what came with their number is over.
+    // Waits until each worker has sent a report and the load of the registrations is over.
     tokio::time::sleep(Duration::from_secs(arguments.heartbeat + 2)).await;
 
     let memory = server.memory()?.saturating_sub(before);
@@ -224,9 +234,9 @@ async fn of(
         client
             .cordon_worker(pb::CordonWorkerRequest { worker: worker.clone(), interrupt_after: None })
             .await?;
-        took.push(crowd.hears(number, pb::Directive::Cordon).await? - begun);
+        took.push(crowd.wait_for_directive(number, pb::Directive::Cordon).await? - begun);
         client.run_worker(pb::RunWorkerRequest { worker }).await?;
-        crowd.hears(number, pb::Directive::Run).await?;
+        crowd.wait_for_directive(number, pb::Directive::Run).await?;
     }
     took.sort();
     let at =
@@ -236,13 +246,13 @@ async fn of(
     Ok(figures)
 }
 
-/// How many transactions the database has seen, and how many rows of workers were written.
+/// Returns the number of committed transactions and of written rows of workers.
 async fn counted(database: &DatabaseConnection) -> anyhow::Result<(f64, f64)> {
     let sql = "SELECT CAST(xact_commit AS FLOAT8) AS transactions,
                       CAST((SELECT n_tup_upd FROM pg_stat_user_tables WHERE relname = 'workers') AS FLOAT8) AS writes
                FROM pg_stat_database WHERE datname = current_database()";
     let row = database.query_one_raw(Statement::from_string(DbBackend::Postgres, sql)).await?;
-    let row = row.context("it counts")?;
+    let row = row.context("the database has no statistics")?;
     Ok((row.try_get("", "transactions")?, row.try_get("", "writes")?))
 }
 
@@ -250,10 +260,10 @@ fn name(number: usize) -> String {
     format!("worker-{number}")
 }
 
-/// Many workers that are connected.
+/// Many connected workers.
 struct Crowd {
-    /// What each was told last, and when.
-    told: Vec<watch::Receiver<(pb::Directive, Instant)>>,
+    /// Last directive of each worker and the time of its receipt.
+    directives: Vec<watch::Receiver<(pb::Directive, Instant)>>,
     running: JoinSet<anyhow::Result<()>>,
 }
 
@@ -261,23 +271,23 @@ impl Crowd {
     async fn connect(arguments: &Arguments, server: &Server, count: usize) -> anyhow::Result<Self> {
         let (at_once, mut running) = (Arc::new(Semaphore::new(AT_ONCE)), JoinSet::new());
         let (welcome, mut welcomed) = mpsc::channel(AT_ONCE);
-        let mut told = Vec::with_capacity(count);
+        let mut directives = Vec::with_capacity(count);
         let every = Duration::from_secs(arguments.heartbeat);
         let mut client = server.workers()?;
         for number in 0..count {
             if number.is_multiple_of(arguments.streams) {
                 client = server.workers()?;
             }
-            let (teller, hears) = watch::channel((pb::Directive::Unspecified, Instant::now()));
-            told.push(hears);
+            let (sender, receiver) = watch::channel((pb::Directive::Unspecified, Instant::now()));
+            directives.push(receiver);
             let (client, at_once, welcome) = (client.clone(), at_once.clone(), welcome.clone());
             running.spawn(async move {
-                let turn = at_once.acquire_owned().await?;
+                let permit = at_once.acquire_owned().await?;
                 let gateway = Gateway::connect(client, name(number)).await?;
-                drop(turn);
+                drop(permit);
                 welcome.send(()).await?;
                 drop(welcome);
-                gateway.speak(every, &teller).await
+                gateway.report(every, &sender).await
             });
         }
         drop(welcome);
@@ -286,12 +296,12 @@ impl Crowd {
                 break;
             }
         }
-        let mut crowd = Self { told, running };
+        let mut crowd = Self { directives, running };
         crowd.check()?;
         Ok(crowd)
     }
 
-    /// Fails if any of them had to end.
+    /// Returns an error if a worker was disconnected.
     fn check(&mut self) -> anyhow::Result<()> {
         match self.running.try_join_next() {
             None => Ok(()),
@@ -299,19 +309,23 @@ impl Crowd {
         }
     }
 
-    /// When a worker was told this.
-    async fn hears(&mut self, number: usize, directive: pb::Directive) -> anyhow::Result<Instant> {
-        let told = self.told[number].wait_for(|(told, _)| *told == directive);
-        let told = tokio::time::timeout(Duration::from_secs(30), told).await;
-        Ok(told.context("it was never told")??.1)
+    /// Waits until a worker receives the directive. Returns the time of the receipt.
+    async fn wait_for_directive(
+        &mut self,
+        number: usize,
+        directive: pb::Directive,
+    ) -> anyhow::Result<Instant> {
+        let received = self.directives[number].wait_for(|(received, _)| *received == directive);
+        let received = tokio::time::timeout(Duration::from_secs(30), received).await;
+        Ok(received.context("the gateway did not receive the directive")??.1)
     }
 }
 
-/// A gateway with one worker, which holds nothing.
+/// Gateway with one idle worker.
 struct Gateway {
     welcome: pb::Welcome,
-    says: mpsc::Sender<pb::SynchronizeRequest>,
-    hears: Streaming<pb::SynchronizeResponse>,
+    outgoing: mpsc::Sender<pb::SynchronizeRequest>,
+    incoming: Streaming<pb::SynchronizeResponse>,
 }
 
 impl Gateway {
@@ -332,35 +346,35 @@ impl Gateway {
             capacity: Some(pb::Capacity { max_tasks: 10, ..pb::Capacity::default() }),
             protocol_versions: vec![1],
         };
-        let (says, said) = mpsc::channel(1);
-        says.send(pb::SynchronizeRequest { message: Some(Said::Hello(hello)) }).await?;
-        let mut hears = client.synchronize(ReceiverStream::new(said)).await?.into_inner();
-        match hears.message().await?.and_then(|message| message.message) {
-            Some(Told::Welcome(welcome)) => Ok(Self { welcome, says, hears }),
-            other => bail!("not welcome: {other:?}"),
+        let (outgoing, messages) = mpsc::channel(1);
+        outgoing.send(pb::SynchronizeRequest { message: Some(Said::Hello(hello)) }).await?;
+        let mut incoming = client.synchronize(ReceiverStream::new(messages)).await?.into_inner();
+        match incoming.message().await?.and_then(|message| message.message) {
+            Some(Told::Welcome(welcome)) => Ok(Self { welcome, outgoing, incoming }),
+            other => bail!("the scheduler did not accept the gateway: {other:?}"),
         }
     }
 
-    /// Says that nothing changes, now and then, and when it is told something new, as gateways do.
-    async fn speak(
+    /// Reports periodically and after each change of the desired state, as a gateway does.
+    async fn report(
         mut self,
         every: Duration,
-        told: &watch::Sender<(pb::Directive, Instant)>,
+        received: &watch::Sender<(pb::Directive, Instant)>,
     ) -> anyhow::Result<()> {
         let (mut number, mut generation) = (0, 0);
-        // They do not all speak at once, however they came.
+        // The first reports are spread over one interval.
         let mut due = tokio::time::Instant::now() + every.mul_f64(rand::rng().random_range(0.0..1.0));
         loop {
             tokio::select! {
                 () = tokio::time::sleep_until(due) => {}
-                message = self.hears.message() => {
+                message = self.incoming.message() => {
                     let Some(Told::Desired(desired)) = message?.and_then(|message| message.message) else {
                         bail!("the stream ended");
                     };
                     let directive = desired.directive();
-                    told.send_if_modified(|told| {
-                        let is_new = told.0 != directive;
-                        *told = if is_new { (directive, Instant::now()) } else { *told };
+                    received.send_if_modified(|last| {
+                        let is_new = last.0 != directive;
+                        *last = if is_new { (directive, Instant::now()) } else { *last };
                         is_new
                     });
                     if std::mem::replace(&mut generation, desired.generation) == desired.generation {
@@ -376,7 +390,7 @@ impl Gateway {
                 number,
                 ..pb::Observed::default()
             };
-            self.says.send(pb::SynchronizeRequest { message: Some(Said::Observed(observed)) }).await?;
+            self.outgoing.send(pb::SynchronizeRequest { message: Some(Said::Observed(observed)) }).await?;
         }
     }
 }

@@ -1,19 +1,24 @@
-//! Measures waiting for workers, against schedulers in processes of their own, and prints one line of JSON. For `make bench`.
+//! Benchmark of waiting requests with schedulers in their own processes. Prints one line of JSON
+//! for `make bench`.
 //!
 //! ```text
 //! waiting DATABASE_URL [--workers 10,100,1000,10000] [--queue 100000] [--freed 1000] [--seconds 4]
 //! ```
 //!
-//! The database must be empty, and PostgreSQL. Times are in ms.
+//! The database must be an empty PostgreSQL database. Durations are in milliseconds.
 //!
-//! - `freed_p50_ms`, `freed_p99_ms`: from the call that gives a slot back, at one replica, until whoever watches the workload that waited for it hears at
-//!   another replica that it is placed; `freed_after_…`: from the answer to that call.
-//! - `N_explain_p50_ms`, `N_explain_p99_ms`: `Explain` of a spec over N workers that have room; `N_explain_full_…`: over as many that are full.
-//! - `N_busy_16`: leases per second that are asked for by 16 callers and refused, for all N workers are full; `N_queued_16`: workloads per second that are
-//!   submitted then, and wait. `N_turning_64`: leases per second that 64 callers wait for and give back, where 16 of N workers have one slot each, and
+//! - `freed_p50_ms`, `freed_p99_ms`: time from the release of a slot at one replica until a watch
+//!   at another replica reports the placement of the waiting workload. `freed_after_…`: time from
+//!   the answer to the release.
+//! - `N_explain_p50_ms`, `N_explain_p99_ms`: duration of `Explain` of a spec with N workers that
+//!   have room. `N_explain_full_…`: duration with N full workers.
+//! - `N_busy_16`: rejected lease requests per second of 16 callers while all N workers are full.
+//!   `N_queued_16`: workloads per second that are queued in the same state. `N_turning_64`: leases
+//!   per second that 64 callers wait for and release, where 16 of N workers have one slot each and
 //!   all others are full.
-//! - `queue_submit_64`: workloads per second that 64 callers submit while there is no worker, until as many wait as `--queue` says;
-//!   `queue_bytes`: the memory of the scheduler for each; `queue_fill_ms`: from the hello of a worker with 1000 slots until it is told of 1000 leases.
+//! - `queue_submit_64`: workloads per second that 64 callers submit without workers, up to the
+//!   number in `--queue`. `queue_bytes`: memory of the scheduler per workload. `queue_fill_ms`:
+//!   time from the hello of a worker with 1000 slots until its desired state contains 1000 leases.
 
 mod common;
 
@@ -38,10 +43,10 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 
-/// Slots of the worker that a long queue waits for.
+/// Slots of the worker that serves the long queue.
 const SLOTS: usize = 1000;
 
-/// Slots for which more callers wait than there are.
+/// Number of slots for which more callers wait.
 const FEW: usize = 16;
 
 #[derive(Debug, Clone, Parser)]
@@ -49,15 +54,15 @@ struct Arguments {
     database_url: String,
     #[arg(long, value_delimiter = ',', default_value = "10,100,1000,10000")]
     workers: Vec<usize>,
-    /// How many wait in a long queue
+    /// Number of workloads in the long queue
     #[arg(long, default_value_t = 100_000)]
     queue: usize,
-    /// How many slots are given back, one after the other
+    /// Number of slots to release, one after the other
     #[arg(long, default_value_t = 1000)]
     freed: usize,
     #[arg(long, default_value_t = 4)]
     seconds: u64,
-    /// Be the scheduler, until standard input ends
+    /// Run the scheduler until standard input ends
     #[arg(long, hide = true)]
     serve: bool,
 }
@@ -76,38 +81,38 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     let database = connect(&arguments.database_url).await?;
-    let mut said = Vec::new();
-    let mut say = |name: &str, figure: f64| said.push(format!("\"{name}\": {figure:.2}"));
+    let mut results = Vec::new();
+    let mut add = |name: &str, figure: f64| results.push(format!("\"{name}\": {figure:.2}"));
 
     let (freed, after) = freed_slots(&database, &arguments).await?;
     for (name, took) in [("freed", freed), ("freed_after", after)] {
-        say(&format!("{name}_p50_ms"), percentile(&took, 50)?);
-        say(&format!("{name}_p99_ms"), percentile(&took, 99)?);
+        add(&format!("{name}_p50_ms"), percentile(&took, 50)?);
+        add(&format!("{name}_p99_ms"), percentile(&took, 99)?);
     }
     for count in &arguments.workers {
         for (name, limit) in [("explain", 1_000_000), ("explain_full", 0)] {
             fill(&database, *count, limit).await?;
             let server = Server::start(&arguments.database_url).await?;
             let took = explained(&server, arguments.seconds).await?;
-            say(&format!("{count}_{name}_p50_ms"), percentile(&took, 50)?);
-            say(&format!("{count}_{name}_p99_ms"), percentile(&took, 99)?);
+            add(&format!("{count}_{name}_p50_ms"), percentile(&took, 50)?);
+            add(&format!("{count}_{name}_p99_ms"), percentile(&took, 99)?);
             if limit == 0 {
-                say(&format!("{count}_busy_16"), refused(&server, arguments.seconds).await?);
-                say(&format!("{count}_queued_16"), queued(&server, 16, arguments.seconds).await?);
+                add(&format!("{count}_busy_16"), refused(&server, arguments.seconds).await?);
+                add(&format!("{count}_queued_16"), queued(&server, 16, arguments.seconds).await?);
             }
         }
-        say(&format!("{count}_turning_64"), turning(&database, *count, &arguments).await?);
+        add(&format!("{count}_turning_64"), turning(&database, *count, &arguments).await?);
     }
     let (rate, bytes, filled) = long_queue(&database, &arguments).await?;
-    say("queue_submit_64", rate);
-    say("queue_bytes", bytes);
-    say("queue_fill_ms", filled);
-    writeln!(std::io::stdout(), "{{\"queue\": {}, {}}}", arguments.queue, said.join(", "))?;
+    add("queue_submit_64", rate);
+    add("queue_bytes", bytes);
+    add("queue_fill_ms", filled);
+    writeln!(std::io::stdout(), "{{\"queue\": {}, {}}}", arguments.queue, results.join(", "))?;
     Ok(())
 }
 
-/// A way to a server, once it answers.
-async fn connected(server: &Server) -> anyhow::Result<Peer> {
+/// Connects to a server and waits until the server answers.
+async fn connect_to(server: &Server) -> anyhow::Result<Peer> {
     let peer = peer(&server.endpoint, Outgoing::default())?;
     let begun = Instant::now();
     while let Err(status) = WorkersClient::new(peer.clone()).keys(pb::KeysRequest {}).await {
@@ -117,9 +122,9 @@ async fn connected(server: &Server) -> anyhow::Result<Peer> {
     Ok(peer)
 }
 
-/// Of sorted times, in ms.
+/// Returns a percentile of sorted durations in milliseconds.
 fn percentile(took: &[Duration], percent: usize) -> anyhow::Result<f64> {
-    let at = took.get(took.len() * percent / 100).context("nothing was measured")?;
+    let at = took.get(took.len() * percent / 100).context("no call was measured")?;
     Ok(at.as_secs_f64() * 1e3)
 }
 
@@ -130,7 +135,8 @@ async fn submit(workloads: &mut WorkloadsClient<Peer>) -> anyhow::Result<Workloa
     Ok(id)
 }
 
-/// How long it takes until a slot that one replica is given back has who waits for it at another one: from the call, and from its answer.
+/// Measures the time until a slot that is released at one replica is granted at another one.
+/// Returns the times from the release and from its answer.
 async fn freed_slots(
     database: &DatabaseConnection,
     arguments: &Arguments,
@@ -138,13 +144,13 @@ async fn freed_slots(
     fill(database, arguments.freed, 1).await?;
     let (here, there) =
         (Server::start(&arguments.database_url).await?, Server::start(&arguments.database_url).await?);
-    let mut placements = PlacementsClient::new(connected(&here).await?);
+    let mut placements = PlacementsClient::new(connect_to(&here).await?);
     let mut held = Vec::with_capacity(arguments.freed);
     for _ in 0..arguments.freed {
         held.push(placements.place(task()).await?.into_inner().lease_token);
     }
-    let mut workloads = WorkloadsClient::new(connected(&there).await?);
-    let (placed, mut heard) = mpsc::channel(16);
+    let mut workloads = WorkloadsClient::new(connect_to(&there).await?);
+    let (placed, mut placements_seen) = mpsc::channel(16);
     let mut watching = JoinSet::new();
     for _ in 0..arguments.freed {
         let workload_id = submit(&mut workloads).await?.to_string();
@@ -161,14 +167,14 @@ async fn freed_slots(
             anyhow::Ok(())
         });
     }
-    // What was begun meanwhile has come to its end.
+    // Waits until the work of the submissions is finished.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let (mut took, mut after) = (Vec::new(), Vec::new());
     for lease_token in held {
         let begun = Instant::now();
         placements.release(pb::ReleaseRequest { lease_token }).await?;
         let answered = Instant::now();
-        let placed = heard.recv().await.context("whoever waits is placed")?;
+        let placed = placements_seen.recv().await.context("no workload was placed")?;
         took.push(placed - begun);
         after.push(placed.saturating_duration_since(answered));
     }
@@ -181,7 +187,7 @@ async fn freed_slots(
 }
 
 async fn explained(server: &Server, seconds: u64) -> anyhow::Result<Vec<Duration>> {
-    let placements = PlacementsClient::new(connected(server).await?);
+    let placements = PlacementsClient::new(connect_to(server).await?);
     let explain = move || {
         let mut placements = placements.clone();
         async move {
@@ -196,12 +202,12 @@ async fn explained(server: &Server, seconds: u64) -> anyhow::Result<Vec<Duration
 }
 
 async fn refused(server: &Server, seconds: u64) -> anyhow::Result<f64> {
-    let placements = PlacementsClient::new(connected(server).await?);
+    let placements = PlacementsClient::new(connect_to(server).await?);
     let (rate, _) = repeated(16, seconds, move || {
         let mut placements = placements.clone();
         async move {
             let begun = Instant::now();
-            let Err(busy) = placements.place(task()).await else { bail!("it was granted") };
+            let Err(busy) = placements.place(task()).await else { bail!("the lease was granted") };
             let busy = Refusal::from(busy);
             ensure!(busy.is(Reason::AllWorkersBusy), "{busy}");
             Ok(begun.elapsed())
@@ -211,7 +217,7 @@ async fn refused(server: &Server, seconds: u64) -> anyhow::Result<f64> {
     Ok(rate)
 }
 
-/// How many leases per second come and go where most who ask must wait: each caller waits for one of few slots, and gives it back.
+/// Measures the leases per second when most callers wait for one of a few slots.
 async fn turning(database: &DatabaseConnection, count: usize, arguments: &Arguments) -> anyhow::Result<f64> {
     fill(database, count, 0).await?;
     let sql = format!(
@@ -219,7 +225,7 @@ async fn turning(database: &DatabaseConnection, count: usize, arguments: &Argume
     );
     database.execute_unprepared(&sql).await?;
     let server = Server::start(&arguments.database_url).await?;
-    let placements = PlacementsClient::new(connected(&server).await?);
+    let placements = PlacementsClient::new(connect_to(&server).await?);
     let pair = move || {
         let mut placements = placements.clone();
         async move {
@@ -235,7 +241,7 @@ async fn turning(database: &DatabaseConnection, count: usize, arguments: &Argume
 }
 
 async fn queued(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<f64> {
-    let workloads = WorkloadsClient::new(connected(server).await?);
+    let workloads = WorkloadsClient::new(connect_to(server).await?);
     let (rate, _) = repeated(callers, seconds, move || {
         let mut workloads = workloads.clone();
         async move {
@@ -248,11 +254,12 @@ async fn queued(server: &Server, callers: usize, seconds: u64) -> anyhow::Result
     Ok(rate)
 }
 
-/// How many workloads are submitted per second while nobody takes any, what each costs of memory, and how long a worker waits that then appears.
+/// Measures a long queue without workers. Returns the submissions per second, the bytes per
+/// workload, and the time to fill a new worker.
 async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<(f64, f64, f64)> {
     fill(database, 0, 0).await?;
     let server = Server::start(&arguments.database_url).await?;
-    let workloads = WorkloadsClient::new(connected(&server).await?);
+    let workloads = WorkloadsClient::new(connect_to(&server).await?);
     submit(&mut workloads.clone()).await?;
     let empty = server.memory()?;
     let (begun, left) = (Instant::now(), Arc::new(AtomicUsize::new(arguments.queue)));
@@ -291,18 +298,18 @@ async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> any
         protocol_versions: vec![1],
         ..pb::Hello::default()
     };
-    let (said, messages) = mpsc::channel(1);
+    let (outgoing, messages) = mpsc::channel(1);
     let begun = Instant::now();
     let hello = pb::synchronize_request::Message::Hello(hello);
-    said.send(pb::SynchronizeRequest { message: Some(hello) }).await?;
-    let mut workers = WorkersClient::new(connected(&server).await?).max_decoding_message_size(1 << 30);
-    let mut told = workers.synchronize(ReceiverStream::new(messages)).await?.into_inner();
-    while let Some(message) = told.message().await? {
+    outgoing.send(pb::SynchronizeRequest { message: Some(hello) }).await?;
+    let mut workers = WorkersClient::new(connect_to(&server).await?).max_decoding_message_size(1 << 30);
+    let mut incoming = workers.synchronize(ReceiverStream::new(messages)).await?.into_inner();
+    while let Some(message) = incoming.message().await? {
         if let Some(pb::synchronize_response::Message::Desired(desired)) = message.message
             && desired.leases.len() == SLOTS
         {
             return Ok((rate, bytes, begun.elapsed().as_secs_f64() * 1e3));
         }
     }
-    bail!("the stream has ended before the worker was full")
+    bail!("the stream ended before the worker was full")
 }

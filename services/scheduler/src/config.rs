@@ -1,4 +1,4 @@
-//! Every setting of the scheduler.
+//! Settings of the scheduler.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -10,74 +10,83 @@ use crate::placement::Chains;
 /// Settings of the scheduler. [`Config::new`] has the defaults.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Where everything is kept.
+    /// Connection to the scheduler's database.
     pub database: db::Settings,
-    /// Where the artifact store listens: `unix:///path` or `http://host:port`, of each replica, with commas between them.
+    /// Addresses of the artifact store's replicas, separated by commas: `unix:///path` or
+    /// `http://host:port`.
     pub artifact_store: String,
-    /// The token that callers over TCP must present to [`crate::serve`], and that is presented to the artifact store.
+    /// The cluster token. TCP callers of [`crate::serve`] must present it, and the scheduler
+    /// presents it to the artifact store.
     pub token: Option<String>,
-    /// Gateways say at least this often what their workers do.
+    /// Longest time between two heartbeats of a gateway.
     pub heartbeat: Duration,
-    /// A worker that was silent for longer is stalled: it gets no work, and another gateway may speak for it.
+    /// Longest time without a heartbeat before a worker is stalled. A stalled worker gets no work,
+    /// and another gateway may take over.
     pub worker_ttl: Duration,
-    /// A worker that was silent for longer is lost: what it ran is given up. Longer than `stop_after`. A start of the scheduler gives it no
-    /// more than the TTL to come back.
+    /// Longest time without a heartbeat before a worker is lost and its attempts are given up. Must
+    /// be longer than `stop_after`. After a start of the scheduler, a worker has at most the TTL to
+    /// return.
     pub lost_after: Duration,
-    /// A worker that was without contact for longer ends its processes by itself.
+    /// Longest time without contact before a worker ends its processes.
     pub stop_after: Duration,
-    /// How long a driven lease lasts unless it is renewed.
+    /// Term of a driven lease. Each renewal starts a new term.
     pub lease_term: Duration,
-    /// How long a ticket is good for opening a transfer.
+    /// Validity of a ticket: the time within which its transfer must be opened.
     pub ticket_validity: Duration,
-    /// How long a process may take to end when it ran for too long, before it is killed.
+    /// Grace period of a process that exceeded its run timeout, before it is killed.
     pub timeout_grace: Duration,
-    /// How long a finished workload can be asked for, and which workers have gone is remembered.
+    /// Time for which the scheduler keeps finished workloads and the records of removed workers.
     pub keep_finished: Duration,
-    /// After how many attempts in a row that ended before their process had started, through its fault, a worker is quarantined.
+    /// Number of consecutive attempts that fail before the process starts, through the fault of the
+    /// worker, after which the worker is quarantined.
     pub quarantine_after: u32,
-    /// For how long, the first time. Each time in a row is twice as long.
+    /// Length of the first quarantine. Each consecutive quarantine is twice as long.
     pub quarantine_for: Duration,
-    /// For how long at most.
+    /// Longest quarantine.
     pub quarantine_for_at_most: Duration,
-    /// How often what the artifact store holds for us is compared with what we know.
+    /// Interval between comparisons of the artifact store's holders with the workloads of this
+    /// database.
     pub reconcile_every: Duration,
-    /// How long a holder of pins may be unknown or finished here before it is settled.
+    /// Time for which a holder of pins may be unknown or finished here before the scheduler settles
+    /// it.
     pub reconcile_grace: Duration,
-    /// By what workers are compared.
+    /// Ranking strategies of workers.
     pub chains: Chains,
-    /// What limits workers have that do not say.
+    /// Default limits of workers that declare none.
     pub limits: Limits,
-    /// Teams that use no workers for all while they have some of their own.
+    /// Teams that use only their own workers while they have some.
     pub keep_to_their_own: BTreeSet<String>,
-    /// Most workloads of one team that may wait for a worker.
+    /// Maximum number of workloads of one team that may wait for a worker.
     pub most_waiting: u64,
-    /// Most bytes of specs of one team's workloads that may wait for a worker.
+    /// Maximum number of bytes of specs of one team's workloads that may wait for a worker.
     pub most_waiting_bytes: u64,
-    /// How much more of the slots teams get than others, which have 1.
+    /// Weights of teams in the fair queue. Other teams have weight 1.
     pub team_weights: HashMap<String, u32>,
-    /// After how long somebody who waits counts as one priority higher. Zero: never.
+    /// Waiting time after which a request counts as one priority higher. Zero: never.
     pub queue_aging: Duration,
-    /// For how long a worker that was lost counts as one that may come back, and one that has gone as one whose place another may take.
+    /// Time for which a lost worker counts as one that may return, and a removed worker as one that
+    /// may be replaced.
     pub remember_lost: Duration,
-    /// Whether replicas tell each other what changed. Without that each finds out by looking, after `poll`.
+    /// Whether replicas notify each other of changes. Without notifications, each replica finds
+    /// changes with its next poll.
     pub share_hints: bool,
-    /// How often loops look at the database although nobody gave them a hint.
+    /// Interval at which loops poll the database without a notification.
     pub poll: Duration,
 }
 
-/// What holds for workers that do not say something else.
+/// Default limits of workers that declare none. `None`: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Slots.
+    /// Maximum number of concurrent tasks: the number of slots.
     pub tasks: Option<u32>,
-    /// Containers.
+    /// Maximum number of containers.
     pub containers: Option<u32>,
-    /// Volumes.
+    /// Maximum number of volumes.
     pub volumes: Option<u32>,
 }
 
 impl Config {
-    /// The defaults, with the two addresses that have none.
+    /// Returns the defaults, with the two addresses that have none.
     #[must_use]
     pub fn new(database: impl Into<db::Settings>, artifact_store: impl Into<String>) -> Self {
         Self {
@@ -110,7 +119,8 @@ impl Config {
         }
     }
 
-    /// Refuses settings under which a worker could still run what was given up.
+    /// Rejects settings with which a worker could still run an attempt that the scheduler has given
+    /// up.
     pub fn check(&self) -> anyhow::Result<()> {
         ensure!(!self.heartbeat.is_zero(), "--heartbeat must not be zero");
         ensure!(!self.poll.is_zero(), "--poll-interval must not be zero");

@@ -1,4 +1,4 @@
-//! What every loop and feature needs: the database, the settings, notifications, and the end.
+//! The context of all features and loops: database, settings, notifier, tasks and shutdown.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use crate::config::Config;
 use crate::notify::Notifier;
 use crate::notify::changes::Effects;
 
-/// Cheap to clone; clones share it.
+/// Shared handles of the service. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Context {
     pub(crate) db: Database,
     pub(crate) config: Arc<Config>,
     pub(crate) notify: Notifier,
-    /// Tasks that the service waits for before it ends.
+    /// Tasks that the service completes before it ends.
     pub(crate) tasks: TaskTracker,
     /// Cancelled when the service begins to stop.
     pub(crate) stopping: CancellationToken,
 }
 
 impl Context {
-    /// Makes one change in one transaction, and announces its effects once it is committed.
+    /// Runs one change in one transaction, and announces its effects after the commit.
     pub(crate) async fn change<T, E, F>(
         &self,
         change: impl Fn(Transaction) -> F + Send + Sync,

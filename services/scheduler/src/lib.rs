@@ -1,22 +1,20 @@
-//! The scheduler: the registry of workers, placement, leases on their slots, and the queue of
-//! workloads.
+//! The scheduler: registration of workers, placement, leases and the queue of workloads.
 //!
-//! It touches no container, volume or byte, and does not know what an owner of an artifact is.
-//! Gateways dial it ([`api`]'s Synchronize) and are told what their workers shall do. The artifact
-//! store is told how workloads end, through an [`outbox`].
+//! The scheduler never touches a container, a volume or bytes, and does not know the owners of
+//! artifacts. Gateways connect to it with `Synchronize` ([`api`]) and receive the desired state of
+//! their workers. The [`outbox`] reports the end of workloads to the artifact store.
 //!
-//! The chapters stand below from top to bottom: each uses those below it, and no other.
+//! The list is ordered from top to bottom. Each module uses only modules below it.
 //!
-//! - [`api`] translates between protobuf and the features below. [`insight`] answers *why*.
-//! - [`app`], [`lifecycle`]: what callers and operators ask for, and the loops that do what is due.
-//! - [`scheduling`] decides batches on an in-memory view; [`commit`] writes each batch in one
-//!   transaction that judges it again on the rows. [`queue`] holds what waits.
+//! - [`api`] translates between protobuf and the features below. [`insight`] explains decisions.
+//! - [`app`] carries out the calls of callers and operators. [`lifecycle`] runs the periodic work.
+//! - [`scheduling`] decides batches on an in-memory view. [`commit`] checks each batch again on the
+//!   rows and writes it in one transaction. [`queue`] holds the requests that wait.
 //! - [`workloads`], [`leases`], [`workers`]: domain functions over a transaction.
-//! - [`context`], [`notify`], [`db`]: what all of them need. [`placement`] is pure.
+//! - [`context`], [`notify`], [`db`]: shared infrastructure. [`placement`] is pure.
 //!
-//! Locks are taken in one order: a workload's row, then its lease's and its worker's. A
-//! registration locks workers alone, and then their heartbeats; what it makes of leases is done
-//! afterwards.
+//! Lock order: the row of a workload, then its lease, then the worker. A registration locks workers
+//! and then their heartbeats, and changes leases only in later transactions.
 
 mod api;
 
@@ -86,7 +84,7 @@ use crate::notify::cluster::ClusterNotifier;
 use crate::scheduling::Dispatcher;
 use crate::store_client::delivery::Delivery;
 
-/// The longest message that is taken: a spec with large arguments and environment.
+/// Largest accepted message, in bytes. A spec may have large arguments and a large environment.
 const MESSAGE_LIMIT: usize = 16 << 20;
 
 struct Schema;
@@ -98,66 +96,65 @@ impl Migrations for Schema {
     const BY_INDEX: bool = true;
 }
 
-/// How many connections the dispatcher has to itself: as many as it has transactions under way.
-const GRANTING: u32 = 2;
+/// Database connections reserved for the dispatcher: one for each of its concurrent transactions.
+const DISPATCHER_CONNECTIONS: u32 = 2;
 
-/// Where there are fewer connections in all, it shares them.
-const SHARED_BELOW: u32 = 6;
+/// Smallest number of connections at which the dispatcher has its own. Below it, all parts share.
+const MIN_CONNECTIONS_TO_SPLIT: u32 = 6;
 
-/// Brings a database to the schema of this version.
+/// Migrates a database to the schema of this version.
 pub async fn migrate(database: &::db::Settings) -> Result<(), ::db::ConnectError> {
     Database::open::<Schema>(database).await.map(drop)
 }
 
-/// Adds the scheduler to `host`: opens its database, starts its loops, and adds its services.
+/// Adds the scheduler to `host`: opens its database, starts its loops and adds its services.
 pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     add(config, host).await.map(drop)
 }
 
-/// The same. Answers what all of it shares.
+/// Adds the scheduler to `host`, and returns the state that its services share.
 async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     config.check()?;
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
     let store = store_client::Store::new(peer(&config.artifact_store, outgoing)?);
-    let own = if config.database.connections < SHARED_BELOW { 0 } else { GRANTING };
+    let own = if config.database.connections < MIN_CONNECTIONS_TO_SPLIT { 0 } else { DISPATCHER_CONNECTIONS };
     let shared = ::db::Settings { connections: config.database.connections - own, ..config.database.clone() };
     let db = Database::open::<Schema>(&shared).await.context("cannot open the scheduler's database")?;
     let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
-    let alone = db.is_sqlite();
-    let taken_up = async {
-        lifecycle::timeouts::extend_terms(&db, &config, alone).await?;
-        if alone {
+    let is_only_replica = db.is_sqlite();
+    let resume = async {
+        lifecycle::timeouts::extend_terms(&db, &config, is_only_replica).await?;
+        if is_only_replica {
             db.write(async |txn| outbox::release_claims(&txn, Timestamp::now()).await).await?;
         }
         Ok::<_, DbErr>(())
     };
-    taken_up.await.context("cannot take up what the last start left")?;
+    resume.await.context("cannot resume the work of the previous start")?;
 
-    // Nobody is there to be told.
-    let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
-    let granting =
-        db.with_own_connections(own).await.context("cannot open the scheduler's database once more")?;
-    if !alone {
+    // SQLite allows one replica only, so there is no other replica to notify.
+    let config = Arc::new(Config { share_hints: config.share_hints && !is_only_replica, ..config });
+    let granting = db.with_own_connections(own).await.context("cannot open the dispatcher's database connections")?;
+    if !is_only_replica {
         host.add_cleanup(granting.clone().close());
     }
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
     let cluster = config.share_hints.then(ClusterNotifier::new);
     let (notify, parcels) = Notifier::new(dispatch.workers.desired.clone(), cluster.clone());
     let context = Context { db, config, notify, tasks: host.tasks(), stopping: host.stopping() };
-    let (heartbeats, heard) = lifecycle::heartbeat_batches::channel();
-    let (registrations, registering) = lifecycle::registration::channel();
+    let (heartbeats, received_heartbeats) = lifecycle::heartbeat_batches::channel();
+    let (registrations, received_registrations) = lifecycle::registration::channel();
     let lifecycle = Lifecycle::new(context.clone(), store.clone());
     let app = App::new(lifecycle.clone(), signer, dispatch, heartbeats, registrations);
     let delivery = Delivery::new(context.clone(), store.clone());
 
     host.spawn(scheduling::dispatch_forever(dispatcher, context.clone()));
     host.spawn(workers::desired_state::read_forever(context.clone()));
-    host.spawn(workloads::watch_poll::look_forever(context.clone()));
-    host.spawn(lifecycle::heartbeat_batches::write_forever(context.clone(), heard));
-    host.spawn(lifecycle::registration::register_forever(lifecycle.clone(), registering));
+    host.spawn(workloads::watch_poll::poll_forever(context.clone()));
+    host.spawn(lifecycle::heartbeat_batches::write_forever(context.clone(), received_heartbeats));
+    host.spawn(lifecycle::registration::register_forever(lifecycle.clone(), received_registrations));
     if let Some(cluster) = cluster {
         let (db, notify) = (context.db.clone(), context.notify.clone());
-        host.spawn(notify::cluster::tell_forever(db.clone(), cluster, host.stopping()));
+        host.spawn(notify::cluster::send_forever(db.clone(), cluster, host.stopping()));
         host.spawn(notify::cluster::receive_forever(db, notify, host.stopping()));
     }
     host.spawn(lifecycle::timeouts::expire_forever(lifecycle.clone()));
@@ -190,7 +187,8 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     Ok(app)
 }
 
-/// Serves the scheduler alone on `listener` until `shutdown` resolves, then lets work in flight finish.
+/// Serves the scheduler on `listener` until `shutdown` resolves, then completes the calls in
+/// flight.
 pub async fn serve(
     config: Config,
     listener: Listener,
@@ -201,15 +199,16 @@ pub async fn serve(
     host.serve([listener], shutdown).await
 }
 
-/// What signs, made at the first start.
+/// Loads the signing key, or creates it at the first start.
 async fn signing_key(db: &Database, now: Timestamp) -> anyhow::Result<TokenSigner> {
     let mut fresh = [0; 32];
-    getrandom::fill(&mut fresh).map_err(|error| anyhow::anyhow!("no randomness: {error}"))?;
+    getrandom::fill(&mut fresh).map_err(|error| anyhow::anyhow!("cannot generate a signing key: {error}"))?;
     let row = db
         .write(async |txn| {
             let row =
                 signing_key::ActiveModel { id: Set(1), seed: Set(fresh.to_vec()), created_at: Set(now.0) };
-            // Of several replicas that start at once, one makes it.
+            // If several replicas start at the same time, one of them inserts the key and the
+            // others read it.
             signing_key::Entity::insert(row)
                 .on_conflict_do_nothing_on([signing_key::Column::Id])
                 .exec_without_returning(&*txn)
@@ -220,6 +219,10 @@ async fn signing_key(db: &Database, now: Timestamp) -> anyhow::Result<TokenSigne
                 .ok_or_else(|| DbErr::RecordNotFound("the signing key".to_owned()))
         })
         .await?;
-    let seed = row.seed.as_slice().try_into().context("the signing key is malformed")?;
+    let seed = row
+        .seed
+        .as_slice()
+        .try_into()
+        .context("cannot load the signing key: the stored seed does not have 32 bytes")?;
     Ok(TokenSigner::from_seed(seed))
 }

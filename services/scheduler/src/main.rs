@@ -1,4 +1,4 @@
-//! The scheduler as a service of its own.
+//! The scheduler as a program.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use scheduler::{Chain, Chains, Config, Limits};
 use server::settings::{duration, term};
 use server::{Host, ListenArgs, StartContext};
 
-/// The scheduler of Gantry: workers, leases, workloads and their queue.
+/// The scheduler of Gantry: workers, leases, workloads and their queue
 #[derive(Debug, Parser)]
 #[command(name = "scheduler", version)]
 struct Arguments {
@@ -17,7 +17,7 @@ struct Arguments {
     listen: ListenArgs,
     #[command(flatten)]
     database: db::DatabaseArgs,
-    /// Refuse to start on a database of an older version, instead of migrating it
+    /// Refuse to start on a database with an older schema, instead of migrating it
     #[arg(
         long,
         env = "GANTRY_NO_MIGRATE",
@@ -25,40 +25,45 @@ struct Arguments {
         help_heading = "Database"
     )]
     no_migrate: bool,
-    /// Where the artifact store listens: http://host:port or unix:///path, of each replica, with commas between them
+    /// Addresses of the artifact store's replicas, separated by commas: http://host:port or
+    /// unix:///path
     #[arg(long, env = "GANTRY_ARTIFACT_STORE", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     artifact_store: String,
-    /// In which time a gateway says at least once what its worker does
+    /// Longest time between two heartbeats of a gateway
     #[arg(long, env = "GANTRY_HEARTBEAT", value_name = "DURATION", default_value = "5s", value_parser = term)]
     heartbeat: Duration,
-    /// The silence after which a worker is stalled: it gets no work, and another gateway may speak for it
+    /// Longest time without a heartbeat before a worker is stalled: it gets no work, and another
+    /// gateway may take over
     #[arg(long, env = "GANTRY_WORKER_TTL", value_name = "DURATION", default_value = "30s", value_parser = term)]
     worker_ttl: Duration,
-    /// How long a worker is without contact before it ends its processes by itself. More than --worker-ttl
+    /// Longest time without contact before a worker ends its processes. Must be longer than
+    /// --worker-ttl
     #[arg(long, env = "GANTRY_STOP_AFTER", value_name = "DURATION", default_value = "10m", value_parser = term)]
     stop_after: Duration,
-    /// The silence after which a worker is lost, and what it ran is given up. More than --stop-after
+    /// Longest time without a heartbeat before a worker is lost and its attempts are given up. Must
+    /// be longer than --stop-after
     #[arg(long, env = "GANTRY_LOST_AFTER", value_name = "DURATION", default_value = "15m", value_parser = term)]
     lost_after: Duration,
-    /// How long a driven lease lasts unless it is renewed
+    /// Term of a driven lease; each renewal starts a new term
     #[arg(long, env = "GANTRY_LEASE_TERM", value_name = "DURATION", default_value = "60s", value_parser = term)]
     lease_term: Duration,
-    /// How long a ticket is good for opening a transfer
+    /// Validity of a ticket: the time within which its transfer must be opened
     #[arg(long, env = "GANTRY_TICKET_VALIDITY", value_name = "DURATION", default_value = "5m", value_parser = term)]
     ticket_validity: Duration,
-    /// How long a process that ran for too long may take to end, before it is killed
+    /// Grace period of a process that exceeded its run timeout, before it is killed
     #[arg(long, env = "GANTRY_TIMEOUT_GRACE", value_name = "DURATION", default_value = "10s", value_parser = duration)]
     timeout_grace: Duration,
-    /// How long a finished workload can be asked for, and which workers have gone is remembered
+    /// Time for which the scheduler keeps finished workloads and the records of removed workers
     #[arg(long, env = "GANTRY_KEEP_FINISHED", value_name = "DURATION", default_value = "7d", value_parser = duration)]
     keep_finished: Duration,
-    /// After how many attempts in a row that ended before their process had started, through its fault, a worker is quarantined
+    /// Number of consecutive attempts that fail before the process starts, through the fault of the
+    /// worker, after which the worker is quarantined
     #[arg(long, env = "GANTRY_QUARANTINE_AFTER", value_name = "COUNT", default_value = "5")]
     quarantine_after: u32,
-    /// How long a worker is quarantined the first time. Each time in a row is twice as long
+    /// Length of the first quarantine of a worker. Each consecutive quarantine is twice as long
     #[arg(long, env = "GANTRY_QUARANTINE_FOR", value_name = "DURATION", default_value = "10s", value_parser = term)]
     quarantine_for: Duration,
-    /// How long a worker is quarantined at most
+    /// Longest quarantine of a worker
     #[arg(
         long,
         env = "GANTRY_QUARANTINE_FOR_AT_MOST",
@@ -67,7 +72,8 @@ struct Arguments {
         value_parser = term
     )]
     quarantine_for_at_most: Duration,
-    /// How often what the artifact store holds for workloads is compared with what the scheduler knows
+    /// Interval between comparisons of the artifact store's holders with the workloads of the
+    /// scheduler
     #[arg(
         long,
         env = "GANTRY_RECONCILE_INTERVAL",
@@ -76,11 +82,13 @@ struct Arguments {
         value_parser = term
     )]
     reconcile_interval: Duration,
-    /// How long the artifact store may hold something for a workload that is unknown or finished here, before that is ended
+    /// Time for which the artifact store may keep pins for a workload that the scheduler does not
+    /// know or that has finished
     #[arg(long, env = "GANTRY_RECONCILE_GRACE", value_name = "DURATION", default_value = "5m", value_parser = duration)]
     reconcile_grace: Duration,
-    /// By what workers are compared, the first that differs decides: volume-locality, fewest-build-containers, limit-active-tasks,
-    /// limit-active-containers, limit-active-volumes, random
+    /// Ranking of workers for builds with inputs. The first strategy that differs decides:
+    /// volume-locality, fewest-build-containers, limit-active-tasks, limit-active-containers,
+    /// limit-active-volumes, random
     #[arg(
         long,
         env = "GANTRY_PLACEMENT_STRATEGY",
@@ -89,7 +97,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     placement_strategy: Chain,
-    /// The same for what has no inputs: it names neither artifacts nor task caches
+    /// Ranking of workers for workloads without inputs: neither artifacts nor task caches
     #[arg(
         long,
         env = "GANTRY_PLACEMENT_STRATEGY_WITHOUT_INPUTS",
@@ -98,7 +106,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     placement_strategy_without_inputs: Chain,
-    /// The same for checks, with inputs or without
+    /// Ranking of workers for checks, with or without inputs
     #[arg(
         long,
         env = "GANTRY_PLACEMENT_STRATEGY_CHECKS",
@@ -107,7 +115,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     placement_strategy_checks: Chain,
-    /// How much may run at a time on a worker that does not say. Default: no limit
+    /// Maximum number of concurrent tasks on a worker that declares no limit. Default: no limit
     #[arg(
         long,
         env = "GANTRY_MAX_TASKS_PER_WORKER",
@@ -116,7 +124,8 @@ struct Arguments {
         help_heading = "Placement"
     )]
     max_tasks_per_worker: Option<u32>,
-    /// How many containers may be on a worker that does not say, those that are kept included. Default: no limit
+    /// Maximum number of containers on a worker that declares no limit, including kept containers.
+    /// Default: no limit
     #[arg(
         long,
         env = "GANTRY_MAX_CONTAINERS_PER_WORKER",
@@ -125,7 +134,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     max_containers_per_worker: Option<u32>,
-    /// How many volumes may be on a worker that does not say. Default: no limit
+    /// Maximum number of volumes on a worker that declares no limit. Default: no limit
     #[arg(
         long,
         env = "GANTRY_MAX_VOLUMES_PER_WORKER",
@@ -134,7 +143,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     max_volumes_per_worker: Option<u32>,
-    /// A team that has workers of its own, and never uses those that are for all, even while its own are full. May be repeated
+    /// A team that uses only its own workers, even while all of them are full. May be repeated
     #[arg(
         long = "team-keeps-to-its-own",
         env = "GANTRY_TEAMS_KEEP_TO_THEIR_OWN",
@@ -143,8 +152,9 @@ struct Arguments {
         help_heading = "Placement"
     )]
     keep_to_their_own: Vec<String>,
-    /// Most workloads of one team that may wait for a worker. Further ones are refused. With several replicas it may be exceeded by what the
-    /// others accept within the poll interval
+    /// Maximum number of workloads of one team that may wait for a worker. The scheduler rejects
+    /// further workloads. With several replicas, the total may exceed the limit by the workloads
+    /// that other replicas accept within one poll interval
     #[arg(
         long,
         env = "GANTRY_MAX_WAITING_PER_TEAM",
@@ -154,7 +164,8 @@ struct Arguments {
         help_heading = "Placement"
     )]
     max_waiting_per_team: u64,
-    /// Most bytes of specs of one team's workloads that may wait for a worker. Further ones are refused
+    /// Maximum number of bytes of specs of one team's workloads that may wait for a worker. The
+    /// scheduler rejects further workloads
     #[arg(
         long,
         env = "GANTRY_MAX_WAITING_BYTES_PER_TEAM",
@@ -164,7 +175,8 @@ struct Arguments {
         help_heading = "Placement"
     )]
     max_waiting_bytes_per_team: u64,
-    /// How much more of the slots a team gets than others, which have 1, while all of them wait: TEAM=WEIGHT. May be repeated
+    /// Share of slots of a team relative to other teams, which have weight 1, while all of them
+    /// wait: TEAM=WEIGHT. May be repeated
     #[arg(
         long = "team-weight",
         env = "GANTRY_TEAM_WEIGHTS",
@@ -174,7 +186,8 @@ struct Arguments {
         help_heading = "Placement"
     )]
     team_weights: Vec<(String, u32)>,
-    /// After how long somebody who waits counts as one priority higher. 0s: never, so that a low priority may wait for ever
+    /// Waiting time after which a request counts as one priority higher. 0s: never, so a request
+    /// with a low priority may wait forever
     #[arg(
         long,
         env = "GANTRY_QUEUE_AGING",
@@ -184,8 +197,8 @@ struct Arguments {
         help_heading = "Placement"
     )]
     queue_aging: Duration,
-    /// For how long a worker that was lost counts as one that may come back, and one that has gone as one whose place another may take: what
-    /// only it could do waits
+    /// Time for which a lost or removed worker still counts as one that may return. Requests that
+    /// only this worker could run wait for that time
     #[arg(
         long,
         env = "GANTRY_REMEMBER_LOST",
@@ -195,7 +208,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     remember_lost: Duration,
-    /// How often the database is looked at although nobody gave a hint: what another replica did is seen after that at the latest
+    /// Interval of the poll that finds the changes of other replicas if a notification is missed
     #[arg(long, env = "GANTRY_POLL_INTERVAL", value_name = "DURATION", default_value = "1s", value_parser = term)]
     poll_interval: Duration,
 }
@@ -203,7 +216,7 @@ struct Arguments {
 fn weight(text: &str) -> Result<(String, u32), String> {
     let (team, weight) = text.split_once('=').ok_or("must be TEAM=WEIGHT")?;
     let weight = weight.parse().ok().filter(|weight| *weight > 0);
-    Ok((team.to_owned(), weight.ok_or("the weight must be a whole number from 1 on")?))
+    Ok((team.to_owned(), weight.ok_or("the weight must be a whole number of at least 1")?))
 }
 
 fn main() -> ExitCode {
@@ -286,12 +299,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_setting_is_known_to_the_other_programs() {
+    fn settings_are_listed_for_other_programs() {
         assert_eq!(server::settings::unlisted_variables(&server::command::<Arguments>()), [] as [String; 0]);
     }
 
     #[test]
-    fn the_defaults_are_those_of_the_library() {
+    fn defaults_match_those_of_the_library() {
         let line = ["scheduler", "--database-url", "sqlite:///x", "--artifact-store", "http://a:1"];
         let config = Arguments::parse_from(line).config(None);
         let expected = Config::new(db::Settings { wait: true, .."sqlite:///x".into() }, "http://a:1");

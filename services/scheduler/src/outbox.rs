@@ -1,8 +1,8 @@
-//! The outbox: what the artifact store must still be told.
+//! The outbox: calls that the scheduler still has to make to the artifact store.
 //!
-//! A parcel is written in the transaction that causes it and removed once the store has
-//! acknowledged it. The store treats repeats as one. The replica that wrote a parcel delivers it at
-//! once; if that fails, or a crash comes in between, any replica takes it up
+//! A transaction writes a parcel together with the change that causes it. The parcel is removed
+//! after the store acknowledges it, and the store treats repeats as one. The replica that wrote a
+//! parcel delivers it immediately. After a failure or a crash, any replica may claim it
 //! ([`crate::store_client::delivery`]).
 
 use std::time::Duration;
@@ -20,22 +20,22 @@ use uuid::Uuid;
 
 use crate::db::entity::{from_json, outbox, to_json};
 
-/// For how long whoever wrote or claimed a parcel has it to itself.
+/// Time for which a parcel belongs to the replica that wrote or claimed it.
 const CLAIM: Duration = Duration::from_secs(15);
 
-/// How many parcels a loop claims at a time.
+/// Maximum number of parcels that a loop claims at a time.
 pub(crate) const BATCH: u64 = 32;
 
-/// What the artifact store must be told about a workload.
+/// A call to the artifact store about one holder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// It has ended for good.
+    /// The holder has ended permanently.
     Settle(Settlement),
-    /// One attempt at it has ended.
+    /// One attempt at the workload has ended.
     EndAttempt { attempt: AttemptId },
 }
 
-/// How a workload ended, as far as its artifacts are concerned.
+/// End of a workload, as far as its artifacts are concerned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Settlement {
     pub(crate) team: String,
@@ -43,23 +43,24 @@ pub(crate) struct Settlement {
     pub(crate) outputs: Vec<PublishedOutput>,
     pub(crate) build: Option<BuildId>,
     pub(crate) outcome: Outcome,
-    /// What comes to own single outputs.
+    /// Owners of single outputs.
     #[serde(default)]
     pub(crate) owners: Vec<(ArtifactId, OutputOwner)>,
-    /// What was left in task caches, which alone come to own it.
+    /// New versions of task caches, owned only by their caches.
     #[serde(default)]
     pub(crate) caches: Vec<PublishedCache>,
 }
 
 impl Settlement {
-    /// Nothing is kept: of a driven lease, or of a holder that nobody remembers.
+    /// Settles a holder without keeping anything. For a driven lease, or a holder that the
+    /// scheduler does not know.
     pub(crate) fn nothing(team: String) -> Self {
         let outcome = Outcome::Errored;
         Self { team, attempt: None, outputs: vec![], build: None, outcome, owners: vec![], caches: vec![] }
     }
 }
 
-/// One message, until it is acknowledged.
+/// One message that the store has not acknowledged.
 #[derive(Debug, Clone)]
 pub(crate) struct Parcel {
     pub(crate) id: Uuid,
@@ -70,13 +71,13 @@ pub(crate) struct Parcel {
 }
 
 impl Parcel {
-    /// The workload that it is about, if it is about one.
+    /// Returns the holder as the id of a workload.
     pub(crate) fn workload(&self) -> WorkloadId {
         WorkloadId::from_uuid(self.holder)
     }
 }
 
-/// Puts `message` into the outbox. Whoever commits it delivers it.
+/// Writes `message` to the outbox. The caller delivers the parcel after its commit.
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
     holder: Uuid,
@@ -105,7 +106,7 @@ struct NewParcel {
 const NEW_PARCEL: [(&str, Column); 3] =
     [("id", Column::Uuid), ("holder_id", Column::Uuid), ("message", Column::Text)];
 
-/// The same of many, each with its holder.
+/// Writes several messages to the outbox, each with its holder.
 pub(crate) async fn put_all(
     txn: &DatabaseTransaction,
     messages: impl IntoIterator<Item = (Uuid, Message)>,
@@ -130,7 +131,7 @@ pub(crate) async fn put_all(
     Ok(parcels)
 }
 
-/// Claims parcels that nobody delivers.
+/// Claims parcels that are due.
 pub(crate) async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<Vec<Parcel>, DbErr> {
     let due = outbox::Entity::find()
         .select_only()
@@ -158,7 +159,7 @@ pub(crate) async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<V
         .collect()
 }
 
-/// Says something else instead.
+/// Replaces the message of a parcel.
 pub(crate) async fn replace(txn: &DatabaseTransaction, parcel: Uuid, message: &Message) -> Result<(), DbErr> {
     let message = to_json(message)?;
     outbox::Entity::update_many()
@@ -169,7 +170,7 @@ pub(crate) async fn replace(txn: &DatabaseTransaction, parcel: Uuid, message: &M
         .map(|_| ())
 }
 
-/// Tries again after a pause.
+/// Schedules the next attempt to deliver a parcel. The delay doubles with each try.
 pub(crate) async fn postpone(
     txn: &DatabaseTransaction,
     parcel: &Parcel,
@@ -185,13 +186,13 @@ pub(crate) async fn postpone(
         .map(|_| ())
 }
 
-/// Whether something about `holder` is still to be told.
+/// Returns whether a message about `holder` is not acknowledged yet.
 pub(crate) async fn pending(txn: &impl ConnectionTrait, holder: Uuid) -> Result<bool, DbErr> {
     let row = outbox::Entity::find().filter(outbox::Column::HolderId.eq(holder)).one(txn).await?;
     Ok(row.is_some())
 }
 
-/// Parcels that a process which is no more had claimed for itself are anyone's again.
+/// Makes all parcels due. A process that has ended had claimed them.
 pub(crate) async fn release_claims(txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
     outbox::Entity::update_many()
         .col_expr(outbox::Column::DueAt, Expr::value(now.0))
@@ -207,7 +208,7 @@ mod tests {
 
     use super::*;
 
-    async fn what_is_put_together_is_claimed_like_what_is_put_alone(database: TestDatabase) {
+    async fn parcels_are_claimed_alike_written_together_or_alone(database: TestDatabase) {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let now = Timestamp::now();
         let message = |team: &str| Message::Settle(Settlement::nothing(team.to_owned()));
@@ -223,23 +224,23 @@ mod tests {
         assert_eq!(put.iter().map(|parcel| parcel.holder).collect::<Vec<_>>(), holders);
 
         let early = db.write(async |txn| claim(&txn, now).await).await.expect("read");
-        assert!(early.is_empty(), "whoever put them has them to itself: {early:?}");
+        assert!(early.is_empty(), "the claim of the writer has not run out: {early:?}");
         let mut claimed = db.write(async |txn| claim(&txn, now + CLAIM).await).await.expect("claimed");
         claimed.sort_by_key(|parcel| parcel.id);
-        let told = |parcels: &[Parcel]| {
-            let told = parcels.iter().map(|one| (one.id, one.holder, one.message.clone(), one.tries));
-            told.collect::<Vec<_>>()
+        let contents = |parcels: &[Parcel]| {
+            let contents = parcels.iter().map(|one| (one.id, one.holder, one.message.clone(), one.tries));
+            contents.collect::<Vec<_>>()
         };
-        assert_eq!(told(&claimed), told(&put));
+        assert_eq!(contents(&claimed), contents(&put));
     }
 
     #[tokio::test]
-    async fn what_is_put_together_is_claimed_like_what_is_put_alone_sqlite() {
-        what_is_put_together_is_claimed_like_what_is_put_alone(testing::databases::sqlite()).await;
+    async fn parcels_are_claimed_alike_written_together_or_alone_sqlite() {
+        parcels_are_claimed_alike_written_together_or_alone(testing::databases::sqlite()).await;
     }
 
     #[tokio::test]
-    async fn what_is_put_together_is_claimed_like_what_is_put_alone_postgres() {
-        what_is_put_together_is_claimed_like_what_is_put_alone(testing::databases::postgres().await).await;
+    async fn parcels_are_claimed_alike_written_together_or_alone_postgres() {
+        parcels_are_claimed_alike_written_together_or_alone(testing::databases::postgres().await).await;
     }
 }

@@ -1,54 +1,55 @@
-//! Outcomes: what an attempt's end means for its workload. Pure.
+//! Outcomes: the effect of an attempt's end on its workload. Pure.
 
 use domain::Timestamp;
 use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput, Usage};
 use serde::{Deserialize, Serialize};
 
-/// Why an attempt shall stop.
+/// Reason why an attempt must stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StopReason {
-    /// Its caller asked for it.
+    /// The caller cancelled the workload.
     Cancelled,
-    /// Its process was not started in time.
+    /// The process did not start within the start timeout.
     StartTimeout,
-    /// It ran for too long.
+    /// The process exceeded the run timeout.
     RunTimeout,
-    /// Its worker lands or retires.
+    /// The worker is cordoned or retired.
     Interrupted,
-    /// Its worker was lost and may run it still. Its workload has ended without it, or will: nobody waits for this one.
+    /// The worker was lost and may still run the attempt. The workload does not wait for this
+    /// attempt.
     WorkerLost,
 }
 
-/// How a workload ended. Kept with it.
+/// End of a workload, as its row stores it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Ending {
     pub(crate) outcome: Outcome,
     pub(crate) exit: Option<Exit>,
     pub(crate) failure: Option<Failure>,
     pub(crate) outputs: Vec<PublishedOutput>,
-    /// What was left in task caches.
+    /// New versions of task caches.
     #[serde(default)]
     pub(crate) caches: Vec<PublishedCache>,
-    /// What its last attempt used, if it ended with one.
+    /// Usage of the last attempt, if the workload ended with an attempt.
     #[serde(default)]
     pub(crate) usage: Option<Usage>,
-    /// What of outputs and caches was not kept, for people.
+    /// Outputs and caches that were not kept, and why, for people.
     #[serde(default)]
     pub(crate) notes: Vec<String>,
 }
 
-/// How an attempt ended.
+/// End of an attempt.
 #[derive(Debug, Clone)]
 pub(crate) enum AttemptEnd {
-    /// Its gateway said so.
+    /// The gateway reported the end.
     Reported(Box<Report>),
-    /// Its worker is gone, or came back without it.
+    /// The worker is lost, or returned without the attempt.
     WorkerLost,
-    /// Its gateway was told of it and does not know it, or cannot say how it ended.
+    /// The gateway does not know the attempt, or cannot say how it ended.
     Unknown,
 }
 
-/// What a gateway says at the end of an attempt.
+/// A gateway's report of the end of an attempt.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Report {
     pub(crate) exit: Option<Exit>,
@@ -60,44 +61,48 @@ pub(crate) struct Report {
     pub(crate) usage: Usage,
 }
 
-/// Whether a workload may begin again after an attempt that may have run.
+/// The retries that remain for a workload after an attempt that may have run.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Allowed {
-    /// When its worker goes, as often as that happens.
+    /// Whether the workload is interruptible. An interruption may repeat any number of times.
     pub(crate) interruptible: bool,
-    /// When an attempt is lost or late, so many times.
+    /// Number of retries after a lost or late attempt.
     pub(crate) retries: u32,
-    /// How often it has, of these times.
+    /// Number of these retries used so far.
     pub(crate) retried: u32,
-    /// Whether nothing of an attempt that was lost runs any more.
+    /// Whether a lost attempt has certainly ended.
     pub(crate) ends_when_lost: bool,
 }
 
 impl Allowed {
-    /// Whether it may once more.
+    /// Returns whether another retry is allowed.
     pub(crate) fn once_more(self) -> bool {
         self.retried < self.retries
     }
 }
 
-/// What becomes of the workload.
+/// The next step of the workload.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Next {
-    /// Nothing of it ran, or it may be interrupted: it waits for another worker.
+pub(crate) enum NextStep {
+    /// The workload waits for another worker: its process did not run, or the workload is
+    /// interruptible.
     Again,
-    /// Its attempt was lost or late for this reason, and it may begin again.
+    /// The attempt was lost or late for this reason, and the workload is retried.
     Retry(Failure),
-    /// It has ended.
+    /// The workload has ended.
     End(Ending),
 }
 
 impl Ending {
-    /// It was cancelled.
+    /// The workload was cancelled.
     pub(crate) fn aborted() -> Self {
-        Self { outcome: Outcome::Aborted, ..Self::errored(FailureReason::Cancelled, "it was cancelled") }
+        Self {
+            outcome: Outcome::Aborted,
+            ..Self::errored(FailureReason::Cancelled, "the workload was cancelled")
+        }
     }
 
-    /// It could not be run.
+    /// The workload could not be run.
     pub(crate) fn errored(reason: FailureReason, message: &str) -> Self {
         let failure = Failure { reason, message: message.to_owned() };
         Self {
@@ -111,48 +116,51 @@ impl Ending {
         }
     }
 
-    /// It waited for too long: last for this, one line a worker.
+    /// The workload exceeded its queue timeout. `waited_for`: the last refusals, one line per
+    /// worker.
     pub(crate) fn queue_timeout(waited_for: &[String]) -> Self {
-        let mut message = "no worker took it in time".to_owned();
+        let mut message = "no worker took the workload in time".to_owned();
         if !waited_for.is_empty() {
-            message += &format!("; it waited for: {}", waited_for.join("; "));
+            message += &format!("; the workload waited for: {}", waited_for.join("; "));
         }
         Self::errored(FailureReason::QueueTimeout, &message)
     }
 
-    /// It was accepted, and nobody came back to pin its inputs.
+    /// The workload was accepted, but its inputs were never pinned.
     pub(crate) fn not_pinned() -> Self {
-        Self::errored(FailureReason::InputUnavailable, "its inputs were never pinned")
+        Self::errored(FailureReason::InputUnavailable, "the inputs of the workload were never pinned")
     }
 
-    /// Its outputs could not be sealed.
+    /// The outputs could not be sealed.
     pub(crate) fn without_outputs(self) -> Self {
         let message = "the artifact store does not have the outputs that the worker published";
         Self { exit: self.exit, usage: self.usage, ..Self::errored(FailureReason::SettleFailed, message) }
     }
 }
 
-/// What the end of an attempt means. `started`: it may have started; `stop`: somebody wanted it to stop.
+/// Decides the effect of an attempt's end. `started`: the process may have started. `stop`: why the
+/// attempt had to stop.
 ///
-/// A wish to stop decides the outcome even where the process was faster: whoever wished it was told that it holds.
-/// Only one that was to be interrupted ends as it does where the process was faster.
+/// A stop reason decides the outcome even if the process ended first, because the caller was
+/// already informed of the stop. An interruption is the exception: a process that ended first keeps
+/// its own outcome.
 ///
-/// An attempt that was lost though it may have run is made up for only as `allowed`, and only where it was lost: how a process ends by itself is the
-/// workload's end.
-pub(crate) fn decide(started: bool, allowed: Allowed, stop: Option<StopReason>, end: AttemptEnd) -> Next {
+/// A lost attempt that may have run is retried only as `allowed`. The exit of a process always ends
+/// its workload.
+pub(crate) fn decide(started: bool, allowed: Allowed, stop: Option<StopReason>, end: AttemptEnd) -> NextStep {
     let next = decide_once(started, allowed.interruptible, stop, end);
     match next {
-        Next::End(Ending { outcome: Outcome::Errored, failure: Some(failure), .. })
+        NextStep::End(Ending { outcome: Outcome::Errored, failure: Some(failure), .. })
             if allowed.once_more()
                 && (was_stopped(failure.reason) || (allowed.ends_when_lost && was_lost(failure.reason))) =>
         {
-            Next::Retry(failure)
+            NextStep::Retry(failure)
         }
         next => next,
     }
 }
 
-/// Whether an attempt was lost, though its process may have run.
+/// Returns whether the attempt was lost although its process may have run.
 fn was_lost(reason: FailureReason) -> bool {
     matches!(
         reason,
@@ -163,67 +171,67 @@ fn was_lost(reason: FailureReason) -> bool {
     )
 }
 
-/// Whether its gateway stopped it, for no fault of its own.
+/// Returns whether the gateway stopped the attempt for a reason outside the workload.
 fn was_stopped(reason: FailureReason) -> bool {
     matches!(reason, FailureReason::Interrupted | FailureReason::StartTimeout)
 }
 
-/// Why an attempt is stopped whose process was not started in time.
+/// The failure of an attempt that exceeded its start timeout.
 pub(crate) fn start_timeout() -> Failure {
     Failure {
         reason: FailureReason::StartTimeout,
-        message: "its process was not started within its start timeout".to_owned(),
+        message: "the process did not start within its start timeout".to_owned(),
     }
 }
 
-fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end: AttemptEnd) -> Next {
-    let (report, without_word) = match end {
+fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end: AttemptEnd) -> NextStep {
+    let (report, assumed_end) = match end {
         AttemptEnd::Reported(report) => (*report, None),
         AttemptEnd::WorkerLost => {
-            (Report::default(), Some((FailureReason::WorkerLost, "its worker was lost")))
+            (Report::default(), Some((FailureReason::WorkerLost, "the worker was lost")))
         }
         AttemptEnd::Unknown => (
             Report::default(),
-            Some((FailureReason::StartUnknown, "its worker does not know whether it started")),
+            Some((FailureReason::StartUnknown, "the worker does not know whether the process started")),
         ),
     };
     let Report { exit, failure, outputs, caches, notes, started_at: _, usage: _ } = report;
 
     match stop {
-        Some(StopReason::Cancelled) => return Next::End(Ending { exit, ..Ending::aborted() }),
+        Some(StopReason::Cancelled) => return NextStep::End(Ending { exit, ..Ending::aborted() }),
         Some(StopReason::StartTimeout) => {
             let Failure { reason, message } = start_timeout();
-            return Next::End(Ending { exit, ..Ending::errored(reason, &message) });
+            return NextStep::End(Ending { exit, ..Ending::errored(reason, &message) });
         }
         Some(StopReason::RunTimeout) => {
             let timed_out =
-                Ending::errored(FailureReason::RunTimeout, "it ran for longer than its run timeout");
-            return Next::End(Ending { exit, ..timed_out });
+                Ending::errored(FailureReason::RunTimeout, "the process ran for longer than its run timeout");
+            return NextStep::End(Ending { exit, ..timed_out });
         }
-        Some(StopReason::Interrupted) if !ended_by_itself(exit, failure.as_ref()) => {
-            let message = "its worker was landed or retired, and the time that it had for that is over";
+        Some(StopReason::Interrupted) if !exited_before_interruption(exit, failure.as_ref()) => {
+            let message = "the worker was cordoned or retired, and the deadline for that has passed";
             let interrupted = Ending::errored(FailureReason::Interrupted, message);
             let again = !started || interruptible;
-            return if again { Next::Again } else { Next::End(Ending { exit, ..interrupted }) };
+            return if again { NextStep::Again } else { NextStep::End(Ending { exit, ..interrupted }) };
         }
         Some(StopReason::Interrupted | StopReason::WorkerLost) | None => {}
     }
-    if let Some((reason, message)) = without_word {
-        return if started { Next::End(Ending::errored(reason, message)) } else { Next::Again };
+    if let Some((reason, message)) = assumed_end {
+        return if started { NextStep::End(Ending::errored(reason, message)) } else { NextStep::Again };
     }
     let outcome = match (exit, &failure) {
         (Some(Exit::Code(0)), None) => Outcome::Succeeded,
-        // It is not the process that failed.
+        // The failure is not that of the process.
         (
             Some(_),
             Some(Failure { reason: FailureReason::ContactLost | FailureReason::ContainerNotFound, .. }),
         ) => Outcome::Errored,
-        // What should have been kept of a success was not.
+        // The process succeeded, but its outputs could not be kept.
         (Some(Exit::Code(0)), Some(_)) => Outcome::Errored,
         (Some(_), _) => Outcome::Failed,
         (None, Some(_)) => {
             let (outputs, caches) = (vec![], vec![]);
-            return Next::End(Ending {
+            return NextStep::End(Ending {
                 outcome: Outcome::Errored,
                 exit,
                 failure,
@@ -234,28 +242,30 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             });
         }
         (None, None) => {
-            return Next::End(Ending::errored(
+            return NextStep::End(Ending::errored(
                 FailureReason::ExitUnknown,
-                "its worker does not say how it ended",
+                "the worker does not report how the process ended",
             ));
         }
     };
-    Next::End(Ending { outcome, exit, failure, outputs, caches, usage: None, notes })
+    NextStep::End(Ending { outcome, exit, failure, outputs, caches, usage: None, notes })
 }
 
-/// Whether a process that was to be interrupted had ended before it was.
-fn ended_by_itself(exit: Option<Exit>, failure: Option<&Failure>) -> bool {
+/// Returns whether a process exited before its interruption.
+fn exited_before_interruption(exit: Option<Exit>, failure: Option<&Failure>) -> bool {
     exit.is_some() && failure.is_none_or(|failure| failure.reason != FailureReason::Interrupted)
 }
 
-/// How many attempts at one workload may end through the fault of their worker before the last one counts.
+/// Maximum number of attempts at one workload that may end through the fault of a worker. The last
+/// one ends the workload.
 pub(crate) const MOST_FAULTS: usize = 10;
 
-/// What a worker did wrong, if an attempt that its gateway reports as `report` ended through its fault before the process was started; then
-/// another worker may try. `announced`: the process was about to start, so only a failure that says that it was not counts.
+/// Returns the failure of a report if the worker caused it before the process started. Then another
+/// worker may try. `announced`: the process was about to start, so only a failure that excludes a
+/// start counts.
 pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) -> Option<&Failure> {
     let failure = report.failure.as_ref().filter(|_| report.exit.is_none() && stop.is_none())?;
-    let of_the_worker = match failure.reason {
+    let is_fault_of_worker = match failure.reason {
         FailureReason::StartFailed
         | FailureReason::CgroupUnavailable
         | FailureReason::Unsupported
@@ -264,17 +274,18 @@ pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) 
         FailureReason::DiskFull | FailureReason::WorkerFailed => !announced && report.started_at.is_none(),
         _ => false,
     };
-    of_the_worker.then_some(failure)
+    is_fault_of_worker.then_some(failure)
 }
 
-/// Whether a fault speaks against the worker itself, and not only against giving it this workload.
-pub(crate) fn is_held_against(failure: &Failure) -> bool {
+/// Returns whether a fault counts towards quarantine. Other faults only exclude this worker for
+/// this workload.
+pub(crate) fn counts_towards_quarantine(failure: &Failure) -> bool {
     use FailureReason::{InputDamaged, Unsupported, WorkerFull};
     !matches!(failure.reason, Unsupported | WorkerFull | InputDamaged)
 }
 
-/// Whether the worker may well take the workload later.
-pub(crate) fn passes(failure: &Failure) -> bool {
+/// Returns whether the same worker may take the workload later.
+pub(crate) fn is_temporary_fault(failure: &Failure) -> bool {
     failure.reason == FailureReason::WorkerFull
 }
 
@@ -308,18 +319,18 @@ mod tests {
         end: AttemptEnd,
     ) -> (Option<Outcome>, Option<FailureReason>, usize) {
         match decide(started, Allowed::default(), stop, end) {
-            Next::Again => (None, None, 0),
-            Next::Retry(failure) => panic!("nothing allows it: {failure:?}"),
-            Next::End(ending) => {
+            NextStep::Again => (None, None, 0),
+            NextStep::Retry(failure) => panic!("no retry is allowed: {failure:?}"),
+            NextStep::End(ending) => {
                 let reason = ending.failure.map(|failure| failure.reason);
-                assert_eq!(ending.outputs.len(), ending.caches.len(), "caches are kept as outputs are");
+                assert_eq!(ending.outputs.len(), ending.caches.len(), "caches are kept like outputs");
                 (Some(ending.outcome), reason, ending.outputs.len())
             }
         }
     }
 
     #[test]
-    fn each_end_has_its_outcome() {
+    fn attempt_end_decides_outcome() {
         use Outcome::{Aborted, Errored, Failed, Succeeded};
         use StopReason::{Cancelled, RunTimeout, StartTimeout};
         let code = |code| Some(Exit::Code(code));
@@ -427,7 +438,7 @@ mod tests {
                 Some(FailureReason::Interrupted),
                 0,
             ),
-            // It was faster.
+            // The process exited first.
             (true, Some(interrupted), report(code(0), None), Some(Succeeded), None, 1),
         ]);
         for (started, stop, end, expected, reason, outputs) in cases {
@@ -437,14 +448,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_lost_begins_again_as_often_as_allowed() {
+    fn lost_attempt_is_retried_as_often_as_allowed() {
         let once = |retried| Allowed { retries: 1, retried, ends_when_lost: true, ..Allowed::default() };
         let retried = |started: bool, stop: Option<StopReason>, end: AttemptEnd| {
             assert!(
-                matches!(decide(started, once(1), stop, end.clone()), Next::End(_) | Next::Again),
-                "{end:?}: no more are allowed"
+                matches!(decide(started, once(1), stop, end.clone()), NextStep::End(_) | NextStep::Again),
+                "{end:?}: no more retries are allowed"
             );
-            matches!(decide(started, once(0), stop, end), Next::Retry(_))
+            matches!(decide(started, once(0), stop, end), NextStep::Retry(_))
         };
         let signal = Some(Exit::Signal(15));
         let (late, interrupted) = (Some(StopReason::StartTimeout), Some(StopReason::Interrupted));
@@ -452,7 +463,7 @@ mod tests {
         let unproven = Allowed { ends_when_lost: false, ..once(0) };
         for end in [AttemptEnd::WorkerLost, report(None, Some(FailureReason::ExitUnknown))] {
             let next = decide(true, unproven, None, end);
-            assert!(matches!(next, Next::End(_)), "it may run still: {next:?}");
+            assert!(matches!(next, NextStep::End(_)), "the attempt may still run: {next:?}");
         }
         assert!(retried(true, None, AttemptEnd::Unknown));
         assert!(retried(true, None, report(signal, Some(FailureReason::ContactLost))));
@@ -460,9 +471,9 @@ mod tests {
         assert!(retried(true, None, report(None, Some(FailureReason::ExitUnknown))));
         assert!(retried(true, interrupted, report(signal, Some(FailureReason::Interrupted))));
         assert!(retried(false, late, report(None, Some(FailureReason::StartTimeout))));
-        // Nothing ran: that takes none of them.
-        assert_eq!(decide(false, once(0), None, AttemptEnd::WorkerLost), Next::Again);
-        // It ended by itself, or somebody wanted that.
+        // Nothing ran, so no retry is used.
+        assert_eq!(decide(false, once(0), None, AttemptEnd::WorkerLost), NextStep::Again);
+        // The process exited, or the stop was requested.
         for exit in [Exit::Code(0), Exit::Code(1), Exit::Signal(9), Exit::OutOfMemory] {
             assert!(!retried(true, None, report(Some(exit), None)), "{exit:?}");
         }
@@ -475,20 +486,20 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_interrupted_begins_again_unless_it_was_faster() {
+    fn interruptible_workload_is_requeued_unless_process_exited_first() {
         let interruptible = Allowed { interruptible: true, ..Allowed::default() };
         let stop = Some(StopReason::Interrupted);
         let stopped = report(Some(Exit::Signal(15)), Some(FailureReason::Interrupted));
-        assert_eq!(decide(true, interruptible, stop, stopped), Next::Again);
-        assert_eq!(decide(true, interruptible, stop, AttemptEnd::WorkerLost), Next::Again);
+        assert_eq!(decide(true, interruptible, stop, stopped), NextStep::Again);
+        assert_eq!(decide(true, interruptible, stop, AttemptEnd::WorkerLost), NextStep::Again);
         let faster = report(Some(Exit::Code(3)), None);
-        assert!(matches!(decide(true, interruptible, stop, faster), Next::End(_)));
-        // That it may be interrupted does not mean that it may be lost.
-        assert!(matches!(decide(true, interruptible, None, AttemptEnd::WorkerLost), Next::End(_)));
+        assert!(matches!(decide(true, interruptible, stop, faster), NextStep::End(_)));
+        // An interruptible workload is not retried after a loss.
+        assert!(matches!(decide(true, interruptible, None, AttemptEnd::WorkerLost), NextStep::End(_)));
     }
 
     #[test]
-    fn only_what_surely_did_not_start_is_tried_elsewhere() {
+    fn attempt_is_tried_elsewhere_only_before_start() {
         let of = |exit: Option<Exit>, reason: FailureReason| match report(exit, Some(reason)) {
             AttemptEnd::Reported(report) => *report,
             lost => panic!("{lost:?}"),

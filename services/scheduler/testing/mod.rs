@@ -1,4 +1,4 @@
-//! Harnesses that check the scheduler as a whole: a model, and concurrent random operations.
+//! Test harnesses for the whole scheduler: a model, and concurrent random operations.
 
 pub(crate) mod concurrent;
 mod model;

@@ -1,11 +1,11 @@
-//! How long the decisions of a scheduler take, as it counts them itself.
+//! Durations of the scheduler's decisions, recorded through the metrics of the scheduler.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context;
 use metrics::{Counter, Gauge, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 
-/// What is recorded. Cheap to clone; clones share it.
+/// Recorded durations. Clones share the same data.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Decisions(Arc<Seconds>);
 
@@ -13,18 +13,20 @@ pub(super) struct Decisions(Arc<Seconds>);
 struct Seconds(Mutex<Vec<f64>>);
 
 impl Decisions {
-    /// Records those of this process from now on.
+    /// Starts to record the decisions of this process.
     pub(super) fn record() -> anyhow::Result<Self> {
         let decisions = Self::default();
-        metrics::set_global_recorder(decisions.clone()).ok().context("something else is recorded")?;
+        metrics::set_global_recorder(decisions.clone())
+            .ok()
+            .context("cannot install the recorder of metrics")?;
         Ok(decisions)
     }
 
-    /// What they took at p99 since this was asked last, in milliseconds.
+    /// Returns the 99th percentile since the previous call in milliseconds, and resets the record.
     pub(super) fn take(&self) -> String {
-        let mut took = std::mem::take(&mut *self.0.0.lock().unwrap_or_else(PoisonError::into_inner));
-        took.sort_by(f64::total_cmp);
-        took.get(took.len() * 99 / 100).map_or("none".to_owned(), |p99| format!("{:.3}", p99 * 1e3))
+        let mut durations = std::mem::take(&mut *self.0.0.lock().unwrap_or_else(PoisonError::into_inner));
+        durations.sort_by(f64::total_cmp);
+        durations.get(durations.len() * 99 / 100).map_or("none".to_owned(), |p99| format!("{:.3}", p99 * 1e3))
     }
 }
 

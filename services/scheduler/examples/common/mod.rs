@@ -1,6 +1,6 @@
-//! What the programs that measure the scheduler have in common.
+//! Shared code of the programs that measure the scheduler.
 
-#![allow(dead_code, reason = "each uses what it needs")]
+#![allow(dead_code, reason = "each program uses a part")]
 
 mod decisions;
 
@@ -19,12 +19,12 @@ use scheduler::Config;
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend};
 use tokio::task::JoinSet;
 
-/// Is the scheduler, until standard input ends. `store`: where its artifact store listens, if there is one.
+/// Runs a scheduler until standard input ends. `store` is the endpoint of its artifact store.
 #[tokio::main]
 pub(crate) async fn serve(database_url: String, store: Option<String>) -> anyhow::Result<()> {
     let day = Duration::from_secs(24 * 3600);
     let config = Config {
-        // Nobody speaks for the workers.
+        // No gateway reports for the workers.
         worker_ttl: day,
         stop_after: day * 2,
         lost_after: day * 3,
@@ -35,7 +35,7 @@ pub(crate) async fn serve(database_url: String, store: Option<String>) -> anyhow
     scheduler::serve(config, listener, ended).await
 }
 
-/// Is an artifact store, until standard input ends.
+/// Runs an artifact store until standard input ends.
 #[tokio::main]
 pub(crate) async fn serve_store(database_url: String) -> anyhow::Result<()> {
     let config = artifact_store::Config::new(database_url, artifact_store::KeySource::Fixed(vec![]));
@@ -43,7 +43,8 @@ pub(crate) async fn serve_store(database_url: String) -> anyhow::Result<()> {
     artifact_store::serve(config, listener, ended).await
 }
 
-/// Says where it listens, `answer`s each line that is asked, and says when standard input ends.
+/// Prints the endpoint of a new listener, answers each line of standard input, and returns a future
+/// that ends with standard input.
 async fn listen(
     answer: impl Fn() -> String + Send + 'static,
 ) -> anyhow::Result<(server::Listener, impl Future<Output = ()>)> {
@@ -58,20 +59,20 @@ async fn listen(
     Ok((listener, async { drop(ended.await) }))
 }
 
-/// A service in a process of its own.
+/// Service in its own process.
 pub(crate) struct Server {
     process: Child,
-    said: BufReader<ChildStdout>,
+    output: BufReader<ChildStdout>,
     pub(crate) endpoint: String,
 }
 
 impl Server {
-    /// A scheduler.
+    /// Starts a scheduler.
     pub(crate) async fn start(database: &str) -> anyhow::Result<Self> {
         Self::run(&[database, "--serve"]).await
     }
 
-    /// Ourselves, with these arguments, as soon as calls are taken.
+    /// Starts this program with these arguments and waits until the service is ready.
     pub(crate) async fn run(arguments: &[&str]) -> anyhow::Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
             .args(arguments)
@@ -79,35 +80,40 @@ impl Server {
             .stdout(Stdio::piped())
             .spawn()?;
         let mut endpoint = String::new();
-        let mut said = BufReader::new(process.stdout.take().context("its output")?);
-        said.read_line(&mut endpoint)?;
-        let server = Self { process, said, endpoint: endpoint.trim().to_owned() };
-        let mut asked = CapabilitiesClient::new(rpc::client::peer(&server.endpoint, Outgoing::internal())?);
+        let mut output = BufReader::new(process.stdout.take().context("the process has no output")?);
+        output.read_line(&mut endpoint)?;
+        let server = Self { process, output, endpoint: endpoint.trim().to_owned() };
+        let mut capabilities =
+            CapabilitiesClient::new(rpc::client::peer(&server.endpoint, Outgoing::internal())?);
         let until = Instant::now() + Duration::from_secs(30);
         loop {
-            let answer = asked.get_capabilities(GetCapabilitiesRequest {}).await?.into_inner();
+            let answer = capabilities.get_capabilities(GetCapabilitiesRequest {}).await?.into_inner();
             if answer.not_ready.is_empty() {
                 return Ok(server);
             }
-            ensure!(Instant::now() < until, "it is not ready: {}", answer.not_ready.join("; "));
+            ensure!(Instant::now() < until, "the service is not ready: {}", answer.not_ready.join("; "));
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 }
 
 impl Server {
-    /// How long its decisions took at p99 since this was asked last, in milliseconds: from when something is asked for until it is granted.
+    /// Returns the 99th percentile of the durations of decisions since the previous call, in
+    /// milliseconds. A decision lasts from the request to the grant.
     pub(crate) fn decided_p99(&mut self) -> anyhow::Result<f64> {
-        self.process.stdin.as_mut().context("its input")?.write_all(b"\n")?;
+        self.process.stdin.as_mut().context("the process has no input")?.write_all(b"\n")?;
         let mut line = String::new();
-        self.said.read_line(&mut line)?;
-        line.trim().parse().with_context(|| format!("it said {line:?}"))
+        self.output.read_line(&mut line)?;
+        line.trim().parse().with_context(|| format!("cannot parse the answer {line:?}"))
     }
 
-    /// The memory that it has, in bytes.
+    /// Returns the resident memory of the process in bytes.
     pub(crate) fn memory(&self) -> anyhow::Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
-        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("its memory")?;
+        let resident = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:"))
+            .context("the process has no memory")?;
         let kib: u64 = resident.trim().trim_end_matches(" kB").trim().parse()?;
         Ok(kib * 1024)
     }
@@ -120,17 +126,17 @@ impl Drop for Server {
     }
 }
 
-/// An empty PostgreSQL, with the schema.
+/// Connects to an empty PostgreSQL database and creates the schema.
 pub(crate) async fn connect(database_url: &str) -> anyhow::Result<DatabaseConnection> {
     scheduler::migrate(&database_url.into()).await?;
     let mut options = sea_orm::ConnectOptions::new(database_url);
     options.sqlx_logging(false).max_connections(16);
     let database = sea_orm::Database::connect(options).await?;
-    ensure!(database.get_database_backend() == DbBackend::Postgres, "measured on PostgreSQL only");
+    ensure!(database.get_database_backend() == DbBackend::Postgres, "the database must be PostgreSQL");
     Ok(database)
 }
 
-/// Has `count` workers, and nothing on them.
+/// Replaces the content of the database with `count` idle workers.
 pub(crate) async fn fill(database: &DatabaseConnection, count: usize, limit: u32) -> anyhow::Result<()> {
     let labels = "{\"platform\": \"linux\", \"tags\": [], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": [\"network-private\"]}";
     let sql = format!(
@@ -150,7 +156,8 @@ pub(crate) async fn fill(database: &DatabaseConnection, count: usize, limit: u32
     Ok(())
 }
 
-/// Does something again and again by as many callers for as long, and answers how often it was done per second, and how long each took.
+/// Repeats a call with several concurrent callers for some seconds. Returns the calls per second
+/// and the sorted durations.
 pub(crate) async fn repeated<F, C>(
     callers: usize,
     seconds: u64,
@@ -181,7 +188,7 @@ where
     Ok((took.len() as f64 / begun.elapsed().as_secs_f64(), took))
 }
 
-/// A lease for a task.
+/// Request for the lease of a task.
 pub(crate) fn task() -> pb::PlaceRequest {
     pb::PlaceRequest {
         lease_id: LeaseId::new().to_string(),
@@ -191,7 +198,7 @@ pub(crate) fn task() -> pb::PlaceRequest {
     }
 }
 
-/// A workload that asks for nothing.
+/// Spec of a workload without requirements.
 pub(crate) fn spec() -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         team: "main".to_owned(),

@@ -1,4 +1,4 @@
-//! Between what the scheduler knows and what its callers see.
+//! Conversions between domain types and protobuf types.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,7 +18,9 @@ use crate::insight::explain::{Explanation, Verdict};
 use crate::leases::{Lease, LeaseEnd, LeaseState};
 use crate::lifecycle::departure::OpenLeases;
 use crate::outcome::Ending;
-use crate::placement::{self, Group, Opinion, Outlook, Refusal, Resources, Says, Standing, Strategy, Tell};
+use crate::placement::{
+    self, Answer, DetailFilter, Group, Opinion, Outlook, Ranking, Refusal, Resources, Strategy,
+};
 use crate::workers::Worker;
 use crate::workloads::Workload;
 use crate::workloads::events::{Event, InputProgress, Revision, Whereabouts};
@@ -77,7 +79,7 @@ pub(super) fn workload_state(state: workload::State) -> pb::WorkloadState {
     }
 }
 
-/// A filter: 0 is any.
+/// Parses a filter. 0 matches any state.
 pub(super) fn parse_workload_state(field: &str, state: i32) -> Result<Option<workload::State>, Status> {
     let state = pb::WorkloadState::try_from(state)
         .map_err(|_| invalid_field(field, format!("{state} is not a value of this enum")))?;
@@ -93,7 +95,7 @@ pub(super) fn parse_workload_state(field: &str, state: i32) -> Result<Option<wor
     })
 }
 
-/// A filter: 0 is any.
+/// Parses a filter. 0 matches any outcome.
 pub(super) fn parse_outcome(field: &str, outcome: i32) -> Result<Option<workload::Outcome>, Status> {
     let outcome = pb::Outcome::try_from(outcome)
         .map_err(|_| invalid_field(field, format!("{outcome} is not a value of this enum")))?;
@@ -141,7 +143,7 @@ fn labels(labels: Labels, ephemeral: bool) -> pb::WorkerLabels {
     }
 }
 
-/// `ttl`: for how long one that is awaited may come back.
+/// `ttl`: the time within which a worker that is out of contact since a start may return.
 pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worker {
     let refusals = placement::standing_refusals(&worker.placed).iter().map(refusal).collect();
     let Worker { placed, session, kept, last_contact_at, awaited_since, .. } = worker;
@@ -193,7 +195,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
     }
 }
 
-pub(super) fn gone_worker(gone: removed_worker::Model) -> pb::GoneWorker {
+pub(super) fn to_gone_worker(gone: removed_worker::Model) -> pb::GoneWorker {
     let how = match gone.how {
         WorkerEnd::Retired => pb::WorkerEnd::Retired,
         WorkerEnd::Pruned => pb::WorkerEnd::Pruned,
@@ -207,31 +209,31 @@ pub(super) fn gone_worker(gone: removed_worker::Model) -> pb::GoneWorker {
     }
 }
 
-/// How many workers an explanation tells one by one.
-const TOLD: usize = 20;
+/// Default number of workers that an explanation describes individually.
+const DEFAULT_EXPLAINED: usize = 20;
 
-/// How many at most.
-const TOLD_AT_MOST: u32 = 10_000;
+/// Maximum number of workers that an explanation describes individually.
+const MAX_EXPLAINED: u32 = 10_000;
 
-/// How many may be asked for by name.
-const NAMED: usize = 1000;
+/// Maximum number of workers that a request may name.
+const MAX_NAMED: usize = 1000;
 
-pub(super) fn parse_tell(max_workers: u32, workers: Vec<String>) -> Result<Tell, Status> {
-    if max_workers > TOLD_AT_MOST {
-        return Err(invalid_field("max_workers", format!("must be 0 to {TOLD_AT_MOST}")));
+pub(super) fn parse_detail_filter(max_workers: u32, workers: Vec<String>) -> Result<DetailFilter, Status> {
+    if max_workers > MAX_EXPLAINED {
+        return Err(invalid_field("max_workers", format!("must be 0 to {MAX_EXPLAINED}")));
     }
-    if workers.len() > NAMED {
-        return Err(invalid_field("workers", format!("must be at most {NAMED}")));
+    if workers.len() > MAX_NAMED {
+        return Err(invalid_field("workers", format!("must be at most {MAX_NAMED}")));
     }
     let most = match (usize::try_from(max_workers).unwrap_or(0), workers.len()) {
-        (0, named) => named.max(TOLD),
+        (0, named) => named.max(DEFAULT_EXPLAINED),
         (most, _) => most,
     };
     let only = (!workers.is_empty()).then(|| {
         let ids = workers.iter().filter_map(|worker| worker.parse().ok()).collect();
         (ids, workers.into_iter().collect())
     });
-    Ok(Tell { most, only })
+    Ok(DetailFilter { most, only })
 }
 
 pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
@@ -257,11 +259,11 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
 }
 
 fn opinion(opinion: Opinion) -> pb::WorkerExplanation {
-    let (refusals, standing) = match opinion.says {
-        Says::Would(standing) => (Vec::new(), Some(standing)),
-        Says::WouldNot(refusals) => (refusals.iter().map(refusal).collect(), None),
+    let (refusals, standing) = match opinion.answer {
+        Answer::Would(standing) => (Vec::new(), Some(standing)),
+        Answer::WouldNot(refusals) => (refusals.iter().map(refusal).collect(), None),
     };
-    let (standing, scores) = standing.map_or_else(Default::default, |Standing { words, scores }| {
+    let (standing, scores) = standing.map_or_else(Default::default, |Ranking { words, scores }| {
         let score =
             |(strategy, value): (Strategy, u64)| pb::StrategyScore { strategy: strategy.to_string(), value };
         (words, scores.into_iter().map(score).collect())
@@ -305,23 +307,23 @@ fn refusal(refusal: &Refusal) -> pb::PlacementRefusal {
     }
 }
 
-pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::LeaseRequest, Status> {
+pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::CapacityQuery, Status> {
     let bounded = |field: &str, count: u32, default: usize| match usize::try_from(count) {
         Ok(0) => Ok(default),
-        Ok(count) if count <= NAMED => Ok(count),
-        _ => Err(invalid_field(field, format!("must be at most {NAMED}"))),
+        Ok(count) if count <= MAX_NAMED => Ok(count),
+        _ => Err(invalid_field(field, format!("must be at most {MAX_NAMED}"))),
     };
     let replicas = pb::ReplicaCheck::try_from(request.replica_check).map_err(|_| {
         invalid_field("replica_check", format!("{} is not a value of this enum", request.replica_check))
     })?;
-    Ok(capacity::LeaseRequest {
+    Ok(capacity::CapacityQuery {
         shapes: bounded("max_shapes", request.max_shapes, 100)?,
         removable: bounded("max_removable", request.max_removable, 10)?,
         replicas: replicas == pb::ReplicaCheck::Each,
     })
 }
 
-/// Why an attempt shall stop, as its gateway and whoever asks are told.
+/// Converts the stop reason of an attempt.
 pub(super) fn stop_reason(reason: StopReason) -> pb::StopReason {
     match reason {
         StopReason::Cancelled => pb::StopReason::Cancelled,
@@ -379,7 +381,7 @@ pub(super) fn lease(lease: Lease) -> pb::Lease {
     }
 }
 
-/// What is reserved, if anything is.
+/// Converts reserved amounts. `None` if nothing is reserved.
 fn requests(resources: Resources) -> Option<pb::ResourceRequests> {
     let Resources { cpu_millis, memory_bytes, disk_bytes } = resources;
     (resources != Resources::default()).then_some(pb::ResourceRequests {
@@ -394,15 +396,15 @@ pub(super) fn feed(feed: capacity::Feed, now: Timestamp) -> pb::GetDemandRespons
         waiting: feed.waiting as u64,
         waiting_for_none: feed.for_none as u64,
         oldest_since: feed.oldest.map(timestamp),
-        demand: within(feed.demand.into_iter().map(waiting_shape)),
-        supply: within(feed.supply.into_iter().map(worker_shape)),
+        demand: first_mebibyte(feed.demand.into_iter().map(waiting_shape)),
+        supply: first_mebibyte(feed.supply.into_iter().map(worker_shape)),
         removable: feed.removable.into_iter().map(|worker| removable(worker, now)).collect(),
-        refused: within(feed.refused.into_iter().map(waiting_shape)),
+        refused: first_mebibyte(feed.refused.into_iter().map(waiting_shape)),
     }
 }
 
-/// The first shapes that take 1 MiB on the wire: clients decode 4 MiB in all.
-fn within<M: rpc::Message>(shapes: impl Iterator<Item = M>) -> Vec<M> {
+/// Returns the first shapes, up to 1 MiB in total. Clients decode 4 MiB by default.
+fn first_mebibyte<M: rpc::Message>(shapes: impl Iterator<Item = M>) -> Vec<M> {
     let mut bytes = 0;
     let fits = |shape: &M| {
         bytes += shape.encoded_len();
@@ -411,14 +413,14 @@ fn within<M: rpc::Message>(shapes: impl Iterator<Item = M>) -> Vec<M> {
     shapes.take_while(fits).collect()
 }
 
-fn waiting_shape(waiting: capacity::Waiting) -> pb::WaitingShape {
+fn waiting_shape(waiting: capacity::WaitingDemand) -> pb::WaitingShape {
     let shape = &*waiting.shape;
     let process = shape.process.as_ref().map(|process| pb::ProcessRequirements {
         image_kind: process.image_kind.clone().into_owned(),
         resource_type: process.resource_type.clone().unwrap_or_default(),
         capabilities: process.capabilities.iter().map(|name| name.clone().into_owned()).collect(),
     });
-    let team_workers = match waiting.keeps_to_its_own {
+    let team_workers = match waiting.uses_own_workers_only {
         true => pb::TeamWorkers::Own,
         false => pb::TeamWorkers::Any,
     };
@@ -474,16 +476,16 @@ fn removable(worker: capacity::Removable, now: Timestamp) -> pb::RemovableWorker
     }
 }
 
-/// What ended with a worker that was pruned.
-pub(super) fn pruned(unended: OpenLeases) -> pb::PruneWorkerResponse {
-    let workloads = unended.workloads.into_iter().take(NAMED);
+/// Converts the leases that ended with a pruned worker.
+pub(super) fn pruned(live: OpenLeases) -> pb::PruneWorkerResponse {
+    let workloads = live.workloads.into_iter().take(MAX_NAMED);
     let workload =
         |(team, id): (String, WorkloadId)| pb::PrunedWorkload { team, workload_id: id.to_string() };
-    pb::PruneWorkerResponse { leases: unended.leases as u64, workloads: workloads.map(workload).collect() }
+    pb::PruneWorkerResponse { leases: live.leases as u64, workloads: workloads.map(workload).collect() }
 }
 
-/// Most bytes of a worker's labels, so that a page of a list has room for many workers.
-const MOST_LABELS_BYTES: usize = 16 << 10;
+/// Largest labels of a worker, in bytes, so that a page of a list holds many workers.
+const MAX_LABELS_BYTES: usize = 16 << 10;
 
 pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
     if labels.platform.is_empty() {
@@ -503,8 +505,8 @@ pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
         capabilities: texts("capabilities", labels.capabilities)?,
         resource_types: parse_resource_types(labels.resource_types)?,
     };
-    if bytes > MOST_LABELS_BYTES {
-        return Err(invalid_field("hello.labels", format!("must be at most {MOST_LABELS_BYTES} bytes")));
+    if bytes > MAX_LABELS_BYTES {
+        return Err(invalid_field("hello.labels", format!("must be at most {MAX_LABELS_BYTES} bytes")));
     }
     Ok(labels)
 }
@@ -514,10 +516,7 @@ fn parse_resource_types(types: Vec<pb::ResourceType>) -> Result<Vec<ResourceType
     let parse = |pb::ResourceType { name, version }: pb::ResourceType| {
         let name = rpc::parse_name("hello.labels.resource_types.name", name)?;
         if !names.insert(name.clone()) {
-            return Err(invalid_field(
-                "hello.labels.resource_types.name",
-                format!("{name:?} is given twice"),
-            ));
+            return Err(invalid_field("hello.labels.resource_types.name", format!("names {name:?} twice")));
         }
         Ok(ResourceType {
             name,

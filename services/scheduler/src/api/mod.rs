@@ -1,4 +1,5 @@
-//! The three services on the wire: parse, call [`crate::app::App`], answer. The only code that makes a `Status`.
+//! The three gRPC services: handlers parse, call [`crate::app::App`] and convert the answer. Only
+//! this module creates a `Status`.
 
 mod convert;
 mod placements;
@@ -26,24 +27,27 @@ pub(crate) use placements::PlacementsService;
 pub(crate) use workers::WorkersService;
 pub(crate) use workloads::WorkloadsService;
 
-/// Who answers, in error details.
+/// Name of this service in error details.
 const SERVICE: &str = "gantry.scheduler";
 
-/// How many workers an error names: its details travel in headers, which are bounded.
-const NAMED: usize = 20;
+/// Maximum number of workers in the details of an error. Details travel in headers, which are
+/// limited.
+const MAX_NAMED: usize = 20;
 
-/// How many bytes it says of each, and under how long a name.
-const NAMED_BYTES: usize = 500;
+/// Maximum number of bytes of a worker's name, and of its reason.
+const MAX_NAMED_BYTES: usize = 500;
 
-/// How many bytes in all: of 16 KiB, which is what headers have room for, encoded and with the rest of the error.
-const ALL_NAMED_BYTES: usize = 8 << 10;
+/// Maximum number of bytes of all reasons. Headers have room for 16 KiB, including encoding and the
+/// rest of the error.
+const MAX_DETAILS_BYTES: usize = 8 << 10;
 
-/// Whose things are listed. `None`: those of all teams.
+/// Parses the team of a list. `None`: all teams.
 fn team_or_all(team: &str) -> Result<Option<String>, Status> {
     if team.is_empty() { Ok(None) } else { parse_team("team", team.to_owned()).map(Some) }
 }
 
-/// What is on this page of what was found, which is one more where there are more. Answers where to go on as well. Empty: that was all.
+/// Builds a page from the query result, which contains one extra row if there are more. Also
+/// returns the token of the next page, or an empty one.
 fn end_page<T, M: rpc::Message>(
     page: &Page,
     mut found: Vec<T>,
@@ -56,7 +60,7 @@ fn end_page<T, M: rpc::Message>(
     page.end(found.into_iter().map(|found| (id(&found), shown(found))), more)
 }
 
-impl Reasoned for SubmitError {
+impl IntoStatus for SubmitError {
     fn status(self) -> Status {
         match self {
             Self::Exists(OtherSpec(id)) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
@@ -73,16 +77,16 @@ impl Reasoned for SubmitError {
     }
 }
 
-impl Reasoned for WorkloadError {
+impl IntoStatus for WorkloadError {
     fn status(self) -> Status {
         match self {
             Self::NotFound(id) => about_workload(Reason::WorkloadNotFound, &self.to_string(), id),
-            Self::Database(error) => database("look at a workload", &error),
+            Self::Database(error) => database("read a workload", &error),
         }
     }
 }
 
-impl Reasoned for ExplainError {
+impl IntoStatus for ExplainError {
     fn status(self) -> Status {
         match self {
             Self::NotFound(id) => about_workload(Reason::WorkloadNotFound, &self.to_string(), id),
@@ -99,23 +103,23 @@ impl Reasoned for ExplainError {
     }
 }
 
-impl Reasoned for AttemptError {
+impl IntoStatus for AttemptError {
     fn status(self) -> Status {
         match self {
             Self::LeaseLost => Reason::LeaseLost.status(SERVICE, self.to_string()),
-            Self::Database(error) => database("note what an attempt does", &error),
+            Self::Database(error) => database("record the progress of an attempt", &error),
         }
     }
 }
 
-impl Reasoned for SessionError {
+impl IntoStatus for SessionError {
     fn status(self) -> Status {
         match self {
             Self::Stale => Reason::StaleSession.status(SERVICE, self.to_string()),
             Self::AlreadyAttended => Reason::AlreadyAttended.status(SERVICE, self.to_string()),
             Self::OtherTeam => Reason::WorkerOfAnotherTeam.status(SERVICE, self.to_string()),
             Self::Retired => Reason::WorkerRetired.status(SERVICE, self.to_string()),
-            // Where there is a stream, it has said before to begin anew.
+            // An open stream has received the directive to register again before.
             Self::Forgotten => Reason::StaleSession.status(SERVICE, self.to_string()),
             Self::Leaving => Reason::Unavailable.status(SERVICE, self.to_string()),
             Self::Database(error) => database("attend a worker", &error),
@@ -123,7 +127,7 @@ impl Reasoned for SessionError {
     }
 }
 
-impl Reasoned for RegistryError {
+impl IntoStatus for RegistryError {
     fn status(self) -> Status {
         match self {
             Self::NotFound(ref worker) => about_worker(Reason::WorkerNotFound, &self.to_string(), worker),
@@ -131,11 +135,15 @@ impl Reasoned for RegistryError {
             Self::Kept(refusal) => {
                 let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
                 match reason {
-                    // The store's reason is the answer to the operator's question.
+                    // The reason of the store is the answer to the operator.
                     Some(reason) if departure::is_kept(&refusal) => {
                         reason.status_about(SERVICE, refusal.message, refusal.about)
                     }
-                    _ => rpc::unavailable(SERVICE, "ask what a worker holds", &refusal),
+                    _ => rpc::unavailable(
+                        SERVICE,
+                        "check the contents of a worker with the artifact store",
+                        &refusal,
+                    ),
                 }
             }
             Self::Database(error) => database("change a worker", &error),
@@ -143,19 +151,19 @@ impl Reasoned for RegistryError {
     }
 }
 
-impl Reasoned for PlaceError {
+impl IntoStatus for PlaceError {
     fn status(self) -> Status {
         match self {
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
             Self::AllWorkersBusy(refusals) => {
                 let named = named(&refusals);
-                let what = match named.is_empty() {
+                let message = match named.is_empty() {
                     true => {
-                        "no worker has registered, others that wait are before it, or there is not room for all that is asked for together"
+                        "no worker has registered, requests with the same requirements are ahead, or the leases of the group do not all fit"
                     }
-                    false => "no worker can do now",
+                    false => "no worker can take the lease now",
                 };
-                Reason::AllWorkersBusy.status_about(SERVICE, what, named)
+                Reason::AllWorkersBusy.status_about(SERVICE, message, named)
             }
             Self::Exists => Reason::LeaseExists.status(SERVICE, self.to_string()),
             Self::NoSuchLease => Reason::LeaseLost.status(SERVICE, self.to_string()),
@@ -169,7 +177,7 @@ impl Reasoned for PlaceError {
     }
 }
 
-impl Reasoned for RenewError {
+impl IntoStatus for RenewError {
     fn status(self) -> Status {
         match self {
             Self::Lost => Reason::LeaseLost.status(SERVICE, self.to_string()),
@@ -178,19 +186,19 @@ impl Reasoned for RenewError {
     }
 }
 
-impl Reasoned for LeaseError {
+impl IntoStatus for LeaseError {
     fn status(self) -> Status {
         match self {
             Self::NotFound(id) => {
                 let about = [("lease_id", id.to_string())];
                 Reason::LeaseNotFound.status_about(SERVICE, self.to_string(), about)
             }
-            Self::Database(error) => database("look at a lease", &error),
+            Self::Database(error) => database("read a lease", &error),
         }
     }
 }
 
-impl Reasoned for TicketError {
+impl IntoStatus for TicketError {
     fn status(self) -> Status {
         match self {
             Self::NotFound(ref worker) => about_worker(Reason::WorkerNotFound, &self.to_string(), worker),
@@ -203,21 +211,21 @@ impl Reasoned for TicketError {
     }
 }
 
-/// An error that callers can act on.
-trait Reasoned {
-    /// As they see it.
+/// An error that is converted to a `Status`.
+trait IntoStatus {
+    /// Converts the error for callers.
     fn status(self) -> Status;
 }
 
-fn database(doing: &str, error: &DbErr) -> Status {
-    rpc::unavailable(SERVICE, doing, error)
+fn database(operation: &str, error: &DbErr) -> Status {
+    rpc::unavailable(SERVICE, operation, error)
 }
 
 fn about_workload(reason: Reason, message: &str, id: domain::WorkloadId) -> Status {
     reason.status_about(SERVICE, message, [("workload_id", id.to_string())])
 }
 
-/// `worker`: its name or its id, as it was asked for.
+/// `worker`: the name or id in the request.
 fn about_worker(reason: Reason, message: &str, worker: &(impl ToString + ?Sized)) -> Status {
     reason.status_about(SERVICE, message, [("worker", worker.to_string())])
 }
@@ -227,29 +235,29 @@ fn unknown_worker(name: &str) -> Status {
 }
 
 fn incompatible(refusals: &Refusals) -> Status {
-    Reason::NoCompatibleWorker.status_about(SERVICE, "no worker could ever run it", named(refusals))
+    Reason::NoCompatibleWorker.status_about(SERVICE, "no worker could ever take the request", named(refusals))
 }
 
 fn named(refusals: &Refusals) -> Vec<(String, String)> {
     let mut bytes = 0;
-    let clipped = |text: String| rpc::clipped(&text, NAMED_BYTES).into_owned();
-    let entries = refusals.entries().into_iter().map(|(who, what)| (clipped(who), clipped(what)));
-    let fit = entries.take_while(|(who, what)| {
-        bytes += who.len() + what.len();
-        bytes <= ALL_NAMED_BYTES
+    let clipped = |text: String| rpc::clipped(&text, MAX_NAMED_BYTES).into_owned();
+    let entries = refusals.entries().into_iter().map(|(worker, reason)| (clipped(worker), clipped(reason)));
+    let fit = entries.take_while(|(worker, reason)| {
+        bytes += worker.len() + reason.len();
+        bytes <= MAX_DETAILS_BYTES
     });
-    fit.take(NAMED).collect()
+    fit.take(MAX_NAMED).collect()
 }
 
-/// `taken`: what it means that the id belongs to another team.
+/// `taken`: the reason to return if the id belongs to another team.
 fn not_pinned(refusal: rpc::Refusal, taken: Reason) -> Status {
-    // The store's reason is the answer to the caller's question.
+    // The reason of the store is the answer to the caller.
     let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
     match reason {
-        // By whom it shall be held is all that we have not checked ourselves.
+        // The holder is the only field that the scheduler has not validated itself.
         Some(Reason::InvalidField) => {
-            tracing::debug!(error = %refusal, "the artifact store holds something else by this id");
-            taken.status(SERVICE, "the id was used by another team")
+            tracing::debug!(error = %refusal, "artifact store has another holder with this id");
+            taken.status(SERVICE, "the id is used by another team")
         }
         Some(reason) if !refusal.is_transient() => {
             reason.status_about(SERVICE, refusal.message, refusal.about)
@@ -267,7 +275,8 @@ fn cache_unavailable(message: &str, cache: domain::CacheId) -> Status {
 }
 
 fn undecided() -> Status {
-    Reason::Unavailable.status(SERVICE, "the workers changed too often while it was decided, call again")
+    Reason::Unavailable
+        .status(SERVICE, "cannot decide the request: the workers changed too often; call again")
 }
 
 fn invalid_token(_: rpc::token::InvalidToken) -> Status {
@@ -275,5 +284,5 @@ fn invalid_token(_: rpc::token::InvalidToken) -> Status {
 }
 
 fn stopping() -> Status {
-    Reason::Unavailable.status(SERVICE, "the scheduler is stopping, call again")
+    Reason::Unavailable.status(SERVICE, "the scheduler is stopping; call again")
 }

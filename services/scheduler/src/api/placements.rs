@@ -1,4 +1,4 @@
-//! Service `Placements`.
+//! The gRPC service `Placements`.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use rpc::{Reason, Refusal, invalid_field, parse_enum, parse_id, parse_team, requ
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, team_or_all, unknown_worker};
+use super::{IntoStatus, SERVICE, convert, database, end_page, invalid_token, team_or_all, unknown_worker};
 use crate::app::App;
 use crate::db::entity::lease::{self, Kind};
 use crate::db::entity::to_json;
@@ -23,18 +23,19 @@ use crate::insight::explain;
 use crate::leases;
 use crate::placement::{self, Demand, Purpose, Shape};
 use crate::scheduling::{GrantedLease, LeaseRequest, PlaceError, PlaceResult};
-use crate::store_client::{Found, Inputs};
+use crate::store_client::{Inputs, Located};
 use crate::workers;
 
-/// Service `Placements`.
+/// The gRPC service `Placements`.
 pub(crate) struct PlacementsService(pub(crate) App);
 
 #[tonic::async_trait]
 impl Placements for PlacementsService {
     async fn place(&self, request: Request<pb::PlaceRequest>) -> Result<Response<pb::PlaceResponse>, Status> {
-        let ask = self.ask("", request.into_inner(), None).await?.map_err(Reasoned::status)?;
-        let placed = self.0.leasing.place(vec![ask]).await.pop().unwrap_or(Err(PlaceError::Stopping));
-        Ok(Response::new(self.granted(placed.map_err(Reasoned::status)?)))
+        let request =
+            self.parse_request("", request.into_inner(), None).await?.map_err(IntoStatus::status)?;
+        let placed = self.0.leasing.place(vec![request]).await.pop().unwrap_or(Err(PlaceError::Stopping));
+        Ok(Response::new(self.granted(placed.map_err(IntoStatus::status)?)))
     }
 
     async fn place_many(
@@ -44,35 +45,38 @@ impl Placements for PlacementsService {
         let items = request.into_inner().items;
         check_count("items", items.len())?;
         let one_group = items.iter().all(|item| item.group > 0 && item.group == items[0].group);
-        let asked = items.into_iter().enumerate().map(async |(number, item)| {
+        let parsed = items.into_iter().enumerate().map(async |(number, item)| {
             let field = format!("items[{number}].request");
             let group = Some(item.group).filter(|group| *group > 0);
             let request = required(&field, item.request)?;
             if request.wait.is_some() && !one_group {
                 let why =
-                    "is for one group alone: who waits for others would get leases that ran out meanwhile";
+                    "is allowed only in a call with one group: leases of other groups could expire while the call waits";
                 return Err(invalid_field(format!("{field}.wait"), why));
             }
-            Ok((number, group, self.ask(&format!("{field}."), request, group).await?))
+            Ok((number, group, self.parse_request(&format!("{field}."), request, group).await?))
         });
-        let mut asked = stream::iter(asked).buffered(ASKS);
-        let (mut asks, mut failed, mut ids) = (Vec::new(), Vec::new(), HashSet::new());
-        while let Some((number, group, ask)) = asked.try_next().await? {
-            match ask {
-                Ok(ask) if !ids.insert(ask.lease) => {
+        let mut parsed = stream::iter(parsed).buffered(MAX_CONCURRENT_LOCATES);
+        let (mut requests, mut failed, mut ids) = (Vec::new(), Vec::new(), HashSet::new());
+        while let Some((number, group, request)) = parsed.try_next().await? {
+            match request {
+                Ok(request) if !ids.insert(request.lease) => {
                     let field = format!("items[{number}].request.lease_id");
-                    return Err(invalid_field(field, "is the id of another item"));
+                    return Err(invalid_field(field, "must differ from the ids of other items"));
                 }
-                Ok(ask) => asks.push(ask),
+                Ok(request) => requests.push(request),
                 Err(error) => failed.push((number, group, error)),
             }
         }
-        // What belongs to one that cannot be asked for is not asked for either.
-        let is_lost =
-            |ask: &LeaseRequest| failed.iter().find(|(_, group, _)| group.is_some() && *group == ask.group);
-        let lost: Vec<_> = asks.iter().map(|ask| is_lost(ask).map(|(.., error)| error.clone())).collect();
-        let asked = asks.into_iter().zip(&lost).filter(|(_, lost)| lost.is_none()).map(|(ask, _)| ask);
-        let mut placed = self.0.leasing.place(asked.collect()).await.into_iter();
+        // A group with an invalid request is not placed.
+        let is_lost = |request: &LeaseRequest| {
+            failed.iter().find(|(_, group, _)| group.is_some() && *group == request.group)
+        };
+        let lost: Vec<_> =
+            requests.iter().map(|request| is_lost(request).map(|(.., error)| error.clone())).collect();
+        let valid =
+            requests.into_iter().zip(&lost).filter(|(_, lost)| lost.is_none()).map(|(request, _)| request);
+        let mut placed = self.0.leasing.place(valid.collect()).await.into_iter();
         let mut results: Vec<_> = lost
             .into_iter()
             .map(|lost| match lost {
@@ -91,11 +95,11 @@ impl Placements for PlacementsService {
         let claims: LeaseClaims =
             self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
         if claims.attempt.is_some() {
-            let message = "the lease of an attempt is kept by its worker's contact, and not renewed";
+            let message = "cannot renew the lease of an attempt: the contact of its worker keeps it alive";
             return Err(Reason::InvalidToken.status(SERVICE, message));
         }
 
-        self.0.leasing.renew(&claims).await.map_err(Reasoned::status)?;
+        self.0.leasing.renew(&claims).await.map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::RenewResponse { term: Some(rpc::duration(self.0.context.config.lease_term)) }))
     }
@@ -135,7 +139,7 @@ impl Placements for PlacementsService {
         let team = parse_team("team", request.team)?;
         let id = parse_id("lease_id", &request.lease_id)?;
 
-        let lease = leases::tell(self.0.context.db.read(), &team, id).await.map_err(Reasoned::status)?;
+        let lease = leases::get(self.0.context.db.read(), &team, id).await.map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::GetLeaseResponse { lease: Some(convert::lease(lease)) }))
     }
@@ -150,11 +154,11 @@ impl Placements for PlacementsService {
         named.map(|worker| rpc::check_name("worker", worker)).transpose()?;
         let page = Page::of(SERVICE, &request)?;
 
-        let doing = "list leases";
+        let operation = "list leases";
         let db = self.0.context.db.read();
         let worker = match named {
             Some(name) => {
-                let found = workers::id_of(db, name).await.map_err(|error| database(doing, &error))?;
+                let found = workers::id_of(db, name).await.map_err(|error| database(operation, &error))?;
                 Some(found.ok_or_else(|| unknown_worker(name))?)
             }
             None => None,
@@ -162,7 +166,7 @@ impl Placements for PlacementsService {
         let after = page.after.map(LeaseId::from_uuid);
         let found = leases::list(db, team.as_deref(), worker, after, page.size + 1)
             .await
-            .map_err(|error| database(doing, &error))?;
+            .map_err(|error| database(operation, &error))?;
 
         let (leases, next_page_token) =
             end_page(&page, found, |lease| lease.claims.lease.uuid(), convert::lease);
@@ -175,45 +179,46 @@ impl Placements for PlacementsService {
     ) -> Result<Response<pb::ExplainResponse>, Status> {
         use pb::explain_request::Subject;
         let pb::ExplainRequest { subject, max_workers, workers } = request.into_inner();
-        let tell = convert::parse_tell(max_workers, workers)?;
+        let filter = convert::parse_detail_filter(max_workers, workers)?;
         let explained = match required("subject", subject)? {
             Subject::Spec(spec) => {
                 let spec = rpc::spec::parse(spec)?;
-                explain::spec(&self.0, spec, &tell).await
+                explain::spec(&self.0, spec, &filter).await
             }
             Subject::Workload(waiting) => {
                 let team = parse_team("workload.team", waiting.team)?;
                 let id = parse_id("workload.workload_id", &waiting.workload_id)?;
-                explain::workload(&self.0, &team, id, &tell).await
+                explain::workload(&self.0, &team, id, &filter).await
             }
         };
-        Ok(Response::new(convert::explanation(explained.map_err(Reasoned::status)?)))
+        Ok(Response::new(convert::explanation(explained.map_err(IntoStatus::status)?)))
     }
 
     async fn get_demand(
         &self,
         request: Request<pb::GetDemandRequest>,
     ) -> Result<Response<pb::GetDemandResponse>, Status> {
-        let ask = convert::parse_demand(&request.into_inner())?;
-        let feed = capacity::feed(&self.0, ask).await.map_err(|error| database("tell the demand", &error))?;
+        let query = convert::parse_demand(&request.into_inner())?;
+        let feed =
+            capacity::feed(&self.0, query).await.map_err(|error| database("read the demand", &error))?;
         Ok(Response::new(convert::feed(feed, Timestamp::now())))
     }
 }
 
-/// How many leases one call may be about.
-const MANY: usize = 1000;
+/// Maximum number of leases in one call.
+const MAX_LEASES: usize = 1000;
 
-/// Of how many of them at a time it is asked where what they use is.
-const ASKS: usize = 16;
+/// Maximum number of leases of a call whose inputs are located at a time.
+const MAX_CONCURRENT_LOCATES: usize = 16;
 
-/// How long somebody may wait for a lease.
-const LONGEST_WAIT: Duration = Duration::from_secs(3600);
+/// Longest time that a call may wait for a lease.
+const MAX_WAIT: Duration = Duration::from_secs(3600);
 
 fn check_count(field: &str, count: usize) -> Result<(), Status> {
-    if (1..=MANY).contains(&count) {
+    if (1..=MAX_LEASES).contains(&count) {
         Ok(())
     } else {
-        Err(invalid_field(field, format!("must be 1 to {MANY}")))
+        Err(invalid_field(field, format!("must be 1 to {MAX_LEASES}")))
     }
 }
 
@@ -224,7 +229,7 @@ fn kind(kind: pb::PlacementKind) -> Kind {
         pb::PlacementKind::Put => Kind::Put,
         pb::PlacementKind::Check => Kind::Check,
         pb::PlacementKind::Service => Kind::Service,
-        // Refused where it was parsed.
+        // Rejected by `parse_enum`.
         pb::PlacementKind::Unspecified | pb::PlacementKind::Transfer => Kind::Transfer,
     }
 }
@@ -247,7 +252,10 @@ fn process(field: &str, requirements: Option<pb::ProcessRequirements>) -> Result
     rpc::check_labels(&format!("{field}process.capabilities"), &capabilities)?;
     if (image_kind == "resource-type") != resource_type.is_some() {
         let field = format!("{field}process.resource_type");
-        return Err(invalid_field(field, "belongs to the image kind resource-type, and is required there"));
+        return Err(invalid_field(
+            field,
+            "is required for the image kind resource-type, and allowed only there",
+        ));
     }
     Ok(placement::Process {
         image_kind: image_kind.into(),
@@ -261,8 +269,9 @@ fn parse_workers(field: &str, ids: &[String]) -> Result<BTreeSet<WorkerId>, Stat
 }
 
 impl PlacementsService {
-    /// What a request asks for. `field`: where it is in the message.
-    async fn ask(
+    /// Parses a request. `field`: its path in the message. The inner error rejects only this item
+    /// of a call.
+    async fn parse_request(
         &self,
         field: &str,
         request: pb::PlaceRequest,
@@ -303,22 +312,23 @@ impl PlacementsService {
             return Err(invalid_field(of("owner"), "must be at most 200 bytes, without control characters"));
         }
         if !owner.is_empty() && !request.same_worker_as.is_empty() {
-            return Err(invalid_field(of("owner"), "does not go with same_worker_as"));
+            return Err(invalid_field(of("owner"), "cannot be combined with same_worker_as"));
         }
         let wait = rpc::parse_duration(&of("wait"), request.wait)?.unwrap_or_default();
-        if wait > LONGEST_WAIT {
+        if wait > MAX_WAIT {
             return Err(invalid_field(of("wait"), "must be at most an hour"));
         }
         let priority = rpc::spec::parse_priority(&of("priority"), request.priority)?;
-        let asked = (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as);
+        let constraints =
+            (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as);
         let uses = (&owner, &inputs.artifacts, &inputs.caches);
-        // Of most there is nothing to say, and it is kept with each lease.
+        // The default process is omitted, because the encoding is stored with each lease.
         let process = shape.process.as_ref().filter(|process| **process != placement::Process::default());
-        let asked = match process {
-            None => to_json(&(asked, &avoid, uses)),
-            Some(process) => to_json(&(asked, &avoid, uses, process)),
+        let encoded = match process {
+            None => to_json(&(constraints, &avoid, uses)),
+            Some(process) => to_json(&(constraints, &avoid, uses, process)),
         };
-        let asked = asked.map_err(|error| database("write down a request", &error))?;
+        let encoded = encoded.map_err(|error| database("encode a request", &error))?;
         let only = match request.same_worker_as.as_str() {
             "" => None,
             near => {
@@ -333,35 +343,35 @@ impl PlacementsService {
             }
         };
         let found = leases::worker_of_owner(self.0.context.db.read(), &shape.team, &owner).await;
-        let kept_to = found.map_err(|error| database("look where an owner's containers are", &error))?;
+        let owner_worker = found.map_err(|error| database("read the worker of an owner", &error))?;
         let locations = match self.0.store.find(&shape.team, &inputs).await {
-            Ok(Found::All(locations)) => locations.into(),
-            // A lease that is there was granted when they were, whatever has become of them.
+            Ok(Located::All(locations)) => locations.into(),
+            // A repeat returns the existing lease, even if its inputs are gone by now.
             _ if self.is_repeat(lease).await? => Arc::default(),
-            Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
-            Ok(Found::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),
+            Ok(Located::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
+            Ok(Located::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),
             Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
         };
-        let demand = Demand { only, avoid, prefer, ..shape.asked_by(lease.uuid()) };
+        let demand = Demand { only, avoid, prefer, ..shape.requested_by(lease.uuid()) };
         Ok(Ok(LeaseRequest {
             lease,
             kind,
             demand: Arc::new(demand),
             inputs: Arc::new(inputs),
             locations,
-            request: asked,
+            request: encoded,
             group,
             owner,
-            kept_to,
+            owner_worker,
             wait,
             priority: priority.into(),
         }))
     }
 
-    /// Whether a lease is there already.
+    /// Returns whether a lease with this id exists.
     async fn is_repeat(&self, lease: LeaseId) -> Result<bool, Status> {
         let found = leases::find(self.0.context.db.read(), lease).await;
-        Ok(found.map_err(|error| database("look for a lease", &error))?.is_some())
+        Ok(found.map_err(|error| database("find a lease", &error))?.is_some())
     }
 
     fn result(&self, placed: PlaceResult) -> pb::PlaceResult {

@@ -1,8 +1,10 @@
-//! `Workers.WatchWorkers`: each worker as it is, whenever it has changed.
+//! The handler of `Workers.WatchWorkers`, which streams each changed worker in its present state.
 //!
-//! Nothing is kept for those who watch: whoever is behind is sent the latest state of what has a later revision than the last one he has seen.
-//! Revisions become visible in their order ([`crate::workers::revisions::changed`]), so none is missed. Several workers may share one, which is
-//! named only with the last of them: whoever resumes has seen all that its revision stands for.
+//! There is no queue of changes. A slow watcher receives the latest state of every worker with a
+//! later revision than the last one it received. Revisions become visible in order
+//! ([`crate::workers::revisions::changed`]), so none is missed. Several workers may share a
+//! revision. Only the last of them carries it, so that a resumed watch has seen all workers of its
+//! revision.
 
 use domain::Timestamp;
 use rpc::Reason;
@@ -18,38 +20,40 @@ use crate::workers;
 use crate::workers::removed;
 use crate::workers::revisions;
 
-/// How many changes are read at a time, and how many wait for a slow watcher.
+/// Maximum number of changes in one read, and in the buffer of a slow watcher.
 pub(super) const BATCH: usize = 100;
 
 type Changes = Sender<Result<pb::WatchWorkersResponse, Status>>;
 
-/// Sends what has changed since `after`, and then what changes.
+/// Sends the changes after revision `after`, and then further changes.
 pub(super) async fn follow(scheduler: &App, after: u64, changes: &Changes) -> Result<(), Status> {
-    let failed = |error: sea_orm::DbErr| database("watch workers", &error);
-    // Subscribed before the first look, so that nothing falls in between.
-    let mut hints = scheduler.context.notify.local.subscribe(ALL_WORKERS);
-    let revisions = revisions::revisions(scheduler.context.db.read()).await.map_err(failed)?;
+    let to_status = |error: sea_orm::DbErr| database("watch workers", &error);
+    // The subscription precedes the first read, so that no change is missed.
+    let mut changes_here = scheduler.context.notify.local.subscribe(ALL_WORKERS);
+    let revisions = revisions::revisions(scheduler.context.db.read()).await.map_err(to_status)?;
     let mut seen = i64::try_from(after).unwrap_or(i64::MAX);
     if seen > revisions.last {
-        return Err(compacted("that revision was never reached"));
+        return Err(compacted("cannot resume the watch: the revision does not exist; start a new watch"));
     }
-    // Who begins does not want to hear of those that have gone before.
-    let mut seen_gone = if seen == 0 { revisions.last } else { seen };
+    // A new watch does not report workers that were removed before.
+    let mut seen_removed = if seen == 0 { revisions.last } else { seen };
     let mut synced = false;
     loop {
         let db = scheduler.context.db.read();
-        let revisions = revisions::revisions(db).await.map_err(failed)?;
-        if seen_gone < revisions.forgotten {
-            return Err(compacted("which workers have gone since is forgotten"));
+        let revisions = revisions::revisions(db).await.map_err(to_status)?;
+        if seen_removed < revisions.forgotten {
+            return Err(compacted(
+                "cannot resume the watch: the records of removed workers were deleted; start a new watch",
+            ));
         }
         let changed = workers::changed_since(db, &scheduler.context.config, seen, revisions.last)
             .await
-            .map_err(failed)?;
-        let gone = removed::gone_since(db, seen_gone, revisions.last).await.map_err(failed)?;
+            .map_err(to_status)?;
+        let gone = removed::removed_since(db, seen_removed, revisions.last).await.map_err(to_status)?;
         let mut found: Vec<_> = changed
             .into_iter()
-            .map(|worker| (worker.revision, Change::Worker(shown(scheduler, worker))))
-            .chain(gone.into_iter().map(|gone| (gone.revision, Change::Gone(convert::gone_worker(gone)))))
+            .map(|worker| (worker.revision, Change::Worker(to_proto(scheduler, worker))))
+            .chain(gone.into_iter().map(|gone| (gone.revision, Change::Gone(convert::to_gone_worker(gone)))))
             .collect();
         found.sort_by_key(|(revision, _)| *revision);
         let mut found = found.into_iter().peekable();
@@ -59,13 +63,13 @@ pub(super) async fn follow(scheduler: &App, after: u64, changes: &Changes) -> Re
                 return Ok(());
             }
         }
-        (seen, seen_gone) = (revisions.last, revisions.last);
+        (seen, seen_removed) = (revisions.last, revisions.last);
         if !std::mem::replace(&mut synced, true)
             && !send(changes, seen, Change::Synced(pb::WorkersSynced {})).await
         {
             return Ok(());
         }
-        hints.changed().await;
+        changes_here.changed().await;
     }
 }
 
@@ -74,7 +78,7 @@ async fn send(changes: &Changes, revision: i64, change: Change) -> bool {
     changes.send(Ok(pb::WatchWorkersResponse { revision, change: Some(change) })).await.is_ok()
 }
 
-fn shown(scheduler: &App, worker: workers::Worker) -> pb::Worker {
+fn to_proto(scheduler: &App, worker: workers::Worker) -> pb::Worker {
     convert::worker(worker, scheduler.context.config.worker_ttl, Timestamp::now())
 }
 

@@ -1,11 +1,15 @@
-//! `Workers.Synchronize`: a gateway says what is, and hears what shall be.
+//! The handler of `Workers.Synchronize`: a gateway reports its state and receives the desired
+//! state.
 //!
-//! Both directions carry complete states, so nothing is kept here that a reconnect would miss: what was sent is remembered only to
-//! send less. What an attempt runs is sent once on each stream, and one message takes some MiB of it, however much a worker runs. A gateway that shuts down ends its side of the stream; one whose stream breaks is waited for.
+//! Both directions carry complete states, so a reconnect loses nothing. The handler remembers what
+//! it has sent only to send less. The `RunAttempt` of a lease is sent once on each stream, and a
+//! message contains at most some MiB of them. A gateway that shuts down ends its side of the
+//! stream. A gateway whose stream breaks has the TTL to return.
 //!
-//! A stream reads nothing by itself as long as nothing changes. What its worker shall do it hears ([`crate::notify::desired_state`]), and its leases
-//! it reads once for each generation of that. They are the same until the next, for whatever changes them raises it, but for how far they are; and
-//! whatever is made of them is judged again on their rows.
+//! A stream does not poll. It receives the desired state of its worker from
+//! [`crate::notify::desired_state`], and reads the leases once for each generation of that state.
+//! Every change of leases except their phase raises the generation, and every decision based on
+//! them is checked again on their rows.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -14,14 +18,14 @@ use domain::worker::{Marker, SessionClaims};
 use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::synchronize_request::Message as Said;
-use rpc::pb::scheduler::synchronize_response::Message as Tell;
+use rpc::pb::scheduler::synchronize_response::Message as Outgoing;
 use rpc::{Reason, invalid_field, parse_id, required};
 use tokio::sync::mpsc::Sender;
 use tokio::time::{MissedTickBehavior, interval};
 use tonic::{Status, Streaming};
 use uuid::Uuid;
 
-use super::{Reasoned, SERVICE, convert, database, stopping};
+use super::{IntoStatus, SERVICE, convert, database, stopping};
 use crate::app::App;
 use crate::db::entity::lease;
 use crate::db::entity::worker::Desired;
@@ -34,33 +38,36 @@ use crate::workers::{self, CONTACT_EVERY, Registration, SessionError, Usage};
 use crate::workloads::events::InputProgress;
 use crate::workloads::{self, Phase};
 
-/// The version of the protocol that is spoken here.
+/// The supported version of the protocol.
 const PROTOCOL: u32 = 1;
 
-/// How many versions a gateway may speak: of one with which nobody can speak they are kept.
-const MOST_VERSIONS: usize = 100;
+/// Maximum number of protocol versions that a gateway may list. The scheduler stores them if it
+/// supports none.
+const MAX_VERSIONS: usize = 100;
 
-/// Most bytes of wishes in one message, and at most one wish more. The client of a gateway decodes 4 MiB unless it is told otherwise.
-const WISH_BYTES: usize = 2 << 20;
+/// Maximum number of bytes of `Wish` messages in one message, which one further wish may exceed.
+/// The client of a gateway decodes 4 MiB by default.
+const MAX_WISH_BYTES: usize = 2 << 20;
 
-/// Most bytes of a text about the progress of an input. Each change is an event that is kept.
-const MOST_PROGRESS_BYTES: usize = 256;
-/// Most inputs of an attempt whose progress is kept.
-const MOST_INPUTS: usize = 1000;
-/// Most changes of an attempt's input progress that are recorded on one stream. Ten are usual, and more if sources fail.
-const MOST_CHANGES: usize = 200;
+/// Largest text about the progress of an input, in bytes. Each change is stored as an event.
+const MAX_PROGRESS_BYTES: usize = 256;
+/// Maximum number of inputs of an attempt whose progress is stored.
+const MAX_INPUTS: usize = 1000;
+/// Maximum number of changes of an attempt's input progress that one stream records. Ten are
+/// normal, and more occur when sources fail.
+const MAX_PROGRESS_CHANGES: usize = 200;
 
-/// What a gateway is told.
-pub(super) type Told = Result<pb::SynchronizeResponse, Status>;
+/// A message to a gateway.
+pub(super) type Message = Result<pb::SynchronizeResponse, Status>;
 
-/// The same, in as little of the channel as possible: that has room for many, and there is one for each stream.
-pub(super) type Answer = Box<Told>;
+/// A boxed message. The channel of each stream reserves memory for several messages.
+pub(super) type Answer = Box<Message>;
 
 type Answers = Sender<Answer>;
 
-/// Attends one stream of a gateway, until it ends or another gateway takes over.
+/// Serves the stream of a gateway until the stream ends or another gateway takes over.
 ///
-/// What is done now and then is in boxes of its own, so that a stream that waits takes little room.
+/// Rare steps run in boxed futures, so that an idle stream needs little memory.
 pub(super) async fn attend(
     scheduler: &App,
     mut inbound: Streaming<pb::SynchronizeRequest>,
@@ -73,55 +80,61 @@ pub(super) async fn attend(
     loop {
         tokio::select! {
             message = inbound.message() => match message {
-                Ok(Some(message)) => Box::pin(attendance.hear(message)).await?,
-                Ok(None) => return Box::pin(attendance.leave()).await,
+                Ok(Some(message)) => Box::pin(attendance.receive(message)).await?,
+                Ok(None) => return Box::pin(attendance.sign_off()).await,
                 Err(status) => {
-                    tracing::info!(worker.name = attendance.name, error = %status, "the stream of a gateway broke");
+                    tracing::info!(worker.name = attendance.name, error = %status, "gateway stream broke");
                     return Ok(());
                 }
             },
-            () = attendance.news.changed() => Box::pin(attendance.tell(false)).await?,
-            // One message at a time, so that the gateway is heard in between.
-            () = std::future::ready(()), if attendance.has_more => Box::pin(attendance.tell(true)).await?,
-            _ = heartbeat.tick() => Box::pin(attendance.tell(true)).await?,
+            () = attendance.news.changed() => Box::pin(attendance.send_desired(false)).await?,
+            // One message at a time, so that messages of the gateway are processed in between.
+            () = std::future::ready(()), if attendance.has_more => Box::pin(attendance.send_desired(true)).await?,
+            _ = heartbeat.tick() => Box::pin(attendance.send_desired(true)).await?,
         }
     }
 }
 
-/// Hears who speaks for whom, and tells what shall be.
+/// Registers the gateway, and sends the first desired state.
 async fn begin<'s>(
     scheduler: &'s App,
     inbound: &mut Streaming<pb::SynchronizeRequest>,
     answers: &'s Answers,
 ) -> Result<Attendance<'s>, Status> {
-    let hello = match inbound.message().await?.and_then(|message| message.message) {
+    let registration = match inbound.message().await?.and_then(|message| message.message) {
         Some(Said::Hello(hello)) => {
             let versions = hello.protocol_versions.clone();
-            let hello = parse_hello(scheduler, hello)?;
+            let registration = parse_hello(scheduler, hello)?;
             if !versions.contains(&PROTOCOL) {
-                scheduler.lifecycle.list_incompatible(&hello, &versions).await.map_err(Reasoned::status)?;
-                let message = format!("this scheduler speaks version {PROTOCOL}");
+                scheduler
+                    .lifecycle
+                    .list_incompatible(&registration, &versions)
+                    .await
+                    .map_err(IntoStatus::status)?;
+                let message = format!(
+                    "cannot register the gateway: this scheduler supports only protocol version {PROTOCOL}"
+                );
                 return Err(Reason::UnsupportedProtocol.status(SERVICE, message));
             }
-            hello
+            registration
         }
         Some(Said::Observed(_)) | None => {
             return Err(invalid_field("hello", "must be the first message"));
         }
     };
-    let name = hello.name.clone();
-    let let_in = tokio::select! {
-        let_in = scheduler.registrations.ask(hello) => let_in.ok_or_else(stopping)?,
-        // Unless it is let in just now, it is not any more.
+    let name = registration.name.clone();
+    let registered = tokio::select! {
+        registered = scheduler.registrations.register(registration) => registered.ok_or_else(stopping)?,
+        // A registration that is not in progress is dropped with this future.
         () = answers.closed() => return Err(Status::cancelled("the stream has ended")),
     };
-    let (session, noted) = let_in.map_err(Reasoned::status)?;
+    let (session, noted) = registered.map_err(IntoStatus::status)?;
     tracing::info!(
         worker.name = name,
         worker.id = %session.worker,
         incarnation = session.incarnation.0,
         session = session.session.0,
-        "a gateway speaks for a worker"
+        "gateway registered for a worker"
     );
 
     let mut attendance = Attendance {
@@ -129,37 +142,37 @@ async fn begin<'s>(
         answers,
         name,
         credential: scheduler.signer.sign(&session),
-        // Subscribed before the first look, so that nothing falls in between.
+        // The subscription precedes the first read, so that no change is missed.
         news: scheduler.context.notify.desired.subscribe(session.worker),
         session,
-        told: None,
+        sent: None,
         live: Live::default(),
         runs: HashSet::new(),
         stops: HashMap::new(),
         has_more: false,
         noted,
-        heard: 0,
+        last_number: 0,
         ended: HashMap::new(),
         brought: HashMap::new(),
         drift: scheduler.drift.of_stream(),
     };
     attendance.welcome().await?;
-    attendance.tell(true).await?;
+    attendance.send_desired(true).await?;
     Ok(attendance)
 }
 
-/// The leases of attempts on a worker that had not ended, as they were read.
+/// The live leases for attempts on a worker, as last read.
 #[derive(Default)]
 struct Live {
-    /// When they are known: they are at least as new as this generation says.
+    /// The generation up to which the leases are current. `None`: not read yet.
     as_of: Option<i64>,
     leases: Vec<lease::Model>,
 }
 
-/// What a gateway says about leases that was not known.
+/// News in a report of a gateway.
 #[derive(Default)]
 struct Observation {
-    /// It does not know them, or cannot say how they ended.
+    /// Leases that the gateway does not know, or whose end it cannot report.
     absent: Vec<lease::Model>,
     advanced: Vec<(lease::Model, Phase)>,
     brought: Vec<(lease::Model, Vec<InputProgress>)>,
@@ -172,49 +185,55 @@ impl Observation {
     }
 }
 
-/// One stream of the gateway that speaks for a worker.
+/// The stream of the gateway of a worker.
 struct Attendance<'s> {
     scheduler: &'s App,
     answers: &'s Answers,
     name: String,
     session: SessionClaims,
     credential: String,
-    /// What the worker shall do.
+    /// The desired state of the worker.
     news: Subscription,
-    /// The generation that was sent last.
-    told: Option<i64>,
+    /// The last generation that was sent.
+    sent: Option<i64>,
     live: Live,
-    /// The live leases whose `RunAttempt` was sent. It never changes, and is long.
+    /// Live leases whose `RunAttempt` was sent. The message is large and never changes.
     runs: HashSet<Uuid>,
-    /// The live leases that shall stop, with the grace in microseconds and the reason as they were sent last.
+    /// Live leases that must stop, with the grace period in microseconds and the reason as last
+    /// sent.
     stops: HashMap<Uuid, (Option<i64>, Option<lease::StopReason>)>,
-    /// Whether wishes are left for the next message.
+    /// Whether wishes remain for the next message.
     has_more: bool,
-    /// The contact that was noted last.
+    /// The last recorded heartbeat.
     noted: Timestamp,
-    /// The number of the message that was it. 0: `hello`.
-    heard: u64,
-    /// Since when leases are said to have ended that nobody has ended.
+    /// The number of the message with that heartbeat. 0: the registration.
+    last_number: u64,
+    /// Leases that the gateway reports as ended without a FinishAttempt, with the time since when.
     ended: HashMap<Uuid, Timestamp>,
-    /// How far the inputs of leases were, in tenths, and what each waited for, when that was noted last; and how often it had changed.
+    /// The last recorded input progress of each lease: tenths, reasons for waiting, and the number
+    /// of changes.
     brought: HashMap<Uuid, ((u64, Vec<String>), usize)>,
-    /// What it and we do not agree about.
-    drift: drift::OfStream,
+    /// Disagreement about leases.
+    drift: drift::StreamDrift,
 }
 
 impl Attendance<'_> {
-    async fn send(&self, message: Tell) -> Result<(), Status> {
+    async fn send(&self, message: Outgoing) -> Result<(), Status> {
         let response = pb::SynchronizeResponse { message: Some(message) };
-        self.answers.send(Box::new(Ok(response))).await.map_err(|_| Status::cancelled("the gateway has left"))
+        self.answers
+            .send(Box::new(Ok(response)))
+            .await
+            .map_err(|_| Status::cancelled("the gateway has closed the stream"))
     }
 
-    /// What ends this stream. The gateway of a worker that was forgotten is told to begin anew: it has not been superseded.
+    /// Ends this stream with an error. The gateway of a removed worker first receives the directive
+    /// to register again, because it was not superseded.
     async fn refuse(&self, error: SessionError) -> Status {
         if matches!(error, SessionError::Forgotten) {
-            let generation = self.told.unwrap_or_default().unsigned_abs().saturating_add(1);
+            let generation = self.sent.unwrap_or_default().unsigned_abs().saturating_add(1);
             let directive = pb::Directive::RegisterAgain.into();
-            let desired = pb::Desired { generation, leases: vec![], heard: self.heard, directive };
-            if let Err(left) = self.send(Tell::Desired(desired)).await {
+            let desired = pb::Desired { generation, leases: vec![], heard: self.last_number, directive };
+            if let Err(left) = self.send(Outgoing::Desired(desired)).await {
                 return left;
             }
         }
@@ -223,7 +242,7 @@ impl Attendance<'_> {
 
     async fn welcome(&self) -> Result<(), Status> {
         let config = &self.scheduler.context.config;
-        self.send(Tell::Welcome(pb::Welcome {
+        self.send(Outgoing::Welcome(pb::Welcome {
             session_credential: self.credential.clone(),
             worker_id: self.session.worker.to_string(),
             incarnation: self.session.incarnation.0,
@@ -236,16 +255,17 @@ impl Attendance<'_> {
         .await
     }
 
-    /// What is known of the worker, unless another session or nobody speaks for it any more.
+    /// Returns the desired state of the worker. Fails if the session is not the current one of the
+    /// worker.
     async fn present(&self) -> Result<StateUpdate, Status> {
         if let Some(news) = self.news.news()
             && news.known.is_spoken_for_by(&self.session)
         {
             return Ok(news);
         }
-        // Why, is said by the row.
+        // The row shows the reason.
         let since = Instant::now();
-        match workers::speaks(self.scheduler.context.db.read(), &self.session).await {
+        match workers::require_session(self.scheduler.context.db.read(), &self.session).await {
             Ok(row) => {
                 self.scheduler.context.notify.desired.note(std::slice::from_ref(&row), since);
                 Ok(StateUpdate { known: DesiredState::of(&row), since })
@@ -254,7 +274,7 @@ impl Attendance<'_> {
         }
     }
 
-    /// The leases as of what is known of the worker. Whoever has changed them puts them back.
+    /// Takes the leases of this state. The caller puts them back.
     async fn take_live(&mut self, known: &DesiredState) -> Result<Vec<lease::Model>, Status> {
         if self.live.as_of != Some(known.generation) {
             let (worker, incarnation) = (self.session.worker, self.session.incarnation);
@@ -266,10 +286,10 @@ impl Attendance<'_> {
         Ok(std::mem::take(&mut self.live.leases))
     }
 
-    /// Tells what the worker shall do, if it is new or `always`.
-    async fn tell(&mut self, always: bool) -> Result<(), Status> {
+    /// Sends the desired state if it is new, or if `always` is set.
+    async fn send_desired(&mut self, always: bool) -> Result<(), Status> {
         let StateUpdate { known, since } = self.present().await?;
-        let is_news = self.told != Some(known.generation);
+        let is_news = self.sent != Some(known.generation);
         if !always && !is_news {
             return Ok(());
         }
@@ -283,28 +303,30 @@ impl Attendance<'_> {
         self.runs.retain(|id| ids.contains(id));
         self.stops.retain(|id, _| ids.contains(id));
         self.has_more = false;
-        let mut room = WISH_BYTES;
+        let mut room = MAX_WISH_BYTES;
         let mut leases = Vec::with_capacity(live.len());
         for lease in &live {
             leases.extend(self.desired_lease(lease, &mut room).await?);
         }
         self.live.leases = live;
-        // The generation counts as applied once all of it was sent.
+        // The gateway may apply the generation only after it has received all of it.
         let complete = (!self.has_more).then_some(known.generation);
-        let generation = complete.or(self.told).unwrap_or(0).unsigned_abs();
+        let generation = complete.or(self.sent).unwrap_or(0).unsigned_abs();
         let directive = directive.into();
-        self.send(Tell::Desired(pb::Desired { generation, leases, heard: self.heard, directive })).await?;
+        self.send(Outgoing::Desired(pb::Desired { generation, leases, heard: self.last_number, directive }))
+            .await?;
         if self.has_more {
             return Ok(());
         }
-        if is_news && self.told.is_some() {
-            desired_state::told(since);
+        if is_news && self.sent.is_some() {
+            desired_state::record_lag(since);
         }
-        self.told = Some(known.generation);
+        self.sent = Some(known.generation);
         Ok(())
     }
 
-    /// What a message says of `lease`. `room`: the bytes of wishes that the message still takes. `None`: the lease is not the gateway's to see.
+    /// Builds the entry of `lease`. `room`: the bytes of wishes that still fit. Returns `None` for
+    /// a lease that is not for the gateway.
     async fn desired_lease(
         &mut self,
         lease: &lease::Model,
@@ -351,8 +373,9 @@ impl Attendance<'_> {
         workload: WorkloadId,
         attempt: AttemptId,
     ) -> Result<Option<pb::RunAttempt>, Status> {
-        let failed = |error: sea_orm::DbErr| database("read a workload", &error);
-        let Some(row) = workloads::find(self.scheduler.context.db.read(), workload).await.map_err(failed)?
+        let to_status = |error: sea_orm::DbErr| database("read a workload", &error);
+        let Some(row) =
+            workloads::find(self.scheduler.context.db.read(), workload).await.map_err(to_status)?
         else {
             return Ok(None);
         };
@@ -360,12 +383,12 @@ impl Attendance<'_> {
             lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
             workload_id: workload.to_string(),
             attempt_id: attempt.to_string(),
-            spec: Some(rpc::spec::to_proto(&workloads::spec(&row).map_err(failed)?)),
+            spec: Some(rpc::spec::to_proto(&workloads::spec(&row).map_err(to_status)?)),
             traceparent: row.traceparent,
         }))
     }
 
-    async fn hear(&mut self, message: pb::SynchronizeRequest) -> Result<(), Status> {
+    async fn receive(&mut self, message: pb::SynchronizeRequest) -> Result<(), Status> {
         let Some(Said::Observed(observed)) = message.message else {
             return Err(invalid_field("observed", "must be every message but the first"));
         };
@@ -374,7 +397,8 @@ impl Attendance<'_> {
         }
         let phases = observed.leases.iter().map(parse_lease).collect::<Result<HashMap<_, _>, _>>()?;
 
-        // A container that is being made may be counted or not: it counts twice rather than not at all.
+        // A container that is being created may be missing from the count, so it is subtracted only
+        // from its running phase on.
         let used =
             phases.values().filter(|phase| matches!(phase, Phase::Running | Phase::Publishing)).count();
         let kept = Usage {
@@ -392,26 +416,26 @@ impl Attendance<'_> {
         let mut live = self.take_live(&known).await?;
         let observation = self.compare(&live, &phases, observed.applied_generation, inputs);
         let every = CONTACT_EVERY.min(self.scheduler.context.config.heartbeat / 2);
-        // What ends an attempt is taken from nobody who has been superseded meanwhile.
+        // A superseded gateway must not end an attempt, so its session is checked first.
         let is_contact = !observation.absent.is_empty() || Timestamp::now().since(self.noted) >= every;
         if is_contact {
             let urgency = if observation.is_empty() { Urgency::Soon } else { Urgency::Now };
             let contacts = &self.scheduler.heartbeats;
-            self.noted = match contacts.heard(&self.session, kept, urgency).await {
+            self.noted = match contacts.record(&self.session, kept, urgency).await {
                 Some(Ok(noted)) => noted,
                 Some(Err(error)) => return Err(self.refuse(error).await),
                 None => return Err(stopping()),
             };
-            self.heard = observed.number;
+            self.last_number = observed.number;
         }
         self.note(&mut live, observation)
             .await
-            .map_err(|error| database("note what a worker does", &error))?;
+            .map_err(|error| database("record the report of a worker", &error))?;
         self.live.leases = live;
         Ok(())
     }
 
-    /// What a message says that was not known.
+    /// Extracts the news of a report.
     fn compare(
         &mut self,
         live: &[lease::Model],
@@ -425,18 +449,19 @@ impl Attendance<'_> {
         let mut ended = HashMap::new();
         for lease in live {
             match phases.get(&LeaseId::from_uuid(lease.id)) {
-                // How it has ended is said by FinishAttempt, unless it shall stop and was refused to start. A gateway that does not
-                // get its FinishAttempt through is not waited for for ever.
+                // FinishAttempt reports the end of an attempt, unless the attempt must stop and its
+                // start was rejected. A gateway whose FinishAttempt never arrives has limited time.
                 Some(Phase::Ended) if lease.state != lease::State::Ending => {
                     let since = self.ended.get(&lease.id).copied().unwrap_or(now);
                     if now.since(since) < self.scheduler.context.config.worker_ttl {
                         ended.insert(lease.id, since);
                         continue;
                     }
-                    tracing::warn!(lease.id = %lease.id, "a gateway cannot say how an attempt ended");
+                    tracing::warn!(lease.id = %lease.id, "gateway did not report the end of an attempt in time");
                     observation.absent.push(lease.clone());
                 }
-                // Of one that was given up nothing is wanted but that it has stopped.
+                // For a lease that was given up, the report only confirms that the attempt has
+                // stopped.
                 Some(Phase::Ended) if lease.stop_reason == Some(lease::StopReason::WorkerLost) => {
                     observation.absent.push(lease.clone());
                 }
@@ -451,7 +476,7 @@ impl Attendance<'_> {
             }
         }
         self.ended = ended;
-        // Always in the same order, so that two that lock several rows do not wait for each other.
+        // A fixed order avoids deadlocks between transactions that lock several rows.
         observation.advanced.sort_by_key(|(lease, _)| lease.workload_id);
         observation
     }
@@ -479,7 +504,7 @@ impl Attendance<'_> {
         workloads::operations::observe_inputs(&self.scheduler.context, &brought).await
     }
 
-    /// Notes which leases are here and not there, or the other way round.
+    /// Records the leases that only one side knows.
     fn note_drift(
         &mut self,
         live: &[lease::Model],
@@ -489,16 +514,17 @@ impl Attendance<'_> {
     ) {
         let here: HashSet<_> = live.iter().map(|lease| lease.id).collect();
         let there = |lease: &&lease::Model| phases.contains_key(&LeaseId::from_uuid(lease.id));
-        let heard = |lease: &&lease::Model| lease.generation.unsigned_abs() <= applied_generation;
-        let missing = live.iter().filter(|lease| heard(lease) && !there(lease)).map(|lease| lease.id);
-        let is_told = self.told.is_some_and(|told| told.unsigned_abs() <= applied_generation);
-        let runs = phases.iter().filter(|(_, phase)| is_told && !matches!(phase, Phase::Ended));
+        let has_received = |lease: &&lease::Model| lease.generation.unsigned_abs() <= applied_generation;
+        let missing = live.iter().filter(|lease| has_received(lease) && !there(lease)).map(|lease| lease.id);
+        let is_applied = self.sent.is_some_and(|sent| sent.unsigned_abs() <= applied_generation);
+        let runs = phases.iter().filter(|(_, phase)| is_applied && !matches!(phase, Phase::Ended));
         let stray = runs.map(|(lease, _)| lease.uuid()).filter(|lease| !here.contains(lease));
         let patience = self.scheduler.context.config.worker_ttl;
         self.drift.note(&missing.collect(), &stray.collect(), patience, now);
     }
 
-    /// The leases whose inputs have come another tenth of the way, or wait for something else, in the order of their workloads.
+    /// Returns leases whose inputs progressed by a tenth or wait for another reason, in the order
+    /// of their workloads.
     fn newly_brought(
         &mut self,
         live: &[lease::Model],
@@ -513,20 +539,20 @@ impl Attendance<'_> {
                 .map(|input| {
                     let pb::InputProgress { name, bytes_done, bytes_total, waits_for } = input;
                     let [name, waits_for] =
-                        [name, waits_for].map(|text| rpc::clipped(&text, MOST_PROGRESS_BYTES).into_owned());
+                        [name, waits_for].map(|text| rpc::clipped(&text, MAX_PROGRESS_BYTES).into_owned());
                     InputProgress { name, bytes_done, bytes_total, waits_for }
                 })
-                .take(MOST_INPUTS)
+                .take(MAX_INPUTS)
                 .collect();
             let waits_for = inputs.iter().map(|input| input.waits_for.clone()).collect();
             let now = (InputProgress::tenths(&inputs), waits_for);
-            let told = match self.brought.get(&lease.id) {
+            let changes = match self.brought.get(&lease.id) {
                 Some((before, _)) if *before == now => continue,
-                Some((_, told)) => told + 1,
+                Some((_, changes)) => changes + 1,
                 None => 1,
             };
-            self.brought.insert(lease.id, (now, told));
-            if told <= MOST_CHANGES {
+            self.brought.insert(lease.id, (now, changes));
+            if changes <= MAX_PROGRESS_CHANGES {
                 brought.push((lease.clone(), inputs));
             }
         }
@@ -534,30 +560,31 @@ impl Attendance<'_> {
         brought
     }
 
-    async fn leave(&self) -> Result<(), Status> {
-        tracing::info!(worker.id = %self.session.worker, "a gateway said goodbye");
+    async fn sign_off(&self) -> Result<(), Status> {
+        tracing::info!(worker.id = %self.session.worker, "gateway disconnected");
         self.scheduler
             .context
             .change(async |txn| {
                 let mut effects = Effects::default();
-                workers::leave(&txn, &self.session, self.noted, &mut effects).await?;
+                workers::sign_off(&txn, &self.session, self.noted, &mut effects).await?;
                 Ok::<_, sea_orm::DbErr>(((), effects))
             })
             .await
-            .map_err(|error| database("let a gateway leave", &error))
+            .map_err(|error| database("record the disconnect of a gateway", &error))
     }
 }
 
 fn parse_hello(scheduler: &App, hello: pb::Hello) -> Result<Registration, Status> {
-    if !(1..=MOST_VERSIONS).contains(&hello.protocol_versions.len()) {
-        return Err(invalid_field("hello.protocol_versions", format!("must be 1 to {MOST_VERSIONS}")));
+    if !(1..=MAX_VERSIONS).contains(&hello.protocol_versions.len()) {
+        return Err(invalid_field("hello.protocol_versions", format!("must be 1 to {MAX_VERSIONS}")));
     }
     let marker = required("hello.marker", hello.marker)?;
     let labels = required("hello.labels", hello.labels)?;
     Ok(Registration {
         name: rpc::parse_name("hello.worker_name", hello.worker_name)?,
         instance: parse_id("hello.gateway_instance", &hello.gateway_instance)?,
-        // One that another key signed is of a database that was lost: it proves nothing, and is no reason to refuse.
+        // A credential that another key signed belongs to a lost database. It proves nothing, and
+        // is no reason to reject the gateway.
         last: scheduler.signer.verify(&hello.session_credential).ok(),
         marker: Marker {
             id: parse_id("hello.marker.marker_id", &marker.marker_id)?,
@@ -570,10 +597,10 @@ fn parse_hello(scheduler: &App, hello: pb::Hello) -> Result<Registration, Status
     })
 }
 
-/// Where the gateway of one worker listens.
+/// Parses the address of a gateway.
 fn parse_endpoint(field: &str, endpoint: String) -> Result<String, Status> {
     let endpoint = rpc::parse_label(field, endpoint)?;
-    // Replicas of a service are several addresses; a gateway is one.
+    // A list of addresses means replicas, but a worker has one gateway.
     if endpoint.contains(',') || rpc::client::addresses(&endpoint).is_err() {
         return Err(invalid_field(field, "must be unix:///path or http://host:port"));
     }

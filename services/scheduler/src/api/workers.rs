@@ -1,4 +1,4 @@
-//! Service `Workers`.
+//! The gRPC service `Workers`.
 
 use std::sync::Arc;
 
@@ -14,29 +14,29 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::worker_stream::{self, Answer, Told};
-use super::{Reasoned, SERVICE, convert, database, end_page, stopping, unknown_worker, watch_workers};
+use super::worker_stream::{self, Answer, Message};
+use super::{IntoStatus, SERVICE, convert, database, end_page, stopping, unknown_worker, watch_workers};
 use crate::app::App;
 use crate::lifecycle::departure::Withdrawal;
 use crate::workers;
 
-/// A worker's name or id, which must be one.
+/// Checks the name or id of a worker.
 fn named(worker: &str) -> Result<&str, Status> {
     rpc::check_name("worker", worker).map(|()| worker)
 }
 
-/// Service `Workers`.
+/// The gRPC service `Workers`.
 pub(crate) struct WorkersService(pub(crate) Arc<App>);
 
 impl WorkersService {
-    fn shown(&self, worker: workers::Worker) -> pb::Worker {
+    fn to_proto(&self, worker: workers::Worker) -> pb::Worker {
         convert::worker(worker, self.0.context.config.worker_ttl, Timestamp::now())
     }
 }
 
 #[tonic::async_trait]
 impl Workers for WorkersService {
-    type SynchronizeStream = Map<ReceiverStream<Answer>, fn(Answer) -> Told>;
+    type SynchronizeStream = Map<ReceiverStream<Answer>, fn(Answer) -> Message>;
 
     async fn synchronize(
         &self,
@@ -51,11 +51,11 @@ impl Workers for WorkersService {
                 end = worker_stream::attend(&scheduler, inbound, &answers) => end,
             };
             if let Err(status) = end {
-                // The gateway may have left.
+                // The gateway may have closed the stream.
                 answers.send(Box::new(Err(status))).await.ok();
             }
         });
-        let unboxed: fn(Answer) -> Told = |answer| *answer;
+        let unboxed: fn(Answer) -> Message = |answer| *answer;
         Ok(Response::new(ReceiverStream::new(outbound).map(unboxed)))
     }
 
@@ -81,7 +81,7 @@ impl Workers for WorkersService {
             .tickets
             .issue_ticket(team, worker, volume, operation, Timestamp::now())
             .await
-            .map_err(Reasoned::status)?;
+            .map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::IssueTicketResponse {
             ticket: ticket.token,
@@ -97,7 +97,7 @@ impl Workers for WorkersService {
         let worker = parse_id("worker_id", &request.into_inner().worker_id)?;
 
         let ticket =
-            self.0.tickets.issue_proxy_ticket(worker, Timestamp::now()).await.map_err(Reasoned::status)?;
+            self.0.tickets.issue_proxy_ticket(worker, Timestamp::now()).await.map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::IssueProxyTicketResponse {
             ticket: ticket.token,
@@ -119,8 +119,8 @@ impl Workers for WorkersService {
             .map_err(|error| database("list workers", &error))?;
 
         let (ttl, now) = (self.0.context.config.worker_ttl, Timestamp::now());
-        let shown = |worker| convert::worker(worker, ttl, now);
-        let (workers, next_page_token) = end_page(&page, found, |worker| worker.placed.id.uuid(), shown);
+        let to_proto = |worker| convert::worker(worker, ttl, now);
+        let (workers, next_page_token) = end_page(&page, found, |worker| worker.placed.id.uuid(), to_proto);
         Ok(Response::new(pb::ListWorkersResponse { workers, next_page_token }))
     }
 
@@ -133,10 +133,10 @@ impl Workers for WorkersService {
 
         let worker = workers::get(self.0.context.db.read(), &self.0.context.config, name)
             .await
-            .map_err(|error| database("look at a worker", &error))?;
+            .map_err(|error| database("read a worker", &error))?;
 
         let worker = worker.ok_or_else(|| unknown_worker(name))?;
-        Ok(Response::new(pb::GetWorkerResponse { worker: Some(self.shown(worker)) }))
+        Ok(Response::new(pb::GetWorkerResponse { worker: Some(self.to_proto(worker)) }))
     }
 
     type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
@@ -155,7 +155,7 @@ impl Workers for WorkersService {
                 end = watch_workers::follow(&scheduler, after, &changes) => end,
             };
             if let Err(status) = end {
-                // The watcher may have left.
+                // The watcher may have closed the stream.
                 changes.send(Err(status)).await.ok();
             }
         });
@@ -175,7 +175,7 @@ impl Workers for WorkersService {
             .withdraw_worker(named(&request.worker)?, Withdrawal::Cordon, interrupt_after)
             .await;
 
-        let worker = landing.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
+        let worker = landing.map_err(IntoStatus::status)?.map(|worker| self.to_proto(worker));
         Ok(Response::new(pb::CordonWorkerResponse { worker }))
     }
 
@@ -185,9 +185,10 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::RunWorkerResponse>, Status> {
         let request = request.into_inner();
 
-        let running = self.0.lifecycle.run_worker(named(&request.worker)?).await.map_err(Reasoned::status)?;
+        let running =
+            self.0.lifecycle.run_worker(named(&request.worker)?).await.map_err(IntoStatus::status)?;
 
-        Ok(Response::new(pb::RunWorkerResponse { worker: running.map(|worker| self.shown(worker)) }))
+        Ok(Response::new(pb::RunWorkerResponse { worker: running.map(|worker| self.to_proto(worker)) }))
     }
 
     async fn retire_worker(
@@ -200,7 +201,7 @@ impl Workers for WorkersService {
 
         let retiring = self.0.lifecycle.withdraw_worker(named(&request.worker)?, down, interrupt_after).await;
 
-        let worker = retiring.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
+        let worker = retiring.map_err(IntoStatus::status)?.map(|worker| self.to_proto(worker));
         Ok(Response::new(pb::RetireWorkerResponse { worker }))
     }
 
@@ -210,8 +211,8 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
         let request = request.into_inner();
 
-        let unended = self.0.lifecycle.prune(named(&request.worker)?, request.force).await;
+        let pruned = self.0.lifecycle.prune(named(&request.worker)?, request.force).await;
 
-        Ok(Response::new(convert::pruned(unended.map_err(Reasoned::status)?)))
+        Ok(Response::new(convert::pruned(pruned.map_err(IntoStatus::status)?)))
     }
 }

@@ -1,4 +1,4 @@
-//! Service `Workloads`.
+//! The gRPC service `Workloads`.
 
 use std::time::Duration;
 
@@ -12,19 +12,19 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Reasoned, SERVICE, convert, database, invalid_token, stopping, team_or_all};
+use super::{IntoStatus, SERVICE, convert, database, invalid_token, stopping, team_or_all};
 use crate::app::App;
 use crate::outcome::Report;
 use crate::workloads;
 use crate::workloads::events::{self, Event};
 
-/// Between TERM and KILL, unless the caller says otherwise.
+/// Default time between TERM and KILL.
 const DEFAULT_GRACE: Duration = Duration::from_secs(10);
 
-/// How many events are read at a time, and how many wait for a slow watcher.
+/// Maximum number of events in one read, and in the buffer of a slow watcher.
 const WATCH_BATCH: usize = 64;
 
-/// Service `Workloads`.
+/// The gRPC service `Workloads`.
 pub(crate) struct WorkloadsService(pub(crate) App);
 
 #[tonic::async_trait]
@@ -37,14 +37,14 @@ impl Workloads for WorkloadsService {
         let id = parse_id("workload_id", &request.workload_id)?;
         let spec = rpc::spec::parse(required("spec", request.spec)?)?;
 
-        // A caller that goes away must not leave a workload half accepted.
+        // A separate task, so that a caller that disconnects does not interrupt the submission.
         let (scheduler, traceparent) = (self.0.clone(), rpc::trace::current());
         let span = tracing::Span::current();
         let submitted = self.0.context.tasks.spawn(tracing::Instrument::instrument(
             async move { scheduler.submissions.submit(id, spec, traceparent).await },
             span,
         ));
-        submitted.await.map_err(|_| stopping())?.map_err(Reasoned::status)?;
+        submitted.await.map_err(|_| stopping())?.map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::SubmitResponse {}))
     }
@@ -55,7 +55,7 @@ impl Workloads for WorkloadsService {
         let request = request.into_inner();
         let team = parse_team("team", request.team)?;
         let id = parse_id("workload_id", &request.workload_id)?;
-        workloads::operations::has(&self.0.context, &team, id).await.map_err(Reasoned::status)?;
+        workloads::operations::has(&self.0.context, &team, id).await.map_err(IntoStatus::status)?;
 
         let (events, outbound) = mpsc::channel(WATCH_BATCH);
         let scheduler = self.0.clone();
@@ -66,7 +66,7 @@ impl Workloads for WorkloadsService {
                 end = follow(&scheduler, id, request.after_revision, &events) => end,
             };
             if let Err(status) = end {
-                // The watcher may have left.
+                // The watcher may have closed the stream.
                 events.send(Err(status)).await.ok();
             }
         });
@@ -79,7 +79,7 @@ impl Workloads for WorkloadsService {
         let id = parse_id("workload_id", &request.workload_id)?;
 
         let workload =
-            workloads::operations::get(&self.0.context, &team, id).await.map_err(Reasoned::status)?;
+            workloads::operations::get(&self.0.context, &team, id).await.map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::GetResponse { workload: Some(convert::workload(workload)) }))
     }
@@ -109,7 +109,7 @@ impl Workloads for WorkloadsService {
         let id = parse_id("workload_id", &request.workload_id)?;
         let grace = rpc::parse_duration("grace", request.grace)?.unwrap_or(DEFAULT_GRACE);
 
-        workloads::operations::cancel(&self.0.context, &team, id, grace).await.map_err(Reasoned::status)?;
+        workloads::operations::cancel(&self.0.context, &team, id, grace).await.map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::CancelResponse {}))
     }
@@ -120,7 +120,7 @@ impl Workloads for WorkloadsService {
     ) -> Result<Response<pb::StartAttemptResponse>, Status> {
         let claims = self.attempt(&request.into_inner().lease_token)?;
 
-        workloads::operations::start_attempt(&self.0.context, &claims).await.map_err(Reasoned::status)?;
+        workloads::operations::start_attempt(&self.0.context, &claims).await.map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::StartAttemptResponse {}))
     }
@@ -157,40 +157,39 @@ impl Workloads for WorkloadsService {
 
         workloads::operations::finish_attempt(&self.0.context, &claims, &report)
             .await
-            .map_err(Reasoned::status)?;
+            .map_err(IntoStatus::status)?;
 
         Ok(Response::new(pb::FinishAttemptResponse {}))
     }
 }
 
 impl WorkloadsService {
-    /// What the token of a lease claims that was granted for an attempt.
+    /// Verifies the token of a lease for an attempt.
     fn attempt(&self, token: &str) -> Result<LeaseClaims, Status> {
         let claims: LeaseClaims = self.0.signer.verify(token).map_err(invalid_token)?;
         if claims.attempt.is_none() {
-            return Err(
-                Reason::InvalidToken.status(SERVICE, "the lease is for no attempt: its holder drives it")
-            );
+            return Err(Reason::InvalidToken
+                .status(SERVICE, "the token belongs to a driven lease, which has no attempt"));
         }
         Ok(claims)
     }
 }
 
-/// Sends what happened to a workload since `revision`, and then what happens, until it has finished.
+/// Sends the events of a workload after `revision`, and then further events until it has finished.
 async fn follow(
     scheduler: &App,
     id: WorkloadId,
     mut revision: u64,
     events: &mpsc::Sender<Result<pb::WatchResponse, Status>>,
 ) -> Result<(), Status> {
-    let failed = |error: sea_orm::DbErr| database("watch a workload", &error);
-    // Subscribed before the first look, so that nothing falls in between.
-    let mut hints = scheduler.context.notify.local.subscribe(id.uuid());
+    let to_status = |error: sea_orm::DbErr| database("watch a workload", &error);
+    // The subscription precedes the first read, so that no event is missed.
+    let mut changes = scheduler.context.notify.local.subscribe(id.uuid());
     let mut first = true;
     loop {
         let batch = events::after(scheduler.context.db.read(), id, revision, WATCH_BATCH as u64)
             .await
-            .map_err(failed)?;
+            .map_err(to_status)?;
         let (empty, full) = (batch.is_empty(), batch.len() == WATCH_BATCH);
         for event in batch {
             revision = event.revision;
@@ -200,15 +199,15 @@ async fn follow(
             }
         }
         if empty && first {
-            // It may be that the watcher has seen the last event already.
-            let row = workloads::find(scheduler.context.db.read(), id).await.map_err(failed)?;
+            // The watcher may have seen the last event already.
+            let row = workloads::find(scheduler.context.db.read(), id).await.map_err(to_status)?;
             if row.is_none_or(|row| row.finished_at.is_some() && row.revision.unsigned_abs() <= revision) {
                 return Ok(());
             }
         }
         first = false;
         if !full {
-            hints.changed().await;
+            changes.changed().await;
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Driven leases: a client places them, renews them, and gives them back.
+//! Driven leases: a client places, renews and releases them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::leases::{self, RenewError};
 use crate::scheduling::{Dispatch, LeaseRequest, PlaceError, PlaceResult, Request};
 use crate::store_client::{Inputs, Store};
 
-/// How many leases are pinned for at a time, of one call.
+/// Maximum number of leases of one call that are pinned for at a time.
 const PINS: usize = 16;
 
-/// Grants driven leases and keeps them. Cheap to clone; clones share it.
+/// Grants, renews and releases driven leases. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Leasing {
     context: Context,
@@ -30,10 +30,11 @@ impl Leasing {
         Self { context, store, dispatch }
     }
 
-    /// Grants driven leases, or answers the live ones that their ids name: for each what became of it. What they use is pinned.
-    pub(crate) async fn place(&self, asks: Vec<LeaseRequest>) -> Vec<PlaceResult> {
-        let uses: Vec<_> = asks.iter().map(|ask| (ask.group, ask.inputs.clone())).collect();
-        let placed = self.dispatch.ask(|answer| Request::Place(asks, answer)).await;
+    /// Grants driven leases and pins their inputs. A repeat with the same id returns the live
+    /// lease.
+    pub(crate) async fn place(&self, requests: Vec<LeaseRequest>) -> Vec<PlaceResult> {
+        let uses: Vec<_> = requests.iter().map(|request| (request.group, request.inputs.clone())).collect();
+        let placed = self.dispatch.call(|answer| Request::Place(requests, answer)).await;
         let mut placed = placed.unwrap_or_else(|_| vec![Err(PlaceError::Stopping); uses.len()]);
         if uses.iter().any(|(_, inputs)| !inputs.is_empty()) {
             self.pin_for(&uses, &mut placed).await;
@@ -41,8 +42,9 @@ impl Leasing {
         placed
     }
 
-    /// Pins what is used under leases that were granted. One for which that is refused is given back, with its group. One for which it is unknown stays
-    /// until its term is over: a repeat finds it.
+    /// Pins the inputs of granted leases. If the store rejects a pin permanently, the lease and its
+    /// group are released. If the result is unknown, the lease stays until its term ends, so that a
+    /// repeat finds it.
     async fn pin_for(&self, uses: &[(Option<u32>, Arc<Inputs>)], placed: &mut [PlaceResult]) {
         let mut pins = Vec::new();
         for (number, (placed, (_, inputs))) in placed.iter().zip(uses).enumerate() {
@@ -59,36 +61,36 @@ impl Leasing {
         let mut pinned = futures::stream::iter(pins).buffer_unordered(PINS);
         while let Some((number, refusal)) = pinned.next().await {
             failed[number] = refusal.map(|refusal| match refusal.is(Reason::HolderSettled) {
-                // It has ended meanwhile.
+                // The lease has ended meanwhile.
                 true => PlaceError::Exists,
                 false => PlaceError::NotPinned(refusal),
             });
         }
-        // What is refused to one of a group is refused to all; what is refused for good counts.
-        let is_for_good =
+        // A failure of one lease fails its whole group. A permanent failure takes precedence.
+        let is_permanent =
             |error: &PlaceError| !matches!(error, PlaceError::NotPinned(refusal) if refusal.is_transient());
         let mut of_groups = HashMap::<u32, PlaceError>::new();
         for (error, (group, _)) in failed.iter().zip(uses) {
             let (Some(error), Some(group)) = (error, group) else { continue };
-            if is_for_good(error) || !of_groups.contains_key(group) {
+            if is_permanent(error) || !of_groups.contains_key(group) {
                 of_groups.insert(*group, error.clone());
             }
         }
-        let mut given_back = Vec::new();
+        let mut released = Vec::new();
         for ((placed, error), (group, _)) in placed.iter_mut().zip(failed).zip(uses) {
             let error = group.and_then(|group| of_groups.get(&group).cloned()).or(error);
             let (Ok(granted), Some(error)) = (&*placed, error) else { continue };
-            if is_for_good(&error) {
-                given_back.push(granted.claims.clone());
+            if is_permanent(&error) {
+                released.push(granted.claims.clone());
             }
             *placed = Err(error);
         }
-        if let Err(error) = self.release(&given_back).await {
-            tracing::debug!(error = %error, "leases that nobody has got end with their terms");
+        if let Err(error) = self.release(&released).await {
+            tracing::debug!(error = %error, "cannot release leases after a failed pin; they expire with their terms");
         }
     }
 
-    /// Keeps a driven lease for another term.
+    /// Extends a driven lease by another term.
     pub(crate) async fn renew(&self, claims: &LeaseClaims) -> Result<(), RenewError> {
         let term = self.context.config.lease_term;
         self.context
@@ -97,14 +99,14 @@ impl Leasing {
             .await
     }
 
-    /// Gives driven leases back. The lease of an attempt ends with the attempt, and is left alone.
+    /// Releases driven leases. The lease of an attempt ends with the attempt and is ignored here.
     pub(crate) async fn release(&self, claims: &[LeaseClaims]) -> Result<(), DbErr> {
         let driven = claims.iter().filter(|claims| claims.attempt.is_none());
         let leases: Vec<_> = driven.map(|claims| (claims.lease, claims.worker)).collect();
         if leases.is_empty() {
             return Ok(());
         }
-        let released = self.dispatch.ask(|answer| Request::Release(leases, answer)).await;
+        let released = self.dispatch.call(|answer| Request::Release(leases, answer)).await;
         released.unwrap_or(Err(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed)))
     }
 }

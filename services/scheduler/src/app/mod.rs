@@ -1,4 +1,4 @@
-//! The scheduler as its API sees it: one struct for each feature.
+//! The application: one struct for each feature that the API calls.
 
 mod leasing;
 mod submissions;
@@ -17,7 +17,7 @@ use crate::lifecycle::registration::Registrations;
 use crate::scheduling::Dispatch;
 use crate::store_client::Store;
 
-/// Cheap to clone; clones share it.
+/// All features of the scheduler. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct App {
     pub(crate) context: Context,

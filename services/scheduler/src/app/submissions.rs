@@ -20,21 +20,22 @@ use crate::scheduling::{Dispatch, Request, SubmitError};
 use crate::store_client::Store;
 use crate::workloads::{self, OtherSpec, Submission, Write};
 
-/// How often a workload is tried with another image when the cluster was given one meanwhile.
-const IMAGES: usize = 8;
+/// Maximum number of tries with another image, if the cluster's resource type changes during the
+/// submission.
+const MAX_IMAGE_TRIES: usize = 8;
 
-/// How far a submitted workload is.
+/// The state of a submitted workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Accepted {
-    /// It is in the queue, or further.
+enum Acceptance {
+    /// The workload is in the queue, or further.
     Queued,
-    /// It is durable; its inputs must be pinned before it may be queued.
+    /// The workload is durable. Its inputs must be pinned before it may be queued.
     Pinning,
-    /// The same, since a call before this one.
-    Before,
+    /// An earlier call accepted the workload, and its inputs are not pinned yet.
+    AlreadyPinning,
 }
 
-/// Accepts workloads. Cheap to clone; clones share it.
+/// Accepts workloads. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Submissions {
     context: Context,
@@ -50,7 +51,7 @@ impl Submissions {
         Self { context, store, dispatch, admissions }
     }
 
-    /// Accepts a workload: durable and queued once this answers.
+    /// Accepts a workload. The workload is durable and queued when this function returns.
     pub(crate) async fn submit(
         &self,
         id: WorkloadId,
@@ -59,24 +60,25 @@ impl Submissions {
     ) -> Result<(), SubmitError> {
         let submission = Submission::new(id, spec, traceparent);
         let Image::ResourceType(name) = &submission.spec.image else {
-            return self.submit_as_it_is(submission.into()).await;
+            return self.submit_resolved(submission.into()).await;
         };
-        // A repeat keeps what it was given before, whatever the cluster has now.
+        // A repeat keeps the image of the first call, even if the resource type has changed.
         if workloads::find(self.context.db.read(), id).await?.is_some() {
-            match self.known(&submission).await {
-                // It was withdrawn, and begins anew with what the cluster has now.
+            match self.resume_known(&submission).await {
+                // The workload was withdrawn. It starts over with the present image.
                 Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {}
                 known => return known,
             }
         }
         let image = async || self.store.image(name).await.map_err(SubmitError::NotPinned);
         let mut given = image().await?;
-        for _ in 0..IMAGES {
-            let submitted = self.submit_as_it_is(submission.clone().with_image(given.clone()).into()).await;
+        for _ in 0..MAX_IMAGE_TRIES {
+            let submitted = self.submit_resolved(submission.clone().with_image(given.clone()).into()).await;
             match submitted {
                 Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {
                     let before = std::mem::replace(&mut given, image().await?);
-                    // Otherwise the cluster was given another one since.
+                    // If the image is the same, the refusal holds. Otherwise the resource type
+                    // changed meanwhile.
                     if given == before {
                         return Err(SubmitError::NotPinned(refusal));
                     }
@@ -87,40 +89,41 @@ impl Submissions {
         Err(SubmitError::Undecided)
     }
 
-    /// The same, of one that names its image.
-    async fn submit_as_it_is(&self, submission: Arc<Submission>) -> Result<(), SubmitError> {
+    /// Submits a workload whose image is resolved.
+    async fn submit_resolved(&self, submission: Arc<Submission>) -> Result<(), SubmitError> {
         let team = &submission.spec.team;
         let waits = || self.dispatch.queue().load(team);
         let _admitted = match self.admissions.admit(waits, team, submission.spec_bytes()) {
             Ok(admitted) => admitted,
-            // A repeat adds nothing.
+            // A repeat adds no load, so the limit does not apply.
             Err(full) => {
                 return match workloads::find(self.context.db.read(), submission.id).await? {
-                    Some(_) => self.known(&submission).await,
+                    Some(_) => self.resume_known(&submission).await,
                     None => Err(full.into()),
                 };
             }
         };
         if !submission.pins() {
-            let submitted = self.dispatch.ask(|answer| Request::Submit(submission, answer));
+            let submitted = self.dispatch.call(|answer| Request::Submit(submission, answer));
             return submitted.await.unwrap_or(Err(SubmitError::Stopping));
         }
-        if let Some(refusals) = self.never(&submission).await {
-            // A repeat is no news, whatever has become of the workers.
+        if let Some(refusals) = self.unschedulable_refusals(&submission).await {
+            // A repeat is accepted even if the workers have changed.
             return match workloads::find(self.context.db.read(), submission.id).await? {
-                Some(_) => self.known(&submission).await,
+                Some(_) => self.resume_known(&submission).await,
                 None => Err(SubmitError::NoCompatibleWorker(refusals)),
             };
         }
         let checked = Notify::new();
         let accepting = self.context.db.write(async |txn| {
             let accepted = self.accept(&txn, &submission, Timestamp::now()).await?;
-            if accepted == Accepted::Pinning {
+            if accepted == Acceptance::Pinning {
                 checked.notify_one();
             }
             Ok::<_, SubmitError>(accepted)
         });
-        // While the commit is under way. A pin without a workload goes as does any whose workload nobody remembers ([`crate::store_client::reconcile`]).
+        // The pins are set while the commit is in progress. If the workload does not exist in the
+        // end, [`crate::store_client::reconcile`] removes the pins.
         let pinning = async {
             checked.notified().await;
             self.store.pin(&submission).await
@@ -135,54 +138,55 @@ impl Submissions {
         };
         let accepted = match accepted {
             Err(SubmitError::Database(error)) if is_duplicate(&error) => {
-                // Another call of the same id was faster. It is known now.
-                return self.known(&submission).await;
+                // Another call inserted the same id first, so the workload exists now.
+                return self.resume_known(&submission).await;
             }
             accepted => accepted?,
         };
         match (accepted, pinned) {
-            (Accepted::Queued, _) => Ok(()),
-            (Accepted::Before, _) => self.known(&submission).await,
-            (Accepted::Pinning, Some(answer)) => self.pinned(&submission, answer).await,
-            (Accepted::Pinning, None) => self.pinned(&submission, pinning.await).await,
+            (Acceptance::Queued, _) => Ok(()),
+            (Acceptance::AlreadyPinning, _) => self.resume_known(&submission).await,
+            (Acceptance::Pinning, Some(answer)) => self.queue_pinned(&submission, answer).await,
+            (Acceptance::Pinning, None) => self.queue_pinned(&submission, pinning.await).await,
         }
     }
 
-    /// Writes a workload down whose inputs must be pinned. Repeating it changes nothing.
+    /// Inserts a workload whose inputs must be pinned. Idempotent.
     async fn accept(
         &self,
         txn: &Transaction,
         submission: &Submission,
         now: Timestamp,
-    ) -> Result<Accepted, SubmitError> {
+    ) -> Result<Acceptance, SubmitError> {
         if let Some(known) = workloads::find(&**txn, submission.id).await? {
             submission.repeats(&known.spec_digest)?;
             let is_new = known.state == State::Accepted;
-            return Ok(if is_new { Accepted::Before } else { Accepted::Queued });
+            return Ok(if is_new { Acceptance::AlreadyPinning } else { Acceptance::Queued });
         }
-        // In the artifact store, what a workload holds and what a lease holds would be one.
+        // The artifact store identifies holders by id, so a workload and a lease must not share
+        // one.
         if leases::find(&**txn, LeaseId::from_uuid(submission.id.uuid())).await?.is_some() {
             return Err(SubmitError::Exists(OtherSpec(submission.id)));
         }
         let row = submission.row(State::Accepted, now);
         workloads::save(txn, row, Write::Insert, None, now, &mut Effects::default()).await?;
-        Ok(Accepted::Pinning)
+        Ok(Acceptance::Pinning)
     }
 
-    /// Why no worker could ever do, if that is so.
-    async fn never(&self, submission: &Submission) -> Option<Refusals> {
+    /// Returns the refusals if no worker could ever run the workload.
+    async fn unschedulable_refusals(&self, submission: &Submission) -> Option<Refusals> {
         let demand = Demand::of(&submission.spec, submission.id.uuid());
-        let never = || {
+        let refusals = || {
             let mut workers = self.dispatch.workers.lock();
             (workers.choose(&demand, &[]) == Choice::Never).then(|| workers.refusals(&demand))
         };
-        never()?;
-        // What is remembered may be out of date.
+        refusals()?;
+        // The worker cache may be out of date.
         self.dispatch.catch_up().await;
-        never()
+        refusals()
     }
 
-    async fn known(&self, submission: &Submission) -> Result<(), SubmitError> {
+    async fn resume_known(&self, submission: &Submission) -> Result<(), SubmitError> {
         match workloads::find(self.context.db.read(), submission.id).await? {
             Some(row) => {
                 submission.repeats(&row.spec_digest)?;
@@ -190,14 +194,14 @@ impl Submissions {
                     return Ok(());
                 }
                 let kept = Arc::new(submission.as_kept(&row)?);
-                self.pinned(&kept, self.store.pin(&kept).await).await
+                self.queue_pinned(&kept, self.store.pin(&kept).await).await
             }
-            None => Err(DbErr::RecordNotFound("a workload that was just there".to_owned()).into()),
+            None => Err(DbErr::RecordNotFound("a workload that existed a moment ago".to_owned()).into()),
         }
     }
 
-    /// Queues an accepted workload once its inputs are pinned. `answer`: of the store.
-    async fn pinned(
+    /// Queues an accepted workload once its inputs are pinned. `answer`: the response of the store.
+    async fn queue_pinned(
         &self,
         submission: &Arc<Submission>,
         answer: Result<Vec<Location>, Refusal>,
@@ -205,14 +209,14 @@ impl Submissions {
         match answer {
             Ok(locations) => {
                 let pinned = |answer| Request::Pinned(submission.clone(), locations.into(), answer);
-                self.dispatch.ask(pinned).await.unwrap_or(Err(SubmitError::Stopping))
+                self.dispatch.call(pinned).await.unwrap_or(Err(SubmitError::Stopping))
             }
-            // Whether it is pinned is unknown: a repeat, or the reconciliation, finds the row.
+            // The pins are in an unknown state. A repeat or the reconciliation finds the row.
             Err(refusal) if refusal.is_transient() => Err(SubmitError::NotPinned(refusal)),
             Err(refusal) => {
                 let withdrawn =
                     self.context.db.write(async |txn| workloads::withdraw(&txn, submission.id).await).await?;
-                // Otherwise it went on without us: it was pinned by another call, or cancelled.
+                // Otherwise another call pinned the inputs, or the workload was cancelled.
                 if withdrawn { Err(SubmitError::NotPinned(refusal)) } else { Ok(()) }
             }
         }

@@ -1,4 +1,4 @@
-//! Tickets: signed permissions for one transfer with a worker, or to pass calls on to it.
+//! Tickets: signed permissions for one transfer with a worker, or for forwarding calls to it.
 
 use domain::worker::{ProxyClaims, TicketClaims, TicketOperation};
 use domain::{Timestamp, VolumeHandle, WorkerId};
@@ -11,31 +11,31 @@ use crate::db::entity::worker;
 use crate::store_client::Store;
 use crate::workers;
 
-/// A ticket cannot be issued.
+/// Reason why a ticket cannot be issued.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TicketError {
-    /// There is no such worker.
+    /// The worker is unknown.
     #[error("worker {0} is unknown")]
     NotFound(WorkerId),
-    /// No gateway attends it now.
+    /// No gateway is in contact for the worker.
     #[error("worker {0} is out of contact")]
     Unreachable(WorkerId),
-    /// The artifact store has planned no such transfer, or does not answer.
+    /// The artifact store has not planned the transfer, or does not answer.
     #[error(transparent)]
     Store(#[from] Refusal),
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot read the worker from the database")]
     Database(#[from] DbErr),
 }
 
-/// Permission for one transfer or for a proxy, and where to use it.
+/// A signed permission for one transfer or for a proxy, and the address of its gateway.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) token: String,
     pub(crate) gateway_endpoint: String,
 }
 
-/// Issues tickets. Cheap to clone; clones share it.
+/// Issues tickets. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Tickets {
     context: Context,
@@ -48,7 +48,8 @@ impl Tickets {
         Self { context, store, signer }
     }
 
-    /// Signs a permission for one transfer with a worker, if the artifact store has planned that transfer for `team`.
+    /// Signs a permission for one transfer with a worker, if the artifact store has planned that
+    /// transfer for `team`.
     pub(crate) async fn issue_ticket(
         &self,
         team: String,
@@ -69,13 +70,13 @@ impl Tickets {
         Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
     }
 
-    /// Signs a permission to pass calls on to a worker.
+    /// Signs a permission to forward calls to a worker.
     pub(crate) async fn issue_proxy_ticket(
         &self,
         worker: WorkerId,
         now: Timestamp,
     ) -> Result<Ticket, TicketError> {
-        // Also of one that is out of contact: what it holds may be there for callers all the same.
+        // A worker that is out of contact with the scheduler may still be reachable for callers.
         let (_, gateway_endpoint) =
             workers::reach(self.context.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
         let claims = ProxyClaims { worker, expires_at: now + self.context.config.ticket_validity };

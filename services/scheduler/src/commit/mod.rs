@@ -1,13 +1,15 @@
-//! Grants: many leases, and what is given back, in one transaction.
+//! Commits of batches: many grants and releases in one transaction.
 //!
-//! What shall be granted was decided on what this replica remembers of the workers ([`crate::scheduling`]). Here the rows of those workers are locked,
-//! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
-//! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
-//! worker's last word. What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
-//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::workers::revisions::changed`]).
+//! A batch is decided on the worker cache ([`crate::scheduling`]). The commit locks the rows of its
+//! workers and checks each grant again with [`placement::refusals`], in order. Limits therefore
+//! hold regardless of concurrent replicas and outdated caches. Only the numbers of kept containers
+//! and volumes come from the last heartbeat in the cache. A grant that no longer holds is omitted
+//! and reported. The commit reads only the load counters of a row, and the rest if the cached
+//! revision is outdated. Every other change of a row raises its revision
+//! ([`crate::workers::revisions::changed`]).
 //!
-//! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
-//! each kind by id.
+//! Lock order: workloads, leases, workers, owners of containers. Known rows precede new ones, and
+//! each kind is locked by id.
 
 mod owner_affinity;
 #[cfg(test)]
@@ -33,38 +35,39 @@ use crate::outbox::Parcel;
 use crate::placement::{self, DecidedBy, Demand};
 use crate::workers;
 use crate::workers::cache::{self, TransactionId};
-use crate::workers::load_counters::{Changes, Locked, known_rows, signed};
+use crate::workers::load_counters::{LoadChanges, LockedWorkers, known_rows, signed};
 use crate::workloads;
 use crate::workloads::events::{Event, Whereabouts};
 
-/// What shall be done in one transaction.
+/// The content of one transaction.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
-    /// Driven leases that are given back, and whose slots they are.
+    /// Driven leases to release, with their workers.
     pub(crate) releases: Vec<(LeaseId, WorkerId)>,
-    /// Workloads that are new. One whose grant does not hold is not written.
+    /// New workloads. A workload whose grant is rejected is not inserted.
     pub(crate) submitted: Vec<workload::Model>,
-    /// Workloads that were accepted, and whose inputs are pinned now. One whose grant does not hold stays as it is.
+    /// Accepted workloads whose inputs are now pinned. A workload whose grant is rejected stays
+    /// unchanged.
     pub(crate) pinned: Vec<PinnedWorkload>,
-    /// Whether a lease of these ids may be there already.
+    /// Whether leases with these ids may exist already.
     pub(crate) leases_may_exist: bool,
     pub(crate) grants: Vec<Grant>,
 }
 
-/// A workload whose inputs are pinned now.
+/// A workload whose inputs are now pinned.
 #[derive(Debug, Clone)]
 pub(crate) struct PinnedWorkload {
     pub(crate) id: WorkloadId,
-    /// JSON: where they are.
+    /// JSON: the locations of the inputs.
     pub(crate) locations: String,
-    /// Why it waits, unless it is placed at once.
+    /// Refusals of the workers, unless the workload is placed immediately.
     pub(crate) reasons: Vec<String>,
 }
 
-/// A lease that shall be granted.
+/// A lease to grant.
 #[derive(Debug, Clone)]
 pub(crate) struct Grant {
-    /// Those of one group are granted together, or none of them. They follow one another in the plan.
+    /// Grants of one group are committed together or not at all. They are adjacent in the plan.
     pub(crate) group: Option<usize>,
     pub(crate) lease: LeaseId,
     pub(crate) kind: Kind,
@@ -75,56 +78,57 @@ pub(crate) struct Grant {
     pub(crate) decided_by: DecidedBy,
 }
 
-/// Who holds a lease.
+/// The holder of a lease.
 #[derive(Debug, Clone)]
 pub(crate) enum Holder {
-    /// Whoever asked: it renews it until `expires_at`.
+    /// The caller, who renews the lease until `expires_at`.
     Driven {
         expires_at: Timestamp,
-        /// To tell a repeat from another request.
+        /// The encoded request, which distinguishes a repeat from another request.
         request: String,
-        /// Whose containers run there. Empty: nobody's in particular.
+        /// The owner of the containers under the lease. Empty: none.
         owner: String,
-        /// Whether the artifact store will hold something for it.
+        /// Whether the artifact store will keep pins for the lease.
         settles: bool,
     },
-    /// A workload that waits, or that is submitted in the same transaction.
+    /// A workload that waits, or that this transaction inserts.
     Workload { id: WorkloadId, attempt: AttemptId, whereabouts: Whereabouts, reason: String },
 }
 
-/// What was done.
+/// The result of a commit.
 #[derive(Debug, Default)]
 pub(crate) struct CommitResult {
-    /// The workers of the plan as they are now, as far as they were looked at.
+    /// The rows of the plan's workers after the commit, as far as they were locked.
     pub(crate) workers: Vec<worker::Model>,
-    /// Those that were looked at and are not there any more.
+    /// Workers of the plan that no longer exist.
     pub(crate) gone: HashSet<WorkerId>,
-    /// Grants that did not hold on their workers.
+    /// Grants that the rows of their workers rejected.
     pub(crate) refused: HashSet<LeaseId>,
-    /// Workloads that do not wait any more, or were known before they were submitted: nothing was done about them.
+    /// Workloads that no longer wait, or that existed before their submission. The commit did not
+    /// change them.
     pub(crate) settled: HashMap<WorkloadId, Option<KnownWorkload>>,
-    /// Workloads that are settled in that sense because they could not be started on other workers than was known. They wait still, and it must be
-    /// decided anew where they may be.
+    /// Settled workloads that still wait: an attempt failed on further workers since the decision.
+    /// They must be decided again.
     pub(crate) outdated: HashSet<WorkloadId>,
-    /// Leases that were there before.
+    /// Leases that existed before.
     pub(crate) existing: HashMap<LeaseId, lease::Model>,
-    /// Leases for which the artifact store would hold something by the id of a workload.
+    /// Leases whose id belongs to a workload with pins in the artifact store.
     taken: HashSet<LeaseId>,
-    /// Where the containers of owners are for whom it was decided otherwise.
-    pub(crate) kept_to: HashMap<LeaseId, WorkerId>,
-    /// Where slots came free that were given back.
+    /// Workers of owners that the decision did not respect.
+    pub(crate) affine_workers: HashMap<LeaseId, WorkerId>,
+    /// Workers on which released slots became free.
     pub(crate) freed: HashSet<WorkerId>,
-    /// What the artifact store shall be told.
+    /// Calls to the artifact store that the transaction wrote to the outbox.
     pub(crate) parcels: Vec<Parcel>,
-    /// What sorts workloads that were accepted before, and when they were.
+    /// Sort key and submission time of workloads that were accepted before.
     pub(crate) came: HashMap<WorkloadId, (Uuid, Timestamp)>,
-    /// The transaction that wrote the workers' rows, if [`CommitResult::workers`] says all that it made of them.
+    /// The committing transaction, if [`CommitResult::workers`] contains all that it changed.
     pub(crate) transaction: Option<TransactionId>,
-    /// The workers of workloads that were placed: what they shall do has changed.
+    /// Workers of placed workloads, whose desired state has changed.
     placed: HashMap<LeaseId, WorkerId>,
 }
 
-/// What is known of a workload that is submitted again.
+/// The stored state of a workload that is submitted again.
 #[derive(Debug, Clone, PartialEq, Eq, FromQueryResult)]
 pub(crate) struct KnownWorkload {
     pub(crate) id: Uuid,
@@ -132,8 +136,9 @@ pub(crate) struct KnownWorkload {
     pub(crate) state: workload::State,
 }
 
-/// Carries out `plan`. `facts`: what is known of workers beside their rows. `are_locked`: is told when they are.
-pub(crate) async fn carry_out(
+/// Commits `plan`. `facts`: cached rows and heartbeats of workers. `are_locked` is called once the
+/// workers are locked.
+pub(crate) async fn commit_plan(
     txn: &DatabaseTransaction,
     plan: &Plan,
     facts: &cache::SharedFacts,
@@ -154,32 +159,32 @@ pub(crate) async fn carry_out(
         if moot.is_empty() {
             grants.extend(others);
         } else {
-            // What is left of a group is not granted alone.
+            // The rest of a group is not granted alone.
             done.refused.extend(others.iter().map(|grant| grant.lease));
         }
     }
     let concerned = grants.iter().map(|grant| grant.worker.uuid());
     let (ended, locked) = end_and_lock(txn, &plan.releases, concerned, now).await?;
     are_locked();
-    let Locked { rows: mut locked, others, transaction } = known_rows(locked, facts);
+    let LockedWorkers { rows: mut locked, others, transaction } = known_rows(locked, facts);
     locked.extend(workers::find_all(txn, others).await?);
     let there: HashSet<_> = locked.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
     done.gone = grants.iter().map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
     done.transaction = transaction;
-    let mut changes = Changes::default();
+    let mut changes = LoadChanges::default();
     for lease in &ended {
         if lease.kind.takes_a_slot() {
             done.freed.insert(WorkerId::from_uuid(lease.worker_id));
         }
-        changes.give_back(lease);
-        // Whoever asked for it again is not told that it is his.
+        changes.release(lease);
+        // A repeated request must not receive a lease that this plan releases.
         if let Some(known) = done.existing.get_mut(&LeaseId::from_uuid(lease.lease_id)) {
             known.state = State::Ended;
         }
     }
     done.parcels = leases::release_pins(txn, &ended, now).await?;
     let mut present = as_placed(&locked, &changes, facts)?;
-    let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
+    let mut granted: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
         let mut taken = Vec::with_capacity(together.len());
         let all = together.iter().all(|grant| {
@@ -193,7 +198,7 @@ pub(crate) async fn carry_out(
             holds
         });
         if all {
-            held.extend(together);
+            granted.extend(together);
             continue;
         }
         for (worker, load) in taken.into_iter().rev() {
@@ -201,30 +206,30 @@ pub(crate) async fn carry_out(
         }
         done.refused.extend(together.iter().map(|grant| grant.lease));
     }
-    let held = owner_affinity::keep_to_workers(txn, held, &mut done, now).await?;
-    for grant in &held {
+    let granted = owner_affinity::enforce_affinity(txn, granted, &mut done, now).await?;
+    for grant in &granted {
         let is_of_workload = matches!(grant.holder, Holder::Workload { .. });
-        changes.take(grant.worker, grant.kind, &grant.demand.shape.requests, is_of_workload);
+        changes.grant(grant.worker, grant.kind, &grant.demand.shape.requests, is_of_workload);
     }
     done.workers = locked;
     changes.note(&mut done.workers);
 
-    let of_workloads = held.iter().filter(|grant| matches!(grant.holder, Holder::Workload { .. }));
+    let of_workloads = granted.iter().filter(|grant| matches!(grant.holder, Holder::Workload { .. }));
     done.placed = of_workloads.map(|grant| (grant.lease, grant.worker)).collect();
     let mut writes = Writes::new(txn.get_database_backend());
     changes.write(&mut writes)?;
-    let mut events = submit(plan, &done, &held, &mut writes)?;
-    events.extend(assign(txn, plan, &waiting, &held, &mut done).await?);
+    let mut events = submit(plan, &done, &granted, &mut writes)?;
+    events.extend(assign(txn, plan, &waiting, &granted, &mut done).await?);
     insert_events(&events, now, &mut writes)?;
-    insert_leases(&held, &done.workers, now, &mut writes)?;
+    insert_leases(&granted, &done.workers, now, &mut writes)?;
     writes.write(txn).await?;
     Ok(done)
 }
 
-/// Workers as placement sees them, by their ids, after what was given back.
+/// Converts locked rows into workers of placement, after the releases.
 fn as_placed(
     locked: &[worker::Model],
-    changes: &Changes,
+    changes: &LoadChanges,
     facts: &cache::SharedFacts,
 ) -> Result<HashMap<Uuid, placement::Worker>, DbErr> {
     let facts = facts.lock();
@@ -232,7 +237,7 @@ fn as_placed(
 }
 
 impl Plan {
-    /// Whether it would change nothing.
+    /// Returns whether the plan changes nothing.
     pub(crate) fn is_empty(&self) -> bool {
         let Self { releases, submitted, pinned, leases_may_exist: _, grants } = self;
         releases.is_empty() && submitted.is_empty() && pinned.is_empty() && grants.is_empty()
@@ -240,23 +245,23 @@ impl Plan {
 }
 
 impl CommitResult {
-    /// Where a workload was placed under a lease.
+    /// Returns the worker of a placed workload.
     pub(crate) fn worker_of(&self, lease: Option<LeaseId>) -> Option<WorkerId> {
         self.placed.get(&lease?).copied()
     }
 
-    /// Whether something is there by the id of a driven lease that was not granted just now.
+    /// Returns whether the id of a driven lease was in use before.
     pub(crate) fn exists(&self, lease: LeaseId) -> bool {
         self.existing.contains_key(&lease) || self.taken.contains(&lease)
     }
 
-    /// Whether a grant was carried out.
-    pub(crate) fn holds(&self, grant: &Grant) -> bool {
+    /// Returns whether a grant was committed.
+    pub(crate) fn is_committed(&self, grant: &Grant) -> bool {
         !self.is_moot(grant) && !self.refused.contains(&grant.lease)
     }
 
-    /// Whether nothing came of a grant but that something else is known now.
-    pub(crate) fn is_in_vain(&self, grant: &Grant) -> bool {
+    /// Returns whether a grant failed only because the decision was outdated.
+    pub(crate) fn is_outdated(&self, grant: &Grant) -> bool {
         let is_outdated = match &grant.holder {
             Holder::Workload { id, .. } => self.outdated.contains(id),
             Holder::Driven { .. } => false,
@@ -264,7 +269,7 @@ impl CommitResult {
         is_outdated || self.refused.contains(&grant.lease)
     }
 
-    /// Whether a grant has no sense any more, whatever its worker says.
+    /// Returns whether a grant is pointless, regardless of its worker.
     fn is_moot(&self, grant: &Grant) -> bool {
         match &grant.holder {
             Holder::Driven { .. } => self.exists(grant.lease),
@@ -291,7 +296,8 @@ async fn known_workloads(
     Ok(())
 }
 
-/// Of what the artifact store will hold something for, finds what has the id of something else for which it may: there, it would be one.
+/// Finds leases and workloads that share an id, because the artifact store identifies holders by
+/// id.
 async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut CommitResult) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let among = async |table: &str, ids: Vec<Uuid>| {
@@ -308,14 +314,14 @@ async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut CommitRes
     done.taken = among("workloads", leases).await?.into_iter().map(LeaseId::from_uuid).collect();
     let workloads = plan.submitted.iter().filter(|row| row.settles).map(|row| row.id).collect();
     for id in among("leases", workloads).await? {
-        // It is another than the one that is there.
+        // An existing lease, so the submitted workload is a different holder.
         let known = KnownWorkload { id, spec_digest: Vec::new(), state: workload::State::Finished };
         done.settled.entry(WorkloadId::from_uuid(id)).or_insert(Some(known));
     }
     Ok(())
 }
 
-/// Locks the workloads that shall be assigned or queued and were not submitted just now, and answers those for which that is so still.
+/// Locks the workloads to assign or queue that are not new, and returns those that still wait.
 async fn lock_waiting(
     txn: &DatabaseTransaction,
     plan: &Plan,
@@ -328,9 +334,9 @@ async fn lock_waiting(
         Holder::Workload { .. } | Holder::Driven { .. } => None,
     });
     let placed: HashMap<_, _> = placed.collect();
-    let asked: HashSet<_> = placed.keys().chain(&pinned).copied().collect();
-    if asked.is_empty() {
-        return Ok(asked);
+    let requested: HashSet<_> = placed.keys().chain(&pinned).copied().collect();
+    if requested.is_empty() {
+        return Ok(requested);
     }
     let backend = txn.get_database_backend();
     let query = format!(
@@ -338,8 +344,8 @@ async fn lock_waiting(
         rows::among(backend, 1),
         rows::lock(backend, "FOR UPDATE")
     );
-    let values = [rows::ids(asked.iter().map(|id| id.uuid()))?];
-    let mut waiting = HashSet::with_capacity(asked.len());
+    let values = [rows::ids(requested.iter().map(|id| id.uuid()))?];
+    let mut waiting = HashSet::with_capacity(requested.len());
     for row in txn.query_all_raw(Statement::from_sql_and_values(backend, query, values)).await? {
         let (id, state): (Uuid, workload::State) = (row.try_get("", "id")?, row.try_get("", "state")?);
         let id = WorkloadId::from_uuid(id);
@@ -357,7 +363,7 @@ async fn lock_waiting(
             done.outdated.insert(id);
         }
     }
-    done.settled.extend(asked.difference(&waiting).map(|id| (*id, None)));
+    done.settled.extend(requested.difference(&waiting).map(|id| (*id, None)));
     Ok(waiting)
 }
 
@@ -402,18 +408,19 @@ const NEW_WORKLOAD: [(&str, Column); 17] = [
     ("start_timeout_us", Column::Integer),
 ];
 
-/// Writes the workloads that are new: those that are placed as assigned, those that nothing was planned for as they are.
+/// Adds the insert of new workloads: placed ones as assigned, and those without a planned grant as
+/// they are.
 fn submit(
     plan: &Plan,
     done: &CommitResult,
-    held: &[&Grant],
+    granted: &[&Grant],
     writes: &mut Writes,
 ) -> Result<Vec<NewEvent>, DbErr> {
     if plan.submitted.is_empty() {
         return Ok(Vec::new());
     }
     let planned = by_workload(&plan.grants.iter().collect::<Vec<_>>());
-    let placed = by_workload(held);
+    let placed = by_workload(granted);
     let (mut fresh, mut events) = (Vec::new(), Vec::new());
     for row in &plan.submitted {
         let id = WorkloadId::from_uuid(row.id);
@@ -511,7 +518,7 @@ fn insert_events(events: &[NewEvent], now: Timestamp, writes: &mut Writes) -> Re
 }
 
 #[derive(Serialize)]
-struct Moved {
+struct WorkloadChange {
     id: Uuid,
     state: String,
     lease_id: Option<Uuid>,
@@ -521,7 +528,7 @@ struct Moved {
     waiting_for: String,
 }
 
-const MOVED: [(&str, Column); 7] = [
+const WORKLOAD_CHANGE: [(&str, Column); 7] = [
     ("id", Column::Uuid),
     ("state", Column::Text),
     ("lease_id", Column::Uuid),
@@ -531,24 +538,25 @@ const MOVED: [(&str, Column); 7] = [
     ("waiting_for", Column::Text),
 ];
 
-/// Assigns those of the workloads that are locked for which a grant held, and queues those that are pinned and were not planned for.
+/// Assigns locked workloads with committed grants, and queues pinned workloads without a planned
+/// grant.
 async fn assign(
     txn: &DatabaseTransaction,
     plan: &Plan,
     waiting: &HashSet<WorkloadId>,
-    held: &[&Grant],
+    granted: &[&Grant],
     done: &mut CommitResult,
 ) -> Result<Vec<NewEvent>, DbErr> {
     let (mut moved, mut events) = (Vec::new(), HashMap::new());
     let mut pinned: HashMap<_, _> = plan.pinned.iter().map(|pinned| (pinned.id, pinned)).collect();
-    let held: HashSet<_> = held.iter().map(|grant| grant.lease).collect();
+    let granted: HashSet<_> = granted.iter().map(|grant| grant.lease).collect();
     for grant in &plan.grants {
         let Holder::Workload { id, attempt, whereabouts, reason } = &grant.holder else { continue };
         let locations = pinned.remove(id).map(|pinned| pinned.locations.clone());
-        if !waiting.contains(id) || !held.contains(&grant.lease) {
+        if !waiting.contains(id) || !granted.contains(&grant.lease) {
             continue;
         }
-        moved.push(Moved {
+        moved.push(WorkloadChange {
             id: id.uuid(),
             state: workload::State::Assigned.to_value(),
             lease_id: Some(grant.lease.uuid()),
@@ -561,7 +569,7 @@ async fn assign(
         events.insert(id.uuid(), to_json(&event)?);
     }
     for pinned in pinned.into_values().filter(|pinned| waiting.contains(&pinned.id)) {
-        moved.push(Moved {
+        moved.push(WorkloadChange {
             id: pinned.id.uuid(),
             state: workload::State::Pending.to_value(),
             lease_id: None,
@@ -582,7 +590,7 @@ async fn assign(
          locations = COALESCE(given.locations, workloads.locations), waiting_for = given.waiting_for
          FROM ({}) AS given WHERE workloads.id = given.id
          RETURNING workloads.id, workloads.revision, workloads.sequence, workloads.submitted_at",
-        rows::query(backend, 1, &MOVED)
+        rows::query(backend, 1, &WORKLOAD_CHANGE)
     );
     let statement = Statement::from_sql_and_values(backend, query, [rows::value(&moved)?]);
     let mut fresh = Vec::with_capacity(events.len());
@@ -633,16 +641,16 @@ const NEW_LEASE: [(&str, Column); 15] = [
     ("owner", Column::Text),
 ];
 
-/// The leases of grants that hold, whose workers are of these generations.
-fn new_leases<'g>(held: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Vec<NewLease<'g>> {
-    let fresh = held.iter().map(|grant| {
+/// Builds the rows of committed leases. `generations`: the generations of their workers.
+fn new_leases<'g>(granted: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Vec<NewLease<'g>> {
+    let fresh = granted.iter().map(|grant| {
         let (workload_id, attempt_id, request, expires_at, settles) = match &grant.holder {
             Holder::Driven { expires_at, request, settles, .. } => {
                 (None, None, request.as_str(), Some(expires_at.0), *settles)
             }
             Holder::Workload { id, attempt, .. } => (Some(id.uuid()), Some(attempt.uuid()), "", None, false),
         };
-        let asked = &grant.demand.shape.requests;
+        let requests = &grant.demand.shape.requests;
         NewLease {
             id: grant.lease.uuid(),
             worker_id: grant.worker.uuid(),
@@ -654,9 +662,9 @@ fn new_leases<'g>(held: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Vec<N
             attempt_id,
             request,
             expires_at,
-            cpu_millis: signed(asked.cpu_millis),
-            memory_bytes: signed(asked.memory_bytes),
-            disk_bytes: signed(asked.disk_bytes),
+            cpu_millis: signed(requests.cpu_millis),
+            memory_bytes: signed(requests.memory_bytes),
+            disk_bytes: signed(requests.disk_bytes),
             settles,
             owner: grant.owner().map_or("", |(_, owner)| owner),
         }
@@ -665,16 +673,16 @@ fn new_leases<'g>(held: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Vec<N
 }
 
 fn insert_leases(
-    held: &[&Grant],
+    granted: &[&Grant],
     workers: &[worker::Model],
     now: Timestamp,
     writes: &mut Writes,
 ) -> Result<(), DbErr> {
-    if held.is_empty() {
+    if granted.is_empty() {
         return Ok(());
     }
     let generations = workers.iter().map(|row| (row.id, row.generation)).collect();
-    let fresh = new_leases(held, &generations);
+    let fresh = new_leases(granted, &generations);
     let values = [rows::value(&fresh)?, State::Granted.to_value().into(), now.0.into()];
     writes.add(values, |backend, n| {
         format!(

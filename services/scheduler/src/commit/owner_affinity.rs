@@ -1,8 +1,10 @@
-//! Owners of containers: the leases of one are granted on one worker, as long as that takes work.
+//! Affinity of owners: all leases of an owner are granted on one worker, as long as that worker
+//! takes work.
 //!
-//! Where an owner's containers are is a row that the first grant to it writes, and that is looked at, locked, in the transaction of every other. So two
-//! replicas never grant on two workers what belongs together. Where two are first at one moment with owners of one group, the row of another new
-//! owner of the group that is left out may stay: it draws what comes next for that owner to that worker, as long as that takes work.
+//! The first grant to an owner writes a row with its worker, and every later transaction locks that
+//! row. Two replicas therefore never grant leases of one owner on two workers. If two replicas
+//! concurrently grant the first leases to owners of one group, the row of a rejected new owner may
+//! remain. Its next lease then goes to that worker, as long as the worker takes work.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,7 +16,7 @@ use uuid::Uuid;
 
 use super::{CommitResult, Grant, Holder};
 
-/// Whose containers they are: a team, and an owner in its words.
+/// An owner of containers: the team, and the owner's name.
 type Owner<'g> = (&'g str, &'g str);
 
 #[derive(Serialize)]
@@ -27,40 +29,42 @@ struct Home<'g> {
 const HOME: [(&str, Column); 3] =
     [("team", Column::Text), ("owner", Column::Text), ("worker_id", Column::Uuid)];
 
-/// One that takes work has not been asked for anything else, and is not lost.
+/// A worker takes work if its desired state is `run` and it is not lost.
 const TAKES_WORK: &str = "EXISTS (SELECT 1 FROM workers WHERE workers.id = owner_affinity.worker_id AND workers.state <> 'lost' \
                           AND workers.desired = 'run')";
 
-/// Leaves out what was decided for an owner whose containers are on another worker, with all of its group. The first grant to an owner says
-/// where they are, and any once that worker takes no work any more; what is left out says nothing.
-pub(super) async fn keep_to_workers<'g>(
+/// Rejects grants for owners whose containers are on another worker, together with their groups.
+/// The first grant to an owner determines its worker. A new grant determines it again if that
+/// worker takes no more work. Rejected grants determine nothing.
+pub(super) async fn enforce_affinity<'g>(
     txn: &DatabaseTransaction,
-    held: Vec<&'g Grant>,
+    granted: Vec<&'g Grant>,
     done: &mut CommitResult,
     now: Timestamp,
 ) -> Result<Vec<&'g Grant>, DbErr> {
-    let asked: BTreeMap<_, _> =
-        held.iter().filter_map(|grant| Some((grant.owner()?, grant.worker))).collect();
-    if asked.is_empty() {
-        return Ok(held);
+    let requested: BTreeMap<_, _> =
+        granted.iter().filter_map(|grant| Some((grant.owner()?, grant.worker))).collect();
+    if requested.is_empty() {
+        return Ok(granted);
     }
-    let mut homes = lock_homes(txn, &asked).await?;
-    let left = leave_out(held, &mut homes, done);
-    let granted: BTreeMap<_, _> =
+    let mut homes = lock_homes(txn, &requested).await?;
+    let left = reject_elsewhere(granted, &mut homes, done);
+    let new_homes: BTreeMap<_, _> =
         left.iter().filter_map(|grant| Some((grant.owner()?, grant.worker))).collect();
-    // Another replica may have been first with one that had none.
-    let mut homes = write_homes(txn, &granted, now).await?;
-    Ok(leave_out(left, &mut homes, done))
+    // Another replica may have written the first row of an owner meanwhile.
+    let mut homes = write_homes(txn, &new_homes, now).await?;
+    Ok(reject_elsewhere(left, &mut homes, done))
 }
 
-/// Leaves out the groups of which one is for an owner with another home. Who has none has it where the first of the others is.
-fn leave_out<'g>(
-    held: Vec<&'g Grant>,
+/// Rejects groups with a grant for an owner on another worker. The first remaining grant determines
+/// the worker of a new owner.
+fn reject_elsewhere<'g>(
+    granted: Vec<&'g Grant>,
     homes: &mut HashMap<(String, String), WorkerId>,
     done: &mut CommitResult,
 ) -> Vec<&'g Grant> {
-    let mut left = Vec::with_capacity(held.len());
-    for together in held.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
+    let mut left = Vec::with_capacity(granted.len());
+    for together in granted.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
         let (mut elsewhere, mut new) = (Vec::new(), HashMap::new());
         for grant in together {
             let Some((team, owner)) = grant.owner() else { continue };
@@ -77,7 +81,7 @@ fn leave_out<'g>(
             homes.extend(new);
             left.extend(together);
         } else {
-            done.kept_to.extend(elsewhere);
+            done.affine_workers.extend(elsewhere);
             done.refused.extend(together.iter().map(|grant| grant.lease));
         }
     }
@@ -97,10 +101,10 @@ fn read(rows: &[QueryResult]) -> Result<HashMap<(String, String), WorkerId>, DbE
     rows.iter().map(home).collect()
 }
 
-/// Where the containers of these owners are, on workers that take work. Nobody changes that meanwhile.
+/// Reads and locks the workers of these owners, if they take work.
 async fn lock_homes(
     txn: &DatabaseTransaction,
-    asked: &BTreeMap<Owner<'_>, WorkerId>,
+    requested: &BTreeMap<Owner<'_>, WorkerId>,
 ) -> Result<HashMap<(String, String), WorkerId>, DbErr> {
     let backend = txn.get_database_backend();
     let query = format!(
@@ -109,10 +113,10 @@ async fn lock_homes(
         rows::query(backend, 1, &HOME),
         rows::lock(backend, "FOR UPDATE")
     );
-    read(&txn.query_all_raw(Statement::from_sql_and_values(backend, query, [value(asked)?])).await?)
+    read(&txn.query_all_raw(Statement::from_sql_and_values(backend, query, [value(requested)?])).await?)
 }
 
-/// Notes that something was granted to these owners there, and answers where their containers are.
+/// Records the grants to these owners, and returns their workers.
 async fn write_homes(
     txn: &DatabaseTransaction,
     granted: &BTreeMap<Owner<'_>, WorkerId>,
@@ -135,7 +139,7 @@ async fn write_homes(
 }
 
 impl Grant {
-    /// Whose containers run under it: the team, and the owner in its words.
+    /// Returns the owner of the containers under the lease: team and name.
     pub(super) fn owner(&self) -> Option<(&str, &str)> {
         match &self.holder {
             Holder::Driven { owner, .. } if !owner.is_empty() => Some((&self.demand.shape.team, owner)),
@@ -177,7 +181,7 @@ mod tests {
             group,
             lease,
             kind: Kind::Task,
-            demand: Arc::new(shape.asked_by(lease.uuid())),
+            demand: Arc::new(shape.requested_by(lease.uuid())),
             worker: session.worker,
             incarnation: session.incarnation,
             holder: Holder::Driven {
@@ -190,27 +194,29 @@ mod tests {
         }
     }
 
-    /// Which of these are granted, and what is known of those that are not.
+    /// Returns the committed leases, and the result for the rejected ones.
     async fn keep(db: &Database, grants: &[Grant]) -> (Vec<LeaseId>, CommitResult) {
         let kept = db.write(async |txn| {
             let mut done = CommitResult::default();
-            let held = keep_to_workers(&txn, grants.iter().collect(), &mut done, Timestamp::now()).await?;
-            Ok::<_, DbErr>((held.iter().map(|grant| grant.lease).collect(), done))
+            let granted =
+                enforce_affinity(&txn, grants.iter().collect(), &mut done, Timestamp::now()).await?;
+            Ok::<_, DbErr>((granted.iter().map(|grant| grant.lease).collect(), done))
         });
         kept.await.expect("judged")
     }
 
-    async fn what_is_not_granted_says_nothing_about_its_owner(database: TestDatabase) {
+    async fn rejected_grant_sets_no_affinity(database: TestDatabase) {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config::new(&database.url, "");
-        let let_in = async |name: &str| {
-            let hello = hello(name);
-            let said = db.write(async |txn| {
-                workers::register(&txn, &[&hello], &config, Timestamp::now(), &mut Effects::default()).await
+        let register = async |name: &str| {
+            let registration = hello(name);
+            let sessions = db.write(async |txn| {
+                workers::register(&txn, &[&registration], &config, Timestamp::now(), &mut Effects::default())
+                    .await
             });
-            said.await.expect("answered").remove(0).expect("let in")
+            sessions.await.expect("answered").remove(0).expect("registered")
         };
-        let (one, other) = (let_in("one").await, let_in("other").await);
+        let (one, other) = (register("one").await, register("other").await);
         let homes = async || {
             let rows = owner_affinity::Entity::find().all(db.read()).await.expect("owners");
             let home = |row: owner_affinity::Model| (row.owner, WorkerId::from_uuid(row.worker_id));
@@ -224,7 +230,8 @@ mod tests {
         assert_eq!(keep(&db, std::slice::from_ref(&first)).await.0, [first.lease]);
         assert_eq!(homes().await, of(&[("known", &one)]));
 
-        // All of the group is left out, and another may have its new owner elsewhere, in the same transaction.
+        // The whole group is rejected. Another grant in the same transaction may place the new
+        // owner elsewhere.
         let group = Some(0);
         let [elsewhere, with_it] = [grant(&other, "known", group), grant(&other, "new", group)];
         let alone = grant(&one, "new", None);
@@ -232,7 +239,7 @@ mod tests {
         let (granted, done) = keep(&db, &all).await;
         assert_eq!(granted, [all[2].lease, all[3].lease]);
         assert_eq!(done.refused, [all[0].lease, all[1].lease].into());
-        assert_eq!(done.kept_to, [(all[0].lease, one.worker)].into());
+        assert_eq!(done.affine_workers, [(all[0].lease, one.worker)].into());
         assert_eq!(homes().await, of(&[("known", &one), ("new", &one)]));
 
         let apart = [grant(&one, "third", Some(1)), grant(&other, "third", Some(1))];
@@ -240,7 +247,7 @@ mod tests {
         assert_eq!((granted, done.refused.len()), (vec![], 2));
         assert_eq!(homes().await, of(&[("known", &one), ("new", &one)]));
 
-        // Of a worker that takes no work any more anybody may be kept elsewhere.
+        // If the worker takes no more work, the owner may move.
         let lost = "UPDATE workers SET state = 'lost' WHERE name = 'one'";
         db.write(async |txn| txn.execute_unprepared(lost).await).await.expect("written");
         let moved = grant(&other, "known", None);
@@ -249,12 +256,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_not_granted_says_nothing_about_its_owner_sqlite() {
-        what_is_not_granted_says_nothing_about_its_owner(testing::databases::sqlite()).await;
+    async fn rejected_grant_sets_no_affinity_sqlite() {
+        rejected_grant_sets_no_affinity(testing::databases::sqlite()).await;
     }
 
     #[tokio::test]
-    async fn what_is_not_granted_says_nothing_about_its_owner_postgres() {
-        what_is_not_granted_says_nothing_about_its_owner(testing::databases::postgres().await).await;
+    async fn rejected_grant_sets_no_affinity_postgres() {
+        rejected_grant_sets_no_affinity(testing::databases::postgres().await).await;
     }
 }

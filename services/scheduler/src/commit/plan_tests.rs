@@ -1,4 +1,5 @@
-//! Whatever PostgreSQL believes of a table, what is looked up by its id is, and nothing else is read.
+//! Query plans of PostgreSQL: lookups by id read only the requested rows, regardless of table
+//! statistics.
 
 use std::iter;
 use std::time::Duration;
@@ -17,25 +18,25 @@ use crate::workers::revisions;
 use crate::workers::test_support::hello;
 use crate::workloads;
 
-/// Rows that are live, and as many that are not.
+/// Number of live rows, and of ended rows.
 const ROWS: i64 = 5_000;
-/// There are in a table that is nearly empty.
+/// Number of rows in a nearly empty table.
 const FEW: i64 = 300;
-/// Of them some are asked for.
+/// Number of requested rows.
 const ASKED: usize = 10;
 
-/// A database with one worker.
+/// Creates a database with one worker.
 async fn start() -> (TestDatabase, Database, Config) {
     let database = testing::databases::postgres().await;
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let (hello, config, now) = (hello("one"), Config::new("", ""), Timestamp::now());
     let let_in =
         db.write(async |txn| workers::register(&txn, &[&hello], &config, now, &mut Effects::default()).await);
-    let_in.await.expect("the database answers").remove(0).expect("let in");
+    let_in.await.expect("the database answers").remove(0).expect("registered");
     (database, db, config)
 }
 
-/// Leases and workloads, in these states.
+/// Inserts leases and workloads in these states.
 async fn fill(db: &Database, lease: &str, workload: &str) {
     let id = "CAST(lpad(to_hex(n), 32, '0') AS UUID)";
     let from = if lease == "ended" { 1 } else { ROWS + 1 };
@@ -51,7 +52,7 @@ async fn fill(db: &Database, lease: &str, workload: &str) {
     }
 }
 
-/// What makes so many leases in this state, with ids from `from` on.
+/// Returns the statement that inserts `count` leases in this state, with ids from `from` on.
 fn leases_in(state: &str, from: i64, count: i64) -> String {
     let (ended_at, ended_by) = if state == "ended" { ("1", "'reported'") } else { ("NULL", "NULL") };
     format!(
@@ -62,23 +63,25 @@ fn leases_in(state: &str, from: i64, count: i64) -> String {
     )
 }
 
-/// How many rows of leases and workloads this transaction and those before it have read, as far as PostgreSQL has not said so to others.
+/// Returns the number of rows of `leases` and `workloads` read by this and earlier transactions, as
+/// far as PostgreSQL has not reported them yet.
 async fn read(txn: &DatabaseTransaction) -> i64 {
     let query =
         "SELECT CAST(SUM(seq_tup_read + idx_tup_fetch) AS BIGINT) AS rows FROM pg_stat_xact_user_tables
                  WHERE relname IN ('leases', 'workloads')";
-    let asked = Statement::from_string(txn.get_database_backend(), query);
-    let row = txn.query_one_raw(asked).await.expect("statistics").expect("a row");
+    let statement = Statement::from_string(txn.get_database_backend(), query);
+    let row = txn.query_one_raw(statement).await.expect("statistics").expect("a row");
     row.try_get("", "rows").expect("a number")
 }
 
-/// PostgreSQL looked when nothing was live, and takes an index of what is live for nearly empty.
+/// The statistics were taken when no row was live, so PostgreSQL expects an index of live rows to
+/// be nearly empty.
 #[tokio::test]
-async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
+async fn rows_are_found_by_id_with_old_statistics() {
     let (_database, db, config) = start().await;
     let now = Timestamp::now();
     fill(&db, "ended", "finished").await;
-    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("looked at");
+    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("analyzed");
     fill(&db, "granted", "pending").await;
     let counts = format!("UPDATE workers SET active_tasks = {ROWS}");
     db.read().execute_unprepared(&counts).await.expect("counted");
@@ -98,68 +101,69 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
 
     let worker = WorkerId::new();
     let released = leases(1).into_iter().map(|lease| (lease, worker)).collect::<Vec<_>>();
-    let (ended, _) = end_and_lock(&txn, &released, iter::empty(), now).await.expect("given back");
+    let (ended, _) = end_and_lock(&txn, &released, iter::empty(), now).await.expect("released");
     assert_eq!(ended.len(), ASKED);
-    few("giving leases back").await;
+    few("releasing leases").await;
 
     let pinned =
         |id| PinnedWorkload { id: WorkloadId::from_uuid(id), locations: String::new(), reasons: vec![] };
     let plan = Plan { pinned: ids(1).into_iter().map(pinned).collect(), ..Plan::default() };
     let mut done = CommitResult::default();
     lock_waiting(&txn, &plan, &mut done).await.expect("locked");
-    assert_eq!(done.settled.len(), ASKED, "they are pinned already");
-    few("locking workloads that wait").await;
+    assert_eq!(done.settled.len(), ASKED, "pinned already");
+    few("locking waiting workloads").await;
 
     let mut effects = Effects::default();
     for lease in leases(1000) {
         leases::renew(&txn, lease, now, Duration::from_secs(1)).await.expect("renewed");
-        few("keeping a lease").await;
+        few("renewing a lease").await;
         assert!(leases::raise_phase(&txn, lease, 1).await.expect("noted"));
-        few("noting how far it is").await;
-        let row = leases::find(&txn, lease).await.expect("leases").expect("it is there");
-        leases::stop(&txn, row, StopReason::Cancelled, Duration::ZERO, &mut effects).await.expect("told");
-        few("telling it to stop").await;
+        few("raising a phase").await;
+        let row = leases::find(&txn, lease).await.expect("leases").expect("a lease");
+        leases::stop(&txn, row, StopReason::Cancelled, Duration::ZERO, &mut effects).await.expect("stopped");
+        few("stopping a lease").await;
         assert!(leases::end(&txn, lease, EndedBy::Reported, now, &mut effects).await.expect("ended"));
-        few("ending it").await;
+        few("ending a lease").await;
     }
 
     let last = revisions::revisions(&txn).await.expect("revisions").last;
-    assert!(workers::orphans(&txn, last).await.expect("leases").is_empty());
-    few("looking for leases of workers that are gone").await;
+    assert!(workers::stranded_leases(&txn, last).await.expect("leases").is_empty());
+    few("reading leases of lost workers").await;
     let late = now + config.lost_after;
     assert!(workers::leases_of_stalled(&txn, &config, late).await.expect("leases").is_empty());
-    few("looking for leases of silent workers").await;
+    few("reading leases of stalled workers").await;
 }
 
-/// A plan holds for a while, in which thousands may come.
+/// A prepared plan stays in use for a while, in which thousands of rows may be inserted.
 #[tokio::test]
-async fn few_rows_are_read_of_what_was_nearly_empty_when_it_was_planned() {
+async fn old_plan_reads_few_rows_of_grown_table() {
     let (_database, db, config) = start().await;
-    let mut memory = WorkerCache::new(&config);
-    memory.catch_up(&db).await.expect("read");
-    let worker = memory.workers.lock().workers().next().expect("a worker").id;
-    // At which it has not looked yet: it knows how large it is, and nothing else.
+    let mut cache = WorkerCache::new(&config);
+    cache.catch_up(&db).await.expect("read");
+    let worker = cache.workers.lock().workers().next().expect("a worker").id;
+    // A table without statistics: PostgreSQL knows only its size.
     db.read().execute_unprepared(&leases_in("ended", ROWS * 10, FEW)).await.expect("leases");
     let txn = db.read().begin().await.expect("a transaction");
     let counts = format!("UPDATE workers SET active_tasks = {}", ROWS * 2);
     txn.execute_unprepared(&counts).await.expect("counted");
     let from = |n: i64| (0..ASKED as i64).map(move |more| Uuid::from_u128((n + more) as u128));
-    let give_back = async |n: i64| {
+    let release = async |n: i64| {
         let releases: Vec<_> = from(n).map(|id| (LeaseId::from_uuid(id), worker)).collect();
-        let given_back = end_and_lock(&txn, &releases, iter::empty(), Timestamp::now()).await;
-        given_back.expect("given back").0.len()
+        let released = end_and_lock(&txn, &releases, iter::empty(), Timestamp::now()).await;
+        released.expect("released").0.len()
     };
-    assert_eq!(give_back(ROWS * 10).await, 0, "planned");
+    assert_eq!(release(ROWS * 10).await, 0, "planned");
     txn.execute_unprepared(&leases_in("granted", 1, ROWS)).await.expect("leases");
     let before = read(&txn).await;
-    assert_eq!(give_back(1).await, ASKED);
+    assert_eq!(release(1).await, ASKED);
     let rows = read(&txn).await - before;
     assert!(rows < 20 * ASKED as i64, "{rows} rows were read");
 }
 
-/// What a partial index is of has to be said by a statement in its words: plans are made without the values.
+/// A statement must contain the condition of a partial index literally, because plans are made
+/// without parameter values.
 #[tokio::test]
-async fn what_is_due_is_found_and_what_is_not_is_not_read() {
+async fn due_queries_read_no_other_rows() {
     let (_database, db, _) = start().await;
     fill(&db, "ended", "finished").await;
     fill(&db, "granted", "pending").await;
@@ -171,24 +175,24 @@ async fn what_is_due_is_found_and_what_is_not_is_not_read() {
     ] {
         db.read().execute_unprepared(&due_later).await.expect("changed");
     }
-    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("looked at");
+    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("analyzed");
 
     let txn = db.read().begin().await.expect("a transaction");
     let mut before = read(&txn).await;
     let mut none = async |what: &str| {
         let after = read(&txn).await;
-        assert_eq!(after, before, "rows that were read {what}");
+        assert_eq!(after, before, "rows read while {what}");
         before = after;
     };
     let early = Timestamp(1);
     assert!(workloads::overdue(&txn, early).await.expect("workloads").is_empty());
-    none("looking for workloads that are overdue").await;
+    none("reading overdue workloads").await;
     assert!(workloads::forgotten(&txn, early).await.expect("workloads").is_empty());
-    none("looking for workloads that nobody came back to").await;
+    none("reading unpinned workloads").await;
     assert_eq!(workloads::forget(&txn, early).await.expect("workloads"), 0);
-    none("looking for workloads that finished long ago").await;
+    none("reading old workloads").await;
     leases::forget(&txn, early).await.expect("leases");
-    none("looking for leases that ended long ago").await;
+    none("reading old leases").await;
     assert!(!leases::any_expired(&txn, early - Duration::from_secs(1)).await.expect("leases"));
-    none("looking for leases that were not renewed").await;
+    none("reading expired leases").await;
 }

@@ -1,5 +1,4 @@
-//! Driven leases that are given back, and the locks of the workers of a transaction: a round trip for both, where the database takes them as
-//! one statement.
+//! Release of driven leases and locking of workers, in one round trip on PostgreSQL.
 
 use std::collections::HashSet;
 
@@ -11,17 +10,18 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::db::entity::STATE_OF_NAMED;
-use crate::db::entity::lease::{EndedBy, LEFT, Left};
+use crate::db::entity::lease::{ENDED_LEASE_COLUMNS, EndedBy, EndedLease};
 use crate::workers::load_counters::{COUNTS, Counts, counts, lock_counts, locking};
 
-/// Ends these driven leases, and locks the rows of the workers that they are on and of `others`: leases before workers, each in the order
-/// of their ids. Answers the leases that had not ended before, and what leases change of the workers.
+/// Ends these driven leases, and locks the rows of their workers and of `others`. Leases are locked
+/// before workers, each in the order of their ids. Returns the leases that had not ended before,
+/// and the counters of the workers.
 pub(super) async fn end_and_lock(
     txn: &DatabaseTransaction,
     releases: &[(LeaseId, WorkerId)],
     others: impl Iterator<Item = Uuid>,
     now: Timestamp,
-) -> Result<(Vec<Left>, Vec<Counts>), DbErr> {
+) -> Result<(Vec<EndedLease>, Vec<Counts>), DbErr> {
     let workers: HashSet<_> = others.chain(releases.iter().map(|(_, worker)| worker.uuid())).collect();
     if releases.is_empty() {
         return Ok((Vec::new(), lock_counts(txn, workers).await?));
@@ -31,31 +31,31 @@ pub(super) async fn end_and_lock(
     let values = [leases, now.0.into(), EndedBy::Reported.to_value().into()];
     if backend != DbBackend::Postgres {
         let ending = Statement::from_sql_and_values(backend, ending(backend), values);
-        let ended = Left::find_by_statement(ending).all(txn).await?;
+        let ended = EndedLease::find_by_statement(ending).all(txn).await?;
         return Ok((ended, lock_counts(txn, workers).await?));
     }
-    // What is first in such a union is carried out first, and whole. Were it not, two transactions might only wait for each other, and one of them
-    // be tried again.
+    // The first part of the UNION is executed completely before the second. Otherwise two
+    // transactions could deadlock.
     let query = format!(
         "WITH ended AS ({}), locked AS ({})
          SELECT ended.*, {} FROM ended UNION ALL SELECT {}, locked.* FROM locked",
         ending(backend),
         locking(backend, &counts(backend), values.len() + 1),
         COUNTS.map(|name| format!("NULL AS {name}")).join(", "),
-        LEFT.map(|_| "NULL").join(", "),
+        ENDED_LEASE_COLUMNS.map(|_| "NULL").join(", "),
     );
     let values = values.into_iter().chain([rows::ids(workers)?]);
     let (mut ended, mut locked) = (Vec::with_capacity(releases.len()), Vec::new());
     for row in txn.query_all_raw(Statement::from_sql_and_values(backend, query, values)).await? {
         match row.try_get::<Option<Uuid>>("", "lease_id")? {
-            Some(_) => ended.push(Left::from_query_result(&row, "")?),
+            Some(_) => ended.push(EndedLease::from_query_result(&row, "")?),
             None => locked.push(Counts::from_query_result(&row, "")?),
         }
     }
     Ok((ended, locked))
 }
 
-/// Ends the driven leases among the ids `$1` that have not ended.
+/// Returns the statement that ends the live driven leases among the ids `$1`.
 fn ending(backend: DbBackend) -> String {
     format!(
         "UPDATE leases SET state = 'ended', ended_at = $2, ended_by = $3
@@ -63,6 +63,6 @@ fn ending(backend: DbBackend) -> String {
          RETURNING {}",
         rows::among(backend, 1),
         rows::lock(backend, "FOR UPDATE"),
-        LEFT.join(", ")
+        ENDED_LEASE_COLUMNS.join(", ")
     )
 }

@@ -1,4 +1,4 @@
-//! Tables: their rows, their migrations, and statements written together.
+//! The database: tables, migrations and batches of statements.
 
 pub(crate) mod entity;
 pub(crate) mod writes;

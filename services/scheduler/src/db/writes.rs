@@ -1,14 +1,14 @@
-//! Statements that write, and answer nothing: a round trip for all of them, where the database takes several as one.
+//! Batches of writing statements without results, sent to PostgreSQL in one round trip.
 
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, Statement, Value};
 
-/// What a transaction writes in the end. Each statement is of another table, and none depends on what another has written: PostgreSQL carries
-/// out all of them on what was there before.
+/// Statements at the end of a transaction. Each statement writes another table, and none depends on
+/// the writes of another, because PostgreSQL executes all of them on one snapshot.
 #[derive(Debug)]
 pub(crate) struct Writes {
     backend: DbBackend,
     statements: Vec<(String, Vec<Value>)>,
-    /// How many values PostgreSQL is given before those of the next statement.
+    /// Number of PostgreSQL parameters of the statements so far.
     given: usize,
 }
 
@@ -17,7 +17,8 @@ impl Writes {
         Self { backend, statements: Vec::new(), given: 0 }
     }
 
-    /// Adds a statement with these values, the first of which is `$n` of the `n` that it is told.
+    /// Adds a statement with its values. `statement` receives the number `n` of its first parameter
+    /// `$n`.
     pub(crate) fn add<const VALUES: usize>(
         &mut self,
         values: [Value; VALUES],
@@ -29,10 +30,10 @@ impl Writes {
         }
     }
 
-    /// Has all of them carried out.
+    /// Executes all statements.
     pub(crate) async fn write(self, txn: &DatabaseTransaction) -> Result<(), DbErr> {
         let statements = match self.backend {
-            DbBackend::Postgres => together(self.statements).into_iter().collect(),
+            DbBackend::Postgres => join_statements(self.statements).into_iter().collect(),
             _ => self.statements,
         };
         for (query, values) in statements {
@@ -42,8 +43,8 @@ impl Writes {
     }
 }
 
-/// One statement that does what these do.
-fn together(mut statements: Vec<(String, Vec<Value>)>) -> Option<(String, Vec<Value>)> {
+/// Joins the statements into one statement with common table expressions.
+fn join_statements(mut statements: Vec<(String, Vec<Value>)>) -> Option<(String, Vec<Value>)> {
     let (last, mut values) = statements.pop()?;
     if statements.is_empty() {
         return Some((last, values));

@@ -1,6 +1,8 @@
-//! Demand and supply: what waits, what workers there are, and which of them go with the least harm. For whoever adds and removes workers.
+//! Demand and supply for autoscalers: waiting requests, workers, and the workers that are safe to
+//! remove.
 //!
-//! As this replica remembers it. Leases are counted in the database, for those that take no slot are remembered nowhere else.
+//! The worker cache of this replica is the source. Leases are counted in the database, because the
+//! cache does not contain leases without a slot.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -19,43 +21,44 @@ use crate::db::entity::worker::{Desired, State};
 use crate::placement::{Demand, Shape, Trust, Worker};
 use crate::store_client::Forget;
 
-/// Of how many reasons why nobody could take it those who ask are told.
+/// Maximum number of refusal lines in one demand entry.
 const REASONS: usize = 10;
 
-/// Of how many workers at a time the artifact store is asked what would be lost with them.
+/// Maximum number of workers for which the artifact store is queried at a time.
 const CHECKS: usize = 16;
 
-/// Of how many times as many workers as are told of the artifact store is asked at most.
+/// Maximum number of removable workers that are checked with the artifact store, as a multiple of
+/// the requested number.
 const CANDIDATES: usize = 4;
 
-/// How much is told.
+/// Limits of a capacity query.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LeaseRequest {
+pub(crate) struct CapacityQuery {
     pub(crate) shapes: usize,
     pub(crate) removable: usize,
-    /// Whether the artifact store is asked what would be lost.
+    /// Whether the artifact store is queried for last replicas.
     pub(crate) replicas: bool,
 }
 
-/// What waits, and what there is for it.
+/// The answer to a capacity query.
 #[derive(Debug, Default)]
 pub(crate) struct Feed {
     pub(crate) waiting: usize,
-    /// How many of them no worker could ever take.
+    /// Number of waiting requests that no known worker could ever take.
     pub(crate) for_none: usize,
     pub(crate) oldest: Option<Timestamp>,
-    pub(crate) demand: Vec<Waiting>,
+    pub(crate) demand: Vec<WaitingDemand>,
     pub(crate) supply: Vec<Supply>,
     pub(crate) removable: Vec<Removable>,
-    /// What was refused lately, as what waits.
-    pub(crate) refused: Vec<Waiting>,
+    /// Requests that were rejected lately as unschedulable.
+    pub(crate) refused: Vec<WaitingDemand>,
 }
 
-/// Workloads that ask for the same.
+/// Waiting requests of the same shape.
 #[derive(Debug, Clone)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitingDemand {
     pub(crate) shape: Arc<Shape>,
-    pub(crate) keeps_to_its_own: bool,
+    pub(crate) uses_own_workers_only: bool,
     pub(crate) count: usize,
     pub(crate) for_none: usize,
     pub(crate) oldest: Timestamp,
@@ -63,7 +66,7 @@ pub(crate) struct Waiting {
     pub(crate) never_for: Vec<String>,
 }
 
-/// Workers with the same labels, without those that are lost or have gone: what could run there now.
+/// Workers with the same labels, without lost and removed workers.
 #[derive(Debug, Clone)]
 pub(crate) struct Supply {
     pub(crate) labels: Arc<Labels>,
@@ -84,26 +87,26 @@ pub(crate) struct Removable {
     pub(crate) kept_containers: u64,
     pub(crate) kept_volumes: u64,
     pub(crate) idle_since: Option<Timestamp>,
-    /// `None`: nobody asked, or the store did not say.
+    /// Whether data would be lost. `None`: not queried, or the artifact store did not answer.
     pub(crate) would_lose: Option<bool>,
 }
 
 impl Removable {
-    /// First the one that goes with the least harm.
+    /// Returns the sort key of the removal order: the least harmful removal first.
     fn harm(&self) -> impl Ord + use<> {
         let idle_since = self.idle_since.unwrap_or(Timestamp(i64::MAX));
         (self.leases, self.kept_containers, idle_since, self.kept_volumes, self.name.clone())
     }
 
-    /// All of it, for people.
+    /// Describes the worker in one line, for people.
     pub(crate) fn words(&self, now: Timestamp) -> String {
         let idle = match self.idle_since {
-            Some(since) => format!("idle for {} s at least", now.since(since).as_secs()),
+            Some(since) => format!("idle for at least {} s", now.since(since).as_secs()),
             None => "busy".to_owned(),
         };
         let would_lose = match self.would_lose {
-            Some(true) => "; something that is kept has its last replica there, or orphans are there",
-            Some(false) => "; nothing that is kept would be lost with it",
+            Some(true) => "; the worker has the last replica of a kept artifact, or orphans",
+            Some(false) => "; no kept artifact would be lost",
             None => "",
         };
         let Self { leases, kept_containers, kept_volumes, .. } = self;
@@ -113,36 +116,37 @@ impl Removable {
     }
 }
 
-/// What waits, and what there is for it.
-pub(crate) async fn feed(app: &App, ask: LeaseRequest) -> Result<Feed, DbErr> {
+/// Answers a capacity query.
+pub(crate) async fn feed(app: &App, query: CapacityQuery) -> Result<Feed, DbErr> {
     app.dispatch.catch_up().await;
     let mut feed = Feed::default();
-    tell_demand(app, &mut feed);
-    tell_refused(app, &mut feed);
-    for told in [&mut feed.demand, &mut feed.refused] {
-        told.sort_by_cached_key(|one| (Reverse(one.count), one.oldest, one.shape.team.clone()));
-        told.truncate(ask.shapes);
+    add_demand(app, &mut feed);
+    add_refused(app, &mut feed);
+    for entries in [&mut feed.demand, &mut feed.refused] {
+        entries.sort_by_cached_key(|one| (Reverse(one.count), one.oldest, one.shape.team.clone()));
+        entries.truncate(query.shapes);
     }
     let leases = live_leases(app).await?;
-    tell_supply(app, &leases, &mut feed);
+    add_supply(app, &leases, &mut feed);
     feed.supply.sort_by_cached_key(|one| (Reverse(one.workers), key(&one.labels)));
-    feed.supply.truncate(ask.shapes);
+    feed.supply.truncate(query.shapes);
     feed.removable.sort_by_cached_key(Removable::harm);
-    if ask.replicas {
-        put_what_loses_something_last(app, &mut feed.removable, ask.removable).await;
+    if query.replicas {
+        move_lossy_workers_last(app, &mut feed.removable, query.removable).await;
     }
-    feed.removable.truncate(ask.removable);
+    feed.removable.truncate(query.removable);
     Ok(feed)
 }
 
-/// Asks of as many as may be needed to tell of `wanted` with which nothing is lost.
-async fn put_what_loses_something_last(app: &App, removable: &mut Vec<Removable>, wanted: usize) {
-    removable.truncate(wanted.saturating_mul(CANDIDATES));
+/// Moves workers whose removal loses data to the end. Queries the artifact store until `count`
+/// safe workers are found.
+async fn move_lossy_workers_last(app: &App, removable: &mut Vec<Removable>, count: usize) {
+    removable.truncate(count.saturating_mul(CANDIDATES));
     let mut safe = 0;
-    for some in removable.chunks_mut(wanted.max(1)) {
-        tell_losses(app, some).await;
+    for some in removable.chunks_mut(count.max(1)) {
+        query_losses(app, some).await;
         safe += some.iter().filter(|one| one.would_lose == Some(false)).count();
-        if safe >= wanted || some.iter().all(|one| one.would_lose.is_none()) {
+        if safe >= count || some.iter().all(|one| one.would_lose.is_none()) {
             break;
         }
     }
@@ -153,12 +157,13 @@ async fn put_what_loses_something_last(app: &App, removable: &mut Vec<Removable>
     });
 }
 
-/// Asks the artifact store what would be lost with each of these. Once it does not answer, it is not asked any more.
-async fn tell_losses(app: &App, removable: &mut [Removable]) {
-    let is_away = AtomicBool::new(false);
+/// Queries the artifact store for data that the removal of each worker would lose. Stops after the
+/// first transient failure.
+async fn query_losses(app: &App, removable: &mut [Removable]) {
+    let store_is_unavailable = AtomicBool::new(false);
     let ids: Vec<_> = removable.iter().map(|one| one.id).collect();
-    let asked = ids.into_iter().map(async |id| {
-        if is_away.load(Ordering::Relaxed) {
+    let checks = ids.into_iter().map(async |id| {
+        if store_is_unavailable.load(Ordering::Relaxed) {
             return None;
         }
         match app.store.forget_worker(id, Forget::Check).await {
@@ -167,25 +172,25 @@ async fn tell_losses(app: &App, removable: &mut [Removable]) {
                 Some(true)
             }
             Err(refusal) => {
-                is_away.fetch_or(refusal.is_transient(), Ordering::Relaxed);
+                store_is_unavailable.fetch_or(refusal.is_transient(), Ordering::Relaxed);
                 None
             }
         }
     });
-    let answers: Vec<_> = stream::iter(asked).buffered(CHECKS).collect().await;
+    let answers: Vec<_> = stream::iter(checks).buffered(CHECKS).collect().await;
     for (one, would_lose) in removable.iter_mut().zip(answers) {
         one.would_lose = would_lose;
     }
 }
 
-fn tell_demand(app: &App, feed: &mut Feed) {
+fn add_demand(app: &App, feed: &mut Feed) {
     let lines: Vec<_> = {
         let queue = app.dispatch.queue();
         queue.demand().map(|(demand, count, oldest)| (demand.clone(), count, oldest)).collect()
     };
-    let mut by_shape = HashMap::<_, Waiting>::new();
+    let mut by_shape = HashMap::<_, WaitingDemand>::new();
     for (demand, count, oldest) in lines {
-        let waiting = Waiting::of(app, &demand, count, oldest);
+        let waiting = WaitingDemand::of(app, &demand, count, oldest);
         feed.waiting += count;
         feed.for_none += waiting.for_none;
         feed.oldest = Some(feed.oldest.map_or(oldest, |known| known.min(oldest)));
@@ -197,15 +202,16 @@ fn tell_demand(app: &App, feed: &mut Feed) {
     feed.demand = by_shape.into_values().collect();
 }
 
-/// What was refused lately, and still would be.
-fn tell_refused(app: &App, feed: &mut Feed) {
+/// Adds the requests that were rejected lately and are still unschedulable.
+fn add_refused(app: &App, feed: &mut Feed) {
     let refused = app.dispatch.refused().lately(Timestamp::now());
-    let refused = refused.iter().map(|one| Waiting::of(app, &one.demand, one.count, one.first));
+    let refused = refused.iter().map(|one| WaitingDemand::of(app, &one.demand, one.count, one.first));
     feed.refused = refused.filter(|one| one.for_none > 0).collect();
 }
 
-impl Waiting {
-    /// So many that ask for `demand`. Each is looked at for itself, so that nothing that is placed waits for all of them.
+impl WaitingDemand {
+    /// Describes `count` requests for `demand`. Takes the lock on the workers for each demand, so
+    /// that placement is not blocked for long.
     fn of(app: &App, demand: &Demand, count: usize, oldest: Timestamp) -> Self {
         let mut workers = app.dispatch.workers.lock();
         let is_hopeless = workers.is_hopeless(demand);
@@ -215,7 +221,7 @@ impl Waiting {
         };
         Self {
             shape: demand.shape.clone(),
-            keeps_to_its_own: workers.keeps_to_its_own(demand),
+            uses_own_workers_only: workers.uses_own_workers_only(demand),
             count,
             for_none: if is_hopeless { count } else { 0 },
             oldest,
@@ -224,7 +230,7 @@ impl Waiting {
         }
     }
 
-    /// Others of the same shape, that shall avoid other workers.
+    /// Merges a demand of the same shape that avoids other workers.
     fn join(&mut self, other: Self) {
         self.count += other.count;
         self.for_none += other.for_none;
@@ -235,13 +241,13 @@ impl Waiting {
     }
 }
 
-fn tell_supply(app: &App, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
+fn add_supply(app: &App, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
     let mut by_labels = BTreeMap::<_, Supply>::new();
     let workers = app.dispatch.workers.lock();
-    // Many workers share their labels as one value, and are not compared by what these say.
+    // Workers with equal labels share one value, so the pointer is compared.
     let mut known = HashMap::<*const Labels, Supply>::new();
-    let are_there = |(worker, _): &(&Worker, _)| worker.state != State::Lost;
-    for (worker, idle_since) in workers.workers_and_idleness().filter(are_there) {
+    let is_known = |(worker, _): &(&Worker, _)| worker.state != State::Lost;
+    for (worker, idle_since) in workers.workers_and_idleness().filter(is_known) {
         let supply = known.entry(Arc::as_ptr(&worker.labels)).or_insert_with(|| Supply::of(&worker.labels));
         supply.add(worker);
         let is_reserved = worker.reserved_for.is_some();
@@ -270,7 +276,7 @@ fn tell_supply(app: &App, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
     feed.supply = by_labels.into_values().collect();
 }
 
-/// What is told of labels.
+/// Returns the reported part of labels, as a sort key.
 fn key(labels: &Labels) -> (String, Vec<String>, Option<String>, Vec<String>, Vec<String>) {
     let Labels { platform, tags, team, image_kinds, capabilities, resource_types: _ } = labels;
     (platform.clone(), tags.clone(), team.clone(), image_kinds.clone(), capabilities.clone())
@@ -317,7 +323,7 @@ impl Supply {
     }
 }
 
-/// How many leases of each worker have not ended.
+/// Counts the live leases of each worker.
 async fn live_leases(app: &App) -> Result<HashMap<Uuid, i64>, DbErr> {
     let live: Vec<(Uuid, i64)> = lease::Entity::find()
         .select_only()

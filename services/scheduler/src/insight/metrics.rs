@@ -1,4 +1,4 @@
-//! What operators see of the scheduler's rows: counted when they look.
+//! Gauges of the scheduler's rows, counted when metrics are scraped.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,16 +15,16 @@ use crate::app::App;
 use crate::db::entity::{lease, reservation, worker, workload};
 use crate::placement::{CODES, DecidedBy, WAITS_FOR};
 
-/// How many teams have gauges of their own. All others are one.
+/// Maximum number of teams with their own gauges. Further teams share one label.
 const TEAMS: usize = 100;
 
-/// The name of all others.
+/// The team label of all further teams.
 const OTHER: &str = "other";
 
-/// Sets the gauges whenever somebody reads them.
+/// Updates the gauges at each scrape.
 pub(crate) fn add(app: App, host: &server::Host) {
     describe();
-    // What has not happened yet is 0, and not missing.
+    // A counter exists from the start, with the value 0.
     for decided_by in DecidedBy::all() {
         metrics::counter!("gantry_scheduler_placements_total", "decided_by" => decided_by.name()).absolute(0);
     }
@@ -32,7 +32,7 @@ pub(crate) fn add(app: App, host: &server::Host) {
         metrics::counter!("gantry_scheduler_refusals_total", "reason" => code).absolute(0);
     }
     _ = metrics::histogram!("gantry_scheduler_decision_seconds");
-    let shown = Arc::new(Mutex::new(Shown::default()));
+    let shown = Arc::new(Mutex::new(ExportedGauges::default()));
     host.add_gauges(move || {
         let (app, shown) = (app.clone(), shown.clone());
         async move {
@@ -43,29 +43,29 @@ pub(crate) fn add(app: App, host: &server::Host) {
                 metrics::gauge!("gantry_scheduler_leases_drift", "what" => what).set(count as f64);
             }
             if let Err(error) = set(&app.context.db).await {
-                tracing::debug!(error = domain::error_chain(&error), "cannot count for metrics");
+                tracing::debug!(error = domain::error_chain(&error), "cannot update the gauges of metrics");
             }
         }
     });
 }
 
-/// Those of a team that wait for the same reason.
+/// Requests of one team that wait for the same reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Waiting {
+struct WaitingTotals {
     count: usize,
-    /// For how long the oldest has.
+    /// Waiting time of the oldest request.
     oldest: Duration,
 }
 
-/// Who waits, by team and reason.
-fn waiting(app: &App, now: Timestamp) -> HashMap<(String, &'static str), Waiting> {
+/// Counts the waiting requests by team and reason.
+fn waiting(app: &App, now: Timestamp) -> HashMap<(String, &'static str), WaitingTotals> {
     let lines: Vec<_> = {
         let queue = app.dispatch.queue();
         queue.demand().map(|(demand, count, oldest)| (demand.clone(), count, oldest)).collect()
     };
-    let mut waiting = HashMap::<_, Waiting>::new();
+    let mut waiting = HashMap::<_, WaitingTotals>::new();
     for (demand, count, oldest) in lines {
-        // Each for itself, so that nothing that is placed waits for all of them.
+        // The lock is taken for each demand, so that placement is not blocked for long.
         let reason = app.dispatch.workers.lock().waits_for(&demand);
         let of = waiting.entry((demand.shape.team.clone(), reason)).or_default();
         of.count += count;
@@ -74,15 +74,15 @@ fn waiting(app: &App, now: Timestamp) -> HashMap<(String, &'static str), Waiting
     waiting
 }
 
-/// What is shown of those that wait, so that what is over becomes 0.
+/// The label sets with a gauge, so that a gauge without requests is reset to 0.
 #[derive(Debug, Default)]
-struct Shown {
+struct ExportedGauges {
     teams: HashSet<String>,
     labels: HashSet<(String, &'static str)>,
 }
 
-impl Shown {
-    fn show(&mut self, waiting: HashMap<(String, &'static str), Waiting>) {
+impl ExportedGauges {
+    fn show(&mut self, waiting: HashMap<(String, &'static str), WaitingTotals>) {
         for ((team, reason), now) in self.now(waiting) {
             let labels = [("team", team), ("reason", reason.to_owned())];
             metrics::gauge!("gantry_scheduler_queue_length", &labels).set(now.count as f64);
@@ -92,13 +92,13 @@ impl Shown {
 
     fn now(
         &mut self,
-        waiting: HashMap<(String, &'static str), Waiting>,
-    ) -> HashMap<(String, &'static str), Waiting> {
+        waiting: HashMap<(String, &'static str), WaitingTotals>,
+    ) -> HashMap<(String, &'static str), WaitingTotals> {
         let none = WAITS_FOR.into_iter().map(|reason| (OTHER.to_owned(), reason));
-        let none = none.chain(self.labels.drain()).map(|labels| (labels, Waiting::default()));
+        let none = none.chain(self.labels.drain()).map(|labels| (labels, WaitingTotals::default()));
         let mut now: HashMap<_, _> = none.collect();
         let mut waiting: Vec<_> = waiting.into_iter().collect();
-        // Of many that are new the largest are shown.
+        // Of new teams, the teams with the most requests get their own gauges.
         waiting.sort_by_key(|(_, waiting)| std::cmp::Reverse(waiting.count));
         for ((team, reason), more) in waiting {
             let is_shown = self.teams.contains(&team) || self.teams.len() < TEAMS;
@@ -118,32 +118,32 @@ impl Shown {
 fn describe() {
     metrics::describe_gauge!(
         "gantry_scheduler_queue_length",
-        "Workloads and leases that wait for a worker, by team and by what they wait for."
+        "Workloads and leases that wait for a worker, by team and reason."
     );
     metrics::describe_gauge!(
         "gantry_scheduler_queue_oldest_seconds",
-        "For how long the oldest of them has waited."
+        "WaitingTotals time of the oldest waiting workload or lease, by team and reason."
     );
     metrics::describe_counter!(
         "gantry_scheduler_placements_total",
-        "What was granted a worker by this replica, by what made the difference between the worker and the next best."
+        "Leases that this replica granted, by the strategy that ranked the chosen worker above the next."
     );
     metrics::describe_counter!(
         "gantry_scheduler_refusals_total",
-        "What was not placed at once by this replica, by each reason that workers had."
+        "Requests that this replica did not place at once, by each refusal reason of the workers."
     );
     metrics::describe_histogram!(
         "gantry_scheduler_decision_seconds",
-        "How long this replica took to decide and grant what was asked for together."
+        "Time that this replica took to decide and grant a batch."
     );
     metrics::describe_gauge!(
         "gantry_scheduler_leases_drift",
-        "Leases that their workers do not have, or have although they ended, for longer than messages take. Not 0: a defect."
+        "Leases on which scheduler and worker disagree for longer than messages take: missing on the worker, or ended but still on the worker. A value other than 0 is a defect."
     );
-    metrics::describe_gauge!("gantry_scheduler_workers", "Workers, by whether they are in contact.");
+    metrics::describe_gauge!("gantry_scheduler_workers", "Workers, by state: running, stalled or lost.");
     metrics::describe_gauge!(
         "gantry_scheduler_workers_out_of_service",
-        "Workers that get no work although they may be in contact, by why; one may be several of these."
+        "Workers that get no work although they may be in contact, by cause. A worker may have several causes."
     );
     metrics::describe_gauge!(
         "gantry_scheduler_workloads",
@@ -151,14 +151,17 @@ fn describe() {
     );
     metrics::describe_gauge!(
         "gantry_scheduler_slots_in_use",
-        "Leases that take a slot, over all workers, as their counters say."
+        "Leases that use a slot, according to the counters of all workers."
     );
     metrics::describe_gauge!("gantry_scheduler_leases", "Leases that have not ended, by kind.");
     metrics::describe_gauge!(
         "gantry_scheduler_counters_drift",
-        "By how much the counters of workers and their leases disagree, by what is counted: summed over the workers, whichever is more. Not 0: a defect."
+        "Difference between the counters of workers and their leases, by counter: absolute differences summed over the workers. A value other than 0 is a defect."
     );
-    metrics::describe_gauge!("gantry_scheduler_outbox", "What the artifact store has not acknowledged yet.");
+    metrics::describe_gauge!(
+        "gantry_scheduler_outbox",
+        "Calls to the artifact store that are not acknowledged yet."
+    );
 }
 
 async fn set(db: &Database) -> Result<(), DbErr> {
@@ -205,7 +208,7 @@ async fn set(db: &Database) -> Result<(), DbErr> {
         metrics::gauge!("gantry_scheduler_workloads", "state" => state.to_value()).set(count as f64);
     }
 
-    // In one statement, so that what is compared belongs together.
+    // One statement, so that the compared counts belong to one snapshot.
     let sums = "SELECT (SELECT CAST(COALESCE(SUM(active_tasks), 0) AS BIGINT) FROM workers) AS slots, kind, COUNT(*) AS leases, \
                 (SELECT COUNT(*) FROM outbox) AS owed FROM \
                 (SELECT kind FROM leases WHERE state <> 'ended' UNION ALL SELECT NULL) AS live GROUP BY kind";
@@ -229,10 +232,10 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     Ok(())
 }
 
-/// By how much each counter of workers and their leases disagree: summed over the workers, so that one that has too much does not hide another
-/// that has too little.
+/// Sums the differences between the counters of workers and their leases. Differences are absolute,
+/// so that a surplus does not hide a deficit.
 pub(crate) async fn counters_drift(db: &impl ConnectionTrait) -> Result<[(&'static str, i64); 5], DbErr> {
-    // In one statement, so that what is compared belongs together.
+    // One statement, so that the compared counts belong to one snapshot.
     let query = "SELECT CAST(COALESCE(SUM(ABS(active_tasks - COALESCE(tasks, 0))), 0) AS BIGINT) AS tasks, \
                  CAST(COALESCE(SUM(ABS(active_checks - COALESCE(checks, 0))), 0) AS BIGINT) AS checks, \
                  CAST(COALESCE(SUM(ABS(reserved_cpu_millis - COALESCE(cpu, 0))), 0) AS BIGINT) AS cpu_millis, \
@@ -266,17 +269,17 @@ mod tests {
     use crate::workers::test_support::hello;
 
     #[test]
-    fn what_waits_no_more_becomes_none_and_teams_beyond_the_bound_are_one() {
-        let waiting = |count: usize| Waiting { count, oldest: Duration::from_secs(count as u64) };
+    fn ended_waits_become_zero_and_further_teams_share() {
+        let waiting = |count: usize| WaitingTotals { count, oldest: Duration::from_secs(count as u64) };
         let of = |team: usize, reason: &'static str| (format!("team-{team:03}"), reason);
-        let mut shown = Shown::default();
+        let mut shown = ExportedGauges::default();
         let now = shown.now((0..150).map(|team| (of(team, "FULL"), waiting(1000 - team))).collect());
         assert_eq!(now[&of(99, "FULL")], waiting(901));
         assert!(!now.contains_key(&of(100, "FULL")));
         let others = now[&(OTHER.to_owned(), "FULL")];
-        assert_eq!(others, Waiting { count: (851..=900).sum(), oldest: Duration::from_secs(900) });
+        assert_eq!(others, WaitingTotals { count: (851..=900).sum(), oldest: Duration::from_secs(900) });
         let now = shown.now(HashMap::from([(of(7, "STALLED"), waiting(1)), (of(120, "FULL"), waiting(2))]));
-        assert_eq!(now[&of(7, "FULL")], Waiting::default());
+        assert_eq!(now[&of(7, "FULL")], WaitingTotals::default());
         assert_eq!(now[&of(7, "STALLED")], waiting(1));
         assert_eq!(now[&(OTHER.to_owned(), "FULL")], waiting(2));
         assert_eq!(now.len(), 100 + WAITS_FOR.len() + 1);
@@ -293,7 +296,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_one_counter_has_too_much_another_that_has_too_little_does_not_hide() {
+    async fn opposite_counter_drifts_do_not_cancel_out() {
         let (sqlite, postgres) = (testing::databases::sqlite(), testing::databases::postgres().await);
         for database in [sqlite, postgres] {
             let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");

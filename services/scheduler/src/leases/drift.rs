@@ -1,7 +1,8 @@
-//! Drift: where the leases here and what workers say of them disagree for longer than messages take. It must not be.
+//! Drift: lasting disagreement between the scheduler's leases and the leases that workers report.
 //!
-//! What differs for a moment is how each side hears of the other, and is put right by [`crate::api`]'s Synchronize. What still differs
-//! after the patience that a worker has is counted, for as long as its gateway says so on this replica.
+//! Short disagreement is normal while messages are in transit, and [`crate::api`]'s Synchronize
+//! resolves it. Disagreement that outlasts the given patience is counted, as long as the gateway
+//! reports it to this replica. A count other than 0 is a defect.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,16 +11,16 @@ use std::time::Duration;
 use domain::Timestamp;
 use uuid::Uuid;
 
-/// How many leases are disagreed about.
+/// Number of leases in disagreement.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Count {
-    /// They live here, and their worker has heard of them and does not have them.
+    /// Live leases that the worker has received and does not report.
     pub(crate) missing: usize,
-    /// They have ended here, and their worker says that they run.
+    /// Ended leases that the worker reports as running.
     pub(crate) stray: usize,
 }
 
-/// What all gateways say that this replica hears. Cheap to clone; clones share it.
+/// The counts of all gateway streams of this replica. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Drift(Arc<Mutex<HashMap<Uuid, Count>>>);
 
@@ -28,7 +29,7 @@ impl Drift {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Over all gateways.
+    /// Returns the sum over all streams.
     pub(crate) fn total(&self) -> Count {
         self.lock().values().fold(Count::default(), |sum, one| Count {
             missing: sum.missing + one.missing,
@@ -36,9 +37,9 @@ impl Drift {
         })
     }
 
-    /// For one stream of a gateway.
-    pub(crate) fn of_stream(&self) -> OfStream {
-        OfStream {
+    /// Starts counting for one stream of a gateway.
+    pub(crate) fn of_stream(&self) -> StreamDrift {
+        StreamDrift {
             drift: self.clone(),
             stream: Uuid::now_v7(),
             missing: HashMap::new(),
@@ -47,18 +48,19 @@ impl Drift {
     }
 }
 
-/// What the gateway of one stream says.
+/// The disagreement with the gateway of one stream.
 #[derive(Debug)]
-pub(crate) struct OfStream {
+pub(crate) struct StreamDrift {
     drift: Drift,
     stream: Uuid,
-    /// Since when.
+    /// Missing and stray leases, with the time since when.
     missing: HashMap<Uuid, Timestamp>,
     stray: HashMap<Uuid, Timestamp>,
 }
 
-impl OfStream {
-    /// These leases are disagreed about now. What is so for longer than `patience` counts.
+impl StreamDrift {
+    /// Records the leases in disagreement now. Those in disagreement for longer than `patience`
+    /// count.
     pub(crate) fn note(
         &mut self,
         missing: &HashSet<Uuid>,
@@ -80,12 +82,12 @@ impl OfStream {
         drop(counts);
         if count != Count::default() && before != Some(count) {
             let Count { missing, stray } = count;
-            tracing::error!(missing, stray, "leases and what their worker says of them do not agree");
+            tracing::error!(missing, stray, "scheduler and worker disagree on leases");
         }
     }
 }
 
-impl Drop for OfStream {
+impl Drop for StreamDrift {
     fn drop(&mut self) {
         self.drift.lock().remove(&self.stream);
     }

@@ -1,23 +1,27 @@
-//! Leases: the right to use one worker's incarnation, and one of its slots.
+//! Leases: the right to use one slot of one incarnation of a worker.
 //!
 //! ```text
-//! granted ──shall stop──▶ ending ──its gateway says that it stopped──▶ ended
-//!    │                       └──as below────────────────────────────────▶ ended
-//!    ├──its gateway says that it ended, or does not know it─────────────▶ ended
-//!    ├──its worker is silent and has not started it─────────────────────▶ ended
-//!    └──its worker is lost, a new incarnation, or not renewed───────────▶ ended
+//! granted ──must stop──▶ ending ──its gateway reports the stop────────────▶ ended
+//!    │                      └──as below───────────────────────────────────▶ ended
+//!    ├──its gateway reports the end, or does not know the lease───────────▶ ended
+//!    ├──its worker is stalled and has not started it──────────────────────▶ ended
+//!    └──its worker is lost, a new incarnation, or not renewed─────────────▶ ended
 //! ```
 //!
-//! Where its worker is lost and may run still what was started under it, it is not ended but given up: its workload ends without it, and it stays
-//! `ending`, until its gateway says that it stopped, the worker begins anew, or is pruned.
+//! If the worker is lost and may still run the attempt, the lease is given up instead of ended. The
+//! workload ends without it. The lease stays `ending` until its gateway reports the stop, the
+//! worker has a new incarnation, or the worker is pruned.
 //!
 //! Invariants:
-//! - A worker's `active_tasks` is the number of its leases that take a slot and have not ended, and never exceeds its slots when one
-//!   is granted; what leases asked for is counted alike. [`crate::commit`] raises the counters under the worker's lock in the transaction
-//!   that writes the lease, and whoever ends one lowers them in the transaction of the one guarded update that ends it.
+//! - The counter `active_tasks` of a worker is the number of its live leases that use a slot. A
+//!   grant never raises it above the worker's slots. Requested resources are counted in the same
+//!   way. [`crate::commit`] raises the counters under the lock of the worker, in the transaction
+//!   that writes the lease. The transaction of the one guarded update that ends a lease lowers
+//!   them.
 //! - A workload has at most one live lease. A unique index enforces it.
 //!
-//! Where a lease has a workload, the workload's row is locked first; so what is read of the lease after that stays true.
+//! The row of a workload is locked before its lease, so a lease that was read after that lock does
+//! not change.
 
 pub(crate) mod drift;
 
@@ -34,31 +38,31 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::db::entity::lease::{self, EndedBy, Kind, Left, State, StopReason};
+use crate::db::entity::lease::{self, EndedBy, EndedLease, Kind, State, StopReason};
 use crate::db::entity::{STATE_OF_NAMED, owner_affinity, worker};
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::placement::{Placement, Resources};
 use crate::workers;
-use crate::workers::load_counters::Changes;
+use crate::workers::load_counters::LoadChanges;
 
-/// Whether a lease that is named by its id has not ended.
+/// Returns the condition that a lease selected by id has not ended.
 fn named_is_live() -> Expr {
     Expr::cust(format!("{STATE_OF_NAMED} <> 'ended'"))
 }
 
-/// A driven lease cannot be kept.
+/// Reason why a driven lease cannot be renewed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RenewError {
-    /// It was released, ran out, or its worker is gone.
-    #[error("the lease is lost")]
+    /// The lease was released, has expired, or its worker was lost.
+    #[error("cannot renew the lease: it has ended")]
     Lost,
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the lease in the database")]
     Database(#[from] DbErr),
 }
 
-/// A lease, for whoever asks what became of it.
+/// A lease, as callers see it.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) claims: LeaseClaims,
@@ -67,13 +71,13 @@ pub(crate) struct Lease {
     pub(crate) owner: String,
     pub(crate) reserved: Resources,
     pub(crate) granted_at: Timestamp,
-    /// When it ends unless it is renewed. `None`: nobody renews it.
+    /// Expiry unless renewed. `None`: the lease is not driven.
     pub(crate) expires_at: Option<Timestamp>,
     pub(crate) stop_reason: Option<StopReason>,
     pub(crate) state: LeaseState,
 }
 
-/// Where a lease is in its life.
+/// The state of a lease, as callers see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LeaseState {
     Granted,
@@ -81,33 +85,33 @@ pub(crate) enum LeaseState {
     Ended(Timestamp, LeaseEnd),
 }
 
-/// Why a lease ended.
+/// Reason why a lease ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LeaseEnd {
-    /// Its holder gave it back.
+    /// The holder released the lease.
     Released,
-    /// Its worker's gateway said that its attempt has ended.
+    /// The gateway reported the end of the attempt.
     Reported,
-    /// It was not renewed in time.
+    /// The lease was not renewed in time.
     Expired,
-    /// Its worker could not be counted on any more.
+    /// The worker was lost.
     Lost,
-    /// It was to stop, and nothing of it had started, or its worker was lost meanwhile.
+    /// The lease had to stop, and nothing had started or its worker was lost meanwhile.
     Stopped,
 }
 
-/// There is no such lease to tell of.
+/// Reason why a lease cannot be returned.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LeaseError {
-    /// There is none in this team.
+    /// The team has no such lease.
     #[error("lease {0} is unknown to this team")]
     NotFound(LeaseId),
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the lease in the database")]
     Database(#[from] DbErr),
 }
 
-/// What the token of `lease` claims.
+/// Returns the claims of the token of `lease`.
 pub(crate) fn claims(lease: &lease::Model) -> LeaseClaims {
     let attempt = lease.workload_id.zip(lease.attempt_id);
     LeaseClaims {
@@ -120,7 +124,7 @@ pub(crate) fn claims(lease: &lease::Model) -> LeaseClaims {
     }
 }
 
-/// What the token of a driven lease claims that is granted on the worker of `placement`.
+/// Returns the claims of the token of a driven lease on the worker of `placement`.
 pub(crate) fn driven_claims(lease: LeaseId, placement: &Placement, team: &str) -> LeaseClaims {
     LeaseClaims {
         lease,
@@ -131,19 +135,19 @@ pub(crate) fn driven_claims(lease: LeaseId, placement: &Placement, team: &str) -
     }
 }
 
-/// One lease.
+/// Reads one lease.
 pub(crate) async fn find(db: &impl ConnectionTrait, lease: LeaseId) -> Result<Option<lease::Model>, DbErr> {
     lease::Entity::find_by_id(lease.uuid()).one(db).await
 }
 
-/// Those of these workloads whose attempt shall stop and has not, and why.
+/// Returns the workloads, of these, whose attempt must stop and has not, with the reason.
 pub(crate) async fn stopping(
     db: &impl ConnectionTrait,
     workloads: impl IntoIterator<Item = Uuid>,
 ) -> Result<Vec<(Uuid, StopReason)>, DbErr> {
     let backend = db.get_database_backend();
     let among = rows::among(backend, 1);
-    // Written out, as `is_live` is.
+    // The text equals that of the partial index, like in `is_live`.
     let query = format!(
         "SELECT workload_id, stop_reason FROM leases
          WHERE workload_id {among} AND state <> 'ended' AND stop_reason IS NOT NULL"
@@ -153,15 +157,15 @@ pub(crate) async fn stopping(
     found.iter().map(|row| Ok((row.try_get("", "workload_id")?, row.try_get("", "stop_reason")?))).collect()
 }
 
-/// What is known of a lease of this team.
-pub(crate) async fn tell(db: &impl ConnectionTrait, team: &str, id: LeaseId) -> Result<Lease, LeaseError> {
+/// Returns a lease of this team, as callers see it.
+pub(crate) async fn get(db: &impl ConnectionTrait, team: &str, id: LeaseId) -> Result<Lease, LeaseError> {
     let row = lease::Entity::find_by_id(id.uuid()).filter(lease::Column::Team.eq(team)).one(db).await?;
     let row = row.ok_or(LeaseError::NotFound(id))?;
     let worker = worker::Entity::find_by_id(row.worker_id).one(db).await?;
-    Ok(told(row, worker.map(|worker| worker.name).unwrap_or_default()))
+    Ok(describe(row, worker.map(|worker| worker.name).unwrap_or_default()))
 }
 
-/// What is known of leases that have not ended, by id: of one team or all, on one worker or any.
+/// Lists live leases in the order of their ids, optionally of one team or worker.
 pub(crate) async fn list(
     db: &impl ConnectionTrait,
     team: Option<&str>,
@@ -184,10 +188,10 @@ pub(crate) async fn list(
     let names = workers::find_all(db, concerned).await?.into_iter().map(|worker| (worker.id, worker.name));
     let names: HashMap<_, _> = names.collect();
     let name_of = |row: &lease::Model| names.get(&row.worker_id).cloned().unwrap_or_default();
-    Ok(rows.into_iter().map(|row| (name_of(&row), row)).map(|(name, row)| told(row, name)).collect())
+    Ok(rows.into_iter().map(|row| (name_of(&row), row)).map(|(name, row)| describe(row, name)).collect())
 }
 
-fn told(row: lease::Model, worker_name: String) -> Lease {
+fn describe(row: lease::Model, worker_name: String) -> Lease {
     let amount = |amount: i64| u64::try_from(amount).unwrap_or(0);
     Lease {
         claims: claims(&row),
@@ -211,7 +215,7 @@ fn state(row: &lease::Model) -> LeaseState {
     let end = match row.ended_by {
         Some(EndedBy::Reported) if row.is_driven() => LeaseEnd::Released,
         Some(EndedBy::Reported) => LeaseEnd::Reported,
-        // Only one that is late ends for that.
+        // Only an expiry leaves an end at or after `expires_at`.
         _ if row.expires_at.is_some_and(|at| at <= ended_at) => LeaseEnd::Expired,
         _ if row.stop_reason.is_some_and(|reason| reason != StopReason::WorkerLost) => LeaseEnd::Stopped,
         _ => LeaseEnd::Lost,
@@ -223,7 +227,7 @@ fn state(row: &lease::Model) -> LeaseState {
     }
 }
 
-/// Those of these leases that are there.
+/// Reads the existing leases of these ids.
 pub(crate) async fn find_all(
     db: &impl ConnectionTrait,
     leases: &[LeaseId],
@@ -239,7 +243,7 @@ pub(crate) async fn find_all(
     Ok(found.collect())
 }
 
-/// The leases of `worker` for attempts that have not ended, in its incarnation `incarnation`.
+/// Returns the live leases for attempts in the incarnation `incarnation` of `worker`.
 pub(crate) async fn live_tasks(
     db: &impl ConnectionTrait,
     worker: WorkerId,
@@ -256,7 +260,8 @@ fn live_tasks_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::En
         .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
 }
 
-/// Lets the attempt under `lease` stop. A second wish can only shorten the grace, and the first reason stands.
+/// Stops the attempt under `lease`. A repeat may only shorten the grace period, and the first
+/// reason stays.
 pub(crate) async fn stop(
     txn: &DatabaseTransaction,
     lease: lease::Model,
@@ -283,7 +288,8 @@ pub(crate) async fn stop(
     Ok(())
 }
 
-/// Gives up the attempt under `lease`, whose worker is lost and may run it still: its slot stays taken until it has stopped.
+/// Gives up the attempt under `lease`, whose lost worker may still run it. The slot stays in use
+/// until the attempt has stopped.
 pub(crate) async fn give_up(
     txn: &DatabaseTransaction,
     lease: &lease::Model,
@@ -303,7 +309,8 @@ pub(crate) async fn give_up(
     Ok(given_up.rows_affected > 0)
 }
 
-/// Notes how far the gateway is with `lease`. `false`: it said so before, or the lease has ended.
+/// Raises the phase of the attempt under `lease`. Returns `false` if the phase was not raised or
+/// the lease has ended.
 pub(crate) async fn raise_phase(
     txn: &DatabaseTransaction,
     lease: LeaseId,
@@ -319,7 +326,7 @@ pub(crate) async fn raise_phase(
     Ok(raised.rows_affected > 0)
 }
 
-/// Ends `lease` and frees its slot. `false`: it had ended before, and nothing was changed.
+/// Ends `lease` and frees its slot. Returns `false` if the lease had ended before.
 pub(crate) async fn end(
     txn: &DatabaseTransaction,
     lease: LeaseId,
@@ -335,29 +342,29 @@ pub(crate) async fn end(
         .filter(named_is_live())
         .exec_with_returning(txn)
         .await?;
-    freed(txn, &ended, now, effects).await?;
+    release_resources(txn, &ended, now, effects).await?;
     Ok(!ended.is_empty())
 }
 
-/// Gives what these leases took back to their workers, and lets go what was pinned for them: they ended in this transaction.
-async fn freed(
+/// Frees the resources and pins of leases that ended in this transaction.
+async fn release_resources(
     txn: &DatabaseTransaction,
     ended: &[lease::Model],
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    let ended: Vec<_> = ended.iter().map(lease::Model::left).collect();
-    let mut changes = Changes::default();
-    ended.iter().for_each(|lease| changes.give_back(lease));
+    let ended: Vec<_> = ended.iter().map(lease::Model::ended_part).collect();
+    let mut changes = LoadChanges::default();
+    ended.iter().for_each(|lease| changes.release(lease));
     effects.workers.extend(changes.lock_and_write(txn).await?);
     effects.parcels.extend(release_pins(txn, &ended, now).await?);
     Ok(())
 }
 
-/// The artifact store shall drop what it holds for driven leases that ended in this transaction.
+/// Writes the release of pins of ended driven leases to the outbox.
 pub(crate) async fn release_pins(
     txn: &DatabaseTransaction,
-    ended: &[Left],
+    ended: &[EndedLease],
     now: Timestamp,
 ) -> Result<Vec<Parcel>, DbErr> {
     let settled = ended.iter().filter(|lease| lease.settles);
@@ -366,7 +373,7 @@ pub(crate) async fn release_pins(
     outbox::put_all(txn, messages, now).await
 }
 
-/// What `worker` shall do changes.
+/// Raises the generation of the desired state of `worker`.
 async fn raise_generation(
     txn: &DatabaseTransaction,
     worker: uuid::Uuid,
@@ -381,8 +388,9 @@ async fn raise_generation(
     Ok(())
 }
 
-/// Keeps a driven lease until `now + term`, or longer if that was said before by another clock, unless it has ended. That alone decides, and
-/// not that its term has passed: when nobody could renew it, whoever does so first may come before [`extend_terms`].
+/// Renews a driven lease until `now + term`. A later expiry that another clock set stays. Only a
+/// lease that has ended is rejected. A lease past its expiry is renewed, because the renewal may
+/// arrive before [`extend_terms`] after an outage.
 pub(crate) async fn renew(
     txn: &DatabaseTransaction,
     lease: LeaseId,
@@ -400,8 +408,8 @@ pub(crate) async fn renew(
     if renewed.rows_affected > 0 { Ok(()) } else { Err(RenewError::Lost) }
 }
 
-/// Gives every driven lease that has not ended at least a full term from `now`: its holder could perhaps not renew it. However often
-/// this is done at one time, no lease gets more than that one term.
+/// Gives every live driven lease at least a full term from `now`, because its holder may have been
+/// unable to renew it. Repeats at one time have no further effect.
 pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -417,7 +425,7 @@ pub(crate) async fn extend_terms(
         .map(|_| ())
 }
 
-/// Ends the driven leases that were not renewed in time, up to 1000 of them.
+/// Ends up to 1000 driven leases that were not renewed in time.
 pub(crate) async fn expire(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -432,7 +440,7 @@ pub(crate) async fn expire(
         .lock_exclusive()
         .all(txn)
         .await?;
-    // One that was renewed before it was locked is not late any more.
+    // A lease may have been renewed before the lock was taken.
     late.retain(|lease| lease.state != State::Ended && lease.expires_at.is_some_and(|at| at <= now.0));
     lease::Entity::update_many()
         .col_expr(lease::Column::State, Expr::value(State::Ended))
@@ -441,10 +449,10 @@ pub(crate) async fn expire(
         .filter(lease::Column::Id.is_in(late.iter().map(|lease| lease.id)))
         .exec(txn)
         .await?;
-    freed(txn, &late, now, effects).await
+    release_resources(txn, &late, now, effects).await
 }
 
-/// Whether a driven lease was not renewed in time.
+/// Returns whether a driven lease was not renewed in time.
 pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Result<bool, DbErr> {
     let expired = lease::Entity::find()
         .filter(lease::is_live())
@@ -455,13 +463,13 @@ pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Re
     Ok(expired.is_some())
 }
 
-/// Whether a driven lease holds something in the artifact store: it has not ended.
-pub(crate) async fn holds(db: &impl ConnectionTrait, lease: LeaseId) -> Result<bool, DbErr> {
+/// Returns whether a driven lease is live, so that its pins in the artifact store are in use.
+pub(crate) async fn is_live_driven(db: &impl ConnectionTrait, lease: LeaseId) -> Result<bool, DbErr> {
     let lease = find(db, lease).await?;
     Ok(lease.is_some_and(|lease| lease.is_driven() && lease.state != State::Ended))
 }
 
-/// The worker that the containers of `owner` keep to.
+/// Returns the worker on which the containers of `owner` run.
 pub(crate) async fn worker_of_owner(
     db: &impl ConnectionTrait,
     team: &str,
@@ -475,7 +483,7 @@ pub(crate) async fn worker_of_owner(
     Ok(row.map(|row| WorkerId::from_uuid(row.worker_id)))
 }
 
-/// Forgets where owners of containers were that had no lease granted since `before` and have none now.
+/// Deletes the affinity of owners that have no live lease and were granted none since `before`.
 pub(crate) async fn forget_owners(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
     let unused = "NOT EXISTS (SELECT 1 FROM leases WHERE leases.team = owner_affinity.team AND leases.owner = owner_affinity.owner \
                   AND leases.state <> 'ended' AND leases.owner <> '')";
@@ -487,7 +495,7 @@ pub(crate) async fn forget_owners(txn: &DatabaseTransaction, before: Timestamp) 
         .map(|_| ())
 }
 
-/// Forgets driven leases that ended before `before`; the others go with their workloads.
+/// Deletes driven leases that ended before `before`. Other leases are deleted with their workloads.
 pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
     lease::Entity::delete_many()
         .filter(Expr::cust("state = 'ended'"))
@@ -505,14 +513,14 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn live_leases_are_found_by_their_index_before_it_is_known_what_is_asked_for() {
+    async fn live_leases_are_found_by_their_index() {
         let database = testing::databases::sqlite();
         let db = db::Database::connect::<crate::Schema>(&database.url).await.expect("a database");
-        let asked = live_tasks_of(WorkerId::new(), Incarnation(1)).build(DbBackend::Sqlite);
-        // Without values: so it is planned once, for all that come.
-        let explain = format!("EXPLAIN QUERY PLAN {}", asked.sql);
+        let query = live_tasks_of(WorkerId::new(), Incarnation(1)).build(DbBackend::Sqlite);
+        // Parameters have no values here, so the plan is the one that all executions share.
+        let explain = format!("EXPLAIN QUERY PLAN {}", query.sql);
         let plan = db.read().query_one_raw(Statement::from_string(DbBackend::Sqlite, explain)).await;
-        let step = plan.expect("it is a statement").expect("it has a plan");
+        let step = plan.expect("a valid statement").expect("a plan");
         let step: String = step.try_get("", "detail").expect("a text");
         assert!(step.contains("leases_live_of_worker"), "{step}");
     }

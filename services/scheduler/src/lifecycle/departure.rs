@@ -1,17 +1,21 @@
-//! Departures: what operators want of workers, and how workers go.
+//! Departure of workers: cordon, retire, prune and expiry.
 //!
 //! ```text
-//! run ◀─run─▶ cordon ─no lease is left that may not be interrupted─▶ drained
-//!    ◀─run─▶ retire ─the same; no lease is left, nothing is being settled, no last replica─▶ (gone)
-//! not in contact ─prune─▶ leaving ─its leases have ended─▶ (gone)       lost and ephemeral ─the same─▶ (gone)
+//! run ◀─run─▶ cordon ─no uninterruptible lease is left─▶ drained
+//!    ◀─run─▶ retire ─no lease is left, nothing is being settled, no last replica─▶ (removed)
+//! not in contact ─prune─▶ leaving ─its leases have ended─▶ (removed)
+//! lost and ephemeral ─its leases have ended─▶ (removed)
 //! ```
 //!
-//! Operators write what they want; a loop ([`depart_forever`]) of any replica looks at all that shall be cordoned or removed, and does what is due.
-//! Every step is guarded and may be repeated, so replicas may do the same at once.
+//! Operators write the desired state. A loop of each replica ([`depart_forever`]) visits the
+//! workers that are cordoned or leaving, and executes the next step of each. Every step is guarded and
+//! idempotent, so replicas may repeat each other's steps.
 //!
-//! Invariants: what a worker shall do is changed here alone, and never by what the worker says. Once a worker shall be cordoned or retired, it
-//! gets no new lease ([`crate::leases`] grants under a guard), so what is found to be over stays over. A worker that has gone has no lease,
-//! and whatever its gateway says in its old session is refused.
+//! Invariants:
+//! - Only this module changes the desired state of a worker. No message of a worker does.
+//! - A cordoned or retired worker gets no new lease, because [`crate::leases`] grants under a
+//!   guard. A condition that was found to hold therefore stays true.
+//! - A removed worker has no lease, and every message of its old session is rejected.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -35,24 +39,24 @@ use crate::workers::lease_counts::{self, Load};
 use crate::workers::{quarantine, removed, revisions};
 use crate::workloads;
 
-/// What is asked of a worker cannot be done.
+/// Reason why an operation on a worker fails.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegistryError {
-    /// There is none.
+    /// The worker is unknown.
     #[error("worker {0:?} is unknown")]
     NotFound(String),
-    /// It is in contact, and only one that is not may be forgotten just so.
-    #[error("worker {0:?} is in contact")]
+    /// The worker is in contact. Only a worker out of contact may be pruned.
+    #[error("cannot prune worker {0:?}: it is in contact")]
     InContact(String),
-    /// The artifact store does not want to forget it, or does not answer.
-    #[error("the artifact store does not forget it")]
+    /// The artifact store refuses to forget the worker, or does not answer.
+    #[error("cannot remove the worker from the artifact store")]
     Kept(#[source] rpc::Refusal),
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the worker in the database")]
     Database(#[from] DbErr),
 }
 
-/// The row of the worker with this name or id, which nobody else changes until the end of the transaction.
+/// Reads and locks the row of the worker with this name or id until the end of the transaction.
 async fn lock(txn: &DatabaseTransaction, worker: &str) -> Result<Option<Model>, DbErr> {
     let mut matches = Condition::any().add(worker::Column::Name.eq(worker));
     if let Ok(id) = worker.parse::<WorkerId>() {
@@ -61,16 +65,16 @@ async fn lock(txn: &DatabaseTransaction, worker: &str) -> Result<Option<Model>, 
     worker::Entity::find().filter(matches).lock_exclusive().one(txn).await
 }
 
-/// What an operator wants of a worker that shall go down.
+/// The desired state of a worker that an operator takes out of service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Withdrawal {
-    /// It may take work again.
+    /// The worker may take work again later.
     Cordon,
-    /// It does not. `force`: even if that loses last replicas.
+    /// The worker is removed once it is empty. `force`: even if last replicas are lost.
     Retire { force: bool },
 }
 
-/// Lets a worker take no more work. `None`: it has gone, which is what was wanted.
+/// Cordons or retires a worker. Returns `None` if the worker was removed already.
 pub(crate) async fn withdraw_worker(
     txn: &DatabaseTransaction,
     worker: &str,
@@ -82,7 +86,7 @@ pub(crate) async fn withdraw_worker(
     let row = match lock(txn, worker).await? {
         Some(row) if row.leaving.is_none() => row,
         row => {
-            let gone = row.is_some() || removed::gone(txn, worker).await?.is_some();
+            let gone = row.is_some() || removed::find(txn, worker).await?.is_some();
             return match down {
                 Withdrawal::Retire { .. } if gone => Ok(None),
                 Withdrawal::Retire { .. } | Withdrawal::Cordon => {
@@ -109,7 +113,7 @@ pub(crate) async fn withdraw_worker(
             .filter(worker::Column::Id.eq(row.id))
             .exec(txn)
             .await?;
-        tracing::info!(worker.name = row.name, worker.desired = ?desired, "a worker shall take no more work");
+        tracing::info!(worker.name = row.name, worker.desired = ?desired, "worker taken out of service");
         revisions::changed(txn, &[row.id], effects).await?;
     }
     effects.workers.push(WorkerId::from_uuid(row.id));
@@ -117,14 +121,14 @@ pub(crate) async fn withdraw_worker(
     Ok(Some(WorkerId::from_uuid(row.id)))
 }
 
-/// Lets a worker take work again, or one that was retired register again.
+/// Lets a worker take work again, or lets a retired worker register again.
 pub(crate) async fn run(
     txn: &DatabaseTransaction,
     worker: &str,
     effects: &mut Effects,
 ) -> Result<Option<WorkerId>, RegistryError> {
     let Some(row) = lock(txn, worker).await?.filter(|row| row.leaving.is_none()) else {
-        let retired = removed::gone(txn, worker).await?.filter(|gone| gone.how == WorkerEnd::Retired);
+        let retired = removed::find(txn, worker).await?.filter(|gone| gone.how == WorkerEnd::Retired);
         let Some(retired) = retired else { return Err(RegistryError::NotFound(worker.to_owned())) };
         removed_worker::Entity::update_many()
             .col_expr(removed_worker::Column::MarkerId, Expr::value(None::<Uuid>))
@@ -142,19 +146,20 @@ pub(crate) async fn run(
                 landed_at: Set(None),
                 held_up_by: Set(String::new()),
                 generation: Set(row.generation + 1),
-                ..quarantine::forgiven()
+                ..quarantine::no_failures()
             })
             .filter(worker::Column::Id.eq(row.id))
             .exec(txn)
             .await?;
-        tracing::info!(worker.name = row.name, "a worker may take work again");
+        tracing::info!(worker.name = row.name, "worker returned to service");
         revisions::changed(txn, &[row.id], effects).await?;
     }
     effects.workers.push(WorkerId::from_uuid(row.id));
     Ok(Some(WorkerId::from_uuid(row.id)))
 }
 
-/// Whether the worker may be pruned: its id. `None`: it has gone, or is going.
+/// Checks that the worker may be pruned, and returns its id. Returns `None` if the worker was
+/// removed or is being removed.
 pub(crate) async fn prunable(
     txn: &DatabaseTransaction,
     worker: &str,
@@ -163,12 +168,12 @@ pub(crate) async fn prunable(
         Some(row) if row.leaving.is_some() => Ok(None),
         Some(row) if row.state == State::Running => Err(RegistryError::InContact(row.name)),
         Some(row) => Ok(Some(WorkerId::from_uuid(row.id))),
-        None if removed::gone(txn, worker).await?.is_some() => Ok(None),
+        None if removed::find(txn, worker).await?.is_some() => Ok(None),
         None => Err(RegistryError::NotFound(worker.to_owned())),
     }
 }
 
-/// From the commit on, a worker that is not in contact is on its way out, and nobody speaks for it any more.
+/// Prunes a worker that is not in contact. From the commit on, its sessions are invalid.
 pub(crate) async fn prune(
     txn: &DatabaseTransaction,
     worker: &str,
@@ -188,11 +193,11 @@ pub(crate) async fn prune(
     Ok(())
 }
 
-/// What of a worker has not ended.
+/// The live leases of a worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct OpenLeases {
     pub(crate) leases: usize,
-    /// The workloads that wait for the end of one of them, with their teams.
+    /// The workloads of these leases, with their teams.
     pub(crate) workloads: Vec<(String, WorkloadId)>,
 }
 
@@ -202,8 +207,8 @@ struct HeldLease {
     workload_id: Option<Uuid>,
 }
 
-/// What has not ended on `worker`, the oldest first.
-pub(crate) async fn unended(db: &impl ConnectionTrait, worker: WorkerId) -> Result<OpenLeases, DbErr> {
+/// Returns the live leases of `worker`, the oldest first.
+pub(crate) async fn live_leases(db: &impl ConnectionTrait, worker: WorkerId) -> Result<OpenLeases, DbErr> {
     let sql = "SELECT l.team AS team, w.id AS workload_id
                FROM leases l LEFT JOIN workloads w ON w.id = l.workload_id AND w.lease_id = l.id AND w.state <> 'finished'
                WHERE l.worker_id = $1 AND l.state <> 'ended' ORDER BY l.granted_at, l.id";
@@ -214,7 +219,8 @@ pub(crate) async fn unended(db: &impl ConnectionTrait, worker: WorkerId) -> Resu
     Ok(OpenLeases { leases, workloads: held.into_iter().filter_map(workload).collect() })
 }
 
-/// Whether a workload that ran on `worker` is still being settled: what it left there is kept by nobody until then.
+/// Returns whether a workload that ran on `worker` is being settled. Its outputs on the worker have
+/// no owner until then.
 async fn is_settling(db: &impl ConnectionTrait, worker: Uuid) -> Result<bool, DbErr> {
     let sql = "SELECT w.id AS id FROM workloads w
                WHERE w.state = 'settling' AND EXISTS
@@ -223,9 +229,9 @@ async fn is_settling(db: &impl ConnectionTrait, worker: Uuid) -> Result<bool, Db
     Ok(db.query_one_raw(statement).await?.is_some())
 }
 
-/// Workers that shall be cordoned, retired, or are on their way out.
-pub(crate) async fn going(db: &impl ConnectionTrait) -> Result<Vec<Model>, DbErr> {
-    // In the words of an index.
+/// Returns workers that are cordoned, retired or being removed.
+pub(crate) async fn departing(db: &impl ConnectionTrait) -> Result<Vec<Model>, DbErr> {
+    // The text equals that of the partial index.
     let lost = Expr::cust("ephemeral = TRUE AND state = 'lost'");
     let mut rows =
         worker::Entity::find().filter(Expr::cust("desired <> 'run' OR leaving IS NOT NULL")).all(db).await?;
@@ -235,7 +241,7 @@ pub(crate) async fn going(db: &impl ConnectionTrait) -> Result<Vec<Model>, DbErr
     Ok(rows)
 }
 
-/// Lets what runs on `worker` be interrupted: all of it, or what may be. Answers when it was told to.
+/// Interrupts the workloads on `worker`: all of them, or only interruptible ones.
 async fn interrupt(lifecycle: &Lifecycle, worker: Uuid, all: bool) -> Result<(), DbErr> {
     let live = lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker))
@@ -263,18 +269,19 @@ async fn interrupt(lifecycle: &Lifecycle, worker: Uuid, all: bool) -> Result<(),
     Ok(())
 }
 
-/// When the artifact store was asked last about workers that it does not want to forget: that is work for it.
-pub(crate) type LastAsked = HashMap<Uuid, Timestamp>;
+/// When the artifact store last refused to forget each worker. The check is expensive for the
+/// store.
+pub(crate) type LastChecks = HashMap<Uuid, Timestamp>;
 
-/// How long it is not asked again.
-const ASK_AGAIN: Duration = Duration::from_secs(10);
+/// Least time between two checks with the artifact store for one worker.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Does what is due for one worker that shall be cordoned or removed, and does so much now.
+/// Executes the next step for one cordoned or leaving worker.
 async fn depart_if_due(
     lifecycle: &Lifecycle,
     row: &Model,
     load: Load,
-    asked: &mut LastAsked,
+    last_checks: &mut LastChecks,
 ) -> Result<(), RegistryError> {
     let db = lifecycle.context.db.read();
     let expired = row.ephemeral && row.state == State::Lost;
@@ -296,22 +303,23 @@ async fn depart_if_due(
             })
             .await?;
     }
-    let refused = asked.get(&row.id).filter(|_| !row.held_up_by.is_empty());
-    let too_early = refused.is_some_and(|asked| Timestamp::now().since(*asked) < ASK_AGAIN);
+    let refused = last_checks.get(&row.id).filter(|_| !row.held_up_by.is_empty());
+    let too_early = refused.is_some_and(|checked| Timestamp::now().since(*checked) < CHECK_INTERVAL);
     if row.desired == Desired::Retire && load.leases == 0 && !too_early && !is_settling(db, row.id).await? {
-        asked.insert(row.id, Timestamp::now());
+        last_checks.insert(row.id, Timestamp::now());
         if !row.force_retire
             && let Err(refusal) =
                 lifecycle.store.forget_worker(WorkerId::from_uuid(row.id), Forget::Check).await
         {
-            return Ok(held_up(lifecycle, row, refusal).await?);
+            return Ok(record_refusal(lifecycle, row, refusal).await?);
         }
         depart(lifecycle, row.id, WorkerEnd::Retired).await?;
     }
     Ok(())
 }
 
-/// Notes how far a worker is that shall be cordoned or retired, unless that was called off, and whether what ran there was told to end.
+/// Records the progress of a cordoned or retired worker, unless the operation was revoked.
+/// `interrupted`: its workloads were interrupted.
 pub(crate) async fn note_progress(
     txn: &DatabaseTransaction,
     seen: &Model,
@@ -326,7 +334,7 @@ pub(crate) async fn note_progress(
     let mut noted = worker::ActiveModel { id: sea_orm::Unchanged(row.id), ..Default::default() };
     let load = lease_counts::loads(txn, &[row.id]).await?.get(&row.id).copied().unwrap_or_default();
     if load.uninterruptible == 0 && row.landed_at.is_none() {
-        tracing::info!(worker.name = row.name, "nothing is left on a worker that may not be interrupted");
+        tracing::info!(worker.name = row.name, "worker has no uninterruptible lease any more");
         noted.landed_at = Set(Some(now.0));
     }
     if interrupted && row.interrupt_at.is_some() && row.interrupt_at == seen.interrupt_at {
@@ -339,17 +347,17 @@ pub(crate) async fn note_progress(
     Ok(())
 }
 
-/// The artifact store does not want to forget a worker: that is noted, and it is asked again.
-async fn held_up(lifecycle: &Lifecycle, row: &Model, refusal: rpc::Refusal) -> Result<(), DbErr> {
+/// Records why the artifact store refuses to forget a worker. The check is repeated later.
+async fn record_refusal(lifecycle: &Lifecycle, row: &Model, refusal: rpc::Refusal) -> Result<(), DbErr> {
     if refusal.is_transient() {
-        tracing::debug!(worker.name = row.name, error = %refusal, "the artifact store does not say whether a worker may go");
+        tracing::debug!(worker.name = row.name, error = %refusal, "cannot check with the artifact store whether a worker may be removed");
         return Ok(());
     }
     let why = refusal.message;
     if why == row.held_up_by {
         return Ok(());
     }
-    tracing::warn!(worker.name = row.name, why, "a worker cannot be retired yet");
+    tracing::warn!(worker.name = row.name, why, "worker cannot be retired yet");
     lifecycle
         .context
         .change(async |txn| {
@@ -368,7 +376,8 @@ async fn held_up(lifecycle: &Lifecycle, row: &Model, refusal: rpc::Refusal) -> R
         .await
 }
 
-/// Removes a worker that has no lease any more, unless it shall stay after all, and tells the store.
+/// Removes a worker without leases, unless the removal was revoked, and notifies the artifact
+/// store.
 async fn depart(lifecycle: &Lifecycle, worker: Uuid, how: WorkerEnd) -> Result<(), DbErr> {
     let departed = lifecycle
         .context
@@ -378,10 +387,10 @@ async fn depart(lifecycle: &Lifecycle, worker: Uuid, how: WorkerEnd) -> Result<(
             Ok::<_, DbErr>((gone, effects))
         })
         .await?;
-    if departed { tell_store(lifecycle, worker).await } else { Ok(()) }
+    if departed { remove_from_store(lifecycle, worker).await } else { Ok(()) }
 }
 
-/// Removes the row of a worker and leaves a note that it was there. `false`: it shall stay after all.
+/// Deletes the row of a worker and records its removal. Returns `false` if the removal was revoked.
 pub(crate) async fn remove(
     txn: &DatabaseTransaction,
     worker: Uuid,
@@ -416,17 +425,17 @@ pub(crate) async fn remove(
         store_told: Set(false),
     };
     removed_worker::Entity::insert(gone).exec_without_returning(txn).await?;
-    tracing::info!(worker.name = row.name, worker.id = %worker, how = ?how, "a worker has gone");
+    tracing::info!(worker.name = row.name, worker.id = %worker, how = ?how, "worker removed");
     effects.workers.push(WorkerId::from_uuid(worker));
     effects.registry = true;
     Ok(true)
 }
 
-/// Lets the store forget a worker that has gone. If it does not answer, it is told later.
-async fn tell_store(lifecycle: &Lifecycle, worker: Uuid) -> Result<(), DbErr> {
+/// Lets the artifact store forget a removed worker. A failed call is repeated later.
+async fn remove_from_store(lifecycle: &Lifecycle, worker: Uuid) -> Result<(), DbErr> {
     let id = WorkerId::from_uuid(worker);
     if let Err(error) = lifecycle.store.forget_worker(id, Forget::Now).await {
-        tracing::debug!(worker.id = %id, error = %error, "the artifact store has not forgotten a worker yet");
+        tracing::debug!(worker.id = %id, error = %error, "cannot remove a worker from the artifact store yet");
         return Ok(());
     }
     lifecycle
@@ -443,10 +452,10 @@ async fn tell_store(lifecycle: &Lifecycle, worker: Uuid) -> Result<(), DbErr> {
         .await
 }
 
-/// Looks once at all workers that shall be cordoned or removed. Answers whether there are any that may soon.
-pub(crate) async fn depart_all(lifecycle: &Lifecycle, asked: &mut LastAsked) -> Result<bool, DbErr> {
-    let rows = going(lifecycle.context.db.read()).await?;
-    asked.retain(|worker, _| rows.iter().any(|row| row.id == *worker));
+/// Visits all cordoned or leaving workers once. Returns whether any of them may make progress soon.
+pub(crate) async fn depart_all(lifecycle: &Lifecycle, last_checks: &mut LastChecks) -> Result<bool, DbErr> {
+    let rows = departing(lifecycle.context.db.read()).await?;
+    last_checks.retain(|worker, _| rows.iter().any(|row| row.id == *worker));
     let mut all = HashMap::new();
     for some in rows.chunks(lease_counts::COUNTED_AT_ONCE) {
         let ids: Vec<_> = some.iter().map(|row| row.id).collect();
@@ -454,14 +463,14 @@ pub(crate) async fn depart_all(lifecycle: &Lifecycle, asked: &mut LastAsked) -> 
     }
     for row in &rows {
         let load = all.get(&row.id).copied().unwrap_or_default();
-        match depart_if_due(lifecycle, row, load, asked).await {
+        match depart_if_due(lifecycle, row, load, last_checks).await {
             Ok(()) => {}
             Err(RegistryError::Database(error)) => return Err(error),
             Err(error) => {
                 tracing::warn!(
                     worker.name = row.name,
                     error = domain::error_chain(&error),
-                    "cannot see a worker off"
+                    "cannot complete the departure of a worker"
                 );
             }
         }
@@ -474,27 +483,27 @@ pub(crate) async fn depart_all(lifecycle: &Lifecycle, asked: &mut LastAsked) -> 
         .all(lifecycle.context.db.read())
         .await?;
     for worker in &untold {
-        tell_store(lifecycle, *worker).await?;
+        remove_from_store(lifecycle, *worker).await?;
     }
-    quarantine::try_again(&lifecycle.context, Timestamp::now()).await?;
-    // What a lost one may run still can take for ever.
+    quarantine::end_quarantines(&lifecycle.context, Timestamp::now()).await?;
+    // An attempt that a lost worker may still run can keep its lease forever.
     let waits =
         |row: &Model| row.state == State::Lost && all.get(&row.id).is_some_and(|load| load.leases > 0);
     Ok(rows.iter().any(|row| !waits(row)))
 }
 
-/// Sees workers off, until the service stops.
+/// Visits cordoned and leaving workers until the service stops.
 pub(crate) async fn depart_forever(lifecycle: Lifecycle) {
-    let mut asked = LastAsked::new();
+    let mut last_checks = LastChecks::new();
     loop {
-        let look = tokio::select! {
+        let visited = tokio::select! {
             () = lifecycle.context.stopping.cancelled() => return,
-            look = depart_all(&lifecycle, &mut asked) => look,
+            visited = depart_all(&lifecycle, &mut last_checks) => visited,
         };
-        match look {
+        match visited {
             Ok(any) => lifecycle.context.notify.local.any_leaving(any),
             Err(error) => {
-                tracing::warn!(error = %error, "cannot look for workers that shall be cordoned or removed")
+                tracing::warn!(error = %error, "cannot read cordoned and leaving workers")
             }
         }
         tokio::select! {
@@ -505,7 +514,7 @@ pub(crate) async fn depart_forever(lifecycle: Lifecycle) {
     }
 }
 
-/// Whether the artifact store refuses to forget a worker as it is.
+/// Returns whether the artifact store refuses to forget a worker because of its contents.
 pub(crate) fn is_kept(refusal: &rpc::Refusal) -> bool {
     refusal.is(Reason::LastReplica) || refusal.is(Reason::HoldsOrphans)
 }

@@ -1,4 +1,4 @@
-//! Leases whose workers can no longer be counted on: they are ended, or given up.
+//! Leases of lost and stalled workers: ended or given up.
 
 use std::sync::atomic::Ordering;
 
@@ -14,26 +14,27 @@ use crate::workers::{self, revisions};
 use crate::workloads;
 
 impl Lifecycle {
-    /// Ends the leases of workers that are lost, pruned or have begun anew; gives up those under which something may run still.
-    pub(crate) async fn end_orphans(&self) -> Result<(), DbErr> {
-        let before = self.orphans_ended.load(Ordering::Relaxed);
+    /// Ends the leases of workers that are lost, pruned or have a new incarnation. A lease under
+    /// which an attempt may still run is given up instead.
+    pub(crate) async fn end_stranded_leases(&self) -> Result<(), DbErr> {
+        let before = self.stranded_ended.load(Ordering::Relaxed);
         let last = revisions::revisions(self.context.db.read()).await?.last;
         if last == before {
             return Ok(());
         }
-        // A database that was restored has fewer.
+        // A restored database may have a lower revision. Then all workers are checked.
         let after = if before < last { before } else { 0 };
-        let orphans = workers::orphans(self.context.db.read(), after).await?;
-        let are_all = orphans.len() < workers::ORPHANS;
+        let orphans = workers::stranded_leases(self.context.db.read(), after).await?;
+        let are_all = orphans.len() < workers::STRANDED_BATCH;
         for lease in orphans {
-            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending or giving up the lease of a worker that is gone");
+            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending or giving up the lease of a lost worker");
             match lease.is_driven() {
                 false => {
                     self.context
                         .change(async |txn| {
                             let mut effects = Effects::default();
-                            // It may have come back in the meantime.
-                            if workers::is_orphan(&*txn, &lease).await? {
+                            // The worker may have returned in the meantime.
+                            if workers::is_stranded(&*txn, &lease).await? {
                                 let (end, now) = (AttemptEnd::WorkerLost, Timestamp::now());
                                 workloads::lose_attempt(&txn, &lease, end, now, &mut effects).await?;
                             }
@@ -47,21 +48,22 @@ impl Lifecycle {
             }
         }
         if are_all {
-            self.orphans_ended.store(last, Ordering::Relaxed);
+            self.stranded_ended.store(last, Ordering::Relaxed);
         }
         Ok(())
     }
 
-    /// Ends the leases of silent workers under which nothing was started, so that others can do the work.
+    /// Ends the leases of stalled workers without a started process, so that other workers can take
+    /// the work.
     pub(crate) async fn end_leases_of_stalled(&self) -> Result<(), DbErr> {
         for lease in
             workers::leases_of_stalled(self.context.db.read(), &self.context.config, Timestamp::now()).await?
         {
-            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "taking back what a silent worker has not started");
+            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "withdrawing an attempt that a stalled worker has not started");
             self.context
                 .change(async |txn| {
                     let mut effects = Effects::default();
-                    workloads::take_back(&txn, &lease, Timestamp::now(), &mut effects).await?;
+                    workloads::withdraw_attempt(&txn, &lease, Timestamp::now(), &mut effects).await?;
                     Ok::<_, DbErr>(((), effects))
                 })
                 .await?;

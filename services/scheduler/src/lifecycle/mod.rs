@@ -1,7 +1,7 @@
-//! The life of workers, and of what they run: from registration to removal.
+//! The life of workers, from registration to removal.
 //!
-//! Loops of every replica do what is due; operations do what an operator asks for. Every step is
-//! guarded by the rows and may be repeated, so replicas may do the same at once.
+//! Loops of every replica execute due steps, and operations carry out the calls of operators. Every
+//! step is guarded by the rows and idempotent, so replicas may repeat each other's steps.
 
 pub(crate) mod departure;
 pub(crate) mod heartbeat_batches;
@@ -16,18 +16,18 @@ use std::sync::atomic::AtomicI64;
 use crate::context::Context;
 use crate::store_client::Store;
 
-/// What loops and operations on workers share. Cheap to clone; clones share it.
+/// Shared state of the loops and operations on workers. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Lifecycle {
     pub(crate) context: Context,
     pub(crate) store: Store,
-    /// The revision of workers up to which no lease is left of one that is lost, or of an
-    /// incarnation that is over.
-    orphans_ended: Arc<AtomicI64>,
+    /// The revision of workers up to which all leases of lost workers and past incarnations were
+    /// ended.
+    stranded_ended: Arc<AtomicI64>,
 }
 
 impl Lifecycle {
     pub(crate) fn new(context: Context, store: Store) -> Self {
-        Self { context, store, orphans_ended: Arc::default() }
+        Self { context, store, stranded_ended: Arc::default() }
     }
 }

@@ -1,4 +1,4 @@
-//! What operators ask of workers: to take no more work, to take work again, to be forgotten.
+//! Operations of operators on workers: cordon, retire, return to service and prune.
 
 use std::time::Duration;
 
@@ -11,23 +11,30 @@ use crate::store_client::Forget;
 use crate::workers::{self, Registration, SessionError, Worker};
 
 impl Lifecycle {
-    /// Lists the worker of a gateway with which we cannot speak.
+    /// Lists a worker whose gateway supports no protocol version of this scheduler.
     pub(crate) async fn list_incompatible(
         &self,
-        hello: &Registration,
+        registration: &Registration,
         versions: &[u32],
     ) -> Result<(), SessionError> {
         self.context
             .change(async |txn| {
                 let (now, mut effects) = (Timestamp::now(), Effects::default());
-                workers::list_incompatible(&txn, hello, versions, &self.context.config, now, &mut effects)
-                    .await?;
+                workers::list_incompatible(
+                    &txn,
+                    registration,
+                    versions,
+                    &self.context.config,
+                    now,
+                    &mut effects,
+                )
+                .await?;
                 Ok::<_, SessionError>(((), effects))
             })
             .await
     }
 
-    /// Cordons or retires a worker. Answers it as it is then. `None`: it has gone.
+    /// Cordons or retires a worker, and returns it. Returns `None` if the worker was removed.
     pub(crate) async fn withdraw_worker(
         &self,
         worker: &str,
@@ -51,7 +58,8 @@ impl Lifecycle {
         self.worker_now(id).await
     }
 
-    /// Lets a worker take work again. `None`: it was retired, and may register again.
+    /// Lets a worker take work again. Returns `None` if the worker was retired, and may register
+    /// again.
     pub(crate) async fn run_worker(&self, worker: &str) -> Result<Option<Worker>, RegistryError> {
         let id = self
             .context
@@ -69,31 +77,32 @@ impl Lifecycle {
         Ok(workers::get(self.context.db.read(), &self.context.config, &id.to_string()).await?)
     }
 
-    /// Forgets a worker that is not in contact. It has gone, but for what is left of its leases, once this answers: with what ended because of it.
+    /// Prunes a worker that is not in contact, and returns its live leases. The worker is removed
+    /// except for these leases.
     pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<OpenLeases, RegistryError> {
         let id = self.context.db.write(async |txn| departure::prunable(&txn, worker).await).await?;
-        let mut unended = OpenLeases::default();
+        let mut live = OpenLeases::default();
         if let Some(id) = id {
             if !force {
                 self.store.forget_worker(id, Forget::Check).await.map_err(RegistryError::Kept)?;
             }
-            unended = self
+            live = self
                 .context
                 .change(async |txn| {
                     let mut effects = Effects::default();
                     departure::prune(&txn, worker, &mut effects).await?;
-                    Ok::<_, RegistryError>((departure::unended(&*txn, id).await?, effects))
+                    Ok::<_, RegistryError>((departure::live_leases(&*txn, id).await?, effects))
                 })
                 .await?;
         }
-        // It is pruned, and the answer is told once: what of this fails is done by the loops.
-        let done = async {
-            self.end_orphans().await?;
-            departure::depart_all(self, &mut departure::LastAsked::new()).await
+        // The prune is committed. The loops repeat these steps if they fail here.
+        let cleanup = async {
+            self.end_stranded_leases().await?;
+            departure::depart_all(self, &mut departure::LastChecks::new()).await
         };
-        if let Err(error) = done.await {
-            tracing::warn!(%error, worker.name = worker, "what is left of a pruned worker is cleared away later");
+        if let Err(error) = cleanup.await {
+            tracing::warn!(%error, worker.name = worker, "cannot clean up a pruned worker now; the cleanup is retried");
         }
-        Ok(unended)
+        Ok(live)
     }
 }

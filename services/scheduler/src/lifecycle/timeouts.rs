@@ -1,12 +1,13 @@
-//! Expiry: what time alone changes. Workers fall silent, workloads wait or run for too long, driven leases are not renewed.
+//! Timeouts: silent workers, deadlines of workloads, and expiry of driven leases.
 //!
-//! The loop sleeps until the next deadline that the database knows, and hears of new ones ([`crate::notify::local`]); so a deadline is
-//! kept to a few milliseconds without looking often. Driven leases end here and nowhere else: a renewal that comes before that
-//! is in time.
+//! The loop sleeps until the next deadline in the database, and wakes when a new deadline is set
+//! ([`crate::notify::local`]). A deadline is therefore kept to a few milliseconds without frequent
+//! polls. Driven leases expire only here, so a renewal that arrives before this loop is in time.
 //!
-//! Only time in which we could be reached counts against anybody: after a start, and after a while in which the loop did not get at the
-//! database (which was away, or we were frozen), every worker has the TTL, and every driven lease a full term, before it ([`extend_terms`]).
-//! A worker is lost when it has been silent for `lost_after` in all, however often a scheduler was started meanwhile.
+//! Only time in which the scheduler was reachable counts. After a start, or after a pause of the
+//! loop (the database was unavailable, or the process was frozen), every worker has the TTL and
+//! every driven lease has a full term ([`extend_terms`]). A worker is lost after `lost_after` of
+//! silence, regardless of restarts of the scheduler.
 
 use std::time::Duration;
 
@@ -21,8 +22,8 @@ use crate::notify::changes::Effects;
 use crate::workers;
 use crate::workloads;
 
-/// Gives everybody who must stay in contact time from now on, in one transaction. `alone`: no other replica can have a stream
-/// open, so no worker is attended.
+/// Gives all workers the TTL and all driven leases a full term from now on, in one transaction.
+/// `alone`: no other replica can have open streams, so no worker is attended.
 pub(crate) async fn extend_terms(db: &Database, config: &Config, alone: bool) -> Result<(), DbErr> {
     db.write(async |txn| {
         let now = Timestamp::now();
@@ -32,12 +33,12 @@ pub(crate) async fn extend_terms(db: &Database, config: &Config, alone: bool) ->
     .await
 }
 
-/// After how long without a look nobody's silence proves anything.
-fn blindness(config: &Config) -> Duration {
+/// Returns the longest pause of the loop after which silence still counts.
+fn longest_pause(config: &Config) -> Duration {
     Ord::max(config.worker_ttl.min(config.lease_term) / 2, config.poll * 5)
 }
 
-/// Looks at all that time changes, once.
+/// Handles all expired deadlines once.
 pub(crate) async fn expire(lifecycle: &Lifecycle) -> Result<(), DbErr> {
     let now = Timestamp::now();
     for id in workloads::overdue(lifecycle.context.db.read(), now).await? {
@@ -66,16 +67,16 @@ pub(crate) async fn expire(lifecycle: &Lifecycle) -> Result<(), DbErr> {
             .context
             .change(async |txn| {
                 let mut effects = Effects::default();
-                workers::notice_silence(&txn, &lifecycle.context.config, now, &mut effects).await?;
+                workers::mark_silent(&txn, &lifecycle.context.config, now, &mut effects).await?;
                 Ok::<_, DbErr>(((), effects))
             })
             .await?;
     }
     lifecycle.end_leases_of_stalled().await?;
-    lifecycle.end_orphans().await
+    lifecycle.end_stranded_leases().await
 }
 
-/// How long nothing is due.
+/// Returns the time until the next deadline, at most one poll interval.
 async fn pause(lifecycle: &Lifecycle) -> Duration {
     let poll = lifecycle.context.config.poll;
     match workloads::next_deadline(lifecycle.context.db.read()).await {
@@ -84,31 +85,31 @@ async fn pause(lifecycle: &Lifecycle) -> Duration {
     }
 }
 
-/// Notices what time changes, until the service stops.
+/// Handles expired deadlines until the service stops.
 pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
-    // When the last look began that came to its end.
-    let mut looked = Timestamp::now();
+    // The start of the last pass that succeeded.
+    let mut last_pass = Timestamp::now();
     loop {
         let now = Timestamp::now();
-        let was_blind = now.since(looked) > blindness(&lifecycle.context.config);
-        let look = async {
-            if was_blind {
-                tracing::warn!("could not look for a while: workers and leases get a full term");
+        let was_paused = now.since(last_pass) > longest_pause(&lifecycle.context.config);
+        let pass = async {
+            if was_paused {
+                tracing::warn!("the timeout loop was paused: workers and leases get a full term");
                 extend_terms(&lifecycle.context.db, &lifecycle.context.config, false).await?;
             }
             expire(&lifecycle).await
         };
         let result = tokio::select! {
             () = lifecycle.context.stopping.cancelled() => return,
-            result = look => result,
+            result = pass => result,
         };
         let pause = match result {
             Ok(()) => {
-                looked = now;
+                last_pass = now;
                 pause(&lifecycle).await
             }
             Err(error) => {
-                tracing::warn!(error = %error, "cannot look for what has expired");
+                tracing::warn!(error = %error, "cannot handle expired deadlines");
                 lifecycle.context.config.poll
             }
         };

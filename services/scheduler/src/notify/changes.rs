@@ -1,38 +1,39 @@
-//! Effects: what a transaction changed that tasks and replicas are told of after the commit.
+//! Effects of a transaction that other tasks and replicas must be notified of.
 //!
-//! Domain functions collect them while they work; [`crate::notify::Notifier`] announces them after the commit.
+//! Domain functions collect effects, and [`crate::notify::Notifier`] announces them after the
+//! commit.
 
 use domain::{WorkerId, WorkloadId};
 
 use crate::outbox::Parcel;
 
-/// What is announced after the commit.
+/// Changes that are announced after the commit.
 #[derive(Debug, Default)]
 pub(crate) struct Effects {
-    /// Something happened to these.
+    /// Workloads with a new event.
     pub(crate) workloads: Vec<WorkloadId>,
-    /// What these shall do changed, or what placement knows of them.
+    /// Workers whose desired state or placement facts changed.
     pub(crate) workers: Vec<WorkerId>,
-    /// Leases of these that nothing runs under by itself were given back: there may be room for who waits.
+    /// Workers on which driven leases were released, so that waiting requests may fit.
     pub(crate) freed: Vec<WorkerId>,
-    /// These were put into the outbox.
+    /// Parcels written to the outbox.
     pub(crate) parcels: Vec<Parcel>,
-    /// These wait for a worker from now on, or do not any more.
+    /// Workloads that joined or left the queue.
     pub(crate) queued: Vec<WorkloadId>,
-    /// A deadline was set.
+    /// Whether a deadline was set.
     pub(crate) deadline: bool,
-    /// Somebody who watches workers should look, and so should who sees them off.
+    /// Whether watchers of workers and the departure loop must run.
     pub(crate) registry: bool,
 }
 
 impl Effects {
-    /// Both.
+    /// Returns the effects of both.
     pub(crate) fn and(mut self, other: Self) -> Self {
         self.append(other);
         self
     }
 
-    /// These as well.
+    /// Appends the effects of another change.
     pub(crate) fn append(&mut self, mut other: Self) {
         self.workloads.append(&mut other.workloads);
         self.workers.append(&mut other.workers);

@@ -1,7 +1,7 @@
-//! Notifications between replicas, over the database's own channel (`LISTEN` and `NOTIFY`).
+//! Notifications between replicas, with `LISTEN` and `NOTIFY` of PostgreSQL.
 //!
-//! What is announced in one replica ([`Notifier::announce`]) is told to the others, many changes in
-//! one message, and announced there. A message may be lost, as any notification.
+//! Changes that one replica announces ([`Notifier::announce`]) are sent to the others, many in one
+//! message, and announced there. A message may be lost, like any notification.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,42 +20,43 @@ use crate::notify::local::ALL_WORKERS;
 
 const CHANNEL: &str = "gantry_scheduler";
 
-/// Of how many changes at a time each is told. Of more it is said that there are many.
-const MOST: usize = 2000;
+/// Maximum number of changes in one notification. More are replaced by [`Notification::Much`].
+const MAX_PENDING: usize = 2000;
 
-/// How long leases that were given back are collected: there may be thousands in a second, and often nobody waits for them.
-const COLLECTED: Duration = Duration::from_millis(2);
+/// Delay of notifications about released leases, which collects them. Thousands may occur in a
+/// second, and often no request waits.
+const RELEASE_DELAY: Duration = Duration::from_millis(2);
 
-/// How long to wait with the next attempt to listen.
-const PAUSE: Duration = Duration::from_secs(1);
+/// Delay before the next attempt to listen.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// What a replica has to tell. Cheap to clone; clones share it.
+/// The pending notifications of this replica. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct ClusterNotifier {
-    /// Who says it: hints come back to who sent them.
+    /// Identifies the sender, because PostgreSQL also delivers notifications to their sender.
     replica: Uuid,
     news: Arc<Mutex<HashSet<Notification>>>,
-    some: Arc<Wake>,
-    /// Something that may be collected for a moment.
-    later: Arc<Wake>,
+    urgent: Arc<Wake>,
+    /// Wakes the sender for notifications that may be delayed.
+    delayed: Arc<Wake>,
 }
 
-/// Something that changed.
+/// A change, as sent to other replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Notification {
-    /// What a worker shall do, or what placement knows of it.
+    /// The desired state or the placement facts of a worker changed.
     Worker(WorkerId),
-    /// Leases of a worker were given back.
+    /// Leases of a worker were released.
     Freed(WorkerId),
-    /// Whether a workload waits for a worker.
+    /// A workload joined or left the queue.
     Queued(WorkloadId),
-    /// Something happened to a workload.
+    /// A workload has a new event.
     Workload(WorkloadId),
     /// A deadline was set.
     Deadline,
-    /// Who watches workers should look.
+    /// Watchers of workers must check for changes.
     Registry,
-    /// More than can be told.
+    /// More changes than one notification holds.
     Much,
 }
 
@@ -90,11 +91,16 @@ impl Notification {
 
 impl ClusterNotifier {
     pub(crate) fn new() -> Self {
-        Self { replica: Uuid::now_v7(), news: Arc::default(), some: Arc::default(), later: Arc::default() }
+        Self {
+            replica: Uuid::now_v7(),
+            news: Arc::default(),
+            urgent: Arc::default(),
+            delayed: Arc::default(),
+        }
     }
 
-    /// The others shall hear of these.
-    pub(crate) fn tell(&self, effects: &Effects) {
+    /// Adds these effects to the pending notifications.
+    pub(crate) fn enqueue(&self, effects: &Effects) {
         let Effects { workloads, workers, freed, parcels: _, queued, deadline, registry } = effects;
         let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
         news.extend(workers.iter().copied().map(Notification::Worker));
@@ -104,39 +110,40 @@ impl ClusterNotifier {
         news.extend(registry.then_some(Notification::Registry));
         let is_urgent =
             !(workers.is_empty() && queued.is_empty() && workloads.is_empty()) || *deadline || *registry;
-        // Of one that something was placed on already, they hear that.
+        // A notification about the worker itself covers its released leases.
         let is_news = |worker: &WorkerId| !news.contains(&Notification::Worker(*worker));
         let freed: Vec<_> = freed.iter().copied().filter(is_news).map(Notification::Freed).collect();
         let is_some_freed = !freed.is_empty();
         news.extend(freed);
-        if news.len() > MOST {
+        if news.len() > MAX_PENDING {
             *news = HashSet::from([Notification::Much]);
         }
         if is_urgent {
-            self.some.notify_one();
+            self.urgent.notify_one();
         } else if is_some_freed {
-            self.later.notify_one();
+            self.delayed.notify_one();
         }
     }
 
-    /// Resolves when there is something to tell.
-    async fn there_is_some(&self) {
+    /// Resolves when notifications are pending.
+    async fn pending(&self) {
         tokio::select! {
-            () = self.some.notified() => return,
-            () = self.later.notified() => {}
+            () = self.urgent.notified() => return,
+            () = self.delayed.notified() => {}
         }
         tokio::select! {
-            () = self.some.notified() => {}
-            () = tokio::time::sleep(COLLECTED) => {}
+            () = self.urgent.notified() => {}
+            () = tokio::time::sleep(RELEASE_DELAY) => {}
         }
     }
 
-    /// What is to be told, as hints.
-    fn hints(&self) -> Vec<String> {
+    /// Takes the pending notifications, encoded as messages.
+    fn take_messages(&self) -> Vec<String> {
         let news = std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner));
         let from = self.replica.simple().to_string();
         let mut hints = Vec::new();
-        // Workers together: a replica that knew of some of them would give the others too much.
+        // Workers are sent first, together. A replica that knew only some of them would place too
+        // much on the others.
         let (workers, rest): (Vec<_>, Vec<_>) =
             news.into_iter().partition(|one| matches!(one, Notification::Worker(_)));
         for word in workers.into_iter().chain(rest).map(Notification::word) {
@@ -152,14 +159,14 @@ impl ClusterNotifier {
     }
 }
 
-/// Tells the others what changed here, until the service stops.
-pub(crate) async fn tell_forever(db: Database, gossip: ClusterNotifier, stopping: CancellationToken) {
+/// Sends notifications until the service stops.
+pub(crate) async fn send_forever(db: Database, notifier: ClusterNotifier, stopping: CancellationToken) {
     let some = async {
         loop {
-            gossip.there_is_some().await;
-            for hint in gossip.hints() {
+            notifier.pending().await;
+            for hint in notifier.take_messages() {
                 if let Err(error) = db.notify(CHANNEL, &hint).await {
-                    tracing::debug!(error = %error, "cannot tell other replicas what changed");
+                    tracing::debug!(error = %error, "cannot notify other replicas");
                 }
             }
         }
@@ -170,41 +177,43 @@ pub(crate) async fn tell_forever(db: Database, gossip: ClusterNotifier, stopping
     }
 }
 
-/// Hears what changed in other replicas, until the service stops.
+/// Receives notifications until the service stops.
 pub(crate) async fn receive_forever(db: Database, notify: Notifier, stopping: CancellationToken) {
-    let heard = async {
+    let receive_all = async {
         loop {
             match db.listen(CHANNEL).await {
                 Ok(None) => return,
-                Ok(Some(listener)) => hear(&notify, listener).await,
-                Err(error) => tracing::debug!(error = %error, "cannot listen to other replicas"),
+                Ok(Some(listener)) => receive(&notify, listener).await,
+                Err(error) => {
+                    tracing::debug!(error = %error, "cannot listen for notifications of other replicas")
+                }
             }
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(RETRY_DELAY).await;
         }
     };
     tokio::select! {
         () = stopping.cancelled() => {}
-        () = heard => {}
+        () = receive_all => {}
     }
 }
 
-/// Hears until the connection is lost.
-async fn hear(notify: &Notifier, mut listener: Listener) {
-    // What was said before.
+/// Receives notifications until the connection is lost.
+async fn receive(notify: &Notifier, mut listener: Listener) {
+    // Earlier notifications were missed.
     notify.local.much_changed();
     loop {
         match listener.receive().await {
-            Ok(Received::Payload(hint)) => heard(notify, &hint),
+            Ok(Received::Payload(hint)) => announce_received(notify, &hint),
             Ok(Received::Gap) => notify.local.much_changed(),
             Err(error) => {
-                tracing::debug!(error = %error, "cannot hear other replicas");
+                tracing::debug!(error = %error, "cannot receive notifications of other replicas");
                 return;
             }
         }
     }
 }
 
-fn heard(notify: &Notifier, hint: &str) {
+fn announce_received(notify: &Notifier, hint: &str) {
     let mut words = hint.split(' ');
     let own = notify.cluster.as_ref().map(|own| own.replica);
     if words.next().and_then(|from| Uuid::try_parse(from).ok()) == own {
@@ -219,12 +228,12 @@ fn heard(notify: &Notifier, hint: &str) {
             Some(Notification::Workload(id)) => notify.local.changed(id.uuid()),
             Some(Notification::Deadline) => notify.local.timer().notify_one(),
             Some(Notification::Registry) => notify.local.changed(ALL_WORKERS),
-            // What another version has to tell is not known here.
+            // Another version may send a kind of notification that this one does not know.
             Some(Notification::Much) | None => much = true,
         }
     }
-    notify.desired.look_at(workers.iter().copied());
-    notify.local.look_at(workers, queued);
+    notify.desired.request_read(workers.iter().copied());
+    notify.local.request_read(workers, queued);
     notify.local.freed(freed);
     if much {
         notify.local.much_changed();
@@ -236,11 +245,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_told_is_what_is_heard() {
-        let gossip = ClusterNotifier::new();
+    fn notifications_survive_encoding() {
+        let notifier = ClusterNotifier::new();
         let workloads: Vec<_> = (0..500).map(|_| WorkloadId::new()).collect();
         let (worker, freed) = (WorkerId::new(), WorkerId::new());
-        gossip.tell(&Effects {
+        notifier.enqueue(&Effects {
             workers: vec![worker, worker],
             queued: workloads[..1].to_vec(),
             workloads: workloads.clone(),
@@ -248,19 +257,21 @@ mod tests {
             freed: vec![worker, freed],
             ..Effects::default()
         });
-        let hints = gossip.hints();
+        let hints = notifier.take_messages();
         assert!(hints.len() > 1 && hints.iter().all(|hint| hint.len() <= MAX_PAYLOAD_BYTES));
         let words = hints.iter().flat_map(|hint| hint.split(' ').skip(1));
-        let heard: HashSet<_> = words.map(|word| Notification::parse(word).expect("news")).collect();
-        assert_eq!(heard.len(), 504);
-        assert!(heard.contains(&Notification::Freed(freed)));
-        assert!(!heard.contains(&Notification::Freed(worker)), "that it changed is told already");
-        assert!(heard.contains(&Notification::Worker(worker)) && heard.contains(&Notification::Deadline));
-        assert_eq!(gossip.hints(), [""; 0], "it was told");
+        let received: HashSet<_> = words.map(|word| Notification::parse(word).expect("news")).collect();
+        assert_eq!(received.len(), 504);
+        assert!(received.contains(&Notification::Freed(freed)));
+        assert!(!received.contains(&Notification::Freed(worker)), "covered by the change of the worker");
+        assert!(
+            received.contains(&Notification::Worker(worker)) && received.contains(&Notification::Deadline)
+        );
+        assert_eq!(notifier.take_messages(), [""; 0], "nothing is pending");
 
-        let many: Vec<_> = (0..=MOST).map(|_| WorkloadId::new()).collect();
-        gossip.tell(&Effects { workloads: many, ..Effects::default() });
-        let [hint] = <[String; 1]>::try_from(gossip.hints()).expect("one hint");
+        let many: Vec<_> = (0..=MAX_PENDING).map(|_| WorkloadId::new()).collect();
+        notifier.enqueue(&Effects { workloads: many, ..Effects::default() });
+        let [hint] = <[String; 1]>::try_from(notifier.take_messages()).expect("one hint");
         assert!(hint.ends_with(" *"));
         assert_eq!(Notification::parse("x"), None);
     }

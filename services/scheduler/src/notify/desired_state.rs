@@ -1,14 +1,14 @@
-//! Desired state of workers: what those workers shall do whose gateways speak with this replica.
+//! Desired states of the workers whose gateways are connected to this replica.
 //!
-//! A gateway's stream polls nothing. Whatever reads rows of workers notes here what they say: the
-//! scheduling task, which sees what other replicas change ([`crate::workers::cache`]), and a task
-//! that reads the rows that a notification named ([`crate::workers::desired_state`]). A stream wakes
-//! when that is news. A lost notification costs the time until the next poll, however many streams
-//! there are.
+//! The stream of a gateway does not poll. Every reader of worker rows notes the desired states
+//! here. The readers are the scheduling task, which sees changes of other replicas
+//! ([`crate::workers::cache`]), and the task that reads rows named by notifications
+//! ([`crate::workers::desired_state`]). A new state wakes the stream. A lost notification delays a
+//! stream until the next poll, regardless of the number of streams.
 //!
-//! Invariant: what is known of a worker is what its row said once, and never gets older.
-//! Generations only rise. Whatever a gateway shall be told raises the generation of its worker: its
-//! session, what it shall do, and each lease of an attempt that is granted, shall stop, or ends.
+//! Invariant: a known state never gets older, because generations only rise. Every change that a
+//! gateway must receive raises the generation of its worker: its session, its desired state, and
+//! each lease of an attempt that is granted, must stop, or ends.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -21,47 +21,47 @@ use tokio::sync::{Notify, watch};
 
 use crate::db::entity::worker::{Desired, Model};
 
-/// The workers that are attended here. Cheap to clone; clones share it.
+/// Desired states of the workers that this replica attends. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct DesiredStates(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
     workers: Mutex<HashMap<WorkerId, watch::Sender<Option<StateUpdate>>>>,
-    /// Those to look at, and since when.
-    asked: Mutex<HashMap<WorkerId, Instant>>,
+    /// Workers whose rows must be read, with the time of the request.
+    requested: Mutex<HashMap<WorkerId, Instant>>,
     some: Notify,
 }
 
-/// How long it takes until a gateway is told that something changed.
+/// Name of the histogram of the delay until a gateway receives a change.
 const LAG: &str = "gantry_scheduler_synchronize_lag_seconds";
 
-/// Exports it from now on.
+/// Describes the metric.
 pub(crate) fn describe() {
     metrics::describe_histogram!(
         LAG,
-        "From when a replica knew that what a worker shall do had changed until it was told."
+        "Delay from a replica's knowledge of a changed desired state until the gateway received it."
     );
     drop(metrics::histogram!(LAG));
 }
 
-/// A gateway was told what is known here since `since`.
-pub(crate) fn told(since: Instant) {
+/// Records the delay since `since` of a state that a gateway received.
+pub(crate) fn record_lag(since: Instant) {
     metrics::histogram!(LAG).record(since.elapsed());
 }
 
-/// What the row of a worker says.
+/// The columns of a worker's row that its gateway depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DesiredState {
     pub(crate) generation: i64,
     pub(crate) desired: Desired,
     incarnation: i64,
     session: i64,
-    /// It is there, and stays.
+    /// Whether the worker exists and is not leaving.
     stays: bool,
 }
 
-/// What is known, and since when this replica might have known it.
+/// A desired state, and the earliest time at which this replica could have known it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StateUpdate {
     pub(crate) known: DesiredState,
@@ -79,7 +79,7 @@ impl DesiredState {
         }
     }
 
-    /// Whether `session` is the one that speaks for it.
+    /// Returns whether `session` is the current session of the worker.
     pub(crate) fn is_spoken_for_by(&self, session: &SessionClaims) -> bool {
         let is = |number: i64, claimed: u64| u64::try_from(number) == Ok(claimed);
         self.stays && is(self.session, session.session.0) && is(self.incarnation, session.incarnation.0)
@@ -87,14 +87,14 @@ impl DesiredState {
 }
 
 impl DesiredStates {
-    /// Hears from now on of what `worker` shall do.
+    /// Subscribes to the desired state of `worker`.
     pub(crate) fn subscribe(&self, worker: WorkerId) -> Subscription {
         let mut workers = self.workers();
         let receiver = workers.entry(worker).or_insert_with(|| watch::Sender::new(None)).subscribe();
         Subscription { worker, receiver, states: self.clone() }
     }
 
-    /// Notes what rows said that were read after `since`.
+    /// Notes the states of rows that were read after `since`.
     pub(crate) fn note(&self, rows: &[Model], since: Instant) {
         let workers = self.workers();
         if workers.is_empty() {
@@ -102,25 +102,25 @@ impl DesiredStates {
         }
         for row in rows {
             if let Some(sender) = workers.get(&WorkerId::from_uuid(row.id)) {
-                tell(sender, StateUpdate { known: DesiredState::of(row), since });
+                publish(sender, StateUpdate { known: DesiredState::of(row), since });
             }
         }
     }
 
-    /// These have no row any more.
+    /// Notes that these workers were removed.
     pub(crate) fn forget(&self, gone: impl IntoIterator<Item = WorkerId>) {
         let workers = self.workers();
         for sender in gone.into_iter().filter_map(|id| workers.get(&id)) {
-            // Of one of which nothing is known its stream looks by itself.
+            // Without a known state, the stream reads the row itself.
             let known = sender.borrow().map(|news| DesiredState { stays: false, ..news.known });
             if let Some(known) = known {
-                tell(sender, StateUpdate { known, since: Instant::now() });
+                publish(sender, StateUpdate { known, since: Instant::now() });
             }
         }
     }
 
-    /// Something of these was changed.
-    pub(crate) fn look_at(&self, changed: impl IntoIterator<Item = WorkerId>) {
+    /// Requests a read of changed workers.
+    pub(crate) fn request_read(&self, changed: impl IntoIterator<Item = WorkerId>) {
         let workers = self.workers();
         let changed: Vec<_> = changed.into_iter().filter(|id| workers.contains_key(id)).collect();
         drop(workers);
@@ -128,29 +128,29 @@ impl DesiredStates {
             return;
         }
         let now = Instant::now();
-        let mut asked = self.asked();
-        changed.into_iter().for_each(|id| _ = asked.entry(id).or_insert(now));
-        drop(asked);
+        let mut requested = self.requested();
+        changed.into_iter().for_each(|id| _ = requested.entry(id).or_insert(now));
+        drop(requested);
         self.0.some.notify_one();
     }
 
-    /// Takes the workers whose rows are to be read, and since when, as soon as there are some.
-    pub(crate) async fn next_asked(&self) -> HashMap<WorkerId, Instant> {
+    /// Takes the workers whose rows must be read, as soon as there are some.
+    pub(crate) async fn next_requested(&self) -> HashMap<WorkerId, Instant> {
         self.0.some.notified().await;
-        std::mem::take(&mut *self.asked())
+        std::mem::take(&mut *self.requested())
     }
 
     fn workers(&self) -> MutexGuard<'_, HashMap<WorkerId, watch::Sender<Option<StateUpdate>>>> {
         self.0.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn asked(&self) -> MutexGuard<'_, HashMap<WorkerId, Instant>> {
-        self.0.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    fn requested(&self) -> MutexGuard<'_, HashMap<WorkerId, Instant>> {
+        self.0.requested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Tells who listens, if it is news.
-fn tell(sender: &watch::Sender<Option<StateUpdate>>, news: StateUpdate) {
+/// Publishes a state if it is newer.
+fn publish(sender: &watch::Sender<Option<StateUpdate>>, news: StateUpdate) {
     let age = |known: &DesiredState| (known.generation, !known.stays);
     sender.send_if_modified(|now| {
         let is_news = now.is_none_or(|now| age(&now.known) < age(&news.known));
@@ -161,7 +161,7 @@ fn tell(sender: &watch::Sender<Option<StateUpdate>>, news: StateUpdate) {
     });
 }
 
-/// Hears of what a worker shall do until it is dropped.
+/// A subscription to the desired state of a worker.
 #[derive(Debug)]
 pub(crate) struct Subscription {
     worker: WorkerId,
@@ -170,12 +170,12 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// What is known. `None`: nothing yet.
+    /// Returns the known state, if there is one.
     pub(crate) fn news(&self) -> Option<StateUpdate> {
         *self.receiver.borrow()
     }
 
-    /// Resolves when there is news since the last time, or since it was subscribed. Cancel safe.
+    /// Resolves when the state changed since the last call or the subscription. Cancel safe.
     pub(crate) async fn changed(&mut self) {
         // The sender lives as long as it has a subscriber.
         if self.receiver.changed().await.is_err() {
@@ -188,7 +188,7 @@ impl Drop for Subscription {
     fn drop(&mut self) {
         let mut workers = self.states.workers();
         if let Entry::Occupied(entry) = workers.entry(self.worker)
-            // This one still counts.
+            // This subscription still counts.
             && entry.get().receiver_count() <= 1
         {
             entry.remove();
@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_known_never_gets_older() {
+    fn desired_state_never_gets_older() {
         let states = DesiredStates::default();
         let worker = WorkerId::new();
         let mut subscription = states.subscribe(worker);
@@ -213,39 +213,43 @@ mod tests {
             session: 1,
             stays: true,
         };
-        let said = |known| {
-            let sender = sender(&states).expect("somebody listens");
-            tell(&sender, StateUpdate { known, since: Instant::now() });
+        let publish_state = |known| {
+            let sender = sender(&states).expect("a subscriber");
+            publish(&sender, StateUpdate { known, since: Instant::now() });
         };
-        let mut hears = || {
+        let mut receive = || {
             let news = subscription.receiver.has_changed().expect("it is open");
             subscription.receiver.mark_unchanged();
             (news, subscription.news().map(|news| news.known))
         };
         states.forget([worker]);
-        assert_eq!(hears(), (false, None), "its stream looks by itself");
+        assert_eq!(receive(), (false, None), "its stream reads the row itself");
         let landing = known(7, Desired::Cordon);
-        said(landing);
-        assert_eq!(hears(), (true, Some(landing)));
+        publish_state(landing);
+        assert_eq!(receive(), (true, Some(landing)));
         for old in [known(6, Desired::Run), landing] {
-            said(old);
-            assert_eq!(hears(), (false, Some(landing)));
+            publish_state(old);
+            assert_eq!(receive(), (false, Some(landing)));
         }
-        said(known(9, Desired::Run));
-        assert_eq!(hears(), (true, Some(known(9, Desired::Run))));
+        publish_state(known(9, Desired::Run));
+        assert_eq!(receive(), (true, Some(known(9, Desired::Run))));
 
         states.forget([worker, WorkerId::new()]);
         let gone = DesiredState { stays: false, ..known(9, Desired::Run) };
-        assert_eq!(hears(), (true, Some(gone)));
-        said(known(9, Desired::Run));
-        assert_eq!(hears(), (false, Some(gone)), "it was there before");
+        assert_eq!(receive(), (true, Some(gone)));
+        publish_state(known(9, Desired::Run));
+        assert_eq!(receive(), (false, Some(gone)), "an older state");
 
-        states.look_at([worker, WorkerId::new()]);
-        assert_eq!(states.asked().keys().collect::<Vec<_>>(), [&worker], "nobody here speaks for the other");
+        states.request_read([worker, WorkerId::new()]);
+        assert_eq!(
+            states.requested().keys().collect::<Vec<_>>(),
+            [&worker],
+            "the other worker has no stream here"
+        );
         let second = states.subscribe(worker);
         drop(subscription);
         assert_eq!(second.news().map(|news| news.known), Some(gone));
         drop(second);
-        assert!(sender(&states).is_none(), "nobody listens");
+        assert!(sender(&states).is_none(), "no subscriber");
     }
 }

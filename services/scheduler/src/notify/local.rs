@@ -1,7 +1,8 @@
-//! Notifications within this replica: tasks that wait for a change wake at once.
+//! Notifications within this replica, which wake waiting tasks immediately.
 //!
-//! A hint is given after the commit, and nothing depends on it: the database is also looked at now and then, for those who watch by
-//! [`crate::workloads::watch_poll`]. What other replicas changed is told by [`crate::notify::cluster`]. What the workers shall do whose gateways speak with this replica has a place of its own
+//! A notification follows the commit, and no invariant depends on it, because the database is also
+//! polled. [`crate::workloads::watch_poll`] polls for watchers. [`crate::notify::cluster`] delivers
+//! the changes of other replicas. Desired states of connected workers have their own channel
 //! ([`crate::workers::desired_state`]).
 
 use std::collections::{HashMap, HashSet};
@@ -12,7 +13,7 @@ use domain::{WorkerId, WorkloadId};
 use tokio::sync::{Notify, watch};
 use uuid::Uuid;
 
-/// Who waits for what. Cheap to clone; clones share it.
+/// Subscribers and pending changes of this replica. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LocalNotifier(Arc<Inner>);
 
@@ -20,50 +21,50 @@ pub(crate) struct LocalNotifier(Arc<Inner>);
 struct Inner {
     /// By workload, or [`ALL_WORKERS`].
     subscribers: Mutex<HashMap<Uuid, watch::Sender<()>>>,
-    changed: Mutex<Changed>,
+    changed: Mutex<PendingChanges>,
     dispatch: Notify,
     timer: Notify,
     registry: Notify,
-    /// Whether a worker shall be cordoned or removed, as far as is known here.
+    /// Whether a worker is cordoned or leaving, as far as this replica knows.
     any_leaving: AtomicBool,
 }
 
-/// What stands for all workers where somebody hears of changes of any.
+/// The subscription key for changes of any worker.
 pub(crate) const ALL_WORKERS: Uuid = Uuid::nil();
-/// What was changed, here or by who told us, and the dispatcher has not seen yet.
+/// Changes, here or on other replicas, that the dispatcher has not processed yet.
 #[derive(Debug, Default)]
-pub(crate) struct Changed {
+pub(crate) struct PendingChanges {
     pub(crate) workers: HashSet<WorkerId>,
-    /// These wait for a worker, or do not any more.
+    /// Workloads that joined or left the queue.
     pub(crate) queued: HashSet<WorkloadId>,
-    /// Another replica has given back leases of these: it concerns who waits here.
+    /// Workers on which another replica released leases. Relevant while requests wait here.
     pub(crate) freed: HashSet<WorkerId>,
-    /// More than was told, or something that was lost: all of it is to be looked at.
+    /// Whether notifications were lost or incomplete, so that everything must be read.
     pub(crate) much: bool,
 }
 
 impl LocalNotifier {
-    /// Something about the workload `id` changed, or about [`ALL_WORKERS`].
+    /// Wakes the subscribers of the workload `id`, or of [`ALL_WORKERS`].
     pub(crate) fn changed(&self, id: Uuid) {
         if let Some(sender) = self.subscribers().get(&id) {
             sender.send_replace(());
         }
     }
 
-    /// Hears of changes of the workload `id`, or of [`ALL_WORKERS`], from now on.
+    /// Subscribes to changes of the workload `id`, or of [`ALL_WORKERS`].
     pub(crate) fn subscribe(&self, id: Uuid) -> Subscription {
         let mut subscribers = self.subscribers();
         let receiver = subscribers.entry(id).or_insert_with(|| watch::Sender::new(())).subscribe();
         Subscription { id, receiver, hints: self.clone() }
     }
 
-    /// All that somebody hears of changes of.
+    /// Returns all ids with subscribers.
     pub(crate) fn watched(&self) -> Vec<Uuid> {
         self.subscribers().keys().copied().collect()
     }
 
-    /// The dispatcher shall look at these.
-    pub(crate) fn look_at(
+    /// Requests that the dispatcher reads these workers and workloads.
+    pub(crate) fn request_read(
         &self,
         workers: impl IntoIterator<Item = WorkerId>,
         queued: impl IntoIterator<Item = WorkloadId>,
@@ -76,13 +77,13 @@ impl LocalNotifier {
         }
     }
 
-    /// The dispatcher shall look at everything.
+    /// Requests that the dispatcher reads everything.
     pub(crate) fn much_changed(&self) {
         self.0.changed.lock().unwrap_or_else(PoisonError::into_inner).much = true;
         self.0.dispatch.notify_one();
     }
 
-    /// The dispatcher shall look at these if anybody waits.
+    /// Requests that the dispatcher reads these workers if requests wait.
     pub(crate) fn freed(&self, workers: Vec<WorkerId>) {
         if !workers.is_empty() {
             self.0.changed.lock().unwrap_or_else(PoisonError::into_inner).freed.extend(workers);
@@ -91,53 +92,54 @@ impl LocalNotifier {
         }
     }
 
-    /// What the dispatcher shall look at. Resolved: there is something.
+    /// Returns the signal of pending changes for the dispatcher.
     pub(crate) fn dispatch(&self) -> &Notify {
         &self.0.dispatch
     }
 
-    /// Whether there is something that the dispatcher shall look at.
+    /// Returns whether changes are pending for the dispatcher.
     pub(crate) fn has_changed(&self) -> bool {
         let changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
         changed.much || !changed.workers.is_empty() || !changed.queued.is_empty()
     }
 
-    /// Whether the dispatcher shall look at everything. It is told once.
+    /// Takes the request to read everything.
     pub(crate) fn take_much(&self) -> bool {
         std::mem::take(&mut self.0.changed.lock().unwrap_or_else(PoisonError::into_inner).much)
     }
 
-    /// Takes what the dispatcher shall look at.
-    pub(crate) fn take_changed(&self) -> Changed {
+    /// Takes the pending changes.
+    pub(crate) fn take_changed(&self) -> PendingChanges {
         let mut changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
-        // What is told by `take_much` stays.
+        // `much` stays until `take_much`.
         let much = changed.much;
-        std::mem::replace(&mut *changed, Changed { much, ..Changed::default() })
+        std::mem::replace(&mut *changed, PendingChanges { much, ..PendingChanges::default() })
     }
 
-    /// It could not be looked at; it is with the next look, which nobody hurries.
-    pub(crate) fn give_back(&self, unseen: Changed) {
+    /// Returns changes that could not be read, without waking the dispatcher.
+    pub(crate) fn restore_changed(&self, unread: PendingChanges) {
         let mut changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
-        changed.workers.extend(unseen.workers);
-        changed.queued.extend(unseen.queued);
+        changed.workers.extend(unread.workers);
+        changed.queued.extend(unread.queued);
     }
 
-    /// A deadline was set.
+    /// Returns the signal of new deadlines.
     pub(crate) fn timer(&self) -> &Notify {
         &self.0.timer
     }
 
-    /// Something is to be done about workers that shall be cordoned or removed.
+    /// Returns the signal of the departure loop.
     pub(crate) fn registry(&self) -> &Notify {
         &self.0.registry
     }
 
-    /// Whether a worker shall be cordoned or removed: then whatever changes about a worker's leases may be what that waits for.
-    pub(crate) fn any_leaving(&self, someone: bool) {
-        self.0.any_leaving.store(someone, Ordering::Relaxed);
+    /// Sets whether a worker is cordoned or leaving. Its departure may wait for any change of
+    /// leases.
+    pub(crate) fn any_leaving(&self, any: bool) {
+        self.0.any_leaving.store(any, Ordering::Relaxed);
     }
 
-    /// Leases of a worker have changed.
+    /// Wakes the departure loop after a change of leases.
     pub(crate) fn leases_changed(&self) {
         if self.0.any_leaving.load(Ordering::Relaxed) {
             self.0.registry.notify_one();
@@ -149,7 +151,7 @@ impl LocalNotifier {
     }
 }
 
-/// Hears of changes until it is dropped.
+/// A subscription to changes.
 #[derive(Debug)]
 pub(crate) struct Subscription {
     id: Uuid,
@@ -158,7 +160,7 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// Resolves when something changed since the last time, or since it was subscribed. Cancel safe.
+    /// Resolves when something changed since the last call or the subscription. Cancel safe.
     pub(crate) async fn changed(&mut self) {
         // The sender lives as long as it has a subscriber.
         if self.receiver.changed().await.is_err() {
@@ -170,7 +172,7 @@ impl Subscription {
 impl Drop for Subscription {
     fn drop(&mut self) {
         let mut subscribers = self.hints.subscribers();
-        // This one still counts.
+        // This subscription still counts.
         if subscribers.get(&self.id).is_some_and(|sender| sender.receiver_count() <= 1) {
             subscribers.remove(&self.id);
         }

@@ -1,9 +1,9 @@
-//! Notifications: a hint that something changed, for tasks of this replica and for other replicas.
+//! Notifications of changes, for tasks of this replica and for other replicas.
 //!
-//! A transaction collects what it changed ([`changes`]). After the commit [`Notifier::announce`] wakes
-//! the tasks of this replica that wait for it ([`local`], [`desired_state`]), hands over parcels for
-//! delivery, and tells other replicas ([`cluster`]). Any notification may be lost: each task that
-//! waits for one also polls the database.
+//! A transaction collects its effects ([`changes`]). After the commit, [`Notifier::announce`] wakes
+//! the waiting tasks of this replica ([`local`], [`desired_state`]), hands over parcels for
+//! delivery, and notifies other replicas ([`cluster`]). Any notification may be lost, so each task
+//! that waits for one also polls the database.
 
 pub(crate) mod changes;
 pub(crate) mod cluster;
@@ -19,40 +19,40 @@ use self::desired_state::DesiredStates;
 use self::local::{ALL_WORKERS, LocalNotifier};
 use crate::outbox::Parcel;
 
-/// How many parcels may wait for the delivery.
-const PARCELS: usize = 4096;
+/// Maximum number of parcels that wait for delivery.
+const MAX_PARCELS: usize = 4096;
 
-/// Where changes are announced. Cheap to clone; clones share it.
+/// The announcer of committed changes. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Notifier {
     pub(crate) local: LocalNotifier,
     pub(crate) desired: DesiredStates,
-    /// `None`: replicas do not tell each other.
+    /// `None`: replicas do not notify each other.
     pub(crate) cluster: Option<ClusterNotifier>,
     parcels: mpsc::Sender<Parcel>,
 }
 
 impl Notifier {
-    /// Notifications of a replica, and the parcels that it shall deliver.
+    /// Creates the notifier of a replica, and the channel of parcels to deliver.
     pub(crate) fn new(
         desired: DesiredStates,
         cluster: Option<ClusterNotifier>,
     ) -> (Self, mpsc::Receiver<Parcel>) {
-        let (parcels, to_deliver) = mpsc::channel(PARCELS);
+        let (parcels, to_deliver) = mpsc::channel(MAX_PARCELS);
         (Self { local: LocalNotifier::default(), desired, cluster, parcels }, to_deliver)
     }
 
-    /// Announces what was committed.
+    /// Announces committed effects.
     pub(crate) fn announce(&self, effects: Effects) {
-        self.desired.look_at(effects.workers.iter().copied());
-        self.local.look_at(effects.workers.iter().copied(), effects.queued.iter().copied());
+        self.desired.request_read(effects.workers.iter().copied());
+        self.local.request_read(effects.workers.iter().copied(), effects.queued.iter().copied());
         self.announce_granted(effects);
     }
 
-    /// Announces what the scheduling task committed, which knows it already.
+    /// Announces effects of the scheduling task, which knows them already.
     pub(crate) fn announce_granted(&self, effects: Effects) {
         if let Some(cluster) = &self.cluster {
-            cluster.tell(&effects);
+            cluster.enqueue(&effects);
         }
         let Effects { workloads, workers, freed, parcels, queued: _, deadline, registry } = effects;
         if !workers.is_empty() || !freed.is_empty() {
@@ -66,7 +66,7 @@ impl Notifier {
         if deadline {
             self.local.timer().notify_one();
         }
-        // One that finds no room, or whose service stops, is delivered once its claim is over.
+        // A parcel that finds no room is delivered after its claim has run out.
         parcels.into_iter().for_each(|parcel| _ = self.parcels.try_send(parcel));
     }
 }

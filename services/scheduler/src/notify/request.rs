@@ -1,11 +1,13 @@
-//! Calls from one task to another, through a queue: each is answered, or it is known that nobody answers any more.
+//! Calls between tasks through a channel, with an answer.
 //!
-//! Invariant: nobody waits for a task that has gone. What is sent in the moment in which the receiver goes may stay in the channel, and what
-//! would say so with it, for as long as anybody may send: so whoever waits looks whether the receiver is there as well.
+//! Invariant: no caller waits for a task that has ended. A request that is sent while the receiver
+//! is dropped may stay in the channel as long as senders exist. A caller therefore also waits for
+//! the receiver to close.
 
 use tokio::sync::{mpsc, oneshot};
 
-/// Sends a request with the way to answer it, and waits for the answer. `None`: nobody answers any more.
+/// Sends a request with its reply channel, and waits for the answer. Returns `None` if the receiver
+/// has ended.
 pub(crate) async fn call<R, T>(
     requests: &mpsc::Sender<R>,
     request: impl FnOnce(oneshot::Sender<T>) -> R,
@@ -15,7 +17,7 @@ pub(crate) async fn call<R, T>(
     tokio::select! {
         biased;
         answer = &mut answered => answer.ok(),
-        // It may have been answered just before.
+        // The answer may have been sent just before.
         () = requests.closed() => answered.try_recv().ok(),
     }
 }
@@ -28,8 +30,8 @@ mod tests {
     use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-    async fn nobody_waits_for_a_task_that_has_gone() {
-        let everyone = async {
+    async fn call_ends_when_receiver_is_dropped() {
+        let all_calls = async {
             for number in 0..30_000 {
                 let (requests, receiver) = mpsc::channel::<oneshot::Sender<()>>(16);
                 let mut calls = tokio::task::JoinSet::new();
@@ -43,15 +45,15 @@ mod tests {
                 assert_eq!(called.expect("no panic"), None);
             }
         };
-        tokio::time::timeout(Duration::from_secs(120), everyone).await.expect("nobody waits for ever");
+        tokio::time::timeout(Duration::from_secs(120), all_calls).await.expect("no call waits forever");
     }
 
     #[tokio::test]
-    async fn what_was_answered_by_one_that_has_gone_is_heard() {
+    async fn answer_arrives_after_receiver_is_dropped() {
         let (requests, mut receiver) = mpsc::channel::<oneshot::Sender<u8>>(16);
         let answers = async {
             let answer = receiver.recv().await.expect("a request");
-            answer.send(7).expect("somebody waits");
+            answer.send(7).expect("a waiting caller");
             drop(receiver);
         };
         let (answered, ()) = tokio::join!(call(&requests, |answer| answer), answers);

@@ -1,4 +1,4 @@
-//! Feasibility: what speaks against a worker for a request.
+//! Feasibility: the refusals of a worker for a request.
 
 use std::borrow::Cow;
 
@@ -8,17 +8,18 @@ use uuid::Uuid;
 use super::refusal::{Refusal, Resource, Shortage};
 use super::types::{Demand, Desired, Load, Process, Purpose, Resources, Shape, State, Trust, Worker};
 
-/// Everything that speaks against `worker`: first what will not change, for that is what a caller must act on.
+/// Returns all refusals of `worker`. Lasting refusals come first, because the caller must act on
+/// them.
 pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
     let mut refusals = of_class(&demand.shape, worker);
     refusals.extend(of_place(demand, worker));
     refusals.extend(of_load(&demand.shape, worker));
-    // Stable: in the order in which they are told.
+    // The sort is stable, so refusals keep their order of checks.
     refusals.sort_by_key(Refusal::order);
     refusals
 }
 
-/// What speaks against all workers that differ from `worker` in nothing but their load.
+/// Returns the refusals shared by all workers that differ from `worker` only in load.
 pub(super) fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     let labels = &worker.labels;
     let mut refusals = Vec::new();
@@ -75,24 +76,24 @@ pub(super) fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     refusals
 }
 
-/// What speaks against `worker` because of who it is.
+/// Returns the refusals that concern this particular worker.
 pub(super) fn of_place(demand: &Demand, worker: &Worker) -> impl Iterator<Item = Refusal> + use<> {
     let is_other = demand.only.is_some_and(|only| only != worker.id);
     let failed = demand.failed_on.iter().find(|failed| failed.worker == worker.id);
     let is_avoided = demand.avoid.contains(&worker.id);
-    // What has to be there and nowhere else belongs to something that is there, and would hold it up.
+    // A request that is tied to a worker belongs to something on that worker, and would block it.
     let may_be_elsewhere = demand.only.is_none() && demand.shape.process.is_some();
-    let is_for_another = worker.reserved_for.is_some_and(|whom| whom != demand.waits_as);
+    let is_for_another = worker.reserved_for.is_some_and(|request| request != demand.waits_as);
     let refusals = [
         is_other.then_some(Refusal::NotSame),
-        failed.map(|failed| Refusal::FailedThere(failed.failure.clone())),
+        failed.map(|failed| Refusal::FailedWorker(failed.failure.clone())),
         is_avoided.then_some(Refusal::Avoided),
         (is_for_another && may_be_elsewhere).then_some(Refusal::Reserved),
     ];
     refusals.into_iter().flatten()
 }
 
-/// What speaks against `worker` because of what is on it. What was on one that is lost when it was there is no reason.
+/// Returns the refusals because of load. The last known load of a lost worker does not count.
 pub(super) fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     let mut refusals = of_load_with(shape, worker, &worker.load);
     if worker.state == State::Lost {
@@ -101,53 +102,53 @@ pub(super) fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     refusals
 }
 
-/// The same, if this `load` were on it.
+/// Returns the refusals if the worker had this `load`.
 pub(super) fn of_load_with(shape: &Shape, worker: &Worker, load: &Load) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     if shape.process.is_some() {
         refusals.extend(full_with(Some(&shape.team), worker, load));
     }
-    for Amount { of, asked, has, reserved } in amounts(shape, worker, load) {
+    for Amount { of, requested, has, reserved } in amounts(shape, worker, load) {
         let left = has.saturating_sub(reserved);
-        if asked > has {
-            refusals.push(Refusal::TooSmall(Shortage { of, asked, left: has }));
-        } else if asked > left {
-            refusals.push(Refusal::Short(Shortage { of, asked, left }));
+        if requested > has {
+            refusals.push(Refusal::TooSmall(Shortage { of, requested, left: has }));
+        } else if requested > left {
+            refusals.push(Refusal::Short(Shortage { of, requested, left }));
         }
     }
     refusals
 }
 
-/// How much is asked for of something, with what a worker has of it.
+/// A requested amount, with the capacity of the worker.
 pub(super) struct Amount {
     pub(super) of: Resource,
-    pub(super) asked: u64,
+    pub(super) requested: u64,
     pub(super) has: u64,
     pub(super) reserved: u64,
 }
 
-/// Of what is asked for, and counted.
+/// Returns the requested amounts that the worker declares.
 pub(super) fn amounts(shape: &Shape, worker: &Worker, load: &Load) -> impl Iterator<Item = Amount> {
-    let (capacity, asked, reserved) = (&worker.capacity, shape.requests, load.reserved);
+    let (capacity, requested, reserved) = (&worker.capacity, shape.requests, load.reserved);
     let disk_bytes = Some(capacity.disk_bytes).filter(|bytes| *bytes > 0);
     let amounts = [
-        (Resource::Cpu, asked.cpu_millis, capacity.cpu_millis, reserved.cpu_millis),
-        (Resource::Memory, asked.memory_bytes, capacity.memory_bytes, reserved.memory_bytes),
-        (Resource::Disk, asked.disk_bytes, disk_bytes, reserved.disk_bytes),
+        (Resource::Cpu, requested.cpu_millis, capacity.cpu_millis, reserved.cpu_millis),
+        (Resource::Memory, requested.memory_bytes, capacity.memory_bytes, reserved.memory_bytes),
+        (Resource::Disk, requested.disk_bytes, disk_bytes, reserved.disk_bytes),
     ];
-    // What a worker does not say is not counted.
+    // Amounts that the worker does not declare are not limited.
     amounts
         .into_iter()
-        .filter(|(_, asked, ..)| *asked > 0)
-        .filter_map(|(of, asked, has, reserved)| has.map(|has| Amount { of, asked, has, reserved }))
+        .filter(|(_, requested, ..)| *requested > 0)
+        .filter_map(|(of, requested, has, reserved)| has.map(|has| Amount { of, requested, has, reserved }))
 }
 
-/// Whether anything more may run on `worker`, whatever it asks for, and of some team.
+/// Returns whether `worker` has a free slot for some team.
 pub(super) fn has_room(worker: &Worker) -> bool {
     full_with(None, worker, &worker.load).next().is_none()
 }
 
-/// Why nothing more of `team` may run on `worker` if this `load` were on it, whatever is asked for. `None`: of no team at all.
+/// Returns why `worker` has no free slot for `team` with this `load`. `None`: for any team.
 pub(super) fn full_with(
     team: Option<&str>,
     worker: &Worker,
@@ -174,7 +175,7 @@ pub(super) fn full_with(
     refusals.into_iter().flatten()
 }
 
-/// What speaks against giving any work to `worker`, whatever is asked for.
+/// Returns the refusals of `worker` that apply to any work.
 pub(crate) fn standing_refusals(worker: &Worker) -> Vec<Refusal> {
     let process = Process { image_kind: Cow::Borrowed(""), resource_type: None, capabilities: vec![] };
     let anything = Shape {
@@ -185,6 +186,6 @@ pub(crate) fn standing_refusals(worker: &Worker) -> Vec<Refusal> {
         requests: Resources::default(),
         purpose: Purpose::Build,
     };
-    let refusals = refusals(&anything.asked_by(Uuid::nil()), worker).into_iter();
+    let refusals = refusals(&anything.requested_by(Uuid::nil()), worker).into_iter();
     refusals.filter(|refusal| !matches!(refusal, Refusal::ImageKind(_))).collect()
 }

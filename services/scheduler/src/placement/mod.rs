@@ -1,14 +1,14 @@
-//! Placement: which worker, or why none.
+//! Placement: the choice of a worker for a request, or the reasons why none is chosen.
 //!
-//! Nothing else filters or compares workers. [`refusals`] says what speaks against a worker
-//! (`feasibility.rs`), a [`Chain`] of strategies compares those that would do (`scoring.rs`), and
-//! [`Index::choose`] picks one of the best, by lot if several are equal. All of it is pure. The
-//! transaction that grants a lease asks [`refusals`] again of the worker's row, which it has locked
+//! All filtering and ranking of workers is here. [`refusals`] returns the reasons against a worker
+//! (`feasibility.rs`). A [`Chain`] of strategies ranks the feasible workers (`scoring.rs`).
+//! [`Index::choose`] picks a best worker, at random among equals. All of it is pure. The
+//! transaction that grants a lease calls [`refusals`] again on the locked row of the worker
 //! ([`crate::commit`]).
 //!
-//! The [`Index`] answers without a look at each worker: workers that differ in nothing but their
-//! load are a class, which is judged once, and lie in it sorted by what they cost. Its tests compare
-//! it with a plain restatement that looks at every worker.
+//! The [`Index`] does not check each worker. Workers that differ only in load form a class, which
+//! is checked once and sorts its workers by cost. The tests compare the index with a plain
+//! implementation that checks every worker.
 
 mod feasibility;
 mod index;
@@ -20,7 +20,7 @@ mod throughput;
 mod types;
 
 pub(crate) use feasibility::{refusals, standing_refusals};
-pub(crate) use index::explain::{Group, Opinion, Outlook, Says, Standing, Tell};
+pub(crate) use index::explain::{Answer, DetailFilter, Group, Opinion, Outlook, Ranking};
 pub(crate) use index::reservations::Part;
 pub(crate) use index::{Choice, DecidedBy, Index, Placement, WAITS_FOR};
 pub(crate) use refusal::{CODES, Refusal, Refusals};
@@ -29,6 +29,6 @@ pub(crate) use refusal::{Resource, Shortage};
 pub use scoring::{Chain, Chains, ParseChainError, Strategy};
 pub(crate) use throughput::Pace;
 pub(crate) use types::{
-    Demand, Desired, FailedThere, Failing, Kind, Load, Location, Process, Purpose, Resources, Shape, State,
+    Demand, Desired, FailedWorker, Failing, Kind, Load, Location, Process, Purpose, Resources, Shape, State,
     Trust, Worker,
 };

@@ -1,4 +1,4 @@
-//! Why a worker does not do.
+//! Refusals: the reasons why a worker does not take a request.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -11,67 +11,67 @@ use super::types::Resources;
 /// One reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// It has been out of contact for so long that it does not count.
+    /// The worker is lost.
     Lost,
-    /// It was lost only minutes ago, and may come back.
+    /// The worker was lost minutes ago, and may return.
     JustLost,
-    /// It went only minutes ago, and is waited for in case another takes its place.
+    /// The worker was removed minutes ago, and may be replaced.
     Gone,
-    /// It takes no more work, for good.
+    /// The worker is retired.
     Retiring,
-    /// Its gateway speaks only these versions of the protocol.
+    /// The gateway supports only these protocol versions.
     Incompatible(Vec<u32>),
-    /// An attempt at the same workload could not be started there.
-    FailedThere(Failure),
-    /// It is of another platform.
+    /// An attempt at the same workload could not be started on the worker.
+    FailedWorker(Failure),
+    /// The worker has another platform.
     Platform(String),
-    /// It is another team's.
+    /// The worker belongs to another team.
     Team,
-    /// It takes only workloads with tags.
+    /// The worker takes only workloads with tags.
     OnlyTagged(Vec<String>),
-    /// It lacks these tags.
+    /// The worker lacks these tags.
     MissingTags(Vec<String>),
-    /// It cannot run this kind of image.
+    /// The worker cannot run this kind of image.
     ImageKind(Cow<'static, str>),
-    /// It brings no image along for this resource type.
+    /// The worker provides no image for this resource type.
     ResourceType(String),
-    /// Its runtime cannot do this.
+    /// The runtime lacks this capability.
     Capability(Cow<'static, str>),
-    /// More is asked for than it has in all.
+    /// The request exceeds the total capacity.
     TooSmall(Shortage),
-    /// It is to be avoided.
+    /// The request avoids the worker.
     Avoided,
-    /// It is not the one on which something else is that must be near.
+    /// The request is tied to another worker.
     NotSame,
-    /// It takes no work for now.
+    /// The worker is cordoned.
     Cordoned,
-    /// It is out of contact.
+    /// The worker is out of contact.
     Stalled,
-    /// It fails again and again, and is not tried for now, or only with one task.
+    /// The worker is quarantined, or on probation with one task.
     Quarantined(String),
-    /// The team has workers of its own, and keeps to them.
+    /// The team uses only its own workers.
     TeamKeepsToItsOwn,
-    /// It is reserved for another that waits for more than comes free at a time.
+    /// The worker is reserved for another request.
     Reserved,
-    /// All of its slots are taken.
+    /// All slots are in use.
     Full { active: u32, max: u32 },
-    /// It has as many containers as it may have.
+    /// The worker has reached its limit of containers.
     FullOfContainers { count: u64, max: u32 },
-    /// It has as many volumes as it may have.
+    /// The worker has reached its limit of volumes.
     FullOfVolumes { count: u64, max: u32 },
-    /// What is left of it is less than is asked for.
+    /// The free capacity is less than requested.
     Short(Shortage),
 }
 
-/// Less is there than is asked for.
+/// A requested amount that exceeds what the worker has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Shortage {
     pub(crate) of: Resource,
-    pub(crate) asked: u64,
+    pub(crate) requested: u64,
     pub(crate) left: u64,
 }
 
-/// What a worker has an amount of.
+/// A countable resource of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Resource {
     /// Thousandths of a processor.
@@ -82,7 +82,7 @@ pub(crate) enum Resource {
     Disk,
 }
 
-/// Every [`Refusal::code`].
+/// All codes of [`Refusal::code`].
 pub(crate) const CODES: [&str; 25] = [
     "LOST",
     "JUST_LOST",
@@ -112,7 +112,7 @@ pub(crate) const CODES: [&str; 25] = [
 ];
 
 impl Refusal {
-    /// Whether it may pass by itself.
+    /// Returns whether waiting may end the refusal.
     pub(crate) fn passes(&self) -> bool {
         match self {
             Self::JustLost
@@ -129,7 +129,7 @@ impl Refusal {
             Self::Lost
             | Self::Retiring
             | Self::Incompatible(_)
-            | Self::FailedThere(_)
+            | Self::FailedWorker(_)
             | Self::Platform(_)
             | Self::Team
             | Self::OnlyTagged(_)
@@ -143,7 +143,7 @@ impl Refusal {
         }
     }
 
-    /// What is told before others is less: first what will not pass by itself, then what is no matter of what is on it.
+    /// Returns the sort key of refusals: lasting ones first, then those that do not depend on load.
     pub(super) fn order(&self) -> impl Ord + use<> {
         let is_of_worker = matches!(
             self,
@@ -152,7 +152,7 @@ impl Refusal {
         (self.passes(), self.passes() && !is_of_worker)
     }
 
-    /// For programs.
+    /// Returns the reason code of the API.
     pub(crate) fn code(&self) -> &'static str {
         match self {
             Self::Lost => "LOST",
@@ -160,7 +160,7 @@ impl Refusal {
             Self::Gone => "GONE",
             Self::Retiring => "RETIRING",
             Self::Incompatible(_) => "INCOMPATIBLE",
-            Self::FailedThere(_) => "FAILED_THERE",
+            Self::FailedWorker(_) => "FAILED_THERE",
             Self::Platform(_) => "PLATFORM",
             Self::Team => "TEAM",
             Self::OnlyTagged(_) => "ONLY_TAGGED",
@@ -183,49 +183,49 @@ impl Refusal {
         }
     }
 
-    /// What would end it, for people.
+    /// Describes what would end the refusal, for people.
     pub(crate) fn ended_by(&self) -> String {
         match self {
             Self::Lost | Self::JustLost | Self::Stalled => "its gateway is in contact again".to_owned(),
             Self::Gone | Self::Retiring => "another worker takes its place".to_owned(),
             Self::Incompatible(_) => "its gateway, or the scheduler, is of another version".to_owned(),
-            Self::FailedThere(_) => "it is submitted anew".to_owned(),
-            Self::Platform(platform) => format!("the workload asks for platform {platform}"),
+            Self::FailedWorker(_) => "the workload is submitted again".to_owned(),
+            Self::Platform(platform) => format!("the workload requests platform {platform}"),
             Self::Team => "it serves all teams, or this one".to_owned(),
-            Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
+            Self::OnlyTagged(tags) => format!("the workload requests one of its tags: {}", tags.join(", ")),
             Self::MissingTags(tags) => format!("it has the {}", named(tags)),
             Self::ImageKind(kind) => format!("it can run {kind} images"),
             Self::ResourceType(name) => {
-                format!("it brings an image of the resource type {name}, or the cluster has one")
+                format!("it provides an image of the resource type {name}, or the cluster has one")
             }
             Self::Capability(name) => format!("its runtime has {name}"),
-            Self::TooSmall(shortage) => format!("no more than {} is asked for", shortage.left()),
-            Self::Avoided => "it is not among those to be avoided".to_owned(),
-            Self::NotSame => "it need not be near something else".to_owned(),
-            Self::Cordoned => "it is told to run again".to_owned(),
-            Self::Quarantined(_) => "it was tried again, and works".to_owned(),
+            Self::TooSmall(shortage) => format!("no more than {} is requested", shortage.left()),
+            Self::Avoided => "the request does not avoid it".to_owned(),
+            Self::NotSame => "the request is not tied to another worker".to_owned(),
+            Self::Cordoned => "it is uncordoned".to_owned(),
+            Self::Quarantined(_) => "its quarantine ends and a process starts on it".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
-            Self::Reserved => "the one that it is reserved for is placed".to_owned(),
+            Self::Reserved => "the request that it is reserved for is placed".to_owned(),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
-            Self::FullOfContainers { .. } => "one of its containers goes".to_owned(),
-            Self::FullOfVolumes { .. } => "some of its volumes go".to_owned(),
-            Self::Short(shortage) => format!("{} is free on it", shortage.asked()),
+            Self::FullOfContainers { .. } => "one of its containers is deleted".to_owned(),
+            Self::FullOfVolumes { .. } => "some of its volumes are deleted".to_owned(),
+            Self::Short(shortage) => format!("{} is free on it", shortage.requested()),
         }
     }
 
-    /// What would end it on each of many, for people.
+    /// Describes what would end the refusal for one of many workers.
     pub(crate) fn ended_by_of_many(&self) -> String {
         match self {
-            Self::OnlyTagged(tags) if tags.is_empty() => "the workload asks for its tags".to_owned(),
+            Self::OnlyTagged(tags) if tags.is_empty() => "the workload requests its tags".to_owned(),
             Self::Full { .. } => "a task ends".to_owned(),
-            Self::FullOfContainers { .. } => "a container goes".to_owned(),
-            Self::FullOfVolumes { .. } => "some volumes go".to_owned(),
-            Self::TooSmall(shortage) => format!("less {} is asked for", shortage.of()),
+            Self::FullOfContainers { .. } => "a container is deleted".to_owned(),
+            Self::FullOfVolumes { .. } => "some volumes are deleted".to_owned(),
+            Self::TooSmall(shortage) => format!("less {} is requested", shortage.of()),
             one => one.ended_by(),
         }
     }
 
-    /// What of it workers have in common that refuse for different tags, versions, or failures. The rest is left out.
+    /// Removes details that differ between workers with the same refusal.
     pub(crate) fn in_common(self) -> Self {
         match self {
             Self::OnlyTagged(_) => Self::OnlyTagged(Vec::new()),
@@ -235,20 +235,20 @@ impl Refusal {
         }
     }
 
-    /// The limit that is reached: its name, how much it is, and how much there is or is asked for.
+    /// Returns the reached limit: its name, the limit, and the present or requested amount.
     pub(crate) fn limit(&self) -> Option<(&'static str, u64, u64)> {
         match self {
             Self::Full { active, max } => Some(("tasks", u64::from(*max), u64::from(*active))),
             Self::FullOfContainers { count, max } => Some(("containers", u64::from(*max), *count)),
             Self::FullOfVolumes { count, max } => Some(("volumes", u64::from(*max), *count)),
             Self::TooSmall(shortage) | Self::Short(shortage) => {
-                Some((shortage.of.name(), shortage.left, shortage.asked))
+                Some((shortage.of.name(), shortage.left, shortage.requested))
             }
             _ => None,
         }
     }
 
-    /// The labels that it is about.
+    /// Returns the labels that the refusal is about.
     pub(crate) fn labels(&self) -> Vec<String> {
         match self {
             Self::Platform(name) | Self::ResourceType(name) => vec![name.clone()],
@@ -258,12 +258,12 @@ impl Refusal {
         }
     }
 
-    /// Tells apart what workers of one class may refuse for: one bit for each.
+    /// Returns a bit that distinguishes the refusals of workers of one class.
     pub(super) fn mark(&self) -> u32 {
         let number = match self {
             Self::NotSame => 0,
             Self::Avoided => 1,
-            Self::FailedThere(_) => 2,
+            Self::FailedWorker(_) => 2,
             Self::TeamKeepsToItsOwn => 3,
             Self::Quarantined(_) => 4,
             Self::Full { .. } => 5,
@@ -277,7 +277,7 @@ impl Refusal {
         1 << number
     }
 
-    /// Whether it refuses for nothing but what is on it now.
+    /// Returns whether only the present load causes the refusal.
     pub(super) fn is_for_load(&self) -> bool {
         matches!(
             self,
@@ -285,11 +285,11 @@ impl Refusal {
         )
     }
 
-    /// Whether both have the same [`Refusal::of_many`].
+    /// Returns whether both have the same [`Refusal::of_many`].
     fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Incompatible(_), Self::Incompatible(_))
-            | (Self::FailedThere(_), Self::FailedThere(_))
+            | (Self::FailedWorker(_), Self::FailedWorker(_))
             | (Self::Quarantined(_), Self::Quarantined(_))
             | (Self::Full { .. }, Self::Full { .. })
             | (Self::FullOfContainers { .. }, Self::FullOfContainers { .. })
@@ -301,43 +301,43 @@ impl Refusal {
         }
     }
 
-    /// The same of many, without what is different from one to the next.
+    /// Describes the refusal for many workers, without details that differ.
     pub(crate) fn of_many(&self) -> String {
         match self {
             Self::Lost => "are lost".to_owned(),
             Self::JustLost => "were lost minutes ago".to_owned(),
             Self::Gone => "went away minutes ago".to_owned(),
             Self::Retiring => "are retiring".to_owned(),
-            Self::Incompatible(_) => "have gateways that speak other versions of the protocol".to_owned(),
-            Self::FailedThere(_) => "could not start it".to_owned(),
+            Self::Incompatible(_) => "have gateways with other protocol versions".to_owned(),
+            Self::FailedWorker(_) => "could not start the workload".to_owned(),
             Self::Platform(platform) => format!("are of platform {platform}"),
             Self::Team => "serve other teams".to_owned(),
             Self::OnlyTagged(tags) if tags.is_empty() => "serve only workloads with their tags".to_owned(),
             Self::OnlyTagged(tags) => format!("serve only workloads tagged {}", tags.join(", ")),
             Self::MissingTags(tags) => format!("lack the {}", named(tags)),
             Self::ImageKind(kind) => format!("cannot run {kind} images"),
-            Self::ResourceType(name) => format!("bring no image of the resource type {name}"),
+            Self::ResourceType(name) => format!("have no image of the resource type {name}"),
             Self::Capability(name) => format!("have a runtime that lacks {name}"),
-            Self::TooSmall(shortage) => format!("have less {} than is asked for", shortage.of()),
-            Self::Avoided => "are to be avoided".to_owned(),
-            Self::NotSame => "are not the worker that is asked for".to_owned(),
+            Self::TooSmall(shortage) => format!("have less {} than requested", shortage.of()),
+            Self::Avoided => "are avoided by the request".to_owned(),
+            Self::NotSame => "are not the requested worker".to_owned(),
             Self::Cordoned => "are cordoned".to_owned(),
             Self::Stalled => "are out of contact".to_owned(),
-            Self::Quarantined(_) => "are quarantined, for they fail again and again".to_owned(),
-            Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
-            Self::Reserved => "are reserved for others that have waited long for so much".to_owned(),
+            Self::Quarantined(_) => "are quarantined after repeated failures".to_owned(),
+            Self::TeamKeepsToItsOwn => "serve all teams, and this team uses only its own workers".to_owned(),
+            Self::Reserved => "are reserved for large requests that have waited long".to_owned(),
             Self::Full { .. } => "are full".to_owned(),
-            Self::FullOfContainers { .. } => "have as many containers as they may have".to_owned(),
-            Self::FullOfVolumes { .. } => "have as many volumes as they may have".to_owned(),
+            Self::FullOfContainers { .. } => "have reached their limit of containers".to_owned(),
+            Self::FullOfVolumes { .. } => "have reached their limit of volumes".to_owned(),
             Self::Short(shortage) => format!("have too little {} left", shortage.of()),
         }
     }
 }
 
-/// Tags as one speaks of them: "tag gpu", "tags gpu, large".
+/// Formats tags: "tag gpu", "tags gpu, large".
 fn named(tags: &[String]) -> String {
-    let what = if tags.len() == 1 { "tag" } else { "tags" };
-    format!("{what} {}", tags.join(", "))
+    let noun = if tags.len() == 1 { "tag" } else { "tags" };
+    format!("{noun} {}", tags.join(", "))
 }
 
 impl fmt::Display for Refusal {
@@ -350,33 +350,35 @@ impl fmt::Display for Refusal {
             Self::Incompatible(versions) => {
                 let versions: Vec<_> = versions.iter().map(ToString::to_string).collect();
                 let versions = if versions.is_empty() { "no".to_owned() } else { versions.join(", ") };
-                write!(f, "its gateway speaks another version of the protocol ({versions})")
+                write!(f, "its gateway supports only other protocol versions ({versions})")
             }
-            Self::FailedThere(failure) => {
-                write!(f, "could not start it: {} ({})", failure.message, failure.reason)
+            Self::FailedWorker(failure) => {
+                write!(f, "could not start the workload: {} ({})", failure.message, failure.reason)
             }
             Self::Platform(platform) => write!(f, "its platform is {platform}"),
             Self::Team => f.write_str("serves another team"),
             Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
             Self::MissingTags(tags) => write!(f, "lacks the {}", named(tags)),
             Self::ImageKind(kind) => write!(f, "cannot run {kind} images"),
-            Self::ResourceType(name) => write!(f, "brings no image of the resource type {name}"),
+            Self::ResourceType(name) => write!(f, "has no image of the resource type {name}"),
             Self::Capability(name) => write!(f, "its runtime lacks {name}"),
             Self::TooSmall(shortage) => {
-                write!(f, "has {} in all, and {} is asked for", shortage.left(), shortage.asked())
+                write!(f, "has {} in all, but {} is requested", shortage.left(), shortage.requested())
             }
-            Self::Avoided => f.write_str("is to be avoided"),
-            Self::NotSame => f.write_str("is not the worker that is asked for"),
+            Self::Avoided => f.write_str("is avoided by the request"),
+            Self::NotSame => f.write_str("is not the requested worker"),
             Self::Cordoned => f.write_str("is cordoned"),
             Self::Stalled => f.write_str("is out of contact"),
-            Self::Quarantined(why) => write!(f, "is quarantined, for it fails again and again: {why}"),
-            Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
-            Self::Reserved => f.write_str("is reserved for another that has waited long for so much"),
+            Self::Quarantined(why) => write!(f, "is quarantined after repeated failures: {why}"),
+            Self::TeamKeepsToItsOwn => {
+                f.write_str("serves all teams, and this team uses only its own workers")
+            }
+            Self::Reserved => f.write_str("is reserved for a large request that has waited long"),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
             Self::FullOfContainers { count, max } => write!(f, "has {count} of {max} containers"),
             Self::FullOfVolumes { count, max } => write!(f, "has {count} of {max} volumes"),
             Self::Short(shortage) => {
-                write!(f, "has {} left, and {} is asked for", shortage.left(), shortage.asked())
+                write!(f, "has {} left, but {} is requested", shortage.left(), shortage.requested())
             }
         }
     }
@@ -409,16 +411,17 @@ impl Shortage {
         }
     }
 
-    /// Bytes as people count them, unless what is asked for and what is left would look alike then.
+    /// Formats a size in rounded units, or in bytes if the requested and the free amount would look
+    /// equal.
     fn size(self, bytes: u64) -> String {
-        match (rounded(self.asked), rounded(self.left)) {
-            (asked, left) if asked != left => rounded(bytes),
+        match (rounded(self.requested), rounded(self.left)) {
+            (requested, left) if requested != left => rounded(bytes),
             _ => format!("{bytes} bytes"),
         }
     }
 
-    fn asked(self) -> String {
-        self.amount(self.asked)
+    fn requested(self) -> String {
+        self.amount(self.requested)
     }
 
     fn left(self) -> String {
@@ -427,19 +430,19 @@ impl Shortage {
 }
 
 impl Resources {
-    /// What is asked for, for people.
+    /// Describes the requested amounts, for people.
     pub(crate) fn words(&self) -> Vec<String> {
         let Self { cpu_millis, memory_bytes, disk_bytes } = *self;
-        let asked = [
+        let requested = [
             (cpu_millis, cores(cpu_millis)),
             (memory_bytes, format!("{} of memory", rounded(memory_bytes))),
             (disk_bytes, format!("{} of disk", rounded(disk_bytes))),
         ];
-        asked.into_iter().filter(|(amount, _)| *amount > 0).map(|(_, words)| words).collect()
+        requested.into_iter().filter(|(amount, _)| *amount > 0).map(|(_, words)| words).collect()
     }
 }
 
-/// Such as `1.5 cores`.
+/// Formats cores, for example `1.5 cores`.
 fn cores(millis: u64) -> String {
     match millis {
         1000 => "1 core".to_owned(),
@@ -451,10 +454,10 @@ fn cores(millis: u64) -> String {
     }
 }
 
-/// Such as `1.5 GiB`.
+/// Formats a size, for example `1.5 GiB`.
 fn rounded(bytes: u64) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-    // Each of them has 1024 of the one before.
+    // Each unit is 1024 times the previous one.
     let Some(unit) = bytes.checked_ilog2().map(|power| power / 10).filter(|unit| *unit > 0) else {
         return format!("{bytes} bytes");
     };
@@ -463,27 +466,27 @@ fn rounded(bytes: u64) -> String {
     format!("{:.1} {name}", bytes as f64 / 1024_f64.powf(f64::from(unit)))
 }
 
-/// Up to how many workers each is told for itself.
-const EACH: usize = 10;
+/// Maximum number of workers that are listed individually.
+const MAX_LISTED: usize = 10;
 
-/// How many of a group are named.
+/// Maximum number of names of a group.
 const NAMED: usize = 3;
 
-/// Why each worker refused. Of many, those that refuse for the same reason are told together.
+/// The refusals of all workers. Many workers are grouped by reason.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Refusals(Vec<Group>);
 
-/// Workers that refuse for the same reason.
+/// Workers with the same refusal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Group {
     refusal: Refusal,
     count: usize,
-    /// Some of their names; all, where they are few.
+    /// Some of their names, or all if they are few.
     names: Vec<String>,
 }
 
 impl Refusals {
-    /// What workers say, each under its name.
+    /// Collects the refusals of named workers.
     #[cfg(test)]
     pub(super) fn of(refusals: impl IntoIterator<Item = (String, Refusal)>) -> Self {
         let mut all = Self::default();
@@ -493,7 +496,7 @@ impl Refusals {
         all.sorted()
     }
 
-    /// `count` more refuse for this reason; of their `names` as many are taken as are told.
+    /// Adds `count` workers with this refusal, and as many of their `names` as are listed.
     pub(super) fn add<I: Iterator<Item = String>>(
         &mut self,
         refusal: Refusal,
@@ -501,8 +504,8 @@ impl Refusals {
         names: impl FnOnce() -> I,
     ) {
         let alike = |group: &&mut Group| group.refusal.is_like(&refusal);
-        // While they are few each has its own numbers.
-        if self.count() + count > EACH
+        // A few workers keep their individual numbers.
+        if self.count() + count > MAX_LISTED
             && let Some(group) = self.0.iter_mut().find(alike)
         {
             group.count += count;
@@ -510,13 +513,13 @@ impl Refusals {
             group.names.extend(names().take(more));
             return;
         }
-        let names = names().take(if count <= EACH { count } else { NAMED }).collect();
+        let names = names().take(if count <= MAX_LISTED { count } else { NAMED }).collect();
         self.0.push(Group { refusal, count, names });
     }
 
-    /// In an order that does not depend on that of the workers.
+    /// Sorts the refusals, independent of the order of workers.
     pub(super) fn sorted(mut self) -> Self {
-        if self.count() <= EACH {
+        if self.count() <= MAX_LISTED {
             self.0.sort_by(|one, other| one.names.cmp(&other.names));
             return self;
         }
@@ -542,43 +545,45 @@ impl Refusals {
         self.0.iter().map(|group| group.count).sum()
     }
 
-    /// The reasons of a worker, or of a group.
+    /// Returns the refusals of the workers or groups.
     #[cfg(test)]
     pub(crate) fn reasons(&self) -> Vec<&Refusal> {
         self.0.iter().map(|group| &group.refusal).collect()
     }
 
-    /// One entry for each worker, under its name; of many, one for each reason, under the number of workers.
+    /// Returns one entry for each worker, with its name. For many workers, returns one entry for
+    /// each reason, with their number.
     pub(crate) fn entries(&self) -> Vec<(String, String)> {
-        let few = self.count() <= EACH;
+        let few = self.count() <= MAX_LISTED;
         let mut entries = Vec::new();
         for group in &self.0 {
             if few {
                 entries.extend(group.names.iter().map(|name| (name.clone(), group.refusal.to_string())));
             } else {
                 let more = if group.count > group.names.len() { ", …" } else { "" };
-                let who = match group.count {
+                let subject = match group.count {
                     1 => group.names.join(""),
                     count => format!("{count} workers ({}{more})", group.names.join(", ")),
                 };
-                let what = if group.count == 1 { group.refusal.to_string() } else { group.refusal.of_many() };
-                entries.push((who, what));
+                let reason =
+                    if group.count == 1 { group.refusal.to_string() } else { group.refusal.of_many() };
+                entries.push((subject, reason));
             }
         }
         entries
     }
 
-    /// The code of each, once.
+    /// Returns the distinct codes.
     pub(crate) fn codes(&self) -> BTreeSet<&'static str> {
         self.0.iter().map(|group| group.refusal.code()).collect()
     }
 
-    /// The entries as lines.
+    /// Returns the entries as lines.
     pub(crate) fn lines(&self) -> Vec<String> {
         if self.0.is_empty() {
             return vec!["no worker has registered yet".to_owned()];
         }
-        self.entries().into_iter().map(|(who, what)| format!("{who}: {what}")).collect()
+        self.entries().into_iter().map(|(subject, reason)| format!("{subject}: {reason}")).collect()
     }
 }
 
@@ -587,15 +592,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_asked_for_is_said_as_people_do() {
-        let asked = Resources { cpu_millis: 1500, memory_bytes: 3 << 29, disk_bytes: 0 };
-        assert_eq!(asked.words(), ["1.5 cores", "1.5 GiB of memory"]);
+    fn amounts_are_formatted_for_people() {
+        let requested = Resources { cpu_millis: 1500, memory_bytes: 3 << 29, disk_bytes: 0 };
+        assert_eq!(requested.words(), ["1.5 cores", "1.5 GiB of memory"]);
         let words = [1, 50, 1000, 2000, 10_250].map(cores);
         assert_eq!(words, ["0.001 cores", "0.05 cores", "1 core", "2 cores", "10.25 cores"]);
     }
 
     #[test]
-    fn few_are_told_one_by_one_and_many_together() {
+    fn many_refusals_are_grouped_by_reason() {
         let full = |n: u32| (format!("w{n:03}"), Refusal::Full { active: n, max: n });
         assert_eq!(
             Refusals::of([full(2), full(1)]).lines(),

@@ -1,27 +1,28 @@
-//! Strategies: by what workers that would do are compared.
+//! Strategies: the criteria by which feasible workers are ranked.
 //!
-//! A chain compares by its first strategy, and by each further one where those before it find no difference. What is equal then is drawn
-//! by lot. Limits are no strategies: they hold whatever a chain says.
+//! A chain ranks by its first strategy. Each further strategy decides between workers that the
+//! earlier ones rank equal. Remaining ties are broken at random. Limits are not strategies: they
+//! hold for any chain.
 
 use std::fmt;
 use std::str::FromStr;
 
 use super::types::{Load, Purpose};
 
-/// What makes one worker better than another.
+/// A criterion of ranking.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Strategy {
-    /// Fewer bytes of inputs, image and caches would have to be brought there.
+    /// Fewer bytes of inputs, image and caches to copy to the worker.
     VolumeLocality,
-    /// Fewer containers are on it, besides those of checks.
+    /// Fewer containers on the worker, without those of checks.
     FewestBuildContainers,
-    /// Fewer of its slots are taken.
+    /// Fewer slots in use.
     LimitActiveTasks,
-    /// Fewer containers are on it.
+    /// Fewer containers on the worker.
     LimitActiveContainers,
-    /// Fewer volumes are on it.
+    /// Fewer volumes on the worker.
     LimitActiveVolumes,
-    /// Nothing: the lot decides.
+    /// No criterion: the choice is random.
     Random,
 }
 
@@ -34,11 +35,11 @@ const NAMES: [(Strategy, &str); 6] = [
     (Strategy::Random, "random"),
 ];
 
-/// How many strategies a chain can have: each once, and `random` compares nothing.
+/// Longest chain: each strategy once, except `random`, which compares nothing.
 pub(crate) const LONGEST: usize = NAMES.len() - 1;
 
 impl Strategy {
-    /// All that there are.
+    /// Returns all strategies.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         NAMES.into_iter().map(|(strategy, _)| strategy)
     }
@@ -54,21 +55,21 @@ impl fmt::Display for Strategy {
     }
 }
 
-/// Strategies in their order. As text they have commas between them.
+/// Strategies in their order. The text form separates them with commas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain(Vec<Strategy>);
 
-/// The text names no chain of strategies.
+/// Reason why a text is not a chain of strategies.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseChainError {
-    /// There is no such strategy.
-    #[error("{0:?} is no placement strategy: choose from {all}", all = NAMES.map(|(_, name)| name).join(", "))]
+    /// The strategy is unknown.
+    #[error("unknown placement strategy {0:?}: choose from {all}", all = NAMES.map(|(_, name)| name).join(", "))]
     Unknown(String),
-    /// A strategy that was named before finds no difference any more.
-    #[error("{0} is named twice")]
+    /// The strategy is named twice.
+    #[error("strategy {0} is named twice")]
     Twice(Strategy),
-    /// What comes after `random` is never asked.
-    #[error("nothing may come after random: it leaves nothing to compare")]
+    /// A strategy follows `random`, so it would never be used.
+    #[error("no strategy may follow random, which must be the last")]
     AfterRandom,
 }
 
@@ -99,14 +100,14 @@ impl fmt::Display for Chain {
     }
 }
 
-/// The chains for what is placed. Which of them is for what is said by `Purpose::of`.
+/// The chains of the purposes. `Purpose::of` selects one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chains {
-    /// For whatever has inputs.
+    /// Requests with inputs.
     pub builds: Chain,
-    /// For what has no inputs.
+    /// Requests without inputs.
     pub without_inputs: Chain,
-    /// For checks.
+    /// Checks.
     pub checks: Chain,
 }
 
@@ -122,7 +123,7 @@ impl Default for Chains {
 }
 
 impl Chains {
-    /// Each, where [`Purpose`] says.
+    /// Returns each chain, in the order of [`Purpose`].
     pub(crate) fn all(&self) -> [&Chain; 3] {
         [Purpose::Build, Purpose::WithoutInputs, Purpose::Check].map(|purpose| self.of(purpose))
     }
@@ -136,12 +137,13 @@ impl Chains {
     }
 }
 
-/// What each strategy of a chain counts, in its order. Lower is better; earlier ones decide first.
+/// The values of a chain's strategies, in their order. Lower is better, and earlier values decide
+/// first.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Cost([u64; LONGEST]);
 
 impl Chain {
-    /// What a worker with `load` costs, to which `bytes_to_move` would have to be brought.
+    /// Returns the cost of a worker with `load` to which `bytes_to_move` must be copied.
     pub(crate) fn cost(&self, load: &Load, bytes_to_move: u64) -> Cost {
         let mut cost = Cost::default();
         for (counted, strategy) in cost.0.iter_mut().zip(&self.0) {
@@ -157,24 +159,24 @@ impl Chain {
         cost
     }
 
-    /// Whether it asks where bytes are.
+    /// Returns whether the chain considers the location of bytes.
     pub(crate) fn is_by_locality(&self) -> bool {
         self.0.contains(&Strategy::VolumeLocality)
     }
 
-    /// The first strategy that counts something else in one than in the other.
+    /// Returns the first strategy with different values.
     pub(crate) fn difference(&self, one: Cost, other: Cost) -> Option<Strategy> {
         let mut counted = self.0.iter().zip(one.0.iter().zip(other.0));
         counted.find(|(_, (one, other))| **one != *other).map(|(strategy, _)| *strategy)
     }
 
-    /// What each strategy that compares anything counts.
+    /// Returns the value of each strategy except `random`.
     pub(crate) fn counts(&self, cost: Cost) -> impl Iterator<Item = (Strategy, u64)> {
         let strategies = self.0.iter().copied().filter(|strategy| *strategy != Strategy::Random);
         strategies.zip(cost.0)
     }
 
-    /// What a cost counts, for people.
+    /// Describes a cost for people.
     pub(crate) fn words(&self, cost: Cost) -> String {
         let words = self.counts(cost).map(|(strategy, count)| match strategy {
             Strategy::VolumeLocality => format!("{count} bytes to move"),
@@ -185,7 +187,7 @@ impl Chain {
             Strategy::Random => String::new(),
         });
         let words: Vec<_> = words.collect();
-        if words.is_empty() { "drawn by lot".to_owned() } else { words.join(", ") }
+        if words.is_empty() { "chosen at random".to_owned() } else { words.join(", ") }
     }
 }
 
@@ -195,23 +197,27 @@ mod tests {
     use crate::placement::Kind;
 
     #[test]
-    fn a_chain_is_what_its_text_says() {
+    fn chain_is_parsed_from_its_text() {
         let chain: Chain = "volume-locality, fewest-build-containers,random".parse().expect("a chain");
         assert_eq!(chain.to_string(), "volume-locality,fewest-build-containers,random");
         let refused = |text: &str| text.parse::<Chain>().expect_err("no chain").to_string();
         assert!(
-            refused("spread").contains("\"spread\" is no placement strategy: choose from volume-locality, ")
+            refused("spread")
+                .contains("unknown placement strategy \"spread\": choose from volume-locality, ")
         );
         assert!(refused("").contains("\"\""));
         assert_eq!(
             refused("random,limit-active-tasks"),
-            "nothing may come after random: it leaves nothing to compare"
+            "no strategy may follow random, which must be the last"
         );
-        assert_eq!(refused("limit-active-tasks,limit-active-tasks"), "limit-active-tasks is named twice");
+        assert_eq!(
+            refused("limit-active-tasks,limit-active-tasks"),
+            "strategy limit-active-tasks is named twice"
+        );
     }
 
     #[test]
-    fn checks_have_a_chain_of_their_own_and_all_else_is_told_apart_by_its_inputs() {
+    fn purpose_depends_on_kind_and_inputs() {
         for kind in Kind::ALL {
             let expected = match kind {
                 Kind::Check => [Purpose::Check, Purpose::Check],
@@ -230,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn each_strategy_counts_what_it_is_named_for() {
+    fn strategies_count_their_resource() {
         let load = Load { tasks: 3, checks: 1, kept_containers: 10, kept_volumes: 20, ..Load::default() };
         let cost = |chain: &str| chain.parse::<Chain>().expect("a chain").cost(&load, 7).0[0];
         assert_eq!(cost("volume-locality"), 7);

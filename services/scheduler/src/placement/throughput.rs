@@ -1,37 +1,38 @@
-//! Throughput: how long slots are held, and so how fast they come free, as far as this replica saw.
+//! Throughput: how long slots are in use, and how fast they become free, as seen by this replica.
 //!
-//! For each worker two numbers are kept: how many of its slots came free, and for how long slots of it were held. Both count for half after
-//! [`HALF_LIFE`]. So what was long ago is forgotten, and a worker that had nothing to do meanwhile says nothing wrong. How many came free is
-//! counted in the worker's row, so those that went on to somebody else at once are seen, at whichever replica that was.
+//! Two numbers are kept for each worker: how many slots became free, and for how long slots were in
+//! use. Both decay with [`HALF_LIFE`], so old data is forgotten and idle times do not distort the
+//! estimate. The number of freed slots comes from the worker's row. It includes slots that were
+//! granted again immediately, by any replica.
 
 use std::time::Duration;
 
 use domain::Timestamp;
 
-/// After how long what was seen counts for half.
+/// Half-life of observations.
 const HALF_LIFE: Duration = Duration::from_secs(600);
 
-/// Below how many slots that came free nothing is concluded.
+/// Least number of freed slots for an estimate.
 const ENOUGH: f64 = 0.5;
 
-/// What was seen of the slots of one worker.
+/// Observations of one worker.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Turnover {
     freed: f64,
     held_seconds: f64,
-    /// How many slots had come free since the worker registered.
+    /// Number of slots that became free since the worker registered.
     ended: u64,
-    /// As of when.
+    /// Time of the observation.
     at: Timestamp,
 }
 
 impl Turnover {
-    /// Of a worker that is seen for the first time, on which so many slots came free before.
+    /// Starts observing a worker on which `ended` slots became free before.
     pub(crate) fn new(ended: u64, at: Timestamp) -> Self {
         Self { freed: 0.0, held_seconds: 0.0, ended, at }
     }
 
-    /// The same when `tasks` slots are held, after `before` were, and `ended` have come free so far.
+    /// Adds an observation: `tasks` slots in use, after `before`, and `ended` freed so far.
     pub(crate) fn observed(self, before: u32, tasks: u32, ended: u64, now: Timestamp) -> Self {
         let freed = ended.saturating_sub(self.ended);
         match before == tasks && freed == 0 {
@@ -40,7 +41,7 @@ impl Turnover {
         }
     }
 
-    /// The same now. `tasks`: how many slots were held meanwhile.
+    /// Advances the observation to `now`. `tasks`: number of slots in use since.
     pub(crate) fn passed(self, tasks: u32, now: Timestamp) -> Self {
         let (passed, half_life) = (now.since(self.at).as_secs_f64(), HALF_LIFE.as_secs_f64());
         let left = (-passed / half_life).exp2();
@@ -53,20 +54,20 @@ impl Turnover {
         }
     }
 
-    /// When slots were last taken or came free, or it was seen for the first time.
+    /// Returns the time of the last change, or of the first observation.
     pub(crate) fn at(self) -> Timestamp {
         self.at
     }
 
-    /// So many slots came free just now.
+    /// Adds slots that just became free.
     fn freed(self, slots: u64) -> Self {
-        #[expect(clippy::cast_precision_loss, reason = "it is a guess")]
+        #[expect(clippy::cast_precision_loss, reason = "an estimate needs no exact value")]
         let slots = slots as f64;
         Self { freed: self.freed + slots, ..self }
     }
 }
 
-/// The same of several workers together.
+/// The sum of the observations of several workers.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Pace {
     freed: f64,
@@ -76,7 +77,7 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// One worker more, on which `tasks` slots are held now.
+    /// Adds a worker on which `tasks` slots are in use.
     pub(crate) fn add(&mut self, turnover: Turnover, tasks: u32) {
         self.freed += turnover.freed;
         self.held_seconds += turnover.held_seconds;
@@ -84,15 +85,15 @@ impl Pace {
         self.workers += 1;
     }
 
-    /// For how long a slot is held. `None`: too few came free to say.
+    /// Returns the average time for which a slot is in use. `None`: too few observations.
     pub(crate) fn held_for(&self) -> Option<Duration> {
         let is_known = self.freed >= ENOUGH;
         is_known.then(|| Duration::try_from_secs_f64(self.held_seconds / self.freed).ok()).flatten()
     }
 
-    /// After how long so many slots have come free. `None`: that cannot be said.
+    /// Estimates the time until `slots` slots have become free. `None`: unknown.
     pub(crate) fn until_freed(&self, slots: u64) -> Option<Duration> {
-        #[expect(clippy::cast_precision_loss, reason = "it is a guess")]
+        #[expect(clippy::cast_precision_loss, reason = "an estimate needs no exact value")]
         let slots = slots as f64;
         let held_for = self.held_for()?;
         if self.tasks < 1.0 {
@@ -111,12 +112,12 @@ mod tests {
     }
 
     #[test]
-    fn slots_come_free_as_fast_as_they_did_while_they_were_held() {
-        // Two slots, each held for 20 s, for 200 s; then nothing for an hour; then the same again.
+    fn estimate_follows_observed_turnover() {
+        // Two slots, each in use for 20 s, for 200 s. Then an idle hour. Then the same again.
         let mut turnover = Turnover::new(7, at(0));
         let ended = |second: i64| 7 + u64::try_from(second).expect("positive") / 10;
         for second in (10..=200).step_by(10) {
-            // One comes free, and goes on to somebody else in the same moment.
+            // One slot becomes free and is granted again at the same moment.
             turnover = turnover.observed(2, 2, ended(second), at(second));
         }
         let first = turnover.passed(0, at(3800));
@@ -136,9 +137,13 @@ mod tests {
             assert!((27.0..33.0).contains(&third), "{third}");
         }
         assert_eq!(pace(turnover.passed(0, at(7200))).until_freed(1), None, "too long ago");
-        assert_eq!(pace(Turnover::new(7, at(0)).passed(2, at(100))).until_freed(1), None, "none came free");
+        assert_eq!(
+            pace(Turnover::new(7, at(0)).passed(2, at(100))).until_freed(1),
+            None,
+            "no slot became free"
+        );
         let mut idle = Pace::default();
         idle.add(turnover, 0);
-        assert_eq!(idle.until_freed(1), None, "none is held");
+        assert_eq!(idle.until_freed(1), None, "no slot is in use");
     }
 }

@@ -1,4 +1,4 @@
-//! What placement knows: workers, their load, and what is asked of them. No database.
+//! The types of placement: workers, load and demands. No database.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashSet};
@@ -10,53 +10,53 @@ use domain::workload::{Failure, Image, Limits, Network, ResourceRequests, Worklo
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// What a lease is for.
+/// The kind of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Kind {
-    /// A task: as any but `Transfer`, it takes a slot.
+    /// A task. Uses a slot, like every kind except `Transfer`.
     Task,
     /// Getting a version of a resource.
     Get,
-    /// Making a version of a resource.
+    /// Putting a version of a resource.
     Put,
-    /// Looking for versions of a resource.
+    /// Checking for versions of a resource.
     Check,
-    /// What others use while they run.
+    /// A service that other containers use.
     Service,
-    /// Moving bytes: takes no slot.
+    /// Moving bytes. Uses no slot.
     Transfer,
 }
 
 impl Kind {
-    /// Every one.
+    /// All kinds.
     pub(crate) const ALL: [Self; 6] =
         [Self::Task, Self::Get, Self::Put, Self::Check, Self::Service, Self::Transfer];
 
-    /// Whether something runs under it.
+    /// Returns whether a lease of this kind uses a slot.
     pub(crate) fn takes_a_slot(self) -> bool {
         self != Self::Transfer
     }
 }
 
-/// What a worker shall do.
+/// The desired state of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Desired {
     /// Take work.
     Run,
-    /// Take no more work, and come back later.
+    /// Take no new work, possibly for a while.
     Cordon,
-    /// Take no more work, for good.
+    /// Take no new work, and leave permanently.
     Retire,
 }
 
-/// Whether a worker is in contact.
+/// The contact state of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum State {
-    /// Its gateway is in contact.
+    /// The gateway is in contact.
     Running,
-    /// It has been silent for the TTL, or its gateway said goodbye.
+    /// The worker was silent for the TTL, or its gateway disconnected.
     Stalled,
-    /// It has been silent for so long that nothing of it can be running.
+    /// The worker was silent for so long that its attempts are given up.
     Lost,
 }
 
@@ -69,24 +69,26 @@ pub(crate) struct Worker {
     pub(crate) incarnation: Incarnation,
     pub(crate) desired: Desired,
     pub(crate) state: State,
-    /// It was not in contact since a scheduler started, and has the TTL to come back.
+    /// Whether the worker was not in contact since a scheduler started, and has the TTL to return.
     pub(crate) awaited: bool,
-    /// It was lost only minutes ago.
+    /// Whether the worker was lost minutes ago.
     pub(crate) just_lost: bool,
-    /// It was, and there is none any more that could come back: it was removed, or is on its way out, or counts as gone once it is lost.
+    /// Whether the worker was lost minutes ago and will not return itself: it was removed, is
+    /// leaving, or is ephemeral.
     pub(crate) gone: bool,
-    /// The versions of the protocol that its gateway speaks, where none of them is spoken here.
+    /// Protocol versions of the gateway, if this scheduler supports none of them.
     pub(crate) unsupported_versions: Vec<u32>,
     pub(crate) trust: Trust,
     pub(crate) labels: Arc<Labels>,
     pub(crate) capacity: Capacity,
     pub(crate) load: Load,
-    /// Who waits for it to have room, and gets what could be elsewhere there, but nobody else until then. Only an [`crate::placement::Index`] knows.
+    /// The request for which the worker is reserved. Requests that could run elsewhere are refused
+    /// until it is placed. Only [`crate::placement::Index`] sets this field.
     pub(crate) reserved_for: Option<Uuid>,
 }
 
 impl Worker {
-    /// Whether it is the same in all but what is on it, and for whom it is reserved.
+    /// Returns whether both are equal except for load and reservation.
     pub(crate) fn is_as(&self, other: &Self) -> bool {
         let Self {
             id,
@@ -114,56 +116,56 @@ impl Worker {
     }
 }
 
-/// Whether a worker is trusted to start what is given to it.
+/// Whether a worker is trusted to start workloads.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Trust {
     Full,
-    /// It is tried with one task at a time.
+    /// The worker gets one task at a time.
     OnProbation(Failing),
-    /// It is not tried for now.
+    /// The worker gets no workload.
     Quarantined(Failing),
 }
 
-/// Attempts that failed on a worker one after the other.
+/// Consecutive failures on a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Failing {
-    /// What the last one said.
+    /// The last failure.
     pub(crate) why: String,
-    /// The team of all of them. `None`: they were of several, so that they count for every team.
+    /// The team of all failures. `None`: several teams, so that the failures count for every team.
     pub(crate) team: Option<String>,
 }
 
 impl Failing {
-    /// Whether they count for `team`. `None`: for every team.
+    /// Returns whether the failures count for `team`. `None`: for every team.
     pub(crate) fn counts_for(&self, team: Option<&str>) -> bool {
         self.team.is_none() || self.team.as_deref() == team
     }
 }
 
-/// An attempt that a worker could not start.
+/// A worker on which an attempt could not be started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct FailedThere {
+pub(crate) struct FailedWorker {
     pub(crate) worker: WorkerId,
     pub(crate) failure: Failure,
 }
 
-/// What of a worker is taken.
+/// The load of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Load {
-    /// Slots: leases under which something runs, and which have not ended.
+    /// Number of slots in use.
     pub(crate) tasks: u32,
-    /// Those of them that are for checks.
+    /// Number of these slots used by checks.
     pub(crate) checks: u32,
-    /// What was asked for by those leases.
+    /// Sum of the requested resources.
     pub(crate) reserved: Resources,
-    /// Containers that are kept beside those of leases, as the worker last said.
+    /// Number of kept containers besides those of leases, as last reported.
     pub(crate) kept_containers: u64,
-    /// Volumes that are kept, as the worker last said.
+    /// Number of kept volumes, as last reported.
     pub(crate) kept_volumes: u64,
 }
 
 impl Load {
-    /// With one lease more that is for `kind` and asked for `requests`.
+    /// Returns the load with one more lease.
     pub(crate) fn with(mut self, kind: Kind, requests: &Resources) -> Self {
         if kind.takes_a_slot() {
             self.tasks += 1;
@@ -173,7 +175,7 @@ impl Load {
         self
     }
 
-    /// With one lease less.
+    /// Returns the load with one lease less.
     pub(crate) fn without(mut self, kind: Kind, requests: &Resources) -> Self {
         if kind.takes_a_slot() {
             self.tasks = self.tasks.saturating_sub(1);
@@ -183,7 +185,7 @@ impl Load {
         self
     }
 
-    /// Both together.
+    /// Returns the sum of two loads.
     pub(crate) fn and(self, other: &Self) -> Self {
         Self {
             tasks: self.tasks.saturating_add(other.tasks),
@@ -194,23 +196,23 @@ impl Load {
         }
     }
 
-    /// Containers: one of each lease, and those that are kept.
+    /// Returns the number of containers: one for each slot, and the kept ones.
     pub(crate) fn containers(&self) -> u64 {
         self.kept_containers.saturating_add(u64::from(self.tasks))
     }
 
-    /// Containers that are not for checks.
+    /// Returns the number of containers without those of checks.
     pub(crate) fn build_containers(&self) -> u64 {
         self.containers().saturating_sub(u64::from(self.checks))
     }
 
-    /// Volumes: at least one of each lease, and those that are kept.
+    /// Returns the number of volumes: at least one for each slot, and the kept ones.
     pub(crate) fn volumes(&self) -> u64 {
         self.kept_volumes.saturating_add(u64::from(self.tasks))
     }
 }
 
-/// Amounts of what a worker has. 0 asks for nothing.
+/// Amounts of resources. 0 requests nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Resources {
     /// Thousandths of a processor.
@@ -220,7 +222,7 @@ pub(crate) struct Resources {
 }
 
 impl Resources {
-    /// Both together.
+    /// Returns the sum of two amounts.
     pub(super) fn and(self, other: &Self) -> Self {
         Self {
             cpu_millis: self.cpu_millis.saturating_add(other.cpu_millis),
@@ -239,59 +241,61 @@ impl Resources {
 }
 
 impl From<ResourceRequests> for Resources {
-    fn from(asked: ResourceRequests) -> Self {
-        let ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = asked;
+    fn from(requests: ResourceRequests) -> Self {
+        let ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = requests;
         Self { cpu_millis, memory_bytes, disk_bytes }
     }
 }
 
-/// What is asked of a worker.
+/// The requirements of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Demand {
     pub(crate) shape: Arc<Shape>,
-    /// Where alone it may be.
+    /// The only worker that may take the request.
     pub(crate) only: Option<WorkerId>,
-    /// Where it must not be.
+    /// Workers that must not take the request.
     pub(crate) avoid: BTreeSet<WorkerId>,
-    /// Where it could not be started: not there again.
-    pub(crate) failed_on: Vec<FailedThere>,
-    /// Where it shall be if that is possible, whatever the strategies say.
+    /// Workers on which attempts failed, which are excluded.
+    pub(crate) failed_on: Vec<FailedWorker>,
+    /// Preferred workers, ranked before all strategies.
     pub(crate) prefer: BTreeSet<WorkerId>,
-    /// Who asks: a workload, or a lease. Draws between equal workers, so that many who ask are spread evenly.
-    pub(crate) asked_by: Uuid,
-    /// What it is called while it waits: workers may be reserved for it by that.
+    /// The id of the workload or lease. Seeds the draw between equal workers, so that requests
+    /// spread evenly.
+    pub(crate) requester: Uuid,
+    /// The id of the request in the queue, for which workers may be reserved.
     pub(crate) waits_as: Uuid,
 }
 
-/// What many may ask alike. Who of them is placed first is a matter of the queue alone.
+/// The part of a demand that many requests share. The order among these requests is the queue's
+/// concern.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Shape {
     pub(crate) team: String,
     pub(crate) platform: String,
     pub(crate) tags: Vec<String>,
-    /// What shall run there. `None`: nothing, bytes are moved.
+    /// Requirements of the process. `None`: no process, only bytes are moved.
     pub(crate) process: Option<Process>,
     pub(crate) requests: Resources,
     pub(crate) purpose: Purpose,
 }
 
-/// What a process asks of its worker.
+/// Requirements of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Process {
     pub(crate) image_kind: Cow<'static, str>,
-    /// Whose image the worker has to bring along.
+    /// The resource type whose image the worker must provide.
     pub(crate) resource_type: Option<String>,
     pub(crate) capabilities: Vec<Cow<'static, str>>,
 }
 
 impl Default for Process {
-    /// One in the root file system of its worker.
+    /// A process in the root file system of its worker.
     fn default() -> Self {
         Self { image_kind: "host".into(), resource_type: None, capabilities: vec![] }
     }
 }
 
-/// Where one input is.
+/// The location of one input.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Location {
     pub(crate) size_bytes: u64,
@@ -299,7 +303,7 @@ pub(crate) struct Location {
 }
 
 impl Shape {
-    /// What a workload asks of its worker.
+    /// Derives the requirements of a workload.
     pub(crate) fn of(spec: &WorkloadSpec) -> Self {
         let mut capabilities = Vec::new();
         if spec.privileged {
@@ -315,7 +319,7 @@ impl Shape {
             Network::Host => "network-host",
         };
         capabilities.push(network.into());
-        // Whoever asks for the same waits in the same line, however he says it.
+        // Equal requirements must compare equal, so that their requests share a line.
         let named: BTreeSet<&str> = spec.capabilities.iter().map(String::as_str).collect();
         for name in named {
             if !capabilities.iter().any(|known| known == name) {
@@ -337,33 +341,33 @@ impl Shape {
         }
     }
 
-    /// The same, asked for by somebody.
-    pub(crate) fn asked_by(self, asked_by: Uuid) -> Demand {
+    /// Creates the demand of one request.
+    pub(crate) fn requested_by(self, requester: Uuid) -> Demand {
         Demand {
             shape: Arc::new(self),
             only: None,
             avoid: BTreeSet::new(),
             failed_on: Vec::new(),
             prefer: BTreeSet::new(),
-            asked_by,
-            waits_as: asked_by,
+            requester,
+            waits_as: requester,
         }
     }
 }
 
 impl Demand {
-    /// What a workload asks of its worker.
-    pub(crate) fn of(spec: &WorkloadSpec, asked_by: Uuid) -> Self {
-        Shape::of(spec).asked_by(asked_by)
+    /// Derives the demand of a workload.
+    pub(crate) fn of(spec: &WorkloadSpec, requester: Uuid) -> Self {
+        Shape::of(spec).requested_by(requester)
     }
 
-    /// The same, after attempts that could not be started.
-    pub(crate) fn failed_on(self, failed_on: Vec<FailedThere>) -> Self {
+    /// Sets the workers on which attempts failed.
+    pub(crate) fn failed_on(self, failed_on: Vec<FailedWorker>) -> Self {
         Self { failed_on, ..self }
     }
 }
 
-/// Which chain compares workers for something.
+/// The purpose of a request, which selects its chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Purpose {
     Build,
@@ -372,8 +376,9 @@ pub(crate) enum Purpose {
 }
 
 impl Purpose {
-    /// The one rule for all that is placed, by Submit and by Place. Checks have a chain of their own, whatever they use. Of all else, transfers
-    /// included, what has inputs goes by that for builds: it names an artifact, be it its image, or a task cache. What names none goes by the other.
+    /// Returns the purpose, for Submit and Place alike. Checks have their own chain. Other
+    /// requests, including transfers, use the chain for builds if they name an artifact (as input
+    /// or image) or a task cache.
     pub(crate) fn of(kind: Kind, has_inputs: bool) -> Self {
         if kind == Kind::Check {
             Self::Check

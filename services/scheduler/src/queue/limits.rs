@@ -1,14 +1,16 @@
-//! Limits on the workloads of a team that wait.
+//! Limits on the waiting workloads of a team.
 //!
-//! [`crate::app`] asks for admission before it accepts a workload. The queue of this replica says what waits, also of what other replicas
-//! accepted, and submissions that this replica works on count as if they waited. So one replica never exceeds a limit, and no submission locks
-//! a row that others need. Several replicas together may exceed it by what the others accept before this one reads it, which is within the
-//! poll interval. What is being placed at this moment does not wait. A workload that waits again after a failed attempt needs no admission.
+//! [`crate::app`] calls [`Admissions::admit`] before it accepts a workload. The count includes the
+//! queue of this replica, with workloads that other replicas accepted, and the submissions in
+//! progress on this replica. One replica therefore never exceeds a limit, without locking shared
+//! rows. Several replicas together may exceed it by what the others accept within one poll
+//! interval. A workload that is being placed does not count. A workload that returns to the queue
+//! after a failed attempt needs no admission.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Workloads of one team, and what their specs take.
+/// Number of workloads of a team, and the size of their specs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Load {
     pub(crate) count: u64,
@@ -21,7 +23,7 @@ impl Load {
         self.bytes = self.bytes.saturating_add(other.bytes);
     }
 
-    /// Subtracts `load` from that of `team`, and forgets a team that has none left.
+    /// Subtracts `load` from that of `team`, and removes teams without workloads.
     pub(crate) fn take_from(loads: &mut HashMap<String, Self>, team: &str, load: Self) {
         let Some(left) = loads.get_mut(team) else { return };
         left.count = left.count.saturating_sub(load.count);
@@ -32,10 +34,10 @@ impl Load {
     }
 }
 
-/// A team has as much waiting as it may have.
+/// A team has reached its limit of waiting workloads.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error(
-    "cannot queue another workload of team {team}: {count} wait, with {bytes} bytes of specs; {most_count} and {most_bytes} may"
+    "cannot queue another workload of team {team}: {count} of {most_count} workloads wait, with {bytes} of {most_bytes} bytes of specs; retry later"
 )]
 pub(crate) struct TooManyWaiting {
     pub(crate) team: String,
@@ -45,11 +47,11 @@ pub(crate) struct TooManyWaiting {
     most_bytes: u64,
 }
 
-/// Admits submissions.
+/// Admission control of submissions.
 #[derive(Debug)]
 pub(crate) struct Admissions {
     most: Load,
-    /// Submissions that this replica works on, by team.
+    /// Submissions in progress on this replica, by team.
     under_way: Mutex<HashMap<String, Load>>,
 }
 
@@ -59,15 +61,16 @@ impl Admissions {
         Arc::new(Self { most, under_way: Mutex::default() })
     }
 
-    /// Admits a workload with a spec of `bytes`, if `team` may have another one waiting.
+    /// Admits a workload with a spec of `bytes`, if `team` is below its limits.
     pub(crate) fn admit(
         self: &Arc<Self>,
         waits: impl FnOnce() -> Load,
         team: &str,
         bytes: u64,
-    ) -> Result<Admitted, TooManyWaiting> {
+    ) -> Result<Admission, TooManyWaiting> {
         let mut under_way = self.under_way();
-        // Under the lock, so that what goes from here into the queue is not missed.
+        // The queue is read under the lock, so that a submission that moves into the queue is
+        // counted.
         let mut load = waits();
         load.add(under_way.get(team).copied().unwrap_or_default());
         if load.count >= self.most.count || load.bytes.saturating_add(bytes) > self.most.bytes {
@@ -83,7 +86,7 @@ impl Admissions {
         }
         let load = Load { count: 1, bytes };
         under_way.entry(team.to_owned()).or_default().add(load);
-        Ok(Admitted { of: self.clone(), team: team.to_owned(), load })
+        Ok(Admission { of: self.clone(), team: team.to_owned(), load })
     }
 
     fn under_way(&self) -> MutexGuard<'_, HashMap<String, Load>> {
@@ -91,15 +94,15 @@ impl Admissions {
     }
 }
 
-/// A submission under way, until this is dropped.
+/// An admitted submission in progress. Dropping it ends the admission.
 #[derive(Debug)]
-pub(crate) struct Admitted {
+pub(crate) struct Admission {
     of: Arc<Admissions>,
     team: String,
     load: Load,
 }
 
-impl Drop for Admitted {
+impl Drop for Admission {
     fn drop(&mut self) {
         Load::take_from(&mut self.of.under_way(), &self.team, self.load);
     }
@@ -110,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn submission_is_refused_when_count_or_bytes_are_exceeded() {
+    fn submission_is_rejected_over_the_limits() {
         let admissions = Admissions::new(3, 100);
         let admit = |waits: Load, team: &str, bytes| admissions.admit(|| waits, team, bytes);
         let none = Load::default();
@@ -118,11 +121,11 @@ mod tests {
         let two = admit(Load { count: 1, bytes: 20 }, "a", 40).expect("there is room");
         admit(Load { count: 1, bytes: 0 }, "a", 1).expect_err("three wait");
         admit(none, "a", 21).expect_err("101 bytes");
-        admit(none, "b", 100).expect("it is another team");
+        admit(none, "b", 100).expect("another team");
         drop(one);
         admit(none, "a", 60).expect("there is room");
         drop(two);
-        admit(none, "a", 101).expect_err("it alone is too large");
+        admit(none, "a", 101).expect_err("the spec alone is too large");
         assert!(admissions.under_way().is_empty());
     }
 }

@@ -1,6 +1,8 @@
-//! What was refused for good: demands that no worker that was known could ever take. It never waits, so nothing else tells whoever adds workers of it.
+//! Rejected demands that no known worker could ever take, for autoscalers. Such demands never wait,
+//! so the queue does not show them.
 //!
-//! In the memory of the replica that refused it, for [`KEPT`] after the last time, and of [`MOST`] shapes at most.
+//! Kept in memory by the replica that rejected them, for [`KEPT`] after the last rejection, and for
+//! at most [`MOST`] shapes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,29 +12,29 @@ use domain::Timestamp;
 
 use crate::placement::{Demand, Shape};
 
-/// How long it is told after the last time.
+/// Time for which a rejected demand is listed after its last rejection.
 const KEPT: Duration = Duration::from_secs(10 * 60);
-/// Of more shapes than this the one that was refused longest ago is forgotten.
+/// Maximum number of shapes. The one with the oldest rejection is replaced.
 const MOST: usize = 1000;
 
-/// What was refused that asks for the same.
+/// Rejected demands of one shape.
 #[derive(Debug, Clone)]
-pub(crate) struct Unplaceable {
+pub(crate) struct RejectedDemand {
     pub(crate) demand: Demand,
     pub(crate) count: usize,
     pub(crate) first: Timestamp,
     last: Timestamp,
 }
 
-/// All of it.
+/// All rejected demands.
 #[derive(Debug, Default)]
-pub(crate) struct RefusedShapes(HashMap<Arc<Shape>, Unplaceable>);
+pub(crate) struct RejectedShapes(HashMap<Arc<Shape>, RejectedDemand>);
 
-impl RefusedShapes {
-    /// This was refused now.
+impl RejectedShapes {
+    /// Records a rejection.
     pub(crate) fn note(&mut self, demand: &Demand, now: Timestamp) {
         if let Some(known) = self.0.get_mut(&demand.shape) {
-            known.begin_anew_if_old(now);
+            known.reset_if_expired(now);
             (known.count, known.last) = (known.count + 1, now);
             return;
         }
@@ -42,28 +44,28 @@ impl RefusedShapes {
                 self.0.remove(&oldest);
             }
         }
-        let refused = Unplaceable { demand: demand.clone(), count: 1, first: now, last: now };
+        let refused = RejectedDemand { demand: demand.clone(), count: 1, first: now, last: now };
         self.0.insert(demand.shape.clone(), refused);
     }
 
-    /// What was refused lately.
-    pub(crate) fn lately(&mut self, now: Timestamp) -> Vec<Unplaceable> {
+    /// Returns recent rejections.
+    pub(crate) fn lately(&mut self, now: Timestamp) -> Vec<RejectedDemand> {
         self.forget(now);
         self.0.values().cloned().collect()
     }
 
     fn forget(&mut self, now: Timestamp) {
-        self.0.retain(|_, refused| !refused.is_old(now));
+        self.0.retain(|_, refused| !refused.is_expired(now));
     }
 }
 
-impl Unplaceable {
-    fn is_old(&self, now: Timestamp) -> bool {
+impl RejectedDemand {
+    fn is_expired(&self, now: Timestamp) -> bool {
         now.since(self.last) > KEPT
     }
 
-    fn begin_anew_if_old(&mut self, now: Timestamp) {
-        if self.is_old(now) {
+    fn reset_if_expired(&mut self, now: Timestamp) {
+        if self.is_expired(now) {
             (self.count, self.first) = (0, now);
         }
     }
@@ -85,33 +87,35 @@ mod tests {
             requests: Resources::default(),
             purpose: Purpose::WithoutInputs,
         };
-        shape.asked_by(Uuid::now_v7())
+        shape.requested_by(Uuid::now_v7())
     }
 
     #[test]
-    fn what_was_refused_is_counted_by_shape_and_forgotten_in_the_end() {
-        let (mut refused, began) = (RefusedShapes::default(), Timestamp(0));
+    fn rejections_are_counted_by_shape_until_expired() {
+        let (mut refused, began) = (RejectedShapes::default(), Timestamp(0));
         refused.note(&demand(1), began);
         refused.note(&demand(1), began + KEPT);
         refused.note(&demand(2), began + KEPT);
-        let mut told = refused.lately(began + KEPT * 2);
-        told.sort_by_key(|one| one.count);
-        let counts = |told: &[Unplaceable]| told.iter().map(|one| (one.count, one.first)).collect::<Vec<_>>();
-        assert_eq!(counts(&told), [(1, began + KEPT), (2, began)]);
+        let mut rejected = refused.lately(began + KEPT * 2);
+        rejected.sort_by_key(|one| one.count);
+        let counts = |rejected: &[RejectedDemand]| {
+            rejected.iter().map(|one| (one.count, one.first)).collect::<Vec<_>>()
+        };
+        assert_eq!(counts(&rejected), [(1, began + KEPT), (2, began)]);
         let later = began + KEPT * 2 + Duration::from_secs(1);
-        // It is told no more, and counted from one when it comes again.
+        // An expired entry is not listed, and starts again from one.
         refused.note(&demand(1), later);
         assert_eq!(counts(&refused.lately(later)), [(1, later)]);
     }
 
     #[test]
-    fn of_too_many_the_oldest_is_forgotten() {
-        let mut refused = RefusedShapes::default();
+    fn oldest_rejection_is_replaced_when_full() {
+        let mut refused = RejectedShapes::default();
         for number in 0..=MOST {
             refused.note(&demand(number), Timestamp(0) + Duration::from_millis(number as u64));
         }
-        let told = refused.lately(Timestamp(0));
-        assert_eq!(told.len(), MOST);
-        assert!(told.iter().all(|one| one.demand.shape.tags != ["0"]), "the first is gone");
+        let rejected = refused.lately(Timestamp(0));
+        assert_eq!(rejected.len(), MOST);
+        assert!(rejected.iter().all(|one| one.demand.shape.tags != ["0"]), "the first was replaced");
     }
 }

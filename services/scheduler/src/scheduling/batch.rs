@@ -1,4 +1,4 @@
-//! What is decided in a round ([`super::pipeline`]), and what whoever asked for it hears.
+//! Decisions of a round ([`super::pipeline`]), and the answers to its callers.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::waiters::{Call, LeaseGroup, Member, Waits};
+use super::waiters::{Call, LeaseGroup, Member, WaitState};
 use super::{Dispatcher, GrantedLease, LeaseRequest, PlaceError, PlaceResult, Request, SubmitError};
 use crate::commit::{CommitResult, Grant, Holder, KnownWorkload, PinnedWorkload, Plan};
 use crate::counters;
@@ -20,24 +20,24 @@ use crate::db::entity::{lease, to_json, worker};
 use crate::leases;
 use crate::notify::changes::Effects;
 use crate::placement::{Choice, Demand, Location, Part, Placement};
-use crate::queue::Waiting;
+use crate::queue::WaitingRequest;
 use crate::workloads::events::Whereabouts;
 use crate::workloads::{self, Submission};
 
-/// In how many orders a group is tried.
+/// Maximum number of orders in which the leases of a group are tried.
 const ORDERS: usize = 8;
 
-/// Whoever has gone needs no answer.
+/// A reply channel. The caller may have closed it.
 type Answer<T> = oneshot::Sender<Result<T, SubmitError>>;
 
-/// What is decided together: one thing, or a group of leases.
+/// The unit of a decision: a workload, or a group of leases.
 #[derive(Debug)]
 pub(super) enum Unit {
     Workload(Box<SubmissionUnit>),
     Leases(LeaseGroup),
 }
 
-/// A workload that is submitted, or was accepted and is pinned now.
+/// A submitted workload, or an accepted one whose inputs are now pinned.
 #[derive(Debug)]
 pub(super) struct SubmissionUnit {
     submission: Arc<Submission>,
@@ -46,42 +46,42 @@ pub(super) struct SubmissionUnit {
     demand: Arc<Demand>,
     locations: Arc<[Location]>,
     answer: Answer<()>,
-    /// Its grant. `None`: it waits.
+    /// The planned lease. `None`: the workload waits.
     lease: Option<LeaseId>,
-    /// Why it waits.
+    /// Refusals of the workers while the workload waits.
     reasons: Arc<[String]>,
 }
 
-/// Nobody takes it.
+/// A unit that no worker takes.
 #[derive(Debug)]
-pub(super) struct Unplaceable {
-    /// Whether nobody ever could.
+pub(super) struct UnplacedUnit {
+    /// Whether no known worker could ever take it.
     is_never: bool,
-    /// Of several that are asked for together: what one of them asks for.
+    /// The demand that found no worker, one of several in a group.
     demand: Arc<Demand>,
 }
 
-/// What is asked for in a round, and not decided.
+/// Requests of a round that are not decided yet.
 #[derive(Debug, Default)]
-pub(super) struct Open {
+pub(super) struct OpenRequests {
     pub(super) units: VecDeque<Unit>,
     pub(super) releases: Vec<(LeaseId, WorkerId)>,
     released: Vec<oneshot::Sender<Result<(), DbErr>>>,
 }
 
-/// Of several that are asked for together one finds nothing.
+/// A lease of a group that found no worker.
 #[derive(Debug)]
-struct Stuck {
-    /// How many were planned before it.
+struct UnplacedMember {
+    /// Number of leases planned before it.
     at: usize,
-    /// Where alone it might be, for the first of its owner is there.
+    /// The only worker that it may use, because the first lease of its owner is there.
     near: Option<WorkerId>,
-    /// What it asks for, there alone.
+    /// Its demand, restricted to that worker.
     demand: Arc<Demand>,
 }
 
 impl Dispatcher {
-    /// What is asked for now takes the places of what waits by the same ids. Answers whether there is any.
+    /// Lets new calls replace waiting ones with the same leases. Returns whether there are any.
     pub(super) fn replace_waiting(&mut self, units: &mut VecDeque<Unit>) -> bool {
         let mut some = false;
         units.retain_mut(|unit| match unit {
@@ -95,52 +95,55 @@ impl Dispatcher {
         some
     }
 
-    /// The same of one call. `Some(false)`: it was refused, for one of its ids waits for something else.
+    /// Lets one call replace a waiting one. `Some(false)`: the call was rejected, because one of
+    /// its ids waits in a different request.
     fn replace(&mut self, leases: &mut LeaseGroup) -> Option<bool> {
-        match self.asking.replace(leases) {
-            Waits::Not => None,
-            Waits::Replaced(id) => {
+        match self.waiters.replace(leases) {
+            WaitState::New => None,
+            WaitState::Replaced(id) => {
                 self.queue().remove(id);
                 Some(true)
             }
-            Waits::ForElse => {
+            WaitState::Conflict => {
                 leases.members.iter().for_each(|member| member.decide(Err(PlaceError::Exists)));
                 Some(false)
             }
         }
     }
 
-    /// Plans what becomes of a unit, all of it or nothing. `is_last`: nothing is decided again after this.
+    /// Plans a unit completely or not at all. `is_last`: the unit is not decided again.
     pub(super) fn decide(
         &mut self,
         unit: &mut Unit,
         plan: &mut Plan,
         is_last: bool,
         now: Timestamp,
-    ) -> Result<(), Unplaceable> {
+    ) -> Result<(), UnplacedUnit> {
         match unit {
             Unit::Workload(submitted) => self.decide_workload(submitted, plan, is_last, now),
             Unit::Leases(leases) => {
-                // One that waits and asks for the same has found nobody, and was here before.
+                // A waiting request with the same requirements has found no worker, and arrived
+                // earlier.
                 let is_behind = |member: &Member| {
-                    let demand = &member.ask.demand;
+                    let demand = &member.request.demand;
                     self.queue().is_behind(demand, leases.priority, leases.since, leases.sequence)
                 };
                 if let Some(member) = leases.members.iter().find(|member| is_behind(member)) {
-                    return Err(Unplaceable { is_never: false, demand: member.ask.demand.clone() });
+                    return Err(UnplacedUnit { is_never: false, demand: member.request.demand.clone() });
                 }
                 self.decide_leases(leases, plan, now)
             }
         }
     }
 
-    /// Plans leases, all of them or none. What finds nothing after others of its group had theirs is asked for before them, some times.
+    /// Plans a group of leases completely or not at all. A lease that finds no worker is tried
+    /// before the others, a limited number of times.
     pub(super) fn decide_leases(
         &self,
         leases: &mut LeaseGroup,
         plan: &mut Plan,
         now: Timestamp,
-    ) -> Result<(), Unplaceable> {
+    ) -> Result<(), UnplacedUnit> {
         let group = (leases.members.len() > 1).then_some(plan.grants.len());
         let mut order: Vec<_> = (0..leases.members.len()).collect();
         let (mut avoid, mut first_stuck) = (BTreeSet::new(), None);
@@ -150,22 +153,23 @@ impl Dispatcher {
                     plan.grants.append(&mut grants);
                     return Ok(());
                 }
-                Err(Stuck { at, near, demand }) => {
+                Err(UnplacedMember { at, near, demand }) => {
                     first_stuck.get_or_insert(demand);
                     if at == 0 {
                         break;
                     }
-                    // Where the first of an owner went, there is not room for all of them.
+                    // The worker of the owner's first lease has no room for all of its leases.
                     avoid.extend(near);
                     order[..=at].rotate_right(1);
                 }
             }
         }
         let Some(demand) = first_stuck else { return Ok(()) };
-        // Where one finds nothing because of where another is, that may change; what nobody could ever take does not.
-        Err(match self.hopeless(leases) {
-            Some(demand) => Unplaceable { is_never: true, demand },
-            None => Unplaceable { is_never: false, demand },
+        // A lease that only conflicts with others of its group may fit later. A lease that no
+        // worker could ever take does not.
+        Err(match self.unschedulable_demand(leases) {
+            Some(demand) => UnplacedUnit { is_never: true, demand },
+            None => UnplacedUnit { is_never: false, demand },
         })
     }
 
@@ -176,13 +180,13 @@ impl Dispatcher {
         avoid: &BTreeSet<WorkerId>,
         group: Option<usize>,
         now: Timestamp,
-    ) -> Result<Vec<Grant>, Stuck> {
+    ) -> Result<Vec<Grant>, UnplacedMember> {
         let mut grants = Vec::with_capacity(order.len());
         let mut homes = HashMap::<(String, String), WorkerId>::new();
         for (at, number) in order.iter().enumerate() {
             let member = &mut leases.members[*number];
-            let owner = (member.ask.demand.shape.team.clone(), member.ask.owner.clone());
-            // What belongs together goes where the first of it goes.
+            let owner = (member.request.demand.shape.team.clone(), member.request.owner.clone());
+            // All leases of an owner use the worker of the first one.
             let near = homes.get(&owner).copied();
             match self.decide_lease(member, near, avoid, group, now) {
                 Ok(grant) => {
@@ -192,8 +196,8 @@ impl Dispatcher {
                     grants.push(grant);
                 }
                 Err(demand) => {
-                    self.give_back(&grants);
-                    return Err(Stuck { at, near, demand });
+                    self.unplan(&grants);
+                    return Err(UnplacedMember { at, near, demand });
                 }
             }
         }
@@ -206,18 +210,19 @@ impl Dispatcher {
         plan: &mut Plan,
         is_last: bool,
         now: Timestamp,
-    ) -> Result<(), Unplaceable> {
+    ) -> Result<(), UnplacedUnit> {
         let SubmissionUnit { demand, locations, row, .. } = &*submitted;
-        // One that waits and asks for the same has found nobody, and was here before.
+        // A waiting request with the same requirements has found no worker, and arrived earlier.
         let choice = match is_last || self.queue().is_before(demand, row.priority, now) {
             true => Choice::NotNow,
-            false => self.memory.workers.lock().choose(demand, locations),
+            false => self.cache.workers.lock().choose(demand, locations),
         };
         let (reasons, grant): (Arc<[String]>, _) = match choice {
             Choice::Never if !submitted.is_pinned => {
-                return Err(Unplaceable { is_never: true, demand: demand.clone() });
+                return Err(UnplacedUnit { is_never: true, demand: demand.clone() });
             }
-            // It was accepted when somebody could, and may wait for somebody like that.
+            // The workload was accepted when some worker could take it, and may wait for another
+            // such worker.
             Choice::NotNow | Choice::Never => (self.reasons(demand), None),
             Choice::Placed(placement) => {
                 let grant = self.grant_to_workload(submitted.submission.id, demand, placement);
@@ -237,14 +242,14 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Grants `placement` to a workload. `None`: its worker has gone in this moment.
+    /// Plans `placement` for a workload. Returns `None` if the worker was just removed.
     pub(super) fn grant_to_workload(
         &self,
         id: WorkloadId,
         demand: &Arc<Demand>,
         placement: Placement,
     ) -> Option<Grant> {
-        let mut workers = self.memory.workers.lock();
+        let mut workers = self.cache.workers.lock();
         let worker = workers.get(placement.worker)?;
         let attempt = AttemptId::new();
         let whereabouts = Whereabouts {
@@ -266,7 +271,8 @@ impl Dispatcher {
         })
     }
 
-    /// `near`: where another is for the same owner. `avoid`: where there is not room for all of an owner. Refused is what was asked for in the end.
+    /// `near`: the worker of another lease of the same owner. `avoid`: workers without room for all
+    /// leases of an owner. The error is the demand as it was tried.
     fn decide_lease(
         &self,
         member: &mut Member,
@@ -275,19 +281,19 @@ impl Dispatcher {
         group: Option<usize>,
         now: Timestamp,
     ) -> Result<Grant, Arc<Demand>> {
-        let LeaseRequest { lease, kind, demand, locations, owner, inputs, .. } = &member.ask;
-        let is_new = !owner.is_empty() && near.is_none() && member.ask.kept_to.is_none();
+        let LeaseRequest { lease, kind, demand, locations, owner, inputs, .. } = &member.request;
+        let is_new = !owner.is_empty() && near.is_none() && member.request.owner_worker.is_none();
         let demand = &match is_new && !avoid.is_empty() {
             true => {
                 let avoid = demand.avoid.union(avoid).copied().collect();
                 Arc::new(Demand { avoid, ..(**demand).clone() })
             }
-            false => self.demand_near(demand, near.or(member.ask.kept_to)),
+            false => self.demand_near(demand, near.or(member.request.owner_worker)),
         };
-        let choice = self.memory.workers.lock().choose(demand, locations);
+        let choice = self.cache.workers.lock().choose(demand, locations);
         let Choice::Placed(placement) = choice else { return Err(demand.clone()) };
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
-        let mut workers = self.memory.workers.lock();
+        let mut workers = self.cache.workers.lock();
         let worker = workers.get(placement.worker);
         member.granted = worker.map(|worker| GrantedLease {
             claims,
@@ -305,7 +311,7 @@ impl Dispatcher {
             incarnation: placement.incarnation,
             holder: Holder::Driven {
                 expires_at: now + self.config.lease_term,
-                request: member.ask.request.clone(),
+                request: member.request.request.clone(),
                 owner: owner.clone(),
                 settles: !inputs.is_empty(),
             },
@@ -313,7 +319,7 @@ impl Dispatcher {
         })
     }
 
-    /// What is asked for where the containers of its owner are, as long as that worker takes work.
+    /// Restricts a demand to the worker of its owner, as long as that worker takes work.
     fn demand_near(&self, demand: &Arc<Demand>, near: Option<WorkerId>) -> Arc<Demand> {
         match near.filter(|worker| self.takes_work(*worker)) {
             Some(worker) => Arc::new(Demand { only: Some(worker), ..(**demand).clone() }),
@@ -321,27 +327,27 @@ impl Dispatcher {
         }
     }
 
-    /// All that is asked for at once.
+    /// Returns all parts of a request.
     pub(super) fn parts(&self, leases: &LeaseGroup) -> Vec<Part> {
-        let part = |LeaseRequest { demand, kept_to, owner, .. }: &LeaseRequest| Part {
-            demand: self.demand_near(demand, *kept_to),
+        let part = |LeaseRequest { demand, owner_worker, owner, .. }: &LeaseRequest| Part {
+            demand: self.demand_near(demand, *owner_worker),
             owner: owner.clone(),
         };
-        leases.members.iter().map(|member| part(&member.ask)).collect()
+        leases.members.iter().map(|member| part(&member.request)).collect()
     }
 
-    /// Whether the containers of an owner that are on a worker keep it there.
+    /// Returns whether the owner's affinity to a worker still holds.
     fn takes_work(&self, worker: WorkerId) -> bool {
-        let workers = self.memory.workers.lock();
+        let workers = self.cache.workers.lock();
         let worker = workers.get(worker);
         worker.is_some_and(|worker| {
             worker.state != worker::State::Lost && worker.desired == worker::Desired::Run
         })
     }
 
-    /// What whoever asked hears.
-    fn error(&self, refused: &Unplaceable) -> PlaceError {
-        let refusals = self.memory.workers.lock().refusals(&refused.demand);
+    /// Builds the error of a rejected request.
+    fn error(&self, refused: &UnplacedUnit) -> PlaceError {
+        let refusals = self.cache.workers.lock().refusals(&refused.demand);
         counters::refused(refusals.codes());
         match refused.is_never {
             true => PlaceError::NoCompatibleWorker(refusals),
@@ -349,31 +355,32 @@ impl Dispatcher {
         }
     }
 
-    /// No worker could ever take this. What is about certain workers no other one helps.
-    fn is_refused_for_good(&self, demand: &Demand) {
+    /// Records a demand that no worker could ever take. Demands tied to particular workers do not
+    /// help autoscalers, so they are omitted.
+    fn record_unschedulable(&self, demand: &Demand) {
         if demand.only.is_none() && demand.avoid.is_empty() && demand.failed_on.is_empty() {
             self.refused.lock().unwrap_or_else(PoisonError::into_inner).note(demand, Timestamp::now());
         }
     }
 
-    /// Nobody takes these, and what is remembered is true: they wait, or are refused.
-    pub(super) async fn refuse(&mut self, refused: Vec<(Unit, Unplaceable)>) {
+    /// Queues or rejects units that no worker takes. The worker cache must be current.
+    pub(super) async fn refuse(&mut self, refused: Vec<(Unit, UnplacedUnit)>) {
         let leases: Vec<_> = refused.iter().flat_map(|(unit, _)| unit.leases()).collect();
         if refused.is_empty() {
             return;
         }
-        // A repeat is no news, whatever has become of the workers.
+        // A repeat is accepted even if the workers have changed.
         let known = leases::find_all(self.db.read(), &leases).await;
         for (unit, why) in refused {
             match unit {
                 Unit::Workload(submitted) => {
-                    let refusals = self.memory.workers.lock().refusals(&why.demand);
+                    let refusals = self.cache.workers.lock().refusals(&why.demand);
                     counters::refused(refusals.codes());
                     let known = workloads::find(self.db.read(), submitted.submission.id).await;
                     _ = submitted.answer.send(match known {
                         Ok(Some(row)) => submitted.submission.repeats(&row.spec_digest).map_err(Into::into),
                         Ok(None) => {
-                            self.is_refused_for_good(&why.demand);
+                            self.record_unschedulable(&why.demand);
                             Err(SubmitError::NoCompatibleWorker(refusals))
                         }
                         Err(error) => Err(error.into()),
@@ -389,24 +396,24 @@ impl Dispatcher {
         }
     }
 
-    /// `known`: leases that are there already.
+    /// `known`: existing leases.
     fn wait_or_refuse(
         &mut self,
         mut leases: LeaseGroup,
-        why: Unplaceable,
+        why: UnplacedUnit,
         known: &HashMap<LeaseId, lease::Model>,
     ) {
         let is_known = leases.leases().any(|lease| known.contains_key(&lease));
-        // Another call of this round may wait by the same ids.
+        // Another call of this round may wait with the same ids.
         if self.replace(&mut leases) == Some(false) {
             return;
         }
         let leases = match leases.waiting() {
-            Some(waiting) if !is_known && !why.is_never => match self.asking.put(leases) {
+            Some(waiting) if !is_known && !why.is_never => match self.waiters.put(leases) {
                 Ok(()) => {
                     self.queue().put(waiting);
-                    // Somebody may have made room after it was decided.
-                    self.look = true;
+                    // A worker may have gained room since the decision.
+                    self.pass_needed = true;
                     return;
                 }
                 Err(leases) => leases,
@@ -414,82 +421,84 @@ impl Dispatcher {
             _ => leases,
         };
         if !is_known && why.is_never {
-            self.is_refused_for_good(&why.demand);
+            self.record_unschedulable(&why.demand);
         }
         let error = if is_known { PlaceError::Exists } else { self.error(&why) };
         for member in &leases.members {
-            member.decide(match known.get(&member.ask.lease) {
-                Some(lease) => self.existing(&member.ask, lease),
+            member.decide(match known.get(&member.request.lease) {
+                Some(lease) => self.existing(&member.request, lease),
                 None => Err(error.clone()),
             });
         }
     }
 
-    /// Answers those who have waited for long enough. `is_due`: looks for those who have gone away, too.
-    pub(crate) fn end_patience(&mut self, now: Instant, is_due: bool) {
-        for leases in self.asking.take_ended(now) {
+    /// Answers calls whose waiting time is over. `is_due`: also removes calls whose callers have
+    /// disconnected.
+    pub(crate) fn end_waits(&mut self, now: Instant, is_due: bool) {
+        for leases in self.waiters.take_ended(now) {
             self.queue().remove(leases.id());
-            self.asked_in_vain(&leases);
+            self.reject_timed_out(&leases);
         }
         if is_due {
-            for gone in self.asking.gone() {
-                self.asking.take(gone);
+            for gone in self.waiters.disconnected() {
+                self.waiters.take(gone);
                 self.queue().remove(gone);
             }
         }
     }
 
-    /// Whoever asked for these has waited for long enough, or has gone.
-    pub(super) fn asked_in_vain(&self, leases: &LeaseGroup) {
+    /// Answers a call that found no worker in its waiting time.
+    pub(super) fn reject_timed_out(&self, leases: &LeaseGroup) {
         for member in &leases.members {
-            let LeaseRequest { demand, locations, kept_to, .. } = &member.ask;
-            let demand = self.demand_near(demand, *kept_to);
-            let is_never = self.memory.workers.lock().choose(&demand, locations) == Choice::Never;
-            member.decide(Err(self.error(&Unplaceable { is_never, demand })));
+            let LeaseRequest { demand, locations, owner_worker, .. } = &member.request;
+            let demand = self.demand_near(demand, *owner_worker);
+            let is_never = self.cache.workers.lock().choose(&demand, locations) == Choice::Never;
+            member.decide(Err(self.error(&UnplacedUnit { is_never, demand })));
         }
     }
 
-    /// Answers those who wait for leases that nobody could ever take any more. What is remembered is true.
+    /// Rejects waiting calls that no worker could ever take. The worker cache must be current.
     pub(crate) fn refuse_hopeless(&mut self) {
-        if self.asking.is_empty() {
+        if self.waiters.is_empty() {
             return;
         }
         let lines: Vec<_> = self.queue().lines().map(|(first, _)| (first.id, first.demands())).collect();
         for (first, demands) in lines {
-            // All in a line ask for the same.
-            if !demands.iter().any(|demand| self.memory.workers.lock().is_hopeless(demand)) {
+            // All requests of a line have the same requirements.
+            if !demands.iter().any(|demand| self.cache.workers.lock().is_hopeless(demand)) {
                 continue;
             }
-            let calls: Vec<_> = self.queue().line_of(first).filter(|id| self.asking.contains(*id)).collect();
+            let calls: Vec<_> = self.queue().line_of(first).filter(|id| self.waiters.contains(*id)).collect();
             for id in calls {
-                let Some(demand) = self.asking.get(id).and_then(|leases| self.hopeless(leases)) else {
+                let Some(demand) = self.waiters.get(id).and_then(|leases| self.unschedulable_demand(leases))
+                else {
                     continue;
                 };
-                let Some(leases) = self.asking.take(id) else { continue };
+                let Some(leases) = self.waiters.take(id) else { continue };
                 self.queue().remove(id);
-                let error = self.error(&Unplaceable { is_never: true, demand });
+                let error = self.error(&UnplacedUnit { is_never: true, demand });
                 leases.members.iter().for_each(|member| member.decide(Err(error.clone())));
             }
         }
     }
 
-    /// What is asked for among these that nobody could ever take. What is asked for near to others may be had elsewhere once their worker
-    /// takes no work any more.
-    fn hopeless(&self, leases: &LeaseGroup) -> Option<Arc<Demand>> {
+    /// Returns a demand of the group that no worker could ever take. The affinity of an owner ends
+    /// when its worker takes no more work.
+    fn unschedulable_demand(&self, leases: &LeaseGroup) -> Option<Arc<Demand>> {
         leases.members.iter().find_map(|member| {
-            let demand = self.demand_near(&member.ask.demand, member.ask.kept_to);
-            let is_hopeless = self.memory.workers.lock().is_hopeless(&demand);
+            let demand = self.demand_near(&member.request.demand, member.request.owner_worker);
+            let is_hopeless = self.cache.workers.lock().is_hopeless(&demand);
             is_hopeless.then_some(demand)
         })
     }
 
-    /// Answers what was done about a unit.
+    /// Answers a unit after the commit.
     pub(super) fn conclude(&mut self, unit: Unit, done: &CommitResult, effects: &mut Effects) {
         match unit {
             Unit::Workload(submitted) => {
                 let id = submitted.submission.id;
                 let answer = match done.settled.get(&id) {
-                    // It was pinned by another call, or cancelled.
+                    // Another call pinned the workload, or it was cancelled.
                     Some(None) => Ok(()),
                     Some(Some(KnownWorkload { spec_digest, .. })) => {
                         submitted.submission.repeats(spec_digest)
@@ -500,15 +509,15 @@ impl Dispatcher {
                             Some(_) => {
                                 effects.deadline |= submitted.row.start_timeout_us.is_some();
                                 effects.workers.extend(done.worker_of(submitted.lease));
-                                self.queue().took(&submitted.demand.shape.team);
+                                self.queue().add_slot(&submitted.demand.shape.team);
                             }
                             None => {
                                 effects.deadline |= submitted.row.queue_deadline.is_some();
                                 effects.queued.push(id);
                                 let waiting = submitted.waiting(done.came.get(&id).copied());
                                 self.queue().put(waiting);
-                                // Somebody may have made room after it was decided.
-                                self.look = true;
+                                // A worker may have gained room since the decision.
+                                self.pass_needed = true;
                             }
                         }
                         Ok(())
@@ -517,45 +526,45 @@ impl Dispatcher {
                 _ = submitted.answer.send(answer.map_err(Into::into));
             }
             Unit::Leases(leases) => {
-                for member in leases.members.iter().filter(|member| member.ask.kind.takes_a_slot()) {
-                    self.queue().took(&member.ask.demand.shape.team);
+                for member in leases.members.iter().filter(|member| member.request.kind.takes_a_slot()) {
+                    self.queue().add_slot(&member.request.demand.shape.team);
                 }
                 self.conclude_leases(leases, done);
             }
         }
     }
 
-    /// Answers what was done about leases.
+    /// Answers a group of leases after the commit.
     pub(super) fn conclude_leases(&self, leases: LeaseGroup, done: &CommitResult) {
         for mut member in leases.members {
-            let placed = match (done.existing.get(&member.ask.lease), member.granted.take()) {
-                (Some(lease), _) => self.existing(&member.ask, lease),
-                // It is a workload's.
-                (None, _) if done.exists(member.ask.lease) => Err(PlaceError::Exists),
-                // Others of its group were there before it was asked for.
-                (None, _) if done.refused.contains(&member.ask.lease) => Err(PlaceError::Exists),
+            let placed = match (done.existing.get(&member.request.lease), member.granted.take()) {
+                (Some(lease), _) => self.existing(&member.request, lease),
+                // The id belongs to a workload.
+                (None, _) if done.exists(member.request.lease) => Err(PlaceError::Exists),
+                // Other leases of the group existed before.
+                (None, _) if done.refused.contains(&member.request.lease) => Err(PlaceError::Exists),
                 (None, Some(granted)) => Ok(granted),
-                // Its worker went while it was decided.
+                // The worker was removed during the decision.
                 (None, None) => Err(PlaceError::Undecided),
             };
             member.decide(placed);
         }
     }
 
-    /// Answers the lease that an id names, if it is live and was granted for the same.
-    fn existing(&self, ask: &LeaseRequest, lease: &lease::Model) -> PlaceResult {
+    /// Returns the existing lease if it is live and has the same request.
+    fn existing(&self, request: &LeaseRequest, lease: &lease::Model) -> PlaceResult {
         let is_live = lease.state == lease::State::Granted && lease.is_driven();
-        let workers = self.memory.workers.lock();
+        let workers = self.cache.workers.lock();
         let claims = leases::claims(lease);
         match workers.get(claims.worker) {
-            Some(worker) if is_live && lease.kind == ask.kind && lease.request == ask.request => {
+            Some(worker) if is_live && lease.kind == request.kind && lease.request == request.request => {
                 Ok(GrantedLease {
                     claims,
                     worker_name: worker.name.clone(),
                     gateway_endpoint: worker.endpoint.clone(),
                 })
             }
-            // It came a moment ago, and is known here soon.
+            // The worker registered a moment ago, and enters the cache soon.
             None if is_live => Err(PlaceError::Undecided),
             _ => Err(PlaceError::Exists),
         }
@@ -563,10 +572,10 @@ impl Dispatcher {
 }
 
 impl SubmissionUnit {
-    /// `came`: where it was accepted before, what sorts it, and when that was.
-    fn waiting(&self, came: Option<(Uuid, Timestamp)>) -> Waiting {
+    /// `came`: sort key and submission time of a workload that was accepted before.
+    fn waiting(&self, came: Option<(Uuid, Timestamp)>) -> WaitingRequest {
         let (sequence, since) = came.unwrap_or((self.row.sequence, Timestamp(self.row.submitted_at)));
-        Waiting {
+        WaitingRequest {
             id: self.row.id,
             is_elsewhere: false,
             others: vec![],
@@ -576,7 +585,7 @@ impl SubmissionUnit {
             demand: self.demand.clone(),
             locations: self.locations.clone(),
             must_start: self.row.start_timeout_us.is_some(),
-            told: self.reasons.clone(),
+            reported: self.reasons.clone(),
             traceparent: self.row.traceparent.clone(),
             spec_bytes: Some(self.row.spec.len() as u64),
         }
@@ -589,35 +598,35 @@ impl Unit {
             Self::Workload(submitted) => (submitted.lease, &[]),
             Self::Leases(leases) => (None, &leases.members),
         };
-        workload.into_iter().chain(members.iter().map(|member| member.ask.lease))
+        workload.into_iter().chain(members.iter().map(|member| member.request.lease))
     }
 
-    /// Of workloads and leases that may be there only once.
+    /// Ids of workloads and leases that must be unique within a step.
     pub(super) fn ids(&self) -> impl Iterator<Item = Uuid> {
         let (workload, members): (_, &[Member]) = match self {
             Self::Workload(submitted) => (Some(submitted.row.id), &[]),
             Self::Leases(leases) => (None, &leases.members),
         };
-        workload.into_iter().chain(members.iter().map(|member| member.ask.lease.uuid()))
+        workload.into_iter().chain(members.iter().map(|member| member.request.lease.uuid()))
     }
 
-    /// Whether nobody waits for it any more.
-    pub(super) fn has_gone(&self) -> bool {
+    /// Returns whether no caller waits for the unit any more.
+    pub(super) fn is_disconnected(&self) -> bool {
         match self {
-            // It is durable once it was asked for.
+            // A submitted workload is durable, whether or not its caller waits.
             Self::Workload(_) => false,
-            Self::Leases(leases) => leases.has_gone(),
+            Self::Leases(leases) => leases.is_disconnected(),
         }
     }
 
-    /// The containers of owners are on these workers.
-    pub(super) fn keep_to(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
+    /// Sets the workers of owners.
+    pub(super) fn set_owner_workers(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
         if let Self::Leases(leases) = self {
-            leases.keep_to(kept);
+            leases.set_owner_workers(kept);
         }
     }
 
-    /// A span for the time until it is placed, in the trace of who submitted it.
+    /// Returns the span of the placement, in the trace of the submission.
     pub(super) fn span(&self) -> Option<tracing::Span> {
         match self {
             Self::Workload(submitted) if submitted.lease.is_some() => {
@@ -628,19 +637,20 @@ impl Unit {
     }
 }
 
-/// The database does not answer those who asked for these.
+/// Answers requests with a database error.
 pub(super) fn fail(requests: Vec<Request>, error: &DbErr) {
-    let mut open = Open::default();
+    let mut open = OpenRequests::default();
     open.add(requests, Timestamp::now());
     open.fail(error);
 }
 
-/// What a call asks for, each group together: those of a higher priority first, and then as they are named.
-fn in_turn(members: Vec<Member>, now: Timestamp) -> Vec<LeaseGroup> {
+/// Groups the leases of a call. Groups with a higher priority come first, then the order of the
+/// call counts.
+fn into_groups(members: Vec<Member>, now: Timestamp) -> Vec<LeaseGroup> {
     let (mut units, mut of_group) = (Vec::<Vec<Member>>::new(), HashMap::new());
     for member in members {
         let next = units.len();
-        let at = member.ask.group.map_or(next, |group| *of_group.entry(group).or_insert(next));
+        let at = member.request.group.map_or(next, |group| *of_group.entry(group).or_insert(next));
         match units.get_mut(at) {
             Some(unit) => unit.push(member),
             None => units.push(vec![member]),
@@ -651,7 +661,7 @@ fn in_turn(members: Vec<Member>, now: Timestamp) -> Vec<LeaseGroup> {
     units
 }
 
-impl Open {
+impl OpenRequests {
     pub(super) fn add(&mut self, requests: Vec<Request>, now: Timestamp) {
         let open = self;
         for request in requests {
@@ -662,13 +672,13 @@ impl Open {
                 Request::Pinned(submission, locations, answer) => {
                     open.units.push_back(workload(submission, Some(locations), answer, now));
                 }
-                Request::Place(asks, answer) => {
-                    let call = Call::new(asks.len(), answer);
-                    let member = |(item, ask)| Member::new(ask, call.clone(), item);
-                    let members = asks.into_iter().enumerate().map(member).collect();
-                    open.units.extend(in_turn(members, now).into_iter().map(Unit::Leases));
+                Request::Place(requests, answer) => {
+                    let call = Call::new(requests.len(), answer);
+                    let member = |(item, request)| Member::new(request, call.clone(), item);
+                    let members = requests.into_iter().enumerate().map(member).collect();
+                    open.units.extend(into_groups(members, now).into_iter().map(Unit::Leases));
                 }
-                // It was done before the round.
+                // Handled before the round.
                 Request::CatchUp(answer) => _ = answer.send(()),
                 Request::Release(leases, answer) => {
                     open.releases.extend(leases);
@@ -678,7 +688,7 @@ impl Open {
         }
     }
 
-    /// The database does not answer.
+    /// Answers all requests with a database error.
     pub(super) fn fail(self, error: &DbErr) {
         for unit in self.units {
             match unit {
@@ -704,7 +714,7 @@ impl Open {
     }
 }
 
-/// A workload that is submitted, or, with `locations`, pinned.
+/// Creates the unit of a submitted workload, or of a pinned one with `locations`.
 fn workload(
     submission: Arc<Submission>,
     locations: Option<Arc<[Location]>>,

@@ -1,17 +1,17 @@
-//! Scheduling: every request for a worker, from a submission or a call to its grant.
+//! Scheduling: from a submission or a call for leases to the grant.
 //!
-//! One task of each replica does it ([`dispatch_forever`]), in batches ([`pipeline`], `batch.rs`).
-//! It decides a batch on its view of the workers ([`crate::workers::cache`]) while the batch before
-//! is written, and commits it in one transaction ([`crate::commit`]). A grant that the transaction
-//! refuses is decided again.
+//! One task of each replica ([`dispatch_forever`]) works in batches ([`pipeline`], `batch.rs`). It
+//! decides a batch on the worker cache ([`crate::workers::cache`]) while the previous batch is
+//! being committed, and commits it in one transaction ([`crate::commit`]). A grant that the
+//! transaction rejects is decided again.
 //!
-//! Requests that wait have their turns before and after each batch (`queue_pass.rs`,
-//! [`crate::queue`]). Calls for leases wait in the same queue ([`waiters`]), and those of other
-//! replicas are known there ([`peer_waiters`]). A worker is reserved for a request that has waited
-//! long and asks for more than comes free at a time ([`reservations`]).
+//! Before and after each batch, a pass over the queue serves waiting requests (`queue_pass.rs`,
+//! [`crate::queue`]). Calls for leases wait in the same queue ([`waiters`]), which also contains
+//! those of other replicas ([`peer_waiters`]). A worker is reserved for a large request that has
+//! waited for long ([`reservations`]).
 //!
-//! Invariant: two replicas never both place a workload. The transaction that places it holds its
-//! row, and finds it waiting.
+//! Invariant: two replicas never both place a workload. The placing transaction locks its row, and
+//! checks that it still waits.
 
 mod batch;
 mod peer_waiters;
@@ -42,64 +42,65 @@ use crate::notify::request::call;
 use crate::placement::{Choice, DecidedBy, Demand, Location, Refusals, Shape};
 use crate::queue::Queue;
 use crate::queue::limits::TooManyWaiting;
-use crate::queue::unschedulable::RefusedShapes;
+use crate::queue::unschedulable::RejectedShapes;
 use crate::scheduling::peer_waiters::PeerWaiters;
-pub(crate) use crate::scheduling::pipeline::Caller;
+pub(crate) use crate::scheduling::pipeline::RoundContext;
 use crate::scheduling::reservations::Reservations;
 use crate::scheduling::waiters::Waiters;
 use crate::store_client::Inputs;
 use crate::workers::cache::{SharedFacts, WorkerCache, Workers};
 use crate::workloads::{OtherSpec, Submission};
 
-/// How often something is decided anew because what was decided on had changed in the meantime.
+/// Maximum number of decisions about one request when the facts change in between.
 const DECISIONS: usize = 8;
 
-/// How many requests are taken into a round, and how many of the queue are placed by one transaction.
+/// Maximum number of requests in one round, and maximum number of grants of one queue pass
+/// transaction.
 const BATCH: usize = 512;
 
-/// How many requests may wait for a round. Further callers wait until there is room.
+/// Maximum number of requests that wait for a round. Further callers wait for room.
 const REQUESTS: usize = 4096;
 
-/// A workload cannot be accepted.
+/// Reason why a workload cannot be accepted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SubmitError {
-    /// The id names another workload.
+    /// The id belongs to another workload.
     #[error(transparent)]
     Exists(#[from] OtherSpec),
-    /// No worker could ever run it.
-    #[error("no worker could ever run it: {}", .0.lines().join("; "))]
+    /// No worker could ever run the workload.
+    #[error("no worker could ever run the workload: {}", .0.lines().join("; "))]
     NoCompatibleWorker(Refusals),
-    /// The artifact store refused to pin its inputs, or could not be asked.
-    #[error("its inputs cannot be pinned")]
+    /// The artifact store rejected the pins, or does not answer.
+    #[error("cannot pin the inputs")]
     NotPinned(#[source] rpc::Refusal),
-    /// Its team has as much waiting as it may have.
+    /// The team has reached its limit of waiting workloads.
     #[error(transparent)]
     TooManyWaiting(#[from] TooManyWaiting),
-    /// What it was decided on changed again and again.
-    #[error("the workers changed too often while it was decided")]
+    /// The facts changed too often.
+    #[error("cannot decide the request: the workers changed too often")]
     Undecided,
     /// The service stops.
     #[error("the scheduler is stopping")]
     Stopping,
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the scheduler's database")]
     Database(#[from] DbErr),
 }
 
-/// A driven lease cannot be granted.
+/// Reason why a driven lease cannot be granted.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum PlaceError {
-    /// No worker could ever do.
-    #[error("no worker could ever do: {}", .0.lines().join("; "))]
+    /// No worker could ever take the lease.
+    #[error("no worker could ever take the lease: {}", .0.lines().join("; "))]
     NoCompatibleWorker(Refusals),
-    /// Those that could are busy or out of contact now.
-    #[error("no worker can do now: {}", .0.lines().join("; "))]
+    /// All workers that could take the lease are busy or out of contact.
+    #[error("no worker can take the lease now: {}", .0.lines().join("; "))]
     AllWorkersBusy(Refusals),
-    /// The id was used for something else, or its lease has ended.
-    #[error("the id names another lease, or one that has ended")]
+    /// The id belongs to another lease, or its lease has ended.
+    #[error("the id belongs to another lease, or to one that has ended")]
     Exists,
-    /// The lease that it shall be near to is unknown, or has ended.
-    #[error("the lease whose worker it shall have is unknown, or has ended")]
+    /// The lease named by `same_worker_as` is unknown or has ended.
+    #[error("the lease named by same_worker_as is unknown, or has ended")]
     NoSuchLease,
     /// An input is unknown to the team, not sealed, or its bytes are lost.
     #[error("artifact {0} cannot be used as an input")]
@@ -107,21 +108,21 @@ pub(crate) enum PlaceError {
     /// A task cache is unknown to the team.
     #[error("task cache {0} is unknown to this team")]
     CacheUnavailable(CacheId),
-    /// The artifact store refused to pin its inputs, or could not be asked.
-    #[error("its inputs cannot be pinned")]
+    /// The artifact store rejected the pins, or does not answer.
+    #[error("cannot pin the inputs")]
     NotPinned(#[source] rpc::Refusal),
-    /// What it was decided on changed again and again.
-    #[error("the workers changed too often while it was decided")]
+    /// The facts changed too often.
+    #[error("cannot decide the request: the workers changed too often")]
     Undecided,
     /// The service stops.
     #[error("the scheduler is stopping")]
     Stopping,
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the scheduler's database")]
     Database(#[from] DbErr),
 }
 
-/// A driven lease that was granted.
+/// A granted driven lease.
 #[derive(Debug, Clone)]
 pub(crate) struct GrantedLease {
     pub(crate) claims: LeaseClaims,
@@ -129,77 +130,78 @@ pub(crate) struct GrantedLease {
     pub(crate) gateway_endpoint: String,
 }
 
-/// What becomes of one of several that were asked for together.
+/// The result of one lease of a call.
 pub(crate) type PlaceResult = Result<GrantedLease, PlaceError>;
 
-/// A driven lease that somebody asks for.
+/// A request for a driven lease.
 #[derive(Debug, Clone)]
 pub(crate) struct LeaseRequest {
     pub(crate) lease: LeaseId,
     pub(crate) kind: Kind,
     pub(crate) demand: Arc<Demand>,
-    /// What shall be pinned for it, and where that is.
+    /// The inputs to pin, and their locations.
     pub(crate) inputs: Arc<Inputs>,
     pub(crate) locations: Arc<[Location]>,
-    /// To tell a repeat from another request.
+    /// The encoded request, which distinguishes a repeat from another request.
     pub(crate) request: String,
-    /// Those of one group are granted together, or none.
+    /// Leases of one group are granted together or not at all.
     pub(crate) group: Option<u32>,
-    /// Whose containers run under it. Empty: nobody's in particular.
+    /// The owner of the containers under the lease. Empty: none.
     pub(crate) owner: String,
-    /// Where they are: there alone it is granted, as long as that worker takes work.
-    pub(crate) kept_to: Option<WorkerId>,
-    /// How long it waits for a worker that could but cannot now. Of a group, the longest counts, and the highest priority.
+    /// The worker of the owner. As long as it takes work, the lease is granted only there.
+    pub(crate) owner_worker: Option<WorkerId>,
+    /// Longest waiting time for a busy worker. For a group, the longest time and the highest
+    /// priority of its leases count.
     pub(crate) wait: Duration,
     pub(crate) priority: i64,
 }
 
-/// What is asked of the dispatcher.
+/// A request to the dispatcher.
 #[derive(Debug)]
 pub(crate) enum Request {
-    /// A workload for which nothing has to be pinned: it is placed or queued, and durable, once this is answered.
+    /// Submit a workload without pins. When answered, the workload is durable and placed or queued.
     Submit(Arc<Submission>, oneshot::Sender<Result<(), SubmitError>>),
-    /// What a workload that was accepted needs is pinned, and is at these locations.
+    /// Queue an accepted workload whose inputs are pinned, at these locations.
     Pinned(Arc<Submission>, Arc<[Location]>, oneshot::Sender<Result<(), SubmitError>>),
-    /// Driven leases.
+    /// Place driven leases.
     Place(Vec<LeaseRequest>, oneshot::Sender<Vec<PlaceResult>>),
-    /// Driven leases that are given back, and whose slots they are.
+    /// Release driven leases on these workers.
     Release(Vec<(LeaseId, WorkerId)>, oneshot::Sender<Result<(), DbErr>>),
-    /// To see what others have changed.
+    /// Read the changes of other replicas.
     CatchUp(oneshot::Sender<()>),
 }
 
-/// Where requests are brought, and what everyone may look at. Cheap to clone.
+/// The handle of the dispatcher, with its shared state. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Dispatch {
     requests: mpsc::Sender<Request>,
     pub(crate) workers: Workers,
     queue: Arc<Mutex<Queue>>,
-    refused: Arc<Mutex<RefusedShapes>>,
+    refused: Arc<Mutex<RejectedShapes>>,
 }
 
-/// The service stops, and nobody answers any more.
+/// The service stops, and the dispatcher no longer answers.
 #[derive(Debug)]
 pub(crate) struct Stopping;
 
 impl Dispatch {
-    /// A look at those that wait.
+    /// Locks the queue.
     pub(crate) fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was refused for good.
-    pub(crate) fn refused(&self) -> MutexGuard<'_, RefusedShapes> {
+    /// Locks the rejected demands.
+    pub(crate) fn refused(&self) -> MutexGuard<'_, RejectedShapes> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sees what others have changed, as far as the database answers.
+    /// Reads the changes of other replicas, if the database answers.
     pub(crate) async fn catch_up(&self) {
-        _ = self.ask(Request::CatchUp).await;
+        _ = self.call(Request::CatchUp).await;
     }
 
-    /// Brings a request, and waits for what becomes of it.
-    pub(crate) async fn ask<T>(
+    /// Sends a request and waits for its result.
+    pub(crate) async fn call<T>(
         &self,
         request: impl FnOnce(oneshot::Sender<T>) -> Request,
     ) -> Result<T, Stopping> {
@@ -207,60 +209,60 @@ impl Dispatch {
     }
 }
 
-/// Does what is asked of [`Dispatch`].
+/// The task that serves the requests to [`Dispatch`].
 #[derive(Debug)]
 pub(crate) struct Dispatcher {
     db: Database,
     config: Arc<Config>,
-    memory: WorkerCache,
+    cache: WorkerCache,
     queue: Arc<Mutex<Queue>>,
     requests: mpsc::Receiver<Request>,
-    /// The calls for leases that wait, which are in the queue as well.
-    asking: Waiters,
+    /// The waiting calls for leases, which are also in the queue.
+    waiters: Waiters,
     /// The calls that wait at other replicas.
-    elsewhere: PeerWaiters,
-    /// The workers that are reserved for those that wait here.
+    peers: PeerWaiters,
+    /// The workers that are reserved for requests of this replica.
     reservations: Reservations,
-    /// Whether those that wait may find something that they did not find before.
-    look: bool,
-    /// Where slots came free of which others are told once those that wait here have had their turns.
+    /// Whether a queue pass may place a request that was not placed before.
+    pass_needed: bool,
+    /// Workers with freed slots. Other replicas are notified after the next pass of this queue.
     freed: HashSet<WorkerId>,
-    /// When all that waits was read last.
-    whole_at: Option<Timestamp>,
-    /// When it was counted last how many slots each team holds.
-    held_at: Option<Timestamp>,
-    /// Why demands of a shape wait, as those who wait for that were told.
-    reasons: HashMap<Arc<Shape>, Why>,
-    /// What was refused for good.
-    refused: Arc<Mutex<RefusedShapes>>,
+    /// When all waiting workloads were last read.
+    queue_read_at: Option<Timestamp>,
+    /// When the slots of teams were last counted.
+    slots_counted_at: Option<Timestamp>,
+    /// The present reasons of waiting, by shape.
+    reasons: HashMap<Arc<Shape>, WaitReasons>,
+    /// Rejected demands that no worker could ever take.
+    refused: Arc<Mutex<RejectedShapes>>,
 }
 
 impl Dispatcher {
-    /// A dispatcher, and the way to it.
+    /// Creates a dispatcher and its handle.
     pub(crate) fn new(db: Database, config: Arc<Config>) -> (Dispatch, Self) {
         let (sender, requests) = mpsc::channel(REQUESTS);
-        let memory = WorkerCache::new(&config);
+        let cache = WorkerCache::new(&config);
         let queue = Arc::new(Mutex::new(Queue::new(config.queue_aging, config.team_weights.clone())));
-        let refused = Arc::new(Mutex::new(RefusedShapes::default()));
+        let refused = Arc::new(Mutex::new(RejectedShapes::default()));
         let dispatch = Dispatch {
             requests: sender,
-            workers: memory.workers.clone(),
+            workers: cache.workers.clone(),
             queue: queue.clone(),
             refused: refused.clone(),
         };
         let dispatcher = Self {
             db,
             config,
-            memory,
+            cache,
             queue,
             requests,
-            asking: Waiters::default(),
-            elsewhere: PeerWaiters::new(),
+            waiters: Waiters::default(),
+            peers: PeerWaiters::new(),
             reservations: Reservations::new(Timestamp::now()),
-            look: true,
+            pass_needed: true,
             freed: HashSet::new(),
-            whole_at: None,
-            held_at: None,
+            queue_read_at: None,
+            slots_counted_at: None,
             reasons: HashMap::new(),
             refused,
         };
@@ -271,28 +273,28 @@ impl Dispatcher {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is asked for now.
+    /// Returns the pending requests.
     #[cfg(test)]
-    pub(crate) fn asked(&mut self) -> Vec<Request> {
+    pub(crate) fn pending_requests(&mut self) -> Vec<Request> {
         std::iter::from_fn(|| self.requests.try_recv().ok()).collect()
     }
 
-    /// The same, as soon as it is something. Cancel safe.
+    /// Waits for pending requests. Cancel safe.
     #[cfg(test)]
-    pub(crate) async fn next_asked(&mut self) -> Vec<Request> {
-        let mut asked = Vec::new();
-        self.requests.recv_many(&mut asked, BATCH).await;
-        asked
+    pub(crate) async fn next_requests(&mut self) -> Vec<Request> {
+        let mut received = Vec::new();
+        self.requests.recv_many(&mut received, BATCH).await;
+        received
     }
 
-    /// Whether a call waits that asks for this lease.
+    /// Returns whether a call for this lease waits.
     #[cfg(test)]
     pub(crate) fn waits(&self, lease: LeaseId) -> bool {
-        self.asking.waits(lease)
+        self.waiters.waits(lease)
     }
 
-    /// What was asked for meanwhile, as much as is decided at a time.
-    fn take_asked(&mut self, requests: &mut Vec<Request>) {
+    /// Takes pending requests, up to one batch.
+    fn take_requests(&mut self, requests: &mut Vec<Request>) {
         while requests.len() < BATCH
             && let Ok(request) = self.requests.try_recv()
         {
@@ -300,49 +302,50 @@ impl Dispatcher {
         }
     }
 
-    /// Has a plan granted, and notes what is known of the workers then.
-    async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<CommitResult, DbErr> {
-        let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;
+    /// Commits a plan and updates the worker cache.
+    async fn commit(&mut self, plan: &Plan, now: Timestamp) -> Result<CommitResult, DbErr> {
+        let done = write_plan(&self.db, plan, &self.cache.facts(), now, &|| {}).await;
         let done = self.note(plan, done)?;
-        self.see(&done.kept_to.values().copied().collect()).await?;
+        self.read_workers(&done.affine_workers.values().copied().collect()).await?;
         Ok(done)
     }
 
-    /// Notes what became of a plan, and what is known of the workers then. It is planned no more: what was granted, their rows say.
+    /// Updates the worker cache after a commit, and removes the planned load. Granted load is in
+    /// the rows.
     fn note(&mut self, plan: &Plan, done: Result<CommitResult, DbErr>) -> Result<CommitResult, DbErr> {
-        self.give_back(&plan.grants);
+        self.unplan(&plan.grants);
         let mut done = done?;
         placed(plan, &done).for_each(counters::placed);
-        self.look |= !done.freed.is_empty();
-        self.memory.forget(std::mem::take(&mut done.gone));
-        self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
-        self.memory.wrote(done.transaction);
+        self.pass_needed |= !done.freed.is_empty();
+        self.cache.forget(std::mem::take(&mut done.gone));
+        self.pass_needed |= self.cache.note(std::mem::take(&mut done.workers))?;
+        self.cache.wrote(done.transaction);
         Ok(done)
     }
 
-    /// Looks at what others have changed of workers.
-    async fn look_at_workers(&mut self) -> Result<(), DbErr> {
-        self.look |= self.memory.catch_up(&self.db).await?;
+    /// Reads changed workers into the cache.
+    async fn poll_workers(&mut self) -> Result<(), DbErr> {
+        self.pass_needed |= self.cache.catch_up(&self.db).await?;
         Ok(())
     }
 
-    /// Looks at workers where the containers of owners are, which may not be known here yet.
-    async fn see(&mut self, workers: &HashSet<WorkerId>) -> Result<(), DbErr> {
-        self.look |= self.memory.read(&self.db, workers).await?;
+    /// Reads the workers of owners, which may be missing from the cache.
+    async fn read_workers(&mut self, workers: &HashSet<WorkerId>) -> Result<(), DbErr> {
+        self.pass_needed |= self.cache.read(&self.db, workers).await?;
         Ok(())
     }
 
-    /// These are planned no more.
-    fn give_back(&self, grants: &[Grant]) {
-        let mut workers = self.memory.workers.lock();
+    /// Removes the planned load of these grants.
+    fn unplan(&self, grants: &[Grant]) {
+        let mut workers = self.cache.workers.lock();
         for Grant { worker, kind, demand, .. } in grants {
             workers.unplan(*worker, *kind, &demand.shape.requests);
         }
     }
 
-    /// Why nobody takes `demand` now, for those who wait for that.
+    /// Returns the reasons why a request with this demand waits.
     fn reasons(&mut self, demand: &Demand) -> Arc<[String]> {
-        // Told anew when that changes: see [`Dispatcher::tell_why`].
+        // Updated when they change: see [`Dispatcher::update_reasons`].
         if !self.reasons.contains_key(&demand.shape) {
             self.reasons_now(demand);
         }
@@ -351,12 +354,12 @@ impl Dispatcher {
         why.lines.clone()
     }
 
-    /// The same, as it is now.
+    /// Computes the present reasons.
     fn reasons_now(&mut self, demand: &Demand) -> Arc<[String]> {
-        let mut workers = self.memory.workers.lock();
+        let mut workers = self.cache.workers.lock();
         let why = match workers.choose(demand, &[]) {
-            Choice::Placed(_) => Why::others_are_before(),
-            Choice::NotNow | Choice::Never => Why::of(&workers.refusals(demand)),
+            Choice::Placed(_) => WaitReasons::behind_equal_requests(),
+            Choice::NotNow | Choice::Never => WaitReasons::of(&workers.refusals(demand)),
         };
         drop(workers);
         let lines = why.lines.clone();
@@ -365,16 +368,16 @@ impl Dispatcher {
     }
 }
 
-/// Why demands of a shape wait.
+/// The reasons why requests of a shape wait.
 #[derive(Debug, Clone)]
-struct Why {
+struct WaitReasons {
     lines: Arc<[String]>,
     codes: BTreeSet<&'static str>,
 }
 
-impl Why {
-    fn others_are_before() -> Self {
-        let lines = Arc::new(["others that ask for the same are before it".to_owned()]);
+impl WaitReasons {
+    fn behind_equal_requests() -> Self {
+        let lines = Arc::new(["requests ahead of it have the same requirements".to_owned()]);
         Self { lines, codes: BTreeSet::new() }
     }
 
@@ -383,8 +386,8 @@ impl Why {
     }
 }
 
-/// Has `plan` granted in one transaction. `locked`: is told when its workers are locked.
-async fn granted(
+/// Commits `plan` in one transaction. `locked` is called once the workers are locked.
+async fn write_plan(
     db: &Database,
     plan: &Plan,
     facts: &SharedFacts,
@@ -392,124 +395,130 @@ async fn granted(
     locked: &(dyn Fn() + Sync),
 ) -> Result<CommitResult, DbErr> {
     let tries = AtomicUsize::new(0);
-    let carry_out = async |txn: db::Transaction| {
+    let commit_plan = async |txn: db::Transaction| {
         tries.fetch_add(1, Ordering::Relaxed);
-        commit::carry_out(&txn, plan, facts, now, locked).await
+        commit::commit_plan(&txn, plan, facts, now, locked).await
     };
-    let mut done = db.write(carry_out).await?;
+    let mut done = db.write(commit_plan).await?;
     if tries.into_inner() > 1 {
-        // Another may have passed it: what it made of the rows may be noted too early.
+        // A retried transaction may have been overtaken, so its rows may be noted too early.
         done.transaction = None;
     }
     Ok(done)
 }
 
-/// By what each of `plan` was decided that was granted.
+/// Returns the deciding strategies of the granted leases.
 fn placed(plan: &Plan, done: &CommitResult) -> impl Iterator<Item = DecidedBy> {
-    plan.grants.iter().filter(|grant| done.holds(grant)).map(|grant| grant.decided_by)
+    plan.grants.iter().filter(|grant| done.is_committed(grant)).map(|grant| grant.decided_by)
 }
 
-/// Does what is asked for, until the service stops.
+/// Serves requests until the service stops.
 pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, context: Context) {
     let notify = &context.notify;
     let mut poll = interval(dispatcher.config.poll);
     poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut requests, mut is_due, mut next_look) = (Vec::new(), false, Instant::now());
+    let (mut requests, mut is_due, mut next_poll) = (Vec::new(), false, Instant::now());
     loop {
-        let (patience, none_held) = (dispatcher.asking.next_end(), requests.is_empty());
+        let (next_end, none_held) = (dispatcher.waiters.next_end(), requests.is_empty());
         tokio::select! {
             biased;
             () = context.stopping.cancelled() => break,
-            at = poll.tick() => (is_due, next_look) = (true, at + dispatcher.config.poll),
-            // Before the hints, which are heard in every pass: however many there are, who asks is answered.
+            at = poll.tick() => (is_due, next_poll) = (true, at + dispatcher.config.poll),
+            // Before notifications, which every pass processes. Requests are answered even if
+            // notifications arrive continuously.
             () = std::future::ready(()), if !none_held => {}
             count = dispatcher.requests.recv_many(&mut requests, BATCH), if none_held => if count == 0 { break },
             () = notify.local.dispatch().notified() => {}
-            () = patience_ends(patience) => {}
+            () = wait_until(next_end) => {}
         }
-        // Each look may take for longer than until the next is due, which comes before them.
-        dispatcher.take_asked(&mut requests);
+        // A pass may take longer than a poll interval, and the poll precedes pending requests.
+        dispatcher.take_requests(&mut requests);
         let mut effects = Effects::default();
-        let asked =
+        let is_requested =
             notify.local.take_much() || requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
         let is_due = std::mem::take(&mut is_due);
         let (mut caught_up, mut away) = (false, None);
-        if is_due || asked {
+        if is_due || is_requested {
             match dispatcher.catch_up(is_due, &mut effects).await {
                 Ok(()) if is_due => {
                     caught_up = true;
-                    if let Err(error) = dispatcher.tend_elsewhere(Timestamp::now()).await {
-                        tracing::warn!(error = %error, "cannot tell other replicas who waits, nor hear it");
+                    if let Err(error) = dispatcher.exchange_calls(Timestamp::now()).await {
+                        tracing::warn!(error = %error, "cannot exchange waiting calls with other replicas");
                     }
                 }
                 Ok(()) => caught_up = true,
                 Err(error) => {
-                    tracing::warn!(error = %error, "cannot look at the workers and the queue");
+                    tracing::warn!(error = %error, "cannot read the workers and the queue");
                     away = is_away(&error).then_some(error);
                 }
             }
         }
         if let Some(error) = away {
-            // Nothing can be granted, and who asks, also since then, need not wait for more than this to hear that.
-            dispatcher.take_asked(&mut requests);
+            // Nothing can be granted, so pending requests fail immediately.
+            dispatcher.take_requests(&mut requests);
             batch::fail(std::mem::take(&mut requests), &error);
-            dispatcher.end_patience(Instant::now(), is_due);
+            dispatcher.end_waits(Instant::now(), is_due);
             notify.announce_granted(effects);
             continue;
         }
-        // What was changed before something was asked for is seen before it is decided.
-        dispatcher.hear(&notify.local).await;
-        // Who waits is before who comes.
-        if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
-            tracing::warn!(error = %error, "cannot place what waits");
+        // Changes before a request are read before it is decided.
+        dispatcher.apply_notifications(&notify.local).await;
+        // Waiting requests precede new ones.
+        if let Err(error) = dispatcher.run_queue_pass(Timestamp::now(), &mut effects).await {
+            tracing::warn!(error = %error, "cannot place waiting requests");
         }
         if !requests.is_empty() {
             notify.announce_granted(std::mem::take(&mut effects));
             let nothing_is_before = || {
-                let is_due = Instant::now() >= next_look || context.stopping.is_cancelled();
+                let is_due = Instant::now() >= next_poll || context.stopping.is_cancelled();
                 !is_due && !notify.local.has_changed()
             };
-            let tell = |effects| notify.announce_granted(effects);
-            let caller = Caller { now: &Timestamp::now, nothing_is_before: &nothing_is_before, tell: &tell };
+            let announce = |effects| notify.announce_granted(effects);
+            let caller = RoundContext {
+                now: &Timestamp::now,
+                nothing_is_before: &nothing_is_before,
+                announce: &announce,
+            };
             requests = dispatcher.rounds(requests, &caller).await;
-            if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
-                tracing::warn!(error = %error, "cannot place what waits");
+            if let Err(error) = dispatcher.run_queue_pass(Timestamp::now(), &mut effects).await {
+                tracing::warn!(error = %error, "cannot place waiting requests");
             }
             effects.freed.extend(dispatcher.freed.drain());
         }
-        dispatcher.end_patience(Instant::now(), is_due);
+        dispatcher.end_waits(Instant::now(), is_due);
         if is_due && caught_up {
             dispatcher.refuse_hopeless();
         }
-        // To others they are what waits, and is no workload that does.
-        let over = dispatcher.asking.told_in_vain();
+        // Other replicas know these calls as waiting, with ids that no workload has.
+        let over = dispatcher.waiters.take_withdrawn();
         effects.queued.extend(over.into_iter().map(WorkloadId::from_uuid));
         notify.announce_granted(effects);
     }
-    // Else what comes free would be left to calls that are over, for a while: it is not worth waiting for longer.
-    match tokio::time::timeout(dispatcher.config.poll, dispatcher.tell_none()).await {
+    // Otherwise other replicas would leave freed slots to calls that have ended. The shutdown does
+    // not wait longer for this.
+    match tokio::time::timeout(dispatcher.config.poll, dispatcher.withdraw_calls()).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "others are not told that no call waits here any more"),
-        Err(_) => tracing::debug!(
-            "others are not told that no call waits here any more: the database does not answer"
-        ),
+        Ok(Err(error)) => tracing::debug!(%error, "cannot withdraw waiting calls from other replicas"),
+        Err(_) => {
+            tracing::debug!("cannot withdraw waiting calls from other replicas: the database does not answer")
+        }
     }
 }
 
-/// Whether the database does not answer.
+/// Returns whether the database is unavailable.
 fn is_away(error: &DbErr) -> bool {
     matches!(error, DbErr::ConnectionAcquire(_) | DbErr::Conn(_))
 }
 
-/// Resolves when somebody who waits has waited long enough, if anybody does.
-async fn patience_ends(at: Option<Instant>) {
+/// Resolves at the end of the next waiting time, if there is one.
+async fn wait_until(at: Option<Instant>) {
     match at {
         Some(at) => sleep_until(at).await,
         None => std::future::pending().await,
     }
 }
 
-/// For the time in which a workload is placed, in the trace of who submitted it.
+/// Creates the span of a placement, in the trace of the submission.
 fn span(id: WorkloadId, traceparent: &str) -> tracing::Span {
     let span = tracing::info_span!(target: "gantry", "place", service = "scheduler", workload.id = %id);
     rpc::trace::continue_from(&span, traceparent);
@@ -527,7 +536,7 @@ mod tests {
     use crate::workloads::events::Whereabouts;
 
     #[test]
-    fn only_what_was_granted_counts_as_placed() {
+    fn only_granted_leases_count_as_placed() {
         let shape = Shape {
             team: "main".to_owned(),
             platform: "linux".to_owned(),
@@ -542,7 +551,7 @@ mod tests {
             lease,
             decided_by,
             kind: Kind::Task,
-            demand: Arc::new(shape.clone().asked_by(lease.uuid())),
+            demand: Arc::new(shape.clone().requested_by(lease.uuid())),
             worker,
             incarnation: Incarnation(1),
             holder,
@@ -563,7 +572,7 @@ mod tests {
             grants: vec![
                 driven(granted, DecidedBy::Only),
                 driven(refused, DecidedBy::Lot),
-                of_workload(assigned, DecidedBy::AskedFor, workloads[0]),
+                of_workload(assigned, DecidedBy::Requested, workloads[0]),
                 of_workload(moot, DecidedBy::Contact, workloads[1]),
             ],
             ..Plan::default()
@@ -572,6 +581,6 @@ mod tests {
         done.refused.insert(refused);
         done.settled.insert(workloads[1], None);
         let counted: Vec<_> = placed(&plan, &done).collect();
-        assert_eq!(counted, [DecidedBy::Only, DecidedBy::AskedFor]);
+        assert_eq!(counted, [DecidedBy::Only, DecidedBy::Requested]);
     }
 }

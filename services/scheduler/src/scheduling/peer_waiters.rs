@@ -1,12 +1,14 @@
-//! Calls that wait at other replicas.
+//! Calls for leases that wait at other replicas.
 //!
-//! Who asks for leases and waits is held by its own replica ([`super::waiters`]), which alone can answer. So that others count it, and do not give
-//! to who is behind it what comes free, each replica says with every poll which calls wait there, in a row of its own (table `peer_waiters`),
-//! and reads the rows of the others. Their calls stand in the queue here beside all that waits, and have their turns: what one of them would get
-//! is left alone ([`Dispatcher::leave_alone`]), and its replica, which hears of whatever comes free, takes it.
+//! A waiting call is held by its own replica ([`super::waiters`]), which alone can answer it. With
+//! every poll, each replica writes its waiting calls to a row of the table `peer_waiters`, and
+//! reads the rows of the others. Those calls enter the queue here. When one of them is next, the
+//! pass leaves its workers free ([`Dispatcher::leave_alone`]). Its own replica is notified of freed
+//! slots and takes them. A request behind it therefore cannot overtake it.
 //!
-//! What is known of others is late by up to two polls, and nothing but the order rests on it: a call that waits no more, or whose replica does not
-//! take what is left to it, is passed over after one poll. A replica that says nothing for [`SILENT`] has ended, and nobody waits there.
+//! The knowledge about peers is up to two polls old, and only the order of requests depends on it.
+//! A call that has ended, or whose replica does not take what is left to it, is skipped after one
+//! poll. A replica that is silent for [`SILENT`] has ended.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, PoisonError};
@@ -24,24 +26,24 @@ use super::Dispatcher;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::{from_json, peer_waiters, to_json};
 use crate::placement::{Choice, Demand, Index, Resources, Shape};
-use crate::queue::{Round, Turn, Waiting};
+use crate::queue::{LineHead, QueuePass, WaitingRequest};
 
-/// After how long without a word a replica has ended, and after five polls at least.
+/// Time without a beat after which a replica has ended, but at least five polls.
 const SILENT: Duration = Duration::from_secs(10);
 
-/// After how long its row is deleted.
-const FORGOTTEN: Duration = Duration::from_secs(300);
+/// Time without a beat after which the row of a replica is deleted.
+const DELETE_AFTER: Duration = Duration::from_secs(300);
 
-/// What this replica says of its calls, and knows of those of others.
+/// The published calls of this replica, and the known calls of others.
 #[derive(Debug)]
 pub(super) struct PeerWaiters {
     replica: Uuid,
-    /// How often this replica has said something.
+    /// Number of beats of this replica.
     beat: i64,
-    /// What its row says. `None`: it has none.
-    said: Option<String>,
+    /// The content of its row. `None`: no row.
+    published: Option<String>,
     others: HashMap<Uuid, Peer>,
-    /// The calls for which something has been left alone, and since when.
+    /// Calls for which workers were left free, with the time since when.
     left_to: HashMap<Uuid, Timestamp>,
 }
 
@@ -50,22 +52,22 @@ pub(super) struct PeerWaiters {
 struct Peer {
     beat: i64,
     changed: i64,
-    /// When it had another beat than before.
+    /// When its beat last changed.
     seen_at: Timestamp,
-    /// It has been silent for long.
-    is_forgotten: bool,
+    /// Whether its calls were removed after a long silence.
+    is_dropped: bool,
     calls: HashSet<Uuid>,
 }
 
-/// Calls that ask for the same.
+/// Calls with the same requirements.
 #[derive(Debug, Serialize, Deserialize)]
 struct PeerLine {
-    /// All that one of them asks for at once.
+    /// All demands of one of the calls.
     asks: Vec<PeerDemand>,
     calls: Vec<PeerWaiter>,
 }
 
-/// What of a [`Demand`] others need to know.
+/// The part of a [`Demand`] that other replicas need.
 #[derive(Debug, Serialize, Deserialize)]
 struct PeerDemand {
     shape: Shape,
@@ -73,27 +75,33 @@ struct PeerDemand {
     avoid: Vec<WorkerId>,
 }
 
-/// A call that waits.
+/// A waiting call.
 #[derive(Debug, Serialize, Deserialize)]
 struct PeerWaiter {
-    /// What it is called in the queue, which sorts by age.
+    /// The id in the queue, which sorts by age.
     id: Uuid,
     priority: i64,
     since: Timestamp,
 }
 
-/// What is left alone for calls that wait elsewhere, while others have their turns.
+/// Planned load that is left free for calls of other replicas during a pass.
 #[derive(Debug, Default)]
 pub(super) struct LeftForPeers(Vec<(WorkerId, Kind, Resources)>);
 
 impl PeerWaiters {
     pub(super) fn new() -> Self {
-        Self { replica: Uuid::now_v7(), beat: 0, said: None, others: HashMap::new(), left_to: HashMap::new() }
+        Self {
+            replica: Uuid::now_v7(),
+            beat: 0,
+            published: None,
+            others: HashMap::new(),
+            left_to: HashMap::new(),
+        }
     }
 }
 
 impl PeerDemand {
-    /// What one of a line asks for. Whose it is, each of them says.
+    /// Converts a demand of a line. Each call sets its own id.
     fn demand(self) -> Demand {
         Demand {
             shape: Arc::new(self.shape),
@@ -101,19 +109,19 @@ impl PeerDemand {
             avoid: self.avoid.into_iter().collect(),
             failed_on: Vec::new(),
             prefer: BTreeSet::new(),
-            asked_by: Uuid::nil(),
+            requester: Uuid::nil(),
             waits_as: Uuid::nil(),
         }
     }
 }
 
 impl PeerWaiter {
-    /// As it stands in the queue. `None`: it asks for nothing.
-    fn waiting(self, asks: &[Demand]) -> Option<Waiting> {
+    /// Converts a call to a queue entry. Returns `None` if the call has no demand.
+    fn waiting(self, asks: &[Demand]) -> Option<WaitingRequest> {
         let own =
-            |demand: &Demand| Arc::new(Demand { asked_by: self.id, waits_as: self.id, ..demand.clone() });
+            |demand: &Demand| Arc::new(Demand { requester: self.id, waits_as: self.id, ..demand.clone() });
         let mut demands = asks.iter().map(own);
-        Some(Waiting {
+        Some(WaitingRequest {
             id: self.id,
             is_elsewhere: true,
             demand: demands.next()?,
@@ -123,7 +131,7 @@ impl PeerWaiter {
             since: self.since,
             locations: Arc::default(),
             must_start: false,
-            told: Arc::default(),
+            reported: Arc::default(),
             traceparent: String::new(),
             spec_bytes: None,
         })
@@ -131,61 +139,62 @@ impl PeerWaiter {
 }
 
 impl Dispatcher {
-    /// Tells other replicas which calls wait here, and hears which wait there.
-    pub(super) async fn tend_elsewhere(&mut self, now: Timestamp) -> Result<(), DbErr> {
-        self.tell_calls().await?;
-        // What was left alone may not be for much longer.
-        self.look |= !self.elsewhere.left_to.is_empty();
-        self.hear_calls(now).await
+    /// Publishes the waiting calls of this replica, and reads those of others.
+    pub(super) async fn exchange_calls(&mut self, now: Timestamp) -> Result<(), DbErr> {
+        self.publish_calls().await?;
+        // Workers left free may become available soon.
+        self.pass_needed |= !self.peers.left_to.is_empty();
+        self.read_calls(now).await
     }
 
-    async fn tell_calls(&mut self) -> Result<(), DbErr> {
-        if self.asking.is_empty() {
-            return self.tell_none().await;
+    async fn publish_calls(&mut self) -> Result<(), DbErr> {
+        if self.waiters.is_empty() {
+            return self.withdraw_calls().await;
         }
         let calls = self.calls_here()?;
-        let PeerWaiters { replica, beat, said, .. } = &mut self.elsewhere;
+        let PeerWaiters { replica, beat, published, .. } = &mut self.peers;
         *beat += 1;
         let row =
             peer_waiters::Model { replica: *replica, beat: *beat, changed: *beat, calls: calls.clone() };
-        // Until it is answered something is there, and it is not known what.
-        let is_known = said.replace(String::new()).as_ref() == Some(&calls);
-        self.db.write(async |txn| tell(&txn, row.clone(), is_known).await).await?;
-        *said = Some(calls);
-        self.asking.are_told();
+        // Until the write is confirmed, the content of the row is unknown.
+        let is_known = published.replace(String::new()).as_ref() == Some(&calls);
+        self.db.write(async |txn| write_row(&txn, row.clone(), is_known).await).await?;
+        *published = Some(calls);
+        self.waiters.mark_published();
         Ok(())
     }
 
-    /// Tells other replicas that no call waits here, or will when this one ends.
-    pub(super) async fn tell_none(&mut self) -> Result<(), DbErr> {
-        if self.elsewhere.said.is_some() {
-            let over = peer_waiters::Entity::delete_by_id(self.elsewhere.replica);
+    /// Deletes the row of this replica, because no call waits or because it stops.
+    pub(super) async fn withdraw_calls(&mut self) -> Result<(), DbErr> {
+        if self.peers.published.is_some() {
+            let over = peer_waiters::Entity::delete_by_id(self.peers.replica);
             self.db.write(async |txn| over.clone().exec(&*txn).await).await?;
-            self.elsewhere.said = None;
+            self.peers.published = None;
         }
         Ok(())
     }
 
-    /// The calls that wait here, as others read them.
+    /// Encodes the waiting calls of this replica.
     fn calls_here(&self) -> Result<String, DbErr> {
         let queue = self.queue();
-        let lines = queue.by_line(self.asking.ids()).into_iter().map(|waiting| {
-            let asked = |demand: Arc<Demand>| PeerDemand {
+        let lines = queue.by_line(self.waiters.ids()).into_iter().map(|waiting| {
+            let peer_demand = |demand: Arc<Demand>| PeerDemand {
                 shape: (*demand.shape).clone(),
                 only: demand.only,
                 avoid: demand.avoid.iter().copied().collect(),
             };
             let asks = waiting.first().map(|first| first.demands()).unwrap_or_default();
-            let told = |one: &&Waiting| PeerWaiter { id: one.id, priority: one.priority, since: one.since };
+            let waiter =
+                |one: &&WaitingRequest| PeerWaiter { id: one.id, priority: one.priority, since: one.since };
             PeerLine {
-                asks: asks.into_iter().map(asked).collect(),
-                calls: waiting.iter().map(told).collect(),
+                asks: asks.into_iter().map(peer_demand).collect(),
+                calls: waiting.iter().map(waiter).collect(),
             }
         });
         to_json(&lines.collect::<Vec<_>>())
     }
 
-    async fn hear_calls(&mut self, now: Timestamp) -> Result<(), DbErr> {
+    async fn read_calls(&mut self, now: Timestamp) -> Result<(), DbErr> {
         let beats: Vec<(Uuid, i64, i64)> = peer_waiters::Entity::find()
             .select_only()
             .columns([
@@ -193,31 +202,31 @@ impl Dispatcher {
                 peer_waiters::Column::Beat,
                 peer_waiters::Column::Changed,
             ])
-            .filter(peer_waiters::Column::Replica.ne(self.elsewhere.replica))
+            .filter(peer_waiters::Column::Replica.ne(self.peers.replica))
             .into_tuple()
             .all(self.db.read())
             .await?;
         let mut news = Vec::new();
         let there: HashSet<_> = beats.iter().map(|(replica, ..)| *replica).collect();
-        let gone: Vec<_> = self.elsewhere.others.keys().filter(|id| !there.contains(id)).copied().collect();
+        let gone: Vec<_> = self.peers.others.keys().filter(|id| !there.contains(id)).copied().collect();
         for replica in gone {
             self.forget(replica);
-            self.elsewhere.others.remove(&replica);
+            self.peers.others.remove(&replica);
         }
         for (replica, beat, changed) in beats {
-            match self.elsewhere.others.get_mut(&replica) {
+            match self.peers.others.get_mut(&replica) {
                 Some(known) if known.beat == beat => {
                     let silent_for = now.since(known.seen_at);
                     if silent_for >= SILENT.max(self.config.poll * 5) {
                         self.forget(replica);
                     }
-                    if silent_for >= FORGOTTEN {
+                    if silent_for >= DELETE_AFTER {
                         let ended = peer_waiters::Entity::delete_by_id(replica)
                             .filter(peer_waiters::Column::Beat.eq(beat));
                         self.db.write(async |txn| ended.clone().exec(&*txn).await).await?;
                     }
                 }
-                Some(known) if known.changed == changed && !known.is_forgotten => {
+                Some(known) if known.changed == changed && !known.is_dropped => {
                     (known.beat, known.seen_at) = (beat, now);
                 }
                 Some(_) | None => news.push(replica),
@@ -228,72 +237,73 @@ impl Dispatcher {
         }
         let rows = peer_waiters::Entity::find().filter(peer_waiters::Column::Replica.is_in(news));
         for row in rows.all(self.db.read()).await? {
-            self.hear_of(&row, now).unwrap_or_else(|error| {
-                tracing::debug!(replica = %row.replica, error = %domain::error_chain(&error), "cannot read which calls wait there");
+            self.update_peer(&row, now).unwrap_or_else(|error| {
+                tracing::debug!(replica = %row.replica, error = %domain::error_chain(&error), "cannot read the waiting calls of another replica");
             });
         }
         Ok(())
     }
 
-    /// Another replica has said which calls wait there.
-    fn hear_of(&mut self, row: &peer_waiters::Model, now: Timestamp) -> Result<(), DbErr> {
+    /// Updates the calls of another replica from its row.
+    fn update_peer(&mut self, row: &peer_waiters::Model, now: Timestamp) -> Result<(), DbErr> {
         let lines: Vec<PeerLine> = from_json(&row.calls)?;
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let mut calls = HashSet::new();
-        for PeerLine { asks, calls: told } in lines {
-            let asks: Vec<_> = asks.into_iter().map(PeerDemand::demand).collect();
-            for waiting in told.into_iter().filter_map(|told| told.waiting(&asks)) {
+        for PeerLine { asks, calls: waiters } in lines {
+            let demands: Vec<_> = asks.into_iter().map(PeerDemand::demand).collect();
+            for waiting in waiters.into_iter().filter_map(|waiter| waiter.waiting(&demands)) {
                 calls.insert(waiting.id);
                 let was_left_alone = |since: &Timestamp| now.since(*since) >= self.config.poll;
                 if !queue.contains(waiting.id)
-                    && !self.elsewhere.left_to.get(&waiting.id).is_some_and(was_left_alone)
+                    && !self.peers.left_to.get(&waiting.id).is_some_and(was_left_alone)
                 {
                     queue.put(waiting);
                 }
             }
         }
-        let other = Peer { beat: row.beat, changed: row.changed, seen_at: now, is_forgotten: false, calls };
-        let others = &mut self.elsewhere.others;
+        let other = Peer { beat: row.beat, changed: row.changed, seen_at: now, is_dropped: false, calls };
+        let others = &mut self.peers.others;
         let before = others.insert(row.replica, other).map(|before| before.calls).unwrap_or_default();
         let calls = others.get(&row.replica).map(|other| &other.calls);
         let over = before.iter().filter(|id| calls.is_none_or(|calls| !calls.contains(id)));
         let over: Vec<_> = over.copied().collect();
         drop(queue);
-        over.into_iter().for_each(|id| self.waits_no_more(id));
+        over.into_iter().for_each(|id| self.remove_waiting(id));
         Ok(())
     }
 
-    /// Somebody does not wait any more.
-    pub(super) fn waits_no_more(&mut self, id: Uuid) {
+    /// Removes a request from the queue.
+    pub(super) fn remove_waiting(&mut self, id: Uuid) {
         let was_elsewhere = self.queue().remove(id).is_some_and(|waiting| waiting.is_elsewhere);
-        self.elsewhere.left_to.remove(&id);
-        // What he would have got others may have.
-        self.look |= was_elsewhere;
+        self.peers.left_to.remove(&id);
+        // Other requests may use the workers that were left free.
+        self.pass_needed |= was_elsewhere;
     }
 
-    /// Nobody waits there any more.
+    /// Removes the calls of a replica that has ended.
     fn forget(&mut self, replica: Uuid) {
-        let Some(other) = self.elsewhere.others.get_mut(&replica) else { return };
-        other.is_forgotten = true;
+        let Some(other) = self.peers.others.get_mut(&replica) else { return };
+        other.is_dropped = true;
         let calls = std::mem::take(&mut other.calls);
-        calls.into_iter().for_each(|id| self.waits_no_more(id));
+        calls.into_iter().for_each(|id| self.remove_waiting(id));
     }
 
-    /// Somebody who waits elsewhere has his turn: what he would get is left alone, for one poll at most.
+    /// Handles a call of another replica at the head of its line: its workers are left free, for
+    /// one poll at most.
     pub(super) fn leave_alone(
         &mut self,
-        turn: &Turn,
-        round: &mut Round,
+        turn: &LineHead,
+        round: &mut QueuePass,
         left: &mut LeftForPeers,
         now: Timestamp,
     ) {
         let id = turn.waiting.id;
-        let mut workers = self.memory.workers.lock();
+        let mut workers = self.cache.workers.lock();
         let before = left.0.len();
         for demand in turn.waiting.demands() {
             let Choice::Placed(placement) = workers.choose(&demand, &[]) else {
                 left.undo(before, &mut workers);
-                self.elsewhere.left_to.remove(&id);
+                self.peers.left_to.remove(&id);
                 self.reservations.apply_to_turn(id, &mut workers);
                 return;
             };
@@ -301,7 +311,7 @@ impl Dispatcher {
             workers.plan(placement.worker, kind, &demand.shape.requests);
             left.0.push((placement.worker, kind, demand.shape.requests));
         }
-        let since = *self.elsewhere.left_to.entry(id).or_insert(now);
+        let since = *self.peers.left_to.entry(id).or_insert(now);
         let is_over = now.since(since) >= self.config.poll;
         if is_over {
             left.undo(before, &mut workers);
@@ -316,7 +326,7 @@ impl Dispatcher {
 }
 
 impl LeftForPeers {
-    /// Nothing is left alone any more.
+    /// Ends the pass: no worker is left free any more.
     pub(super) fn end(mut self, workers: &mut Index) {
         self.undo(0, workers);
     }
@@ -328,8 +338,9 @@ impl LeftForPeers {
     }
 }
 
-/// Says that these calls wait at a replica. `is_known`: its row says so already, unless somebody thought that it had ended.
-async fn tell(txn: &DatabaseTransaction, row: peer_waiters::Model, is_known: bool) -> Result<(), DbErr> {
+/// Writes the row of a replica. `is_known`: the row has these calls already, unless another replica
+/// deleted it.
+async fn write_row(txn: &DatabaseTransaction, row: peer_waiters::Model, is_known: bool) -> Result<(), DbErr> {
     use peer_waiters::Column;
     if is_known {
         let beaten = peer_waiters::Entity::update_many()
@@ -343,8 +354,8 @@ async fn tell(txn: &DatabaseTransaction, row: peer_waiters::Model, is_known: boo
     }
     let columns = [Column::Beat, Column::Changed, Column::Calls];
     let known = OnConflict::column(Column::Replica).update_columns(columns).to_owned();
-    let told = peer_waiters::Entity::insert(row.into_active_model()).on_conflict(known);
-    told.exec_without_returning(txn).await.map(|_| ())
+    let insert = peer_waiters::Entity::insert(row.into_active_model()).on_conflict(known);
+    insert.exec_without_returning(txn).await.map(|_| ())
 }
 
 #[cfg(test)]
@@ -356,59 +367,59 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::scheduling::pipeline::tests::place_within;
-    use crate::scheduling::{Caller, Dispatch};
+    use crate::scheduling::{Dispatch, RoundContext};
 
-    /// No time passes but what is said, and nobody hears of anything but by looking.
-    async fn what_a_silent_replica_said_counts_no_more_and_is_deleted(database: TestDatabase) {
+    /// The test controls the time, and replicas see each other only through the table.
+    async fn calls_of_silent_replica_are_dropped_and_deleted(database: TestDatabase) {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let replica = || Dispatcher::new(db.clone(), Arc::new(Config::new("", "")));
         let ((_, mut one), (seen, mut other)) = (replica(), replica());
         let waits_there = |seen: &Dispatch| seen.queue().len();
         let rows = async || peer_waiters::Entity::find().all(db.read()).await.expect("rows").len();
-        let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+        let caller = RoundContext { now: &Timestamp::now, nothing_is_before: &|| true, announce: &drop };
         let (asks, answer) = place_within(LeaseId::new(), Duration::from_secs(3600));
         one.rounds(vec![asks], &caller).await;
 
         let now = Timestamp::now();
-        one.tend_elsewhere(now).await.expect("told");
-        other.tend_elsewhere(now).await.expect("heard");
+        one.exchange_calls(now).await.expect("published");
+        other.exchange_calls(now).await.expect("read");
         assert_eq!((waits_there(&seen), rows().await), (1, 1));
-        // It says so again, and is there.
-        one.tend_elsewhere(now + SILENT).await.expect("told");
-        other.tend_elsewhere(now + SILENT).await.expect("heard");
+        // A new beat: the replica is alive.
+        one.exchange_calls(now + SILENT).await.expect("published");
+        other.exchange_calls(now + SILENT).await.expect("read");
         assert_eq!(waits_there(&seen), 1);
-        other.tend_elsewhere(now + SILENT * 2).await.expect("heard");
-        assert_eq!((waits_there(&seen), rows().await), (0, 1), "it is silent");
-        one.tend_elsewhere(now + SILENT * 3).await.expect("told");
-        other.tend_elsewhere(now + SILENT * 3).await.expect("heard");
-        assert_eq!(waits_there(&seen), 1, "it was not over");
-        other.tend_elsewhere(now + SILENT * 3 + FORGOTTEN).await.expect("heard");
+        other.exchange_calls(now + SILENT * 2).await.expect("read");
+        assert_eq!((waits_there(&seen), rows().await), (0, 1), "a silent replica");
+        one.exchange_calls(now + SILENT * 3).await.expect("published");
+        other.exchange_calls(now + SILENT * 3).await.expect("read");
+        assert_eq!(waits_there(&seen), 1, "the replica was alive");
+        other.exchange_calls(now + SILENT * 3 + DELETE_AFTER).await.expect("read");
         assert_eq!((waits_there(&seen), rows().await), (0, 0));
-        one.tend_elsewhere(now + FORGOTTEN * 2).await.expect("told");
-        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
-        assert_eq!((waits_there(&seen), rows().await), (1, 1), "its row is written again");
+        one.exchange_calls(now + DELETE_AFTER * 2).await.expect("published");
+        other.exchange_calls(now + DELETE_AFTER * 2).await.expect("read");
+        assert_eq!((waits_there(&seen), rows().await), (1, 1), "the row is written again");
 
-        one.tell_none().await.expect("told");
-        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
-        assert_eq!((waits_there(&seen), rows().await), (0, 0), "it ends");
-        one.tend_elsewhere(now + FORGOTTEN * 2).await.expect("told");
-        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
+        one.withdraw_calls().await.expect("published");
+        other.exchange_calls(now + DELETE_AFTER * 2).await.expect("read");
+        assert_eq!((waits_there(&seen), rows().await), (0, 0), "the replica ends");
+        one.exchange_calls(now + DELETE_AFTER * 2).await.expect("published");
+        other.exchange_calls(now + DELETE_AFTER * 2).await.expect("read");
         assert_eq!((waits_there(&seen), rows().await), (1, 1));
 
         drop(answer);
-        one.end_patience(tokio::time::Instant::now(), true);
-        one.tend_elsewhere(now + FORGOTTEN * 2).await.expect("told");
-        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
-        assert_eq!((waits_there(&seen), rows().await), (0, 0), "nobody waits");
+        one.end_waits(tokio::time::Instant::now(), true);
+        one.exchange_calls(now + DELETE_AFTER * 2).await.expect("published");
+        other.exchange_calls(now + DELETE_AFTER * 2).await.expect("read");
+        assert_eq!((waits_there(&seen), rows().await), (0, 0), "the caller disconnected");
     }
 
     #[tokio::test]
-    async fn what_a_silent_replica_said_counts_no_more_and_is_deleted_sqlite() {
-        what_a_silent_replica_said_counts_no_more_and_is_deleted(databases::sqlite()).await;
+    async fn calls_of_silent_replica_are_dropped_and_deleted_sqlite() {
+        calls_of_silent_replica_are_dropped_and_deleted(databases::sqlite()).await;
     }
 
     #[tokio::test]
-    async fn what_a_silent_replica_said_counts_no_more_and_is_deleted_postgres() {
-        what_a_silent_replica_said_counts_no_more_and_is_deleted(databases::postgres().await).await;
+    async fn calls_of_silent_replica_are_dropped_and_deleted_postgres() {
+        calls_of_silent_replica_are_dropped_and_deleted(databases::postgres().await).await;
     }
 }

@@ -1,14 +1,17 @@
-//! The pipeline: all that was asked for meanwhile is decided together and written in one transaction. And while it is written, what is asked for
-//! then is decided already, so that neither the database nor this replica waits for the other.
+//! The pipeline: one round of requests is decided while the previous one is being written, so that
+//! neither the database nor this replica waits for the other.
 //!
-//! What is decided ahead rests on what the rounds before planned, which counts on top of what rows said last ([`Index::plan`]), and not on
-//! what becomes of that: the rows judge all of it. Who waits in the queue, and what others have changed, is before whoever comes: nothing is
-//! decided ahead of that. The transaction that ends a lease gives its slot to whoever waits for it here, as far as that can be known before. The
-//! next one begins when the last has locked its workers, or when it is over; no more than two are under way.
+//! A decision ahead counts the planned load of earlier rounds on top of the last rows
+//! ([`Index::plan`]), without their results. The commit checks everything on the rows. Waiting
+//! requests and changes of other replicas precede new requests, so nothing is decided ahead of
+//! them. A transaction that ends a lease grants its slot to a waiting request of this replica, as
+//! far as that can be predicted. The next transaction begins when the previous one has locked its
+//! workers or has ended. At most two are in progress.
 //!
-//! Invariant: what the transactions of a dispatcher read of workers is noted in the order in which they locked them, and no workers are read
-//! in any other way until all is noted ([`Dispatcher::rounds`]). Where one is tried again, and another has passed it, a worker is remembered as
-//! it was before, until others' changes are looked at.
+//! Invariant: rows read by the transactions of a dispatcher are noted in the order of their locks,
+//! and no other read of workers happens until all are noted ([`Dispatcher::rounds`]). If a
+//! transaction is retried and overtaken by another, the cache may hold an older state of a worker
+//! until the next poll.
 //!
 //! [`Index::plan`]: crate::placement::Index::plan
 
@@ -22,83 +25,83 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::batch::{Open, Unit, Unplaceable};
-use super::queue_pass::Planned;
+use super::batch::{OpenRequests, Unit, UnplacedUnit};
+use super::queue_pass::PlannedPass;
 use super::waiters::LeaseGroup;
-use super::{BATCH, DECISIONS, Dispatcher, Request, granted};
+use super::{BATCH, DECISIONS, Dispatcher, Request, write_plan};
 use crate::commit::{CommitResult, Plan};
 use crate::counters;
 use crate::db::entity::is_duplicate;
 use crate::notify::changes::Effects;
-use crate::queue::Turn;
+use crate::queue::LineHead;
 
-/// Who has rounds done.
-pub(crate) struct Caller<'c> {
+/// The context of the caller of rounds.
+pub(crate) struct RoundContext<'c> {
     pub(crate) now: &'c (dyn Fn() -> Timestamp + Sync),
-    /// Whether nothing is before those who come now that only the caller knows of.
+    /// Returns whether nothing that only the caller knows precedes new requests.
     pub(crate) nothing_is_before: &'c (dyn Fn() -> bool + Sync),
-    /// Hears what others shall be told.
-    pub(crate) tell: &'c (dyn Fn(Effects) + Sync),
+    /// Announces effects to other tasks and replicas.
+    pub(crate) announce: &'c (dyn Fn(Effects) + Sync),
 }
 
-/// What was asked for together, until all of it is decided.
+/// The requests of a round, until all of them are decided.
 #[derive(Debug)]
 struct Round {
     began: Instant,
-    /// How many requests are in it.
+    /// Number of requests in the round.
     requests: usize,
-    open: Open,
-    /// What has an id that another has which is decided with it.
+    open: OpenRequests,
+    /// Units with an id that another unit of the same step has.
     repeats: VecDeque<Unit>,
-    /// What found nothing among what is remembered, which may be out of date.
+    /// Units that found no worker in the cache, which may be outdated.
     doubted: VecDeque<Unit>,
-    /// What found nothing when that was true.
-    refused: Vec<(Unit, Unplaceable)>,
-    /// Where containers of owners are that was not known.
-    kept_to: HashSet<WorkerId>,
-    /// What was done in this round, so that several with one id come after each other.
+    /// Units that found no worker in a current cache.
+    refused: Vec<(Unit, UnplacedUnit)>,
+    /// Workers of owners that were missing from the cache.
+    affine_workers: HashSet<WorkerId>,
+    /// Ids of completed units, so that several units with one id are decided one after the other.
     concluded: HashSet<Uuid>,
-    /// Those that waited, and could not be started on more workers than was known when they were planned.
+    /// Waiting workloads with failures on more workers than known when they were planned.
     outdated: HashSet<WorkloadId>,
     leases_may_exist: bool,
     caught_up: bool,
-    /// How often something of it was decided.
+    /// Number of decisions of this round.
     decisions: usize,
 }
 
-/// What of a round is written by one transaction.
+/// The part of a round that one transaction writes.
 #[derive(Debug, Default)]
 struct Step {
     plan: Plan,
     planned: Vec<Unit>,
     ids: HashSet<Uuid>,
-    /// Those of its grants that are for workloads which waited.
-    turns: HashMap<LeaseId, Turn>,
-    /// And for calls that waited.
-    asked: Vec<LeaseGroup>,
-    /// They last until it is written.
+    /// Grants for workloads that waited in the queue.
+    turns: HashMap<LeaseId, LineHead>,
+    /// Calls that waited in the queue.
+    calls: Vec<LeaseGroup>,
+    /// Spans that end with the commit.
     spans: Vec<tracing::Span>,
 }
 
-/// A round of which a step is being written.
+/// A round with a step that is being written.
 #[derive(Debug)]
 struct BatchCommit {
     round: Round,
     plan: Arc<Plan>,
     planned: Vec<Unit>,
     ids: HashSet<Uuid>,
-    turns: HashMap<LeaseId, Turn>,
-    asked: Vec<LeaseGroup>,
+    turns: HashMap<LeaseId, LineHead>,
+    calls: Vec<LeaseGroup>,
     _spans: Vec<tracing::Span>,
-    /// Told once its workers are locked.
+    /// Signals that the workers are locked.
     locked: Arc<Notify>,
     is_locked: bool,
-    /// One task, which ends with this. None, where there is nothing to write.
+    /// The writing task, which is aborted when this is dropped. Empty if there is nothing to write.
     task: JoinSet<Result<CommitResult, DbErr>>,
 }
 
 impl BatchCommit {
-    /// What became of it. `None`: there was nothing to write.
+    /// Returns the result of the commit. `None`: nothing was written.
     async fn done(&mut self) -> Option<Result<CommitResult, DbErr>> {
         let done = self.task.join_next().await?;
         Some(done.unwrap_or_else(|error| match error.try_into_panic() {
@@ -107,7 +110,8 @@ impl BatchCommit {
         }))
     }
 
-    /// Whether `step` may be written before this one is. What is done to a lease must be seen by whoever does something to it later.
+    /// Returns whether `step` may be committed before this one. Two changes of one lease must stay
+    /// in order.
     fn may_be_overtaken_by(&self, step: &Step) -> bool {
         let of = |plan: &Plan, ids: &HashSet<Uuid>| {
             plan.releases
@@ -121,15 +125,16 @@ impl BatchCommit {
 }
 
 impl Dispatcher {
-    /// Does all that is asked for, and what is asked for meanwhile, and answers. Given back are requests that something else is before.
-    pub(crate) async fn rounds(&mut self, requests: Vec<Request>, caller: &Caller<'_>) -> Vec<Request> {
-        let (mut asked, mut held, mut unfinished) = (Vec::new(), Vec::new(), Vec::new());
+    /// Serves requests, and those that arrive meanwhile. Returns requests that something else
+    /// precedes.
+    pub(crate) async fn rounds(&mut self, requests: Vec<Request>, caller: &RoundContext<'_>) -> Vec<Request> {
+        let (mut received, mut held, mut unfinished) = (Vec::new(), Vec::new(), Vec::new());
         let mut first = (Round::new(), Step::default());
-        let freed = freed(&requests);
+        let freed = freed_workers(&requests);
         self.add(&mut first, requests, caller);
-        self.hand_on(&mut first, &freed, (caller.now)());
-        // Those that waited may not get it, and are before whoever comes then.
-        let mut is_open = first.1.turns.is_empty() && first.1.asked.is_empty();
+        self.reuse_released(&mut first, &freed, (caller.now)());
+        // Waiting requests that are not granted precede new requests.
+        let mut is_open = first.1.turns.is_empty() && first.1.calls.is_empty();
         let mut ahead = None;
         let mut writing = VecDeque::from([self.write(first, caller)]);
         while let Some(front) = writing.front_mut() {
@@ -140,7 +145,7 @@ impl Dispatcher {
                 done = front.done() => {
                     let written = writing.pop_front();
                     let noted = written.as_ref().zip(done).map(|(written, done)| self.note(&written.plan, done));
-                    // Of this one is told while the next is written.
+                    // The result is processed while the next step is written.
                     if writing.is_empty() {
                         writing.extend(ahead.take().map(|ahead| self.write(ahead, caller)));
                     }
@@ -153,13 +158,13 @@ impl Dispatcher {
                         may_begin && writing[0].may_be_overtaken_by(step)
                     });
                 }
-                count = self.requests.recv_many(&mut asked, BATCH), if is_open && !is_full => {
-                    is_open = count > 0 && unfinished.is_empty() && self.may_go_ahead(&asked, caller);
+                count = self.requests.recv_many(&mut received, BATCH), if is_open && !is_full => {
+                    is_open = count > 0 && unfinished.is_empty() && self.may_go_ahead(&received, caller);
                     if is_open {
                         let ahead = ahead.get_or_insert_with(|| (Round::new(), Step::default()));
-                        self.add(ahead, std::mem::take(&mut asked), caller);
+                        self.add(ahead, std::mem::take(&mut received), caller);
                     } else {
-                        held.append(&mut asked);
+                        held.append(&mut received);
                     }
                 }
             }
@@ -171,32 +176,33 @@ impl Dispatcher {
         held
     }
 
-    /// Plans who of those that wait gets what is given back, as if it were free already. Whether it was held, and is free then, its row says.
-    fn hand_on(&mut self, (round, step): &mut (Round, Step), freed: &[WorkerId], now: Timestamp) {
-        // Who waits and asks again is decided by himself, and in his turn.
+    /// Plans the slots of released leases for waiting requests, as if they were free. The rows
+    /// decide whether they are.
+    fn reuse_released(&mut self, (round, step): &mut (Round, Step), freed: &[WorkerId], now: Timestamp) {
+        // A waiting request that is repeated is decided on its own, in its order.
         let some_ask_again = round.leases_may_exist || step.ids.iter().any(|id| self.queue().contains(*id));
         if freed.is_empty() || some_ask_again || self.queue().len() == 0 {
             return;
         }
-        let seen = self.memory.workers.lock().expect_slots(freed);
-        // Those that are hopeless still wait, and have their turns after this.
-        let planned = self.plan_turns(std::mem::take(&mut step.plan), now);
-        self.memory.workers.lock().is_as_seen(seen);
+        let seen = self.cache.workers.lock().expect_slots(freed);
+        // Unschedulable requests stay in the queue until the next pass.
+        let planned = self.plan_queue_pass(std::mem::take(&mut step.plan), now);
+        self.cache.workers.lock().restore_seen(seen);
         step.spans.extend(planned.spans());
-        let Planned { plan, turns, asked, hopeless: _ } = planned;
+        let PlannedPass { plan, turns, calls, unschedulable: _ } = planned;
         step.ids.extend(turns.values().map(|turn| turn.workload().uuid()));
-        step.ids.extend(asked.iter().flat_map(LeaseGroup::leases).map(|lease| lease.uuid()));
-        (step.plan, step.turns, step.asked) = (plan, turns, asked);
+        step.ids.extend(calls.iter().flat_map(LeaseGroup::leases).map(|lease| lease.uuid()));
+        (step.plan, step.turns, step.calls) = (plan, turns, calls);
     }
 
-    /// Whether nothing is before these.
-    fn may_go_ahead(&self, requests: &[Request], caller: &Caller<'_>) -> bool {
+    /// Returns whether nothing precedes these requests.
+    fn may_go_ahead(&self, requests: &[Request], caller: &RoundContext<'_>) -> bool {
         let catches_up = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
         !catches_up && self.queue().len() == 0 && (caller.nothing_is_before)()
     }
 
-    /// Decides what is asked for, as far as what is remembered is enough.
-    fn add(&mut self, (round, step): &mut (Round, Step), requests: Vec<Request>, caller: &Caller<'_>) {
+    /// Decides requests as far as the worker cache suffices.
+    fn add(&mut self, (round, step): &mut (Round, Step), requests: Vec<Request>, caller: &RoundContext<'_>) {
         let now = (caller.now)();
         round.requests += requests.len();
         round.open.add(requests, now);
@@ -204,7 +210,7 @@ impl Dispatcher {
         self.decide_step(round, step, now);
     }
 
-    /// Decides what is open.
+    /// Decides the open units.
     fn decide_step(&mut self, round: &mut Round, step: &mut Step, now: Timestamp) {
         let is_last = round.decisions == DECISIONS;
         step.plan.releases.append(&mut round.open.releases);
@@ -213,7 +219,7 @@ impl Dispatcher {
                 round.repeats.push_back(unit);
                 continue;
             }
-            if unit.has_gone() {
+            if unit.is_disconnected() {
                 continue;
             }
             step.ids.extend(unit.ids());
@@ -229,62 +235,62 @@ impl Dispatcher {
         step.plan.leases_may_exist = round.leases_may_exist;
     }
 
-    /// Begins to write what was decided.
-    fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> BatchCommit {
-        let Step { plan, planned, ids, turns, asked, spans } = step;
+    /// Starts the commit of a step.
+    fn write(&self, (round, step): (Round, Step), caller: &RoundContext<'_>) -> BatchCommit {
+        let Step { plan, planned, ids, turns, calls, spans } = step;
         let (plan, locked, mut task) = (Arc::new(plan), Arc::new(Notify::new()), JoinSet::new());
         if !plan.is_empty() {
-            let (db, plan, facts) = (self.db.clone(), plan.clone(), self.memory.facts());
+            let (db, plan, facts) = (self.db.clone(), plan.clone(), self.cache.facts());
             let (locked, now) = (locked.clone(), (caller.now)());
-            task.spawn(async move { granted(&db, &plan, &facts, now, &|| locked.notify_one()).await });
+            task.spawn(async move { write_plan(&db, &plan, &facts, now, &|| locked.notify_one()).await });
         }
-        BatchCommit { round, plan, planned, ids, turns, asked, _spans: spans, locked, is_locked: false, task }
+        BatchCommit { round, plan, planned, ids, turns, calls, _spans: spans, locked, is_locked: false, task }
     }
 
-    /// Notes and answers what was written. Given back is a round of which something is open still.
+    /// Processes the result of a commit. Returns the round if units are still open.
     fn finish(
         &mut self,
         written: BatchCommit,
         done: Option<Result<CommitResult, DbErr>>,
-        caller: &Caller<'_>,
+        caller: &RoundContext<'_>,
     ) -> Option<Round> {
-        let BatchCommit { mut round, plan, planned, turns, asked, .. } = written;
+        let BatchCommit { mut round, plan, planned, turns, calls, .. } = written;
         round.decisions += 1;
         match done {
             None => {}
             Some(Ok(done)) => {
-                if !plan.grants.iter().all(|grant| done.holds(grant)) {
-                    round.ask_again();
+                if !plan.grants.iter().all(|grant| done.is_committed(grant)) {
+                    round.reopen_refused();
                 }
                 let mut effects = Effects::default();
-                round.kept_to.extend(done.kept_to.values());
+                round.affine_workers.extend(done.affine_workers.values());
                 for mut unit in planned {
                     let is_refused = unit.leases().any(|lease| done.refused.contains(&lease));
                     let exists = unit.leases().any(|lease| done.exists(lease));
                     if is_refused && !exists {
-                        unit.keep_to(&done.kept_to);
+                        unit.set_owner_workers(&done.affine_workers);
                         round.open.units.push_back(unit);
                     } else {
                         round.concluded.extend(unit.ids());
                         self.conclude(unit, &done, &mut effects);
                     }
                 }
-                self.conclude_turns(turns, asked, &done, &mut effects);
+                self.conclude_turns(turns, calls, &done, &mut effects);
                 round.outdated.extend(&done.outdated);
-                self.hand_out(&done.freed, &mut effects);
+                self.announce_freed(&done.freed, &mut effects);
                 effects.parcels.extend(done.parcels);
-                (caller.tell)(effects);
+                (caller.announce)(effects);
             }
-            // Another call with the same id was faster. It is known now.
+            // Another call inserted the same id first, so it exists now.
             Some(Err(error)) if is_duplicate(&error) && round.decisions <= DECISIONS => {
                 round.leases_may_exist = true;
-                round.ask_again();
-                self.wait_on(turns, asked);
+                round.reopen_refused();
+                self.requeue(turns, calls);
                 round.open.releases.extend(&plan.releases);
                 round.open.units.extend(planned);
             }
             Some(Err(error)) => {
-                self.wait_on(turns, asked);
+                self.requeue(turns, calls);
                 round.open.units.extend(planned);
                 round.fail(&error);
                 return None;
@@ -297,20 +303,20 @@ impl Dispatcher {
         Some(round)
     }
 
-    /// Has whoever waits hear of slots that came free.
-    fn hand_out(&mut self, freed: &HashSet<WorkerId>, effects: &mut Effects) {
+    /// Lets waiting requests use freed slots.
+    fn announce_freed(&mut self, freed: &HashSet<WorkerId>, effects: &mut Effects) {
         if self.queue().len() > 0 {
-            // Who waits here has his turn next, and others need not try to be faster.
+            // Waiting requests of this replica are served next, so other replicas need not compete.
             self.freed.extend(freed);
         } else {
             effects.freed.extend(freed);
         }
     }
 
-    /// Does what is left of a round, one step after the other.
-    async fn complete(&mut self, mut round: Round, caller: &Caller<'_>) {
+    /// Completes a round, one step after the other.
+    async fn complete(&mut self, mut round: Round, caller: &RoundContext<'_>) {
         loop {
-            if let Err(error) = self.look_again(&mut round).await {
+            if let Err(error) = self.refresh(&mut round).await {
                 return round.fail(&error);
             }
             if round.is_over() || round.decisions > DECISIONS {
@@ -327,25 +333,25 @@ impl Dispatcher {
         }
     }
 
-    /// Makes true what is remembered, for what could not be decided on that or did not hold.
-    async fn look_again(&mut self, round: &mut Round) -> Result<(), DbErr> {
+    /// Updates the cache for units that were not decided or were rejected.
+    async fn refresh(&mut self, round: &mut Round) -> Result<(), DbErr> {
         self.refuse(std::mem::take(&mut round.refused)).await;
-        self.see(&std::mem::take(&mut round.kept_to)).await?;
+        self.read_workers(&std::mem::take(&mut round.affine_workers)).await?;
         self.read_waiting(&std::mem::take(&mut round.outdated)).await?;
         round.leases_may_exist |= !round.repeats.is_empty();
         round.open.units.append(&mut round.repeats);
-        // What did not hold twice is decided on what is true.
+        // After a second rejection, the whole cache is updated.
         if !round.doubted.is_empty() || round.decisions > 1 {
             round.caught_up = true;
-            self.look_at_workers().await?;
+            self.poll_workers().await?;
             round.open.units.append(&mut round.doubted);
         }
         Ok(())
     }
 }
 
-/// Whose slots are given back.
-fn freed(requests: &[Request]) -> Vec<WorkerId> {
+/// Returns the workers of released leases.
+fn freed_workers(requests: &[Request]) -> Vec<WorkerId> {
     let freed = requests.iter().filter_map(|request| match request {
         Request::Release(leases, _) => Some(leases.iter().map(|(_, worker)| *worker)),
         Request::Submit(..) | Request::Pinned(..) | Request::Place(..) | Request::CatchUp(_) => None,
@@ -358,11 +364,11 @@ impl Round {
         Self {
             began: Instant::now(),
             requests: 0,
-            open: Open::default(),
+            open: OpenRequests::default(),
             repeats: VecDeque::new(),
             doubted: VecDeque::new(),
             refused: Vec::new(),
-            kept_to: HashSet::new(),
+            affine_workers: HashSet::new(),
             concluded: HashSet::new(),
             outdated: HashSet::new(),
             leases_may_exist: false,
@@ -371,23 +377,23 @@ impl Round {
         }
     }
 
-    /// Whether nothing is left to decide.
+    /// Returns whether nothing is left to decide.
     fn is_over(&self) -> bool {
-        let Self { open, repeats, doubted, refused, kept_to, outdated, .. } = self;
+        let Self { open, repeats, doubted, refused, affine_workers, outdated, .. } = self;
         let units_are =
             open.units.is_empty() && repeats.is_empty() && doubted.is_empty() && refused.is_empty();
-        units_are && open.releases.is_empty() && kept_to.is_empty() && outdated.is_empty()
+        units_are && open.releases.is_empty() && affine_workers.is_empty() && outdated.is_empty()
     }
 
-    /// What found nothing beside others is decided again, for what was planned for those came to nothing.
-    fn ask_again(&mut self) {
-        // Whoever is decided for the last time hears what was so.
+    /// Decides units again that found no room beside grants which were then rejected.
+    fn reopen_refused(&mut self) {
+        // After the last decision, the units keep their answer.
         if self.decisions < DECISIONS {
             self.open.units.extend(self.refused.drain(..).map(|(unit, _)| unit));
         }
     }
 
-    /// The database does not answer.
+    /// Answers all units with a database error.
     fn fail(mut self, error: &DbErr) {
         self.open.units.append(&mut self.repeats);
         self.open.units.append(&mut self.doubted);

@@ -1,4 +1,4 @@
-//! Queue passes: requests that wait are asked again, when there is something new for them.
+//! Queue passes, which serve waiting requests when something has changed for them.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,93 +18,102 @@ use crate::db::entity::workload::{self, Model, State};
 use crate::notify::changes::Effects;
 use crate::notify::local::LocalNotifier;
 use crate::placement::{Choice, Part};
-use crate::queue::{Turn, Waiting};
+use crate::queue::{LineHead, WaitingRequest};
 use crate::workloads::{self, Write};
 
-/// Of how many in each line it is kept true in the database why they wait.
-const TOLD: usize = 20;
+/// Maximum number of requests of a line whose reasons for waiting are kept current in the database.
+const MAX_REPORTED: usize = 20;
 
-/// Of how many lines.
-const LINES_TOLD: usize = 100;
+/// Maximum number of lines whose reasons for waiting are kept current.
+const MAX_REPORTED_LINES: usize = 100;
 
-/// How many are told with one look: each costs a transaction, and meanwhile nothing is placed.
-const TOLD_AT_ONCE: usize = 30;
+/// Maximum number of requests whose reasons are updated in one poll. Each costs a transaction,
+/// during which nothing is placed.
+const MAX_UPDATES: usize = 30;
 
-/// Of how many that wait all are read anew with each look. Of more it is done as much more seldom, but after [`WHOLE_EVERY`].
-const WHOLE_AT_ONCE: u32 = 1000;
+/// Number of waiting workloads up to which every poll reads all of them. With more, the full read
+/// is proportionally rarer, but at least once per [`MAX_FULL_READ_INTERVAL`].
+const FULL_READ_SIZE: u32 = 1000;
 
-/// How often all that waits is read anew, however many that are.
-const WHOLE_EVERY: Duration = Duration::from_secs(60);
+/// Longest time between two full reads of waiting workloads.
+const MAX_FULL_READ_INTERVAL: Duration = Duration::from_secs(60);
 
-/// How far apart the clocks of replicas may be.
-const CLOCKS: Duration = Duration::from_secs(10);
+/// Largest expected difference between the clocks of replicas.
+const MAX_CLOCK_SKEW: Duration = Duration::from_secs(10);
 
-/// How many rows of those that wait are read at a time.
+/// Number of waiting workloads that one statement reads.
 const PAGE: u64 = 5000;
 
-/// Who of those that wait gets what. All of these were taken out of the queue but the last.
+/// The result of planning a pass. All requests in it except `unschedulable` were taken out of the queue.
 #[derive(Debug)]
-pub(super) struct Planned {
+pub(super) struct PlannedPass {
     pub(super) plan: Plan,
-    pub(super) turns: HashMap<LeaseId, Turn>,
+    pub(super) turns: HashMap<LeaseId, LineHead>,
     /// Calls for leases.
-    pub(super) asked: Vec<LeaseGroup>,
-    /// Workloads that nobody could ever take any more.
-    pub(super) hopeless: Vec<Waiting>,
+    pub(super) calls: Vec<LeaseGroup>,
+    /// Workloads that no worker could ever take any more.
+    pub(super) unschedulable: Vec<WaitingRequest>,
 }
 
-impl Planned {
-    /// For the time in which the workloads are placed.
+impl PlannedPass {
+    /// Returns the spans of the placed workloads.
     pub(super) fn spans(&self) -> Vec<tracing::Span> {
-        let span = |turn: &Turn| super::span(turn.workload(), &turn.waiting.traceparent);
+        let span = |turn: &LineHead| super::span(turn.workload(), &turn.waiting.traceparent);
         self.turns.values().map(span).collect()
     }
 }
 
 impl Dispatcher {
-    /// Places those that wait, in their turn, as far as there is room.
-    pub(crate) async fn take_turns(&mut self, now: Timestamp, effects: &mut Effects) -> Result<(), DbErr> {
-        let is_counted = self.held_at.is_some_and(|at| now.since(at) < self.config.poll);
-        if self.look && !is_counted && self.queue().len() > 0 {
-            self.count_held(now).await?;
+    /// Places waiting requests in their order, as far as workers have room.
+    pub(crate) async fn run_queue_pass(
+        &mut self,
+        now: Timestamp,
+        effects: &mut Effects,
+    ) -> Result<(), DbErr> {
+        let is_counted = self.slots_counted_at.is_some_and(|at| now.since(at) < self.config.poll);
+        if self.pass_needed && !is_counted && self.queue().len() > 0 {
+            self.count_slots(now).await?;
         }
-        // What did not hold is decided anew, but not for ever: there is another look soon.
-        let mut in_vain = 0;
-        while in_vain < DECISIONS && std::mem::take(&mut self.look) && self.queue().len() > 0 {
-            let planned = self.plan_turns(Plan::default(), now);
+        // Rejected grants are decided again, but only a limited number of times. The next pass
+        // follows soon.
+        let mut outdated_rounds = 0;
+        while outdated_rounds < DECISIONS && std::mem::take(&mut self.pass_needed) && self.queue().len() > 0 {
+            let planned = self.plan_queue_pass(Plan::default(), now);
             let spans = planned.spans();
-            let Planned { plan, turns, asked, hopeless } = planned;
-            if let Err(error) = self.give_up(hopeless, now, effects).await {
-                self.give_back(&plan.grants);
-                self.wait_on(turns, asked);
+            let PlannedPass { plan, turns, calls, unschedulable } = planned;
+            if let Err(error) = self.end_unschedulable(unschedulable, now, effects).await {
+                self.unplan(&plan.grants);
+                self.requeue(turns, calls);
                 return Err(error);
             }
             if plan.grants.is_empty() {
                 continue;
             }
-            // There may be more of them than one transaction places.
-            self.look = true;
-            let done = match self.carry_out(&plan, now).await {
+            // One transaction may not suffice for all.
+            self.pass_needed = true;
+            let done = match self.commit(&plan, now).await {
                 Ok(done) => done,
                 Err(error) => {
-                    self.wait_on(turns, asked);
+                    self.requeue(turns, calls);
                     return Err(error);
                 }
             };
             drop(spans);
-            in_vain = if plan.grants.iter().all(|grant| done.is_in_vain(grant)) { in_vain + 1 } else { 0 };
-            self.conclude_turns(turns, asked, &done, effects);
+            outdated_rounds =
+                if plan.grants.iter().all(|grant| done.is_outdated(grant)) { outdated_rounds + 1 } else { 0 };
+            self.conclude_turns(turns, calls, &done, effects);
             effects.parcels.extend(done.parcels);
             self.read_waiting(&done.outdated).await?;
         }
         Ok(())
     }
 
-    /// What was done about those that waited: they were placed, or wait on.
+    /// Processes the result of a commit for requests of the queue: they were placed, or they keep
+    /// waiting.
     pub(super) fn conclude_turns(
         &mut self,
-        turns: HashMap<LeaseId, Turn>,
-        asked: Vec<LeaseGroup>,
+        turns: HashMap<LeaseId, LineHead>,
+        calls: Vec<LeaseGroup>,
         done: &CommitResult,
         effects: &mut Effects,
     ) {
@@ -112,47 +121,48 @@ impl Dispatcher {
             let id = turn.workload();
             if done.refused.contains(&lease) || done.outdated.contains(&id) {
                 self.queue().put(turn.waiting);
-                // Somebody else may take it.
-                self.look = true;
+                // Another worker may take the workload.
+                self.pass_needed = true;
             } else if !done.settled.contains_key(&id) {
                 effects.deadline |= turn.waiting.must_start;
                 effects.workloads.push(id);
                 effects.workers.extend(done.worker_of(Some(lease)));
             }
         }
-        for mut leases in asked {
+        for mut leases in calls {
             let is_refused = leases.leases().any(|lease| done.refused.contains(&lease));
             let exists = leases.leases().any(|lease| done.exists(lease));
             if is_refused && !exists {
-                leases.keep_to(&done.kept_to);
-                self.ask_again(leases);
+                leases.set_owner_workers(&done.affine_workers);
+                self.requeue_call(leases);
             } else {
                 self.conclude_leases(leases, done);
             }
         }
     }
 
-    /// These wait still, and somebody looks again.
-    pub(super) fn wait_on(&mut self, turns: HashMap<LeaseId, Turn>, asked: Vec<LeaseGroup>) {
+    /// Returns requests to the queue, and requests another pass.
+    pub(super) fn requeue(&mut self, turns: HashMap<LeaseId, LineHead>, calls: Vec<LeaseGroup>) {
         turns.into_values().for_each(|turn| self.queue().put(turn.waiting));
-        asked.into_iter().for_each(|leases| self.ask_again(leases));
-        self.look = true;
+        calls.into_iter().for_each(|leases| self.requeue_call(leases));
+        self.pass_needed = true;
     }
 
-    fn ask_again(&mut self, leases: LeaseGroup) {
+    fn requeue_call(&mut self, leases: LeaseGroup) {
         let waiting = leases.waiting();
-        match (self.asking.put(leases), waiting) {
+        match (self.waiters.put(leases), waiting) {
             (Ok(()), Some(waiting)) => self.queue().put(waiting),
             (Ok(()), None) => {}
-            // It has waited for long enough, or its caller has gone.
-            (Err(leases), _) => self.asked_in_vain(&leases),
+            // The waiting time is over, or the caller has disconnected.
+            (Err(leases), _) => self.reject_timed_out(&leases),
         }
     }
 
-    /// Plans, on top of `plan`, who of those that wait gets what, and takes them out of the queue.
-    pub(super) fn plan_turns(&mut self, mut plan: Plan, now: Timestamp) -> Planned {
-        let (mut turns, mut asked, mut hopeless) = (HashMap::new(), Vec::new(), Vec::new());
-        let mut round = self.queue().round(now);
+    /// Plans grants for waiting requests on top of `plan`, and takes these requests out of the
+    /// queue.
+    pub(super) fn plan_queue_pass(&mut self, mut plan: Plan, now: Timestamp) -> PlannedPass {
+        let (mut turns, mut calls, mut unschedulable) = (HashMap::new(), Vec::new(), Vec::new());
+        let mut round = self.queue().start_pass(now);
         self.begin_reservations(now);
         let mut left = LeftForPeers::default();
         while plan.grants.len() < BATCH {
@@ -161,39 +171,39 @@ impl Dispatcher {
                 self.leave_alone(&turn, &mut round, &mut left, now);
                 continue;
             }
-            if let Some(mut leases) = self.asking.take(turn.waiting.id) {
+            if let Some(mut leases) = self.waiters.take(turn.waiting.id) {
                 let is_granted =
-                    !leases.has_gone() && self.decide_leases(&mut leases, &mut plan, now).is_ok();
+                    !leases.is_disconnected() && self.decide_leases(&mut leases, &mut plan, now).is_ok();
                 let parts = self.parts(&leases);
                 if is_granted {
-                    // The same id may have been granted where else it was asked for.
+                    // Another replica may have granted the same id.
                     plan.leases_may_exist = true;
                     let mut queue = self.queue();
                     round.placed(&queue, &turn);
-                    for member in leases.members.iter().filter(|member| member.ask.kind.takes_a_slot()) {
-                        queue.took(&member.ask.demand.shape.team);
+                    for member in leases.members.iter().filter(|member| member.request.kind.takes_a_slot()) {
+                        queue.add_slot(&member.request.demand.shape.team);
                     }
                     queue.remove(turn.waiting.id);
                     drop(queue);
-                    asked.push(leases);
-                } else if let Err(leases) = self.asking.put(leases) {
+                    calls.push(leases);
+                } else if let Err(leases) = self.waiters.put(leases) {
                     let mut queue = self.queue();
                     round.placed(&queue, &turn);
                     queue.remove(turn.waiting.id);
                     drop(queue);
-                    self.asked_in_vain(&leases);
+                    self.reject_timed_out(&leases);
                 } else {
                     self.reserve(&turn.waiting, &parts, now);
                 }
                 continue;
             }
-            let Waiting { demand, locations, .. } = &turn.waiting;
-            let choice = self.memory.workers.lock().choose(demand, locations);
+            let WaitingRequest { demand, locations, .. } = &turn.waiting;
+            let choice = self.cache.workers.lock().choose(demand, locations);
             let placement = match choice {
                 Choice::Placed(placement) => placement,
                 Choice::Never if !demand.failed_on.is_empty() => {
                     round.placed(&self.queue(), &turn);
-                    hopeless.push(turn.waiting);
+                    unschedulable.push(turn.waiting);
                     continue;
                 }
                 Choice::NotNow => {
@@ -211,32 +221,32 @@ impl Dispatcher {
             };
             let mut queue = self.queue();
             round.placed(&queue, &turn);
-            queue.took(&demand.shape.team);
+            queue.add_slot(&demand.shape.team);
             queue.remove(turn.waiting.id);
             drop(queue);
             turns.insert(grant.lease, turn);
             plan.grants.push(grant);
         }
-        left.end(&mut self.memory.workers.lock());
+        left.end(&mut self.cache.workers.lock());
         self.end_reservations();
-        Planned { plan, turns, asked, hopeless }
+        PlannedPass { plan, turns, calls, unschedulable }
     }
 
-    /// Ends those that some workers could not start, and that no other could ever take.
-    async fn give_up(
+    /// Ends workloads with failed attempts that no other worker could ever take.
+    async fn end_unschedulable(
         &mut self,
-        hopeless: Vec<Waiting>,
+        unschedulable: Vec<WaitingRequest>,
         now: Timestamp,
         effects: &mut Effects,
     ) -> Result<(), DbErr> {
-        if hopeless.is_empty() {
+        if unschedulable.is_empty() {
             return Ok(());
         }
-        // What is remembered may be out of date.
-        self.look_at_workers().await?;
-        for waiting in hopeless {
-            if self.memory.workers.lock().choose(&waiting.demand, &waiting.locations) != Choice::Never {
-                self.look = true;
+        // The worker cache may be outdated.
+        self.poll_workers().await?;
+        for waiting in unschedulable {
+            if self.cache.workers.lock().choose(&waiting.demand, &waiting.locations) != Choice::Never {
+                self.pass_needed = true;
                 continue;
             }
             let given_up = self.db.write(async |txn| {
@@ -264,54 +274,59 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Notes what was changed in this process, or in another that said so.
-    pub(crate) async fn hear(&mut self, hints: &LocalNotifier) {
+    /// Reads changes of this process, and those of other replicas that sent notifications.
+    pub(crate) async fn apply_notifications(&mut self, hints: &LocalNotifier) {
         let mut changed = hints.take_changed();
-        // Who comes finds out by himself.
+        // New requests need no notification about freed workers.
         let freed = std::mem::take(&mut changed.freed);
         if self.queue().len() > 0 {
             changed.workers.extend(freed);
         }
-        let heard = async {
-            self.look |= self.memory.read(&self.db, &changed.workers).await?;
+        let applied = async {
+            self.pass_needed |= self.cache.read(&self.db, &changed.workers).await?;
             self.read_waiting(&changed.queued).await
         };
-        if let Err(error) = heard.await {
-            tracing::debug!(error = %error, "cannot read what was changed");
-            hints.give_back(changed);
+        if let Err(error) = applied.await {
+            tracing::debug!(error = %error, "cannot read changed workers and workloads");
+            hints.restore_changed(changed);
         }
     }
 
-    /// Sees what others changed since the last look. `tell`: those that wait are told why, where that is news.
-    pub(crate) async fn catch_up(&mut self, tell: bool, effects: &mut Effects) -> Result<(), DbErr> {
-        self.look_at_workers().await?;
+    /// Reads the changes of other replicas since the last poll. `update_reasons`: also updates outdated
+    /// reasons for waiting.
+    pub(crate) async fn catch_up(
+        &mut self,
+        update_reasons: bool,
+        effects: &mut Effects,
+    ) -> Result<(), DbErr> {
+        self.poll_workers().await?;
         let now = Timestamp::now();
-        let is_due = self.whole_at.is_none_or(|at| now.since(at) >= self.whole_every());
+        let is_due = self.queue_read_at.is_none_or(|at| now.since(at) >= self.full_read_interval());
         self.read_queue(is_due).await?;
         if is_due {
-            self.whole_at = Some(now);
+            self.queue_read_at = Some(now);
         }
-        if tell {
+        if update_reasons {
             self.exchange_reservations(now).await?;
         }
         self.reasons.clear();
         if self.queue().len() > 0 {
-            self.count_held(now).await?;
-            if tell {
-                self.tell_why(now, effects).await?;
+            self.count_slots(now).await?;
+            if update_reasons {
+                self.update_reasons(now, effects).await?;
             }
         }
         Ok(())
     }
 
-    /// How often all that waits is read anew. What waits again, or is pinned long after it was accepted, sorts where it was: if nobody tells
-    /// of it, because its replica has gone, it is found by that.
-    fn whole_every(&self) -> Duration {
+    /// Returns the interval of full reads. A full read finds requeued or late-pinned workloads,
+    /// which sort before the newest known one, if their notification was lost.
+    fn full_read_interval(&self) -> Duration {
         let waiting = u32::try_from(self.queue().len()).unwrap_or(u32::MAX);
-        self.config.poll.saturating_mul(waiting / WHOLE_AT_ONCE).min(WHOLE_EVERY)
+        self.config.poll.saturating_mul(waiting / FULL_READ_SIZE).min(MAX_FULL_READ_INTERVAL)
     }
 
-    /// Reads those of these workloads that wait; the others wait no more.
+    /// Reads these workloads. Those that no longer wait are removed from the queue.
     pub(super) async fn read_waiting(&mut self, ids: &HashSet<WorkloadId>) -> Result<(), DbErr> {
         if ids.is_empty() {
             return Ok(());
@@ -324,36 +339,37 @@ impl Dispatcher {
         let found = workload::Entity::find().from_raw_sql(found).all(db).await?;
         let waiting: HashSet<_> = found.iter().map(|row| WorkloadId::from_uuid(row.id)).collect();
         for id in ids.difference(&waiting) {
-            self.waits_no_more(id.uuid());
+            self.remove_waiting(id.uuid());
         }
         self.wait(found);
         Ok(())
     }
 
     fn wait(&mut self, rows: Vec<Model>) {
-        self.look |= !rows.is_empty();
+        self.pass_needed |= !rows.is_empty();
         for row in rows {
             let id = row.id;
             match waiting(row) {
                 Ok(waiting) => self.queue().put(waiting),
-                // It must not keep the others from their workers.
+                // An unreadable workload must not block others.
                 Err(error) => {
-                    tracing::error!(workload.id = %id, error = %domain::error_chain(&error), "a workload that waits cannot be read, and gets no worker");
+                    tracing::error!(workload.id = %id, error = %domain::error_chain(&error), "cannot read a waiting workload; it gets no worker");
                 }
             }
         }
     }
 
-    /// Reads those that wait and are not known to, or could not be started where that is not known; of `all`, also who waits no more is noticed.
+    /// Reads waiting workloads that are unknown or have new failures. `all`: also removes workloads
+    /// that no longer wait.
     async fn read_queue(&mut self, all: bool) -> Result<(), DbErr> {
-        let mut after = if all { None } else { self.queue().newest().map(a_little_before) };
+        let mut after = if all { None } else { self.queue().newest().map(just_before) };
         let mut found = HashSet::new();
         loop {
             let pending = workloads::pending(self.db.read(), after, PAGE).await?;
             let Some(last) = pending.last() else { break };
             after = Some(last.sequence);
             let mut unknown = HashSet::new();
-            for workloads::Pending { id, failed_on, sequence: _ } in &pending {
+            for workloads::PendingWorkload { id, failed_on, sequence: _ } in &pending {
                 found.insert(*id);
                 let is_known = match self.queue().get(*id) {
                     Some(waiting) => workloads::has_failed_on(&waiting.demand, failed_on)?,
@@ -377,13 +393,13 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Whether this is a call for leases, here or elsewhere.
+    /// Returns whether the request is a call for leases, here or at another replica.
     fn is_call(&self, id: Uuid) -> bool {
-        self.asking.contains(id) || self.queue().get(id).is_some_and(|waiting| waiting.is_elsewhere)
+        self.waiters.contains(id) || self.queue().get(id).is_some_and(|waiting| waiting.is_elsewhere)
     }
 
-    /// Counts how many slots each team holds.
-    async fn count_held(&mut self, now: Timestamp) -> Result<(), DbErr> {
+    /// Counts the slots that each team uses.
+    async fn count_slots(&mut self, now: Timestamp) -> Result<(), DbErr> {
         let query = "SELECT team, CAST(COUNT(*) AS BIGINT) AS held FROM leases WHERE state <> 'ended' AND kind <> 'transfer' GROUP BY team";
         let (db, backend) = (self.db.read(), self.db.read().get_database_backend());
         let rows = db.query_all_raw(Statement::from_string(backend, query)).await?;
@@ -392,27 +408,27 @@ impl Dispatcher {
             Ok((row.try_get("", "team")?, u32::try_from(held).unwrap_or(u32::MAX)))
         });
         let held = held.collect::<Result<_, DbErr>>()?;
-        self.queue().hold(held);
-        self.held_at = Some(now);
+        self.queue().set_slots(held);
+        self.slots_counted_at = Some(now);
         Ok(())
     }
 
-    /// Keeps true, for the first of the first lines, what those who watch them are told of why they wait.
-    async fn tell_why(&mut self, now: Timestamp, effects: &mut Effects) -> Result<(), DbErr> {
+    /// Updates the reasons for waiting of the first requests in the first lines.
+    async fn update_reasons(&mut self, now: Timestamp, effects: &mut Effects) -> Result<(), DbErr> {
         let lines: Vec<_> = {
             let queue = self.queue();
-            let firsts = queue.lines().filter(|(first, _)| first.others.is_empty()).take(LINES_TOLD);
+            let firsts = queue.lines().filter(|(first, _)| first.others.is_empty()).take(MAX_REPORTED_LINES);
             firsts.map(|(first, _)| (first.id, first.demand.clone())).collect()
         };
-        let mut left = TOLD_AT_ONCE;
+        let mut left = MAX_UPDATES;
         for (first, demand) in lines {
             let reasons = self.reasons_now(&demand);
-            let mut untold = self.queue().untold(first, &reasons, TOLD);
-            // Who asks for leases hears in its answer.
-            untold.retain(|id| !self.is_call(*id));
-            for id in untold.into_iter().take(left) {
+            let mut outdated = self.queue().outdated_reasons(first, &reasons, MAX_REPORTED);
+            // Calls for leases receive their reasons with the answer.
+            outdated.retain(|id| !self.is_call(*id));
+            for id in outdated.into_iter().take(left) {
                 left -= 1;
-                let told = self.db.write(async |txn| {
+                let updated = self.db.write(async |txn| {
                     let mut effects = Effects::default();
                     let row = workloads::lock(&txn, WorkloadId::from_uuid(id)).await?;
                     if let Some(row) = row.filter(|row| row.state == State::Pending) {
@@ -421,16 +437,16 @@ impl Dispatcher {
                     }
                     Ok::<_, DbErr>(effects)
                 });
-                effects.append(told.await?);
-                self.queue().tell(id, &reasons);
+                effects.append(updated.await?);
+                self.queue().set_reported(id, &reasons);
             }
         }
         Ok(())
     }
 }
 
-fn waiting(row: Model) -> Result<Waiting, DbErr> {
-    Ok(Waiting {
+fn waiting(row: Model) -> Result<WaitingRequest, DbErr> {
+    Ok(WaitingRequest {
         id: row.id,
         is_elsewhere: false,
         others: vec![],
@@ -440,23 +456,23 @@ fn waiting(row: Model) -> Result<Waiting, DbErr> {
         demand: Arc::new(workloads::demand(&row)?),
         locations: workloads::locations(&row)?.into(),
         must_start: row.start_timeout_us.is_some(),
-        told: crate::db::entity::from_json::<Vec<String>>(&row.waiting_for)?.into(),
+        reported: crate::db::entity::from_json::<Vec<String>>(&row.waiting_for)?.into(),
         traceparent: row.traceparent,
         spec_bytes: Some(row.spec.len() as u64),
     })
 }
 
-impl Turn {
+impl LineHead {
     pub(super) fn workload(&self) -> WorkloadId {
         WorkloadId::from_uuid(self.waiting.id)
     }
 }
 
-/// What another replica made may be older by its clock than what is known, and yet have come later.
-fn a_little_before(sequence: Uuid) -> Uuid {
+/// Returns a sort key a little earlier, because the clock of another replica may be behind.
+fn just_before(sequence: Uuid) -> Uuid {
     let Some(at) = sequence.get_timestamp() else { return Uuid::nil() };
     let (seconds, _) = at.to_unix();
-    let at = uuid::Timestamp::from_unix(uuid::NoContext, seconds.saturating_sub(CLOCKS.as_secs()), 0);
+    let at = uuid::Timestamp::from_unix(uuid::NoContext, seconds.saturating_sub(MAX_CLOCK_SKEW.as_secs()), 0);
     let (high, _) = Uuid::new_v7(at).as_u64_pair();
     Uuid::from_u64_pair(high, 0)
 }

@@ -1,22 +1,21 @@
-//! Reservations: workers held free for requests that have waited long for more than comes free at
-//! a time.
+//! Reservations: workers held free for large requests that have waited for long.
 //!
-//! Small requests take each part of a worker as it comes free, so a large request would never find
-//! its room, nor a group all of its leases. The queue pass calls this module: when the first of a
-//! line finds nothing and has waited for `queue_aging`, a worker is reserved for it, for a group
-//! several. What comes after it in rank gets nothing there. What comes before it in rank may still
-//! take what there is. No further worker of a kind is reserved while one in ten of them are.
+//! Small requests take each free part of a worker, so a large request, or a group, would never find
+//! room for all of it. The queue pass calls this module when the head of a line finds no worker and
+//! has waited for `queue_aging`. A worker is then reserved for the request, or several for a group.
+//! Requests with a lower rank get nothing there. Requests with a higher rank may still use the
+//! present room. At most one in ten workers of a kind is reserved.
 //!
-//! A reservation lasts for [`HELD`]: what runs on the worker may never end, or may wait for
-//! something that is refused there because of the reservation. Then another worker is reserved,
-//! and once all were tried none is for that time.
+//! A reservation lasts for [`RESERVATION_TIME`], because the attempts on the worker may never end, or may
+//! depend on a request that the reservation blocks. After that, another worker is reserved. When
+//! all were tried, the request gets no reservation for the same time.
 //!
-//! Of the replicas where the same request waits, one reserves and says so in a table
-//! ([`table`]). A grant is not checked against it: a replica that has not read it yet may place one
-//! more request there, which costs time and breaks no rule.
+//! If several replicas queue the same request, one of them reserves and records that in a table
+//! ([`table`]). Grants are not checked against the table. A replica with outdated knowledge may
+//! place one more request on the worker, which costs time but breaks no limit.
 //!
-//! Invariant: after each queue pass a worker is reserved only for a request that waits here and did
-//! not have its turn without asking for it, or for a request of another replica.
+//! Invariant: after each queue pass, a worker is reserved only for a request of another replica, or
+//! for a waiting request of this queue that did not give up its reservation in its turn.
 
 mod table;
 #[cfg(test)]
@@ -34,49 +33,51 @@ use self::table::Difference;
 use super::Dispatcher;
 use crate::db::entity::reservation;
 use crate::placement::{Index, Part};
-use crate::queue::{Queue, Waiting};
+use crate::queue::{Queue, WaitingRequest};
 
-/// How long a worker is reserved, and how long a request has none after all workers were tried.
-const HELD: Duration = Duration::from_secs(3600);
+/// Time for which a worker is reserved, and time for which a request gets no reservation after all
+/// workers were tried.
+const RESERVATION_TIME: Duration = Duration::from_secs(3600);
 
-/// How long until a request for which no worker could be reserved is looked at again.
-const AGAIN: Duration = Duration::from_secs(30);
+/// Delay before the next choice for a request for which no worker could be reserved.
+const RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// How many requests get a reservation in one pass: each may mean a look at every worker.
-const CHOICES: usize = 20;
+/// Maximum number of new reservations in one pass. Each may check every worker.
+const MAX_CHOICES: usize = 20;
 
-/// The reservations that this replica knows of.
+/// The reservations that this replica knows.
 #[derive(Debug)]
 pub(super) struct Reservations {
-    /// What rows of this process are marked with.
+    /// Identifies the rows of this process.
     replica: Uuid,
-    /// The reservations that this replica made, by the request that they are for.
+    /// The reservations of this replica, by request.
     own: HashMap<Uuid, Reservation>,
-    /// What other replicas reserved, by the request.
-    others: HashMap<Uuid, Other>,
-    /// When the last pass began.
+    /// The reservations of other replicas, by request.
+    others: HashMap<Uuid, PeerReservation>,
+    /// Start of the last pass.
     pass_at: Timestamp,
     choices_left: usize,
 }
 
-/// The workers that another replica reserved for one request. None: it has none for a time.
+/// The workers that another replica reserved for a request. Empty: the request gets no reservation
+/// for a time.
 #[derive(Debug)]
-struct Other {
+struct PeerReservation {
     replica: Uuid,
     workers: BTreeSet<WorkerId>,
-    /// Whether the request was seen in this queue: then it is known here when it waits no more.
+    /// Whether the request was in this queue, so that its end is noticed here.
     seen_here: bool,
 }
 
-/// The workers that are reserved for one request.
+/// The reservation for one request.
 #[derive(Debug)]
 struct Reservation {
     workers: BTreeSet<WorkerId>,
-    /// When they are given up. Without workers: when some are looked for again.
+    /// End of the reservation. Without workers: time of the next choice.
     until: Timestamp,
-    /// Workers that were reserved for it in vain.
+    /// Workers that were reserved without success.
     tried: HashSet<WorkerId>,
-    /// Whether it has no workers because all were tried.
+    /// Whether the request has no workers because all were tried.
     rests: bool,
 }
 
@@ -85,14 +86,14 @@ impl Reservation {
         Self { workers: BTreeSet::new(), until: now, tried: HashSet::new(), rests: false }
     }
 
-    /// Another replica reserved this worker.
+    /// Removes a worker that another replica reserved.
     fn lose(&mut self, worker: WorkerId, now: Timestamp) {
         if self.workers.remove(&worker) && self.workers.is_empty() {
             self.until = now;
         }
     }
 
-    /// Its time is over: what it had was in vain.
+    /// Ends the reservation if it has expired.
     fn end_if_due(&mut self, now: Timestamp) {
         if self.until > now {
             return;
@@ -107,24 +108,24 @@ impl Reservation {
 impl Reservations {
     pub(super) fn new(now: Timestamp) -> Self {
         let (own, others) = (HashMap::new(), HashMap::new());
-        Self { replica: Uuid::new_v4(), own, others, pass_at: now, choices_left: CHOICES }
+        Self { replica: Uuid::new_v4(), own, others, pass_at: now, choices_left: MAX_CHOICES }
     }
 
     fn begin_pass(&mut self, now: Timestamp) {
-        (self.pass_at, self.choices_left) = (now, CHOICES);
+        (self.pass_at, self.choices_left) = (now, MAX_CHOICES);
     }
 
-    /// Reserves workers for an aged request that has found nothing.
+    /// Reserves workers for an aged request that found no worker.
     fn reserve(&mut self, id: Uuid, parts: &[Part], workers: &mut Index, now: Timestamp) {
         if !self.others.contains_key(&id) {
             let mut reservation = self.own.remove(&id).unwrap_or_else(|| Reservation::new(now));
-            self.renew(&mut reservation, parts, workers, now);
+            self.update(&mut reservation, parts, workers, now);
             self.own.insert(id, reservation);
         }
         self.apply_to_turn(id, workers);
     }
 
-    /// The first of a line takes over what is reserved for another of that line, which has no turn.
+    /// Moves a reservation to the head of its line. Other requests of the line get no turn.
     fn inherit(&mut self, id: Uuid, queue: &Queue) {
         let is_behind = |other: &&Uuid| **other != id && queue.are_in_one_line(id, **other);
         let behind: Vec<_> = self.own.keys().filter(is_behind).copied().collect();
@@ -134,22 +135,22 @@ impl Reservations {
         }
     }
 
-    fn renew(&mut self, of: &mut Reservation, parts: &[Part], workers: &mut Index, now: Timestamp) {
+    fn update(&mut self, of: &mut Reservation, parts: &[Part], workers: &mut Index, now: Timestamp) {
         of.end_if_due(now);
         let kept = workers.choose_to_reserve(parts, &of.workers, None);
         if !kept.is_empty() {
             of.workers = kept;
             return;
         }
-        // Workers that could not take it any more are replaced, for what is left of the time.
+        // Workers that can no longer take the request are replaced, for the rest of the time.
         let before = std::mem::take(&mut of.workers);
-        let until = if before.is_empty() { now + HELD } else { of.until };
+        let until = if before.is_empty() { now + RESERVATION_TIME } else { of.until };
         if before.is_empty() && of.until > now {
             return;
         }
         let Some(left) = self.choices_left.checked_sub(1) else { return };
         self.choices_left = left;
-        of.until = now + AGAIN;
+        of.until = now + RETRY_DELAY;
         let mut taken: HashSet<_> = self.reserved().map(|(worker, _)| worker).collect();
         if workers.are_enough_reserved(parts, &taken) {
             return;
@@ -159,13 +160,13 @@ impl Reservations {
         of.workers = workers.choose_to_reserve(parts, &before, Some(&taken));
         of.rests = of.workers.is_empty() && !could_be.is_empty();
         if of.rests {
-            of.until = now + HELD;
+            of.until = now + RESERVATION_TIME;
         } else if !of.workers.is_empty() {
             of.until = until;
         }
     }
 
-    /// From the turn of a request on, its workers take nothing else.
+    /// Applies the reservation of a request from its turn on.
     pub(super) fn apply_to_turn(&self, id: Uuid, workers: &mut Index) {
         let own = self.own.get(&id).map(|reservation| &reservation.workers);
         let reserved = own.or_else(|| self.others.get(&id).map(|other| &other.workers));
@@ -178,8 +179,8 @@ impl Reservations {
         own.chain(others).flat_map(|(id, workers)| workers.iter().map(|worker| (*worker, *id)))
     }
 
-    /// Tells the workers of all reservations; answers whether anything changed. A request that is
-    /// known to wait no more, or is being granted, has none.
+    /// Applies all reservations to the index, and returns whether any changed. Requests that have
+    /// ended or are being granted have none.
     fn apply(&mut self, queue: &Queue, workers: &mut Index) -> bool {
         self.others.iter_mut().for_each(|(id, other)| other.seen_here |= queue.contains(*id));
         let is_known_to_be_over =
@@ -192,25 +193,25 @@ impl Reservations {
         before != after
     }
 
-    /// Whether a pass would change a reservation.
+    /// Returns whether a pass would change a reservation.
     fn is_due(&self, now: Timestamp) -> bool {
         self.choices_left == 0 || self.own.values().any(|of| self.pass_at < of.until && of.until <= now)
     }
 }
 
 impl Dispatcher {
-    /// Begins a queue pass: nothing is reserved for a request of this queue until its turn.
+    /// Starts a queue pass. Requests of this queue have no reservation until their turn.
     pub(super) fn begin_reservations(&mut self, now: Timestamp) {
         self.reservations.begin_pass(now);
-        let (queue, mut workers) = (self.queue(), self.memory.workers.lock());
+        let (queue, mut workers) = (self.queue(), self.cache.workers.lock());
         let here: Vec<_> = workers.reserved().filter(|(_, id)| queue.contains(*id)).collect();
         here.into_iter().for_each(|(worker, _)| workers.reserve(worker, None));
     }
 
-    /// The first of a line, which asks for all these `parts`, has found nothing.
-    pub(super) fn reserve(&mut self, waiting: &Waiting, parts: &[Part], now: Timestamp) {
+    /// Handles the head of a line that found no worker for its `parts`.
+    pub(super) fn reserve(&mut self, waiting: &WaitingRequest, parts: &[Part], now: Timestamp) {
         let (queue, mut workers) =
-            (self.queue.lock().unwrap_or_else(PoisonError::into_inner), self.memory.workers.lock());
+            (self.queue.lock().unwrap_or_else(PoisonError::into_inner), self.cache.workers.lock());
         self.reservations.inherit(waiting.id, &queue);
         let has_one = self.reservations.own.contains_key(&waiting.id);
         if has_one || queue.has_aged(waiting.since, now) {
@@ -220,24 +221,24 @@ impl Dispatcher {
         }
     }
 
-    /// A request that waits can never be placed, as far as is known.
-    pub(super) fn cancel_reservation(&mut self, waiting: &Waiting) {
+    /// Cancels the reservation of a request that no known worker could ever take.
+    pub(super) fn cancel_reservation(&mut self, waiting: &WaitingRequest) {
         self.reservations.own.remove(&waiting.id);
     }
 
-    /// Ends a queue pass: the reservations of requests that had no turn hold as well.
+    /// Ends a queue pass. Reservations of requests without a turn apply too.
     pub(super) fn end_reservations(&mut self) {
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        self.reservations.apply(&queue, &mut self.memory.workers.lock());
+        self.reservations.apply(&queue, &mut self.cache.workers.lock());
     }
 
-    /// Whether this replica made the reservation of this row.
+    /// Returns whether this replica made the reservation.
     #[cfg(test)]
     pub(crate) fn reserved(&self, row: &reservation::Model) -> bool {
         row.replica == self.reservations.replica
     }
 
-    /// Tells other replicas what is reserved here, and reads what is reserved there.
+    /// Publishes the reservations of this replica, and reads those of others.
     pub(super) async fn exchange_reservations(&mut self, now: Timestamp) -> Result<(), DbErr> {
         let rows = reservation::Entity::find().all(self.db.read()).await?;
         let difference = {
@@ -245,8 +246,8 @@ impl Dispatcher {
             let reservations = &mut self.reservations;
             reservations.own.retain(|id, _| queue.contains(*id));
             reservations.read(&rows, now);
-            self.look |= queue.some_aged(reservations.pass_at, now) || reservations.is_due(now);
-            self.look |= reservations.apply(&queue, &mut self.memory.workers.lock());
+            self.pass_needed |= queue.some_aged(reservations.pass_at, now) || reservations.is_due(now);
+            self.pass_needed |= reservations.apply(&queue, &mut self.cache.workers.lock());
             Difference::of(reservations, &rows, now)
         };
         difference.write(&self.db, now).await

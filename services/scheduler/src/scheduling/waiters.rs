@@ -1,7 +1,8 @@
-//! Calls for leases, and those of them that wait.
+//! Calls for leases, and the waiting ones among them.
 //!
-//! Who waits is held by this process alone: a caller that goes away, or whose replica ends, has asked for nothing. In the queue it stands
-//! beside the workloads, so that neither passes the other over; other replicas are told of it ([`super::peer_waiters`]).
+//! Only this process holds a waiting call. If its caller disconnects or its replica ends, the call
+//! has no effect. Calls wait in the same queue as workloads, so neither overtakes the other. Other
+//! replicas learn of waiting calls through [`super::peer_waiters`].
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,17 +14,18 @@ use uuid::Uuid;
 
 use super::{GrantedLease, LeaseRequest, PlaceResult};
 use crate::placement::Demand;
-use crate::queue::Waiting;
+use crate::queue::WaitingRequest;
 
-/// How many calls wait at a replica. One that comes while so many wait hears at once that all are busy.
-const MOST: usize = 10_000;
+/// Maximum number of waiting calls of a replica. Further calls are rejected immediately, as if all
+/// workers were busy.
+const MAX_CALLS: usize = 10_000;
 
 /// A call for leases, until all of them are decided.
 #[derive(Debug)]
-pub(super) struct Call(Mutex<Undecided>);
+pub(super) struct Call(Mutex<CallState>);
 
 #[derive(Debug)]
-struct Undecided {
+struct CallState {
     placed: Vec<Option<PlaceResult>>,
     left: usize,
     answer: Option<oneshot::Sender<Vec<PlaceResult>>>,
@@ -31,15 +33,15 @@ struct Undecided {
 
 impl Call {
     pub(super) fn new(count: usize, answer: oneshot::Sender<Vec<PlaceResult>>) -> Arc<Self> {
-        let undecided = Undecided { placed: vec![None; count], left: count, answer: Some(answer) };
-        Arc::new(Self(Mutex::new(undecided)))
+        let state = CallState { placed: vec![None; count], left: count, answer: Some(answer) };
+        Arc::new(Self(Mutex::new(state)))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Undecided> {
+    fn lock(&self) -> MutexGuard<'_, CallState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What became of one that was asked for. Once all are decided it is answered.
+    /// Sets the result of one lease. The call is answered once all leases have a result.
     fn decide(&self, item: usize, placed: PlaceResult) {
         let mut call = self.lock();
         let Some(open) = call.placed.get_mut(item).filter(|open| open.is_none()) else { return };
@@ -48,30 +50,30 @@ impl Call {
         if call.left == 0
             && let Some(answer) = call.answer.take()
         {
-            // Whoever has gone needs no answer.
+            // The caller may have disconnected.
             _ = answer.send(std::mem::take(&mut call.placed).into_iter().flatten().collect());
         }
     }
 
-    fn has_gone(&self) -> bool {
+    fn is_disconnected(&self) -> bool {
         self.lock().answer.as_ref().is_none_or(oneshot::Sender::is_closed)
     }
 }
 
-/// One of several leases that a call asks for.
+/// One of several leases of a call.
 #[derive(Debug)]
 pub(super) struct Member {
-    pub(super) ask: LeaseRequest,
+    pub(super) request: LeaseRequest,
     call: Arc<Call>,
     item: usize,
-    /// Earlier calls for the same lease that wait still, and which of theirs it is.
+    /// Earlier waiting calls for the same lease, with its position in each.
     earlier: Vec<(Arc<Call>, usize)>,
     pub(super) granted: Option<GrantedLease>,
 }
 
 impl Member {
-    pub(super) fn new(ask: LeaseRequest, call: Arc<Call>, item: usize) -> Self {
-        Self { ask, call, item, earlier: Vec::new(), granted: None }
+    pub(super) fn new(request: LeaseRequest, call: Arc<Call>, item: usize) -> Self {
+        Self { request, call, item, earlier: Vec::new(), granted: None }
     }
 
     pub(super) fn decide(&self, placed: PlaceResult) {
@@ -79,66 +81,66 @@ impl Member {
         self.call.decide(self.item, placed);
     }
 
-    /// Those who asked for it before hear what becomes of it as well.
+    /// Takes over earlier calls for the same lease, which receive the same result.
     fn take_over(&mut self, mut before: Self) {
         self.earlier.append(&mut before.earlier);
         self.earlier.push((before.call, before.item));
-        self.earlier.retain(|(call, _)| !call.has_gone());
+        self.earlier.retain(|(call, _)| !call.is_disconnected());
     }
 
-    fn has_gone(&self) -> bool {
-        self.call.has_gone() && self.earlier.iter().all(|(call, _)| call.has_gone())
+    fn is_disconnected(&self) -> bool {
+        self.call.is_disconnected() && self.earlier.iter().all(|(call, _)| call.is_disconnected())
     }
 
-    /// What it asks for, where the containers of its owner are.
+    /// Returns the demand, restricted to the worker of its owner.
     fn demand(&self) -> Arc<Demand> {
-        match self.ask.kept_to {
-            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*self.ask.demand).clone() }),
-            None => self.ask.demand.clone(),
+        match self.request.owner_worker {
+            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*self.request.demand).clone() }),
+            None => self.request.demand.clone(),
         }
     }
 }
 
-/// Leases that are granted together, or none of them.
+/// Leases that are granted together or not at all.
 #[derive(Debug)]
 pub(super) struct LeaseGroup {
     pub(super) members: Vec<Member>,
     pub(super) priority: i64,
     pub(super) since: Timestamp,
     pub(super) sequence: Uuid,
-    /// Until when somebody waits for them.
+    /// End of the waiting time.
     until: Instant,
 }
 
 impl LeaseGroup {
-    /// `None`: there are no members.
+    /// Returns `None` if there are no members.
     pub(super) fn new(members: Vec<Member>, now: Timestamp) -> Option<Self> {
-        let wait = members.iter().map(|member| member.ask.wait).max()?;
-        let priority = members.iter().map(|member| member.ask.priority).max()?;
+        let wait = members.iter().map(|member| member.request.wait).max()?;
+        let priority = members.iter().map(|member| member.request.priority).max()?;
         let until = Instant::now() + wait;
         let mut leases = Self { members, priority, since: now, sequence: Uuid::nil(), until };
         leases.call(Uuid::now_v7());
         Some(leases)
     }
 
-    /// What it is called from now on.
+    /// Sets the id of the group in the queue.
     fn call(&mut self, sequence: Uuid) {
         self.sequence = sequence;
         for member in &mut self.members {
-            Arc::make_mut(&mut member.ask.demand).waits_as = sequence;
+            Arc::make_mut(&mut member.request.demand).waits_as = sequence;
         }
     }
 
-    /// What it is called while it waits. No workload has that id.
+    /// Returns the id in the queue. No workload has this id.
     pub(super) fn id(&self) -> Uuid {
         self.sequence
     }
 
-    /// Whether `other` asks for the same leases.
-    fn asks_like(&self, other: &Self) -> bool {
+    /// Returns whether `other` requests the same leases.
+    fn requests_same(&self, other: &Self) -> bool {
         self.members.len() == other.members.len()
             && self.members.iter().zip(&other.members).all(|(one, other)| {
-                let (one, other) = (&one.ask, &other.ask);
+                let (one, other) = (&one.request, &other.request);
                 one.lease == other.lease
                     && one.kind == other.kind
                     && one.request == other.request
@@ -147,34 +149,34 @@ impl LeaseGroup {
     }
 
     pub(super) fn leases(&self) -> impl Iterator<Item = LeaseId> {
-        self.members.iter().map(|member| member.ask.lease)
+        self.members.iter().map(|member| member.request.lease)
     }
 
-    /// Whether nobody waits for it any more.
-    pub(super) fn has_gone(&self) -> bool {
-        self.members.iter().all(Member::has_gone)
+    /// Returns whether all callers have disconnected.
+    pub(super) fn is_disconnected(&self) -> bool {
+        self.members.iter().all(Member::is_disconnected)
     }
 
-    /// Comes in the place of another that asked for the same.
+    /// Replaces another group that requests the same leases.
     fn take_over(&mut self, other: Self) {
         self.since = other.since;
         self.call(other.sequence);
         self.members.iter_mut().zip(other.members).for_each(|(member, before)| member.take_over(before));
     }
 
-    /// The containers of an owner are on this worker.
-    pub(super) fn keep_to(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
+    /// Sets the workers of owners.
+    pub(super) fn set_owner_workers(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
         for member in &mut self.members {
-            if let Some(worker) = kept.get(&member.ask.lease) {
-                member.ask.kept_to = Some(*worker);
+            if let Some(worker) = kept.get(&member.request.lease) {
+                member.request.owner_worker = Some(*worker);
             }
         }
     }
 
-    /// As it stands in the queue.
-    pub(super) fn waiting(&self) -> Option<Waiting> {
+    /// Converts the group to a queue entry.
+    pub(super) fn waiting(&self) -> Option<WaitingRequest> {
         let (first, others) = self.members.split_first()?;
-        Some(Waiting {
+        Some(WaitingRequest {
             id: self.id(),
             is_elsewhere: false,
             others: others.iter().map(Member::demand).collect(),
@@ -182,25 +184,25 @@ impl LeaseGroup {
             priority: self.priority,
             since: self.since,
             demand: first.demand(),
-            locations: first.ask.locations.clone(),
+            locations: first.request.locations.clone(),
             must_start: false,
-            told: Arc::default(),
+            reported: Arc::default(),
             traceparent: String::new(),
             spec_bytes: None,
         })
     }
 }
 
-/// The calls that wait, by what they are called in the queue.
+/// The waiting calls, by their id in the queue.
 #[derive(Debug, Default)]
 pub(super) struct Waiters {
     waiting: HashMap<Uuid, LeaseGroup>,
-    /// By what each lease waits.
+    /// The waiting call of each lease.
     by_lease: HashMap<LeaseId, Uuid>,
     ends: BTreeSet<(Instant, Uuid)>,
-    /// Those of which other replicas know.
-    told: HashSet<Uuid>,
-    /// Those of them that may not wait any more.
+    /// Calls that other replicas know.
+    published: HashSet<Uuid>,
+    /// Known calls that may have ended.
     taken: Vec<Uuid>,
 }
 
@@ -209,25 +211,26 @@ impl Waiters {
         self.waiting.is_empty()
     }
 
-    /// The call that waits by this id.
+    /// Returns the waiting call with this id.
     pub(super) fn get(&self, id: Uuid) -> Option<&LeaseGroup> {
         self.waiting.get(&id)
     }
 
-    /// Whether something waits by this id.
+    /// Returns whether a call with this id waits.
     pub(super) fn contains(&self, id: Uuid) -> bool {
         self.waiting.contains_key(&id)
     }
 
-    /// Whether a call waits that asks for this lease.
+    /// Returns whether a call for this lease waits.
     #[cfg(test)]
     pub(super) fn waits(&self, lease: LeaseId) -> bool {
         self.by_lease.contains_key(&lease)
     }
 
-    /// Lets it wait, unless nobody waits for it, or too many wait: then it is given back.
+    /// Adds a waiting call. Returns it if its callers have disconnected, its time is over, or too
+    /// many calls wait.
     pub(super) fn put(&mut self, leases: LeaseGroup) -> Result<(), LeaseGroup> {
-        if leases.until <= Instant::now() || leases.has_gone() || self.waiting.len() >= MOST {
+        if leases.until <= Instant::now() || leases.is_disconnected() || self.waiting.len() >= MAX_CALLS {
             return Err(leases);
         }
         self.ends.insert((leases.until, leases.id()));
@@ -238,7 +241,7 @@ impl Waiters {
 
     pub(super) fn take(&mut self, id: Uuid) -> Option<LeaseGroup> {
         let leases = self.waiting.remove(&id)?;
-        if self.told.contains(&id) {
+        if self.published.contains(&id) {
             self.taken.push(id);
         }
         self.ends.remove(&(leases.until, id));
@@ -248,29 +251,29 @@ impl Waiters {
         Some(leases)
     }
 
-    /// What the calls that wait are called.
+    /// Returns the ids of waiting calls.
     pub(super) fn ids(&self) -> impl Iterator<Item = Uuid> {
         self.waiting.keys().copied()
     }
 
-    /// Other replicas know which calls wait here now.
-    pub(super) fn are_told(&mut self) {
-        self.told = self.waiting.keys().copied().collect();
+    /// Marks all waiting calls as known to other replicas.
+    pub(super) fn mark_published(&mut self) {
+        self.published = self.waiting.keys().copied().collect();
     }
 
-    /// Those of which other replicas know, and that do not wait any more.
-    pub(super) fn told_in_vain(&mut self) -> Vec<Uuid> {
+    /// Takes the calls that other replicas know and that no longer wait.
+    pub(super) fn take_withdrawn(&mut self) -> Vec<Uuid> {
         let mut over = std::mem::take(&mut self.taken);
-        over.retain(|id| !self.waiting.contains_key(id) && self.told.remove(id));
+        over.retain(|id| !self.waiting.contains_key(id) && self.published.remove(id));
         over
     }
 
-    /// When somebody has waited long enough next.
+    /// Returns the next end of a waiting time.
     pub(super) fn next_end(&self) -> Option<Instant> {
         self.ends.first().map(|(at, _)| *at)
     }
 
-    /// Those who have waited long enough.
+    /// Takes the calls whose waiting time is over.
     pub(super) fn take_ended(&mut self, now: Instant) -> Vec<LeaseGroup> {
         let mut ended = Vec::new();
         while let Some((_, id)) = self.ends.first().copied().filter(|(at, _)| *at <= now) {
@@ -280,37 +283,38 @@ impl Waiters {
         ended
     }
 
-    /// Those for whom nobody waits any more.
-    pub(super) fn gone(&self) -> Vec<Uuid> {
-        self.waiting.iter().filter(|(_, leases)| leases.has_gone()).map(|(id, _)| *id).collect()
+    /// Returns the calls whose callers have disconnected.
+    pub(super) fn disconnected(&self) -> Vec<Uuid> {
+        self.waiting.iter().filter(|(_, leases)| leases.is_disconnected()).map(|(id, _)| *id).collect()
     }
 
-    /// `leases` is asked for: it takes the place of one that waits for the same. [`Waits::ForElse`]: one of its ids waits for something else.
-    pub(super) fn replace(&mut self, leases: &mut LeaseGroup) -> Waits {
+    /// Lets `leases` replace a waiting call for the same leases. [`WaitState::Conflict`]: one of the ids
+    /// waits in a different call.
+    pub(super) fn replace(&mut self, leases: &mut LeaseGroup) -> WaitState {
         let Some(id) = leases.leases().find_map(|lease| self.by_lease.get(&lease).copied()) else {
-            return Waits::Not;
+            return WaitState::New;
         };
         match self.take(id) {
-            Some(old) if old.asks_like(leases) => {
+            Some(old) if old.requests_same(leases) => {
                 let id = old.id();
                 leases.take_over(old);
-                Waits::Replaced(id)
+                WaitState::Replaced(id)
             }
             Some(old) => {
-                // It was there a moment ago.
+                // The call waited a moment ago, so there is room for it.
                 _ = self.put(old);
-                Waits::ForElse
+                WaitState::Conflict
             }
-            None => Waits::Not,
+            None => WaitState::New,
         }
     }
 }
 
-/// Whether what is asked for waits already.
+/// Whether requested leases wait already.
 #[derive(Debug)]
-pub(super) enum Waits {
-    Not,
-    /// It was called so in the queue.
+pub(super) enum WaitState {
+    New,
+    /// The id of the replaced call in the queue.
     Replaced(Uuid),
-    ForElse,
+    Conflict,
 }

@@ -1,8 +1,8 @@
 //! Delivery of parcels to the artifact store.
 //!
-//! A parcel that this replica commits is delivered at once ([`deliver_forever`]). One that failed,
-//! or whose replica ended, is claimed by any replica after a while ([`redeliver_forever`]). The
-//! acknowledgements of many parcels are written in one transaction.
+//! A parcel that this replica commits is delivered immediately ([`deliver_forever`]). Any replica
+//! claims a parcel whose delivery failed or whose replica ended ([`redeliver_forever`]).
+//! Acknowledgements are written in batches.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -26,32 +26,32 @@ use crate::outbox::{self, Message, Parcel};
 use crate::store_client::Store;
 use crate::workloads;
 
-/// How many parcels are delivered at a time.
-const AT_ONCE: usize = 64;
+/// Maximum number of parcels that are delivered at a time.
+const MAX_CONCURRENT: usize = 64;
 
-/// What delivers parcels. Cheap to clone; clones share it.
+/// Delivers parcels. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Delivery {
     context: Context,
     store: Store,
     permits: Arc<Semaphore>,
-    /// Writes acknowledgements, those of many parcels at once.
+    /// Writes acknowledgements in batches.
     delivered: Batcher<Parcel, Result<Effects, DbErr>>,
 }
 
 impl Delivery {
     pub(crate) fn new(context: Context, store: Store) -> Self {
         let db = context.db.clone();
-        let delivered = Batcher::new(AT_ONCE, context.tasks.clone(), move |asked| {
+        let delivered = Batcher::new(MAX_CONCURRENT, context.tasks.clone(), move |calls| {
             let db = db.clone();
-            async move { note_delivered(&db, asked).await }
+            async move { record_delivered(&db, calls).await }
         });
-        Self { context, store, permits: Arc::new(Semaphore::new(AT_ONCE)), delivered }
+        Self { context, store, permits: Arc::new(Semaphore::new(MAX_CONCURRENT)), delivered }
     }
 }
 
-/// Delivers what this replica commits, until the service stops. What is not delivered by then is
-/// delivered after the next start.
+/// Delivers the parcels of this replica until the service stops. The rest is delivered after the
+/// next start.
 pub(crate) async fn deliver_forever(delivery: Delivery, mut parcels: mpsc::Receiver<Parcel>) {
     let deliver_all = async {
         while let Some(parcel) = parcels.recv().await {
@@ -70,9 +70,9 @@ pub(crate) async fn deliver_forever(delivery: Delivery, mut parcels: mpsc::Recei
     }
 }
 
-/// Delivers `parcel` and notes the answer. What fails is tried again by the loop.
+/// Delivers `parcel` and records the answer. A failed delivery is retried by the loop.
 pub(crate) async fn deliver(delivery: Delivery, mut parcel: Parcel) {
-    // Nobody closes the semaphore.
+    // The semaphore is never closed.
     let Ok(_permit) = delivery.permits.clone().acquire_owned().await else { return };
     let span = match &parcel.message {
         Message::Settle(_) => {
@@ -82,14 +82,14 @@ pub(crate) async fn deliver(delivery: Delivery, mut parcel: Parcel) {
     };
     if !span.is_none() {
         match workloads::find(delivery.context.db.read(), parcel.workload()).await {
-            // Also when another process accepted the workload than delivers this.
+            // Another process may have accepted the workload, so its trace is read from the row.
             Ok(row) => rpc::trace::continue_from(&span, row.as_ref().map_or("", |row| &row.traceparent)),
-            Err(error) => tracing::debug!(error = %error, "cannot read whose trace this belongs to"),
+            Err(error) => tracing::debug!(error = %error, "cannot read the trace of a workload"),
         }
     }
     if let Err(error) = deliver_once(&delivery, &mut parcel).instrument(span).await {
         if parcel.tries > 3 {
-            tracing::warn!(holder.id = %parcel.holder, tries = parcel.tries, error = %error, "cannot tell the artifact store how a workload ended");
+            tracing::warn!(holder.id = %parcel.holder, tries = parcel.tries, error = %error, "cannot deliver the end of a workload to the artifact store");
         }
         let postponed = delivery
             .context
@@ -97,7 +97,7 @@ pub(crate) async fn deliver(delivery: Delivery, mut parcel: Parcel) {
             .write(async |txn| outbox::postpone(&txn, &parcel, Timestamp::now()).await)
             .await;
         if let Err(error) = postponed {
-            tracing::debug!(error = %error, "a parcel waits until its claim runs out");
+            tracing::debug!(error = %error, "cannot postpone a parcel; it is retried when its claim runs out");
         }
     }
 }
@@ -106,7 +106,7 @@ pub(crate) async fn deliver(delivery: Delivery, mut parcel: Parcel) {
 enum DeliveryError {
     #[error(transparent)]
     Refused(#[from] rpc::Refusal),
-    #[error("the database failed")]
+    #[error("cannot update the outbox in the database")]
     Database(#[from] DbErr),
 }
 
@@ -122,7 +122,7 @@ async fn deliver_once(delivery: &Delivery, parcel: &mut Parcel) -> Result<(), De
                 if refusal.is(Reason::CandidateMissing)
                     && !(settlement.outputs.is_empty() && settlement.caches.is_empty()) =>
             {
-                tracing::warn!(holder.id = %parcel.holder, error = %refusal, "settling without outputs");
+                tracing::warn!(holder.id = %parcel.holder, error = %refusal, "artifact store lacks an output; settling without outputs");
                 settlement.outputs.clear();
                 settlement.caches.clear();
                 settlement.outcome = Outcome::Errored;
@@ -138,10 +138,11 @@ async fn deliver_once(delivery: &Delivery, parcel: &mut Parcel) -> Result<(), De
     Ok(())
 }
 
-async fn note_delivered(db: &Database, asked: Vec<BatchedCall<Parcel, Result<Effects, DbErr>>>) {
-    let (parcels, answers): (Vec<_>, Vec<_>) = asked.into_iter().unzip();
+async fn record_delivered(db: &Database, calls: Vec<BatchedCall<Parcel, Result<Effects, DbErr>>>) {
+    let (parcels, answers): (Vec<_>, Vec<_>) = calls.into_iter().unzip();
     let now = Timestamp::now();
-    let note = async |parcels: &[Parcel]| db.write(async |txn| are_delivered(&txn, parcels, now).await).await;
+    let note =
+        async |parcels: &[Parcel]| db.write(async |txn| remove_delivered(&txn, parcels, now).await).await;
     match note(&parcels).await {
         Ok(effects) => {
             for (answer, effects) in answers.into_iter().zip(effects) {
@@ -152,7 +153,7 @@ async fn note_delivered(db: &Database, asked: Vec<BatchedCall<Parcel, Result<Eff
             answers.into_iter().for_each(|answer| _ = answer.send(Err(error.clone())));
         }
         Err(error) => {
-            tracing::debug!(%error, parcels = parcels.len(), "each is noted alone");
+            tracing::debug!(%error, parcels = parcels.len(), "cannot record deliveries in one transaction; recording each alone");
             for (answer, parcel) in answers.into_iter().zip(&parcels) {
                 let effects = note(std::slice::from_ref(parcel)).await;
                 let effects = effects.map(|of| of.into_iter().fold(Effects::default(), Effects::and));
@@ -162,8 +163,9 @@ async fn note_delivered(db: &Database, asked: Vec<BatchedCall<Parcel, Result<Eff
     }
 }
 
-/// Removes parcels that were acknowledged, and ends the workloads that are settled with that. Answers the effects of each.
-async fn are_delivered(
+/// Deletes acknowledged parcels, and finishes the workloads that are settled with them. Returns the
+/// effects of each parcel.
+async fn remove_delivered(
     txn: &DatabaseTransaction,
     parcels: &[Parcel],
     now: Timestamp,
@@ -172,7 +174,7 @@ async fn are_delivered(
     let query = format!("DELETE FROM outbox WHERE id {} RETURNING id", rows::among(backend, 1));
     let ids = rows::ids(parcels.iter().map(|parcel| parcel.id))?;
     let removed = txn.query_all_raw(Statement::from_sql_and_values(backend, query, [ids])).await?;
-    // What is not there any more another replica has delivered as well.
+    // A missing parcel was delivered by another replica as well.
     let removed: HashSet<Uuid> = removed.iter().map(|row| row.try_get("", "id")).collect::<Result<_, _>>()?;
     let settles =
         |parcel: &&Parcel| removed.contains(&parcel.id) && matches!(parcel.message, Message::Settle(_));
@@ -180,16 +182,16 @@ async fn are_delivered(
     let settled = workloads::settling(txn, settled).await?;
     let mut effects: Vec<_> = parcels.iter().map(|_| Effects::default()).collect();
     for workload in settled {
-        // Each is told of once.
-        let told = parcels.iter().position(|parcel| settles(&parcel) && parcel.workload() == workload);
-        if let Some(told) = told {
-            workloads::settled(txn, workload, now, &mut effects[told]).await?;
+        // Each workload is settled once.
+        let settling = parcels.iter().position(|parcel| settles(&parcel) && parcel.workload() == workload);
+        if let Some(index) = settling {
+            workloads::settled(txn, workload, now, &mut effects[index]).await?;
         }
     }
     Ok(effects)
 }
 
-/// Claims what is due. Writes nothing when nothing is.
+/// Claims parcels that are due. Opens no write transaction if none is due.
 async fn claim_due(delivery: &Delivery) -> Result<Vec<Parcel>, DbErr> {
     let now = Timestamp::now();
     let due = entity::Entity::find().filter(entity::Column::DueAt.lte(now.0)).limit(1);
@@ -199,7 +201,7 @@ async fn claim_due(delivery: &Delivery) -> Result<Vec<Parcel>, DbErr> {
     delivery.context.db.write(async |txn| outbox::claim(&txn, now).await).await
 }
 
-/// Delivers what was left over, until the service stops.
+/// Delivers parcels that are due until the service stops.
 pub(crate) async fn redeliver_forever(delivery: Delivery) {
     loop {
         match claim_due(&delivery).await {

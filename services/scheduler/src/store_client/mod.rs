@@ -1,4 +1,4 @@
-//! The artifact store, as the scheduler calls it: pins, where bytes are, and how workloads ended.
+//! The client of the artifact store: pins, locations of artifacts, and settlements.
 
 pub(crate) mod delivery;
 pub(crate) mod reconcile;
@@ -23,22 +23,22 @@ use crate::outbox::Settlement;
 use crate::placement::Location;
 use crate::workloads::Submission;
 
-/// How long a call may take.
+/// Deadline of a call.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// How long it may take to forget a worker, which may have held a lot.
-const FORGETTING: Duration = Duration::from_secs(60);
+/// Deadline of the removal of a worker, which may have held many volumes.
+const FORGET_DEADLINE: Duration = Duration::from_secs(60);
 
-/// What the artifact store is asked about a worker.
+/// How the artifact store handles the removal of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Forget {
-    /// Whether it would lose something by that.
+    /// Only check whether data would be lost.
     Check,
-    /// To forget it, whatever that loses.
+    /// Remove the worker, even if data is lost.
     Now,
 }
 
-/// Calls the store. Cheap to clone.
+/// The client of the artifact store. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Store {
     pins: PinsClient<Peer>,
@@ -48,7 +48,7 @@ pub(crate) struct Store {
     replicas: ReplicasClient<Peer>,
 }
 
-/// A workload or a driven lease that the store keeps something for.
+/// A workload or a driven lease with pins in the store.
 #[derive(Debug, Clone)]
 pub(crate) struct Holder {
     pub(crate) id: Uuid,
@@ -56,7 +56,7 @@ pub(crate) struct Holder {
     pub(crate) pinned_at: Timestamp,
 }
 
-/// What is used by somebody.
+/// The artifacts and task caches of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Inputs {
     pub(crate) artifacts: BTreeSet<ArtifactId>,
@@ -64,37 +64,38 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    /// Whether nothing is used.
+    /// Returns whether there are no inputs.
     pub(crate) fn is_empty(&self) -> bool {
         self.artifacts.is_empty() && self.caches.is_empty()
     }
 }
 
-/// Where inputs are.
+/// The locations of inputs.
 #[derive(Debug)]
-pub(crate) enum Found {
-    /// All of them, and the latest versions of those caches that have some.
+pub(crate) enum Located {
+    /// The locations of all artifacts, and of the latest versions of caches that have one.
     All(Vec<Location>),
-    /// This one is unknown to the team, not sealed, or nowhere.
+    /// This artifact is unknown to the team, not sealed, or has no replica.
     Missing(ArtifactId),
-    /// This one is unknown to the team.
+    /// This task cache is unknown to the team.
     MissingCache(CacheId),
 }
 
-fn within<T>(message: T) -> Request<T> {
+fn with_deadline<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
     request.set_timeout(DEADLINE);
     request
 }
 
 impl Store {
-    /// What a resource type stands for: what the cluster has of it, before what workers bring along.
+    /// Resolves a resource type: the cluster-wide artifact if there is one, otherwise the image
+    /// that workers provide.
     pub(crate) async fn image(&self, resource_type: &str) -> Result<Image, Refusal> {
         let cluster_wide = self.cluster_wide_base_type(resource_type).await?;
         Ok(cluster_wide.map_or_else(|| Image::ResourceType(resource_type.to_owned()), Image::Artifact))
     }
 
-    /// The store behind `peer`.
+    /// Creates a client for the store behind `peer`.
     pub(crate) fn new(peer: Peer) -> Self {
         Self {
             pins: PinsClient::new(peer.clone()),
@@ -105,7 +106,7 @@ impl Store {
         }
     }
 
-    /// Pins what is used under a driven lease.
+    /// Pins the inputs of a driven lease.
     pub(crate) async fn pin_for_lease(
         &self,
         lease: LeaseId,
@@ -119,31 +120,32 @@ impl Store {
             build_id: String::new(),
             task_cache_ids: inputs.caches.iter().map(ToString::to_string).collect(),
         };
-        self.pins.clone().pin(within(request)).await.map(drop).map_err(Refusal::from)
+        self.pins.clone().pin(with_deadline(request)).await.map(drop).map_err(Refusal::from)
     }
 
-    /// Where inputs are, as far as they are somewhere, without pinning them.
-    pub(crate) async fn find(&self, team: &str, inputs: &Inputs) -> Result<Found, Refusal> {
+    /// Locates inputs without pinning them.
+    pub(crate) async fn find(&self, team: &str, inputs: &Inputs) -> Result<Located, Refusal> {
         let mut locations = Vec::with_capacity(inputs.artifacts.len());
         if !inputs.artifacts.is_empty() {
             let mut located = self.locate(team, &inputs.artifacts).await?;
             for artifact in &inputs.artifacts {
                 match located.remove(artifact) {
                     Some(location) => locations.push(location),
-                    None => return Ok(Found::Missing(*artifact)),
+                    None => return Ok(Located::Missing(*artifact)),
                 }
             }
         }
         if !inputs.caches.is_empty() {
             match self.locate_caches(team, inputs.caches.iter().copied()).await? {
                 Ok(located) => locations.extend(located),
-                Err(cache) => return Ok(Found::MissingCache(cache)),
+                Err(cache) => return Ok(Located::MissingCache(cache)),
             }
         }
-        Ok(Found::All(locations))
+        Ok(Located::All(locations))
     }
 
-    /// Pins what a workload uses, and answers where that is, and the latest versions of its caches.
+    /// Pins the inputs of a workload, and returns their locations and those of the latest cache
+    /// versions.
     pub(crate) async fn pin(&self, submission: &Submission) -> Result<Vec<Location>, Refusal> {
         let spec = &submission.spec;
         let request = pb::PinRequest {
@@ -153,11 +155,11 @@ impl Store {
             build_id: spec.build.map(|build| build.to_string()).unwrap_or_default(),
             task_cache_ids: spec.caches.iter().map(|mount| mount.cache.to_string()).collect(),
         };
-        let answer = self.pins.clone().pin(within(request)).await?.into_inner();
+        let answer = self.pins.clone().pin(with_deadline(request)).await?.into_inner();
         Ok(answer.locations.iter().chain(&answer.task_cache_locations).map(location).collect())
     }
 
-    /// Where these artifacts are, without pinning them. Those that could not be pinned are left out.
+    /// Locates artifacts without pinning them. Artifacts that could not be pinned are omitted.
     pub(crate) async fn locate(
         &self,
         team: &str,
@@ -167,7 +169,7 @@ impl Store {
             team: team.to_owned(),
             artifact_ids: artifacts.iter().map(ToString::to_string).collect(),
         };
-        let answer = self.artifacts.clone().locate(within(request)).await?.into_inner();
+        let answer = self.artifacts.clone().locate(with_deadline(request)).await?.into_inner();
         let usable = |found: &&pb::Location| {
             found.state() == pb::ArtifactState::Sealed && (found.in_store || !found.replicas.is_empty())
         };
@@ -175,7 +177,8 @@ impl Store {
         Ok(located.filter_map(|found| Some((found.artifact_id.parse().ok()?, location(found)))).collect())
     }
 
-    /// Where the latest versions of these caches are, of those that have some. Or a cache that is none of the team's.
+    /// Locates the latest versions of caches. The inner error names a cache that the team does not
+    /// have.
     async fn locate_caches(
         &self,
         team: &str,
@@ -185,27 +188,27 @@ impl Store {
             team: team.to_owned(),
             cache_ids: caches.map(|cache| cache.to_string()).collect(),
         };
-        let answer = self.caches.clone().locate_caches(within(request)).await?.into_inner();
+        let answer = self.caches.clone().locate_caches(with_deadline(request)).await?.into_inner();
         if let Some(unknown) = answer.unknown_cache_ids.iter().find_map(|cache| cache.parse().ok()) {
             return Ok(Err(unknown));
         }
         Ok(Ok(answer.locations.iter().filter_map(|found| Some(location(found.location.as_ref()?))).collect()))
     }
 
-    /// The artifact that the cluster has for a resource type.
+    /// Returns the cluster-wide artifact of a resource type.
     pub(crate) async fn cluster_wide_base_type(&self, name: &str) -> Result<Option<ArtifactId>, Refusal> {
         let request = pb::ListBaseResourceTypesRequest {
             r#type: name.to_owned(),
             cluster_wide: true,
             ..Default::default()
         };
-        let answer = self.caches.clone().list_base_resource_types(within(request)).await?.into_inner();
-        // A store of an older version lists those of workers and of other names, too.
+        let answer = self.caches.clone().list_base_resource_types(with_deadline(request)).await?.into_inner();
+        // An older store also lists the types of workers and of other names.
         let is_asked_for = |known: &&pb::BaseResourceType| known.worker_id.is_empty() && known.r#type == name;
         Ok(answer.types.iter().find(is_asked_for).and_then(|known| known.artifact_id.parse().ok()))
     }
 
-    /// Ends a workload, or a driven lease, for good.
+    /// Settles a workload or a driven lease.
     pub(crate) async fn settle(&self, holder: Uuid, settlement: &Settlement) -> Result<(), Refusal> {
         let outputs = settlement.outputs.iter().map(|output| pb::SettledOutput {
             artifact_id: output.artifact.to_string(),
@@ -240,13 +243,13 @@ impl Store {
             build_id: settlement.build.map(|build| build.to_string()).unwrap_or_default(),
             status: status.into(),
         };
-        let answer = self.pins.clone().settle(within(request)).await?.into_inner();
+        let answer = self.pins.clone().settle(with_deadline(request)).await?.into_inner();
         for missing in answer.missing {
             tracing::warn!(
                 holder.id = %holder,
                 artifact.id = missing.artifact_id,
                 owner = ?missing.owner,
-                "an output has one owner less than it should: that is gone"
+                "output settled without one of its owners, which no longer exists"
             );
         }
         Ok(())
@@ -256,11 +259,11 @@ impl Store {
     pub(crate) async fn end_attempt(&self, holder: Uuid, attempt: AttemptId) -> Result<(), Refusal> {
         let request =
             pb::EndAttemptRequest { holder_id: holder.to_string(), attempt_id: attempt.to_string() };
-        self.pins.clone().end_attempt(within(request)).await?;
+        self.pins.clone().end_attempt(with_deadline(request)).await?;
         Ok(())
     }
 
-    /// Forgets a worker with all that it held, or says whether that would lose something that is kept.
+    /// Removes a worker with its contents, or checks whether that would lose kept data.
     pub(crate) async fn forget_worker(&self, worker: WorkerId, forget: Forget) -> Result<(), Refusal> {
         let request = pb::ForgetWorkerRequest {
             worker_id: worker.to_string(),
@@ -268,12 +271,12 @@ impl Store {
             only_check: forget == Forget::Check,
         };
         let mut request = Request::new(request);
-        request.set_timeout(FORGETTING);
+        request.set_timeout(FORGET_DEADLINE);
         self.inventory.clone().forget_worker(request).await?;
         Ok(())
     }
 
-    /// Says whether the store has planned a transfer of a volume for a team.
+    /// Checks that the store has planned a transfer of a volume for a team.
     pub(crate) async fn authorize_transfer(
         &self,
         team: &str,
@@ -291,14 +294,14 @@ impl Store {
             volume_handle: volume.to_string(),
             direction: direction.into(),
         };
-        self.replicas.clone().authorize_transfer(within(request)).await?;
+        self.replicas.clone().authorize_transfer(with_deadline(request)).await?;
         Ok(())
     }
 
-    /// One page of those that the store keeps something for, and where to go on.
+    /// Returns a page of holders, and the token of the next page.
     pub(crate) async fn holders(&self, page_token: String) -> Result<(Vec<Holder>, String), Refusal> {
         let request = pb::ListPinsRequest { page_size: 1000, page_token };
-        let answer = self.pins.clone().list_pins(within(request)).await?.into_inner();
+        let answer = self.pins.clone().list_pins(with_deadline(request)).await?.into_inner();
         let holders = answer.holders.into_iter().filter_map(|holder| {
             let pinned_at = holder.pinned_at.as_ref().map_or(Timestamp::now(), rpc::from_timestamp);
             Some(Holder { id: holder.holder_id.parse().ok()?, team: holder.team, pinned_at })

@@ -1,8 +1,9 @@
-//! Reconciliation: what a crash between us and the artifact store left over, and what is too old to be kept.
+//! Reconciliation with the artifact store after crashes, and deletion of old records.
 //!
-//! Slow, and needed only when something went wrong: what one owes the other is in the outbox. A holder of pins that has finished
-//! here, or is unknown, is settled; a workload whose pinning nobody came back to finish is given up, and settled by that. Each only
-//! after a grace, so that nothing under way is mistaken for a leftover.
+//! The loop is slow and only needed after failures, because the outbox covers normal operation. It
+//! settles holders of pins that have finished here or are unknown. It ends workloads whose inputs
+//! were never pinned, which settles them as well. Both happen after a grace period, so that work in
+//! progress is not affected.
 
 use std::time::Duration;
 
@@ -18,19 +19,19 @@ use crate::store_client::{Holder, Store};
 use crate::workers::removed;
 use crate::workloads;
 
-/// For how long the containers of an owner keep to their worker after a lease was granted, if none lives.
-const OWNERS_KEPT: Duration = Duration::from_secs(3600);
+/// Time for which an owner keeps its affinity to a worker after its last grant.
+const AFFINITY_RETENTION: Duration = Duration::from_secs(3600);
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReconcileError {
-    #[error("the artifact store does not list its pins")]
+    #[error("cannot list the pins of the artifact store")]
     Store(#[from] rpc::Refusal),
-    #[error("the database failed")]
+    #[error("cannot compare holders with the database")]
     Database(#[from] DbErr),
 }
 
-/// Gives up workloads that were accepted long ago, and forgets what finished long ago.
-pub(crate) async fn tidy(context: &Context) -> Result<(), DbErr> {
+/// Ends workloads that were never pinned, and deletes old records.
+pub(crate) async fn clean_up(context: &Context) -> Result<(), DbErr> {
     let now = Timestamp::now();
     let config = &context.config;
     for id in workloads::forgotten(context.db.read(), now - config.reconcile_grace).await? {
@@ -46,11 +47,11 @@ pub(crate) async fn tidy(context: &Context) -> Result<(), DbErr> {
     while context.db.write(async |txn| workloads::forget(&txn, before).await).await? > 0 {}
     context.db.write(async |txn| removed::forget(&txn, before).await).await?;
     context.db.write(async |txn| leases::forget(&txn, before).await).await?;
-    let before = now - OWNERS_KEPT;
+    let before = now - AFFINITY_RETENTION;
     context.db.write(async |txn| leases::forget_owners(&txn, before).await).await
 }
 
-/// Settles what the store still holds pins for although it has finished here, or is unknown.
+/// Settles holders with pins in the store that have finished here or are unknown.
 pub(crate) async fn compare(context: &Context, store: &Store) -> Result<(), ReconcileError> {
     let mut page = String::new();
     loop {
@@ -73,8 +74,9 @@ async fn settle_again(context: &Context, holder: &Holder) -> Result<(), DbErr> {
             Some(settlement) => settlement,
             None => return Ok(()),
         },
-        None if leases::holds(context.db.read(), LeaseId::from_uuid(id)).await? => return Ok(()),
-        // A lease that has ended, or forgotten, or lost with a database: nobody else would ever settle it.
+        None if leases::is_live_driven(context.db.read(), LeaseId::from_uuid(id)).await? => return Ok(()),
+        // The lease has ended, was deleted, or was lost with a database, so nothing else would
+        // settle it.
         None => Settlement::nothing(holder.team.clone()),
     };
     if outbox::pending(context.db.read(), id).await? {
@@ -91,7 +93,7 @@ async fn settle_again(context: &Context, holder: &Holder) -> Result<(), DbErr> {
     Ok(())
 }
 
-/// Tidies and compares now and then, until the service stops.
+/// Cleans up and compares at the configured interval until the service stops.
 pub(crate) async fn reconcile_forever(context: Context, store: Store) {
     loop {
         let every = context.config.reconcile_every;
@@ -101,8 +103,8 @@ pub(crate) async fn reconcile_forever(context: Context, store: Store) {
             () = tokio::time::sleep(every.mul_f64(jitter).max(Duration::from_millis(10))) => {}
         }
         let round = async {
-            if let Err(error) = tidy(&context).await {
-                tracing::warn!(error = %error, "cannot tidy up");
+            if let Err(error) = clean_up(&context).await {
+                tracing::warn!(error = %error, "cannot delete old records");
             }
             if let Err(error) = compare(&context, &store).await {
                 tracing::debug!(error = %error, "cannot compare pins with the artifact store");

@@ -1,7 +1,9 @@
-//! The memory: what this replica remembers of the workers, so that it decides without asking the database.
+//! The worker cache: this replica's in-memory view of workers, on which it decides without a query.
 //!
-//! It is only ever behind: what is decided on it is judged again on the rows ([`crate::commit`]). It is read anew whole at the start and now
-//! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`WorkerCache::catch_up`]).
+//! The cache may be behind the database but never ahead, so [`crate::commit`] checks each decision
+//! again on the rows. All rows are read at the start and at a regular interval. In between, changes
+//! of this process are noted immediately, and changes of other replicas with the next poll
+//! ([`WorkerCache::catch_up`]).
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,62 +25,66 @@ use crate::placement::{Failing, Index, Load, Resources, Trust, Worker};
 use crate::workers;
 use crate::workers::removed;
 
-/// How often everything is read anew.
-const WHOLE_EVERY: Duration = Duration::from_secs(60);
+/// Interval at which all rows are read again.
+const FULL_READ_INTERVAL: Duration = Duration::from_secs(60);
 
-/// How many of our own transactions are remembered. What older ones wrote is read as what others did: more than between two looks there are only
-/// where somebody keeps a transaction open.
-const WROTE: usize = 5_000;
+/// Maximum number of own transactions that are remembered. Rows of older ones are read like those
+/// of other replicas. More than this happen between two polls only while some transaction stays
+/// open.
+const MAX_OWN_TRANSACTIONS: usize = 5_000;
 
-/// A transaction of PostgreSQL, as it stands beside the rows that it wrote.
+/// The id of a PostgreSQL transaction, as stored in the rows that it wrote (`xmin`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub(crate) struct TransactionId(u32);
 
 impl TransactionId {
-    /// `None`: it has no number.
+    /// Returns `None` for 0, which stands for no id.
     pub(crate) fn new(number: i64) -> Option<Self> {
         u32::try_from(number).ok().filter(|number| *number > 0).map(Self)
     }
 
-    /// Whether it began before `other`, of two that are no more than two thousand millions apart: after the last number comes the first again.
+    /// Returns whether the transaction began before `other`. Ids wrap around, so the two must be
+    /// less than 2^31 apart.
     fn is_before(self, other: Self) -> bool {
         self.0.wrapping_sub(other.0).cast_signed() < 0
     }
 }
 
-/// The workers, as every part of this replica sees them. Cheap to clone; clones share it.
+/// The shared index of workers. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Workers {
     index: Arc<Mutex<Index>>,
-    /// Those whose gateways speak with this replica, who hear of what is noted here.
+    /// Desired states of the workers whose gateways are connected to this replica.
     pub(crate) desired: DesiredStates,
 }
 
 impl Workers {
-    /// A look at them, during which nobody else sees or changes any.
+    /// Locks the index.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Index> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Keeps [`Workers`] near to what the database says. One part of a replica has it, so that what is read is noted in its order.
+/// The writer of [`Workers`]. A replica has exactly one, so that rows are noted in the order in
+/// which they were read.
 #[derive(Debug)]
 pub(crate) struct WorkerCache {
     pub(crate) workers: Workers,
     facts: SharedFacts,
-    /// The oldest transaction that was under way at the last look: what is older was seen.
+    /// The oldest transaction that was in progress at the last poll. Older ones are visible in the
+    /// cache.
     seen: Option<TransactionId>,
-    /// Transactions of this replica since then, or before: what they made of rows was noted, and is not read again.
-    wrote: VecDeque<TransactionId>,
-    /// The revision of the last worker that had gone at the last look.
-    went: i64,
-    whole_at: Option<Timestamp>,
-    /// Workers that are gone, until they are forgotten as well.
+    /// Transactions of this replica whose rows were noted. The poll does not read these rows again.
+    own_transactions: VecDeque<TransactionId>,
+    /// The revision of the newest removed worker at the last poll.
+    last_removal: i64,
+    all_read_at: Option<Timestamp>,
+    /// Removed workers that still count as ones that may return, with the time of removal.
     gone: HashMap<WorkerId, Timestamp>,
 }
 
-/// [`Facts`] for whoever grants while the next is decided. Cheap to clone; clones share them.
+/// [`Facts`], shared with the commit that runs while the next batch is decided. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedFacts(Arc<Mutex<Facts>>);
 
@@ -87,18 +93,18 @@ impl SharedFacts {
         Self(Arc::new(Mutex::new(facts)))
     }
 
-    /// A look at them, during which nothing new becomes known.
+    /// Locks the facts.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Facts> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What is known of workers.
+/// Rows and heartbeats as they were last read, with the settings that placement needs.
 #[derive(Debug)]
 pub(crate) struct Facts {
     labels: HashMap<String, Arc<Labels>>,
     contacts: HashMap<Uuid, heartbeat::Model>,
-    /// As they were read last.
+    /// Rows as they were last read.
     rows: HashMap<Uuid, worker::Model>,
     limits: Limits,
     lost_after: Duration,
@@ -131,19 +137,19 @@ impl Facts {
         }
     }
 
-    /// What belongs to one worker alone.
+    /// Creates the facts for a single worker.
     pub(crate) fn of(config: &Config, contact: Option<heartbeat::Model>) -> Self {
         let mut facts = Self::new(config);
         facts.contacts.extend(contact.map(|contact| (contact.worker_id, contact)));
         facts
     }
 
-    /// What its row said last.
+    /// Returns the row as it was last read.
     pub(crate) fn row(&self, id: Uuid) -> Option<&worker::Model> {
         self.rows.get(&id)
     }
 
-    /// A worker whose row is `row`, as placement sees it.
+    /// Converts a row into the worker that placement uses.
     pub(crate) fn as_placed(&self, row: &worker::Model) -> Result<Worker, DbErr> {
         let contact = self.contacts.get(&row.id);
         let last_contact = contact.map_or(row.registered_at, |contact| contact.last_contact_at);
@@ -193,7 +199,7 @@ impl Facts {
         })
     }
 
-    /// Remembers what labels mean, for there are few different ones.
+    /// Caches parsed labels. Most workers share few different labels.
     fn learn(&mut self, row: &worker::Model) -> Result<(), DbErr> {
         if !self.labels.contains_key(&row.labels) {
             self.labels.insert(row.labels.clone(), Arc::new(from_json(&row.labels)?));
@@ -202,7 +208,8 @@ impl Facts {
     }
 }
 
-/// All workers as they are, within a transaction. For what is rare: it reads them all.
+/// Builds an index of all workers within a transaction. Reads every row, so callers must use it
+/// rarely.
 pub(crate) async fn index(db: &impl ConnectionTrait, config: &Config) -> Result<Index, DbErr> {
     let mut facts = Facts::new(config);
     let contacts = heartbeat::Entity::find().all(db).await?;
@@ -221,19 +228,20 @@ impl WorkerCache {
             workers: Workers { index: Arc::new(Mutex::new(index)), desired: DesiredStates::default() },
             facts: SharedFacts::new(Facts::new(config)),
             seen: None,
-            wrote: VecDeque::new(),
-            went: 0,
-            whole_at: None,
+            own_transactions: VecDeque::new(),
+            last_removal: 0,
+            all_read_at: None,
             gone: HashMap::new(),
         }
     }
 
-    /// What is known of the workers.
+    /// Returns the shared facts.
     pub(crate) fn facts(&self) -> SharedFacts {
         self.facts.clone()
     }
 
-    /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
+    /// Notes rows that were just read or written. Returns whether a worker may have become able to
+    /// take more.
     pub(crate) fn note(&mut self, rows: Vec<worker::Model>) -> Result<bool, DbErr> {
         self.workers.desired.note(&rows, Instant::now());
         let mut facts = self.facts.lock();
@@ -245,7 +253,7 @@ impl WorkerCache {
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
             if index.get(worker.id).is_none() {
-                // One that has gone is back as another, and is not waited for any more.
+                // A removed worker returned with a new id, so its old entry is deleted.
                 let is_namesake = |id: &WorkerId| index.get(*id).is_some_and(|gone| gone.name == worker.name);
                 let namesakes: Vec<_> = self.gone.keys().copied().filter(is_namesake).collect();
                 for id in namesakes {
@@ -260,13 +268,13 @@ impl WorkerCache {
         Ok(better)
     }
 
-    /// All rows that this transaction wrote were noted.
+    /// Records a transaction of this replica whose rows were all noted.
     pub(crate) fn wrote(&mut self, transaction: Option<TransactionId>) {
-        self.wrote.extend(transaction);
-        self.wrote.drain(..self.wrote.len().saturating_sub(WROTE));
+        self.own_transactions.extend(transaction);
+        self.own_transactions.drain(..self.own_transactions.len().saturating_sub(MAX_OWN_TRANSACTIONS));
     }
 
-    /// These workers are not there any more. They count as such that went just now for a while.
+    /// Marks removed workers. They count as just lost for a while.
     pub(crate) fn forget(&mut self, ids: impl IntoIterator<Item = WorkerId>) {
         let ids: Vec<_> = ids.into_iter().collect();
         self.workers.desired.forget(ids.iter().copied());
@@ -279,7 +287,7 @@ impl WorkerCache {
                 index.remove(id);
             } else {
                 self.gone.entry(id).or_insert(facts.now);
-                // What was on it, and what was thought and wanted of it when it was there, is done with.
+                // Load, trust and desired state of a removed worker no longer apply.
                 let (desired, trust, load) = (Desired::Run, Trust::Full, Load::default());
                 let state = State::Lost;
                 index.put(Worker { state, just_lost: true, gone: true, desired, trust, load, ..known });
@@ -287,7 +295,7 @@ impl WorkerCache {
         }
     }
 
-    /// Reads the workers that `ids` names.
+    /// Reads the rows of these workers.
     pub(crate) async fn read(&mut self, db: &Database, ids: &HashSet<WorkerId>) -> Result<bool, DbErr> {
         if ids.is_empty() {
             return Ok(false);
@@ -303,43 +311,46 @@ impl WorkerCache {
         self.facts.lock().now = Timestamp::now();
         let there: HashSet<_> = found.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         let gone: Vec<_> = ids.difference(&there).copied().collect();
-        let some_went = !gone.is_empty();
+        let some_removed = !gone.is_empty();
         self.forget(gone);
-        self.heard_of(contacts);
-        // Who waited for one that has gone may have to be told so.
-        Ok(self.note(found)? || some_went)
+        self.note_contacts(contacts);
+        // Requests that waited for a removed worker must be decided again.
+        Ok(self.note(found)? || some_removed)
     }
 
-    fn heard_of(&mut self, contacts: Vec<heartbeat::Model>) {
+    fn note_contacts(&mut self, contacts: Vec<heartbeat::Model>) {
         self.facts.lock().contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
     }
 
-    /// Sees what others changed since the last look. Answers whether any worker may take more than before.
+    /// Reads what other replicas changed since the last poll. Returns whether a worker may have
+    /// become able to take more.
     pub(crate) async fn catch_up(&mut self, db: &Database) -> Result<bool, DbErr> {
         let now = Timestamp::now();
-        let is_due = self.whole_at.is_none_or(|at| now.since(at) >= WHOLE_EVERY);
+        let is_due = self.all_read_at.is_none_or(|at| now.since(at) >= FULL_READ_INTERVAL);
         let read = db.read();
         if read.get_database_backend() != DbBackend::Postgres {
-            return self.read_whole(db, now).await;
+            return self.read_all(db, now).await;
         }
-        // Asked first: what is under way now is looked at again the next time.
+        // The snapshot is read first. Transactions in progress now are read with the next poll.
         let oldest = Statement::from_string(
             DbBackend::Postgres,
             "SELECT CAST(CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS XID) AS TEXT) AS BIGINT) AS oldest,
-             COALESCE((SELECT MAX(revision) FROM removed_workers), 0) AS went",
+             COALESCE((SELECT MAX(revision) FROM removed_workers), 0) AS last_removal",
         );
         let row = read.query_one_raw(oldest).await?;
         let oldest = row.as_ref().map(|row| row.try_get::<i64>("", "oldest")).transpose()?;
         let oldest = oldest.and_then(TransactionId::new);
-        let went: i64 = row.map(|row| row.try_get("", "went")).transpose()?.unwrap_or_default();
+        let last_removal: i64 =
+            row.map(|row| row.try_get("", "last_removal")).transpose()?.unwrap_or_default();
         let (Some(seen), false) = (self.seen, is_due) else {
-            let better = self.read_whole(db, now).await?;
-            (self.seen, self.went) = (oldest, went);
+            let better = self.read_all(db, now).await?;
+            (self.seen, self.last_removal) = (oldest, last_removal);
             return Ok(better);
         };
-        self.wrote.retain(|transaction| !transaction.is_before(seen));
-        let wrote = rows::value(self.wrote.make_contiguous())?;
-        // Who wrote a row last stands beside it: rows that were written since then by others, and no more.
+        self.own_transactions.retain(|transaction| !transaction.is_before(seen));
+        let wrote = rows::value(self.own_transactions.make_contiguous())?;
+        // `xmin` is the transaction that last wrote a row. The query selects the rows that other
+        // replicas wrote since the last poll.
         let since = |table: &str| {
             let query = format!(
                 "SELECT * FROM {table} WHERE age({table}.xmin) <= age(CAST(CAST($1 AS TEXT) AS XID))
@@ -354,25 +365,25 @@ impl WorkerCache {
         )?;
         let mut changed: HashSet<_> = contacts.iter().map(|contact| contact.worker_id).collect();
         self.facts.lock().now = now;
-        changed.retain(|id| self.says_something_new(&contacts, *id));
+        changed.retain(|id| self.changes_placement(&contacts, *id));
         rows.iter().for_each(|row| _ = changed.remove(&row.id));
-        self.heard_of(contacts);
+        self.note_contacts(contacts);
         let mut better = self.note(rows)?;
         let changed = changed.into_iter().map(WorkerId::from_uuid).collect();
         better |= self.read(db, &changed).await?;
-        if went > self.went {
-            // At last: whoever was read may have gone after that.
-            let gone = removed::gone_since(read, self.went, i64::MAX).await?;
+        if last_removal > self.last_removal {
+            // Last, because a worker in these rows may have been removed since.
+            let gone = removed::removed_since(read, self.last_removal, i64::MAX).await?;
             self.forget(gone.iter().map(|gone| WorkerId::from_uuid(gone.id)));
-            // Who waited for one that has gone may have to be told so.
+            // Requests that waited for a removed worker must be decided again.
             better = true;
         }
-        (self.seen, self.went) = (oldest, went);
+        (self.seen, self.last_removal) = (oldest, last_removal);
         Ok(self.stop_remembering(now)? || better)
     }
 
-    /// Whether a contact changes what placement knows of its worker.
-    fn says_something_new(&self, contacts: &[heartbeat::Model], id: Uuid) -> bool {
+    /// Returns whether a heartbeat changes a fact that placement uses.
+    fn changes_placement(&self, contacts: &[heartbeat::Model], id: Uuid) -> bool {
         let Some(new) = contacts.iter().find(|contact| contact.worker_id == id) else { return false };
         let awaited = |contact: &heartbeat::Model| contact.last_contact_at < contact.patient_since;
         self.facts.lock().contacts.get(&id).is_none_or(|known| {
@@ -382,25 +393,26 @@ impl WorkerCache {
         })
     }
 
-    async fn read_whole(&mut self, db: &Database, now: Timestamp) -> Result<bool, DbErr> {
+    async fn read_all(&mut self, db: &Database, now: Timestamp) -> Result<bool, DbErr> {
         let contacts = heartbeat::Entity::find().all(db.read()).await?;
         let rows = worker::Entity::find().all(db.read()).await?;
         self.facts.lock().now = now;
         let in_use: HashSet<_> = rows.iter().map(|row| &row.labels).collect();
         self.facts.lock().labels.retain(|text, _| in_use.contains(text));
-        self.heard_of(contacts);
+        self.note_contacts(contacts);
         let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         let better = self.note(rows)?;
         let known: Vec<_> = self.workers.lock().workers().map(|worker| worker.id).collect();
         let gone: Vec<_> = known.into_iter().filter(|id| !there.contains(id)).collect();
-        // Who waited for one that has gone may have to be told so.
-        let some_went = gone.iter().any(|id| !self.gone.contains_key(id));
+        // Requests that waited for a removed worker must be decided again.
+        let some_removed = gone.iter().any(|id| !self.gone.contains_key(id));
         self.forget(gone);
-        self.whole_at = Some(now);
-        Ok(self.stop_remembering(now)? || better || some_went)
+        self.all_read_at = Some(now);
+        Ok(self.stop_remembering(now)? || better || some_removed)
     }
 
-    /// Those that were lost, or went, long enough ago count no more. Answers whether there are any: who waited for them alone has to be told so.
+    /// Ends the time for which lost and removed workers count as ones that may return. Returns
+    /// whether it ended for any. Requests that waited for these workers must be decided again.
     fn stop_remembering(&mut self, now: Timestamp) -> Result<bool, DbErr> {
         let (facts, mut workers) = (self.facts.lock(), self.workers.lock());
         let is_over = |(_, since): &(&WorkerId, &Timestamp)| now.since(**since) >= facts.remember;
@@ -420,7 +432,7 @@ impl WorkerCache {
     }
 }
 
-/// Whether a worker may take something that it could not take before, when `before` was on it.
+/// Returns whether a worker may take something that it could not take with the load `before`.
 fn is_better(known: &Worker, before: Load, now: &Worker) -> bool {
     let after = &now.load;
     let freed = after.tasks < before.tasks
@@ -441,30 +453,33 @@ mod tests {
     use crate::notify::changes::Effects;
     use crate::workers::test_support::hello;
 
-    async fn that_a_worker_has_gone_is_news_once(remember_lost: Duration) {
+    async fn assert_removal_is_reported_once(remember_lost: Duration) {
         let database = databases::sqlite();
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config { remember_lost, ..Config::new("", "") };
         let (one, now) = (hello("one"), Timestamp::now());
         db.write(async |txn| workers::register(&txn, &[&one], &config, now, &mut Effects::default()).await)
             .await
-            .expect("let in");
-        let mut memory = WorkerCache::new(&config);
-        memory.catch_up(&db).await.expect("read");
-        assert!(!memory.catch_up(&db).await.expect("read"), "nothing has changed");
+            .expect("registered");
+        let mut cache = WorkerCache::new(&config);
+        cache.catch_up(&db).await.expect("read");
+        assert!(!cache.catch_up(&db).await.expect("read"), "nothing has changed");
         db.write(async |txn| worker::Entity::delete_many().exec(&*txn).await).await.expect("removed");
-        assert!(memory.catch_up(&db).await.expect("read"), "who waits for it may have to be told so");
-        assert!(!memory.catch_up(&db).await.expect("read"), "that was known");
+        assert!(
+            cache.catch_up(&db).await.expect("read"),
+            "requests that waited for the worker are decided again"
+        );
+        assert!(!cache.catch_up(&db).await.expect("read"), "the removal was noted before");
     }
 
     #[tokio::test]
-    async fn that_a_worker_has_gone_is_news_to_who_waits() {
-        that_a_worker_has_gone_is_news_once(Duration::ZERO).await;
-        that_a_worker_has_gone_is_news_once(Duration::from_secs(3600)).await;
+    async fn worker_removal_is_reported_once() {
+        assert_removal_is_reported_once(Duration::ZERO).await;
+        assert_removal_is_reported_once(Duration::from_secs(3600)).await;
     }
 
     #[tokio::test]
-    async fn what_was_planned_and_not_granted_never_held_a_slot() {
+    async fn planned_grant_takes_no_slot_until_committed() {
         let database = databases::sqlite();
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config::new("", "");
@@ -472,34 +487,34 @@ mod tests {
         let (hellos, now) = (gateways.iter().collect::<Vec<_>>(), Timestamp::now());
         db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await)
             .await
-            .expect("let in");
-        let mut memory = WorkerCache::new(&config);
-        memory.catch_up(&db).await.expect("read");
+            .expect("registered");
+        let mut cache = WorkerCache::new(&config);
+        cache.catch_up(&db).await.expect("read");
         let mut rows = worker::Entity::find().all(db.read()).await.expect("rows");
-        let idle_since = |memory: &WorkerCache, row: &worker::Model| {
-            let workers = memory.workers.lock();
+        let idle_since = |cache: &WorkerCache, row: &worker::Model| {
+            let workers = cache.workers.lock();
             let mut all = workers.workers_and_idleness();
-            all.find(|(worker, _)| worker.id.uuid() == row.id).expect("it is known").1
+            all.find(|(worker, _)| worker.id.uuid() == row.id).expect("a known worker").1
         };
-        let since = idle_since(&memory, &rows[0]).expect("nothing is on it");
+        let since = idle_since(&cache, &rows[0]).expect("an idle worker");
 
         let slot = (Kind::Task, Resources::default());
         let ids: Vec<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
-        ids.iter().for_each(|id| memory.workers.lock().plan(*id, slot.0, &slot.1));
+        ids.iter().for_each(|id| cache.workers.lock().plan(*id, slot.0, &slot.1));
         rows[1].active_tasks = 1;
-        memory.facts.lock().now = since + Duration::from_secs(60);
-        ids.iter().for_each(|id| memory.workers.lock().unplan(*id, slot.0, &slot.1));
-        assert!(!memory.note(rows.clone()).expect("noted"), "nobody may take more than before");
-        assert_eq!(idle_since(&memory, &rows[0]), Some(since), "its grant was refused");
-        assert_eq!(idle_since(&memory, &rows[1]), None, "its grant held");
+        cache.facts.lock().now = since + Duration::from_secs(60);
+        ids.iter().for_each(|id| cache.workers.lock().unplan(*id, slot.0, &slot.1));
+        assert!(!cache.note(rows.clone()).expect("noted"), "no worker may take more than before");
+        assert_eq!(idle_since(&cache, &rows[0]), Some(since), "its grant was refused");
+        assert_eq!(idle_since(&cache, &rows[1]), None, "its grant held");
         rows[1].active_tasks = 0;
-        memory.facts.lock().now = since + Duration::from_secs(90);
-        assert!(memory.note(rows.clone()).expect("noted"), "a slot came free");
-        assert_eq!(idle_since(&memory, &rows[1]), Some(since + Duration::from_secs(90)));
+        cache.facts.lock().now = since + Duration::from_secs(90);
+        assert!(cache.note(rows.clone()).expect("noted"), "a slot came free");
+        assert_eq!(idle_since(&cache, &rows[1]), Some(since + Duration::from_secs(90)));
     }
 
     #[tokio::test]
-    async fn what_this_replica_wrote_is_not_read_again_until_others_write_it() {
+    async fn own_writes_are_skipped_until_others_write() {
         let database = databases::postgres().await;
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let (config, now) = (Config::new("", ""), Timestamp::now());
@@ -507,10 +522,10 @@ mod tests {
         let hellos = gateways.iter().collect::<Vec<_>>();
         db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await)
             .await
-            .expect("let in");
-        let mut memory = WorkerCache::new(&config);
-        memory.catch_up(&db).await.expect("read");
-        // Answers who did it.
+            .expect("registered");
+        let mut cache = WorkerCache::new(&config);
+        cache.catch_up(&db).await.expect("read");
+        // Returns the transaction that wrote the row.
         let take = async |name: &str| {
             let taken = db.write(async |txn| {
                 let query = format!(
@@ -522,8 +537,8 @@ mod tests {
             });
             TransactionId::new(taken.await.expect("taken")).expect("a number")
         };
-        let tasks = |memory: &WorkerCache| {
-            let workers = memory.workers.lock();
+        let tasks = |cache: &WorkerCache| {
+            let workers = cache.workers.lock();
             let mut tasks: Vec<_> =
                 workers.workers().map(|known| (known.name.clone(), known.load.tasks)).collect();
             tasks.sort();
@@ -532,54 +547,60 @@ mod tests {
 
         let ours = take("one").await;
         take("two").await;
-        memory.wrote(Some(ours));
-        memory.catch_up(&db).await.expect("read");
-        assert_eq!(tasks(&memory), [0, 1], "what it wrote it has noted, which was left out here");
+        cache.wrote(Some(ours));
+        cache.catch_up(&db).await.expect("read");
+        assert_eq!(tasks(&cache), [0, 1], "own writes are not read again, and this test does not note them");
         take("one").await;
-        memory.catch_up(&db).await.expect("read");
-        assert_eq!(tasks(&memory), [2, 1]);
+        cache.catch_up(&db).await.expect("read");
+        assert_eq!(tasks(&cache), [2, 1]);
     }
 
     #[tokio::test]
-    async fn who_was_lost_or_removed_may_come_back_for_as_long_as_is_said() {
+    async fn lost_worker_counts_as_returning_until_forgotten() {
         let database = databases::sqlite();
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
-        let (config, heard) = (Config::new("", ""), Timestamp::now());
+        let (config, registered_at) = (Config::new("", ""), Timestamp::now());
         let gateways = ["lost", "removed"].map(hello);
         let hellos = gateways.iter().collect::<Vec<_>>();
-        db.write(async |txn| workers::register(&txn, &hellos, &config, heard, &mut Effects::default()).await)
-            .await
-            .expect("let in");
-        let mut memory = WorkerCache::new(&config);
-        memory.catch_up(&db).await.expect("read");
+        db.write(async |txn| {
+            workers::register(&txn, &hellos, &config, registered_at, &mut Effects::default()).await
+        })
+        .await
+        .expect("registered");
+        let mut cache = WorkerCache::new(&config);
+        cache.catch_up(&db).await.expect("read");
         let rows = worker::Entity::find().all(db.read()).await.expect("rows");
-        let row = |name: &str| rows.iter().find(|row| row.name == name).expect("it is there").clone();
+        let row = |name: &str| rows.iter().find(|row| row.name == name).expect("a row").clone();
         let [lost, removed] = ["lost", "removed"].map(|name| WorkerId::from_uuid(row(name).id));
-        // Whether it counts as one that may come back. `None`: nothing is known of it.
-        let may_come_back = |memory: &WorkerCache, id: WorkerId| {
-            let workers = memory.workers.lock();
+        // Returns whether the worker counts as one that may return. `None`: the worker is unknown.
+        let may_come_back = |cache: &WorkerCache, id: WorkerId| {
+            let workers = cache.workers.lock();
             workers.get(id).map(|known| {
                 assert_eq!(known.state, State::Lost);
                 known.just_lost
             })
         };
 
-        let went = heard + config.lost_after;
-        memory.facts.lock().now = went;
-        memory.note(vec![worker::Model { state: State::Lost, ..row("lost") }]).expect("noted");
-        memory.forget([removed]);
-        let over = went + config.remember_lost;
-        for (now, is_over) in [(went, false), (over - Duration::from_micros(1), false), (over, true)] {
-            memory.facts.lock().now = now;
-            assert_eq!(memory.stop_remembering(now).expect("looked"), is_over, "who waits is told");
-            assert_eq!(may_come_back(&memory, lost), Some(!is_over));
-            assert_eq!(may_come_back(&memory, removed), Some(true).filter(|_| !is_over));
+        let lost_at = registered_at + config.lost_after;
+        cache.facts.lock().now = lost_at;
+        cache.note(vec![worker::Model { state: State::Lost, ..row("lost") }]).expect("noted");
+        cache.forget([removed]);
+        let over = lost_at + config.remember_lost;
+        for (now, is_over) in [(lost_at, false), (over - Duration::from_micros(1), false), (over, true)] {
+            cache.facts.lock().now = now;
+            assert_eq!(
+                cache.stop_remembering(now).expect("checked"),
+                is_over,
+                "waiting requests are decided again"
+            );
+            assert_eq!(may_come_back(&cache, lost), Some(!is_over));
+            assert_eq!(may_come_back(&cache, removed), Some(true).filter(|_| !is_over));
         }
-        assert!(!memory.stop_remembering(over).expect("looked"), "nothing is left to tell");
+        assert!(!cache.stop_remembering(over).expect("checked"), "nothing is left to report");
     }
 
     #[test]
-    fn after_the_last_number_of_a_transaction_comes_the_first() {
+    fn transaction_ids_wrap_around() {
         let [last, first] =
             [i64::from(u32::MAX), 3].map(|number| TransactionId::new(number).expect("a number"));
         assert!(last.is_before(first) && !first.is_before(last) && !last.is_before(last));

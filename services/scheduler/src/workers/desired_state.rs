@@ -1,4 +1,4 @@
-//! Reads the rows of workers that a notification named, many with one statement.
+//! The task that reads the rows of workers named by notifications, many with one statement.
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -8,26 +8,26 @@ use domain::WorkerId;
 use crate::context::Context;
 use crate::workers;
 
-/// Reads what was changed, until the service stops.
+/// Reads changed workers until the service stops.
 pub(crate) async fn read_forever(context: Context) {
     let states = &context.notify.desired;
     let read = async {
         loop {
-            let asked = states.next_asked().await;
-            let rows = match workers::find_all(context.db.read(), asked.keys().copied()).await {
+            let requested = states.next_requested().await;
+            let rows = match workers::find_all(context.db.read(), requested.keys().copied()).await {
                 Ok(rows) => rows,
                 Err(error) => {
-                    // The scheduling task polls as well.
-                    tracing::debug!(error = %error, "cannot read workers that were changed");
+                    // The scheduling task polls as well, so a missed read only causes a delay.
+                    tracing::debug!(error = %error, "cannot read changed workers");
                     continue;
                 }
             };
             for row in &rows {
-                let since = asked.get(&WorkerId::from_uuid(row.id)).copied();
+                let since = requested.get(&WorkerId::from_uuid(row.id)).copied();
                 states.note(std::slice::from_ref(row), since.unwrap_or_else(Instant::now));
             }
             let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
-            states.forget(asked.into_keys().filter(|id| !there.contains(id)));
+            states.forget(requested.into_keys().filter(|id| !there.contains(id)));
         }
     };
     tokio::select! {

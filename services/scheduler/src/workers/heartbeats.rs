@@ -1,4 +1,4 @@
-//! Workers whose gateways were heard.
+//! Heartbeats of gateways, written to their table.
 
 use std::collections::HashMap;
 
@@ -12,14 +12,14 @@ use sea_orm::{
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::{SessionError, Usage, find_all, judge, number};
+use super::{SessionError, Usage, check_session, find_all, number};
 use crate::db::entity::worker::{self, Model, State};
 use crate::notify::changes::Effects;
 use crate::notify::desired_state::DesiredState;
 use crate::workers::load_counters::lock_workers;
 use crate::workers::revisions;
 
-/// A gateway that was heard, and what it said.
+/// One heartbeat of a gateway.
 #[derive(Debug, Clone)]
 pub(crate) struct Heartbeat {
     pub(crate) session: SessionClaims,
@@ -39,7 +39,7 @@ struct HeartbeatRow {
     kept_containers: i64,
 }
 
-const HEARD: [(&str, Column); 8] = [
+const HEARTBEAT_COLUMNS: [(&str, Column); 8] = [
     ("worker_id", Column::Uuid),
     ("session", Column::Integer),
     ("incarnation", Column::Integer),
@@ -65,23 +65,31 @@ impl Heartbeat {
     }
 }
 
-/// These gateways were heard, in this order. Answers for each in which state its worker is, or why its session does not speak for it any more:
-/// then nothing was noted of it.
+/// Records heartbeats in order. Returns for each the state of its worker, or why its session no
+/// longer is responsible for the worker. Rejected heartbeats change nothing.
 ///
-/// No row of a worker is written or locked, and yet nobody takes over who was heard: whoever takes over locks the contact before it decides
-/// ([`super::register`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
-pub(crate) async fn observe(
+/// Heartbeats write and lock no row of `workers`. A takeover is still excluded, because
+/// [`super::register`] locks the heartbeat before it decides. One of the two waits for the other,
+/// and the sessions are read after that wait.
+pub(crate) async fn record_heartbeats(
     txn: &DatabaseTransaction,
-    heard: &[Heartbeat],
+    heartbeats: &[Heartbeat],
 ) -> Result<Vec<Result<State, SessionError>>, DbErr> {
-    // Of two streams of one session the last word counts. No row may be there twice.
-    let last: HashMap<_, _> = heard
+    // If two streams of one session report, the last heartbeat counts. The statement must contain
+    // no row twice.
+    let last: HashMap<_, _> = heartbeats
         .iter()
-        .map(|heard| ((heard.session.worker, heard.session.session, heard.session.incarnation), heard.row()))
+        .map(|heartbeat| {
+            (
+                (heartbeat.session.worker, heartbeat.session.session, heartbeat.session.incarnation),
+                heartbeat.row(),
+            )
+        })
         .collect();
     let backend = txn.get_database_backend();
-    // In one order, and as a statement of its own: the sessions that the next one reads are those of after the wait.
-    let workers = rows::ids(heard.iter().map(|heard| heard.session.worker.uuid()))?;
+    // Rows are locked in a fixed order. The lock is a separate statement, so that the next
+    // statement sees the sessions after the wait.
+    let workers = rows::ids(heartbeats.iter().map(|heartbeat| heartbeat.session.worker.uuid()))?;
     let locked = format!(
         "SELECT worker_id FROM heartbeats WHERE worker_id {} ORDER BY worker_id {}",
         rows::among(backend, 1),
@@ -94,27 +102,27 @@ pub(crate) async fn observe(
          FROM ({}) AS given JOIN workers ON workers.id = given.worker_id
          WHERE heartbeats.worker_id = given.worker_id AND workers.session = given.session
              AND workers.incarnation = given.incarnation AND workers.leaving IS NULL",
-        rows::query(backend, 1, &HEARD)
+        rows::query(backend, 1, &HEARTBEAT_COLUMNS)
     );
     let given = rows::value(&last.into_values().collect::<Vec<_>>())?;
     txn.execute_raw(Statement::from_sql_and_values(backend, query, [given])).await?;
 
-    let rows = find_all(txn, heard.iter().map(|heard| heard.session.worker)).await?;
+    let rows = find_all(txn, heartbeats.iter().map(|heartbeat| heartbeat.session.worker)).await?;
     let rows: HashMap<_, _> = rows.into_iter().map(|row| (WorkerId::from_uuid(row.id), row)).collect();
-    let mut judged = Vec::with_capacity(heard.len());
-    for Heartbeat { session, .. } in heard {
+    let mut results = Vec::with_capacity(heartbeats.len());
+    for Heartbeat { session, .. } in heartbeats {
         let row = rows.get(&session.worker);
-        judged.push(match judge(txn, row, session).await {
+        results.push(match check_session(txn, row, session).await {
             Ok(()) => Ok(row.map_or(State::Running, |row| row.state)),
             Err(SessionError::Database(error)) => return Err(error),
             Err(refused) => Err(refused),
         });
     }
-    Ok(judged)
+    Ok(results)
 }
 
-/// The gateways of these sessions were heard again, whose workers counted as silent.
-pub(crate) async fn come_back(
+/// Marks workers as running again after heartbeats of these sessions.
+pub(crate) async fn mark_running(
     txn: &DatabaseTransaction,
     sessions: &[SessionClaims],
     effects: &mut Effects,

@@ -1,30 +1,30 @@
-//! How many leases workers have, counted from the rows of the leases.
+//! Counts of the leases of workers, from the rows of the leases.
 
 use std::collections::HashMap;
 
 use sea_orm::{ConnectionTrait, DbErr, FromQueryResult, Statement};
 use uuid::Uuid;
 
-/// How much a worker does.
+/// The live leases of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Load {
-    /// Leases that have not ended.
+    /// Number of leases that have not ended.
     pub(crate) leases: u32,
-    /// Those of them that may not be interrupted.
+    /// Number of these leases that are not interruptible.
     pub(crate) uninterruptible: u32,
 }
 
-/// How many workers' leases are counted by one statement.
+/// Maximum number of workers whose leases one statement counts.
 pub(crate) const COUNTED_AT_ONCE: usize = 1000;
 
 #[derive(FromQueryResult)]
-struct Counted {
+struct LeaseCount {
     worker_id: Uuid,
     leases: i64,
     uninterruptible: i64,
 }
 
-/// How much workers do.
+/// Counts the live leases of workers.
 pub(crate) async fn loads(db: &impl ConnectionTrait, workers: &[Uuid]) -> Result<HashMap<Uuid, Load>, DbErr> {
     if workers.is_empty() {
         return Ok(HashMap::new());
@@ -39,9 +39,9 @@ pub(crate) async fn loads(db: &impl ConnectionTrait, workers: &[Uuid]) -> Result
     );
     let values = workers.iter().map(|worker| (*worker).into());
     let statement = Statement::from_sql_and_values(db.get_database_backend(), sql, values);
-    let counted = Counted::find_by_statement(statement).all(db).await?;
+    let counted = LeaseCount::find_by_statement(statement).all(db).await?;
     let count = |number: i64| u32::try_from(number).unwrap_or(u32::MAX);
     let load =
-        |row: &Counted| Load { leases: count(row.leases), uninterruptible: count(row.uninterruptible) };
+        |row: &LeaseCount| Load { leases: count(row.leases), uninterruptible: count(row.uninterruptible) };
     Ok(counted.iter().map(|row| (row.worker_id, load(row))).collect())
 }

@@ -1,7 +1,8 @@
-//! Load counters: what leases change of the rows of workers.
+//! Load counters: the columns of `workers` that leases change.
 //!
-//! Everything else that changes a row gives it a new revision ([`crate::workers::revisions::changed`]), so that what is remembered of a row holds as long as
-//! its revision is the same; the random operations check that. So to grant is to read some numbers.
+//! Every other change of a row raises its revision ([`crate::workers::revisions::changed`]). A
+//! cached row with the same revision is therefore current except for these counters, and a grant
+//! reads only the counters. The model tests check this invariant.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -13,13 +14,13 @@ use sea_orm::{
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::db::entity::lease::{Kind, Left};
+use crate::db::entity::lease::{EndedLease, Kind};
 use crate::db::entity::worker;
 use crate::db::writes::Writes;
 use crate::placement::{self, Resources};
 use crate::workers::cache::{SharedFacts, TransactionId};
 
-/// What of a worker's row changes without a new revision of it.
+/// The columns of a worker that change without a new revision.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
 pub(crate) struct Counts {
     id: Uuid,
@@ -31,7 +32,7 @@ pub(crate) struct Counts {
     reserved_memory_bytes: i64,
     reserved_disk_bytes: i64,
     ended_tasks: i64,
-    /// Which transaction reads it. 0, where they have no numbers.
+    /// Id of the reading transaction. 0 if the database has no transaction ids.
     reader: i64,
 }
 
@@ -49,7 +50,7 @@ pub(crate) const COUNTS: [&str; 10] = [
     "reader",
 ];
 
-/// What [`COUNTS`] are of a row.
+/// Returns the SQL expressions of [`COUNTS`].
 pub(crate) fn counts(backend: DbBackend) -> String {
     let reader = match backend {
         DbBackend::Postgres => "CAST(CAST(CAST(pg_current_xact_id() AS XID) AS TEXT) AS BIGINT) AS reader",
@@ -58,16 +59,16 @@ pub(crate) fn counts(backend: DbBackend) -> String {
     COUNTS.map(|name| if name == "reader" { reader } else { name }).join(", ")
 }
 
-/// Rows of workers that a transaction has locked.
-pub(crate) struct Locked {
+/// Rows of workers that the transaction has locked.
+pub(crate) struct LockedWorkers {
     pub(crate) rows: Vec<worker::Model>,
-    /// Whose rows are not what is known of them.
+    /// Workers whose cached rows are out of date.
     pub(crate) others: HashSet<WorkerId>,
     pub(crate) transaction: Option<TransactionId>,
 }
 
 impl Counts {
-    /// The row that is `known`, if nothing but these has changed since.
+    /// Returns the row `known` with these counters, if its revision is current.
     fn applied_to(self, known: &worker::Model) -> Option<worker::Model> {
         let Self { id, revision, generation, active_tasks, active_checks, .. } = self;
         let Self { reserved_cpu_millis, reserved_memory_bytes, reserved_disk_bytes, ended_tasks, .. } = self;
@@ -84,8 +85,9 @@ impl Counts {
     }
 }
 
-/// The rows whose counts these are, as far as they are what is known of them but for these.
-pub(crate) fn known_rows(locked: Vec<Counts>, facts: &SharedFacts) -> Locked {
+/// Combines locked counters with cached rows. Workers with an outdated cached row are listed in
+/// `others`.
+pub(crate) fn known_rows(locked: Vec<Counts>, facts: &SharedFacts) -> LockedWorkers {
     let transaction = locked.first().and_then(|counts| TransactionId::new(counts.reader));
     let (mut rows, mut others) = (Vec::with_capacity(locked.len()), HashSet::new());
     let facts = facts.lock();
@@ -95,10 +97,10 @@ pub(crate) fn known_rows(locked: Vec<Counts>, facts: &SharedFacts) -> Locked {
             None => _ = others.insert(WorkerId::from_uuid(counts.id)),
         }
     }
-    Locked { rows, others, transaction }
+    LockedWorkers { rows, others, transaction }
 }
 
-/// Locks the rows of these workers, in their order, and reads of them what leases change.
+/// Locks the rows of these workers in the order of their ids, and reads their counters.
 pub(crate) async fn lock_counts(
     txn: &DatabaseTransaction,
     workers: HashSet<Uuid>,
@@ -112,7 +114,7 @@ pub(crate) async fn lock_counts(
     Counts::find_by_statement(statement).all(txn).await
 }
 
-/// Locks the rows of these workers, in their order, and answers them.
+/// Locks the rows of these workers in the order of their ids, and returns them.
 pub(crate) async fn lock_workers(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
@@ -127,7 +129,8 @@ pub(crate) async fn lock_workers(
     worker::Entity::find().from_raw_sql(statement).all(txn).await
 }
 
-/// Locks the rows of the workers whose ids are `$n`, in their order, and answers these columns of them.
+/// Returns the query that locks the workers in parameter `$n` in the order of their ids, and
+/// selects `columns`.
 pub(crate) fn locking(backend: DbBackend, columns: &str, n: usize) -> String {
     format!(
         "SELECT {columns} FROM workers WHERE id {} ORDER BY id {}",
@@ -136,30 +139,30 @@ pub(crate) fn locking(backend: DbBackend, columns: &str, n: usize) -> String {
     )
 }
 
-/// By how much what is on workers changes.
+/// Changes of the counters, by worker.
 #[derive(Debug, Default)]
-pub(crate) struct Changes(BTreeMap<Uuid, Change>);
+pub(crate) struct LoadChanges(BTreeMap<Uuid, LoadChange>);
 
 #[derive(Debug, Clone, Copy, Default, Serialize)]
-pub(crate) struct Change {
+pub(crate) struct LoadChange {
     tasks: i64,
     checks: i64,
     cpu_millis: i64,
     memory_bytes: i64,
     disk_bytes: i64,
     ended: i64,
-    /// Whether what its gateway shall do changes.
+    /// Number of changes of the worker's desired state.
     generations: i64,
 }
 
 #[derive(Serialize)]
-struct Changed {
+struct ChangeRow {
     id: Uuid,
     #[serde(flatten)]
-    change: Change,
+    change: LoadChange,
 }
 
-const CHANGED: [(&str, Column); 8] = [
+const CHANGE_COLUMNS: [(&str, Column); 8] = [
     ("id", Column::Uuid),
     ("tasks", Column::Integer),
     ("checks", Column::Integer),
@@ -174,9 +177,9 @@ pub(crate) fn signed(amount: u64) -> i64 {
     i64::try_from(amount).unwrap_or(i64::MAX)
 }
 
-impl Changes {
-    /// A lease has ended.
-    pub(crate) fn give_back(&mut self, lease: &Left) {
+impl LoadChanges {
+    /// Subtracts an ended lease.
+    pub(crate) fn release(&mut self, lease: &EndedLease) {
         if !lease.kind.takes_a_slot() {
             return;
         }
@@ -190,8 +193,14 @@ impl Changes {
         change.generations |= i64::from(lease.workload_id.is_some());
     }
 
-    /// A lease is granted. `is_of_workload`: what its worker shall do changes with it.
-    pub(crate) fn take(&mut self, worker: WorkerId, kind: Kind, asked: &Resources, is_of_workload: bool) {
+    /// Adds a granted lease. `is_of_workload`: the lease changes the worker's desired state.
+    pub(crate) fn grant(
+        &mut self,
+        worker: WorkerId,
+        kind: Kind,
+        requested: &Resources,
+        is_of_workload: bool,
+    ) {
         let change = self.0.entry(worker.uuid()).or_default();
         change.generations |= i64::from(is_of_workload);
         if !kind.takes_a_slot() {
@@ -199,12 +208,12 @@ impl Changes {
         }
         change.tasks += 1;
         change.checks += i64::from(kind == Kind::Check);
-        change.cpu_millis += signed(asked.cpu_millis);
-        change.memory_bytes += signed(asked.memory_bytes);
-        change.disk_bytes += signed(asked.disk_bytes);
+        change.cpu_millis += signed(requested.cpu_millis);
+        change.memory_bytes += signed(requested.memory_bytes);
+        change.disk_bytes += signed(requested.disk_bytes);
     }
 
-    /// A worker as it is with them.
+    /// Returns the worker with these changes applied.
     pub(crate) fn applied_to(&self, mut worker: placement::Worker) -> placement::Worker {
         if let Some(change) = self.0.get(&worker.id.uuid()) {
             let load = &mut worker.load;
@@ -219,9 +228,9 @@ impl Changes {
         worker
     }
 
-    /// Writes them, of workers that are locked.
+    /// Adds the update of locked workers to `writes`.
     pub(crate) fn write(&self, writes: &mut Writes) -> Result<(), DbErr> {
-        let changed = self.0.iter().map(|(id, change)| Changed { id: *id, change: *change });
+        let changed = self.0.iter().map(|(id, change)| ChangeRow { id: *id, change: *change });
         let changed: Vec<_> = changed.collect();
         if changed.is_empty() {
             return Ok(());
@@ -233,13 +242,13 @@ impl Changes {
                  reserved_memory_bytes = reserved_memory_bytes + given.memory_bytes,
                  reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, ended_tasks = ended_tasks + given.ended, generation = generation + given.generations
                  FROM ({}) AS given WHERE workers.id = given.id",
-                rows::query(backend, n, &CHANGED)
+                rows::query(backend, n, &CHANGE_COLUMNS)
             )
         });
         Ok(())
     }
 
-    /// Locks the workers whose leases have ended, and writes what is freed. Answers which.
+    /// Locks the workers and writes the changes. Returns the workers.
     pub(crate) async fn lock_and_write(&self, txn: &DatabaseTransaction) -> Result<Vec<WorkerId>, DbErr> {
         let locked = lock_counts(txn, self.0.keys().copied().collect()).await?;
         let mut writes = Writes::new(txn.get_database_backend());
@@ -248,7 +257,7 @@ impl Changes {
         Ok(locked.into_iter().map(|row| WorkerId::from_uuid(row.id)).collect())
     }
 
-    /// Notes them in rows that were read before they were written.
+    /// Applies the changes to rows that were read before the write.
     pub(crate) fn note(&self, rows: &mut [worker::Model]) {
         for row in rows {
             let Some(change) = self.0.get(&row.id) else { continue };

@@ -1,13 +1,15 @@
-//! Workers: who they are, who speaks for them, and whether they are in contact.
+//! Workers: registration, sessions, and whether a worker is in contact.
 //!
 //! ```text
-//! running ─silent for the TTL, or its gateway said goodbye─▶ stalled ─silent for `lost_after`─▶ lost
-//!    ▲──────────────────────hello or observed───────────────────┴──────────────────────────────┘
+//! running ─silent for the TTL, or its gateway disconnected─▶ stalled ─silent for `lost_after`─▶ lost
+//!    ▲────────────────registration or heartbeat───────────────┴──────────────────────────────────┘
 //! ```
 //!
-//! Invariants: incarnation and session of a worker only rise, for they are minted as max(last + 1, now in µs) under the row's lock
-//! ([`register`]); what an older session says changes nothing ([`observe`]). What a worker shall do (`desired`) is never
-//! changed by what it says.
+//! Invariants:
+//! - The incarnation and the session of a worker only rise. [`register`] mints them as max(last +
+//!   1, now in µs) under the lock of the row.
+//! - A message of an older session changes nothing ([`record_heartbeats`]).
+//! - No message of a worker changes its desired state.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -44,73 +46,73 @@ pub(crate) mod revisions;
 #[cfg(test)]
 pub(crate) mod test_support;
 
-pub(crate) use heartbeats::{Heartbeat, come_back, observe};
+pub(crate) use heartbeats::{Heartbeat, mark_running, record_heartbeats};
 
-/// Between two writes of a contact time that says nothing new, at least this much passes.
+/// Least time between two writes of a heartbeat that changes nothing else.
 pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
 
-/// Of leases under which nothing runs, so many are ended at a time.
-pub(crate) const ORPHANS: usize = 500;
+/// Maximum number of leases that are ended in one pass after their worker was lost.
+pub(crate) const STRANDED_BATCH: usize = 500;
 
-/// How a gateway introduces the worker it speaks for.
+/// The registration of a worker by its gateway.
 #[derive(Debug, Clone)]
 pub(crate) struct Registration {
     pub(crate) name: String,
     pub(crate) instance: GatewayInstance,
-    /// The last session of this instance, if it had one that we signed.
+    /// The previous session of this gateway instance, if this scheduler signed it.
     pub(crate) last: Option<SessionClaims>,
     pub(crate) marker: Marker,
     pub(crate) endpoint: String,
     pub(crate) labels: Labels,
     pub(crate) capacity: Capacity,
-    /// It is gone for good once it is lost.
+    /// Whether the worker is removed once it is lost.
     pub(crate) ephemeral: bool,
 }
 
-/// A gateway may not speak for a worker.
+/// Reason why a gateway may not be responsible for a worker.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionError {
     /// Another gateway has taken over.
     #[error("another gateway has taken over this worker")]
     Stale,
-    /// Another gateway attends it and is in contact.
-    #[error("another gateway attends this worker")]
+    /// Another gateway attends the worker and is in contact.
+    #[error("cannot register the worker: another gateway is connected for it")]
     AlreadyAttended,
-    /// Its name is that of another team's worker, or of all teams'.
-    #[error("the worker of this name is not of this team")]
+    /// The name belongs to a worker of another team, or of all teams.
+    #[error("cannot register the worker: its name belongs to a worker of another team")]
     OtherTeam,
-    /// It was retired.
+    /// The worker was retired.
     #[error("this worker was retired")]
     Retired,
-    /// It was forgotten.
-    #[error("this worker was forgotten")]
+    /// The worker was removed.
+    #[error("the worker was removed")]
     Forgotten,
-    /// It is being forgotten just now.
-    #[error("this worker is being forgotten")]
+    /// The worker is being removed.
+    #[error("the worker is being removed; retry later")]
     Leaving,
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the worker in the database")]
     Database(#[from] DbErr),
 }
 
-/// What a gateway says about its worker as a whole.
+/// Resource usage of a worker, as its gateway reports it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) containers: u64,
     pub(crate) volumes: u64,
     pub(crate) disk_free_bytes: u64,
-    /// Of the containers: those that no lease uses any more.
+    /// Number of containers that no lease uses any more.
     pub(crate) kept_containers: u64,
 }
 
-/// A worker as it is now.
+/// A worker with its session, load and health.
 #[derive(Debug, Clone)]
 pub(crate) struct Worker {
     pub(crate) placed: placement::Worker,
     pub(crate) session: Session,
     pub(crate) kept: Usage,
     pub(crate) last_contact_at: Timestamp,
-    /// Since when it has the TTL to come back, if it was not in contact since.
+    /// Since when the worker has the TTL to return, if it was not in contact since.
     pub(crate) awaited_since: Option<Timestamp>,
     pub(crate) load: Load,
     pub(crate) ephemeral: bool,
@@ -120,13 +122,14 @@ pub(crate) struct Worker {
     pub(crate) failures: u32,
     pub(crate) last_failure: String,
     pub(crate) quarantined_until: Option<Timestamp>,
-    /// The team of all failures. `None`: they are of several, or there are none.
+    /// The team of all failures. `None`: no failures, or failures of several teams.
     pub(crate) failed_team: Option<String>,
     pub(crate) unsupported_versions: Vec<u32>,
     pub(crate) revision: i64,
 }
 
-/// The next number, which no scheduler that lost its database hands out again.
+/// Returns the next incarnation or session. The time keeps numbers unique after the loss of a
+/// database.
 fn mint(last: i64, now: Timestamp) -> i64 {
     Ord::max(now.0, last.saturating_add(1))
 }
@@ -139,33 +142,37 @@ fn unsigned(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
 
-/// Opens or continues sessions, as these ask, each for a worker of its own. Answers for each which, or why not.
+/// Opens or continues the session of each gateway. All registrations must name different workers.
+/// Returns a session or an error for each.
 ///
-/// Many in one transaction, for all wait for each other: each is a change that watchers hear of.
+/// Registrations share one transaction, because each one changes the revision of workers, and
+/// transactions that do so wait for each other.
 pub(crate) async fn register(
     txn: &DatabaseTransaction,
-    hellos: &[&Registration],
+    registrations: &[&Registration],
     config: &Config,
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<Vec<Result<SessionClaims, SessionError>>, DbErr> {
-    let known = lock_named(txn, hellos.iter().map(|hello| &*hello.name)).await?;
+    let known = lock_named(txn, registrations.iter().map(|registration| &*registration.name)).await?;
     let known: HashMap<_, _> = known.iter().map(|row| (&*row.name, row)).collect();
-    let (mut let_in, mut changed) = (Vec::with_capacity(hellos.len()), Vec::with_capacity(hellos.len()));
-    for hello in hellos {
-        let session = register_one(txn, hello, known.get(&*hello.name).copied(), config, now).await;
+    let (mut sessions, mut changed) =
+        (Vec::with_capacity(registrations.len()), Vec::with_capacity(registrations.len()));
+    for registration in registrations {
+        let session =
+            register_one(txn, registration, known.get(&*registration.name).copied(), config, now).await;
         match &session {
             Ok(session) => changed.push(session.worker.uuid()),
             Err(SessionError::Database(error)) => return Err(error.clone()),
             Err(_) => {}
         }
-        let_in.push(session);
+        sessions.push(session);
     }
     revisions::changed(txn, &changed, effects).await?;
-    Ok(let_in)
+    Ok(sessions)
 }
 
-/// Locks the rows of the workers of these names, in their order, and answers them.
+/// Locks the rows of the workers with these names in the order of their ids, and returns them.
 async fn lock_named(
     txn: &DatabaseTransaction,
     names: impl Iterator<Item = &str>,
@@ -185,27 +192,28 @@ async fn lock_named(
     worker::Entity::find().from_raw_sql(statement).all(txn).await
 }
 
-/// Opens or continues the session of one, whose worker's row is `known` and locked.
+/// Opens or continues one session. `known`: the locked row of the worker.
 async fn register_one(
     txn: &DatabaseTransaction,
-    hello: &Registration,
+    registration: &Registration,
     known: Option<&Model>,
     config: &Config,
     now: Timestamp,
 ) -> Result<SessionClaims, SessionError> {
-    may_register(txn, hello, known).await?;
+    may_register(txn, registration, known).await?;
     let (id, incarnation, session, generation) = match known {
         None => (Uuid::now_v7(), now.0, now.0, 1),
         Some(known) => {
-            let session = continue_session(txn, hello, known, config, now).await?;
-            let same_life = known.marker_id == hello.marker.id.uuid() && known.boot_id == hello.marker.boot;
+            let session = continue_session(txn, registration, known, config, now).await?;
+            let same_life =
+                known.marker_id == registration.marker.id.uuid() && known.boot_id == registration.marker.boot;
             let incarnation = if same_life { known.incarnation } else { mint(known.incarnation, now) };
             (known.id, incarnation, session, known.generation + 1)
         }
     };
     let row = worker::ActiveModel {
         id: Set(id),
-        name: Set(hello.name.clone()),
+        name: Set(registration.name.clone()),
         desired: Set(known.map_or(Desired::Run, |known| known.desired)),
         state: Set(State::Running),
         generation: Set(generation),
@@ -215,26 +223,26 @@ async fn register_one(
         reserved_memory_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
         reserved_disk_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
         ended_tasks: known.map_or(Set(0), |_| sea_orm::NotSet),
-        max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
-        max_containers: Set(hello.capacity.max_containers.map(i64::from)),
-        max_volumes: Set(hello.capacity.max_volumes.map(i64::from)),
-        cpu_millis: Set(hello.capacity.cpu_millis.map(number)),
-        memory_bytes: Set(hello.capacity.memory_bytes.map(number)),
+        max_tasks: Set(registration.capacity.max_tasks.map(i64::from)),
+        max_containers: Set(registration.capacity.max_containers.map(i64::from)),
+        max_volumes: Set(registration.capacity.max_volumes.map(i64::from)),
+        cpu_millis: Set(registration.capacity.cpu_millis.map(number)),
+        memory_bytes: Set(registration.capacity.memory_bytes.map(number)),
         incarnation: Set(incarnation),
         session: Set(session),
-        gateway_instance: Set(hello.instance.uuid()),
-        marker_id: Set(hello.marker.id.uuid()),
-        boot_id: Set(hello.marker.boot.clone()),
-        endpoint: Set(hello.endpoint.clone()),
-        labels: Set(to_json(&hello.labels)?),
-        disk_bytes: Set(number(hello.capacity.disk_bytes)),
+        gateway_instance: Set(registration.instance.uuid()),
+        marker_id: Set(registration.marker.id.uuid()),
+        boot_id: Set(registration.marker.boot.clone()),
+        endpoint: Set(registration.endpoint.clone()),
+        labels: Set(to_json(&registration.labels)?),
+        disk_bytes: Set(number(registration.capacity.disk_bytes)),
         registered_at: known.map_or(Set(now.0), |_| sea_orm::NotSet),
-        ephemeral: Set(hello.ephemeral),
+        ephemeral: Set(registration.ephemeral),
         unsupported_versions: Set("[]".to_owned()),
         ..match known {
-            // What made it fail may have gone with its last life.
+            // A new incarnation may not have the fault of the previous one.
             Some(known) if known.incarnation == incarnation => Default::default(),
-            _ => quarantine::forgiven(),
+            _ => quarantine::no_failures(),
         }
     };
     match known {
@@ -262,50 +270,51 @@ async fn register_one(
         worker: WorkerId::from_uuid(id),
         incarnation: Incarnation(unsigned(incarnation)),
         session: Session(unsigned(session)),
-        instance: hello.instance,
+        instance: registration.instance,
     })
 }
 
-/// Whether the worker that says `hello` may be the one that is known by its name.
+/// Checks that the registration may use the worker that is known by its name.
 async fn may_register(
     txn: &DatabaseTransaction,
-    hello: &Registration,
+    registration: &Registration,
     known: Option<&Model>,
 ) -> Result<(), SessionError> {
     match known {
         Some(known) if known.leaving.is_some() => Err(SessionError::Leaving),
-        Some(known) if from_json::<Labels>(&known.labels)?.team != hello.labels.team => {
+        Some(known) if from_json::<Labels>(&known.labels)?.team != registration.labels.team => {
             Err(SessionError::OtherTeam)
         }
         Some(_) => Ok(()),
-        None if removed::is_retired(txn, &hello.name, hello.marker.id.uuid()).await? => {
+        None if removed::is_retired(txn, &registration.name, registration.marker.id.uuid()).await? => {
             Err(SessionError::Retired)
         }
         None => Ok(()),
     }
 }
 
-/// Lists the worker that says `hello` although its gateway speaks only `versions` of the protocol, none of which we speak. Changes nothing
-/// while another gateway attends it.
+/// Lists a worker whose gateway supports only protocol versions that this scheduler does not
+/// support. Changes nothing while another gateway attends the worker.
 pub(crate) async fn list_incompatible(
     txn: &DatabaseTransaction,
-    hello: &Registration,
+    registration: &Registration,
     versions: &[u32],
     config: &Config,
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), SessionError> {
     let known = worker::Entity::find()
-        .filter(worker::Column::Name.eq(&*hello.name))
+        .filter(worker::Column::Name.eq(&*registration.name))
         .lock_exclusive()
         .one(txn)
         .await?;
-    may_register(txn, hello, known.as_ref()).await?;
+    may_register(txn, registration, known.as_ref()).await?;
     let versions = to_json(&versions)?;
     let id = match known {
         Some(known) => {
-            continue_session(txn, hello, &known, config, now).await?;
-            // How long it is silent is counted on: what it runs has to end some time.
+            continue_session(txn, registration, &known, config, now).await?;
+            // The time without a heartbeat continues, because the attempts of the worker must end
+            // some time.
             if known.unsupported_versions == versions {
                 return Ok(());
             }
@@ -320,22 +329,22 @@ pub(crate) async fn list_incompatible(
             let id = Uuid::now_v7();
             let row = worker::ActiveModel {
                 id: Set(id),
-                name: Set(hello.name.clone()),
+                name: Set(registration.name.clone()),
                 desired: Set(Desired::Run),
                 state: Set(State::Stalled),
                 generation: Set(1),
                 active_tasks: Set(0),
-                max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
+                max_tasks: Set(registration.capacity.max_tasks.map(i64::from)),
                 incarnation: Set(now.0),
                 session: Set(now.0),
-                gateway_instance: Set(hello.instance.uuid()),
-                marker_id: Set(hello.marker.id.uuid()),
-                boot_id: Set(hello.marker.boot.clone()),
-                endpoint: Set(hello.endpoint.clone()),
-                labels: Set(to_json(&hello.labels)?),
-                disk_bytes: Set(number(hello.capacity.disk_bytes)),
+                gateway_instance: Set(registration.instance.uuid()),
+                marker_id: Set(registration.marker.id.uuid()),
+                boot_id: Set(registration.marker.boot.clone()),
+                endpoint: Set(registration.endpoint.clone()),
+                labels: Set(to_json(&registration.labels)?),
+                disk_bytes: Set(number(registration.capacity.disk_bytes)),
                 registered_at: Set(now.0),
-                ephemeral: Set(hello.ephemeral),
+                ephemeral: Set(registration.ephemeral),
                 unsupported_versions: Set(versions),
                 ..Default::default()
             };
@@ -357,26 +366,26 @@ pub(crate) async fn list_incompatible(
     Ok(revisions::changed(txn, &[id], effects).await?)
 }
 
-/// The session in which `hello` may speak for `known`.
+/// Returns the session in which the gateway is responsible for `known`.
 async fn continue_session(
     txn: &DatabaseTransaction,
-    hello: &Registration,
+    registration: &Registration,
     known: &Model,
     config: &Config,
     now: Timestamp,
 ) -> Result<i64, SessionError> {
-    if known.gateway_instance == hello.instance.uuid() {
+    if known.gateway_instance == registration.instance.uuid() {
         return Ok(known.session);
     }
     let superseded = |last: &SessionClaims| {
-        last.instance == hello.instance
+        last.instance == registration.instance
             && last.worker.uuid() == known.id
             && number(last.session.0) < known.session
     };
-    if hello.last.as_ref().is_some_and(superseded) {
+    if registration.last.as_ref().is_some_and(superseded) {
         return Err(SessionError::Stale);
     }
-    // Locked: who was heard while this is decided was heard before, or is refused ([`observe`]).
+    // The lock orders this decision after any heartbeat that is being written ([`record_heartbeats`]).
     let contact = heartbeat::Entity::find_by_id(known.id).lock_exclusive().one(txn).await?;
     let attended = contact.is_some_and(|contact| {
         contact.attended && now.since(Timestamp(contact.last_contact_at)) < config.worker_ttl
@@ -384,18 +393,19 @@ async fn continue_session(
     if attended { Err(SessionError::AlreadyAttended) } else { Ok(mint(known.session, now)) }
 }
 
-/// The row of the worker that `session` speaks for. Refused when a newer session or incarnation exists, or the worker has gone.
-pub(crate) async fn speaks(
+/// Returns the row of the worker of `session`. Fails if a newer session or incarnation exists, or
+/// if the worker was removed.
+pub(crate) async fn require_session(
     db: &impl ConnectionTrait,
     session: &SessionClaims,
 ) -> Result<Model, SessionError> {
     let row = worker::Entity::find_by_id(session.worker.uuid()).one(db).await?;
-    judge(db, row.as_ref(), session).await?;
+    check_session(db, row.as_ref(), session).await?;
     row.ok_or(SessionError::Forgotten)
 }
 
-/// Whether `session` speaks for the worker whose row is `row`.
-async fn judge(
+/// Checks that `session` is the current session of the worker of `row`.
+async fn check_session(
     db: &impl ConnectionTrait,
     row: Option<&Model>,
     session: &SessionClaims,
@@ -404,14 +414,14 @@ async fn judge(
         Some(row) if DesiredState::of(row).is_spoken_for_by(session) => Ok(()),
         Some(row) if row.leaving.is_none() => Err(SessionError::Stale),
         Some(_) => Err(SessionError::Forgotten),
-        None if removed::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired) => {
+        None if removed::end_of(db, session.worker).await? == Some(WorkerEnd::Retired) => {
             Err(SessionError::Retired)
         }
         None => Err(SessionError::Forgotten),
     }
 }
 
-/// The rows of these workers, of those that are there.
+/// Returns the existing rows of these workers.
 pub(crate) async fn find_all(
     db: &impl ConnectionTrait,
     ids: impl IntoIterator<Item = WorkerId>,
@@ -426,15 +436,16 @@ pub(crate) async fn find_all(
     worker::Entity::find().from_raw_sql(statement).all(db).await
 }
 
-/// The gateway of `session` said goodbye: another may take over at once. Does nothing when one has already, or when this one has
-/// been heard of since `contact`: it has come back on another stream.
-pub(crate) async fn leave(
+/// Ends the contact of a disconnected gateway, so that another may take over immediately. Does
+/// nothing if another gateway has taken over, or if this one was in contact after `contact` on
+/// another stream.
+pub(crate) async fn sign_off(
     txn: &DatabaseTransaction,
     session: &SessionClaims,
     contact: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    // Before its contact, as whoever says hello.
+    // Locked before the heartbeat, in the order of a registration.
     load_counters::lock_workers(txn, [session.worker.uuid()].into_iter()).await?;
     let left = heartbeat::Entity::update_many()
         .col_expr(heartbeat::Column::Attended, Expr::value(false))
@@ -466,8 +477,8 @@ async fn set_state(
     Ok(())
 }
 
-/// It was perhaps our own silence: every worker has the TTL to come back, from `now` on. `alone`: no other replica can have a stream open, so no
-/// worker is attended.
+/// Gives every worker the TTL to return, from `now` on, because the scheduler itself may have been
+/// away. `alone`: no other replica can have open streams, so no worker is attended.
 pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     alone: bool,
@@ -481,10 +492,11 @@ pub(crate) async fn extend_terms(
     update.exec(txn).await.map(|_| ())
 }
 
-/// Who has been silent for `term`, and had the TTL for coming back since we can hear anybody.
+/// Selects the workers that were silent for `term` and have had the TTL to return.
 ///
-/// How long a worker has been silent is not forgotten when a scheduler starts: what `stop_after` promises of its processes began with the
-/// contact that was noted last, for only what was noted is echoed to its gateway.
+/// A start of the scheduler does not reset the time of silence. A gateway counts `stop_after` from
+/// the last heartbeat that the scheduler acknowledged, and only recorded heartbeats are
+/// acknowledged.
 fn silent_for(term: Duration, config: &Config, now: Timestamp) -> sea_orm::sea_query::SelectStatement {
     Query::select()
         .column(heartbeat::Column::WorkerId)
@@ -494,13 +506,13 @@ fn silent_for(term: Duration, config: &Config, now: Timestamp) -> sea_orm::sea_q
         .to_owned()
 }
 
-/// From which state to which silence leads, and how long it must have lasted.
+/// Returns the transitions of silent workers, with the required time of silence.
 fn silences(config: &Config) -> [(State, State, Duration); 2] {
     [(State::Running, State::Stalled, config.worker_ttl), (State::Stalled, State::Lost, config.lost_after)]
 }
 
-/// Who of those in `state` has been silent for `term`. Heartbeats are read first, and few of them are old: by itself PostgreSQL looks at each worker in
-/// that state, for it expects to find some soon.
+/// Returns the workers in `state` that were silent for `term`. The query reads heartbeats first,
+/// because few are old. Otherwise PostgreSQL would scan all workers in that state.
 async fn silent(
     db: &impl ConnectionTrait,
     (state, term): (State, Duration),
@@ -519,7 +531,7 @@ async fn silent(
     rows.iter().map(|row| row.try_get("", "id")).collect()
 }
 
-/// Whether somebody has been silent for too long whose state does not say so yet.
+/// Returns whether a worker is silent for too long for its state.
 pub(crate) async fn any_silent(
     db: &impl ConnectionTrait,
     config: &Config,
@@ -533,8 +545,8 @@ pub(crate) async fn any_silent(
     Ok(false)
 }
 
-/// Notes who has been silent for too long.
-pub(crate) async fn notice_silence(
+/// Changes the state of workers that are silent for too long.
+pub(crate) async fn mark_silent(
     txn: &DatabaseTransaction,
     config: &Config,
     now: Timestamp,
@@ -549,17 +561,21 @@ pub(crate) async fn notice_silence(
             .exec_with_returning(txn)
             .await?;
         for worker in changed {
-            tracing::warn!(worker.name = worker.name, worker.state = ?to, "a worker is silent");
+            tracing::warn!(worker.name = worker.name, worker.state = ?to, "worker missed its heartbeats");
             silent.push(worker.id);
         }
     }
     revisions::changed(txn, &silent, effects).await
 }
 
-/// Live leases of workers that are lost or pruned, or of incarnations that are over, [`ORPHANS`] at most; those that were given up already
-/// ([`lease::StopReason::WorkerLost`]) only of workers that were pruned or have begun anew. Only of workers that have changed since the revision
-/// `after`; a worker that becomes so gets a new one.
-pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec<lease::Model>, DbErr> {
+/// Returns live leases of lost or pruned workers and of past incarnations, at most [`STRANDED_BATCH`].
+/// Leases that were given up ([`lease::StopReason::WorkerLost`]) are included only if their worker
+/// was pruned or has a new incarnation. Only workers that changed after revision `after` are
+/// considered, because each such event raises the revision.
+pub(crate) async fn stranded_leases(
+    db: &impl ConnectionTrait,
+    after: i64,
+) -> Result<Vec<lease::Model>, DbErr> {
     let changed = worker::Entity::find().select_only().column(worker::Column::Id);
     let changed: Vec<Uuid> = changed.filter(worker::Column::Revision.gt(after)).into_tuple().all(db).await?;
     if changed.is_empty() {
@@ -570,15 +586,15 @@ pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec
         "SELECT leases.* FROM workers JOIN leases ON leases.worker_id = workers.id AND leases.state <> 'ended'
          AND (leases.incarnation < workers.incarnation OR workers.leaving = 'pruned'
               OR (workers.state = 'lost' AND (leases.stop_reason IS NULL OR leases.stop_reason <> 'WORKER_LOST')))
-         WHERE workers.id {} LIMIT {ORPHANS}",
+         WHERE workers.id {} LIMIT {STRANDED_BATCH}",
         rows::among(backend, 1)
     );
     let query = Statement::from_sql_and_values(backend, query, [rows::ids(changed)?]);
     lease::Entity::find().from_raw_sql(query).all(db).await
 }
 
-/// Leases of workers that have been silent for the TTL, under which no process counts as started: nothing of them runs, and none may
-/// start any more once they are ended.
+/// Returns leases of stalled workers without a started process. Nothing runs under them, and
+/// nothing may start after they are ended.
 pub(crate) async fn leases_of_stalled(
     db: &impl ConnectionTrait,
     config: &Config,
@@ -592,47 +608,50 @@ pub(crate) async fn leases_of_stalled(
     let query = format!(
         "SELECT leases.* FROM leases JOIN workloads ON workloads.id = leases.workload_id AND workloads.lease_id = leases.id
          AND workloads.state || '' = 'assigned'
-         WHERE leases.state <> 'ended' AND leases.worker_id {} LIMIT {ORPHANS}",
+         WHERE leases.state <> 'ended' AND leases.worker_id {} LIMIT {STRANDED_BATCH}",
         rows::among(backend, 1)
     );
     let query = Statement::from_sql_and_values(backend, query, [rows::ids(stalled)?]);
     lease::Entity::find().from_raw_sql(query).all(db).await
 }
 
-/// Whether the worker of `lease` is lost, has gone or has begun anew.
-pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+/// Returns whether the worker of `lease` is lost, removed or has a new incarnation.
+pub(crate) async fn is_stranded(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
     let worker = worker::Entity::find_by_id(lease.worker_id).one(db).await?;
     Ok(worker.is_none_or(|worker| worker.state == State::Lost || lease.incarnation < worker.incarnation))
 }
 
-/// Whether nothing runs any more under a lease that has ended, however it did: its worker has begun anew, or stops by itself what it cannot
-/// answer for, and was given the time for that. A worker that was pruned may have been silent for less.
-pub(crate) async fn sees_to_the_end(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+/// Returns whether nothing runs any more under an ended lease. The worker has a new incarnation, or
+/// has stopped its processes after `stop_after`. A pruned worker may have been silent for less.
+pub(crate) async fn is_surely_stopped(
+    db: &impl ConnectionTrait,
+    lease: &lease::Model,
+) -> Result<bool, DbErr> {
     let Some(worker) = worker::Entity::find_by_id(lease.worker_id).one(db).await? else { return Ok(false) };
     let was_pruned = worker.leaving == Some(WorkerEnd::Pruned);
-    Ok(lease.incarnation < worker.incarnation || (stops_by_itself(&worker)? && !was_pruned))
+    Ok(lease.incarnation < worker.incarnation || (enforces_stop_after(&worker)? && !was_pruned))
 }
 
-/// Whether what was started under `lease` may be running though its worker is lost: the worker does not stop by itself what it cannot answer
-/// for, has not begun anew, and nobody has said that it is gone.
-pub(crate) async fn may_run_still(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+/// Returns whether an attempt under `lease` may still run although its worker is lost. The worker
+/// does not enforce `stop_after`, has no new incarnation and was not pruned.
+pub(crate) async fn may_still_run(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
     let Some(worker) = worker::Entity::find_by_id(lease.worker_id).one(db).await? else { return Ok(false) };
     let is_over = lease.incarnation < worker.incarnation || worker.leaving == Some(WorkerEnd::Pruned);
-    Ok(!is_over && !stops_by_itself(&worker)?)
+    Ok(!is_over && !enforces_stop_after(&worker)?)
 }
 
-/// Whether it stops by itself what it cannot answer for.
-fn stops_by_itself(worker: &Model) -> Result<bool, DbErr> {
+/// Returns whether the worker stops its processes after `stop_after`.
+fn enforces_stop_after(worker: &Model) -> Result<bool, DbErr> {
     let labels: Labels = from_json(&worker.labels)?;
     Ok(labels.capabilities.iter().any(|name| name == "stop-after"))
 }
 
-/// Since when a worker has the TTL to come back, if it was not in contact since.
+/// Returns since when a worker has the TTL to return, if it was not in contact since.
 fn awaited_since(contact: &heartbeat::Model) -> Option<Timestamp> {
     (contact.last_contact_at < contact.patient_since).then_some(Timestamp(contact.patient_since))
 }
 
-/// Workers as they are now, with what they do.
+/// Returns workers with their load and reservations.
 pub(crate) async fn view_all(
     db: &impl ConnectionTrait,
     config: &Config,
@@ -679,7 +698,7 @@ fn view(
     })
 }
 
-/// Up to `limit` workers whose names come after that of `after`, by name.
+/// Returns up to `limit` workers, in the order of their names, after the worker `after`.
 pub(crate) async fn list(
     db: &impl ConnectionTrait,
     config: &Config,
@@ -701,7 +720,7 @@ pub(crate) async fn list(
     view_all(db, config, rows).await
 }
 
-/// Workers whose last change has a revision after `after`, up to `last`, in its order.
+/// Returns the workers with a revision in `after..=last`, in the order of revisions.
 pub(crate) async fn changed_since(
     db: &impl ConnectionTrait,
     config: &Config,
@@ -724,7 +743,7 @@ pub(crate) async fn changed_since(
     Ok(workers)
 }
 
-/// One worker, by its name or its id.
+/// Returns a worker by its name or id.
 pub(crate) async fn get(
     db: &impl ConnectionTrait,
     config: &Config,
@@ -735,13 +754,13 @@ pub(crate) async fn get(
     Ok(view_all(db, config, row.into_iter().collect()).await?.pop())
 }
 
-/// The worker with this name or id. `None`: there is none.
+/// Returns the id of the worker with this name or id.
 pub(crate) async fn id_of(db: &impl ConnectionTrait, worker: &str) -> Result<Option<WorkerId>, DbErr> {
     let row = worker::Entity::find().filter(is_named(worker)).one(db).await?;
     Ok(row.map(|row| WorkerId::from_uuid(row.id)))
 }
 
-/// Whether a worker has this name, or this id.
+/// Returns the condition that a worker has this name or id.
 fn is_named(worker: &str) -> Condition {
     let named = Condition::any().add(worker::Column::Name.eq(worker));
     match worker.parse::<WorkerId>() {
@@ -750,7 +769,7 @@ fn is_named(worker: &str) -> Condition {
     }
 }
 
-/// Whether a worker is in contact, and where its gateway listens. `None`: there is no such worker.
+/// Returns the state of a worker and the address of its gateway. `None`: the worker is unknown.
 pub(crate) async fn reach(
     db: &impl ConnectionTrait,
     worker: WorkerId,

@@ -1,15 +1,18 @@
-//! Workers that fail again and again are quarantined, and tried again after a while.
+//! Quarantine of workers on which attempts fail repeatedly.
 //!
 //! ```text
-//! trusted ─fails so often in a row─▶ quarantined ─its time has passed─▶ on probation ─a process starts there─▶ trusted
-//!                                       ▲─────────fails, for twice as long────┘
+//! trusted ─too many failures in a row─▶ quarantined ─its time has passed─▶ on probation ─a process starts─▶ trusted
+//!                                        ▲────────fails, for twice as long──────┘
 //! ```
 //!
-//! What counts is an attempt that ended before its process had started, through a fault of the worker ([`crate::outcome::fault`]). One that
-//! is quarantined gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
+//! An attempt counts as a failure if it ends before its process starts, through a fault of the
+//! worker ([`crate::outcome::fault`]). A quarantined worker gets no workload, and a worker on
+//! probation gets one at a time. The workload is tried elsewhere as long as another worker could
+//! take it.
 //!
-//! The fault may be that of an image. So a worker is quarantined, and on probation, for the team whose attempts failed. If an attempt of a
-//! second team fails, the count starts again at 1, and failures count for every team.
+//! An image may be the cause, so quarantine and probation apply to the team whose attempts failed.
+//! If an attempt of a second team fails, the count starts again at 1, and failures count for every
+//! team.
 
 use std::time::Duration;
 
@@ -24,14 +27,14 @@ use crate::db::entity::worker;
 use crate::notify::changes::Effects;
 use crate::workers::revisions;
 
-/// How long a worker is quarantined for the `time`th time in a row, from 1 on.
+/// Returns the length of the `time`th consecutive quarantine, starting at 1.
 fn term(config: &Config, time: i64) -> Duration {
     let doublings = u32::try_from(time.saturating_sub(1)).unwrap_or(u32::MAX).min(20);
     config.quarantine_for.saturating_mul(1 << doublings).min(config.quarantine_for_at_most)
 }
 
-/// An attempt of `team` has ended on `worker` through its fault. The transaction that ends it calls this.
-pub(crate) async fn failed(
+/// Records a failed attempt of `team` on `worker`, in the transaction that ends the attempt.
+pub(crate) async fn record_failure(
     txn: &DatabaseTransaction,
     worker: Uuid,
     (team, why): (&str, &str),
@@ -43,14 +46,14 @@ pub(crate) async fn failed(
         return Ok(());
     };
     let is_of_one_team = row.failures == 0 || row.failed_team.as_deref() == Some(team);
-    // What one team failed at says little of the worker to others.
+    // The failures of one team say little about the worker to other teams.
     let is_of_second_team = !is_of_one_team && row.failed_team.is_some();
     let (failures, quarantines, until) = if is_of_second_team {
         (1, 0, None)
     } else {
         (row.failures + 1, row.quarantines, row.quarantined_until)
     };
-    // Those that were under way when it was quarantined say nothing new.
+    // Attempts that were in progress at the start of the quarantine do not extend it.
     let again = until.is_none() && (quarantines > 0 || failures >= i64::from(config.quarantine_after));
     let mut noted = worker::ActiveModel {
         failures: Set(failures),
@@ -70,21 +73,22 @@ pub(crate) async fn failed(
             failures,
             why,
             for_seconds = term.as_secs(),
-            "a worker fails again and again, and is quarantined"
+            "worker quarantined after repeated failures"
         );
     }
     worker::Entity::update_many().set(noted).filter(worker::Column::Id.eq(worker)).exec(txn).await?;
     revisions::changed(txn, &[worker], effects).await
 }
 
-/// A process has started on `worker`: it works. Changes nothing where it did before.
-pub(crate) async fn works(
+/// Ends the probation of a worker on which a process has started. Does nothing without recorded
+/// failures.
+pub(crate) async fn record_success(
     txn: &DatabaseTransaction,
     worker: Uuid,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let forgiven = worker::Entity::update_many()
-        .set(forgiven())
+        .set(no_failures())
         .filter(worker::Column::Id.eq(worker))
         .filter(worker::Column::Failures.gt(0))
         .exec(txn)
@@ -95,8 +99,8 @@ pub(crate) async fn works(
     Ok(())
 }
 
-/// What is written of a worker that is trusted again.
-pub(crate) fn forgiven() -> worker::ActiveModel {
+/// Returns the columns of a worker without recorded failures.
+pub(crate) fn no_failures() -> worker::ActiveModel {
     worker::ActiveModel {
         failures: Set(0),
         failed_team: Set(None),
@@ -107,8 +111,8 @@ pub(crate) fn forgiven() -> worker::ActiveModel {
     }
 }
 
-/// Lets workers be tried again whose time has passed.
-pub(crate) async fn try_again(context: &Context, now: Timestamp) -> Result<(), DbErr> {
+/// Puts workers on probation whose quarantine has ended.
+pub(crate) async fn end_quarantines(context: &Context, now: Timestamp) -> Result<(), DbErr> {
     let due = worker::Entity::find()
         .filter(worker::Column::QuarantinedUntil.is_not_null())
         .filter(worker::Column::QuarantinedUntil.lte(now.0))
@@ -126,7 +130,7 @@ pub(crate) async fn try_again(context: &Context, now: Timestamp) -> Result<(), D
         .await
 }
 
-/// Lets those be tried again whose time has passed.
+/// Puts workers on probation whose quarantine has ended, within a transaction.
 pub(crate) async fn put_on_probation(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -146,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_time_is_twice_as_long_up_to_a_bound() {
+    fn quarantine_doubles_up_to_its_bound() {
         let config = Config {
             quarantine_for: Duration::from_secs(10),
             quarantine_for_at_most: Duration::from_secs(60),

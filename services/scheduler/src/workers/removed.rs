@@ -1,4 +1,4 @@
-//! Workers that have gone: a note that each was there, for as long as finished workloads are kept.
+//! Records of removed workers, kept for as long as finished workloads.
 
 use domain::{Timestamp, WorkerId};
 use sea_orm::sea_query::Expr;
@@ -10,8 +10,8 @@ use uuid::Uuid;
 use crate::db::entity::removed_worker::{self, WorkerEnd};
 use crate::db::entity::worker_revision;
 
-/// Which workers went with a revision after `after`, up to `last`.
-pub(crate) async fn gone_since(
+/// Returns the workers that were removed with a revision in `after..=last`.
+pub(crate) async fn removed_since(
     db: &impl ConnectionTrait,
     after: i64,
     last: i64,
@@ -24,8 +24,8 @@ pub(crate) async fn gone_since(
         .await
 }
 
-/// A worker with this name or id that has gone.
-pub(crate) async fn gone(
+/// Returns the removed worker with this name or id.
+pub(crate) async fn find(
     db: &impl ConnectionTrait,
     worker: &str,
 ) -> Result<Option<removed_worker::Model>, DbErr> {
@@ -38,15 +38,12 @@ pub(crate) async fn gone(
     newest.one(db).await
 }
 
-/// How the worker with this id went, if it did.
-pub(crate) async fn how_it_went(
-    db: &impl ConnectionTrait,
-    worker: WorkerId,
-) -> Result<Option<WorkerEnd>, DbErr> {
+/// Returns how the worker with this id was removed, if it was.
+pub(crate) async fn end_of(db: &impl ConnectionTrait, worker: WorkerId) -> Result<Option<WorkerEnd>, DbErr> {
     Ok(removed_worker::Entity::find_by_id(worker.uuid()).one(db).await?.map(|gone| gone.how))
 }
 
-/// Whether the worker of this name that has this marker was retired, and may not register again.
+/// Returns whether the worker with this name and marker was retired, and may not register again.
 pub(crate) async fn is_retired(db: &impl ConnectionTrait, name: &str, marker: Uuid) -> Result<bool, DbErr> {
     let row = removed_worker::Entity::find()
         .filter(removed_worker::Column::Name.eq(name))
@@ -56,7 +53,8 @@ pub(crate) async fn is_retired(db: &impl ConnectionTrait, name: &str, marker: Uu
     Ok(row.is_some())
 }
 
-/// Forgets which workers went before `before`, of those that the store has forgotten.
+/// Deletes the records of workers that were removed before `before`, if the artifact store has
+/// forgotten them.
 pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
     let old = removed_worker::Entity::find()
         .filter(removed_worker::Column::RemovedAt.lt(before.0))

@@ -1,7 +1,7 @@
-//! Revisions of workers: what a watcher compares to know what has changed.
+//! Revisions of workers, with which watchers detect changes.
 //!
-//! Invariant: revisions become visible in their order. A transaction takes the revision of the
-//! workers that it changed last, from a row whose lock it holds until the commit ([`changed`]).
+//! Invariant: revisions become visible in their order. A transaction takes its revision at its end,
+//! from a row whose lock it keeps until the commit ([`changed`]).
 
 use domain::WorkerId;
 use sea_orm::sea_query::{Expr, ExprTrait};
@@ -11,16 +11,17 @@ use uuid::Uuid;
 use crate::db::entity::{worker, worker_revision};
 use crate::notify::changes::Effects;
 
-/// Of workers that something is seen of.
+/// The range of known revisions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Revisions {
-    /// The last one.
+    /// The newest revision.
     pub(crate) last: i64,
-    /// Who has gone up to this one is forgotten.
+    /// The revision up to which the records of removed workers were deleted.
     pub(crate) forgotten: i64,
 }
 
-/// Gives `workers`, whose rows this transaction has changed, a new revision. The last thing that a transaction does, or nearly so: others wait.
+/// Gives changed workers a new revision. Callers do this at the end of their transaction, because
+/// other transactions wait for the lock.
 pub(crate) async fn changed(
     txn: &DatabaseTransaction,
     workers: &[Uuid],
@@ -50,7 +51,7 @@ pub(crate) async fn next_revision(txn: &DatabaseTransaction) -> Result<i64, DbEr
     Ok(row.last)
 }
 
-/// Which revisions there are.
+/// Reads the range of revisions.
 pub(crate) async fn revisions(db: &impl ConnectionTrait) -> Result<Revisions, DbErr> {
     let row = worker_revision::Entity::find_by_id(1).one(db).await?;
     let row = row.ok_or_else(|| DbErr::RecordNotFound("the revision of workers".to_owned()))?;

@@ -1,11 +1,11 @@
-//! What gateways say in tests.
+//! Registrations for unit tests.
 
 use domain::worker::{Capacity, Labels, Marker};
 use domain::{GatewayInstance, MarkerId};
 
 use super::Registration;
 
-/// A gateway of its own, and a worker with nothing special about it.
+/// Returns the registration of a plain worker by a new gateway.
 pub(crate) fn hello(name: &str) -> Registration {
     Registration {
         name: name.to_owned(),

@@ -1,7 +1,8 @@
-//! How long workloads may wait, be prepared, and run.
+//! Deadlines of workloads: queue, start and run timeouts.
 //!
-//! How long one may be prepared counts from when its lease was granted, and until its process is about to start: where that comes first, its lease is
-//! not granted any more, and its start is refused. So what is stopped for that has not run.
+//! The start timeout counts from the grant of the lease until the process is about to start. If the
+//! timeout passes first, the lease is stopped and the start is rejected, so a workload that exceeds
+//! it has not run.
 
 use std::time::Duration;
 
@@ -21,11 +22,11 @@ use crate::leases;
 use crate::notify::changes::Effects;
 use crate::outcome::Ending;
 
-/// Workloads that are assigned and must start in time, each with its lease.
+/// Assigned workloads with a start timeout, joined with their leases.
 const STARTING: &str = "FROM workloads JOIN leases ON leases.id = workloads.lease_id
      WHERE workloads.state = 'assigned' AND workloads.start_timeout_us IS NOT NULL AND leases.state = 'granted'";
 
-/// Workloads whose queue, start or run deadline has passed.
+/// Returns workloads whose queue, start or run deadline has passed.
 pub(crate) async fn overdue(db: &impl ConnectionTrait, now: Timestamp) -> Result<Vec<WorkloadId>, DbErr> {
     let waited = Expr::cust(PENDING)
         .and(workload::Column::QueueDeadline.is_not_null())
@@ -46,7 +47,7 @@ pub(crate) async fn overdue(db: &impl ConnectionTrait, now: Timestamp) -> Result
     Ok(overdue)
 }
 
-/// The next queue, start or run deadline.
+/// Returns the earliest queue, start or run deadline.
 pub(crate) async fn next_deadline(db: &impl ConnectionTrait) -> Result<Option<Timestamp>, DbErr> {
     let queue = workload::Entity::find()
         .select_only()
@@ -89,12 +90,12 @@ pub(crate) async fn time_out(
         && lease.state == lease::State::Granted
         && passed(lease.granted_at.checked_add(timeout))
     {
-        // Nothing runs that would have to be asked.
+        // No process runs, so there is no grace period.
         return leases::stop(txn, lease, StopReason::StartTimeout, Duration::ZERO, effects).await;
     }
     if passed(row.run_deadline) {
         stop(txn, &row, StopReason::RunTimeout, grace, effects).await?;
-        // The wish is the lease's now.
+        // The lease carries the stop from here on.
         row.run_deadline = None;
         save(txn, row, Write::Update, None, now, effects).await?;
     }

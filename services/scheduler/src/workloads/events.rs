@@ -1,7 +1,8 @@
-//! Events: what happened to a workload, in the order in which it became durable.
+//! Events of workloads, in the order in which they became durable.
 //!
-//! Invariant: revisions of one workload rise by one and become visible in their order. Each is handed out by an update of the
-//! workload's row ([`crate::workloads`]), whose lock is held until the commit.
+//! Invariant: the revisions of a workload rise by one and become visible in order. Each revision is
+//! assigned by an update of the workload's row ([`crate::workloads`]), whose lock is kept until the
+//! commit.
 
 use domain::{AttemptId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect, Set};
@@ -10,46 +11,46 @@ use serde::{Deserialize, Serialize};
 use crate::db::entity::{event, from_json, to_json};
 use crate::outcome::Ending;
 
-/// Something that happened to a workload.
+/// An event of a workload.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Event {
-    /// It waits for a worker.
+    /// The workload waits for a worker.
     Queued { reasons: Vec<String> },
-    /// A worker was found.
+    /// The workload was placed on a worker.
     Placed { whereabouts: Whereabouts, reason: String },
-    /// Its container is made.
+    /// The container is being created.
     Preparing,
-    /// Inputs that were not on its worker are brought there.
+    /// Inputs are being copied to the worker.
     Materializing { inputs: Vec<InputProgress> },
-    /// Its process runs.
+    /// The process runs.
     Running { whereabouts: Whereabouts },
-    /// Its process is gone, its outputs are read.
+    /// The process has ended, and its outputs are being read.
     Publishing,
-    /// It has ended. The last event.
+    /// The workload has ended. Always the last event.
     Finished { ending: Ending, whereabouts: Option<Whereabouts> },
 }
 
-/// How far an input is that is brought to a worker.
+/// Progress of an input that is copied to a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct InputProgress {
     pub(crate) name: String,
     pub(crate) bytes_done: u64,
-    /// 0: not known yet.
+    /// Size in bytes. 0: not known yet.
     pub(crate) bytes_total: u64,
-    /// Why it cannot be brought just now. Empty: it is being brought.
+    /// Reason why the copy waits. Empty: the copy is in progress.
     #[serde(default)]
     pub(crate) waits_for: String,
 }
 
 impl InputProgress {
-    /// How far inputs are together, in tenths: as often as that somebody is told.
+    /// Returns the progress of all inputs together, in tenths. An event is emitted for each tenth.
     pub(crate) fn tenths(inputs: &[Self]) -> u64 {
         let of = |bytes: fn(&Self) -> u64| inputs.iter().map(bytes).fold(0, u64::saturating_add);
         of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1)
     }
 }
 
-/// Where an attempt is.
+/// The worker, gateway and id of an attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Whereabouts {
     pub(crate) worker: WorkerId,
@@ -58,7 +59,7 @@ pub(crate) struct Whereabouts {
     pub(crate) attempt: AttemptId,
 }
 
-/// An event, with its place in the order.
+/// An event with its revision.
 #[derive(Debug, Clone)]
 pub(crate) struct Revision {
     pub(crate) revision: u64,
@@ -66,7 +67,8 @@ pub(crate) struct Revision {
     pub(crate) event: Event,
 }
 
-/// Keeps `event` as the `revision` that the caller's update of the workload's row handed out.
+/// Stores `event` under the revision that the caller assigned with its update of the workload's
+/// row.
 pub(crate) async fn append(
     txn: &impl ConnectionTrait,
     workload: WorkloadId,
@@ -83,7 +85,7 @@ pub(crate) async fn append(
     event::Entity::insert(row).exec_without_returning(txn).await.map(|_| ())
 }
 
-/// Up to `limit` events of `workload` that came after `revision`, in order.
+/// Returns up to `limit` events of `workload` after `revision`, in order.
 pub(crate) async fn after(
     db: &impl ConnectionTrait,
     workload: WorkloadId,

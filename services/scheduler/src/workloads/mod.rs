@@ -1,17 +1,20 @@
-//! Workloads: what was submitted, and how far it is.
+//! Workloads and their transitions.
 //!
 //! ```text
 //! accepted ─pinned─▶ pending ─placed─▶ assigned ─start─▶ starting ─seen─▶ running ─ended─▶ settling ─settled─▶ finished
-//!     └─refused─▶ (gone) ▲└─cancelled, waited too long─▶ finished  └────────ended────────────▲
-//!                        └──its lease ended, nothing ran──┘
+//!     └─rejected─▶ (deleted) ▲└─cancelled, queue timeout─▶ finished  └────────ended────────▲
+//!                            └──its lease ended, nothing ran──┘
 //! ```
 //!
-//! Every transition happens on a row that its transaction has locked ([`lock`]) or inserted, and raises the row's revision for each
-//! event that it makes. One that has no outputs and ends no build goes to finished without settling: what the artifact store keeps for it,
-//! the store is told to drop, and nobody waits for that.
+//! Every transition changes a row that its transaction has locked ([`lock`]) or inserted, and
+//! raises the row's revision for each event. A workload without outputs and builds finishes without
+//! settling. Its pins are released through the outbox, and its end does not depend on that.
 //!
-//! Invariants: `lease_id` names the live lease exactly while the state is assigned, starting or running, but for one that was given up, which no
-//! workload holds any more ([`crate::leases`]); `ending` is set from settling on; `finished` is reached once, and is the last event.
+//! Invariants:
+//! - `lease_id` is the live lease exactly while the state is assigned, starting or running. A lease
+//!   that was given up belongs to no workload any more ([`crate::leases`]).
+//! - `ending` is set from settling on.
+//! - `finished` is reached once, and its event is the last one.
 
 use std::time::Duration;
 
@@ -33,8 +36,8 @@ use crate::db::entity::{from_json, lease, to_json};
 use crate::leases;
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message, Parcel, Settlement};
-use crate::outcome::{self, Allowed, AttemptEnd, Ending, Next, Report};
-use crate::placement::{Demand, FailedThere, Location};
+use crate::outcome::{self, Allowed, AttemptEnd, Ending, NextStep, Report};
+use crate::placement::{Demand, FailedWorker, Location};
 use crate::workers;
 use crate::workers::quarantine;
 use crate::workloads::events::{Event, InputProgress, Whereabouts};
@@ -50,80 +53,80 @@ mod view;
 pub(crate) mod watch_poll;
 
 pub(crate) use deadlines::{next_deadline, overdue, time_out};
-pub(crate) use pending::{Pending, pending};
-use retry::again;
+pub(crate) use pending::{PendingWorkload, pending};
+use retry::requeue;
 pub(crate) use retry::{interrupt, last_failure};
 pub(crate) use view::{Workload, list, view};
 
-// Written out, as in partial indexes of the table: for a parameter in its place PostgreSQL would not use them, and SQLite would plan the statement
-// anew each time.
+// These conditions equal those of the partial indexes of the table. With a parameter, PostgreSQL
+// would not use the indexes and SQLite would plan the statement for each execution.
 const ACCEPTED: &str = "state = 'accepted'";
 const PENDING: &str = "state = 'pending'";
 const FINISHED: &str = "state = 'finished'";
 
-/// What a caller submitted.
+/// A workload that a caller submits.
 #[derive(Debug, Clone)]
 pub(crate) struct Submission {
     pub(crate) id: WorkloadId,
     pub(crate) spec: WorkloadSpec,
     encoded: Vec<u8>,
-    /// Of the spec as it was asked for, by which a repeat is known.
+    /// Digest of the spec as submitted, which identifies a repeat.
     pub(crate) digest: Digest,
     traceparent: String,
 }
 
-/// A call about one workload cannot be answered.
+/// Reason why a call about a workload fails.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WorkloadError {
-    /// There is none in this team.
+    /// The team has no such workload.
     #[error("workload {0} is unknown to this team")]
     NotFound(WorkloadId),
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the workload in the database")]
     Database(#[from] DbErr),
 }
 
-/// A gateway's word about an attempt does not count.
+/// Reason why a gateway's call about an attempt is rejected.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AttemptError {
-    /// Its lease has ended, or shall end.
-    #[error("the lease of this attempt is lost")]
+    /// The lease of the attempt has ended or must end.
+    #[error("the lease of the attempt is lost")]
     LeaseLost,
-    /// The database does not answer.
-    #[error("the database failed")]
+    /// The database failed.
+    #[error("cannot access the workload in the database")]
     Database(#[from] DbErr),
 }
 
 impl Submission {
-    /// What `spec` says, as it will be kept.
+    /// Creates a submission with the encoded spec.
     pub(crate) fn new(id: WorkloadId, spec: WorkloadSpec, traceparent: Option<String>) -> Self {
         let encoded = rpc::spec::encode(&spec);
         let digest = Digest(*blake3::hash(&encoded).as_bytes());
         Self { id, spec, encoded, digest, traceparent: traceparent.unwrap_or_default() }
     }
 
-    /// The same, with this image in the place of what was asked for.
+    /// Returns the submission with its resolved image.
     pub(crate) fn with_image(self, image: Image) -> Self {
         let spec = WorkloadSpec { image, ..self.spec };
         Self { encoded: rpc::spec::encode(&spec), spec, ..self }
     }
 
-    /// The same, as it was written down.
+    /// Returns the submission with the spec of the stored row.
     pub(crate) fn as_kept(&self, row: &Model) -> Result<Self, DbErr> {
         Ok(Self { spec: spec(row)?, encoded: row.spec.clone(), ..self.clone() })
     }
 
-    /// Bytes of the spec, as it will be kept.
+    /// Returns the size of the encoded spec, in bytes.
     pub(crate) fn spec_bytes(&self) -> u64 {
         self.encoded.len() as u64
     }
 
-    /// Whether something must be pinned in the artifact store before it may be queued.
+    /// Returns whether the artifact store must pin something before the workload may be queued.
     pub(crate) fn pins(&self) -> bool {
         !self.spec.artifacts().is_empty() || !self.spec.caches.is_empty() || self.spec.build.is_some()
     }
 
-    /// Its row, which is in no database yet.
+    /// Creates the row, without inserting it.
     pub(crate) fn row(&self, state: State, now: Timestamp) -> Model {
         Model {
             id: self.id.uuid(),
@@ -149,7 +152,7 @@ impl Submission {
             priority: i64::from(self.spec.priority),
             interruptible: self.spec.interruptible,
             failed_on: "[]".to_owned(),
-            // A sum with an instant is one still.
+            // The bound keeps the sum with a time within the range.
             start_timeout_us: self
                 .spec
                 .start_timeout
@@ -160,55 +163,55 @@ impl Submission {
         }
     }
 
-    /// Whether a workload with this digest of its spec is the same that was submitted before.
+    /// Checks that the digest of a stored spec equals that of this submission.
     pub(crate) fn repeats(&self, digest: &[u8]) -> Result<(), OtherSpec> {
         if digest == self.digest.as_bytes() { Ok(()) } else { Err(OtherSpec(self.id)) }
     }
 }
 
-/// An id names another workload.
+/// The id belongs to a workload with another spec.
 #[derive(Debug, thiserror::Error)]
 #[error("workload {0} exists, with another spec")]
 pub(crate) struct OtherSpec(pub(crate) WorkloadId);
 
-/// The spec that was kept.
+/// Decodes the stored spec.
 pub(crate) fn spec(row: &Model) -> Result<WorkloadSpec, DbErr> {
     rpc::spec::decode(&row.spec).map_err(|error| DbErr::Type(error.message().to_owned()))
 }
 
-/// Whether `demand` could not be started there and nowhere else, as the row of its workload says.
-pub(crate) fn has_failed_on(demand: &Demand, said: &str) -> Result<bool, DbErr> {
-    // Of nearly all nothing is said.
-    let said: Vec<FailedThere> = if said == "[]" { Vec::new() } else { from_json(said)? };
-    Ok(demand.failed_on == said)
+/// Returns whether the failed workers of `demand` equal those in the JSON column of its workload.
+pub(crate) fn has_failed_on(demand: &Demand, stored: &str) -> Result<bool, DbErr> {
+    // Most workloads have no failures, so the common case avoids parsing.
+    let failed_on: Vec<FailedWorker> = if stored == "[]" { Vec::new() } else { from_json(stored)? };
+    Ok(demand.failed_on == failed_on)
 }
 
-/// Where its inputs were when they were pinned.
+/// Returns the locations of the inputs when they were pinned.
 pub(crate) fn locations(row: &Model) -> Result<Vec<Location>, DbErr> {
     from_json(&row.locations)
 }
 
-/// What the workload of `row` asks of its worker.
+/// Returns the requirements of the workload.
 pub(crate) fn demand(row: &Model) -> Result<Demand, DbErr> {
     Ok(Demand::of(&spec(row)?, row.id).failed_on(from_json(&row.failed_on)?))
 }
 
-/// One row, as it was last committed.
+/// Reads the committed row of a workload.
 pub(crate) async fn find(db: &impl ConnectionTrait, id: WorkloadId) -> Result<Option<Model>, DbErr> {
     workload::Entity::find_by_id(id.uuid()).one(db).await
 }
 
-/// One row, which nobody else changes until the end of the transaction.
+/// Reads and locks the row of a workload until the end of the transaction.
 pub(crate) async fn lock(txn: &DatabaseTransaction, id: WorkloadId) -> Result<Option<Model>, DbErr> {
     workload::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await
 }
 
-/// Whether `row` is in a database yet.
+/// How a row is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Write {
-    /// It is not.
+    /// The row is new.
     Insert,
-    /// It is, and this transaction has locked it.
+    /// The row exists, and this transaction has locked it.
     Update,
 }
 
@@ -231,7 +234,7 @@ pub(crate) async fn save(
             _ = workload::Entity::insert(row.into_active_model()).exec_without_returning(txn).await?
         }
         Write::Update => {
-            // What never changes is left out.
+            // Columns that never change are omitted.
             let changes = workload::ActiveModel {
                 id: sea_orm::Unchanged(row.id),
                 state: Set(row.state),
@@ -265,7 +268,7 @@ pub(crate) async fn save(
     Ok(())
 }
 
-/// Leaves a workload in the queue, and says why it waits where that is news.
+/// Leaves a workload in the queue. Emits an event if the reasons are new.
 pub(crate) async fn queue(
     txn: &DatabaseTransaction,
     mut row: Model,
@@ -284,7 +287,8 @@ pub(crate) async fn queue(
     save(txn, row, write, Some(&Event::Queued { reasons }), now, effects).await
 }
 
-/// Removes a workload whose inputs could not be pinned. `false`: it has gone on in the meantime, and stays.
+/// Deletes a workload whose inputs could not be pinned. Returns `false` if the workload has left
+/// the accepted state.
 pub(crate) async fn withdraw(txn: &DatabaseTransaction, id: WorkloadId) -> Result<bool, DbErr> {
     let removed = workload::Entity::delete_many()
         .filter(workload::Column::Id.eq(id.uuid()))
@@ -294,7 +298,7 @@ pub(crate) async fn withdraw(txn: &DatabaseTransaction, id: WorkloadId) -> Resul
     Ok(removed.rows_affected > 0)
 }
 
-/// Ends the workload of a row that is locked, after `attempt` if there was one.
+/// Ends the workload of a locked row, after `attempt` if there was one.
 pub(crate) async fn conclude(
     txn: &DatabaseTransaction,
     mut row: Model,
@@ -312,11 +316,11 @@ pub(crate) async fn conclude(
     row.run_deadline = None;
     row.waiting_for = "[]".to_owned();
     row.ending = Some(to_json(&ending)?);
-    let mut awaited = false;
+    let mut must_settle_first = false;
     if row.settles {
         let spec = spec(&row)?;
-        // Nobody waits for outputs of what never ran, nor for pins to be dropped. Who runs next finds what was left in a cache.
-        awaited = attempt.is_some()
+        // Settling matters to others only after an attempt with outputs, a build or changed caches.
+        must_settle_first = attempt.is_some()
             && (!spec.outputs.is_empty() || spec.build.is_some() || !ending.caches.is_empty());
         let settlement = Settlement {
             team: row.team.clone(),
@@ -331,14 +335,14 @@ pub(crate) async fn conclude(
     } else if let Some(attempt) = attempt {
         effects.parcels.push(outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now).await?);
     }
-    if awaited {
+    if must_settle_first {
         row.state = State::Settling;
         return save(txn, row, Write::Update, None, now, effects).await;
     }
     finish(txn, row, ending, now, effects).await
 }
 
-/// Ends a workload for good. Of a large spec little is kept from then on, for finished workloads are kept for long.
+/// Finishes a workload. Abridges a large spec, because finished workloads are kept for long.
 async fn finish(
     txn: &DatabaseTransaction,
     mut row: Model,
@@ -362,7 +366,7 @@ async fn finish(
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }
 
-/// Locks those of workloads that are being settled, in the order of their ids.
+/// Locks those of the workloads that are being settled, in the order of their ids.
 pub(crate) async fn settling(
     txn: &DatabaseTransaction,
     ids: impl Iterator<Item = WorkloadId>,
@@ -378,7 +382,7 @@ pub(crate) async fn settling(
     found.iter().map(|row| row.try_get("", "id").map(WorkloadId::from_uuid)).collect()
 }
 
-/// The artifact store has settled a workload. Does nothing unless it was being settled.
+/// Finishes a workload that the artifact store has settled. Does nothing in other states.
 pub(crate) async fn settled(
     txn: &DatabaseTransaction,
     id: WorkloadId,
@@ -390,7 +394,8 @@ pub(crate) async fn settled(
     finish(txn, row, ending, now, effects).await
 }
 
-/// The artifact store lacks an output: the workload and its parcel go on without outputs, and leave nothing in caches.
+/// Removes outputs and caches from a workload and its parcel, because the artifact store lacks an
+/// output.
 pub(crate) async fn lose_outputs(txn: &DatabaseTransaction, parcel: &Parcel) -> Result<(), DbErr> {
     outbox::replace(txn, parcel.id, &parcel.message).await?;
     let row = lock(txn, parcel.workload()).await?.filter(|row| row.state == State::Settling);
@@ -403,19 +408,20 @@ fn ending(row: &Model) -> Result<Ending, DbErr> {
     from_json(row.ending.as_deref().unwrap_or("null"))
 }
 
-/// Where the present or last attempt is.
+/// Returns the worker, gateway and id of the present or last attempt.
 pub(crate) fn whereabouts(row: &Model) -> Result<Option<Whereabouts>, DbErr> {
     row.whereabouts.as_deref().map(from_json).transpose()
 }
 
-/// From the commit on, the process of this attempt counts as started.
+/// Marks the process of an attempt as about to start. From the commit on, the attempt counts as
+/// started.
 pub(crate) async fn start_attempt(
     txn: &DatabaseTransaction,
     claims: &LeaseClaims,
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), AttemptError> {
-    let (mut row, lease) = hold(txn, claims).await?.ok_or(AttemptError::LeaseLost)?;
+    let (mut row, lease) = lock_attempt(txn, claims).await?.ok_or(AttemptError::LeaseLost)?;
     if lease.state != lease::State::Granted {
         return Err(AttemptError::LeaseLost);
     }
@@ -430,10 +436,11 @@ pub(crate) async fn start_attempt(
     Ok(save(txn, row, Write::Update, None, now, effects).await?)
 }
 
-/// Ends an attempt as its gateway reports. The first report counts; repeating it is acknowledged.
+/// Ends an attempt with the report of its gateway. The first report counts, and repeats are
+/// acknowledged.
 ///
-/// One that ended through the fault of its worker, before its process had started, is not the end of its workload as long as another worker
-/// could take that.
+/// An attempt that ended before its process started, through the fault of its worker, does not end
+/// the workload while another worker could take it.
 pub(crate) async fn finish_attempt(
     txn: &DatabaseTransaction,
     claims: &LeaseClaims,
@@ -442,14 +449,14 @@ pub(crate) async fn finish_attempt(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), AttemptError> {
-    if let Some((row, lease)) = hold(txn, claims).await? {
+    if let Some((row, lease)) = lock_attempt(txn, claims).await? {
         if retry::after_fault(txn, &row, &lease, &report, config, now, effects).await? {
             return Ok(());
         }
         let row = retry::after_start_timeout(txn, row, &lease, config).await?;
         return Ok(end_attempt(txn, row, &lease, AttemptEnd::Reported(Box::new(report)), now, effects).await?);
     }
-    // Of one that was given up nothing is wanted but that it has stopped.
+    // For a lease that was given up, the report only confirms that the attempt has stopped.
     if end_given_up(txn, claims.lease, EndedBy::Reported, now, effects).await? {
         return Ok(());
     }
@@ -459,7 +466,8 @@ pub(crate) async fn finish_attempt(
     }
 }
 
-/// Ends a lease that was given up: nothing of it runs any more. `false`: it was not, or has ended.
+/// Ends a lease that was given up, because nothing runs under it any more. Returns `false` if the
+/// lease was not given up or has ended.
 async fn end_given_up(
     txn: &DatabaseTransaction,
     lease: LeaseId,
@@ -474,8 +482,9 @@ async fn end_given_up(
     leases::end(txn, lease, by, now, effects).await
 }
 
-/// The workload and the live lease that `claims` are about, locked. `None`: the lease has ended.
-async fn hold(
+/// Locks the workload of `claims` and returns it with its live lease. Returns `None` if the lease
+/// has ended.
+async fn lock_attempt(
     txn: &DatabaseTransaction,
     claims: &LeaseClaims,
 ) -> Result<Option<(Model, lease::Model)>, DbErr> {
@@ -488,7 +497,7 @@ async fn hold(
     Ok(lease.filter(|lease| lease.state != lease::State::Ended).map(|lease| (row, lease)))
 }
 
-/// Ends the attempt under `lease` without a word of its gateway, because of `end`.
+/// Ends the attempt under `lease` without a report of its gateway.
 pub(crate) async fn lose_attempt(
     txn: &DatabaseTransaction,
     lease: &lease::Model,
@@ -496,24 +505,25 @@ pub(crate) async fn lose_attempt(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    if let Some((row, lease)) = hold(txn, &leases::claims(lease)).await? {
+    if let Some((row, lease)) = lock_attempt(txn, &leases::claims(lease)).await? {
         return end_attempt(txn, row, &lease, end, now, effects).await;
     }
-    // One that was given up is given up only once.
-    if !matches!(end, AttemptEnd::WorkerLost) || !workers::may_run_still(txn, lease).await? {
+    // A lease is given up only once.
+    if !matches!(end, AttemptEnd::WorkerLost) || !workers::may_still_run(txn, lease).await? {
         end_given_up(txn, LeaseId::from_uuid(lease.id), EndedBy::Lost, now, effects).await?;
     }
     Ok(())
 }
 
-/// Ends the attempt under `lease` unless its process counts as started: its worker is silent, and another can do it.
-pub(crate) async fn take_back(
+/// Ends the attempt under the lease of a stalled worker, unless its process counts as started.
+/// Another worker can take the workload.
+pub(crate) async fn withdraw_attempt(
     txn: &DatabaseTransaction,
     lease: &lease::Model,
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    if let Some((row, lease)) = hold(txn, &leases::claims(lease)).await?
+    if let Some((row, lease)) = lock_attempt(txn, &leases::claims(lease)).await?
         && row.state == State::Assigned
     {
         end_attempt(txn, row, &lease, AttemptEnd::WorkerLost, now, effects).await?;
@@ -532,8 +542,8 @@ async fn end_attempt(
     let started = matches!(row.state, State::Starting | State::Running);
     let by = if matches!(end, AttemptEnd::Reported(_)) { EndedBy::Reported } else { EndedBy::Lost };
     let is_lost = matches!(end, AttemptEnd::WorkerLost);
-    let may_run_still = is_lost && started && workers::may_run_still(txn, lease).await?;
-    let has_ended = match may_run_still {
+    let may_still_run = is_lost && started && workers::may_still_run(txn, lease).await?;
+    let has_ended = match may_still_run {
         true => leases::give_up(txn, lease, effects).await?,
         false => leases::end(txn, LeaseId::from_uuid(lease.id), by, now, effects).await?,
     };
@@ -552,7 +562,7 @@ async fn end_attempt(
                 let known = spec.outputs.iter().any(|known| known.name == output.name)
                     && output.artifact == id.output_artifact(&output.name);
                 if !known {
-                    tracing::warn!(workload.id = %id, output = output.name, "dropping an output that was not asked for");
+                    tracing::warn!(workload.id = %id, output = output.name, "scheduler dropped an output that the spec does not declare");
                 }
                 known
             });
@@ -560,7 +570,7 @@ async fn end_attempt(
                 let known = spec.caches.iter().any(|mount| mount.cache == left.cache)
                     && left.artifact == id.cache_artifact(left.cache);
                 if !known {
-                    tracing::warn!(workload.id = %id, cache.id = %left.cache, "dropping what was left in a cache that it does not use");
+                    tracing::warn!(workload.id = %id, cache.id = %left.cache, "scheduler dropped a task cache that the spec does not declare");
                 }
                 known
             });
@@ -570,65 +580,65 @@ async fn end_attempt(
     };
 
     if row.state == State::Starting && matches!(&end, AttemptEnd::Reported(report) if report.exit.is_some()) {
-        ran(txn, &mut row, now, effects).await?;
+        emit_running(txn, &mut row, now, effects).await?;
     }
     let usage = usage(&row, lease, &end);
-    // Never twice at a time.
-    let mut allowed = if may_run_still { Allowed::default() } else { allowed(&row)? };
-    allowed.ends_when_lost = allowed.once_more() && workers::sees_to_the_end(txn, lease).await?;
+    // The attempt may still run, so a retry would run the workload twice at a time.
+    let mut allowed = if may_still_run { Allowed::default() } else { remaining_retries(&row)? };
+    allowed.ends_when_lost = allowed.once_more() && workers::is_surely_stopped(txn, lease).await?;
     match outcome::decide(started, allowed, lease.stop_reason, end) {
-        Next::End(ending) => {
+        NextStep::End(ending) => {
             let ending = Ending { usage: Some(usage), ..ending };
             conclude(txn, row, ending, attempt, now, effects).await
         }
-        Next::Again => {
-            let reasons = vec![began_again(lease.stop_reason)];
-            again(txn, row, lease.attempt_id, reasons, now, effects).await
+        NextStep::Again => {
+            let reasons = vec![requeue_reason(lease.stop_reason)];
+            requeue(txn, row, lease.attempt_id, reasons, now, effects).await
         }
-        Next::Retry(failure) => {
+        NextStep::Retry(failure) => {
             row.retried += 1;
-            let reasons = vec![format!("begins again after {}: {}", failure.reason, failure.message)];
-            again(txn, row, lease.attempt_id, reasons, now, effects).await
+            let reasons = vec![format!("retried after {}: {}", failure.reason, failure.message)];
+            requeue(txn, row, lease.attempt_id, reasons, now, effects).await
         }
     }
 }
 
-/// Why a workload waits again of which nothing ran, or which may be interrupted.
-fn began_again(stop: Option<StopReason>) -> String {
+/// Describes why a workload waits again after an attempt that did not run, or that was interrupted.
+fn requeue_reason(stop: Option<StopReason>) -> String {
     match stop {
-        Some(StopReason::Interrupted) => "begins again, for its worker was landed or retired (INTERRUPTED)",
-        _ => "begins again, for nothing of it ran before its worker was lost or forgot it",
+        Some(StopReason::Interrupted) => "waiting again: its worker was cordoned or retired (INTERRUPTED)",
+        _ => "waiting again: its worker was lost or restarted before the attempt started",
     }
     .to_owned()
 }
 
-/// Whether the workload of `row` may begin again.
-fn allowed(row: &Model) -> Result<Allowed, DbErr> {
+/// Returns the remaining retries of the workload.
+fn remaining_retries(row: &Model) -> Result<Allowed, DbErr> {
     let retried = u32::try_from(row.retried).unwrap_or(u32::MAX);
     let (interruptible, retries) = (row.interruptible, spec(row)?.retries);
     Ok(Allowed { interruptible, retries, retried, ends_when_lost: false })
 }
 
-/// What the attempt of `row` under `lease` used.
+/// Returns the usage of the attempt.
 fn usage(row: &Model, lease: &lease::Model, end: &AttemptEnd) -> Usage {
     let granted = Timestamp(lease.granted_at);
     let started = row.started_at.map(Timestamp);
-    let told = match end {
+    let reported = match end {
         AttemptEnd::Reported(report) => report.usage.clone(),
         AttemptEnd::WorkerLost | AttemptEnd::Unknown => Usage::default(),
     };
     Usage {
         queued: Some(granted.since(Timestamp(row.submitted_at))),
         preparing: started.map(|started| started.since(granted)),
-        ..told
+        ..reported
     }
 }
 
-/// Says that the process of a workload runs, or has run: whoever watches attaches to it then. A process may be gone before its gateway
-/// could say that it ran; this is said all the same, and first.
+/// Emits the `Running` event, on which watchers attach to the process. A process may end before its
+/// gateway could report that it ran. The event is emitted nevertheless, before the end.
 ///
 /// Changes `row`, which the caller saves.
-async fn ran(
+async fn emit_running(
     txn: &DatabaseTransaction,
     row: &mut Model,
     now: Timestamp,
@@ -636,7 +646,7 @@ async fn ran(
 ) -> Result<(), DbErr> {
     let Some(whereabouts) = whereabouts(row)? else { return Ok(()) };
     let id = WorkloadId::from_uuid(row.id);
-    quarantine::works(txn, whereabouts.worker.uuid(), effects).await?;
+    quarantine::record_success(txn, whereabouts.worker.uuid(), effects).await?;
     row.state = State::Running;
     row.started_at.get_or_insert(now.0);
     row.revision += 1;
@@ -645,20 +655,20 @@ async fn ran(
     Ok(())
 }
 
-/// How far a gateway is with an attempt.
+/// The phase of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Phase {
-    /// Its container is made.
+    /// The container is being created.
     Preparing = 1,
-    /// Its process runs.
+    /// The process runs.
     Running = 2,
-    /// Its process is gone.
+    /// The process has ended.
     Publishing = 3,
-    /// Nothing of it runs.
+    /// Nothing of the attempt runs any more.
     Ended = 4,
 }
 
-/// The gateway says how far it is with the attempt under `lease`.
+/// Records the phase of the attempt under `lease`.
 pub(crate) async fn observe_phase(
     txn: &DatabaseTransaction,
     lease: &lease::Model,
@@ -666,9 +676,10 @@ pub(crate) async fn observe_phase(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    let Some((mut row, lease)) = hold(txn, &leases::claims(lease)).await? else { return Ok(()) };
+    let Some((mut row, lease)) = lock_attempt(txn, &leases::claims(lease)).await? else { return Ok(()) };
     if phase == Phase::Ended && lease.state == lease::State::Ending && row.state == State::Assigned {
-        // Its start was refused because it shall stop. Its gateway has nothing to report about it.
+        // The start was rejected because the attempt must stop, so the gateway will not report an
+        // end.
         return end_attempt(txn, row, &lease, AttemptEnd::Unknown, now, effects).await;
     }
     if !leases::raise_phase(txn, LeaseId::from_uuid(lease.id), phase as i64).await? {
@@ -683,14 +694,14 @@ pub(crate) async fn observe_phase(
             row.state = State::Running;
             row.started_at = Some(now.0);
             let Some(whereabouts) = whereabouts(&row)? else { return Ok(()) };
-            quarantine::works(txn, lease.worker_id, effects).await?;
+            quarantine::record_success(txn, lease.worker_id, effects).await?;
             Event::Running { whereabouts }
         }
         (Phase::Publishing, State::Starting | State::Running) => {
             if row.state == State::Starting {
-                ran(txn, &mut row, now, effects).await?;
+                emit_running(txn, &mut row, now, effects).await?;
             }
-            // The limit is for the process, which has ended.
+            // The run timeout applies to the process, which has ended.
             row.run_deadline = None;
             Event::Publishing
         }
@@ -699,7 +710,7 @@ pub(crate) async fn observe_phase(
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }
 
-/// The gateway says how far it is with the inputs that it brings to the worker for the attempt under `lease`.
+/// Records the progress of the inputs of the attempt under `lease`.
 pub(crate) async fn observe_inputs(
     txn: &DatabaseTransaction,
     lease: &lease::Model,
@@ -707,18 +718,19 @@ pub(crate) async fn observe_inputs(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    let Some((row, _)) = hold(txn, &leases::claims(lease)).await? else { return Ok(()) };
+    let Some((row, _)) = lock_attempt(txn, &leases::claims(lease)).await? else { return Ok(()) };
     if row.state != State::Assigned {
         return Ok(());
     }
-    // As many as the workload can have, with its image and the certificates of the worker: a worker may say of any.
+    // The bound is the number of inputs that the workload can have, including its image and the
+    // worker's certificates. A worker could report any number.
     let known = spec(&row)?;
     let most = known.inputs.len() + known.caches.len() + 2;
     let event = Event::Materializing { inputs: inputs.iter().take(most).cloned().collect() };
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }
 
-/// Lets a workload stop. One that has ended, or is ending, goes on as it was.
+/// Cancels a workload. A workload that has ended or is being settled stays as it is.
 pub(crate) async fn cancel(
     txn: &DatabaseTransaction,
     team: &str,
@@ -752,7 +764,7 @@ async fn stop(
     }
 }
 
-/// Workloads that were accepted before `before` and whose pinning nobody came back to finish.
+/// Returns workloads that were accepted before `before` and whose inputs were never pinned.
 pub(crate) async fn forgotten(
     db: &impl ConnectionTrait,
     before: Timestamp,
@@ -769,7 +781,7 @@ pub(crate) async fn forgotten(
     Ok(ids.into_iter().map(WorkloadId::from_uuid).collect())
 }
 
-/// Ends a workload whose pinning nobody came back to finish.
+/// Ends a workload whose inputs were never pinned.
 pub(crate) async fn end_unpinned(
     txn: &DatabaseTransaction,
     id: WorkloadId,
@@ -780,7 +792,8 @@ pub(crate) async fn end_unpinned(
     conclude(txn, row, Ending::not_pinned(), None, now, effects).await
 }
 
-/// Forgets up to 100 workloads that finished before `before`, with their events and leases, and of which the artifact store has heard all.
+/// Deletes up to 100 workloads that finished before `before`, with their events and leases, if the
+/// artifact store has acknowledged all calls about them.
 pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<u64, DbErr> {
     let old = workload::Entity::find()
         .select_only()
@@ -788,7 +801,7 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
         .filter(Expr::cust(FINISHED))
         .filter(workload::Column::FinishedAt.lt(before.0))
         .filter(Expr::cust("NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.holder_id = workloads.id)"))
-        // What may run still of one that was given up keeps its slot.
+        // A lease that was given up and may still run keeps its slot.
         .filter(Expr::cust(
             "NOT EXISTS (SELECT 1 FROM leases WHERE leases.workload_id = workloads.id AND leases.state <> 'ended')",
         ))
@@ -803,7 +816,8 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
     Ok(forgotten)
 }
 
-/// How a workload that the artifact store still holds pins for is settled: `None` where it must not be.
+/// Returns the settlement of a finished workload that the artifact store still has pins for.
+/// Returns `None` if the workload has not finished.
 pub(crate) fn settlement_of_finished(row: &Model) -> Result<Option<Settlement>, DbErr> {
     if row.state != State::Finished {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! What callers and gateways ask of workloads, each in one transaction.
+//! Operations of callers and gateways on workloads, each in one transaction.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::workers;
 use crate::workloads::events::InputProgress;
 use crate::workloads::{self, AttemptError, Phase, Workload, WorkloadError};
 
-/// The process of an attempt is about to start.
+/// Marks the process of an attempt as about to start.
 pub(crate) async fn start_attempt(context: &Context, claims: &LeaseClaims) -> Result<(), AttemptError> {
     context
         .change(async |txn| {
@@ -25,7 +25,7 @@ pub(crate) async fn start_attempt(context: &Context, claims: &LeaseClaims) -> Re
         .await
 }
 
-/// An attempt has ended.
+/// Ends an attempt with the report of its gateway.
 pub(crate) async fn finish_attempt(
     context: &Context,
     claims: &LeaseClaims,
@@ -42,7 +42,7 @@ pub(crate) async fn finish_attempt(
         .await
 }
 
-/// Lets a workload stop.
+/// Cancels a workload.
 pub(crate) async fn cancel(
     context: &Context,
     team: &str,
@@ -58,28 +58,28 @@ pub(crate) async fn cancel(
         .await
 }
 
-/// Nothing, if `team` has such a workload.
+/// Checks that `team` has this workload.
 pub(crate) async fn has(context: &Context, team: &str, id: WorkloadId) -> Result<(), WorkloadError> {
     let row = workloads::find(context.db.read(), id).await?.filter(|row| row.team == team);
     row.map(drop).ok_or(WorkloadError::NotFound(id))
 }
 
-/// One workload as it is now.
+/// Returns a workload as callers see it.
 pub(crate) async fn get(context: &Context, team: &str, id: WorkloadId) -> Result<Workload, WorkloadError> {
     let db = context.db.read();
     let row = workloads::find(db, id).await?.filter(|row| row.team == team);
-    let mut seen = workloads::view(db, row.into_iter().collect()).await?;
-    let mut workload = seen.pop().ok_or(WorkloadError::NotFound(id))?;
+    let mut views = workloads::view(db, row.into_iter().collect()).await?;
+    let mut workload = views.pop().ok_or(WorkloadError::NotFound(id))?;
     if let Some(whereabouts) = &mut workload.whereabouts
         && let Some((_, endpoint)) = workers::reach(db, whereabouts.worker).await?
     {
-        // Its gateway may have moved since the workload was placed.
+        // The gateway may have moved since the workload was placed.
         whereabouts.gateway_endpoint = endpoint;
     }
     Ok(workload)
 }
 
-/// A gateway says how far it is with its leases.
+/// Records the phases of attempts that a gateway reported.
 pub(crate) async fn observe_phases(context: &Context, phases: &[(lease::Model, Phase)]) -> Result<(), DbErr> {
     context
         .change(async |txn| {
@@ -92,7 +92,7 @@ pub(crate) async fn observe_phases(context: &Context, phases: &[(lease::Model, P
         .await
 }
 
-/// A gateway says how far it is with the inputs of its leases.
+/// Records the progress of inputs that a gateway reported.
 pub(crate) async fn observe_inputs(
     context: &Context,
     inputs: &[(lease::Model, Vec<InputProgress>)],
@@ -108,7 +108,7 @@ pub(crate) async fn observe_inputs(
         .await
 }
 
-/// A gateway that was told of `lease` does not know it.
+/// Ends an attempt that its gateway does not know although it has received the lease.
 pub(crate) async fn observe_absence(context: &Context, lease: &lease::Model) -> Result<(), DbErr> {
     context
         .change(async |txn| {

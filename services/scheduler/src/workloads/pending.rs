@@ -1,4 +1,4 @@
-//! Workloads that wait for a worker, as the queue remembers them.
+//! Workloads that wait for a worker, as the queue stores them.
 
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -9,22 +9,23 @@ use uuid::Uuid;
 use super::PENDING;
 use crate::db::entity::workload;
 
-/// A workload that waits for a worker.
+/// The columns of a pending workload that the queue needs.
 #[derive(Debug, FromQueryResult)]
-pub(crate) struct Pending {
+pub(crate) struct PendingWorkload {
     pub(crate) id: Uuid,
-    /// What sorts it.
+    /// Sort key: the order of submission.
     pub(crate) sequence: Uuid,
-    /// JSON: where it could not be started.
+    /// JSON: workers on which the workload could not be started.
     pub(crate) failed_on: String,
 }
 
-/// Up to `limit` workloads that wait for a worker and were submitted after `after`, in the order of their submission.
+/// Returns up to `limit` pending workloads that were submitted after `after`, in the order of
+/// submission.
 pub(crate) async fn pending(
     db: &impl ConnectionTrait,
     after: Option<Uuid>,
     limit: u64,
-) -> Result<Vec<Pending>, DbErr> {
+) -> Result<Vec<PendingWorkload>, DbErr> {
     let mut query = workload::Entity::find()
         .select_only()
         .columns([workload::Column::Id, workload::Column::Sequence, workload::Column::FailedOn])

@@ -1,4 +1,4 @@
-//! Workloads that go back to the queue after an attempt, because nothing of it ran, or because they may run again.
+//! Requeueing of workloads after an attempt that did not run, or that may be retried.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::{DatabaseTransaction, DbErr};
 use uuid::Uuid;
 
-use super::{Write, allowed, demand, lock, queue, spec, stop, whereabouts};
+use super::{Write, demand, lock, queue, remaining_retries, spec, stop, whereabouts};
 use crate::config::Config;
 use crate::db::entity::lease::{self, EndedBy, StopReason};
 use crate::db::entity::workload::{Model, State};
@@ -16,12 +16,12 @@ use crate::leases;
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message};
 use crate::outcome::{self, Ending, Report};
-use crate::placement::{Choice, FailedThere, Refusal};
+use crate::placement::{Choice, FailedWorker, Refusal};
 use crate::workers::cache;
 use crate::workers::quarantine;
 
-/// Lets the attempt under `lease`, which its gateway reports as `report`, end without ending its workload, if it ended through the fault of its
-/// worker, before the process had started, and another worker could take it. `false`: it did not.
+/// Ends the attempt under `lease` without its workload, if a worker fault ended the attempt before
+/// its process started and another worker could take the workload. Returns `false` otherwise.
 pub(super) async fn after_fault(
     txn: &DatabaseTransaction,
     row: &Model,
@@ -33,51 +33,54 @@ pub(super) async fn after_fault(
 ) -> Result<bool, DbErr> {
     let announced = row.state != State::Assigned;
     let Some(failure) = outcome::fault(announced, lease.stop_reason, report) else { return Ok(false) };
-    if outcome::is_held_against(failure) {
+    if outcome::counts_towards_quarantine(failure) {
         let why = format!("{} ({})", failure.message, failure.reason);
-        quarantine::failed(txn, lease.worker_id, (&row.team, &why), config, now, effects).await?;
+        quarantine::record_failure(txn, lease.worker_id, (&row.team, &why), config, now, effects).await?;
     }
-    let Some(row) = elsewhere(txn, row, lease.worker_id, failure, config).await? else { return Ok(false) };
+    let Some(row) = exclude_worker(txn, row, lease.worker_id, failure, config).await? else {
+        return Ok(false);
+    };
     if leases::end(txn, LeaseId::from_uuid(lease.id), EndedBy::Reported, now, effects).await? {
         let name = whereabouts(&row)?.map(|there| there.worker_name).unwrap_or_default();
-        let reasons = vec![format!("{name}: {}", Refusal::FailedThere(failure.clone()))];
-        again(txn, row, lease.attempt_id, reasons, now, effects).await?;
+        let reasons = vec![format!("{name}: {}", Refusal::FailedWorker(failure.clone()))];
+        requeue(txn, row, lease.attempt_id, reasons, now, effects).await?;
     }
     Ok(true)
 }
 
-/// `row`, which is not placed on the worker of `lease` again if its process was not started there in time, and another worker could take it.
+/// Returns `row` with the worker of `lease` excluded, if the start timeout passed there, a retry
+/// remains and another worker could take the workload.
 pub(super) async fn after_start_timeout(
     txn: &DatabaseTransaction,
     row: Model,
     lease: &lease::Model,
     config: &Config,
 ) -> Result<Model, DbErr> {
-    if lease.stop_reason != Some(StopReason::StartTimeout) || !allowed(&row)?.once_more() {
+    if lease.stop_reason != Some(StopReason::StartTimeout) || !remaining_retries(&row)?.once_more() {
         return Ok(row);
     }
     let failure = outcome::start_timeout();
-    Ok(elsewhere(txn, &row, lease.worker_id, &failure, config).await?.unwrap_or(row))
+    Ok(exclude_worker(txn, &row, lease.worker_id, &failure, config).await?.unwrap_or(row))
 }
 
-/// The row of a workload that `worker` could not start, if another worker could take it.
-async fn elsewhere(
+/// Returns the row with `worker` excluded, if another worker could take the workload.
+async fn exclude_worker(
     txn: &DatabaseTransaction,
     row: &Model,
     worker: Uuid,
     failure: &Failure,
     config: &Config,
 ) -> Result<Option<Model>, DbErr> {
-    let mut failed_on: Vec<FailedThere> = from_json(&row.failed_on)?;
-    failed_on.push(FailedThere { worker: WorkerId::from_uuid(worker), failure: failure.clone() });
-    let lasts = |failed: &FailedThere| !outcome::passes(&failed.failure);
+    let mut failed_on: Vec<FailedWorker> = from_json(&row.failed_on)?;
+    failed_on.push(FailedWorker { worker: WorkerId::from_uuid(worker), failure: failure.clone() });
+    let lasts = |failed: &FailedWorker| !outcome::is_temporary_fault(&failed.failure);
     let counts =
-        |failed: &&FailedThere| lasts(failed) && failed.failure.reason != FailureReason::StartTimeout;
+        |failed: &&FailedWorker| lasts(failed) && failed.failure.reason != FailureReason::StartTimeout;
     if failed_on.iter().filter(counts).count() >= outcome::MOST_FAULTS {
         return Ok(None);
     }
     let mut known = cache::index(txn, config).await?;
-    let mut placeable = |failed_on: &[FailedThere]| {
+    let mut placeable = |failed_on: &[FailedWorker]| {
         let row = Model { failed_on: to_json(&failed_on)?, ..row.clone() };
         let never = known.choose(&demand(&row)?, &[]) == Choice::Never;
         Ok::<_, DbErr>((!never).then_some(row))
@@ -85,20 +88,20 @@ async fn elsewhere(
     if let Some(row) = placeable(&failed_on)? {
         return Ok(Some(row));
     }
-    // Those that had no room then may have some now.
+    // Workers that had no room may have room now, so they are not excluded.
     failed_on.retain(lasts);
     placeable(&failed_on)
 }
 
-/// How the workload of `row` ends when no worker is left that could take it, if some could not start it.
+/// Returns the end of a workload that no remaining worker could take, if attempts failed before.
 pub(crate) fn last_failure(row: &Model) -> Result<Option<Ending>, DbErr> {
-    let mut failed_on: Vec<FailedThere> = from_json(&row.failed_on)?;
+    let mut failed_on: Vec<FailedWorker> = from_json(&row.failed_on)?;
     let last = failed_on.pop();
-    Ok(last.map(|FailedThere { failure, .. }| Ending::errored(failure.reason, &failure.message)))
+    Ok(last.map(|FailedWorker { failure, .. }| Ending::errored(failure.reason, &failure.message)))
 }
 
-/// Leaves a workload in the queue, whose attempt has ended before anything of it ran, or which may run again.
-pub(super) async fn again(
+/// Returns a workload to the queue after an attempt that did not run, or that is retried.
+pub(super) async fn requeue(
     txn: &DatabaseTransaction,
     mut row: Model,
     attempt: Option<Uuid>,
@@ -119,7 +122,7 @@ pub(super) async fn again(
     queue(txn, row, Write::Update, reasons, now, effects).await
 }
 
-/// Lets the attempt under `lease` be interrupted, if it may be, or `all` shall: its worker goes.
+/// Interrupts the attempt under `lease` if its workload is interruptible, or if `all` is set.
 pub(crate) async fn interrupt(
     txn: &DatabaseTransaction,
     id: WorkloadId,

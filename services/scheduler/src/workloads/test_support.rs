@@ -1,8 +1,8 @@
-//! What is submitted in tests.
+//! Specs for unit tests.
 
 use domain::workload::{Image, Limits, Network, OutputMode, Stdin, WorkloadSpec};
 
-/// A workload that needs nothing of the artifact store, and nothing special of its worker.
+/// Returns a spec that needs no artifact store and no special worker.
 pub(crate) fn spec() -> WorkloadSpec {
     WorkloadSpec {
         team: "main".to_owned(),

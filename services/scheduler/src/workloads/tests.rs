@@ -6,7 +6,7 @@ use testing::databases::TestDatabase;
 use super::*;
 use crate::db::entity::{event, outbox as parcels};
 
-/// A workload from an image that is an artifact, so that something is pinned for it.
+/// Returns a spec whose image is an artifact, so that the store must pin something.
 fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
     let outputs = outputs.iter().map(|name| Output {
         name: (*name).to_owned(),
@@ -21,7 +21,7 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
 }
 
 #[tokio::test]
-async fn only_what_may_have_outputs_or_ends_a_build_waits_until_it_is_settled() {
+async fn only_workload_with_outputs_or_build_waits_for_settling() {
     let database = testing::databases::sqlite();
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let build = Some(domain::BuildId::new());
@@ -38,7 +38,7 @@ async fn only_what_may_have_outputs_or_ends_a_build_waits_until_it_is_settled() 
                 let mut effects = Effects::default();
                 let row = submission.row(State::Running, now);
                 save(&txn, row, Write::Insert, None, now, &mut effects).await?;
-                let row = lock(&txn, id).await?.expect("it was just written");
+                let row = lock(&txn, id).await?.expect("a row that was just written");
                 let ending = Ending {
                     outcome: Outcome::Succeeded,
                     exit: None,
@@ -57,10 +57,13 @@ async fn only_what_may_have_outputs_or_ends_a_build_waits_until_it_is_settled() 
         let row = find(db.read(), id).await.expect("a row").expect("a row");
         assert_eq!(row.state, expected);
         assert_eq!(row.finished_at.is_some(), expected == State::Finished);
-        let told: Vec<_> = effects.parcels.iter().map(|parcel| &parcel.message).collect();
-        assert!(matches!(told[..], [Message::Settle(_)]), "the store hears of it all the same: {told:?}");
+        let messages: Vec<_> = effects.parcels.iter().map(|parcel| &parcel.message).collect();
+        assert!(
+            matches!(messages[..], [Message::Settle(_)]),
+            "the store receives the settlement: {messages:?}"
+        );
 
-        // However late the store answers.
+        // A late answer of the store changes nothing.
         let now = Timestamp::now();
         let settled = db.write(async |txn| settled(&txn, id, now, &mut Effects::default()).await).await;
         settled.expect("settled");
@@ -68,8 +71,8 @@ async fn only_what_may_have_outputs_or_ends_a_build_waits_until_it_is_settled() 
     }
 }
 
-/// More than are forgotten at a time wait for the store, and others do not.
-async fn what_finished_long_ago_is_forgotten_once_the_store_knows(database: TestDatabase) {
+/// More workloads than one pass deletes wait for the store. They must not block others.
+async fn finished_workload_is_deleted_after_store_acknowledges(database: TestDatabase) {
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let (long_ago, now) = (Timestamp(1_000_000), Timestamp::now());
     let finish = async |count: usize, at: Timestamp| {
@@ -79,7 +82,7 @@ async fn what_finished_long_ago_is_forgotten_once_the_store_knows(database: Test
             let mut effects = Effects::default();
             for submission in &all {
                 save(&txn, submission.row(State::Pending, at), Write::Insert, None, at, &mut effects).await?;
-                let row = lock(&txn, submission.id).await?.expect("it was just written");
+                let row = lock(&txn, submission.id).await?.expect("a row that was just written");
                 conclude(&txn, row, Ending::aborted(), None, at, &mut effects).await?;
             }
             Ok::<_, DbErr>(())
@@ -87,34 +90,34 @@ async fn what_finished_long_ago_is_forgotten_once_the_store_knows(database: Test
         written.await.expect("finished");
         all.into_iter().map(|submission| submission.id.uuid()).collect::<Vec<_>>()
     };
-    let heard = async |id: Uuid| {
-        let told = parcels::Entity::delete_many().filter(parcels::Column::HolderId.eq(id));
-        db.write(async |txn| told.clone().exec(&*txn).await).await.expect("delivered").rows_affected
+    let acknowledge = async |id: Uuid| {
+        let delete = parcels::Entity::delete_many().filter(parcels::Column::HolderId.eq(id));
+        db.write(async |txn| delete.clone().exec(&*txn).await).await.expect("delivered").rows_affected
     };
-    let left = async || {
+    let remaining = async || {
         while db.write(async |txn| forget(&txn, Timestamp(2_000_000)).await).await.expect("forgotten") > 0 {}
         let rows = workload::Entity::find().all(db.read()).await.expect("rows");
         rows.into_iter().map(|row| row.id).collect::<std::collections::HashSet<_>>()
     };
-    let leases_of_stalled = finish(150, long_ago).await;
+    let waiting_for_store = finish(150, long_ago).await;
     let (old, young) = (finish(1, long_ago).await[0], finish(1, now).await[0]);
-    assert_eq!((heard(old).await, heard(young).await), (1, 1));
-    let expected = leases_of_stalled.iter().copied().chain([young]).collect();
-    assert_eq!(left().await, expected);
-    for id in leases_of_stalled {
-        assert_eq!(heard(id).await, 1);
+    assert_eq!((acknowledge(old).await, acknowledge(young).await), (1, 1));
+    let expected = waiting_for_store.iter().copied().chain([young]).collect();
+    assert_eq!(remaining().await, expected);
+    for id in waiting_for_store {
+        assert_eq!(acknowledge(id).await, 1);
     }
-    assert_eq!(left().await, [young].into());
+    assert_eq!(remaining().await, [young].into());
     let events = event::Entity::find().all(db.read()).await.expect("events");
     assert!(!events.is_empty() && events.iter().all(|event| event.workload_id == young), "{events:?}");
 }
 
 #[tokio::test]
-async fn what_finished_long_ago_is_forgotten_on_sqlite() {
-    what_finished_long_ago_is_forgotten_once_the_store_knows(testing::databases::sqlite()).await;
+async fn finished_workload_is_deleted_after_store_acknowledges_sqlite() {
+    finished_workload_is_deleted_after_store_acknowledges(testing::databases::sqlite()).await;
 }
 
 #[tokio::test]
-async fn what_finished_long_ago_is_forgotten_on_postgresql() {
-    what_finished_long_ago_is_forgotten_once_the_store_knows(testing::databases::postgres().await).await;
+async fn finished_workload_is_deleted_after_store_acknowledges_postgres() {
+    finished_workload_is_deleted_after_store_acknowledges(testing::databases::postgres().await).await;
 }

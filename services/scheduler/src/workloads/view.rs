@@ -17,7 +17,7 @@ use crate::leases;
 use crate::outcome::Ending;
 use crate::workloads::events::Whereabouts;
 
-/// A workload as it is now.
+/// A workload as callers see it.
 #[derive(Debug, Clone)]
 pub(crate) struct Workload {
     pub(crate) id: WorkloadId,
@@ -28,19 +28,19 @@ pub(crate) struct Workload {
     pub(crate) started_at: Option<Timestamp>,
     pub(crate) finished_at: Option<Timestamp>,
     pub(crate) whereabouts: Option<Whereabouts>,
-    /// Once finished.
+    /// End of the workload. Set once finished.
     pub(crate) ending: Option<Ending>,
-    /// While pending.
+    /// Refusals of the workers. Set while pending.
     pub(crate) waiting_for: Vec<String>,
-    /// How often it has begun again.
+    /// Number of used retries.
     pub(crate) retried: u32,
-    /// Why its attempt shall stop that has not.
+    /// Reason why the running attempt must stop, if it must.
     pub(crate) stopping: Option<StopReason>,
-    /// Whether part of its spec was not kept.
+    /// Whether part of the spec was deleted.
     pub(crate) abridged: bool,
 }
 
-/// These rows, in their order, with what their leases say.
+/// Converts rows into workloads, in their order, with the stop reasons of their leases.
 pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<Vec<Workload>, DbErr> {
     let is_attempted = |row: &&Model| matches!(row.state, State::Assigned | State::Starting | State::Running);
     let attempted: Vec<_> = rows.iter().filter(is_attempted).map(|row| row.id).collect();
@@ -70,8 +70,8 @@ pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<
     rows.into_iter().map(view).collect()
 }
 
-/// A page of the workloads of `team`, or of all teams, newest first; and whether there are more. It ends where specs are large, so that no more
-/// of them is read than is told.
+/// Returns a page of workloads of `team`, or of all teams, newest first, and whether there are
+/// more. The page ends early if specs are large, so that no more rows are read than returned.
 pub(crate) async fn list(
     db: &impl ConnectionTrait,
     team: Option<&str>,
@@ -89,7 +89,7 @@ pub(crate) async fn list(
     if let Some(outcome) = outcome {
         query = query.filter(workload::Column::Outcome.eq(outcome));
         if outcome != Outcome::Succeeded {
-            // Written out, as in the partial index of the table.
+            // The text equals that of the partial index of the table.
             query = query.filter(Expr::cust("outcome <> 'succeeded'"));
         }
     }

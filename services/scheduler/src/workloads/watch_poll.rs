@@ -1,11 +1,13 @@
-//! The watch poll: one look for all who watch something at this replica.
+//! The watch poll: one query for all watchers of this replica.
 //!
-//! Who watches hears of changes by hints ([`crate::notify::local`]), each of which may be lost. Twice in each poll this replica looks which of what is watched
-//! has another revision than with the look before, and hints at that. So what many watchers cost the database grows with what changes, and hardly
-//! with how many they are.
+//! Watchers wake on notifications ([`crate::notify::local`]), each of which may be lost. Twice in
+//! each poll interval, this replica compares the revisions of all watched workloads with those of
+//! the previous query, and wakes the watchers of changed ones. The cost for the database therefore
+//! depends on the number of changes more than on the number of watchers.
 //!
-//! Invariant: a watcher misses no change for longer than until the next look. He subscribes before he looks himself; what comes after that is
-//! either new to the next look as well, or was new to one that hinted at it when he had subscribed. What is watched for the first time is always hinted at.
+//! Invariant: a watcher misses no change for longer than one interval. A watcher subscribes before
+//! its own first read. A later change is new to the next query too, or was new to a query that woke
+//! the watcher. A workload that is watched for the first time always wakes its watchers.
 
 use std::collections::HashMap;
 
@@ -18,27 +20,28 @@ use crate::context::Context;
 use crate::notify::local::ALL_WORKERS;
 use crate::workers::revisions;
 
-/// Of how many workloads the revisions are read at a time.
-const AT_ONCE: usize = 5000;
+/// Maximum number of workloads whose revisions one statement reads.
+const MAX_WORKLOADS_PER_QUERY: usize = 5000;
 
-/// By what is watched, the revision with which it was seen last. `None`: it was not there.
-type Seen = HashMap<Uuid, Option<i64>>;
+/// The last seen revision of each watched workload. `None`: no row.
+type Revisions = HashMap<Uuid, Option<i64>>;
 
-/// Looks for all who watch, until the service stops.
-pub(crate) async fn look_forever(context: Context) {
-    let mut looks = interval(context.config.poll / 2);
-    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut seen = Seen::new();
+/// Polls for all watchers until the service stops.
+pub(crate) async fn poll_forever(context: Context) {
+    let mut ticks = interval(context.config.poll / 2);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut seen = Revisions::new();
     loop {
         tokio::select! {
             () = context.stopping.cancelled() => return,
-            _ = looks.tick() => {}
+            _ = ticks.tick() => {}
         }
         let now = match revisions(&context.db, &context.notify.local.watched()).await {
             Ok(now) => now,
             Err(error) => {
-                tracing::debug!(error = %error, "cannot look at what is watched");
-                // Each finds out by himself whether the database answers him, and may go to another replica.
+                tracing::debug!(error = %error, "cannot read the revisions of watched workloads");
+                // Each watcher then queries the database and returns its own error, so that its
+                // client may try another replica.
                 context.notify.local.watched().into_iter().for_each(|id| context.notify.local.changed(id));
                 continue;
             }
@@ -52,15 +55,15 @@ pub(crate) async fn look_forever(context: Context) {
     }
 }
 
-/// With which revision each of these is there.
-async fn revisions(db: &Database, watched: &[Uuid]) -> Result<Seen, DbErr> {
+/// Reads the revisions of watched workloads.
+async fn revisions(db: &Database, watched: &[Uuid]) -> Result<Revisions, DbErr> {
     let (db, backend) = (db.read(), db.read().get_database_backend());
-    let mut found: Seen = watched.iter().map(|id| (*id, None)).collect();
+    let mut found: Revisions = watched.iter().map(|id| (*id, None)).collect();
     if let Some(revision) = found.get_mut(&ALL_WORKERS) {
         *revision = Some(revisions::revisions(db).await?.last);
     }
     let workloads: Vec<_> = watched.iter().filter(|id| **id != ALL_WORKERS).collect();
-    for some in workloads.chunks(AT_ONCE) {
+    for some in workloads.chunks(MAX_WORKLOADS_PER_QUERY) {
         let among = rows::among(backend, 1);
         let query = format!("SELECT id, revision FROM workloads WHERE id {among}");
         let given = rows::ids(some.iter().map(|id| **id))?;

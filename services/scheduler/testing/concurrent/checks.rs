@@ -1,4 +1,4 @@
-//! What must hold whenever everything is at rest.
+//! Invariants that must hold whenever no operation is in progress.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -17,8 +17,8 @@ use crate::workers::revisions;
 use crate::workloads;
 use crate::workloads::events::Event;
 
-/// Waits until what is killed was written, or was not: a transaction whose process is gone may be committed all the same. On SQLite whoever may
-/// write has waited for the others.
+/// Waits until the transactions of killed operations are committed or rolled back. A transaction
+/// may still commit after its process has ended. On SQLite, a writer has waited for the others.
 async fn rest(txn: &db::Transaction) -> Result<(), DbErr> {
     if txn.get_database_backend() == DbBackend::Postgres {
         let tables =
@@ -28,7 +28,7 @@ async fn rest(txn: &db::Transaction) -> Result<(), DbErr> {
     Ok(())
 }
 
-/// The same, and waits until whoever is killed while he runs has come to where he waits, and was given up by the database.
+/// Waits like [`rest`], and until PostgreSQL has ended all statements of killed operations.
 pub(crate) async fn rest_of_all(db: &db::Database) -> Result<(), DbErr> {
     db.write(async |txn| rest(&txn).await).await?;
     let db = db.read();
@@ -47,14 +47,14 @@ pub(crate) async fn rest_of_all(db: &db::Database) -> Result<(), DbErr> {
             rows.iter().map(|row| row.try_get::<String>("", "others")).collect::<Result<Vec<_>, _>>()?;
         assert!(
             begun.elapsed() < Duration::from_secs(60),
-            "whoever was killed does not come to rest: {others:?}"
+            "the statements of killed operations do not end: {others:?}"
         );
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 
 impl World {
-    /// Everything is at rest: what must hold, holds.
+    /// Checks all invariants while no operation is in progress.
     pub(super) async fn check(&self) {
         self.db.write(async |txn| rest(&txn).await).await.expect("the database answers");
         let db = self.db.read();
@@ -67,21 +67,21 @@ impl World {
             let checks = tasks.iter().filter(|lease| lease.kind == Kind::Check).count();
             let memory: i64 = tasks.iter().map(|lease| lease.memory_bytes).sum();
             let tasks = i64::try_from(tasks.len()).expect("few");
-            assert_eq!(worker.active_tasks, tasks, "the counter of {} is not its ledger", worker.name);
+            assert_eq!(worker.active_tasks, tasks, "the counter of {} differs from its leases", worker.name);
             assert_eq!(worker.active_checks, i64::try_from(checks).expect("few"));
             assert_eq!(worker.reserved_memory_bytes, memory);
             assert!(
                 worker.memory_bytes.is_none_or(|all| memory <= all),
-                "{} gave {memory} bytes",
+                "{} has {memory} bytes reserved",
                 worker.name
             );
             let cpu = worker.reserved_cpu_millis;
-            assert!(worker.cpu_millis.is_none_or(|all| cpu <= all), "{} gave {cpu} cpu", worker.name);
+            assert!(worker.cpu_millis.is_none_or(|all| cpu <= all), "{} has {cpu} cpu reserved", worker.name);
             assert!(worker.max_tasks.is_none_or(|max| tasks <= max), "{} has {tasks} tasks", worker.name);
             self.check_worker(&worker, &live).await;
         }
         let drift = metrics::counters_drift(db).await.expect("compared");
-        assert!(drift.iter().all(|(_, drift)| *drift == 0), "counters and ledger disagree: {drift:?}");
+        assert!(drift.iter().all(|(_, drift)| *drift == 0), "counters and leases disagree: {drift:?}");
         let mut held = HashSet::new();
         for lease in &live {
             assert!(lease.workload_id.is_none_or(|id| held.insert(id)), "two live leases of a workload");
@@ -100,23 +100,24 @@ impl World {
             started
         });
         for (workload, attempts) in &started {
-            let row = workloads::find(db, *workload).await.expect("workloads").expect("none is forgotten");
-            assert!(row.retried <= i64::from(spec(*workload).retries), "{workload} began again too often");
+            let row =
+                workloads::find(db, *workload).await.expect("workloads").expect("no workload is deleted");
+            assert!(row.retried <= i64::from(spec(*workload).retries), "{workload} was retried too often");
             assert!(
                 spec(*workload).interruptible
                     || attempts.len() <= 1 + usize::try_from(row.retried).expect("few"),
-                "{workload} was started {} times, may not be interrupted and began again {} times",
+                "{workload} was started {} times, is not interruptible and was retried {} times",
                 attempts.len(),
                 row.retried
             );
         }
         for lease in all.iter().filter(|lease| lease.stop_reason == Some(lease::StopReason::StartTimeout)) {
-            let workload = lease.workload_id.map(WorkloadId::from_uuid).expect("it is of a workload");
+            let workload = lease.workload_id.map(WorkloadId::from_uuid).expect("a workload");
             let attempts = started.get(&workload);
             let id = LeaseId::from_uuid(lease.id);
             assert!(
                 attempts.is_none_or(|attempts| !attempts.contains(&id)),
-                "{workload} was late, and started"
+                "{workload} exceeded its start timeout, and started"
             );
         }
         let ended = all.iter().filter(|lease| lease.state == lease::State::Ended);
@@ -138,22 +139,18 @@ impl World {
         let load = load.get(&worker.id).copied().unwrap_or_default();
         assert_eq!(load.leases as usize, own.len());
         if worker.landed_at.is_some() {
-            assert_ne!(worker.desired, worker::Desired::Run, "{} runs and has landed", worker.name);
-            assert_eq!(load.uninterruptible, 0, "{} has landed, and something holds it up", worker.name);
+            assert_ne!(worker.desired, worker::Desired::Run, "{} takes work and is drained", worker.name);
+            assert_eq!(load.uninterruptible, 0, "{} is drained, and has uninterruptible leases", worker.name);
         }
         self.seen(|seen| match worker.unsupported_versions.as_str() {
             "[]" => _ = seen.misfits.remove(&worker.id),
             _ => {
                 if let Some(before) = seen.misfits.insert(worker.id, own.clone()) {
-                    assert!(
-                        own.is_subset(&before),
-                        "{} got a lease, and nobody can speak with it",
-                        worker.name
-                    );
+                    assert!(own.is_subset(&before), "{} is incompatible, and got a lease", worker.name);
                 }
             }
         });
-        let says = worker::Model {
+        let row = worker::Model {
             generation: 0,
             active_tasks: 0,
             active_checks: 0,
@@ -164,28 +161,28 @@ impl World {
             ..worker.clone()
         };
         self.seen(|seen| {
-            let said = seen.said.insert(worker.id, says.clone());
-            if let Some(said) = said.filter(|said| said.revision == worker.revision) {
-                assert_eq!(says, said, "it has changed without a new revision");
+            let previous = seen.rows.insert(worker.id, row.clone());
+            if let Some(previous) = previous.filter(|previous| previous.revision == worker.revision) {
+                assert_eq!(row, previous, "the row has changed without a new revision");
             }
         });
         let last = revisions::revisions(self.db.read()).await.expect("revisions").last;
-        assert!(worker.revision <= last, "{} has a revision that was never handed out", worker.name);
+        assert!(worker.revision <= last, "{} has a revision that was never assigned", worker.name);
         self.seen(|seen| {
             assert!(seen.revision <= last, "revisions fall");
             seen.revision = last;
-            assert!(!seen.gone.contains(&worker.id), "{} has gone and is there", worker.name);
+            assert!(!seen.gone.contains(&worker.id), "{} was removed and exists", worker.name);
             if worker.desired == worker::Desired::Run {
                 assert_eq!(
                     seen.down.remove(&worker.id),
                     None,
-                    "{} runs, and nobody wanted that",
+                    "{} takes work without an operation",
                     worker.name
                 );
                 return;
             }
             if let Some(before) = seen.down.get(&worker.id) {
-                assert!(own.is_subset(before), "{} got a lease on its way down", worker.name);
+                assert!(own.is_subset(before), "{} got a lease while out of service", worker.name);
             }
             seen.down.insert(worker.id, own);
         });
@@ -200,7 +197,7 @@ impl World {
                 assert_eq!(lease.map(|lease| lease.id), row.lease_id, "{id} is {:?}", row.state);
             }
             Pending | Finished => assert!(lease.is_none(), "{id} is {:?} and holds a lease", row.state),
-            Accepted | Settling => panic!("{id} needs nothing of the store and is {:?}", row.state),
+            Accepted | Settling => panic!("{id} needs no store and is {:?}", row.state),
         }
         let events = event::Entity::find()
             .filter(event::Column::WorkloadId.eq(row.id))

@@ -1,4 +1,4 @@
-//! Which operations there are, and how often each is done beside the others.
+//! The operations and their weights.
 
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Operation {
@@ -18,13 +18,13 @@ pub(super) enum Operation {
     Run,
     Retire,
     Prune,
-    SeeOff,
+    Depart,
     PlaceDriven,
     RenewDriven,
     ReleaseDriven,
 }
 
-/// Everything.
+/// All operations.
 pub(super) const OPERATIONS: [(Operation, u32); 20] = [
     (Operation::Submit, 8),
     (Operation::Dispatch, 8),
@@ -42,13 +42,14 @@ pub(super) const OPERATIONS: [(Operation, u32); 20] = [
     (Operation::Run, 4),
     (Operation::Retire, 1),
     (Operation::Prune, 1),
-    (Operation::SeeOff, 5),
+    (Operation::Depart, 5),
     (Operation::PlaceDriven, 2),
     (Operation::RenewDriven, 2),
     (Operation::ReleaseDriven, 2),
 ];
 
-/// Callers that drive leases, and nobody who waits: so there is nothing before them while others are granted theirs.
+/// Callers that drive leases, without waiting requests, so that requests are decided ahead of
+/// commits.
 pub(super) const DRIVEN: [(Operation, u32); 8] = [
     (Operation::PlaceDriven, 12),
     (Operation::ReleaseDriven, 10),

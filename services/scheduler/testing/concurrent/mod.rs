@@ -1,7 +1,10 @@
-//! Random operations on leases, many at a time, against what must always hold.
+//! Concurrent random operations on leases, checked against invariants.
 //!
-//! Each round carries out some operations at once, each in its transaction as the service would, on real databases; then everything is
-//! at rest and is checked. Some are killed wherever they wait, a replica with the operation that it does, and clocks differ. The seed is printed; `GANTRY_SEED` repeats a run as far as the database's own races allow.
+//! Each round runs several operations concurrently, each in its own transaction like in the
+//! service, on real databases. After each round, no operation is in progress and the invariants are
+//! checked. Some operations are killed at any await point, together with their replica, and clocks
+//! differ. The seed is printed. `GANTRY_SEED` repeats a run, as far as the races of the database
+//! allow.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,7 +30,7 @@ use crate::lifecycle::departure::{self, RegistryError, Withdrawal};
 use crate::notify::changes::Effects;
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
-use crate::scheduling::{Caller, LeaseRequest, PlaceError, PlaceResult, Request, SubmitError};
+use crate::scheduling::{LeaseRequest, PlaceError, PlaceResult, Request, RoundContext, SubmitError};
 use crate::workers::lease_counts;
 use crate::workers::quarantine;
 use crate::workers::{self, Heartbeat, Registration, SessionError, Usage};
@@ -44,53 +47,56 @@ use self::promises::Promises;
 use self::replicas::{Replica, killed_at};
 
 const WORKERS: usize = 4;
-/// The last of them is gone for good once it is lost.
+/// The last worker, which is removed once it is lost.
 const EPHEMERAL: usize = 3;
 const REPLICAS: usize = 2;
 const ROUNDS: usize = 60;
-/// Microseconds by which the clocks of two processes differ at most.
+/// Largest difference between the clocks of two processes, in microseconds.
 const SKEW: i64 = 500_000;
 
-/// What the operations have seen. Only what can be said whatever the others do at the same time.
+/// Observations of the operations that hold regardless of concurrent operations.
 #[derive(Default)]
-struct Seen {
-    /// Those that are over as well.
+struct Observations {
+    /// Includes ended sessions.
     sessions: Vec<SessionClaims>,
     workloads: Vec<WorkloadId>,
-    /// Every lease that was ever live, so that stale ones are used as well.
+    /// Every lease that was ever live, so that operations use stale ones too.
     claims: Vec<LeaseClaims>,
     driven: Vec<LeaseClaims>,
     promises: Promises,
-    /// The attempts that were allowed to start.
+    /// Attempts whose start was accepted.
     started: HashMap<WorkloadId, HashSet<LeaseId>>,
-    /// How many said of an attempt, and may have been heard, that it was not started after all.
+    /// Number of reports, possibly received, that the attempt was not started.
     denied: HashMap<LeaseId, usize>,
-    /// How finished workloads ended.
+    /// Endings of finished workloads.
     endings: HashMap<WorkloadId, String>,
-    /// The leases that have ended, each with its worker. Those of workers that have gone are forgotten, and their ids may be used again.
+    /// Ended leases with their workers. Leases of removed workers are deleted, and their ids may be
+    /// reused.
     ended_leases: HashMap<LeaseId, uuid::Uuid>,
-    /// Microseconds by which the clock was moved.
+    /// Offset of the clock, in microseconds.
     moved: i64,
-    /// The live leases of workers that shall be cordoned or retired, when everything was at rest last, unless they may have run since.
+    /// Live leases of workers out of service at the last check, unless the worker may have returned
+    /// to service since.
     down: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
-    /// The live leases of workers with which nobody can speak, when everything was at rest last, unless somebody could have since.
+    /// Live leases of incompatible workers at the last check, unless the worker may have become
+    /// compatible since.
     misfits: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
-    /// Workers that have gone.
+    /// Removed workers.
     gone: HashSet<uuid::Uuid>,
-    /// How often a worker was seen that was reserved.
+    /// Number of observed reservations.
     reserved: u64,
-    /// How often something might be decided while another was written.
+    /// Number of times that a round could be decided during a commit.
     ahead: usize,
-    /// How many operations were killed.
+    /// Number of killed operations.
     killed: usize,
     /// The last revision of workers.
     revision: i64,
-    /// What the rows of workers said, but for their counts.
-    said: HashMap<uuid::Uuid, worker::Model>,
+    /// The rows of workers, without their counters.
+    rows: HashMap<uuid::Uuid, worker::Model>,
 }
 
-impl Seen {
-    /// Whether `session` certainly speaks for nobody any more.
+impl Observations {
+    /// Returns whether `session` has certainly ended.
     fn is_over(&self, session: &SessionClaims) -> bool {
         let is_newer =
             |other: &SessionClaims| other.worker == session.worker && other.incarnation > session.incarnation;
@@ -103,10 +109,10 @@ struct World {
     db: Database,
     config: Arc<Config>,
     replicas: Arc<[Replica]>,
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<Observations>>,
 }
 
-/// Every third may be interrupted, every other must start in time, and some may begin again when they are lost or late.
+/// Every third workload is interruptible, every other has a start timeout, and some have retries.
 fn spec(id: WorkloadId) -> WorkloadSpec {
     WorkloadSpec {
         queue_timeout: Some(Duration::from_secs(3600)),
@@ -120,12 +126,12 @@ fn spec(id: WorkloadId) -> WorkloadSpec {
     }
 }
 
-/// What a workload asks for: some all that a worker has, which never comes free at a time.
+/// Memory of a workload. Some request all of a worker, which is never free without a reservation.
 fn memory(id: WorkloadId) -> u64 {
     if id.uuid().as_bytes()[13].is_multiple_of(3) { 25 } else { 10 }
 }
 
-fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> LeaseRequest {
+fn lease_request(lease: LeaseId, kind: Kind, group: Option<u32>) -> LeaseRequest {
     let process = Process::default();
     let shape = Shape {
         team: "main".to_owned(),
@@ -139,7 +145,7 @@ fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> LeaseRequest {
         },
         purpose: Purpose::WithoutInputs,
     };
-    let demand = Arc::new(shape.asked_by(lease.uuid()));
+    let demand = Arc::new(shape.requested_by(lease.uuid()));
     LeaseRequest {
         lease,
         kind,
@@ -149,7 +155,7 @@ fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> LeaseRequest {
         group,
         inputs: Arc::default(),
         owner: String::new(),
-        kept_to: None,
+        owner_worker: None,
         wait: Duration::ZERO,
         priority: 0,
     }
@@ -160,7 +166,7 @@ fn max_tasks(worker: usize) -> Option<u32> {
 }
 
 impl World {
-    fn seen<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
+    fn seen<T>(&self, look: impl FnOnce(&mut Observations) -> T) -> T {
         look(&mut self.seen.lock().expect("no panic"))
     }
 
@@ -168,7 +174,7 @@ impl World {
         Timestamp(Timestamp::now().0 + self.seen(|seen| seen.moved))
     }
 
-    fn introduce(worker: usize, marker: MarkerId) -> Registration {
+    fn registration(worker: usize, marker: MarkerId) -> Registration {
         Registration {
             name: format!("worker-{worker}"),
             instance: GatewayInstance::from_uuid(uuid::Uuid::from_u128(worker as u128 + 1)),
@@ -193,24 +199,25 @@ impl World {
         }
     }
 
-    async fn hello(&self, worker: usize, marker: MarkerId) {
-        let hello = Self::introduce(worker, marker);
-        // From here on it may get leases.
+    async fn register(&self, worker: usize, marker: MarkerId) {
+        let registration = Self::registration(worker, marker);
+        // The worker may get leases from here on.
         self.seen(|seen| seen.misfits.clear());
         let session = self
             .db
             .write(async |txn| {
-                workers::register(&txn, &[&hello], &self.config, self.now(), &mut Effects::default()).await
+                workers::register(&txn, &[&registration], &self.config, self.now(), &mut Effects::default())
+                    .await
             })
             .await;
         let mut session = match session {
-            // Another was faster with a worker of this name.
+            // Another operation inserted a worker with this name first.
             Err(error) if is_duplicate(&error) => return,
-            session => session.expect("let in or refused"),
+            session => session.expect("registered or rejected"),
         };
         match session.remove(0) {
             Ok(session) => self.seen(|seen| seen.sessions.push(session)),
-            Err(SessionError::Database(error)) => panic!("hello: {error}"),
+            Err(SessionError::Database(error)) => panic!("register: {error}"),
             Err(
                 SessionError::Stale
                 | SessionError::AlreadyAttended
@@ -218,25 +225,25 @@ impl World {
                 | SessionError::Retired
                 | SessionError::Forgotten,
             ) => {}
-            Err(SessionError::OtherTeam) => panic!("all workers are all teams'"),
+            Err(SessionError::OtherTeam) => panic!("every worker serves all teams"),
         }
     }
 
-    /// A gateway that speaks another protocol says hello for a worker.
+    /// Registers a gateway with an unsupported protocol version.
     async fn misfit(&self, worker: usize, marker: MarkerId) {
-        let hello = Self::introduce(worker, marker);
+        let registration = Self::registration(worker, marker);
         let listed = self.db.write(async |txn| {
             let (now, mut effects) = (self.now(), Effects::default());
-            workers::list_incompatible(&txn, &hello, &[99], &self.config, now, &mut effects).await
+            workers::list_incompatible(&txn, &registration, &[99], &self.config, now, &mut effects).await
         });
         if let Err(SessionError::Database(error)) = listed.await {
             assert!(is_duplicate(&error), "misfit: {error}");
         }
     }
 
-    /// What the service does about workers that shall be cordoned or removed. The store keeps nothing.
+    /// Runs the departure loop once. The store keeps nothing.
     async fn depart_if_due(&self) {
-        for row in departure::going(self.db.read()).await.expect("workers") {
+        for row in departure::departing(self.db.read()).await.expect("workers") {
             let live = lease::Entity::find()
                 .filter(lease::Column::WorkerId.eq(row.id))
                 .filter(lease::Column::State.ne(lease::State::Ended))
@@ -274,7 +281,7 @@ impl World {
                     workloads::interrupt(&txn, workload, lease, due, Duration::from_secs(1), &mut effects)
                         .await
                 });
-                interrupted.await.expect("told to stop");
+                interrupted.await.expect("a stop");
             }
         }
         let noted = self.db.write(async |txn| {
@@ -283,11 +290,11 @@ impl World {
         noted.await.expect("noted");
     }
 
-    async fn end_orphans(&self) {
-        for lease in workers::orphans(self.db.read(), 0).await.expect("orphans") {
+    async fn end_stranded_leases(&self) {
+        for lease in workers::stranded_leases(self.db.read(), 0).await.expect("stranded leases") {
             let ended = self.db.write(async |txn| {
                 let (now, mut effects) = (self.now(), Effects::default());
-                if !workers::is_orphan(&*txn, &lease).await? {
+                if !workers::is_stranded(&*txn, &lease).await? {
                     return Ok(());
                 }
                 match lease.is_driven() {
@@ -300,11 +307,11 @@ impl World {
                     }
                 }
             });
-            ended.await.expect("an orphan ends");
+            ended.await.expect("a stranded lease ends");
         }
     }
 
-    /// Notes the leases that are live now, so that later operations have something to be about.
+    /// Records the live leases for later operations.
     async fn learn(&self) {
         let live = lease::Entity::find()
             .filter(lease::Column::State.ne(lease::State::Ended))
@@ -322,10 +329,10 @@ impl World {
         });
     }
 
-    async fn carry_out(&self, operation: Operation, mut dice: StdRng) {
+    async fn execute(&self, operation: Operation, mut dice: StdRng) {
         let now = Timestamp(self.now().0 + dice.random_range(-SKEW / 2..=SKEW / 2));
         let claims = self.seen(|seen| {
-            // Mostly a recent one.
+            // Mostly a recent lease.
             let recent = seen.claims.len().saturating_sub(8);
             let from = if dice.random_bool(0.8) { &seen.claims[recent..] } else { &seen.claims[..] };
             from.choose(&mut dice).cloned()
@@ -335,24 +342,24 @@ impl World {
                 let again = self.seen(|seen| seen.workloads.choose(&mut dice).copied());
                 let id = again.filter(|_| dice.random_bool(0.2)).unwrap_or_else(WorkloadId::new);
                 let submission = Arc::new(Submission::new(id, spec(id), None));
-                // It may be there although nobody hears so.
+                // The workload may exist even if the call is killed.
                 self.seen(|seen| {
                     if !seen.workloads.contains(&id) {
                         seen.workloads.push(id);
                     }
                 });
-                match self.ask(&mut dice, now, |answer| Request::Submit(submission, answer)).await {
-                    // All of them are lost, or whoever was asked was killed.
+                match self.send(&mut dice, now, |answer| Request::Submit(submission, answer)).await {
+                    // All workers are lost, or the replica was killed.
                     Some(Err(SubmitError::NoCompatibleWorker(_))) | None => {}
                     Some(Ok(())) => self.seen(|seen| seen.promises.accepted(id)),
                     Some(Err(error)) => panic!("submit: {error}"),
                 }
             }
             Operation::Dispatch => {
-                let mut dispatcher = self.replicas[dice.random_range(0..REPLICAS)].hold().await;
+                let mut dispatcher = self.replicas[dice.random_range(0..REPLICAS)].lock().await;
                 let mut effects = Effects::default();
                 dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
-                dispatcher.take_turns(now, &mut effects).await.expect("placed or not");
+                dispatcher.run_queue_pass(now, &mut effects).await.expect("placed or not");
                 dispatcher.done();
             }
             Operation::Start => {
@@ -380,7 +387,8 @@ impl World {
                 };
                 let fails = reason == Some(FailureReason::StartFailed);
                 let failure = reason.map(|reason| Failure { reason, message: "no".to_owned() });
-                // It says that it was not started after all, and whether that was heard is not known until there is an answer.
+                // The report says that the process did not start. Whether it was received is
+                // unknown until there is an answer.
                 self.seen(|seen| *seen.denied.entry(claims.lease).or_default() += usize::from(fails));
                 let finished = self.db.write(async |txn| {
                     let report = Report { exit, failure: failure.clone(), ..Report::default() };
@@ -424,8 +432,8 @@ impl World {
                 lost.await.expect("lost");
             }
             Operation::Restart => {
-                self.hello(dice.random_range(0..WORKERS), MarkerId::new()).await;
-                self.end_orphans().await;
+                self.register(dice.random_range(0..WORKERS), MarkerId::new()).await;
+                self.end_stranded_leases().await;
             }
             Operation::Misfit => self.misfit(dice.random_range(0..WORKERS), MarkerId::new()).await,
             Operation::Silence => {
@@ -433,31 +441,35 @@ impl World {
                 self.seen(|seen| (seen.moved += lost + SKEW, seen.promises.silence()).1);
                 let now = self.now();
                 let noticed = self.db.write(async |txn| {
-                    workers::notice_silence(&txn, &self.config, now, &mut Effects::default()).await
+                    workers::mark_silent(&txn, &self.config, now, &mut Effects::default()).await
                 });
                 noticed.await.expect("noticed");
-                self.end_orphans().await;
+                self.end_stranded_leases().await;
             }
             Operation::Contact => {
                 let (sessions, over): (Vec<_>, Vec<_>) = self.seen(|seen| {
-                    // Mostly recent ones.
+                    // Mostly recent sessions.
                     let recent = seen.sessions.len().saturating_sub(2 * WORKERS);
                     let sessions = seen.sessions[recent..].sample(&mut dice, 4);
                     sessions.map(|session| (session.clone(), seen.is_over(session))).unzip()
                 });
-                let heard = |session| Heartbeat { session, kept: Usage::default(), at: now };
-                let heard: Vec<_> = sessions.iter().cloned().map(heard).collect();
-                let judged = self.db.write(async |txn| workers::observe(&txn, &heard).await).await;
-                let judged = judged.expect("heard or refused");
-                assert_eq!(judged.len(), heard.len());
-                for ((session, was_over), judged) in sessions.iter().zip(over).zip(&judged) {
-                    assert!(!was_over || judged.is_err(), "{session:?} is over and was heard");
+                let heartbeat = |session| Heartbeat { session, kept: Usage::default(), at: now };
+                let heartbeats: Vec<_> = sessions.iter().cloned().map(heartbeat).collect();
+                let results =
+                    self.db.write(async |txn| workers::record_heartbeats(&txn, &heartbeats).await).await;
+                let results = results.expect("recorded or rejected");
+                assert_eq!(results.len(), heartbeats.len());
+                for ((session, was_over), results) in sessions.iter().zip(over).zip(&results) {
+                    assert!(
+                        !was_over || results.is_err(),
+                        "{session:?} has ended, and its heartbeat was accepted"
+                    );
                 }
-                let current = sessions.into_iter().zip(&judged).filter(|(_, judged)| judged.is_ok());
+                let current = sessions.into_iter().zip(&results).filter(|(_, results)| results.is_ok());
                 let current: Vec<_> = current.map(|(session, _)| session).collect();
                 let back = self
                     .db
-                    .write(async |txn| workers::come_back(&txn, &current, &mut Effects::default()).await);
+                    .write(async |txn| workers::mark_running(&txn, &current, &mut Effects::default()).await);
                 back.await.expect("back");
             }
             Operation::TimeOut => {
@@ -485,55 +497,55 @@ impl World {
                     Operation::Land => Withdrawal::Cordon,
                     _ => Withdrawal::Retire { force: dice.random_bool(0.5) },
                 };
-                let told = self.db.write(async |txn| {
+                let changed = self.db.write(async |txn| {
                     let mut effects = Effects::default();
                     departure::withdraw_worker(&txn, &name, down, after, now, &mut effects).await
                 });
-                match told.await {
+                match changed.await {
                     Ok(_) | Err(RegistryError::NotFound(_)) => {}
                     Err(error) => panic!("{down:?}: {error}"),
                 }
             }
             Operation::Run => {
-                // From here on it may get leases.
+                // The worker may get leases from here on.
                 let name = format!("worker-{}", dice.random_range(0..WORKERS));
                 self.seen(|seen| seen.down.clear());
-                let told =
+                let changed =
                     self.db.write(async |txn| departure::run(&txn, &name, &mut Effects::default()).await);
-                match told.await {
+                match changed.await {
                     Ok(_) | Err(RegistryError::NotFound(_)) => {}
                     Err(error) => panic!("run: {error}"),
                 }
             }
             Operation::Prune => {
                 let name = format!("worker-{}", dice.random_range(0..WORKERS));
-                let told =
+                let changed =
                     self.db.write(async |txn| departure::prune(&txn, &name, &mut Effects::default()).await);
-                match told.await {
+                match changed.await {
                     Ok(()) | Err(RegistryError::NotFound(_) | RegistryError::InContact(_)) => {}
                     Err(error) => panic!("prune: {error}"),
                 }
-                self.end_orphans().await;
+                self.end_stranded_leases().await;
             }
-            Operation::SeeOff => self.depart_if_due().await,
+            Operation::Depart => self.depart_if_due().await,
             Operation::PlaceDriven => {
                 let kinds = [Kind::Task, Kind::Check, Kind::Transfer];
                 let group = dice.random_bool(0.3).then_some(1);
                 let count = dice.random_range(1..4);
                 let again = self.seen(|seen| seen.driven.choose(&mut dice).map(|claims| claims.lease));
-                let mut asks: Vec<_> = (0..count)
-                    .map(|_| ask(LeaseId::new(), *kinds.choose(&mut dice).expect("a kind"), group))
+                let mut requests: Vec<_> = (0..count)
+                    .map(|_| lease_request(LeaseId::new(), *kinds.choose(&mut dice).expect("a kind"), group))
                     .collect();
                 if let Some(again) = again.filter(|_| dice.random_bool(0.2)) {
-                    asks[0].lease = again;
+                    requests[0].lease = again;
                 }
-                let placed = self.ask(&mut dice, now, |answer| Request::Place(asks, answer)).await;
+                let placed = self.send(&mut dice, now, |answer| Request::Place(requests, answer)).await;
                 let Some(placed) = placed else { return };
                 let granted: Vec<_> = placed.iter().filter_map(|placed| placed.as_ref().ok()).collect();
                 if group.is_some() && again.is_none() {
                     assert!(
                         granted.is_empty() || granted.len() == placed.len(),
-                        "half of a group was granted"
+                        "a group was granted partly"
                     );
                 }
                 for placed in &placed {
@@ -572,8 +584,8 @@ impl World {
             Operation::ReleaseDriven => {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
                 let leases = vec![(claims.lease, claims.worker)];
-                self.seen(|seen| seen.promises.gives_back(claims.lease));
-                let released = self.ask(&mut dice, now, |answer| Request::Release(leases, answer)).await;
+                self.seen(|seen| seen.promises.expect_release(claims.lease));
+                let released = self.send(&mut dice, now, |answer| Request::Release(leases, answer)).await;
                 if let Some(released) = released {
                     released.expect("released");
                 }
@@ -581,8 +593,9 @@ impl World {
         }
     }
 
-    /// Asks one of the replicas, which knows what the others did, or not. `None`: it was killed meanwhile.
-    async fn ask<T>(
+    /// Sends a request to a replica with a current or an outdated cache. Returns `None` if the
+    /// replica was killed.
+    async fn send<T>(
         &self,
         dice: &mut StdRng,
         now: Timestamp,
@@ -590,10 +603,10 @@ impl World {
     ) -> Option<T> {
         let replica = &self.replicas[dice.random_range(0..REPLICAS)];
         let dispatch = replica.dispatch();
-        let answered = async { dispatch.ask(request).await.ok() };
-        // Whoever has the dispatcher has it do what others ask for meanwhile as well.
-        let has_it_done = async {
-            let mut dispatcher = replica.hold().await;
+        let answered = async { dispatch.call(request).await.ok() };
+        // The task that holds the dispatcher also serves the requests of others.
+        let serve = async {
+            let mut dispatcher = replica.lock().await;
             if dice.random_bool(0.5) {
                 dispatcher.catch_up(true, &mut Effects::default()).await.expect("the database answers");
             }
@@ -603,32 +616,33 @@ impl World {
                 self.seen(|seen| seen.ahead += usize::from(nothing));
                 nothing
             };
-            let caller = Caller { now: &|| now, nothing_is_before: &nothing_is_before, tell: &drop };
-            let mut asked = dispatcher.asked();
-            while !asked.is_empty() {
-                asked = dispatcher.rounds(asked, &caller).await;
+            let caller =
+                RoundContext { now: &|| now, nothing_is_before: &nothing_is_before, announce: &drop };
+            let mut requests = dispatcher.pending_requests();
+            while !requests.is_empty() {
+                requests = dispatcher.rounds(requests, &caller).await;
             }
             dispatcher.done();
         };
-        tokio::join!(answered, has_it_done).0
+        tokio::join!(answered, serve).0
     }
 
     async fn find(&self, claims: Option<LeaseClaims>) -> Option<lease::Model> {
         leases::find(self.db.read(), claims?.lease).await.expect("leases")
     }
 
-    /// Lets everything end, and checks that nothing is left.
+    /// Ends everything, and checks that nothing is left.
     async fn quiesce(&self) {
-        self.carry_out(Operation::Silence, StdRng::seed_from_u64(0)).await;
+        self.execute(Operation::Silence, StdRng::seed_from_u64(0)).await;
         self.depart_if_due().await;
         for worker in worker::Entity::find().all(self.db.read()).await.expect("workers") {
             assert_eq!(worker.state, worker::State::Lost, "{} is silent", worker.name);
-            assert!(!worker.ephemeral, "{} is lost, and stays", worker.name);
+            assert!(!worker.ephemeral, "{} is lost and was not removed", worker.name);
         }
         for worker in 0..WORKERS {
-            self.hello(worker, MarkerId::new()).await;
+            self.register(worker, MarkerId::new()).await;
         }
-        self.end_orphans().await;
+        self.end_stranded_leases().await;
         self.depart_if_due().await;
         for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
             let id = WorkloadId::from_uuid(row.id);
@@ -638,25 +652,25 @@ impl World {
             cancelled.await.expect("cancelled");
         }
         for worker in 0..WORKERS {
-            self.hello(worker, MarkerId::new()).await;
+            self.register(worker, MarkerId::new()).await;
         }
-        self.end_orphans().await;
+        self.end_stranded_leases().await;
         self.check().await;
         for worker in worker::Entity::find().all(self.db.read()).await.expect("workers") {
-            assert_eq!(worker.active_tasks, 0, "{} keeps a slot", worker.name);
+            assert_eq!(worker.active_tasks, 0, "{} has a slot in use", worker.name);
         }
         for replica in &*self.replicas {
-            let mut dispatcher = replica.hold().await;
+            let mut dispatcher = replica.lock().await;
             let mut effects = Effects::default();
-            // One that notices, and one that others can hear of.
+            // The first pass updates the reservations, and the second one publishes them.
             for _ in 0..2 {
                 dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
-                dispatcher.take_turns(self.now(), &mut effects).await.expect("nobody waits");
+                dispatcher.run_queue_pass(self.now(), &mut effects).await.expect("no request waits");
             }
-            // What one that was killed reserved is so until its term is over.
+            // Reservations of a killed replica stay until their term ends.
             let mut reserved = reservation::Entity::find().all(self.db.read()).await.expect("workers");
             reserved.retain(|row| dispatcher.reserved(row));
-            assert!(reserved.is_empty(), "nobody waits: {reserved:?}");
+            assert!(reserved.is_empty(), "no request waits: {reserved:?}");
             dispatcher.done();
         }
         for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
@@ -666,7 +680,7 @@ impl World {
 }
 
 async fn world(url: &str) -> World {
-    // So short that workers are reserved for some.
+    // Short, so that reservations are made.
     let queue_aging = Duration::from_millis(50);
     let config = Config { queue_aging, ..Config::new(url, "http://127.0.0.1:9") };
     let db = Database::connect::<crate::Schema>(url).await.expect("a database");
@@ -675,75 +689,77 @@ async fn world(url: &str) -> World {
     World { db, config, replicas, seen: Arc::default() }
 }
 
-/// Replicas remember the same of a worker, and one after the other takes what is there.
-async fn what_another_replica_granted_counts(url: &str) {
+/// Two replicas have the same cache of a worker, and place leases one after the other.
+async fn grants_of_other_replicas_count(url: &str) {
     let world = world(url).await;
-    world.hello(1, MarkerId::new()).await;
+    world.register(1, MarkerId::new()).await;
     for replica in &*world.replicas {
-        let mut dispatcher = replica.hold().await;
+        let mut dispatcher = replica.lock().await;
         dispatcher.catch_up(false, &mut Effects::default()).await.expect("workers");
         dispatcher.done();
     }
     let place = async |replica: usize, count: usize| {
-        let asks = (0..count).map(|_| ask(LeaseId::new(), Kind::Task, None)).collect();
+        let requests = (0..count).map(|_| lease_request(LeaseId::new(), Kind::Task, None)).collect();
         let (answer, answered) = tokio::sync::oneshot::channel();
-        let mut dispatcher = world.replicas[replica].hold().await;
-        let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
-        let held = dispatcher.rounds(vec![Request::Place(asks, answer)], &caller).await;
+        let mut dispatcher = world.replicas[replica].lock().await;
+        let caller = RoundContext { now: &Timestamp::now, nothing_is_before: &|| true, announce: &drop };
+        let held = dispatcher.rounds(vec![Request::Place(requests, answer)], &caller).await;
         dispatcher.done();
-        assert!(held.is_empty(), "nothing else was asked for");
+        assert!(held.is_empty(), "no other request");
         let placed = answered.await.expect("an answer");
         let is_busy = |placed: &PlaceResult| matches!(placed, Err(PlaceError::AllWorkersBusy(_)));
         assert!(placed.iter().all(|placed| placed.is_ok() || is_busy(placed)), "{placed:?}");
         placed.iter().filter(|placed| placed.is_ok()).count()
     };
-    // It has room for two, by its memory.
+    // The memory of the worker suffices for two.
     assert_eq!(place(0, 1).await, 1);
-    assert_eq!(place(1, 2).await, 1, "the other replica took one");
+    assert_eq!(place(1, 2).await, 1, "the other replica granted one");
     assert_eq!(place(0, 1).await, 0);
     world.check().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_another_replica_granted_counts_sqlite() {
-    what_another_replica_granted_counts(&testing::databases::sqlite().url).await;
+async fn grants_of_other_replicas_count_sqlite() {
+    grants_of_other_replicas_count(&testing::databases::sqlite().url).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_another_replica_granted_counts_postgres() {
-    what_another_replica_granted_counts(&testing::databases::postgres().await.url).await;
+async fn grants_of_other_replicas_count_postgres() {
+    grants_of_other_replicas_count(&testing::databases::postgres().await.url).await;
 }
 
-async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize, seed: u64) -> Seen {
+async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize, seed: u64) -> Observations {
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = StdRng::seed_from_u64(seed);
 
     let world = world(url).await;
     for worker in 0..WORKERS {
-        world.hello(worker, MarkerId::new()).await;
+        world.register(worker, MarkerId::new()).await;
     }
     for _ in 0..ROUNDS {
-        let (mut operations, mut what) = (tokio::task::JoinSet::new(), HashMap::new());
+        let (mut operations, mut pending) = (tokio::task::JoinSet::new(), HashMap::new());
         for _ in 0..at_once {
             let (operation, _) = mix.choose_weighted(&mut dice, |(_, weight)| *weight).expect("some weights");
             let killed = dice.random_bool(0.2).then(|| dice.random_range(1..40));
             let (world, operation, dice) = (world.clone(), *operation, StdRng::seed_from_u64(dice.random()));
             let task = operations.spawn(async move {
-                let carried_out = world.carry_out(operation, dice);
+                let executed = world.execute(operation, dice);
                 match killed {
-                    None => carried_out.await,
+                    None => executed.await,
                     Some(moment) => {
-                        let done = killed_at(moment, carried_out).await;
+                        let done = killed_at(moment, executed).await;
                         world.seen(|seen| seen.killed += usize::from(done.is_none()));
                     }
                 }
             });
-            what.insert(task.id(), (operation, killed));
+            pending.insert(task.id(), (operation, killed));
         }
         loop {
             let done = tokio::time::timeout(Duration::from_secs(60), operations.join_next_with_id()).await;
-            let Some(done) = done.unwrap_or_else(|_| panic!("{what:?} do not end")) else { break };
-            what.remove(&done.expect("the operation").0);
+            let Some(done) = done.unwrap_or_else(|_| panic!("operations do not end: {pending:?}")) else {
+                break;
+            };
+            pending.remove(&done.expect("the operation").0);
         }
         world.learn().await;
         world.check().await;
@@ -755,41 +771,41 @@ async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize, seed: u64) -> 
 }
 
 async fn run_all(database: impl AsyncFn() -> TestDatabase) {
-    // Whether any waits that long before its replica is killed depends on how fast others are.
+    // Whether a request waits long enough before its replica is killed depends on timing.
     for seed in 0..5 {
         let seed = testing::seeds::repeated().unwrap_or_else(|| testing::seeds::nth(seed));
         let seen = run(&database().await.url, &OPERATIONS, 6, seed).await;
-        assert!(seen.killed > 0, "some are killed");
+        assert!(seen.killed > 0, "some operations must be killed");
         if seen.reserved > 0 {
             return;
         }
     }
-    panic!("some wait long for all that a worker has");
+    panic!("some requests must wait for a whole worker");
 }
 
 async fn run_driven(url: &str) {
     let seen = run(url, &DRIVEN, 16, testing::seeds::seed()).await;
-    assert!(seen.ahead > 0, "many ask at once");
-    assert!(seen.promises.ended > 0, "leases end");
-    assert!(seen.killed > 0, "some are killed");
+    assert!(seen.ahead > 0, "some rounds must be decided ahead");
+    assert!(seen.promises.ended > 0, "some leases must end");
+    assert!(seen.killed > 0, "some operations must be killed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn limits_hold_and_nothing_is_granted_twice_sqlite() {
+async fn limits_hold_under_concurrent_operations_sqlite() {
     run_all(async || testing::databases::sqlite()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn limits_hold_and_nothing_is_granted_twice_postgres() {
+async fn limits_hold_under_concurrent_operations_postgres() {
     run_all(testing::databases::postgres).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn limits_hold_for_many_callers_at_once_sqlite() {
+async fn limits_hold_for_many_driven_leases_sqlite() {
     run_driven(&testing::databases::sqlite().url).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn limits_hold_for_many_callers_at_once_postgres() {
+async fn limits_hold_for_many_driven_leases_postgres() {
     run_driven(&testing::databases::postgres().await.url).await;
 }

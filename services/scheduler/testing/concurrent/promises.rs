@@ -1,5 +1,5 @@
-//! What callers were told, which stays true: a workload that was accepted is there, and a lease that was granted lives until something ended it
-//! that may.
+//! Promises to callers: an accepted workload exists, and a granted lease lives until it is ended
+//! for a valid reason.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -10,25 +10,25 @@ use domain::{LeaseId, Timestamp, WorkloadId};
 use super::SKEW;
 use crate::db::entity::{lease, worker};
 
-/// What callers have heard.
+/// The answers that callers received.
 #[derive(Debug, Default)]
 pub(super) struct Promises {
     accepted: HashSet<WorkloadId>,
     granted: HashMap<LeaseId, GrantedLease>,
-    /// Whoever had them asked for their end, and heard of that or not.
-    given_back: HashSet<LeaseId>,
-    /// Whether all workers were silent until they were lost, since everything was at rest last.
+    /// Leases whose release was requested, whether or not the call was answered.
+    released: HashSet<LeaseId>,
+    /// Whether all workers were silent until they were lost, since the last check.
     silence: bool,
-    /// Of how many leases that ended it was looked for what ended them.
+    /// Number of ended leases whose end was checked.
     pub(super) ended: usize,
 }
 
 #[derive(Debug)]
 struct GrantedLease {
     claims: LeaseClaims,
-    /// Whether its worker was lost once: then its end may only have to be noticed.
+    /// Whether the worker was lost, so that the end may be recorded later.
     was_lost: bool,
-    /// Until when it lives at least, as who renewed it was told.
+    /// Earliest expiry, as the last renewal returned it.
     until: Timestamp,
 }
 
@@ -51,17 +51,17 @@ impl Promises {
         }
     }
 
-    /// Somebody is about to give it back.
-    pub(super) fn gives_back(&mut self, lease: LeaseId) {
-        self.given_back.insert(lease);
+    /// Records that a release is about to be requested.
+    pub(super) fn expect_release(&mut self, lease: LeaseId) {
+        self.released.insert(lease);
     }
 
-    /// All workers are about to be lost.
+    /// Records that all workers are about to be lost.
     pub(super) fn silence(&mut self) {
         self.silence = true;
     }
 
-    /// Everything is at rest.
+    /// Checks all promises while no operation is in progress.
     pub(super) fn check(
         &mut self,
         leases: &[lease::Model],
@@ -71,7 +71,7 @@ impl Promises {
         now: Timestamp,
     ) {
         let lost: Vec<_> = self.accepted.difference(workloads).collect();
-        assert!(lost.is_empty(), "{lost:?} were accepted, and are unknown");
+        assert!(lost.is_empty(), "accepted workloads are unknown: {lost:?}");
         let leases: HashMap<_, _> = leases.iter().map(|row| (row.id, row)).collect();
         let workers: HashMap<_, _> = workers.iter().map(|row| (row.id, row)).collect();
         let mut over = Vec::new();
@@ -80,12 +80,11 @@ impl Promises {
                 over.push(*lease);
                 continue;
             };
-            let row =
-                leases.get(&lease.uuid()).unwrap_or_else(|| panic!("{lease} was granted, and is unknown"));
-            assert_eq!(crate::leases::claims(row), *claims, "it is another than was granted");
+            let row = leases.get(&lease.uuid()).unwrap_or_else(|| panic!("granted lease {lease} is unknown"));
+            assert_eq!(crate::leases::claims(row), *claims, "the lease differs from the granted one");
             let until = (Timestamp(row.granted_at) + term).max(*until);
-            let said = row.expires_at.map(Timestamp);
-            assert!(said >= Some(until), "{lease} shall live until {until:?}: {row:?}");
+            let expiry = row.expires_at.map(Timestamp);
+            assert!(expiry >= Some(until), "{lease} must live until {until:?}: {row:?}");
             let may_be_lost = worker.incarnation > row.incarnation
                 || self.silence
                 || *was_lost
@@ -94,9 +93,11 @@ impl Promises {
             match row.ended_by {
                 None => assert_ne!(row.state, lease::State::Ended),
                 Some(lease::EndedBy::Reported) => {
-                    assert!(self.given_back.contains(lease), "nobody gave {lease} back: {row:?}");
+                    assert!(self.released.contains(lease), "{lease} ended without a release: {row:?}");
                 }
-                Some(lease::EndedBy::Lost) => assert!(may_be_lost, "nothing ended {lease}: {row:?}"),
+                Some(lease::EndedBy::Lost) => {
+                    assert!(may_be_lost, "{lease} was lost without a reason: {row:?}")
+                }
             }
             if row.state == lease::State::Ended {
                 over.push(*lease);

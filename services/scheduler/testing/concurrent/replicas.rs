@@ -1,4 +1,5 @@
-//! Replicas that are killed at any moment, and whatever else is: an operation ends where it waits, and what it had in memory is gone.
+//! Replicas that may be killed at any await point. The operation ends there, and the replica's
+//! memory is lost.
 
 use std::ops::{Deref, DerefMut};
 use std::pin::pin;
@@ -12,7 +13,8 @@ use crate::config::Config;
 use crate::notify::changes::Effects;
 use crate::scheduling::{Dispatch, Dispatcher};
 
-/// Carries out `operation` until it waits for the `moment`th time: there its process is killed. `None`: it was.
+/// Runs `operation` until its `moment`th await that is pending, and kills it there. Returns `None`
+/// if it was killed.
 pub(crate) async fn killed_at<T>(moment: usize, operation: impl Future<Output = T>) -> Option<T> {
     let mut operation = pin!(operation);
     let mut waited = 0;
@@ -45,38 +47,38 @@ impl Replica {
         }
     }
 
-    /// Whom to ask. Nobody answers once the replica is killed.
+    /// Returns the handle of the dispatcher. A killed replica does not answer.
     pub(super) fn dispatch(&self) -> Dispatch {
         self.dispatch.lock().expect("no panic").clone()
     }
 
-    /// Its dispatcher. Where it was killed, one that was started again.
-    pub(super) async fn hold(&self) -> Held<'_> {
+    /// Locks the dispatcher. If the replica was killed, it is restarted first.
+    pub(super) async fn lock(&self) -> DispatcherGuard<'_> {
         let mut dispatcher = self.dispatcher.lock().await;
         if self.was_killed.load(Ordering::Relaxed) {
-            let (dispatch, anew) = Dispatcher::new(self.db.clone(), self.config.clone());
-            (*self.dispatch.lock().expect("no panic"), *dispatcher) = (dispatch, anew);
+            let (dispatch, restarted) = Dispatcher::new(self.db.clone(), self.config.clone());
+            (*self.dispatch.lock().expect("no panic"), *dispatcher) = (dispatch, restarted);
             dispatcher.catch_up(false, &mut Effects::default()).await.expect("the database answers");
             self.was_killed.store(false, Ordering::Relaxed);
         }
-        Held { was_killed: &self.was_killed, dispatcher, is_done: false }
+        DispatcherGuard { was_killed: &self.was_killed, dispatcher, is_done: false }
     }
 }
 
-/// A dispatcher that does something. Whoever lets go of it before that is [`Held::done`] was killed, and it with him.
-pub(super) struct Held<'a> {
+/// A locked dispatcher. Dropping it without [`DispatcherGuard::done`] kills the replica.
+pub(super) struct DispatcherGuard<'a> {
     was_killed: &'a AtomicBool,
     dispatcher: tokio::sync::MutexGuard<'a, Dispatcher>,
     is_done: bool,
 }
 
-impl Held<'_> {
+impl DispatcherGuard<'_> {
     pub(super) fn done(mut self) {
         self.is_done = true;
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for DispatcherGuard<'_> {
     fn drop(&mut self) {
         if !self.is_done {
             self.was_killed.store(true, Ordering::Relaxed);
@@ -84,7 +86,7 @@ impl Drop for Held<'_> {
     }
 }
 
-impl Deref for Held<'_> {
+impl Deref for DispatcherGuard<'_> {
     type Target = Dispatcher;
 
     fn deref(&self) -> &Dispatcher {
@@ -92,7 +94,7 @@ impl Deref for Held<'_> {
     }
 }
 
-impl DerefMut for Held<'_> {
+impl DerefMut for DispatcherGuard<'_> {
     fn deref_mut(&mut self) -> &mut Dispatcher {
         &mut self.dispatcher
     }

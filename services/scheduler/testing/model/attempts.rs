@@ -1,4 +1,4 @@
-//! What becomes of workloads and their attempts.
+//! The model of workloads and their attempts.
 
 use domain::workload::{Exit, FailureReason, Outcome};
 use domain::{LeaseId, WorkerId, WorkloadId};
@@ -8,21 +8,21 @@ use super::state::{Ending, Minutes, Parcel, State, Workload};
 use crate::db::entity::lease::{EndedBy, State as LeaseState, StopReason};
 use crate::db::entity::workload::State as Progress;
 
-/// What a gateway says of how an attempt ended.
+/// A gateway's report of the end of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Report {
     pub(super) exit: Option<Exit>,
     pub(super) failure: Option<FailureReason>,
-    /// Whether it says that it has published the output.
+    /// Whether the report names a published output.
     pub(super) has_outputs: bool,
 }
 
-/// How an attempt ends.
+/// End of an attempt.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum End {
     Reported(Report),
     WorkerLost,
-    /// Its gateway does not know it.
+    /// The gateway does not know the attempt.
     Unknown,
 }
 
@@ -40,14 +40,14 @@ fn minutes(duration: std::time::Duration) -> Minutes {
 
 impl State {
     pub(super) fn workload_mut(&mut self, id: WorkloadId) -> &mut Workload {
-        self.workloads.get_mut(&id).expect("the model knows it")
+        self.workloads.get_mut(&id).expect("known to the model")
     }
 
     fn spec(&self, id: WorkloadId) -> domain::workload::WorkloadSpec {
         spec(id, domain::ArtifactId::from_uuid(id.uuid()), false)
     }
 
-    /// A workload that was submitted, as it is before anything is said of it.
+    /// Adds a submitted workload.
     pub(super) fn accept(&mut self, id: WorkloadId, now: Minutes) {
         let workload = Workload {
             state: Progress::Accepted,
@@ -66,16 +66,16 @@ impl State {
         self.arrived.insert(id, self.arrivals);
     }
 
-    /// It waits from now on.
+    /// Adds a workload to the queue.
     pub(super) fn queue(&mut self, id: WorkloadId) {
         let workload = self.workload_mut(id);
         workload.state = Progress::Pending;
         workload.events.push("queued");
     }
 
-    /// Its attempt has ended, and it waits for another.
-    fn again(&mut self, id: WorkloadId, now: Minutes) {
-        self.owe(id.uuid(), Parcel::EndAttempt);
+    /// Requeues a workload after an attempt.
+    fn requeue(&mut self, id: WorkloadId, now: Minutes) {
+        self.add_parcel(id.uuid(), Parcel::EndAttempt);
         let timeout = self.spec(id).queue_timeout;
         let workload = self.workload_mut(id);
         workload.lease = None;
@@ -85,19 +85,19 @@ impl State {
         self.queue(id);
     }
 
-    /// It has ended, after an attempt or without any.
+    /// Ends a workload, after an attempt or without one.
     pub(super) fn conclude(&mut self, id: WorkloadId, ending: Ending, was_tried: bool, now: Minutes) {
         let uses = fixtures::uses(id);
         if uses != Uses::Nothing {
-            self.owe(id.uuid(), Parcel::Settle);
+            self.add_parcel(id.uuid(), Parcel::Settle);
         } else if was_tried {
-            self.owe(id.uuid(), Parcel::EndAttempt);
+            self.add_parcel(id.uuid(), Parcel::EndAttempt);
         }
         let workload = self.workload_mut(id);
         workload.lease = None;
         workload.run_deadline = None;
         workload.ending = Some(ending);
-        // Somebody may wait for what it made, or for what it ended.
+        // Others may wait for its outputs or its build.
         if was_tried && matches!(uses, Uses::Build | Uses::Output) {
             workload.state = Progress::Settling;
         } else {
@@ -113,18 +113,18 @@ impl State {
     }
 
     pub(super) fn end_lease(&mut self, id: LeaseId, by: EndedBy, now: Minutes) {
-        let lease = self.leases.get_mut(&id).expect("the model knows it");
+        let lease = self.leases.get_mut(&id).expect("known to the model");
         lease.state = LeaseState::Ended;
         lease.ended_by = Some(by);
         lease.ended_at = Some(now);
         if lease.settles {
-            self.owe(id.uuid(), Parcel::Settle);
+            self.add_parcel(id.uuid(), Parcel::Settle);
         }
     }
 
-    /// Its attempt shall stop. A second wish can only shorten the grace, and the first reason stands.
+    /// Stops an attempt. A repeat may only shorten the grace period, and the first reason stays.
     pub(super) fn stop(&mut self, id: LeaseId, reason: StopReason, grace: i64) {
-        let lease = self.leases.get_mut(&id).expect("the model knows it");
+        let lease = self.leases.get_mut(&id).expect("known to the model");
         if lease.is_live() && lease.grace.is_none_or(|present| grace < present) {
             lease.state = LeaseState::Ending;
             lease.stop.get_or_insert(reason);
@@ -141,8 +141,8 @@ impl State {
         }
     }
 
-    /// The process of the workload runs, or ran: its worker works.
-    fn ran(&mut self, id: WorkloadId) {
+    /// The process of the workload runs or ran, so its worker is trusted again.
+    fn set_running(&mut self, id: WorkloadId) {
         let workload = self.workload_mut(id);
         workload.state = Progress::Running;
         workload.started = true;
@@ -155,9 +155,9 @@ impl State {
         }
     }
 
-    /// The gateway says how far it is.
+    /// Records a phase that the gateway reported.
     pub(super) fn observe(&mut self, id: WorkloadId, phase: i64, now: Minutes) {
-        let lease_id = self.workloads[&id].lease.expect("it is held");
+        let lease_id = self.workloads[&id].lease.expect("a live lease");
         let (lease, state) = (self.leases[&lease_id].clone(), self.workloads[&id].state);
         let is_over = phase == 4;
         if is_over && lease.state == LeaseState::Ending && state == Progress::Assigned {
@@ -166,13 +166,13 @@ impl State {
         if phase <= lease.phase {
             return;
         }
-        self.leases.get_mut(&lease_id).expect("it is there").phase = phase;
+        self.leases.get_mut(&lease_id).expect("a lease").phase = phase;
         match (phase, state) {
             (1, Progress::Assigned | Progress::Starting) => self.workload_mut(id).events.push("preparing"),
-            (2, Progress::Starting) => self.ran(id),
+            (2, Progress::Starting) => self.set_running(id),
             (3, Progress::Starting | Progress::Running) => {
                 if state == Progress::Starting {
-                    self.ran(id);
+                    self.set_running(id);
                 }
                 let workload = self.workload_mut(id);
                 workload.run_deadline = None;
@@ -184,7 +184,7 @@ impl State {
 
     pub(super) fn start(&mut self, id: WorkloadId, now: Minutes) -> &'static str {
         let timeout = self.spec(id).run_timeout;
-        let lease = self.workloads[&id].lease.expect("it is held");
+        let lease = self.workloads[&id].lease.expect("a live lease");
         if self.leases[&lease].state != LeaseState::Granted {
             return "LeaseLost";
         }
@@ -196,12 +196,12 @@ impl State {
         "Ok"
     }
 
-    /// The gateway reports the end of an attempt.
+    /// Ends an attempt with the report of its gateway.
     pub(super) fn report(&mut self, id: WorkloadId, report: Report, now: Minutes) {
-        let lease_id = self.workloads[&id].lease.expect("it is held");
+        let lease_id = self.workloads[&id].lease.expect("a live lease");
         let lease = self.leases[&lease_id].clone();
         let is_before_start = self.workloads[&id].state == Progress::Assigned;
-        // What ended through the fault of its worker before anything of it ran may be done by another.
+        // After a worker fault before the start, another worker may take the workload.
         let fault = report.failure.filter(|_| report.exit.is_none() && lease.stop.is_none());
         let fault = fault.filter(|reason| match reason {
             FailureReason::StartFailed | FailureReason::InputDamaged | FailureReason::WorkerFull => true,
@@ -210,11 +210,11 @@ impl State {
         });
         if let Some(reason) = fault {
             if !matches!(reason, FailureReason::WorkerFull | FailureReason::InputDamaged) {
-                self.fail(lease.worker, self.asks(id).team, now);
+                self.fail(lease.worker, self.requirements(id).team, now);
             }
             if self.may_go_elsewhere(id, lease.worker, reason, now) {
                 self.end_lease(lease_id, EndedBy::Reported, now);
-                return self.again(id, now);
+                return self.requeue(id, now);
             }
         }
         if lease.stop == Some(StopReason::StartTimeout) && self.may_retry(id) {
@@ -227,7 +227,7 @@ impl State {
         self.workloads[&id].retried < i64::from(self.spec(id).retries)
     }
 
-    /// Whether somebody else could take what `worker` could not start; then it is not tried there again.
+    /// Excludes `worker`, if another worker could take the workload.
     fn may_go_elsewhere(
         &mut self,
         id: WorkloadId,
@@ -238,13 +238,13 @@ impl State {
         let before = self.workloads[&id].failed_on.clone();
         let mut failed_on = before.clone();
         failed_on.push((worker, reason));
-        // Those that had no room may have some by now.
+        // Workers that had no room may have room now.
         let lasting: Vec<_> =
             failed_on.iter().copied().filter(|(_, reason)| *reason != FailureReason::WorkerFull).collect();
         if lasting.len() < 10 {
             for failed_on in [failed_on, lasting] {
                 self.workload_mut(id).failed_on = failed_on;
-                if !self.is_hopeless(&self.asks(id), now) {
+                if !self.is_hopeless(&self.requirements(id), now) {
                     return true;
                 }
             }
@@ -253,7 +253,7 @@ impl State {
         false
     }
 
-    /// An attempt has ended on `worker` through its fault.
+    /// Records a failure of `worker`.
     fn fail(&mut self, worker: WorkerId, team: &str, now: Minutes) {
         let Some(worker) = self.worker_mut(worker) else { return };
         if worker.failures == 0 {
@@ -270,15 +270,15 @@ impl State {
     }
 
     pub(super) fn end_attempt(&mut self, id: WorkloadId, end: End, now: Minutes) {
-        let lease_id = self.workloads[&id].lease.expect("it is held");
+        let lease_id = self.workloads[&id].lease.expect("a live lease");
         let lease = self.leases[&lease_id].clone();
         let by = if matches!(end, End::Reported(_)) { EndedBy::Reported } else { EndedBy::Lost };
         let may_have_run = self.workloads[&id].state != Progress::Assigned;
-        let may_run_still = matches!(end, End::WorkerLost)
+        let may_still_run = matches!(end, End::WorkerLost)
             && may_have_run
-            && self.may_run_still(lease.worker, lease.incarnation);
-        if may_run_still {
-            let lease = self.leases.get_mut(&lease_id).expect("the model knows it");
+            && self.may_still_run(lease.worker, lease.incarnation);
+        if may_still_run {
+            let lease = self.leases.get_mut(&lease_id).expect("known to the model");
             (lease.state, lease.grace) = (LeaseState::Ending, Some(0));
             lease.stop = Some(StopReason::WorkerLost);
         } else {
@@ -287,12 +287,12 @@ impl State {
         if self.workloads[&id].state == Progress::Starting
             && matches!(end, End::Reported(Report { exit: Some(_), .. }))
         {
-            self.ran(id);
+            self.set_running(id);
         }
-        let may_be_interrupted = !may_run_still && self.spec(id).interruptible;
+        let may_be_interrupted = !may_still_run && self.spec(id).interruptible;
         let ending = match ending(may_have_run, may_be_interrupted, lease.stop, end) {
             Some(ending) => ending,
-            None => return self.again(id, now),
+            None => return self.requeue(id, now),
         };
         let reason = ending.reason.filter(|_| ending.outcome == Outcome::Errored);
         let may_begin_again = match reason {
@@ -302,26 +302,26 @@ impl State {
                 | FailureReason::ContactLost
                 | FailureReason::StartUnknown
                 | FailureReason::ExitUnknown,
-            ) => self.nothing_runs_any_more(lease.worker, lease.incarnation),
+            ) => self.is_surely_stopped(lease.worker, lease.incarnation),
             _ => false,
         };
-        if may_begin_again && !may_run_still && self.may_retry(id) {
+        if may_begin_again && !may_still_run && self.may_retry(id) {
             self.workload_mut(id).retried += 1;
-            return self.again(id, now);
+            return self.requeue(id, now);
         }
         self.conclude(id, ending, true, now);
     }
 
-    /// Whether a worker has begun anew, or ends by itself what it cannot answer for.
-    fn nothing_runs_any_more(&self, worker: WorkerId, incarnation: u64) -> bool {
+    /// Returns whether the worker has a new incarnation, or enforces `stop_after`.
+    fn is_surely_stopped(&self, worker: WorkerId, incarnation: u64) -> bool {
         let Some(name) = self.name(worker) else { return false };
         let known = &self.workers[name];
         incarnation < known.incarnation
             || (fixtures::traits(name).capabilities.contains(&"stop-after") && !known.leaving)
     }
 
-    /// Whether what was started there may run though the worker is lost.
-    pub(super) fn may_run_still(&self, worker: WorkerId, incarnation: u64) -> bool {
+    /// Returns whether an attempt may still run although its worker is lost.
+    pub(super) fn may_still_run(&self, worker: WorkerId, incarnation: u64) -> bool {
         let Some(name) = self.name(worker) else { return false };
         let known = &self.workers[name];
         incarnation == known.incarnation
@@ -329,13 +329,13 @@ impl State {
             && !fixtures::traits(name).capabilities.contains(&"stop-after")
     }
 
-    /// The lease that was given up, if it is the one of these claims.
-    pub(super) fn given_up(&self, lease: LeaseId) -> Option<LeaseId> {
+    /// Returns the lease of these claims if it was given up.
+    pub(super) fn given_up_lease(&self, lease: LeaseId) -> Option<LeaseId> {
         let known = self.leases.get(&lease)?;
         (known.is_live() && known.stop == Some(StopReason::WorkerLost)).then_some(lease)
     }
 
-    /// The artifact store was told all that it is owed. `sealed`: what it has of outputs.
+    /// Delivers all calls to the artifact store. `sealed`: whether the store has the output.
     pub(super) fn deliver(&mut self, sealed: impl Fn(WorkloadId) -> bool, now: Minutes) {
         for (holder, parcel) in std::mem::take(&mut self.outbox).into_keys() {
             let id = WorkloadId::from_uuid(holder);
@@ -344,7 +344,7 @@ impl State {
             {
                 continue;
             }
-            let ending = self.workload_mut(id).ending.as_mut().expect("it has ended");
+            let ending = self.workload_mut(id).ending.as_mut().expect("an ending");
             if ending.has_outputs && !sealed(id) {
                 *ending = errored(FailureReason::SettleFailed);
             }
@@ -352,7 +352,7 @@ impl State {
         }
     }
 
-    /// What time alone changes in workloads.
+    /// Applies the deadlines of workloads.
     pub(super) fn time_out(&mut self, now: Minutes) {
         let passed = |deadline: Option<Minutes>| deadline.is_some_and(|deadline| deadline <= now);
         for id in self.workloads.keys().copied().collect::<Vec<_>>() {
@@ -377,18 +377,18 @@ impl State {
         }
     }
 
-    /// It was accepted, and nobody came back.
+    /// Ends a workload that was never pinned.
     pub(super) fn give_up(&mut self, id: WorkloadId, now: Minutes) {
         self.conclude(id, errored(FailureReason::InputUnavailable), false, now);
     }
 
-    /// No worker is left that could take it, and some could not start it.
+    /// Ends workloads with failed attempts that no worker could ever take.
     pub(super) fn give_up_hopeless(&mut self, now: Minutes) {
         for id in self.workloads.keys().copied().collect::<Vec<_>>() {
             let workload = &self.workloads[&id];
             if let (Progress::Pending, Some((_, reason))) =
                 (workload.state, workload.failed_on.last().copied())
-                && self.is_hopeless(&self.asks(id), now)
+                && self.is_hopeless(&self.requirements(id), now)
             {
                 self.conclude(id, errored(reason), false, now);
             }
@@ -396,19 +396,19 @@ impl State {
     }
 }
 
-/// How the workload ends with its attempt. `None`: nothing of it ran, or it may be interrupted, and it waits for another.
+/// Returns how an attempt ends its workload. `None`: the workload waits for another attempt.
 fn ending(
     may_have_run: bool,
     may_be_interrupted: bool,
     stop: Option<StopReason>,
     end: End,
 ) -> Option<Ending> {
-    let said = match end {
+    let report = match end {
         End::Reported(report) => Some(report),
         End::WorkerLost | End::Unknown => None,
     };
-    let exited = said.and_then(|report| report.exit);
-    let was_interrupted = said.is_some_and(|report| report.failure == Some(FailureReason::Interrupted));
+    let exited = report.and_then(|report| report.exit);
+    let was_interrupted = report.is_some_and(|report| report.failure == Some(FailureReason::Interrupted));
     match stop {
         Some(StopReason::Cancelled) => return Some(aborted()),
         Some(StopReason::StartTimeout) => return Some(errored(FailureReason::StartTimeout)),
@@ -419,7 +419,7 @@ fn ending(
         }
         Some(StopReason::Interrupted | StopReason::WorkerLost) | None => {}
     }
-    let Some(report) = said else {
+    let Some(report) = report else {
         let lost = if matches!(end, End::WorkerLost) {
             FailureReason::WorkerLost
         } else {

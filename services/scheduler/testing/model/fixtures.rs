@@ -1,4 +1,5 @@
-//! Who there is: workers, and what workloads and leases ask of them.
+//! The workers of the model, and the requirements of its workloads and leases, derived from their
+//! ids.
 
 use std::time::Duration;
 
@@ -18,13 +19,14 @@ use crate::workloads::test_support;
 /// The names of the workers.
 pub(super) const WORKERS: [&str; 6] = ["narrow", "small", "blue", "tagged", "darwin", "fleeting"];
 
-/// Of the artifact that some workloads use. Another team's workloads are refused for it.
+/// The team of the artifact that some workloads use. Pins of other teams are rejected.
 pub(super) const TEAM: &str = "main";
 
-/// What that team weighs. Others weigh 1.
+/// Weight of that team. Others have weight 1.
 const HEAVY: u32 = 3;
 
-/// Settings under which nothing is due but at odd fives of minutes: the clock is moved by tens.
+/// Settings with which deadlines fall on odd multiples of five minutes. The clock moves by
+/// multiples of ten.
 pub(super) fn config(database: &str, store: &str) -> Config {
     Config {
         worker_ttl: 35 * MINUTE,
@@ -37,7 +39,7 @@ pub(super) fn config(database: &str, store: &str) -> Config {
         quarantine_for_at_most: 105 * MINUTE,
         reconcile_grace: Duration::ZERO,
         remember_lost: Duration::ZERO,
-        // Who is reserved for whom is another matter.
+        // The model has no reservations.
         queue_aging: Duration::ZERO,
         team_weights: [(TEAM.to_owned(), HEAVY)].into(),
         share_hints: false,
@@ -45,7 +47,7 @@ pub(super) fn config(database: &str, store: &str) -> Config {
     }
 }
 
-/// Of what can be asked for.
+/// Amounts of resources.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Amounts<T = u64> {
     pub(super) cpu_millis: T,
@@ -68,31 +70,31 @@ impl Amounts {
         }
     }
 
-    /// Whether `has` is enough.
+    /// Returns whether the capacity suffices.
     pub(super) fn fit(self, has: Amounts<Option<u64>>) -> bool {
-        self.all().into_iter().zip(has.all()).all(|(asked, has)| has.is_none_or(|has| asked <= has))
+        self.all().into_iter().zip(has.all()).all(|(amount, has)| has.is_none_or(|has| amount <= has))
     }
 
-    /// Whether there is enough for these, in what is left beside `others`. Whoever asks for nothing needs nothing.
+    /// Returns whether the capacity suffices beside `others`. A request for nothing always fits.
     pub(super) fn fit_beside(self, others: Self, has: Amounts<Option<u64>>) -> bool {
-        let asked = self.all().into_iter().zip(others.and(self).all()).zip(has.all());
-        let short = |((asked, together), has): ((u64, u64), Option<u64>)| {
-            asked > 0 && has.is_some_and(|has| together > has)
+        let amounts = self.all().into_iter().zip(others.and(self).all()).zip(has.all());
+        let short = |((amount, together), has): ((u64, u64), Option<u64>)| {
+            amount > 0 && has.is_some_and(|has| together > has)
         };
-        !asked.into_iter().any(short)
+        !amounts.into_iter().any(short)
     }
 }
 
-/// What a worker has, by its name.
+/// The attributes of a worker, by its name.
 pub(super) struct Traits {
     pub(super) platform: &'static str,
     pub(super) team: Option<&'static str>,
     pub(super) tags: &'static [&'static str],
     pub(super) capabilities: &'static [&'static str],
     pub(super) max_tasks: Option<u32>,
-    /// How much there is of what can be asked for. `None`: it is not counted.
+    /// Capacity. `None`: not declared.
     pub(super) has: Amounts<Option<u64>>,
-    /// It is gone for good once it is lost.
+    /// Whether the worker is removed once it is lost.
     pub(super) ephemeral: bool,
 }
 
@@ -118,7 +120,7 @@ pub(super) fn traits(name: &str) -> Traits {
             let has = Amounts { disk_bytes: Some(20), ..has };
             Traits { tags: &["gpu"], has, ephemeral: true, ..plain }
         }
-        // What runs there does not stop by itself, and goes on when nobody hears of it any more.
+        // A worker that does not enforce `stop_after`, so attempts continue when it is lost.
         "fleeting" => Traits { max_tasks: Some(1), capabilities: &[], ephemeral: true, ..plain },
         "darwin" => {
             let has = Amounts { cpu_millis: Some(30), ..has };
@@ -161,7 +163,7 @@ pub(super) fn hello(
     }
 }
 
-/// As it is said on a stream.
+/// Converts a registration to its message.
 pub(super) fn hello_on_stream(hello: &Registration, signer: &TokenSigner) -> pb::Hello {
     let Registration { name, instance, last, marker, endpoint, labels, capacity, ephemeral } = hello.clone();
     pb::Hello {
@@ -190,24 +192,24 @@ pub(super) fn hello_on_stream(hello: &Registration, signer: &TokenSigner) -> pb:
     }
 }
 
-/// What somebody asks of a worker.
+/// The requirements of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Asks {
+pub(super) struct Requirements {
     pub(super) team: &'static str,
     pub(super) platform: &'static str,
     pub(super) tags: &'static [&'static str],
     pub(super) capabilities: &'static [&'static str],
     pub(super) takes_a_slot: bool,
     pub(super) amounts: Amounts,
-    /// Whether it says where inputs are.
+    /// Whether the request names locations of inputs.
     pub(super) has_inputs: bool,
-    /// Where it could not be started.
+    /// Workers on which attempts failed.
     pub(super) failed_on: Vec<WorkerId>,
-    /// Where alone it may be.
+    /// The only allowed worker.
     pub(super) only: Option<WorkerId>,
 }
 
-/// What the artifact store has to do with a workload.
+/// What the artifact store keeps for a workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Uses {
     Nothing,
@@ -216,7 +218,7 @@ pub(super) enum Uses {
     Output,
 }
 
-/// The bytes of an id that are random.
+/// Returns a random byte of an id.
 fn byte(id: Uuid, number: usize) -> u8 {
     id.as_bytes()[9 + number]
 }
@@ -225,8 +227,8 @@ fn team(id: Uuid) -> &'static str {
     if byte(id, 0).is_multiple_of(3) { "blue" } else { TEAM }
 }
 
-/// What the workload of this id asks of a worker.
-pub(super) fn asks_of_workload(id: WorkloadId) -> Asks {
+/// Derives the requirements of a workload from its id.
+pub(super) fn requirements_of_workload(id: WorkloadId) -> Requirements {
     let id = id.uuid();
     let (platform, tags, capabilities): (_, &[_], &[_]) = match byte(id, 1) % 10 {
         0 => ("darwin", &[], &[]),
@@ -241,7 +243,7 @@ pub(super) fn asks_of_workload(id: WorkloadId) -> Asks {
         cpu_millis: amount(4, [0, 0, 15, 31]),
         disk_bytes: amount(16, [0, 0, 15, 20]),
     };
-    Asks {
+    Requirements {
         team: team(id),
         platform,
         tags,
@@ -254,8 +256,8 @@ pub(super) fn asks_of_workload(id: WorkloadId) -> Asks {
     }
 }
 
-/// What a lease of this id and kind asks of a worker.
-pub(super) fn asks_of_lease(id: LeaseId, kind: Kind) -> Asks {
+/// Derives the requirements of a lease from its id and kind.
+pub(super) fn requirements_of_lease(id: LeaseId, kind: Kind) -> Requirements {
     let id = id.uuid();
     let takes_a_slot = kind.takes_a_slot();
     let tags: &[_] = if byte(id, 1).is_multiple_of(4) { &["gpu"] } else { &[] };
@@ -266,7 +268,7 @@ pub(super) fn asks_of_lease(id: LeaseId, kind: Kind) -> Asks {
         disk_bytes: amount(4, [0, 10]),
     };
     let amounts = if takes_a_slot { amounts } else { Amounts::default() };
-    Asks {
+    Requirements {
         team: team(id),
         platform: "linux",
         tags,
@@ -279,7 +281,7 @@ pub(super) fn asks_of_lease(id: LeaseId, kind: Kind) -> Asks {
     }
 }
 
-/// Where the inputs are of the lease of this id, and how large they are, as it says.
+/// Derives the locations and sizes of a lease's inputs from its id.
 pub(super) fn inputs_of_lease(id: LeaseId) -> Vec<(u64, &'static [&'static str])> {
     match byte(id.uuid(), 1) / 4 % 4 {
         0 => vec![(10, &["narrow", "blue"]), (20, &["small"])],
@@ -288,7 +290,7 @@ pub(super) fn inputs_of_lease(id: LeaseId) -> Vec<(u64, &'static [&'static str])
     }
 }
 
-/// Where the lease of this id shall be, if that is possible.
+/// Derives the preferred workers of a lease from its id.
 pub(super) fn preferred_by_lease(id: LeaseId) -> &'static [&'static str] {
     match byte(id.uuid(), 1) / 16 % 4 {
         0 => &["small", "tagged"],
@@ -297,7 +299,7 @@ pub(super) fn preferred_by_lease(id: LeaseId) -> &'static [&'static str] {
     }
 }
 
-/// Mostly the same: then it is another thing that decides whose turn it is.
+/// Mostly equal, so that other criteria decide the order.
 const PRIORITIES: [i64; 5] = [0, 0, 0, 1, 2];
 
 pub(super) fn priority_of_workload(id: WorkloadId) -> i64 {
@@ -308,12 +310,12 @@ pub(super) fn priority_of_lease(id: LeaseId) -> i64 {
     PRIORITIES[usize::from(byte(id.uuid(), 5) % 5)]
 }
 
-/// Of how much more than others a team gets.
+/// Returns the weight of a team.
 pub(super) fn weight(team: &str) -> u32 {
     if team == TEAM { HEAVY } else { 1 }
 }
 
-/// Whose containers run under the lease of this id. Empty: nobody's.
+/// Derives the owner of a lease's containers from its id. Empty: none.
 pub(super) fn owner_of_lease(id: LeaseId) -> &'static str {
     match byte(id.uuid(), 4) % 8 {
         0 => "one",
@@ -322,7 +324,7 @@ pub(super) fn owner_of_lease(id: LeaseId) -> &'static str {
     }
 }
 
-/// Whether the driven lease of this id uses the artifact.
+/// Returns whether the lease uses the artifact.
 pub(super) fn lease_has_input(id: LeaseId) -> bool {
     byte(id.uuid(), 3).is_multiple_of(4)
 }
@@ -336,14 +338,14 @@ pub(super) fn uses(id: WorkloadId) -> Uses {
     }
 }
 
-/// The build that ends with a workload.
+/// Returns the build that ends with a workload.
 pub(super) fn build(id: WorkloadId) -> BuildId {
     BuildId::from_uuid(id.uuid())
 }
 
-/// What is submitted under this id. `other`: something else under the same.
+/// Derives the spec of a workload from its id. `other`: a different spec with the same id.
 pub(super) fn spec(id: WorkloadId, input: ArtifactId, other: bool) -> WorkloadSpec {
-    let asks = asks_of_workload(id);
+    let requirements = requirements_of_workload(id);
     let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
     let seen = |uses: Uses| self::uses(id) == uses;
     let minutes = |number: u32| Some(number * MINUTE);
@@ -352,12 +354,12 @@ pub(super) fn spec(id: WorkloadId, input: ArtifactId, other: bool) -> WorkloadSp
         Input { name: "in".to_owned(), artifact: input, path: b"/workspace/in".to_vec(), read_only: true };
     let made = Output { name: "out".to_owned(), path: b"/workspace/out".to_vec(), owners: vec![] };
     WorkloadSpec {
-        team: asks.team.to_owned(),
-        platform: asks.platform.to_owned(),
-        tags: owned(asks.tags),
-        capabilities: owned(asks.capabilities),
+        team: requirements.team.to_owned(),
+        platform: requirements.platform.to_owned(),
+        tags: owned(requirements.tags),
+        capabilities: owned(requirements.capabilities),
         requests: {
-            let Amounts { cpu_millis, memory_bytes, disk_bytes } = asks.amounts;
+            let Amounts { cpu_millis, memory_bytes, disk_bytes } = requirements.amounts;
             ResourceRequests { cpu_millis, memory_bytes, disk_bytes }
         },
         interruptible: byte(id_bytes, 4).is_multiple_of(3),

@@ -1,5 +1,5 @@
-//! What gateways are told on their streams, and what becomes of what they say there: messages may be late, doubled and out of order, and so may be
-//! the generations that they echo.
+//! The model of gateway streams. Reports and echoed generations may be late, repeated or out of
+//! order.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,53 +8,54 @@ use domain::{LeaseId, WorkerId};
 use rpc::pb::scheduler as pb;
 
 use super::attempts::End;
-use super::oracle::Came;
+use super::oracle::StepResult;
 use super::state::{Lease, State};
-use super::stream::Heartbeat;
+use super::stream::StreamOutput;
 use crate::db::entity::lease::{EndedBy, State as LeaseState};
 use crate::db::entity::worker::State as Contact;
 use crate::db::entity::workload::State as Progress;
 use crate::workloads::Phase;
 
-/// What a gateway shall do about a lease.
+/// The desired state of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wish {
     Run,
-    /// With so many seconds of grace.
+    /// Stop, with this grace period in seconds.
     Stop(i64),
 }
 
-/// What a gateway was told once.
+/// A desired state that a gateway received.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Told {
+pub(super) struct ReceivedState {
     pub(super) generation: u64,
     pub(super) wishes: BTreeMap<LeaseId, Wish>,
 }
 
-/// What a gateway says of its leases.
+/// A gateway's report about its leases.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Observed {
-    /// The generation that it echoes.
+pub(super) struct SentReport {
+    /// The echoed generation.
     pub(super) echo: u64,
     pub(super) phases: BTreeMap<LeaseId, Phase>,
 }
 
 /// One stream, as its gateway knows it.
 #[derive(Debug, Clone)]
-pub(super) struct Attended {
+pub(super) struct OpenStream {
     pub(super) replica: usize,
     pub(super) session: SessionClaims,
-    /// What it was told, in this order.
-    pub(super) told: Vec<Told>,
-    /// What it has said.
-    pub(super) said: Vec<Observed>,
+    /// The received desired states, in order.
+    pub(super) received: Vec<ReceivedState>,
+    /// The sent reports.
+    pub(super) sent: Vec<SentReport>,
 }
 
-/// `before`: what the stream said of the lease before, which holds where nothing is said.
+/// Decodes the wish for a lease. `before`: the last wish on this stream, which holds if there is no
+/// new one.
 fn wish(lease: &pb::DesiredLease, before: Option<Wish>) -> Wish {
     match &lease.wish {
         Some(pb::desired_lease::Wish::Run(_)) => {
-            assert_eq!(before, None, "it is said once");
+            assert_eq!(before, None, "a wish is sent once");
             Wish::Run
         }
         Some(pb::desired_lease::Wish::Stop(stop)) => {
@@ -64,142 +65,158 @@ fn wish(lease: &pb::DesiredLease, before: Option<Wish>) -> Wish {
     }
 }
 
-impl Attended {
-    /// Takes up what it is told.
-    pub(super) fn hear(&mut self, heard: &Heartbeat) {
-        for desired in &heard.desired {
+impl OpenStream {
+    /// Processes received messages.
+    pub(super) fn receive(&mut self, output: &StreamOutput) {
+        for desired in &output.desired {
             if desired.directive() == pb::Directive::RegisterAgain {
                 continue;
             }
-            let before = |id: &LeaseId| self.told.last().and_then(|told| told.wishes.get(id)).copied();
+            let before = |id: &LeaseId| self.received.last().and_then(|state| state.wishes.get(id)).copied();
             let wishes = desired.leases.iter().map(|lease| {
                 let id = lease.lease_id.parse().expect("an id");
                 (id, wish(lease, before(&id)))
             });
             let wishes = wishes.collect();
-            let told = Told { generation: desired.generation, wishes };
-            assert!(self.newest() <= told.generation, "{told:?} is told after {:?}", self.told.last());
-            self.told.push(told);
+            let state = ReceivedState { generation: desired.generation, wishes };
+            assert!(self.newest() <= state.generation, "{state:?} was sent after {:?}", self.received.last());
+            self.received.push(state);
         }
     }
 
-    /// The newest generation that it was told.
+    /// Returns the newest received generation.
     pub(super) fn newest(&self) -> u64 {
-        self.told.last().map_or(0, |told| told.generation)
+        self.received.last().map_or(0, |state| state.generation)
     }
 
-    /// Whether it has heard of a lease, as far as who hears its echo can tell.
-    fn has_heard_of(&self, lease: LeaseId, echo: u64) -> bool {
-        self.told.iter().any(|told| told.generation <= echo && told.wishes.contains_key(&lease))
+    /// Returns whether the gateway has received a lease, according to the echoed generation.
+    fn has_received(&self, lease: LeaseId, echo: u64) -> bool {
+        self.received.iter().any(|state| state.generation <= echo && state.wishes.contains_key(&lease))
     }
 }
 
 impl State {
-    /// What a gateway shall do, if it speaks for its worker in this session.
+    /// Returns the desired state of the worker of this session.
     fn wishes(&self, session: &SessionClaims) -> BTreeMap<LeaseId, Wish> {
         let wish = |lease: &Lease| match lease.state {
-            LeaseState::Ending => Wish::Stop(lease.grace.expect("it shall stop in some time")),
+            LeaseState::Ending => Wish::Stop(lease.grace.expect("a grace period")),
             _ => Wish::Run,
         };
         self.attempts_of(session).map(|(id, lease)| (id, wish(lease))).collect()
     }
 
-    /// The leases of attempts that live there in this life of the worker.
+    /// Returns the live leases of attempts in this incarnation.
     fn attempts_of(&self, session: &SessionClaims) -> impl Iterator<Item = (LeaseId, &Lease)> {
         let incarnation = session.incarnation.0;
         let live = self.live(session.worker);
         live.filter(move |(_, lease)| lease.workload.is_some() && lease.incarnation == incarnation)
     }
 
-    /// Who was told the newest generation knows every lease that lives on its worker, how it shall go on, and none that has ended.
+    /// Checks that a gateway with the newest generation knows exactly the live leases of its
+    /// worker, with their desired state.
     pub(super) fn check_told(
         &self,
-        streams: &BTreeMap<usize, Attended>,
+        streams: &BTreeMap<usize, OpenStream>,
         generations: &BTreeMap<WorkerId, u64>,
     ) {
-        for stream in streams.values().filter(|stream| self.judge(&stream.session).is_ok()) {
+        for stream in streams.values().filter(|stream| self.check_session(&stream.session).is_ok()) {
             let newest = generations[&stream.session.worker];
-            let told = stream.told.last().expect("who is let in is told something");
-            assert!(told.generation <= newest, "{told:?} is told before there is more than {newest}");
-            if told.generation == newest {
+            let state = stream.received.last().expect("a registered gateway receives a desired state");
+            assert!(state.generation <= newest, "{state:?} is newer than {newest}");
+            if state.generation == newest {
                 let shall = self.wishes(&stream.session);
-                assert_eq!(told.wishes, shall, "{stream:#?} was told the newest generation");
+                assert_eq!(state.wishes, shall, "{stream:#?} has the newest generation");
             }
         }
     }
 
-    /// A gateway says what is. `looked`: to a replica that has just looked.
-    pub(super) fn observed(&mut self, stream: &Attended, said: &Observed, looked: bool, came: &Came<'_>) {
-        let judged = self.judge(&stream.session);
-        let was_answered = came.answer.is_some();
-        if let Some(answer) = came.answer {
+    /// Processes a report. `was_polled`: the replica has just polled.
+    pub(super) fn observed(
+        &mut self,
+        stream: &OpenStream,
+        report: &SentReport,
+        was_polled: bool,
+        step_result: &StepResult<'_>,
+    ) {
+        let judged = self.check_session(&stream.session);
+        let was_answered = step_result.answer.is_some();
+        if let Some(answer) = step_result.answer {
             match judged {
-                Ok(_) => assert_eq!(answer.said, ["Ok"], "it speaks for its worker"),
-                // It may not be known there yet. Of one that has gone a look says nothing, if none has seen it while it was there.
+                Ok(_) => assert_eq!(answer.results, ["Ok"], "the session is valid"),
+                // The end of the session may be unknown to the replica. A poll does not show a
+                // removed worker that no replica had in its cache.
                 Err(_)
-                    if answer.said == ["Ok"] && (!looked || self.name(stream.session.worker).is_none()) => {}
-                Err(refused) => assert_eq!(answer.said, [refused], "it speaks for nobody any more"),
+                    if answer.results == ["Ok"]
+                        && (!was_polled || self.name(stream.session.worker).is_none()) => {}
+                Err(refused) => assert_eq!(answer.results, [refused], "the session has ended"),
             }
         }
         let is_heard = judged.is_ok();
-        let has_to_be = looked && was_answered && is_heard;
+        let has_to_be = was_polled && was_answered && is_heard;
         if let Ok(name) = &judged
-            && came.after.workers.get(name).is_some_and(|now| now.attended && now.contact == Contact::Running)
+            && step_result
+                .after
+                .workers
+                .get(name)
+                .is_some_and(|now| now.attended && now.contact == Contact::Running)
         {
-            self.heard(&stream.session, came.now);
+            self.record_heartbeat(&stream.session, step_result.now);
         }
         let live: BTreeSet<_> = self.attempts_of(&stream.session).map(|(id, _)| id).collect();
         for id in live {
-            let (lease, now_there) = (self.leases[&id].clone(), &came.after.leases[&id]);
+            let (lease, now_there) = (self.leases[&id].clone(), &step_result.after.leases[&id]);
             let has_ended = !now_there.is_live();
-            let is_given_up = self.given_up(id).is_some();
-            match said.phases.get(&id) {
+            let is_given_up = self.given_up_lease(id).is_some();
+            match report.phases.get(&id) {
                 None => {
-                    let has_heard = stream.has_heard_of(id, said.echo);
+                    let has_received = stream.has_received(id, report.echo);
                     if has_ended {
-                        assert!(has_heard, "{id} ended, of which {stream:#?} had not heard with {said:?}");
-                        assert!(is_heard, "{stream:#?} speaks for nobody, and has ended {id}");
-                        self.is_unknown_there(id, came);
+                        assert!(
+                            has_received,
+                            "{id} ended, which {stream:#?} had not received with {report:?}"
+                        );
+                        assert!(is_heard, "the session of {stream:#?} has ended, and its report ended {id}");
+                        self.lose_unknown_attempt(id, step_result);
                     } else {
                         assert!(
-                            !has_to_be || !has_heard,
-                            "{id} is not there, and {stream:#?} had heard of it"
+                            !has_to_be || !has_received,
+                            "{id} is missing although {stream:#?} had received it"
                         );
                     }
                 }
                 Some(Phase::Ended) if is_given_up => {
                     if has_ended {
-                        assert!(is_heard, "{stream:#?} speaks for nobody, and has ended {id}");
-                        self.is_unknown_there(id, came);
+                        assert!(is_heard, "the session of {stream:#?} has ended, and its report ended {id}");
+                        self.lose_unknown_attempt(id, step_result);
                     } else {
                         assert!(!has_to_be, "{id} was given up, and has stopped");
                     }
                 }
-                // How it has ended will be reported.
+                // FinishAttempt will report the end.
                 Some(Phase::Ended) if lease.state != LeaseState::Ending => {
-                    assert!(!has_ended, "nobody has said how {id} ended");
+                    assert!(!has_ended, "{id} ended without FinishAttempt");
                 }
                 Some(phase) => {
                     let is_news = *phase as i64 > lease.phase && !is_given_up;
                     if has_ended || now_there.phase != lease.phase {
-                        assert!(is_news || (*phase == Phase::Ended && has_ended), "{id} is as it was");
-                        let workload = lease.workload.expect("it is an attempt's");
-                        self.observe(workload, *phase as i64, came.now);
+                        assert!(is_news || (*phase == Phase::Ended && has_ended), "{id} has not changed");
+                        let workload = lease.workload.expect("a lease of an attempt");
+                        self.observe(workload, *phase as i64, step_result.now);
                     } else {
-                        assert!(!has_to_be || !is_news, "{id} has come further: {phase:?}");
+                        assert!(!has_to_be || !is_news, "the phase of {id} was not raised: {phase:?}");
                     }
                 }
             }
         }
     }
 
-    /// The gateway does not know the attempt under a live lease any more.
-    fn is_unknown_there(&mut self, id: LeaseId, came: &Came<'_>) {
-        if self.given_up(id).is_some() {
-            return self.end_lease(id, EndedBy::Lost, came.now);
+    /// Processes that the gateway does not know the attempt under a live lease.
+    fn lose_unknown_attempt(&mut self, id: LeaseId, step_result: &StepResult<'_>) {
+        if self.given_up_lease(id).is_some() {
+            return self.end_lease(id, EndedBy::Lost, step_result.now);
         }
-        let workload = self.leases[&id].workload.expect("it is an attempt's");
-        assert_ne!(self.workloads[&workload].state, Progress::Finished, "what has finished holds nothing");
-        self.end_attempt(workload, End::Unknown, came.now);
+        let workload = self.leases[&id].workload.expect("a lease of an attempt");
+        assert_ne!(self.workloads[&workload].state, Progress::Finished, "a finished workload has no lease");
+        self.end_attempt(workload, End::Unknown, step_result.now);
     }
 }

@@ -1,4 +1,4 @@
-//! What is done next: mostly something that makes sense.
+//! The generator of random steps, most of which make sense in the present state.
 
 use std::collections::BTreeMap;
 
@@ -13,42 +13,42 @@ use uuid::Uuid;
 use super::World;
 use super::attempts::Report;
 use super::fixtures::{self, Uses, WORKERS};
-use super::gateways::{Attended, Observed};
+use super::gateways::{OpenStream, SentReport};
 use super::operations::{Call, Step};
 use super::state::Minutes;
 use crate::db::entity::lease::Kind;
 use crate::lifecycle::departure::Withdrawal;
 use crate::workloads::Phase;
 
-/// For how many minutes a call waits.
+/// Waiting times of calls, in minutes.
 const WAITS: [Minutes; 3] = [5, 25, 45];
 
-/// One of two gateways.
+/// Returns the id of one of two gateways.
 pub(super) fn instance(number: u128) -> GatewayInstance {
     GatewayInstance::from_uuid(Uuid::from_u128(number))
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Draw {
+enum StepKind {
     Hello,
     Attend,
-    Say,
+    SendReport,
     Misfit,
-    Goodbye,
+    SignOff,
     Heard,
     Pass,
-    BePatient,
+    ExtendTerms,
     Expire,
     Down,
     Run,
     Prune,
-    SeeOff,
-    EndOrphans,
+    Depart,
+    EndStranded,
     Submit,
     Place,
     PlaceAgain,
-    GoAway,
-    EndPatience,
+    Disconnect,
+    EndWaits,
     Renew,
     Release,
     Dispatch,
@@ -61,25 +61,25 @@ enum Draw {
     Reconcile,
 }
 
-/// Of what is drawn for some time.
+/// The mix of steps during a part of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Spell {
+pub(super) enum Mix {
     Any,
-    /// More is asked for than there is room for, and otherwise little changes.
+    /// More requests than room, and few other changes.
     Busy,
-    /// What is started mostly fails, and workers come and go.
+    /// Most attempts fail, and workers change.
     Failing,
-    /// Gateways speak, and hear what they shall do.
+    /// Gateways report and receive desired states.
     Spoken,
-    /// Workers fall silent with what they run, and are lost.
+    /// Workers with running attempts fall silent and are lost.
     Lost,
 }
 
-/// Which comes after which.
-pub(super) const SPELLS: [Spell; 5] = [Spell::Any, Spell::Busy, Spell::Spoken, Spell::Lost, Spell::Failing];
+/// The order of mixes.
+pub(super) const MIXES: [Mix; 5] = [Mix::Any, Mix::Busy, Mix::Spoken, Mix::Lost, Mix::Failing];
 
-impl Spell {
-    /// How many operations are killed.
+impl Mix {
+    /// Returns the share of operations that are killed.
     pub(super) fn kills(self) -> f64 {
         match self {
             Self::Any => 0.25,
@@ -91,31 +91,39 @@ impl Spell {
 }
 
 impl World {
-    /// The next id, of which the same seed says the same: what is asked for under it is in its bytes.
+    /// Returns the next id, reproducible from the seed. The bytes of the id determine its
+    /// requirements.
     fn id(dice: &mut StdRng, made: &mut u64) -> Uuid {
         *made += 1;
         uuid::Builder::from_unix_timestamp_millis(*made, &dice.random()).into_uuid()
     }
 
-    /// Mostly one of the last.
+    /// Returns an element, mostly a recent one.
     fn some<T: Clone>(dice: &mut StdRng, of: &[T]) -> Option<T> {
         let recent = if dice.random_bool(0.8) { of.len().saturating_sub(6) } else { 0 };
         of[recent..].choose(dice).cloned()
     }
 
-    /// Of an attempt, mostly of one that goes on.
+    /// Returns the claims of an attempt, mostly of a live one.
     fn claims(&mut self) -> Option<LeaseClaims> {
-        let held: Vec<_> =
-            self.known.claims.iter().filter(|claims| self.model.held(claims).is_some()).cloned().collect();
-        let of = if held.is_empty() || self.dice.random_bool(0.3) { &self.known.claims } else { &held };
+        let live: Vec<_> = self
+            .known
+            .claims
+            .iter()
+            .filter(|claims| self.model.live_workload(claims).is_some())
+            .cloned()
+            .collect();
+        let of = if live.is_empty() || self.dice.random_bool(0.3) { &self.known.claims } else { &live };
         Self::some(&mut self.dice, of)
     }
 
-    /// What a gateway says that took up what it was told, mostly last.
-    /// `lacks`: how many of the leases it does not know.
-    fn says(dice: &mut StdRng, stream: &Attended, claims: &[LeaseClaims], lacks: f64) -> Observed {
-        let newest = stream.told.last().filter(|_| dice.random_bool(0.8));
-        let told = newest.or_else(|| stream.told.choose(dice)).expect("who is let in is told something");
+    /// Creates a report about the received desired states, mostly the last one. `lacks`:
+    /// probability that a lease is missing.
+    fn report(dice: &mut StdRng, stream: &OpenStream, claims: &[LeaseClaims], lacks: f64) -> SentReport {
+        let newest = stream.received.last().filter(|_| dice.random_bool(0.8));
+        let state = newest
+            .or_else(|| stream.received.choose(dice))
+            .expect("a registered gateway has a desired state");
         let phases = [
             Phase::Preparing,
             Phase::Preparing,
@@ -124,158 +132,158 @@ impl World {
             Phase::Publishing,
             Phase::Ended,
         ];
-        let mut said = Observed { echo: told.generation, phases: BTreeMap::new() };
-        for id in told.wishes.keys().copied() {
+        let mut report = SentReport { echo: state.generation, phases: BTreeMap::new() };
+        for id in state.wishes.keys().copied() {
             if !dice.random_bool(lacks) {
-                said.phases.insert(id, *phases.choose(dice).expect("some"));
+                report.phases.insert(id, *phases.choose(dice).expect("some"));
             }
         }
-        // It holds what is over.
+        // A lease that has ended.
         if let Some(claims) = Self::some(dice, claims).filter(|_| dice.random_bool(0.1)) {
-            said.phases.insert(claims.lease, Phase::Running);
+            report.phases.insert(claims.lease, Phase::Running);
         }
-        // It has taken up less than it was told.
+        // A gateway that has not processed everything.
         if dice.random_bool(0.15) {
-            said.echo = stream.told.choose(dice).map_or(0, |told| told.generation);
+            report.echo = stream.received.choose(dice).map_or(0, |state| state.generation);
         }
-        said
+        report
     }
 
-    /// `None`: what was drawn cannot be done now.
+    /// Returns `None` if the drawn step is impossible now.
     pub(super) fn next(&mut self) -> Option<Step> {
         if let Some(step) = self.up_next.take() {
             return Some(step);
         }
-        let (is_busy, is_failing) = (self.spell == Spell::Busy, self.spell == Spell::Failing);
+        let (is_busy, is_failing) = (self.mix == Mix::Busy, self.mix == Mix::Failing);
         let claims = self.claims();
         let dice = &mut self.dice;
         let weights = [
-            (Draw::Hello, 3),
-            (Draw::Attend, 4),
-            (Draw::Say, 10),
-            (Draw::Misfit, 1),
-            (Draw::Goodbye, 2),
-            (Draw::Heard, 10),
-            (Draw::Pass, 5),
-            (Draw::BePatient, 1),
-            (Draw::Expire, 7),
-            (Draw::Down, 3),
-            (Draw::Run, 5),
-            (Draw::Prune, 1),
-            (Draw::SeeOff, 5),
-            (Draw::EndOrphans, 3),
-            (Draw::Submit, 20),
-            (Draw::Place, 10),
-            (Draw::PlaceAgain, 3),
-            (Draw::GoAway, 1),
-            (Draw::EndPatience, 2),
-            (Draw::Renew, 3),
-            (Draw::Release, 6),
-            (Draw::Dispatch, 10),
-            (Draw::Start, 14),
-            (Draw::Finish, 16),
-            (Draw::Observe, 10),
-            (Draw::Absent, 2),
-            (Draw::Cancel, 4),
-            (Draw::Deliver, 5),
-            (Draw::Reconcile, 3),
+            (StepKind::Hello, 3),
+            (StepKind::Attend, 4),
+            (StepKind::SendReport, 10),
+            (StepKind::Misfit, 1),
+            (StepKind::SignOff, 2),
+            (StepKind::Heard, 10),
+            (StepKind::Pass, 5),
+            (StepKind::ExtendTerms, 1),
+            (StepKind::Expire, 7),
+            (StepKind::Down, 3),
+            (StepKind::Run, 5),
+            (StepKind::Prune, 1),
+            (StepKind::Depart, 5),
+            (StepKind::EndStranded, 3),
+            (StepKind::Submit, 20),
+            (StepKind::Place, 10),
+            (StepKind::PlaceAgain, 3),
+            (StepKind::Disconnect, 1),
+            (StepKind::EndWaits, 2),
+            (StepKind::Renew, 3),
+            (StepKind::Release, 6),
+            (StepKind::Dispatch, 10),
+            (StepKind::Start, 14),
+            (StepKind::Finish, 16),
+            (StepKind::Observe, 10),
+            (StepKind::Absent, 2),
+            (StepKind::Cancel, 4),
+            (StepKind::Deliver, 5),
+            (StepKind::Reconcile, 3),
         ];
         let when_failing = [
-            (Draw::Hello, 8),
-            (Draw::Attend, 4),
-            (Draw::Say, 4),
-            (Draw::Heard, 14),
-            (Draw::Pass, 8),
-            (Draw::Expire, 2),
-            (Draw::Down, 5),
-            (Draw::Run, 2),
-            (Draw::SeeOff, 14),
-            (Draw::Submit, 18),
-            (Draw::Place, 3),
-            (Draw::Dispatch, 16),
-            (Draw::Start, 5),
-            (Draw::Finish, 26),
-            (Draw::Observe, 2),
+            (StepKind::Hello, 8),
+            (StepKind::Attend, 4),
+            (StepKind::SendReport, 4),
+            (StepKind::Heard, 14),
+            (StepKind::Pass, 8),
+            (StepKind::Expire, 2),
+            (StepKind::Down, 5),
+            (StepKind::Run, 2),
+            (StepKind::Depart, 14),
+            (StepKind::Submit, 18),
+            (StepKind::Place, 3),
+            (StepKind::Dispatch, 16),
+            (StepKind::Start, 5),
+            (StepKind::Finish, 26),
+            (StepKind::Observe, 2),
         ];
         let when_busy = [
-            (Draw::Hello, 5),
-            (Draw::Heard, 4),
-            (Draw::Run, 4),
-            (Draw::Submit, 14),
-            (Draw::Place, 22),
-            (Draw::PlaceAgain, 18),
-            (Draw::GoAway, 1),
-            (Draw::EndPatience, 1),
-            (Draw::Release, 16),
-            (Draw::Dispatch, 16),
-            (Draw::Start, 4),
-            (Draw::Finish, 16),
-            (Draw::Cancel, 5),
+            (StepKind::Hello, 5),
+            (StepKind::Heard, 4),
+            (StepKind::Run, 4),
+            (StepKind::Submit, 14),
+            (StepKind::Place, 22),
+            (StepKind::PlaceAgain, 18),
+            (StepKind::Disconnect, 1),
+            (StepKind::EndWaits, 1),
+            (StepKind::Release, 16),
+            (StepKind::Dispatch, 16),
+            (StepKind::Start, 4),
+            (StepKind::Finish, 16),
+            (StepKind::Cancel, 5),
         ];
         let when_spoken = [
-            (Draw::Hello, 6),
-            (Draw::Attend, 10),
-            (Draw::Say, 60),
-            (Draw::Goodbye, 9),
-            (Draw::Heard, 3),
-            (Draw::Expire, 1),
-            (Draw::Down, 3),
-            (Draw::Run, 5),
-            (Draw::SeeOff, 3),
-            (Draw::Submit, 26),
-            (Draw::Place, 20),
-            (Draw::Release, 20),
-            (Draw::Dispatch, 20),
-            (Draw::Start, 8),
-            (Draw::Finish, 5),
-            (Draw::Cancel, 8),
+            (StepKind::Hello, 6),
+            (StepKind::Attend, 10),
+            (StepKind::SendReport, 60),
+            (StepKind::SignOff, 9),
+            (StepKind::Heard, 3),
+            (StepKind::Expire, 1),
+            (StepKind::Down, 3),
+            (StepKind::Run, 5),
+            (StepKind::Depart, 3),
+            (StepKind::Submit, 26),
+            (StepKind::Place, 20),
+            (StepKind::Release, 20),
+            (StepKind::Dispatch, 20),
+            (StepKind::Start, 8),
+            (StepKind::Finish, 5),
+            (StepKind::Cancel, 8),
         ];
         let when_lost = [
-            (Draw::Hello, 8),
-            (Draw::Attend, 4),
-            (Draw::Say, 4),
-            (Draw::Heard, 3),
-            (Draw::Pass, 7),
-            (Draw::Expire, 14),
-            (Draw::Prune, 2),
-            (Draw::SeeOff, 8),
-            (Draw::EndOrphans, 3),
-            (Draw::Submit, 20),
-            (Draw::Dispatch, 14),
-            (Draw::Start, 34),
-            (Draw::Finish, 6),
-            (Draw::Absent, 2),
-            (Draw::Cancel, 2),
+            (StepKind::Hello, 8),
+            (StepKind::Attend, 4),
+            (StepKind::SendReport, 4),
+            (StepKind::Heard, 3),
+            (StepKind::Pass, 7),
+            (StepKind::Expire, 14),
+            (StepKind::Prune, 2),
+            (StepKind::Depart, 8),
+            (StepKind::EndStranded, 3),
+            (StepKind::Submit, 20),
+            (StepKind::Dispatch, 14),
+            (StepKind::Start, 34),
+            (StepKind::Finish, 6),
+            (StepKind::Absent, 2),
+            (StepKind::Cancel, 2),
         ];
-        let weights = match self.spell {
-            Spell::Any => &weights[..],
-            Spell::Busy => &when_busy,
-            Spell::Failing => &when_failing,
-            Spell::Spoken => &when_spoken,
-            Spell::Lost => &when_lost,
+        let weights = match self.mix {
+            Mix::Any => &weights[..],
+            Mix::Busy => &when_busy,
+            Mix::Failing => &when_failing,
+            Mix::Spoken => &when_spoken,
+            Mix::Lost => &when_lost,
         };
-        // It was taken over, and nobody knows that where it speaks.
-        let is_over = |stream: &&Attended| self.model.judge(&stream.session).is_err();
+        // A superseded session whose replica does not know yet.
+        let is_over = |stream: &&OpenStream| self.model.check_session(&stream.session).is_err();
         let over: Vec<_> = self.known.streams.iter().filter(|(_, stream)| is_over(stream)).collect();
         if let Some((number, stream)) = over.choose(dice)
             && dice.random_bool(0.6)
         {
-            let said = Self::says(dice, stream, &self.known.claims, 0.5);
-            return Some(Step::Say { stream: **number, said, is_fresh: dice.random_bool(0.2) });
+            let report = Self::report(dice, stream, &self.known.claims, 0.5);
+            return Some(Step::SendReport { stream: **number, report, is_fresh: dice.random_bool(0.2) });
         }
         let (draw, _) = weights.choose_weighted(dice, |(_, weight)| *weight).expect("some weights");
         let name = *WORKERS.choose(dice).expect("some");
         let known = &mut self.known;
         Some(match draw {
-            Draw::Hello | Draw::Misfit | Draw::Attend => {
-                // One of two gateways, which mostly finds what it left, or another did.
+            StepKind::Hello | StepKind::Misfit | StepKind::Attend => {
+                // One of two gateways, mostly with the present contents of the worker.
                 let instance = instance(dice.random_range(1..=2));
                 let markers = known.markers.entry(name).or_default();
                 if markers.is_empty() || dice.random_bool(0.2) {
                     markers.push(MarkerId::new());
                 }
                 let marker = if dice.random_bool(0.9) { markers.last() } else { markers.choose(dice) };
-                let marker = *marker.expect("there is one");
+                let marker = *marker.expect("a marker");
                 let last = Self::some(dice, &known.sessions).filter(|_| dice.random_bool(0.3));
                 let mut hello = fixtures::hello(name, instance, marker, last);
                 if dice.random_bool(0.05) {
@@ -283,76 +291,77 @@ impl World {
                 }
                 let hello = Box::new(hello);
                 match draw {
-                    Draw::Hello => Step::Hello(hello),
-                    Draw::Misfit => Step::Misfit(hello),
+                    StepKind::Hello => Step::Hello(hello),
+                    StepKind::Misfit => Step::Misfit(hello),
                     _ => {
                         self.opened += 1;
                         Step::Attend { stream: self.opened, hello }
                     }
                 }
             }
-            Draw::Say => {
+            StepKind::SendReport => {
                 let numbers: Vec<_> = known.streams.keys().copied().collect();
                 let has_some = |number: &usize| {
-                    known.streams[number].told.last().is_some_and(|told| !told.wishes.is_empty())
+                    known.streams[number].received.last().is_some_and(|state| !state.wishes.is_empty())
                 };
                 let of_some: Vec<_> = numbers.iter().copied().filter(has_some).collect();
                 let of_some = Self::some(dice, &of_some).filter(|_| dice.random_bool(0.8));
                 let number = of_some.or_else(|| Self::some(dice, &numbers))?;
                 let stream = &known.streams[&number];
-                let again = stream.said.choose(dice).filter(|_| dice.random_bool(0.2)).cloned();
-                let said = again.unwrap_or_else(|| Self::says(dice, stream, &known.claims, 0.15));
-                Step::Say { stream: number, said, is_fresh: dice.random_bool(0.7) }
+                let again = stream.sent.choose(dice).filter(|_| dice.random_bool(0.2)).cloned();
+                let report = again.unwrap_or_else(|| Self::report(dice, stream, &known.claims, 0.15));
+                Step::SendReport { stream: number, report, is_fresh: dice.random_bool(0.7) }
             }
-            Draw::Goodbye if self.spell == Spell::Spoken => {
+            StepKind::SignOff if self.mix == Mix::Spoken => {
                 let streams = known.streams.values();
-                let present = |stream: &&Attended| self.model.judge(&stream.session).is_ok();
+                let present = |stream: &&OpenStream| self.model.check_session(&stream.session).is_ok();
                 let present: Vec<_> = streams.filter(present).map(|stream| stream.session.clone()).collect();
                 let session = present.choose(dice)?.clone();
-                // Another takes over, of which the first stream has not heard.
+                // Another gateway takes over, which the first stream has not noticed.
                 let name = WORKERS.into_iter().find(|name| self.model.name(session.worker) == Some(*name))?;
                 let marker = self.model.workers[name].marker;
                 let other = if session.instance == instance(1) { instance(2) } else { instance(1) };
                 let last = Some(session.clone()).filter(|_| dice.random_bool(0.5));
                 let hello = Box::new(fixtures::hello(name, other, marker, last));
                 self.up_next = dice.random_bool(0.8).then_some(Step::Hello(hello));
-                Step::Goodbye { session, is_last: true }
+                Step::SignOff { session, is_last: true }
             }
-            Draw::Goodbye => {
+            StepKind::SignOff => {
                 let session = Self::some(dice, &known.sessions)?;
-                // What is said late comes after something else was heard.
-                let is_last = self.model.judge(&session).is_ok() && dice.random_bool(0.7);
-                Step::Goodbye { session, is_last }
+                // A late disconnect follows other messages.
+                let is_last = self.model.check_session(&session).is_ok() && dice.random_bool(0.7);
+                Step::SignOff { session, is_last }
             }
-            Draw::Heard => Step::Heard(Self::some(dice, &known.sessions)?),
-            Draw::Pass if self.spell == Spell::Lost => Step::Pass(*[40, 100].choose(dice).expect("some")),
-            Draw::Pass if is_failing => Step::Pass(*[10, 20, 30].choose(dice).expect("some")),
-            Draw::Pass => Step::Pass(*[10, 10, 20, 30, 40, 100, 1000].choose(dice).expect("some")),
-            Draw::BePatient => Step::BePatient,
-            Draw::Expire => Step::Expire,
-            Draw::Down => {
+            StepKind::Heard => Step::Heard(Self::some(dice, &known.sessions)?),
+            StepKind::Pass if self.mix == Mix::Lost => Step::Pass(*[40, 100].choose(dice).expect("some")),
+            StepKind::Pass if is_failing => Step::Pass(*[10, 20, 30].choose(dice).expect("some")),
+            StepKind::Pass => Step::Pass(*[10, 10, 20, 30, 40, 100, 1000].choose(dice).expect("some")),
+            StepKind::ExtendTerms => Step::ExtendTerms,
+            StepKind::Expire => Step::Expire,
+            StepKind::Down => {
                 let retire = Withdrawal::Retire { force: dice.random_bool(0.5) };
                 let down = if dice.random_bool(0.8) { Withdrawal::Cordon } else { retire };
                 let interrupt_after = dice.random_bool(0.6).then(|| dice.random_range(0..3) * 10 + 5);
                 Step::Down { name, down, interrupt_after }
             }
-            Draw::Run => Step::Run(name),
-            Draw::Prune => Step::Prune(name),
-            Draw::SeeOff => Step::SeeOff,
-            Draw::EndOrphans => Step::EndOrphans,
-            Draw::Submit => {
+            StepKind::Run => Step::Run(name),
+            StepKind::Prune => Step::Prune(name),
+            StepKind::Depart => Step::Depart,
+            StepKind::EndStranded => Step::EndStranded,
+            StepKind::Submit => {
                 let there: Vec<_> = self.model.workloads.keys().copied().collect();
                 let again = Self::some(dice, &there).filter(|_| dice.random_bool(0.2));
                 let taken = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.1));
                 let taken = taken.map(|(id, _)| WorkloadId::from_uuid(id.uuid()));
-                // Of an id that was used, forgotten here, and used again the artifact store takes what is settled for a repeat.
+                // After the scheduler has deleted an id, the artifact store treats a settlement of
+                // the same id as a repeat.
                 let taken = taken.filter(|id| fixtures::uses(*id) != Uses::Output);
                 let new = WorkloadId::from_uuid(Self::id(dice, &mut self.ids));
                 let id = again.or(taken).unwrap_or(new);
                 let other = again.is_some() && dice.random_bool(0.3);
                 Step::Submit { id, other, is_fresh: dice.random_bool(0.7) }
             }
-            Draw::Place => {
+            StepKind::Place => {
                 let kinds = [Kind::Task, Kind::Service, Kind::Check, Kind::Transfer];
                 let kinds = if is_busy { &kinds[..3] } else { &kinds };
                 let (is_several, is_near, has_time) =
@@ -367,7 +376,7 @@ impl World {
                 one.0 = taken.map_or(one.0, |id| LeaseId::from_uuid(id.uuid()));
                 let again = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.2));
                 let together = again.is_none() && dice.random_bool(if is_busy { 0.15 } else { 0.4 });
-                let asks = match again {
+                let items = match again {
                     Some((id, _)) if dice.random_bool(0.2) => vec![(id, one.1)],
                     Some(again) => vec![again],
                     None if together || dice.random_bool(is_several) => vec![one, other],
@@ -376,17 +385,17 @@ impl World {
                 let live: Vec<_> = self.model.leases.keys().copied().collect();
                 let near = match again {
                     Some((id, _)) if dice.random_bool(0.9) => known.near.get(&id).copied().flatten(),
-                    _ if asks.len() == 1 && dice.random_bool(is_near) => Self::some(dice, &live),
+                    _ if items.len() == 1 && dice.random_bool(is_near) => Self::some(dice, &live),
                     _ => None,
                 };
-                // Nobody waits for one of several while another is granted and may run out.
-                let may_wait = (together || asks.len() == 1) && dice.random_bool(has_time);
+                // A call with several groups must not wait, because granted leases could expire.
+                let may_wait = (together || items.len() == 1) && dice.random_bool(has_time);
                 let wait = if may_wait { *WAITS.choose(dice).expect("some") } else { 0 };
                 self.calls += 1;
-                let call = Call { number: self.calls, asks, together, near, wait };
+                let call = Call { number: self.calls, items, together, near, wait };
                 Step::Place { call, is_fresh: dice.random_bool(0.5) }
             }
-            Draw::PlaceAgain => {
+            StepKind::PlaceAgain => {
                 let waiting = self.model.waiting.choose(dice).filter(|_| dice.random_bool(0.8));
                 let waiting = waiting.map(|waiting| waiting.call.clone());
                 let mut call = waiting.or_else(|| Self::some(dice, &known.patient))?;
@@ -394,20 +403,20 @@ impl World {
                 call.number = self.calls;
                 call.wait = *WAITS.choose(dice).expect("some");
                 if dice.random_bool(0.1) {
-                    call.asks[0].1 = Kind::Service;
+                    call.items[0].1 = Kind::Service;
                 }
                 Step::Place { call, is_fresh: dice.random_bool(0.5) }
             }
-            Draw::GoAway => {
+            StepKind::Disconnect => {
                 let callers: Vec<_> = self.model.waiting.iter().flat_map(|known| known.callers()).collect();
-                Step::GoAway { call: *callers.choose(dice)? }
+                Step::Disconnect { call: *callers.choose(dice)? }
             }
-            Draw::EndPatience => {
+            StepKind::EndWaits => {
                 let minutes = *[0, 10, 30].choose(dice).expect("some");
-                Step::EndPatience { minutes, looks: dice.random_bool(0.5) }
+                Step::EndWaits { minutes, looks: dice.random_bool(0.5) }
             }
-            Draw::Renew => Step::Renew(Self::some(dice, &known.driven)?.0),
-            Draw::Release => {
+            StepKind::Renew => Step::Renew(Self::some(dice, &known.driven)?.0),
+            StepKind::Release => {
                 let driven =
                     self.model.leases.iter().filter(|(_, lease)| lease.workload.is_none() && lease.is_live());
                 let driven: Vec<_> = driven.map(|(id, _)| *id).collect();
@@ -415,9 +424,9 @@ impl World {
                 let lease = live.or_else(|| Some(Self::some(dice, &known.driven)?.0))?;
                 Step::Release { lease, is_fresh: dice.random_bool(0.5) }
             }
-            Draw::Dispatch => Step::Dispatch,
-            Draw::Start => Step::Start(claims?),
-            Draw::Finish => {
+            StepKind::Dispatch => Step::Dispatch,
+            StepKind::Start => Step::Start(claims?),
+            StepKind::Finish => {
                 let code = Some(Exit::Code(dice.random_range(0..2)));
                 let (exit, failure) = match dice.random_range(0..19) {
                     _ if is_failing && dice.random_bool(0.7) => (None, Some(FailureReason::StartFailed)),
@@ -436,21 +445,21 @@ impl World {
                 let has_outputs = makes && exit.is_some() && dice.random_bool(0.8);
                 Step::Finish { claims, report: Report { exit, failure, has_outputs } }
             }
-            Draw::Observe => {
+            StepKind::Observe => {
                 let phases = [Phase::Preparing, Phase::Running, Phase::Publishing, Phase::Ended];
                 let phase = *phases.choose(dice).expect("some");
                 Step::Observe { claims: claims?, phase }
             }
-            Draw::Absent => Step::Absent(claims?),
-            Draw::Cancel => {
+            StepKind::Absent => Step::Absent(claims?),
+            StepKind::Cancel => {
                 let there: Vec<_> = known.submitted.iter().copied().collect();
                 let id = Self::some(dice, &there)?;
-                let theirs = fixtures::asks_of_workload(id).team;
+                let theirs = fixtures::requirements_of_workload(id).team;
                 let team = if dice.random_bool(0.9) { theirs } else { "third" };
                 Step::Cancel { id, grace: dice.random_range(0..20), team }
             }
-            Draw::Deliver => Step::Deliver,
-            Draw::Reconcile => Step::Reconcile,
+            StepKind::Deliver => Step::Deliver,
+            StepKind::Reconcile => Step::Reconcile,
         })
     }
 }

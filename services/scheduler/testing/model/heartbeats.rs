@@ -1,11 +1,11 @@
-//! What becomes of workers.
+//! The model of workers.
 
 use domain::worker::SessionClaims;
 use domain::{LeaseId, WorkerId};
 
 use super::attempts::End;
 use super::fixtures;
-use super::state::{Gone, Lease, Minutes, State, Worker};
+use super::state::{Lease, Minutes, RemovedWorker, State, Worker};
 use crate::db::entity::lease::{EndedBy, State as LeaseState, StopReason};
 use crate::db::entity::removed_worker::WorkerEnd;
 use crate::db::entity::worker::{Desired, State as Contact};
@@ -14,7 +14,7 @@ use crate::lifecycle::departure::Withdrawal;
 use crate::workers::Registration;
 
 impl Worker {
-    /// It is trusted again.
+    /// Ends the quarantine of the worker.
     pub(super) fn forgive(&mut self) {
         (self.failures, self.quarantines, self.quarantined_until) = (0, 0, None);
         self.failed_team = None;
@@ -22,37 +22,47 @@ impl Worker {
 }
 
 impl State {
-    /// Whether the gateway that says `hello` may speak for its worker: in the session that it has, or in a new one.
-    fn may_speak(&self, hello: &Registration, now: Minutes) -> Result<(), &'static str> {
-        let Some(known) = self.workers.get(&hello.name) else {
-            let is_retired = |gone: &Gone| gone.name == hello.name && gone.marker == Some(hello.marker.id);
-            return if self.gone.values().any(is_retired) { Err("Retired") } else { Ok(()) };
+    /// Returns whether the gateway may be responsible for its worker, in its session or a new one.
+    fn may_speak(&self, registration: &Registration, now: Minutes) -> Result<(), &'static str> {
+        let Some(known) = self.workers.get(&registration.name) else {
+            let is_retired = |removed: &RemovedWorker| {
+                removed.name == registration.name && removed.marker == Some(registration.marker.id)
+            };
+            return if self.removed_workers.values().any(is_retired) { Err("Retired") } else { Ok(()) };
         };
         if known.leaving {
             return Err("Leaving");
         }
-        if known.team != hello.labels.team {
+        if known.team != registration.labels.team {
             return Err("OtherTeam");
         }
-        if known.instance == hello.instance {
+        if known.instance == registration.instance {
             return Ok(());
         }
         let was_superseded = |last: &SessionClaims| {
-            last.instance == hello.instance && last.worker == known.id && last.session.0 < known.session
+            last.instance == registration.instance
+                && last.worker == known.id
+                && last.session.0 < known.session
         };
-        if hello.last.as_ref().is_some_and(was_superseded) {
+        if registration.last.as_ref().is_some_and(was_superseded) {
             return Err("Stale");
         }
         if known.attended && now - known.heard_at < 35 { Err("AlreadyAttended") } else { Ok(()) }
     }
 
-    /// A worker that was never seen, with what only the scheduler can choose.
-    fn fresh(hello: &Registration, id: WorkerId, incarnation: u64, session: u64, now: Minutes) -> Worker {
+    /// Creates a worker, with the ids that the scheduler chose.
+    fn fresh(
+        registration: &Registration,
+        id: WorkerId,
+        incarnation: u64,
+        session: u64,
+        now: Minutes,
+    ) -> Worker {
         Worker {
             id,
-            instance: hello.instance,
-            marker: hello.marker.id,
-            team: hello.labels.team.clone(),
+            instance: registration.instance,
+            marker: registration.marker.id,
+            team: registration.labels.team.clone(),
             incarnation,
             session,
             desired: Desired::Run,
@@ -72,76 +82,77 @@ impl State {
         }
     }
 
-    /// `let_in`: the session that was answered, whose numbers only the scheduler can choose.
-    pub(super) fn hello(
+    /// Registers a gateway. `session`: the returned session, with the numbers that the scheduler
+    /// chose.
+    pub(super) fn register(
         &mut self,
-        hello: &Registration,
-        let_in: Option<&SessionClaims>,
+        registration: &Registration,
+        opened: Option<&SessionClaims>,
         now: Minutes,
     ) -> &'static str {
-        if let Err(refused) = self.may_speak(hello, now) {
+        if let Err(refused) = self.may_speak(registration, now) {
             return refused;
         }
-        let Some(claims) = let_in else { return "Ok" };
+        let Some(claims) = opened else { return "Ok" };
         let (incarnation, session) = (claims.incarnation.0, claims.session.0);
         let newest = self
-            .gone
+            .removed_workers
             .keys()
             .chain(self.workers.values().map(|worker| &worker.id))
             .all(|id| *id != claims.worker);
-        let Some(known) = self.workers.get_mut(&hello.name) else {
-            assert!(newest, "a new worker has an id of its own");
-            let fresh = Self::fresh(hello, claims.worker, incarnation, session, now);
-            self.workers.insert(hello.name.clone(), fresh);
+        let Some(known) = self.workers.get_mut(&registration.name) else {
+            assert!(newest, "a new worker has a new id");
+            let fresh = Self::fresh(registration, claims.worker, incarnation, session, now);
+            self.workers.insert(registration.name.clone(), fresh);
             return "Ok";
         };
-        assert_eq!(known.id, claims.worker, "it keeps its id");
-        if known.instance == hello.instance {
-            assert_eq!(known.session, session, "who reconnects keeps the session");
+        assert_eq!(known.id, claims.worker, "the worker keeps its id");
+        if known.instance == registration.instance {
+            assert_eq!(known.session, session, "a reconnect keeps the session");
         } else {
             assert!(known.session < session, "sessions rise");
         }
-        if known.marker == hello.marker.id {
-            assert_eq!(known.incarnation, incarnation, "it holds what it held");
+        if known.marker == registration.marker.id {
+            assert_eq!(known.incarnation, incarnation, "the contents are unchanged");
         } else {
             assert!(known.incarnation < incarnation, "incarnations rise");
             known.forgive();
         }
-        known.instance = hello.instance;
-        known.marker = hello.marker.id;
+        known.instance = registration.instance;
+        known.marker = registration.marker.id;
         (known.incarnation, known.session) = (incarnation, session);
         (known.contact, known.misfit, known.attended, known.heard_at) = (Contact::Running, false, true, now);
         "Ok"
     }
 
-    /// A gateway says hello with which nobody can speak. `after`: what is known then.
-    pub(super) fn misfit(&mut self, hello: &Registration, after: &Self, now: Minutes) -> &'static str {
-        if let Err(refused) = self.may_speak(hello, now) {
+    /// Registers an incompatible gateway. `after`: the state afterwards.
+    pub(super) fn misfit(&mut self, registration: &Registration, after: &Self, now: Minutes) -> &'static str {
+        if let Err(refused) = self.may_speak(registration, now) {
             return refused;
         }
-        if let Some(known) = self.workers.get_mut(&hello.name) {
+        if let Some(known) = self.workers.get_mut(&registration.name) {
             known.misfit = true;
-        } else if let Some(Worker { id, incarnation, session, .. }) = after.workers.get(&hello.name) {
-            let fresh = Self::fresh(hello, *id, *incarnation, *session, now);
+        } else if let Some(Worker { id, incarnation, session, .. }) = after.workers.get(&registration.name) {
+            let fresh = Self::fresh(registration, *id, *incarnation, *session, now);
             let fresh = Worker { contact: Contact::Stalled, attended: false, misfit: true, ..fresh };
-            self.workers.insert(hello.name.clone(), fresh);
+            self.workers.insert(registration.name.clone(), fresh);
         }
         "Ok"
     }
 
-    /// The gateway of `session` says goodbye, and nothing was heard of it since.
-    pub(super) fn goodbye(&mut self, session: &SessionClaims) {
-        let Ok(name) = self.judge(session) else { return };
-        let worker = self.workers.get_mut(&name).expect("it is there");
+    /// Ends the contact of `session`, after which nothing was received.
+    pub(super) fn sign_off(&mut self, session: &SessionClaims) {
+        let Ok(name) = self.check_session(session) else { return };
+        let worker = self.workers.get_mut(&name).expect("a worker");
         (worker.attended, worker.contact) = (false, Contact::Stalled);
     }
 
-    pub(super) fn heard(&mut self, session: &SessionClaims, now: Minutes) -> &'static str {
-        let name = match self.judge(session) {
+    pub(super) fn record_heartbeat(&mut self, session: &SessionClaims, now: Minutes) -> &'static str {
+        let name = match self.check_session(session) {
             Ok(name) => name,
             Err(refused) => return refused,
         };
-        let worker = self.workers.get_mut(&name).expect("it is there");
+        let worker = self.workers.get_mut(&name).expect("a worker");
         (worker.contact, worker.attended, worker.heard_at) = (Contact::Running, true, now);
         "Ok"
     }
@@ -166,7 +177,7 @@ impl State {
     }
 
     fn was_there(&self, name: &str) -> bool {
-        self.workers.contains_key(name) || self.gone.values().any(|gone| gone.name == name)
+        self.workers.contains_key(name) || self.removed_workers.values().any(|removed| removed.name == name)
     }
 
     pub(super) fn run(&mut self, name: &str) -> &'static str {
@@ -176,12 +187,19 @@ impl State {
             worker.forgive();
             return "Ok";
         }
-        // Who went last of that name. Ids rise with time, and so do those who go.
-        let last = self.gone.values().filter(|gone| gone.name == name).max_by_key(|gone| gone.order);
-        if last.is_none_or(|gone| gone.how != WorkerEnd::Retired) {
+        // Returns the last removed worker of that name.
+        let last = self
+            .removed_workers
+            .values()
+            .filter(|removed| removed.name == name)
+            .max_by_key(|removed| removed.order);
+        if last.is_none_or(|removed| removed.how != WorkerEnd::Retired) {
             return "NotFound";
         }
-        self.gone.values_mut().filter(|gone| gone.name == name).for_each(|gone| gone.marker = None);
+        self.removed_workers
+            .values_mut()
+            .filter(|removed| removed.name == name)
+            .for_each(|removed| removed.marker = None);
         "Ok"
     }
 
@@ -200,12 +218,12 @@ impl State {
         }
     }
 
-    /// Looks at those that shall be cordoned or removed, until nothing is left to do.
+    /// Runs the departure loop until nothing changes.
     pub(super) fn depart_if_due(&mut self, now: Minutes) {
         loop {
             let before = self.clone();
             for name in before.workers.keys() {
-                self.see_one_off(name, now);
+                self.depart_one(name, now);
             }
             for worker in self.workers.values_mut() {
                 if worker.quarantined_until.is_some_and(|until| until <= now) {
@@ -218,14 +236,14 @@ impl State {
         }
     }
 
-    /// Whether what runs under a lease may be interrupted.
+    /// Returns whether the attempt under a lease is interruptible.
     fn may_be_interrupted(&self, lease: LeaseId) -> bool {
         let workload = self.leases[&lease].workload;
         let spec = |id| fixtures::spec(id, domain::ArtifactId::from_uuid(id.uuid()), false);
         workload.is_some_and(|id| spec(id).interruptible)
     }
 
-    fn see_one_off(&mut self, name: &str, now: Minutes) {
+    fn depart_one(&mut self, name: &str, now: Minutes) {
         let worker = self.workers[name].clone();
         let live: Vec<_> = self.live(worker.id).map(|(id, _)| id).collect();
         if worker.leaving || (fixtures::traits(name).ephemeral && worker.contact == Contact::Lost) {
@@ -255,7 +273,7 @@ impl State {
             }
         }
         let holds_up = self.live(worker.id).any(|(lease, _)| !self.may_be_interrupted(lease));
-        let known = self.workers.get_mut(name).expect("it is there");
+        let known = self.workers.get_mut(name).expect("a worker");
         known.landed |= !holds_up;
         if is_due {
             known.interrupt_at = None;
@@ -276,14 +294,15 @@ impl State {
         self.leases.retain(|_, lease| lease.worker != worker.id);
         let marker = (how == WorkerEnd::Retired).then_some(worker.marker);
         let order = self.last_to_go() + 1;
-        self.gone.insert(worker.id, Gone { name: name.to_owned(), how, marker, at: now, order });
+        self.removed_workers
+            .insert(worker.id, RemovedWorker { name: name.to_owned(), how, marker, at: now, order });
     }
 
     pub(super) fn last_to_go(&self) -> usize {
-        self.gone.values().map(|gone| gone.order).max().unwrap_or_default()
+        self.removed_workers.values().map(|removed| removed.order).max().unwrap_or_default()
     }
 
-    /// What time alone changes, and what follows from that.
+    /// Applies all timeouts.
     pub(super) fn expire(&mut self, now: Minutes) {
         self.time_out(now);
         let is_late = |lease: &Lease| {
@@ -303,12 +322,12 @@ impl State {
                 worker.contact = Contact::Lost;
             }
         }
-        self.take_back(now);
-        self.end_orphans(now);
+        self.withdraw_attempt(now);
+        self.end_stranded_leases(now);
     }
 
-    /// What silent workers have not started may be done by others.
-    fn take_back(&mut self, now: Minutes) {
+    /// Withdraws attempts that stalled workers have not started.
+    fn withdraw_attempt(&mut self, now: Minutes) {
         let silent = self.workers.values().filter(|worker| {
             worker.contact == Contact::Stalled
                 && now - worker.heard_at > 35
@@ -323,13 +342,13 @@ impl State {
         }
     }
 
-    /// Workloads with live leases there.
+    /// Returns workloads with live leases on a worker.
     fn tried_on(&self, worker: WorkerId) -> Vec<domain::WorkloadId> {
         self.live(worker).filter_map(|(_, lease)| lease.workload).collect()
     }
 
-    /// Ends the leases of workers that are lost, and of incarnations that are over, or gives them up.
-    pub(super) fn end_orphans(&mut self, now: Minutes) {
+    /// Ends or gives up the leases of lost workers and past incarnations.
+    pub(super) fn end_stranded_leases(&mut self, now: Minutes) {
         for worker in self.workers.values().cloned().collect::<Vec<_>>() {
             let live: Vec<_> = self.live(worker.id).map(|(id, lease)| (id, lease.clone())).collect();
             for (id, lease) in live {
@@ -337,8 +356,8 @@ impl State {
                     continue;
                 }
                 match lease.workload {
-                    Some(_) if self.given_up(id).is_some() => {
-                        if !self.may_run_still(worker.id, lease.incarnation) {
+                    Some(_) if self.given_up_lease(id).is_some() => {
+                        if !self.may_still_run(worker.id, lease.incarnation) {
                             self.end_lease(id, EndedBy::Lost, now);
                         }
                     }
@@ -349,8 +368,8 @@ impl State {
         }
     }
 
-    /// What ended long ago is forgotten.
-    pub(super) fn forget(&mut self, now: Minutes) {
+    /// Deletes old records.
+    pub(super) fn delete_old(&mut self, now: Minutes) {
         let is_old = |at: Option<Minutes>| at.is_some_and(|at| now - at > 995);
         let outbox = &self.outbox;
         let is_told = |id: uuid::Uuid| outbox.keys().all(|(holder, _)| *holder != id);
@@ -367,7 +386,7 @@ impl State {
             Some(workload) => workloads.contains_key(&workload),
             None => lease.state != LeaseState::Ended || !is_old(lease.ended_at),
         });
-        self.gone.retain(|_, gone| !is_old(Some(gone.at)));
+        self.removed_workers.retain(|_, removed| !is_old(Some(removed.at)));
         let leases = &self.leases;
         self.owners.retain(|(team, owner), (_, granted_at)| {
             let is_in_use = |lease: &Lease| lease.is_live() && (&lease.team, &lease.owner) == (team, owner);

@@ -1,19 +1,24 @@
-//! The scheduler against a model: what there is after each operation, and what was answered, has to be what the model says.
+//! Model tests of the scheduler: after each random step, its state and answers must equal those of
+//! the model.
 //!
-//! Operations are done one after the other by two replicas that do not hear of each other, on real databases and beside a real artifact store. Tokens
-//! and sessions that are over are used as well as new ones, so messages are late, doubled and out of order. Up to every fourth operation is killed where it
-//! waits, its replica with what it had in memory; whoever asked asks again, and in the end there must be what there is when it was done once. The
-//! clock moves by minutes or by a day. What is done is drawn in spells: of all, where more is asked for than there is room for, where gateways speak,
-//! where workers are lost, and where much fails. What only the scheduler can choose (which of the workers that would do, numbers of sessions) is looked
-//! up, and judged: where nothing else is in the way, it has to be one of the best by the rules of placement, which are said once more for that.
+//! Two replicas take steps one after the other, without notifications between them, on real
+//! databases and beside a real artifact store. Steps also use ended tokens and sessions, so that
+//! messages are late, repeated and out of order. Up to a quarter of the steps are killed at an
+//! await point, together with the memory of their replica. The caller may repeat a killed step, and
+//! the result must equal that of a single step. The clock moves by minutes or by a day. Steps are
+//! drawn from several mixes: all steps, more requests than room, gateway streams, lost workers, and
+//! many failures. Choices of the scheduler (a worker among equals, session numbers) are taken from
+//! the database and checked. Where only placement decides, the worker must be a best one by the
+//! reference implementation.
 //!
-//! Gateways are told what they shall do on streams that stay open, each at one of the replicas, by what tells them everywhere
-//! ([`crate::api`]'s Synchronize). What they say there may be late, doubled and out of order, and with it the generation that they echo.
+//! Gateways receive desired states on open streams of one replica, through the production handler
+//! ([`crate::api`]'s Synchronize). Their reports and echoed generations may be late, repeated and
+//! out of order.
 //!
-//! A call for leases that waits does not keep what comes after it: it stands in the queue of its replica until it is answered, which may be by any
-//! later operation there, its caller goes, or its replica is killed.
+//! A waiting call for leases does not block later steps. It waits at its replica until a later step
+//! there answers it, its caller disconnects, or its replica is killed.
 //!
-//! What is done at the same time is not here but in [`crate::testing::concurrent`], which knows less of what has to come of it.
+//! Concurrent operations are tested in [`crate::testing::concurrent`], with weaker expectations.
 
 mod attempts;
 mod calls;
@@ -45,12 +50,12 @@ use testing::databases::TestDatabase;
 
 use self::attempts::Report;
 use self::fixtures::{Uses, WORKERS};
-use self::gateways::Attended;
-use self::generator::{SPELLS, Spell};
+use self::gateways::OpenStream;
+use self::generator::{MIXES, Mix};
 use self::operations::{Answer, Call, Step};
-use self::oracle::Came;
+use self::oracle::StepResult;
 use self::replica::{Cluster, Replica};
-use self::snapshot::{Calendar, look};
+use self::snapshot::{Calendar, read_state};
 use self::state::{Minutes, State};
 use self::store::Store;
 use crate::db::entity::lease::{self, Kind, State as LeaseState};
@@ -63,37 +68,37 @@ const MINUTE: Duration = Duration::from_secs(60);
 
 const REPLICAS: usize = 2;
 const STEPS: usize = 420;
-/// For how many steps they are drawn alike.
-const SPELL: usize = 35;
-/// How many seeds a test runs, unless `GANTRY_SEEDS` says how many.
+/// Number of consecutive steps with one mix.
+const MIX_STEPS: usize = 35;
+/// Default number of seeds of a test, which `GANTRY_SEEDS` overrides.
 const SEEDS: u64 = 4;
 
-/// The digest of what an attempt publishes: of no two is it the same.
+/// Returns the digest of an attempt's output, different for each attempt.
 fn digest(attempt: AttemptId) -> [u8; 32] {
     *blake3::hash(attempt.uuid().as_bytes()).as_bytes()
 }
 
-/// What callers and gateways know, and use however old it is.
+/// What callers and gateways know. Steps use it even if it is outdated.
 #[derive(Default)]
-struct Known {
+struct KnownObjects {
     submitted: BTreeSet<WorkloadId>,
     sessions: Vec<SessionClaims>,
     claims: Vec<LeaseClaims>,
     driven: Vec<(LeaseId, Kind)>,
-    /// Near to which other they were asked for first.
+    /// The first value of `same_worker_as` of each lease.
     near: BTreeMap<LeaseId, Option<LeaseId>>,
-    /// Calls that had time to wait.
+    /// Calls with a waiting time.
     patient: Vec<Call>,
     markers: BTreeMap<&'static str, Vec<MarkerId>>,
-    /// The streams that are open, by their numbers.
-    streams: BTreeMap<usize, Attended>,
-    /// By which attempt a workload says that it made its output, once it has ended.
+    /// Open streams, by number.
+    streams: BTreeMap<usize, OpenStream>,
+    /// The attempt whose output each ended workload names.
     outputs: BTreeMap<WorkloadId, AttemptId>,
-    /// The attempts whose outputs the artifact store has.
+    /// Attempts whose outputs the artifact store has.
     published: BTreeSet<AttemptId>,
 }
 
-impl Known {
+impl KnownObjects {
     fn is_driven(&self, id: LeaseId) -> bool {
         self.driven.iter().any(|(driven, _)| *driven == id)
     }
@@ -109,27 +114,27 @@ struct World {
     store: Store,
     calendar: Calendar,
     model: State,
-    known: Known,
+    known: KnownObjects,
     dice: StdRng,
-    /// How many ids were made.
+    /// Number of generated ids.
     ids: u64,
     killed: usize,
-    spell: Spell,
-    /// How many calls were made.
+    mix: Mix,
+    /// Number of generated calls.
     calls: usize,
-    /// How many streams were opened.
+    /// Number of opened streams.
     opened: usize,
-    /// What is done next, if that is no matter of the dice.
+    /// A step that must follow, instead of a random one.
     up_next: Option<Step>,
-    /// How many had waited when they were granted something.
+    /// Number of waiting calls that were granted.
     waited: usize,
-    /// How many leases ended for their gateway did not know them any more.
+    /// Number of leases that ended because their gateway did not know them.
     unknown: usize,
-    /// What was done, which is said when something is wrong.
+    /// The steps so far, printed on failure.
     history: History,
 }
 
-/// Printed when the test fails.
+/// Printed if the test fails.
 #[derive(Default)]
 struct History(Vec<String>);
 
@@ -152,7 +157,7 @@ impl World {
         let replicas = (0..REPLICAS).map(|_| Replica::start(&cluster)).collect();
         let calendar = Calendar { began: Timestamp::now(), moved: 0 };
         let dice = StdRng::seed_from_u64(seed);
-        let (model, known, history) = (State::default(), Known::default(), History::default());
+        let (model, known, history) = (State::default(), KnownObjects::default(), History::default());
         let (ids, killed, calls, opened, waited, unknown) = (0, 0, 0, 0, 0, 0);
         Self {
             cluster,
@@ -164,7 +169,7 @@ impl World {
             dice,
             ids,
             killed,
-            spell: Spell::Any,
+            mix: Mix::Any,
             calls,
             opened,
             up_next: None,
@@ -178,31 +183,31 @@ impl World {
         self.calendar.moved
     }
 
-    /// Does `step`, and compares what came of it with what should have.
+    /// Takes `step`, and compares the result with the model.
     async fn take(&mut self, step: Step) {
         self.prepare(&step).await;
         let number = match &step {
-            Step::GoAway { call } => self.model.replica_of(*call),
-            Step::Say { stream, .. } => self.known.streams[stream].replica,
+            Step::Disconnect { call } => self.model.replica_of(*call),
+            Step::SendReport { stream, .. } => self.known.streams[stream].replica,
             Step::Place { call, .. } if let Some(there) = self.model.where_it_waits(call) => {
                 if self.dice.random_bool(0.3) { there } else { (there + 1) % REPLICAS }
             }
             Step::Dispatch if let Some(there) = self.model.waits_for_what_is_there() => there,
             _ => self.dice.random_range(0..REPLICAS),
         };
-        let is_killed = self.dice.random_bool(self.spell.kills());
+        let is_killed = self.dice.random_bool(self.mix.kills());
         let killed = is_killed.then(|| self.dice.random_range(1..25));
-        // Whoever asks for something may go as well.
+        // The caller may disconnect as well.
         let comes_back = match step {
             Step::Submit { .. } | Step::Place { .. } => self.dice.random_bool(0.7),
-            // The stream is gone.
-            Step::Say { .. } => false,
+            // The stream has ended.
+            Step::SendReport { .. } => false,
             _ => true,
         };
         self.history.0.push(format!("{:?} by {number}, killed {killed:?}: {step:?}", self.now()));
         let mut answer = match killed {
-            None => Some(Box::pin(self.replicas[number].carry_out(&step)).await),
-            Some(moment) => killed_at(moment, Box::pin(self.replicas[number].carry_out(&step))).await,
+            None => Some(Box::pin(self.replicas[number].execute(&step)).await),
+            Some(moment) => killed_at(moment, Box::pin(self.replicas[number].execute(&step))).await,
         };
         let mut by = vec![number];
         if answer.is_none() {
@@ -213,29 +218,30 @@ impl World {
             if comes_back {
                 let another = self.dice.random_range(0..REPLICAS);
                 by.push(another);
-                answer = Some(Box::pin(self.replicas[another].carry_out(&step)).await);
+                answer = Some(Box::pin(self.replicas[another].execute(&step)).await);
             }
         }
         if let Some(answer) = &answer {
-            self.history.0.push(format!("    {:?} by {by:?}, and {:?}", answer.said, answer.others));
-            let granted = answer.others.iter().filter(|(_, said)| said.iter().any(|said| said == "Ok"));
+            self.history.0.push(format!("    {:?} by {by:?}, and {:?}", answer.results, answer.others));
+            let granted =
+                answer.others.iter().filter(|(_, results)| results.iter().any(|result| result == "Ok"));
             self.waited += granted.count();
         }
         if let Step::Pass(minutes) = step {
             self.pass(minutes).await;
             answer.iter_mut().for_each(|answer| answer.waiting.clear());
         }
-        let after = look(&self.cluster.db, self.calendar).await;
+        let after = read_state(&self.cluster.db, self.calendar).await;
         let (known, now) = (&self.known, self.now());
         let live = |state: &State| state.leases.values().filter(|lease| lease.is_live()).count();
-        if matches!(step, Step::Say { .. }) {
+        if matches!(step, Step::SendReport { .. }) {
             self.unknown += live(&self.model) - live(&after);
         }
-        self.model.expect(&step, &Came { answer: answer.as_ref(), by: &by, after: &after, known, now });
+        self.model.expect(&step, &StepResult { answer: answer.as_ref(), by: &by, after: &after, known, now });
         compare(&self.model, &after);
         for (worker, generation) in &after.generations {
             let before = self.model.generations.get(worker);
-            assert!(before <= Some(generation), "the generation of {worker} goes back from {before:?}");
+            assert!(before <= Some(generation), "the generation of {worker} fell from {before:?}");
         }
         self.model.generations = after.generations;
         if by.len() > 1 || answer.is_none() {
@@ -245,16 +251,16 @@ impl World {
         self.model.check_told(&self.known.streams, &self.model.generations);
     }
 
-    /// What callers and gateways do elsewhere before.
+    /// Prepares what callers and gateways do at the store before a step.
     async fn prepare(&mut self, step: &Step) {
         match step {
             Step::Submit { id, .. } if fixtures::uses(*id) == Uses::Build => {
-                let team = fixtures::asks_of_workload(*id).team;
+                let team = fixtures::requirements_of_workload(*id).team;
                 self.store.put_build(team, fixtures::build(*id), *id).await;
             }
             Step::Finish { claims, report: Report { has_outputs: true, .. } } => {
                 let Some((id, attempt)) = claims.attempt else { return };
-                if self.model.held(claims).is_some() {
+                if self.model.live_workload(claims).is_some() {
                     self.known.outputs.insert(id, attempt);
                 }
                 if self.dice.random_bool(0.5) && self.store.publish(&claims.team, id, attempt).await {
@@ -265,7 +271,7 @@ impl World {
         }
     }
 
-    /// Time passes: all that happened was so much longer ago.
+    /// Moves the clock: all times in the database become older.
     async fn pass(&mut self, minutes: Minutes) {
         for replica in &mut self.replicas {
             replica.kill().await;
@@ -305,34 +311,35 @@ impl World {
         self.model.waiting.clear();
     }
 
-    /// What is used later on.
+    /// Records what later steps use.
     async fn learn(&mut self, step: &Step, answer: Option<&Answer>, replica: usize) {
         let known = &mut self.known;
         known.sessions.extend(answer.and_then(|answer| answer.session.clone()));
         match (step, answer) {
             (Step::Attend { stream, .. }, Some(Answer { session: Some(session), .. })) => {
-                let attended = Attended { replica, session: session.clone(), told: vec![], said: vec![] };
-                known.streams.insert(*stream, attended);
+                let open_stream =
+                    OpenStream { replica, session: session.clone(), received: vec![], sent: vec![] };
+                known.streams.insert(*stream, open_stream);
             }
-            (Step::Say { stream, said, .. }, Some(_)) => {
-                known.streams.get_mut(stream).expect("it was open").said.push(said.clone());
+            (Step::SendReport { stream, report, .. }, Some(_)) => {
+                known.streams.get_mut(stream).expect("an open stream").sent.push(report.clone());
             }
             _ => {}
         }
-        for (number, heard) in answer.into_iter().flat_map(|answer| &answer.heard) {
-            if heard.end.is_some() {
+        for (number, output) in answer.into_iter().flat_map(|answer| &answer.received_on_streams) {
+            if output.end.is_some() {
                 known.streams.remove(number);
             } else if let Some(stream) = known.streams.get_mut(number) {
-                stream.hear(heard);
+                stream.receive(output);
             }
         }
         match step {
             Step::Submit { id, .. } => _ = known.submitted.insert(*id),
             Step::Place { call, .. } => {
-                for ask in &call.asks {
-                    known.near.entry(ask.0).or_insert(call.near);
-                    if !known.driven.contains(ask) {
-                        known.driven.push(*ask);
+                for item in &call.items {
+                    known.near.entry(item.0).or_insert(call.near);
+                    if !known.driven.contains(item) {
+                        known.driven.push(*item);
                     }
                 }
                 if call.wait > 0 {
@@ -350,7 +357,7 @@ impl World {
         }
     }
 
-    /// A gateway of each worker says hello, or one after the other where one attends it, each for a worker that has begun anew.
+    /// Registers gateways with new incarnations for each worker.
     async fn greet(&mut self, instances: &[u128]) {
         for name in WORKERS {
             for instance in instances {
@@ -362,7 +369,7 @@ impl World {
         }
     }
 
-    /// Every worker may take work, and is spoken for on a stream.
+    /// Lets every worker take work, and opens a stream for each.
     async fn gather(&mut self) {
         for name in WORKERS {
             self.take(Step::Run(name)).await;
@@ -376,53 +383,53 @@ impl World {
         }
     }
 
-    /// Lets everything end, and finds nothing left.
-    async fn come_to_rest(&mut self) {
+    /// Ends everything, and checks that nothing is left.
+    async fn end_everything(&mut self) {
         self.greet(&[1, 2]).await;
-        self.take(Step::EndOrphans).await;
+        self.take(Step::EndStranded).await;
         for id in self.model.workloads.keys().copied().collect::<Vec<_>>() {
-            let team = fixtures::asks_of_workload(id).team;
+            let team = fixtures::requirements_of_workload(id).team;
             self.take(Step::Cancel { id, grace: 0, team }).await;
         }
         for lease in self.model.leases.keys().copied().collect::<Vec<_>>() {
             self.take(Step::Release { lease, is_fresh: false }).await;
         }
         self.greet(&[1, 2]).await;
-        self.take(Step::EndOrphans).await;
-        self.take(Step::SeeOff).await;
+        self.take(Step::EndStranded).await;
+        self.take(Step::Depart).await;
         self.take(Step::Reconcile).await;
         let live = self.model.leases.values().filter(|lease| lease.state != LeaseState::Ended).count();
-        assert_eq!(live, 0, "all have ended");
+        assert_eq!(live, 0, "every lease has ended");
         let open = self.model.workloads.values().filter(|one| one.state != Progress::Finished).count();
-        assert_eq!(open, 0, "all have finished");
+        assert_eq!(open, 0, "every workload has finished");
         let (holders, _) = self.replicas[0].app.store.holders(String::new()).await.expect("listed");
-        assert!(holders.is_empty(), "the store keeps something for {holders:?}");
+        assert!(holders.is_empty(), "the store has pins of {holders:?}");
         self.store.check_outputs(&self.known, &self.model).await;
     }
 }
 
-/// Both say the same.
+/// Compares the model with the database.
 fn compare(model: &State, there: &State) {
     let of = |state: &State| {
         let mut state = state.clone();
-        // Who went after whom, and not by which number.
-        let mut order: Vec<_> = state.gone.values().map(|gone| gone.order).collect();
+        // Only the order of removals counts, not its numbers.
+        let mut order: Vec<_> = state.removed_workers.values().map(|removed| removed.order).collect();
         order.sort_unstable();
-        for gone in state.gone.values_mut() {
-            gone.order = order.iter().position(|known| *known == gone.order).expect("it is there");
+        for removed in state.removed_workers.values_mut() {
+            removed.order = order.iter().position(|known| *known == removed.order).expect("a removed worker");
         }
         state
     };
     let (model, there) = (of(model), of(there));
-    differ("workers", &model.workers, &there.workers);
-    differ("workers that have gone", &model.gone, &there.gone);
-    differ("leases", &model.leases, &there.leases);
-    differ("workloads", &model.workloads, &there.workloads);
-    differ("owners of containers", &model.owners, &there.owners);
-    differ("the outbox", &model.outbox, &there.outbox);
+    assert_equal("workers", &model.workers, &there.workers);
+    assert_equal("removed workers", &model.removed_workers, &there.removed_workers);
+    assert_equal("leases", &model.leases, &there.leases);
+    assert_equal("workloads", &model.workloads, &there.workloads);
+    assert_equal("owners of containers", &model.owners, &there.owners);
+    assert_equal("the outbox", &model.outbox, &there.outbox);
 }
 
-fn differ<K: Ord + std::fmt::Debug, V: PartialEq + std::fmt::Debug>(
+fn assert_equal<K: Ord + std::fmt::Debug, V: PartialEq + std::fmt::Debug>(
     what: &str,
     model: &BTreeMap<K, V>,
     there: &BTreeMap<K, V>,
@@ -433,7 +440,7 @@ fn differ<K: Ord + std::fmt::Debug, V: PartialEq + std::fmt::Debug>(
     }
 }
 
-async fn all_is_as_the_model_says(database: impl AsyncFn() -> TestDatabase) {
+async fn scheduler_behaves_like_the_model(database: impl AsyncFn() -> TestDatabase) {
     let count = testing::seeds::setting("GANTRY_SEEDS").unwrap_or(SEEDS);
     let seeds = testing::seeds::repeated()
         .map_or_else(|| (0..count).map(testing::seeds::nth).collect(), |seed| vec![seed]);
@@ -445,29 +452,29 @@ async fn all_is_as_the_model_says(database: impl AsyncFn() -> TestDatabase) {
         let mut world = World::start(&database.url, seed).await;
         Box::pin(world.greet(&[1])).await;
         for step in 0..STEPS {
-            world.spell = SPELLS[step / SPELL % SPELLS.len()];
-            if step % SPELL == 0 && world.spell == Spell::Spoken {
+            world.mix = MIXES[step / MIX_STEPS % MIXES.len()];
+            if step % MIX_STEPS == 0 && world.mix == Mix::Spoken {
                 Box::pin(world.gather()).await;
             }
             if let Some(step) = world.next() {
                 Box::pin(world.take(step)).await;
             }
         }
-        Box::pin(world.come_to_rest()).await;
-        assert!(world.killed > 0, "some are killed");
+        Box::pin(world.end_everything()).await;
+        assert!(world.killed > 0, "some steps must be killed");
         waited += world.waited;
         unknown += world.unknown;
     }
-    assert!(waited > 0 || seeds.len() == 1, "some are granted what they waited for");
-    assert!(unknown > 0 || seeds.len() == 1, "some leases end for their gateway does not know them");
+    assert!(waited > 0 || seeds.len() == 1, "some waiting calls must be granted");
+    assert!(unknown > 0 || seeds.len() == 1, "some leases must end because their gateway does not know them");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn all_is_as_the_model_says_sqlite() {
-    all_is_as_the_model_says(async || testing::databases::sqlite()).await;
+async fn scheduler_behaves_like_the_model_sqlite() {
+    scheduler_behaves_like_the_model(async || testing::databases::sqlite()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn all_is_as_the_model_says_postgres() {
-    all_is_as_the_model_says(testing::databases::postgres).await;
+async fn scheduler_behaves_like_the_model_postgres() {
+    scheduler_behaves_like_the_model(testing::databases::postgres).await;
 }

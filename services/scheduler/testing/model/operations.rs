@@ -1,4 +1,4 @@
-//! What is done, and what is answered.
+//! The steps of a run, and their answers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,40 +7,40 @@ use domain::{LeaseId, WorkerId, WorkloadId};
 
 use super::attempts::Report;
 use super::fixtures;
-use super::gateways::Observed;
+use super::gateways::SentReport;
 use super::state::Minutes;
-use super::stream::Heartbeat;
+use super::stream::StreamOutput;
 use crate::db::entity::lease::Kind;
 use crate::lifecycle::departure::Withdrawal;
 use crate::workers::Registration;
 use crate::workloads::Phase;
 
-/// One thing that is done. Whoever is killed while he does it, or does not hear the answer, does it again.
+/// One step. A caller may repeat a step that was killed or not answered.
 #[derive(Debug, Clone)]
 pub(super) enum Step {
     Hello(Box<Registration>),
     Misfit(Box<Registration>),
-    /// The same as hello, on a stream, which stays open.
+    /// Register on a stream, which stays open.
     Attend {
         stream: usize,
         hello: Box<Registration>,
     },
-    /// A gateway says on a stream what is, however late. `is_fresh`: to a replica that has just looked.
-    Say {
+    /// Send a report on a stream, however late. `is_fresh`: the replica has just polled.
+    SendReport {
         stream: usize,
-        said: Observed,
+        report: SentReport,
         is_fresh: bool,
     },
-    /// `is_last`: nothing was heard of it since; otherwise it is late.
-    Goodbye {
+    /// `is_last`: no message followed. Otherwise the disconnect is late.
+    SignOff {
         session: SessionClaims,
         is_last: bool,
     },
     Heard(SessionClaims),
-    /// Time passes, and the replicas are started anew.
+    /// Move the clock, and restart the replicas.
     Pass(Minutes),
-    /// A scheduler was started: whoever has to stay in contact gets time.
-    BePatient,
+    /// A scheduler starts, which extends all terms.
+    ExtendTerms,
     Expire,
     Down {
         name: &'static str,
@@ -49,9 +49,9 @@ pub(super) enum Step {
     },
     Run(&'static str),
     Prune(&'static str),
-    SeeOff,
-    EndOrphans,
-    /// `other`: what was not submitted under that id. `is_fresh`: by a replica that has just looked.
+    Depart,
+    EndStranded,
+    /// `other`: a different spec than before. `is_fresh`: the replica has just polled.
     Submit {
         id: WorkloadId,
         other: bool,
@@ -61,12 +61,12 @@ pub(super) enum Step {
         call: Call,
         is_fresh: bool,
     },
-    /// The caller of a call that waits goes.
-    GoAway {
+    /// The caller of a waiting call disconnects.
+    Disconnect {
         call: usize,
     },
-    /// So much time passes for those who wait. `looks`: their replica looks for those who have gone.
-    EndPatience {
+    /// The waiting time of calls passes. `looks`: the replica checks for disconnected callers.
+    EndWaits {
         minutes: Minutes,
         looks: bool,
     },
@@ -100,44 +100,44 @@ pub(super) enum Step {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Call {
     pub(super) number: usize,
-    pub(super) asks: Vec<(LeaseId, Kind)>,
+    pub(super) items: Vec<(LeaseId, Kind)>,
     pub(super) together: bool,
-    /// On the worker of that lease.
+    /// The lease named by `same_worker_as`.
     pub(super) near: Option<LeaseId>,
-    /// How long it waits, which it does for one lease, or for those that are granted together.
+    /// Waiting time, for calls with one lease or one group.
     pub(super) wait: Minutes,
 }
 
 impl Call {
     pub(super) fn leases(&self) -> impl Iterator<Item = LeaseId> {
-        self.asks.iter().map(|(id, _)| *id)
+        self.items.iter().map(|(id, _)| *id)
     }
 
-    /// Of those that are granted together the highest counts.
+    /// Returns the highest priority of the leases.
     pub(super) fn priority(&self) -> i64 {
         self.leases().map(fixtures::priority_of_lease).max().unwrap_or_default()
     }
 
-    /// Whether both ask for the same.
-    pub(super) fn asks_like(&self, other: &Self) -> bool {
-        self.asks == other.asks && self.near == other.near
+    /// Returns whether both calls request the same leases.
+    pub(super) fn requests_same_leases(&self, other: &Self) -> bool {
+        self.items == other.items && self.near == other.near
     }
 }
 
-/// What was answered: `Ok`, or the name of the error; `Waits`: nothing yet.
+/// The answer to a step: `Ok`, the name of the error, or `Waits`.
 #[derive(Debug, Clone)]
 pub(super) struct Answer {
-    /// One for each that was asked for.
-    pub(super) said: Vec<String>,
+    /// One entry for each requested lease.
+    pub(super) results: Vec<String>,
     pub(super) session: Option<SessionClaims>,
-    /// What calls that had waited were answered.
+    /// The answers to calls that had waited.
     pub(super) others: Vec<(usize, Vec<String>)>,
-    /// Calls that wait on.
+    /// Calls that still wait.
     pub(super) waiting: BTreeSet<usize>,
-    /// Of one lease that was asked for, when it could be told: where alone it may have been granted.
+    /// The allowed workers of a single requested lease, if they can be predicted.
     pub(super) best: Option<BTreeSet<WorkerId>>,
-    /// What was told on the streams that are open there, by their numbers.
-    pub(super) heard: BTreeMap<usize, Heartbeat>,
+    /// Messages on the open streams, by stream number.
+    pub(super) received_on_streams: BTreeMap<usize, StreamOutput>,
 }
 
 impl Answer {
@@ -146,22 +146,23 @@ impl Answer {
             let text = format!("{error:?}");
             text.split(|letter: char| !letter.is_alphanumeric()).next().unwrap_or_default().to_owned()
         };
-        let said = results.into_iter().map(|result| result.map_or_else(name, |_| "Ok".to_owned())).collect();
-        Self::said(said)
+        let results =
+            results.into_iter().map(|result| result.map_or_else(name, |_| "Ok".to_owned())).collect();
+        Self::new(results)
     }
 
     pub(super) fn ok() -> Self {
-        Self::said(vec!["Ok".to_owned()])
+        Self::new(vec!["Ok".to_owned()])
     }
 
-    pub(super) fn said(said: Vec<String>) -> Self {
+    pub(super) fn new(results: Vec<String>) -> Self {
         Self {
-            said,
+            results,
             session: None,
             others: vec![],
             waiting: BTreeSet::new(),
             best: None,
-            heard: BTreeMap::new(),
+            received_on_streams: BTreeMap::new(),
         }
     }
 }

@@ -1,118 +1,126 @@
-//! What each step has to do, and what has to be answered.
+//! The expected effects and answers of each step.
 
 use std::collections::BTreeSet;
 
 use domain::{LeaseId, WorkerId, WorkloadId};
 
-use super::Known;
+use super::KnownObjects;
 use super::attempts::End;
-use super::calls::Waiting;
-use super::fixtures::{self, Amounts, Asks, Uses};
+use super::calls::WaitingCall;
+use super::fixtures::{self, Amounts, Requirements, Uses};
 use super::operations::{Answer, Step};
-use super::state::{Lease, Minutes, Says, State};
+use super::state::{Lease, Minutes, State, Verdict};
 use crate::db::entity::lease::{EndedBy, Kind, State as LeaseState};
 use crate::db::entity::workload::State as Progress;
 
-/// What came of a step.
-pub(super) struct Came<'a> {
-    /// None, if who asked was killed and did not ask again.
+/// The result of a step.
+pub(super) struct StepResult<'a> {
+    /// `None` if the caller was killed and did not repeat the step.
     pub(super) answer: Option<&'a Answer>,
-    /// Who did it. The first of two was killed.
+    /// The replicas that took the step. The first of two was killed.
     pub(super) by: &'a [usize],
-    /// What there is then, of which is taken what only the scheduler can choose.
+    /// The state afterwards, from which choices of the scheduler are taken.
     pub(super) after: &'a State,
-    pub(super) known: &'a Known,
+    pub(super) known: &'a KnownObjects,
     pub(super) now: Minutes,
 }
 
-impl Came<'_> {
+impl StepResult<'_> {
     pub(super) fn was_killed(&self) -> bool {
         self.answer.is_none() || self.by.len() > 1
     }
 
-    /// Who did it in the end.
+    /// Returns the replica that completed the step.
     pub(super) fn replica(&self) -> usize {
-        *self.by.last().expect("somebody did it")
+        *self.by.last().expect("a replica")
     }
 }
 
 impl State {
-    /// Does `step`, and judges what came of it.
-    pub(super) fn expect(&mut self, step: &Step, came: &Came<'_>) {
-        if came.was_killed() {
-            // What it was granted before that is there.
-            let killed = |waiting: &&mut Waiting| waiting.replica == came.by[0];
+    /// Applies `step` to the model, and checks its result.
+    pub(super) fn expect(&mut self, step: &Step, step_result: &StepResult<'_>) {
+        if step_result.was_killed() {
+            // Leases that were granted before the kill stay live.
+            let killed = |waiting: &&mut WaitingCall| waiting.replica == step_result.by[0];
             self.waiting.iter_mut().filter(killed).for_each(|waiting| waiting.was_killed = true);
         }
         let before = self.clone();
-        self.expect_of(step, came);
+        self.expect_of(step, step_result);
         self.waiting.retain(|waiting| !waiting.was_killed);
-        self.answer_waiting(step, &before, came);
+        self.answer_waiting(step, &before, step_result);
     }
 
-    fn expect_of(&mut self, step: &Step, came: &Came<'_>) {
-        let Came { answer, after, known, now, .. } = *came;
+    fn expect_of(&mut self, step: &Step, step_result: &StepResult<'_>) {
+        let StepResult { answer, after, known, now, .. } = *step_result;
         let mut expected = "Ok";
         match step {
             Step::Hello(hello) => {
                 let session = answer.and_then(|answer| answer.session.as_ref());
-                expected = self.hello(hello, session, now);
+                expected = self.register(hello, session, now);
             }
             Step::Attend { hello, .. } => {
                 let session = answer.and_then(|answer| answer.session.as_ref());
-                expected = self.hello(hello, session, now);
-                self.end_orphans(now);
+                expected = self.register(hello, session, now);
+                self.end_stranded_leases(now);
             }
-            Step::Say { stream, said, is_fresh, .. } => {
-                return self.observed(&known.streams[stream], said, *is_fresh, came);
+            Step::SendReport { stream, report, is_fresh, .. } => {
+                return self.observed(&known.streams[stream], report, *is_fresh, step_result);
             }
             Step::Misfit(hello) => expected = self.misfit(hello, after, now),
-            Step::Goodbye { session, is_last: true } => self.goodbye(session),
-            Step::Goodbye { is_last: false, .. } => {}
-            Step::Heard(session) => expected = self.heard(session, now),
-            // The clock is not the model's.
+            Step::SignOff { session, is_last: true } => self.sign_off(session),
+            Step::SignOff { is_last: false, .. } => {}
+            Step::Heard(session) => expected = self.record_heartbeat(session, now),
+            // The harness moves the clock.
             Step::Pass(_) => {}
-            Step::BePatient => self.extend_terms(now),
+            Step::ExtendTerms => self.extend_terms(now),
             Step::Expire => self.expire(now),
             Step::Down { name, down, interrupt_after } => {
                 expected = self.withdraw_worker(name, *down, *interrupt_after, now);
             }
             Step::Run(name) => expected = self.run(name),
             Step::Prune(name) => expected = self.prune(name),
-            Step::SeeOff => {
-                let (last, before) = (self.last_to_go(), self.gone.keys().copied().collect::<BTreeSet<_>>());
+            Step::Depart => {
+                let (last, before) =
+                    (self.last_to_go(), self.removed_workers.keys().copied().collect::<BTreeSet<_>>());
                 self.depart_if_due(now);
-                // Who of several goes first is as it happens.
-                for (id, gone) in self.gone.iter_mut().filter(|(id, _)| !before.contains(id)) {
-                    gone.order = last + 1 + after.gone.get(id).map_or(0, |gone| gone.order);
+                // The order of several removals is arbitrary.
+                for (id, removed) in self.removed_workers.iter_mut().filter(|(id, _)| !before.contains(id)) {
+                    removed.order =
+                        last + 1 + after.removed_workers.get(id).map_or(0, |removed| removed.order);
                 }
             }
-            Step::EndOrphans => self.end_orphans(now),
+            Step::EndStranded => self.end_stranded_leases(now),
             Step::Submit { id, other, is_fresh } => {
-                // What had it before may be settled.
+                // An earlier holder with this id may be settled.
                 let was_known =
                     known.submitted.contains(id) || known.is_driven(LeaseId::from_uuid(id.uuid()));
-                return self.submit(*id, *other, *is_fresh, was_known || came.was_killed(), came);
+                return self.submit(
+                    *id,
+                    *other,
+                    *is_fresh,
+                    was_known || step_result.was_killed(),
+                    step_result,
+                );
             }
-            Step::Place { call, is_fresh } => return self.place(call, *is_fresh, came),
-            Step::GoAway { call } => self.go_away(*call),
-            Step::EndPatience { looks, .. } => {
+            Step::Place { call, is_fresh } => return self.place(call, *is_fresh, step_result),
+            Step::Disconnect { call } => self.disconnect(*call),
+            Step::EndWaits { looks, .. } => {
                 if *looks {
-                    self.see_who_has_gone(came.replica());
+                    self.drop_disconnected(step_result.replica());
                 }
             }
             Step::Renew(lease) => expected = self.renew(*lease, now),
-            Step::Release { lease, is_fresh } => self.release(*lease, *is_fresh, came),
+            Step::Release { lease, is_fresh } => self.release(*lease, *is_fresh, step_result),
             Step::Dispatch => {
-                self.dispatch(came);
-                self.see_who_has_gone(came.replica());
+                self.dispatch(step_result);
+                self.drop_disconnected(step_result.replica());
             }
             Step::Start(claims) => {
-                expected = self.held(claims).map_or("LeaseLost", |id| self.start(id, now));
+                expected = self.live_workload(claims).map_or("LeaseLost", |id| self.start(id, now));
             }
-            Step::Finish { claims, report } => match self.held(claims) {
+            Step::Finish { claims, report } => match self.live_workload(claims) {
                 Some(id) => self.report(id, *report, now),
-                None if self.given_up(claims.lease).is_some() => {
+                None if self.given_up_lease(claims.lease).is_some() => {
                     self.end_lease(claims.lease, EndedBy::Reported, now);
                 }
                 None => {
@@ -121,17 +129,17 @@ impl State {
                 }
             },
             Step::Observe { claims, phase } => {
-                if let Some(id) = self.held(claims) {
+                if let Some(id) = self.live_workload(claims) {
                     self.observe(id, *phase as i64, now);
                 }
             }
-            Step::Absent(claims) => match (self.held(claims), self.given_up(claims.lease)) {
+            Step::Absent(claims) => match (self.live_workload(claims), self.given_up_lease(claims.lease)) {
                 (Some(id), _) => self.end_attempt(id, End::Unknown, now),
                 (None, Some(lease)) => self.end_lease(lease, EndedBy::Lost, now),
                 (None, None) => {}
             },
             Step::Cancel { id, grace, team } => {
-                let is_theirs = fixtures::asks_of_workload(*id).team == *team;
+                let is_theirs = fixtures::requirements_of_workload(*id).team == *team;
                 if self.workloads.contains_key(id) && is_theirs {
                     self.cancel(*id, *grace, now);
                 } else {
@@ -144,20 +152,22 @@ impl State {
                 for id in self.workloads.keys().copied().filter(accepted).collect::<Vec<_>>() {
                     self.give_up(id, now);
                 }
-                self.forget(now);
+                self.delete_old(now);
                 self.deliver(|id| known.has_output(id), now);
-                // What was delivered by who was killed may be forgotten by who came after.
-                if came.was_killed() && !self.workloads.keys().all(|id| after.workloads.contains_key(id)) {
-                    self.forget(now);
+                // Deliveries of the killed replica may let the repeat delete more.
+                if step_result.was_killed()
+                    && !self.workloads.keys().all(|id| after.workloads.contains_key(id))
+                {
+                    self.delete_old(now);
                 }
             }
         }
         if let Some(answer) = answer {
-            assert_eq!(answer.said, [expected], "the answer");
+            assert_eq!(answer.results, [expected], "the answer");
         }
     }
 
-    /// Who has to stay in contact could perhaps not.
+    /// Extends the terms of workers and driven leases.
     fn extend_terms(&mut self, now: Minutes) {
         self.workers.values_mut().for_each(|worker| worker.patient_since = now);
         let driven = self.leases.values_mut().filter(|lease| lease.is_live() && lease.workload.is_none());
@@ -174,11 +184,11 @@ impl State {
         }
     }
 
-    /// Notes the lease that was granted to a workload, which must be one that its worker would grant.
+    /// Records the lease that was granted to a workload, which its worker must allow.
     pub(super) fn assign(&mut self, id: WorkloadId, after: &Self, now: Minutes) {
-        let lease = after.workloads[&id].lease.expect("it is assigned");
-        let asks = self.asks(id);
-        self.grant(lease, Kind::Task, &asks, Some(id), after, now);
+        let lease = after.workloads[&id].lease.expect("an assigned workload");
+        let requirements = self.requirements(id);
+        self.grant(lease, Kind::Task, &requirements, Some(id), after, now);
         let workload = self.workload_mut(id);
         workload.state = Progress::Assigned;
         workload.lease = Some(lease);
@@ -189,21 +199,21 @@ impl State {
         &mut self,
         id: LeaseId,
         kind: Kind,
-        asks: &Asks,
+        requirements: &Requirements,
         workload: Option<WorkloadId>,
         after: &Self,
         now: Minutes,
     ) -> WorkerId {
         let worker = after.leases[&id].worker;
-        let name = self.name(worker).expect("it is on a worker that is known").to_owned();
-        let says = self.says(&name, asks, now);
-        assert_eq!(says, Says::Yes, "{name} got what it does not take: {asks:?}");
+        let name = self.name(worker).expect("a known worker").to_owned();
+        let verdict = self.verdict(&name, requirements, now);
+        assert_eq!(verdict, Verdict::Yes, "{name} got a lease that it refuses: {requirements:?}");
         let lease = Lease {
             worker,
             incarnation: self.workers[&name].incarnation,
             kind,
-            team: asks.team.to_owned(),
-            amounts: asks.amounts,
+            team: requirements.team.to_owned(),
+            amounts: requirements.amounts,
             workload,
             owner: String::new(),
             state: LeaseState::Granted,
@@ -220,111 +230,135 @@ impl State {
         worker
     }
 
-    /// Whether somebody waits at one of these replicas who asks for the same, wherever it may be, and is as urgent.
-    fn is_awaited(&self, asks: &Asks, priority: i64, but: Option<WorkloadId>, replicas: &[usize]) -> bool {
-        let anywhere = |asks: &Asks| Asks { failed_on: vec![], only: None, ..asks.clone() };
-        let is_same = |other: &Asks| anywhere(other) == anywhere(asks);
+    /// Returns whether a request with the same requirements and at least the same priority waits at
+    /// one of these replicas.
+    fn is_awaited(
+        &self,
+        requirements: &Requirements,
+        priority: i64,
+        but: Option<WorkloadId>,
+        replicas: &[usize],
+    ) -> bool {
+        let anywhere = |requirements: &Requirements| Requirements {
+            failed_on: vec![],
+            only: None,
+            ..requirements.clone()
+        };
+        let is_same = |other: &Requirements| anywhere(other) == anywhere(requirements);
         let mut workloads = self.pending().into_iter().filter(|id| Some(*id) != but);
         let mut calls = self.waiting.iter().filter(|known| replicas.contains(&known.replica));
-        workloads.any(|id| fixtures::priority_of_workload(id) >= priority && is_same(&self.asks(id)))
+        workloads.any(|id| fixtures::priority_of_workload(id) >= priority && is_same(&self.requirements(id)))
             || calls.any(|known| {
-                // Those that are asked for together have a line of their own.
-                let (id, kind) = known.call.asks[0];
+                // A group has its own line.
+                let (id, kind) = known.call.items[0];
                 !known.call.together
                     && known.priority() >= priority
-                    && is_same(&fixtures::asks_of_lease(id, kind))
+                    && is_same(&fixtures::requirements_of_lease(id, kind))
             })
     }
 
-    fn submit(&mut self, id: WorkloadId, other: bool, is_fresh: bool, may_be_settled: bool, came: &Came<'_>) {
-        let (after, now) = (came.after, came.now);
-        let said = came.answer.map(|answer| answer.said[0].as_str());
+    fn submit(
+        &mut self,
+        id: WorkloadId,
+        other: bool,
+        is_fresh: bool,
+        may_be_settled: bool,
+        step_result: &StepResult<'_>,
+    ) {
+        let (after, now) = (step_result.after, step_result.now);
+        let reply = step_result.answer.map(|answer| answer.results[0].as_str());
         let before = self.workloads.get(&id).map(|workload| workload.state);
-        let says = |expected: &str| said.is_none_or(|said| said == expected);
+        let is_reply = |expected: &str| reply.is_none_or(|reply| reply == expected);
         match before {
-            Some(_) if other => return assert!(says("Exists"), "{said:?}"),
+            Some(_) if other => return assert!(is_reply("Exists"), "{reply:?}"),
             Some(Progress::Accepted) | None => {}
-            Some(_) => return assert!(says("Ok"), "{said:?}"),
+            Some(_) => return assert!(is_reply("Ok"), "{reply:?}"),
         }
-        let asks = fixtures::asks_of_workload(id);
+        let requirements = fixtures::requirements_of_workload(id);
         let Some(now_there) = after.workloads.get(&id) else {
-            if said == Some("Exists") {
+            if reply == Some("Exists") {
                 assert!(self.is_lease(id), "{id} is free");
                 return;
             }
-            let is_refused = asks.team != fixtures::TEAM && fixtures::uses(id) == Uses::Input;
+            let is_refused = requirements.team != fixtures::TEAM && fixtures::uses(id) == Uses::Input;
             let may_be_refused = may_be_settled && fixtures::uses(id) != Uses::Nothing;
-            let is_hopeless = before.is_none() && self.is_hopeless(&asks, now);
-            match said {
-                Some("NoCompatibleWorker") => assert!(is_hopeless, "some worker could"),
-                Some("NotPinned") => assert!(is_refused || may_be_refused, "its inputs are there"),
-                Some(other) => panic!("it is not there, and was told {other}"),
+            let is_hopeless = before.is_none() && self.is_hopeless(&requirements, now);
+            match reply {
+                Some("NoCompatibleWorker") => assert!(is_hopeless, "some worker could take it"),
+                Some("NotPinned") => assert!(is_refused || may_be_refused, "the inputs can be pinned"),
+                Some(other) => panic!("the workload does not exist, and the answer is {other}"),
                 None => {}
             }
             self.workloads.remove(&id);
             return;
         };
-        assert!(says("Ok"), "it is there, and was told {said:?}");
+        assert!(is_reply("Ok"), "the workload exists, and the answer is {reply:?}");
         let is_known = before.is_some();
         if !is_known {
-            assert!(!self.is_lease(id), "{id} is a lease's");
+            assert!(!self.is_lease(id), "{id} belongs to a lease");
             self.accept(id, now);
         }
         match now_there.state {
-            Progress::Accepted => assert!(said.is_none(), "who was answered waits for a worker"),
+            Progress::Accepted => assert!(reply.is_none(), "an answered submission is pinned"),
             Progress::Assigned => {
-                let willing = self.willing(&asks, now);
+                let willing = self.willing(&requirements, now);
                 self.assign(id, after, now);
-                let worker = self.leases[&now_there.lease.expect("it is assigned")].worker;
+                let worker = self.leases[&now_there.lease.expect("an assigned workload")].worker;
                 assert!(!is_fresh || willing.contains(&worker), "a team's own workers are first");
             }
             Progress::Pending => {
                 let priority = fixtures::priority_of_workload(id);
-                let others_wait = self.is_awaited(&asks, priority, Some(id), came.by);
-                let is_hopeless = self.is_hopeless(&asks, now) && !is_known;
-                assert!(!is_fresh || others_wait || !is_hopeless, "nobody could ever take it");
-                let willing = self.willing(&asks, now);
+                let others_wait = self.is_awaited(&requirements, priority, Some(id), step_result.by);
+                let is_hopeless = self.is_hopeless(&requirements, now) && !is_known;
+                assert!(!is_fresh || others_wait || !is_hopeless, "no worker could ever take it");
+                let willing = self.willing(&requirements, now);
                 assert!(!is_fresh || others_wait || willing.is_empty(), "{willing:?} would take it");
                 self.queue(id);
             }
-            other => panic!("it was just submitted, and is {other:?}"),
+            other => panic!("a new workload is {other:?}"),
         }
     }
 
-    /// Whether the artifact store may hold something for a lease of this id, and would for the workload.
+    /// Returns whether a lease with this id exists and pins could conflict.
     fn is_lease(&self, id: WorkloadId) -> bool {
         self.leases.contains_key(&LeaseId::from_uuid(id.uuid())) && fixtures::uses(id) != Uses::Nothing
     }
 
-    /// Whether the artifact store may hold something for a workload of this id, and would for the lease.
+    /// Returns whether a workload with this id exists and pins could conflict.
     pub(super) fn is_workload(&self, id: LeaseId) -> bool {
         self.workloads.contains_key(&WorkloadId::from_uuid(id.uuid())) && fixtures::lease_has_input(id)
     }
 
-    /// Whether somebody waits at one of these replicas who asks for the same as a lease, and is as urgent.
-    pub(super) fn is_awaited_by_lease(&self, asks: &Asks, priority: i64, replicas: &[usize]) -> bool {
-        self.is_awaited(asks, priority, None, replicas)
+    /// Returns whether a request with the requirements of a lease and at least its priority waits
+    /// at one of these replicas.
+    pub(super) fn is_awaited_by_lease(
+        &self,
+        requirements: &Requirements,
+        priority: i64,
+        replicas: &[usize],
+    ) -> bool {
+        self.is_awaited(requirements, priority, None, replicas)
     }
 
-    fn release(&mut self, id: LeaseId, is_fresh: bool, came: &Came<'_>) {
-        let held = self.held_by_teams();
+    fn release(&mut self, id: LeaseId, is_fresh: bool, step_result: &StepResult<'_>) {
+        let slots = self.held_by_teams();
         let lease = self.leases.get(&id).filter(|lease| lease.workload.is_none() && lease.is_live()).cloned();
         let Some(lease) = lease else {
-            self.hand_on(came);
-            _ = self.give_all_back(came);
+            self.grant_freed(step_result);
+            _ = self.release_all_unpinned(step_result);
             return;
         };
         let reserves = self.live(lease.worker).any(|(_, lease)| lease.amounts != Amounts::default());
-        let can_be_told = is_fresh && lease.kind.takes_a_slot() && !came.was_killed();
-        // Where amounts are reserved nobody knows before what comes free.
+        let can_be_told = is_fresh && lease.kind.takes_a_slot() && !step_result.was_killed();
+        // With reserved amounts, the freed room is unknown in advance.
         if can_be_told && reserves {
-            self.have_turns(held.clone(), came);
+            self.serve_queue(slots.clone(), step_result);
         }
-        self.end_lease(id, EndedBy::Reported, came.now);
+        self.end_lease(id, EndedBy::Reported, step_result.now);
         if can_be_told && !reserves {
-            self.have_turns(held, came);
+            self.serve_queue(slots, step_result);
         }
-        self.give_all_back(came);
-        self.hand_on(came);
+        self.release_all_unpinned(step_result);
+        self.grant_freed(step_result);
     }
 }

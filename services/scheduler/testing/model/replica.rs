@@ -1,4 +1,4 @@
-//! A replica, which does one thing after the other, as its handlers and loops do it.
+//! A replica that takes one step at a time, with the code of its handlers and loops.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::{Pin, pin};
@@ -18,9 +18,9 @@ use tokio_util::task::TaskTracker;
 
 use super::attempts::Report;
 use super::fixtures::{self, Amounts};
-use super::gateways::Observed;
+use super::gateways::SentReport;
 use super::operations::{Answer, Call, Step};
-use super::stream::{Heartbeat, Stream};
+use super::stream::{Stream, StreamOutput};
 use crate::app::App;
 use crate::config::Config;
 use crate::context::Context;
@@ -37,39 +37,39 @@ use crate::notify::changes::Effects;
 use crate::outbox;
 use crate::placement::tests::reference;
 use crate::placement::{Demand, Location, Process, Purpose, Resources, Shape};
-use crate::scheduling::{Caller, Dispatcher, LeaseRequest, PlaceError, PlaceResult, Request};
+use crate::scheduling::{Dispatcher, LeaseRequest, PlaceError, PlaceResult, Request, RoundContext};
 use crate::store_client::delivery::{self, Delivery};
 use crate::store_client::reconcile;
 use crate::store_client::{Inputs, Store};
 use crate::workers::{self, Registration, Usage};
 use crate::workloads::operations;
 
-/// What all replicas have in common.
+/// The shared parts of all replicas.
 #[derive(Clone)]
 pub(super) struct Cluster {
     pub(super) db: Database,
     pub(super) config: Arc<Config>,
     pub(super) signer: TokenSigner,
     pub(super) store: Peer,
-    /// What some workloads and leases use.
+    /// The artifact that some workloads and leases use.
     pub(super) input: ArtifactId,
 }
 
-/// A replica of the scheduler, none of whose loops runs by itself.
+/// A replica without running loops.
 pub(super) struct Replica {
     pub(super) app: App,
     pub(super) dispatcher: Dispatcher,
     cluster: Cluster,
-    /// Whose callers wait.
-    calls: Vec<Waiting>,
-    /// Of gateways, by their numbers.
+    /// Waiting calls.
+    calls: Vec<PendingCall>,
+    /// Streams of gateways, by number.
     streams: BTreeMap<usize, Stream>,
-    /// Writes down who was heard.
+    /// The loop that writes heartbeats.
     notes: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 /// A call that is not answered yet.
-struct Waiting {
+struct PendingCall {
     number: usize,
     lease: LeaseId,
     answer: Pin<Box<dyn Future<Output = Vec<PlaceResult>> + Send>>,
@@ -78,9 +78,9 @@ struct Waiting {
 impl Replica {
     pub(super) fn start(cluster: &Cluster) -> Self {
         let (dispatch, dispatcher) = Dispatcher::new(cluster.db.clone(), cluster.config.clone());
-        let (heartbeats, heard) = heartbeat_batches::channel();
+        let (heartbeats, receiver) = heartbeat_batches::channel();
         let (registrations, _) = registration::channel();
-        // What is put into the outbox stays there: no task delivers it.
+        // No task delivers parcels, so they stay in the outbox.
         let (notify, _) = Notifier::new(dispatch.workers.desired.clone(), None);
         let context = Context {
             db: cluster.db.clone(),
@@ -91,115 +91,124 @@ impl Replica {
         };
         let lifecycle = Lifecycle::new(context.clone(), Store::new(cluster.store.clone()));
         let app = App::new(lifecycle, cluster.signer.clone(), dispatch, heartbeats, registrations);
-        let notes = Box::pin(heartbeat_batches::write_forever(context, heard));
+        let notes = Box::pin(heartbeat_batches::write_forever(context, receiver));
         let (calls, streams) = (vec![], BTreeMap::new());
         Self { app, dispatcher, cluster: cluster.clone(), calls, streams, notes }
     }
 
-    /// It is killed: nothing of it goes on.
+    /// Kills the replica: nothing of it continues.
     pub(super) async fn kill(&mut self) {
         self.app.context.stopping.cancel();
         self.streams.clear();
-        // What it was writing is not written.
+        // Pending writes are lost.
         self.notes = Box::pin(std::future::pending());
         self.app.context.tasks.close();
         self.app.context.tasks.wait().await;
     }
 
-    /// Lets a gateway in on a stream.
+    /// Registers a gateway on a stream.
     async fn attend(&mut self, number: usize, hello: &Registration) -> Answer {
-        let (registrations, asked) = registration::channel();
+        let (registrations, receiver) = registration::channel();
         let app = App { registrations, ..self.app.clone() };
         let hello = fixtures::hello_on_stream(hello, &self.cluster.signer);
-        let (stream, heard) = tokio::select! {
+        let (stream, output) = tokio::select! {
             biased;
             opened = Stream::open(app.clone(), hello) => opened,
-            () = registration::register_forever(app.lifecycle.clone(), asked) => panic!("it is not stopped"),
+            () = registration::register_forever(app.lifecycle.clone(), receiver) => panic!("the loop does not end"),
         };
-        // As whoever lets in does it afterwards.
-        app.lifecycle.end_orphans().await.expect("the database answers");
+        // The registering task does this after each batch.
+        app.lifecycle.end_stranded_leases().await.expect("the database answers");
         let session = stream.session.clone();
-        let said = heard.end.unwrap_or("Ok").to_owned();
-        if heard.end.is_none() {
+        let result = output.end.unwrap_or("Ok").to_owned();
+        if output.end.is_none() {
             self.streams.insert(number, stream);
         }
-        Answer { session, heard: [(number, heard)].into(), ..Answer::said(vec![said]) }
+        Answer { session, received_on_streams: [(number, output)].into(), ..Answer::new(vec![result]) }
     }
 
-    /// A gateway says what is.
-    async fn say(&mut self, number: usize, said: &Observed) -> Answer {
-        let stream = self.streams.get_mut(&number).expect("it is open");
-        let mut heard = Heartbeat::default();
+    /// Sends a report of a gateway.
+    async fn send_report(&mut self, number: usize, report: &SentReport) -> Answer {
+        let stream = self.streams.get_mut(&number).expect("an open stream");
+        let mut output = StreamOutput::default();
         tokio::select! {
             biased;
-            () = stream.say(said, &mut heard) => {}
-            () = &mut self.notes => panic!("it is not stopped"),
+            () = stream.send_report(report, &mut output) => {}
+            () = &mut self.notes => panic!("the loop does not end"),
         };
-        stream.hear(&mut heard, &self.app.context.notify.desired).await;
-        let answer = heard.end.unwrap_or("Ok").to_owned();
-        Answer { heard: [(number, heard)].into(), ..Answer::said(vec![answer]) }
+        stream.receive(&mut output, &self.app.context.notify.desired).await;
+        let answer = output.end.unwrap_or("Ok").to_owned();
+        Answer { received_on_streams: [(number, output)].into(), ..Answer::new(vec![answer]) }
     }
 
-    /// Gateways hear all that this replica knows by now.
-    async fn tell_all(&mut self, answer: &mut Answer) {
+    /// Delivers all known desired states to the gateways.
+    async fn deliver_all(&mut self, answer: &mut Answer) {
         for (number, stream) in &mut self.streams {
-            stream.hear(answer.heard.entry(*number).or_default(), &self.app.context.notify.desired).await;
+            stream
+                .receive(
+                    answer.received_on_streams.entry(*number).or_default(),
+                    &self.app.context.notify.desired,
+                )
+                .await;
         }
-        self.streams.retain(|number, _| answer.heard[number].end.is_none());
+        self.streams.retain(|number, _| answer.received_on_streams[number].end.is_none());
     }
 
-    /// Does what the dispatcher is asked for meanwhile.
-    async fn answered<T>(&mut self, call: impl Future<Output = T>) -> T {
+    /// Serves requests to the dispatcher until a call is answered.
+    async fn serve_until_answered<T>(&mut self, call: impl Future<Output = T>) -> T {
         let mut call = pin!(call);
         loop {
-            let asked = tokio::select! {
+            let requests = tokio::select! {
                 biased;
                 answer = &mut call => return answer,
-                asked = self.dispatcher.next_asked() => asked,
+                requests = self.dispatcher.next_requests() => requests,
             };
-            self.rounds(asked).await;
+            self.rounds(requests).await;
         }
     }
 
-    async fn rounds(&mut self, mut asked: Vec<Request>) {
-        while !asked.is_empty() {
-            if asked.iter().any(|request| matches!(request, Request::CatchUp(_))) {
-                self.look(false).await;
+    async fn rounds(&mut self, mut requests: Vec<Request>) {
+        while !requests.is_empty() {
+            if requests.iter().any(|request| matches!(request, Request::CatchUp(_))) {
+                self.poll(false).await;
             }
-            let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
-            asked = self.dispatcher.rounds(asked, &caller).await;
+            let caller = RoundContext { now: &Timestamp::now, nothing_is_before: &|| true, announce: &drop };
+            requests = self.dispatcher.rounds(requests, &caller).await;
         }
     }
 
-    /// Does what the dispatcher is asked for until a call is answered, or stands in the queue and nothing is left to do: then it is given back.
-    async fn answered_or_waits(&mut self, mut call: Waiting) -> Result<Vec<PlaceResult>, Waiting> {
+    /// Serves requests to the dispatcher until a call is answered, or waits and nothing is left to
+    /// do.
+    async fn serve_until_answered_or_waiting(
+        &mut self,
+        mut call: PendingCall,
+    ) -> Result<Vec<PlaceResult>, PendingCall> {
         loop {
             let waits = self.dispatcher.waits(call.lease);
-            // However much was done in this step already: what is there is taken.
-            let asked = tokio::task::coop::unconstrained(async {
+            // Without a cooperative budget, so that ready results are not missed.
+            let requests = tokio::task::coop::unconstrained(async {
                 tokio::select! {
                     biased;
                     placed = &mut call.answer => Some(Err(placed)),
-                    asked = self.dispatcher.next_asked() => Some(Ok(asked)),
+                    requests = self.dispatcher.next_requests() => Some(Ok(requests)),
                     () = std::future::ready(()), if waits => None,
                 }
             });
-            match asked.await {
-                Some(Ok(asked)) => self.rounds(asked).await,
+            match requests.await {
+                Some(Ok(requests)) => self.rounds(requests).await,
                 Some(Err(placed)) => return Ok(placed),
                 None => return Err(call),
             }
         }
     }
 
-    /// Answers those who need not wait any more. What one of them does then may be for another.
+    /// Answers calls that no longer wait. The answer to one may lead to the answer to another.
     async fn answer_waiting(&mut self, answer: &mut Answer) {
         loop {
             let answered = answer.others.len();
             for call in std::mem::take(&mut self.calls) {
                 let number = call.number;
-                match self.answered_or_waits(call).await {
-                    Ok(placed) => answer.others.push((number, Answer::of(placed).said)),
+                match self.serve_until_answered_or_waiting(call).await {
+                    Ok(placed) => answer.others.push((number, Answer::of(placed).results)),
                     Err(call) => self.calls.push(call),
                 }
             }
@@ -210,62 +219,63 @@ impl Replica {
         }
     }
 
-    /// Looks at what others have changed.
-    async fn look(&mut self, tell: bool) {
+    /// Polls the database.
+    async fn poll(&mut self, tell: bool) {
         self.dispatcher.catch_up(tell, &mut Effects::default()).await.expect("the database answers");
     }
 
-    pub(super) async fn carry_out(&mut self, step: &Step) -> Answer {
-        let mut answer = self.carry_out_alone(step).await;
+    pub(super) async fn execute(&mut self, step: &Step) -> Answer {
+        let mut answer = self.execute_alone(step).await;
         self.answer_waiting(&mut answer).await;
-        self.tell_all(&mut answer).await;
+        self.deliver_all(&mut answer).await;
         answer
     }
 
-    async fn carry_out_alone(&mut self, step: &Step) -> Answer {
+    async fn execute_alone(&mut self, step: &Step) -> Answer {
         let app = self.app.clone();
         let (db, config, now) = (&app.context.db, &app.context.config, Timestamp::now());
         match step {
             Step::Hello(hello) => {
-                let let_in = db
+                let sessions = db
                     .write(async |txn| {
                         workers::register(&txn, &[hello], config, now, &mut Effects::default()).await
                     })
                     .await;
-                let mut let_in = let_in.expect("the database answers");
-                let session = let_in.remove(0);
+                let mut sessions = sessions.expect("the database answers");
+                let session = sessions.remove(0);
                 Answer { session: session.as_ref().ok().cloned(), ..Answer::of([session]) }
             }
             Step::Misfit(hello) => Answer::of([app.lifecycle.list_incompatible(hello, &[99]).await]),
             Step::Attend { stream, hello } => self.attend(*stream, hello).await,
-            Step::Say { stream, said, is_fresh } => {
+            Step::SendReport { stream, report, is_fresh } => {
                 if *is_fresh {
-                    self.look(true).await;
+                    self.poll(true).await;
                 }
-                self.say(*stream, said).await
+                self.send_report(*stream, report).await
             }
-            Step::Goodbye { session, is_last } => {
+            Step::SignOff { session, is_last } => {
                 let contact = if *is_last { self.last_contact(session).await } else { Timestamp(1) };
-                let left = db
-                    .write(async |txn| workers::leave(&txn, session, contact, &mut Effects::default()).await);
+                let left = db.write(async |txn| {
+                    workers::sign_off(&txn, session, contact, &mut Effects::default()).await
+                });
                 Answer::of([left.await])
             }
             Step::Heard(session) => {
-                let heard =
+                let heartbeats =
                     [workers::Heartbeat { session: session.clone(), kept: Usage::default(), at: now }];
-                let judged = db.write(async |txn| workers::observe(&txn, &heard).await).await;
-                let judged = judged.expect("the database answers");
-                if judged[0].is_ok() {
+                let results = db.write(async |txn| workers::record_heartbeats(&txn, &heartbeats).await).await;
+                let results = results.expect("the database answers");
+                if results[0].is_ok() {
                     let sessions = [session.clone()];
                     let back = db.write(async |txn| {
-                        workers::come_back(&txn, &sessions, &mut Effects::default()).await
+                        workers::mark_running(&txn, &sessions, &mut Effects::default()).await
                     });
                     back.await.expect("the database answers");
                 }
-                Answer::of(judged)
+                Answer::of(results)
             }
             Step::Pass(_) => Answer::ok(),
-            Step::BePatient => Answer::of([timeouts::extend_terms(db, config, false).await]),
+            Step::ExtendTerms => Answer::of([timeouts::extend_terms(db, config, false).await]),
             Step::Expire => Answer::of([timeouts::expire(&app.lifecycle).await]),
             Step::Down { name, down, interrupt_after } => {
                 let after =
@@ -278,41 +288,41 @@ impl Replica {
                     db.write(async |txn| departure::prune(&txn, name, &mut Effects::default()).await).await;
                 Answer::of([pruned])
             }
-            Step::SeeOff => {
-                // What one pass has ended is gone with the next.
+            Step::Depart => {
+                // A worker whose leases one pass ends is removed by the next pass.
                 for _ in 0..4 {
                     let seen_off =
-                        departure::depart_all(&app.lifecycle, &mut departure::LastAsked::new()).await;
+                        departure::depart_all(&app.lifecycle, &mut departure::LastChecks::new()).await;
                     seen_off.expect("the database answers");
                 }
                 Answer::ok()
             }
-            Step::EndOrphans => Answer::of([app.lifecycle.end_orphans().await]),
+            Step::EndStranded => Answer::of([app.lifecycle.end_stranded_leases().await]),
             Step::Submit { id, other, is_fresh } => {
                 if *is_fresh {
-                    self.look(true).await;
+                    self.poll(true).await;
                 }
                 let spec = fixtures::spec(*id, self.cluster.input, *other);
-                let submitted = self.answered(app.submissions.submit(*id, spec, None)).await;
+                let submitted = self.serve_until_answered(app.submissions.submit(*id, spec, None)).await;
                 Answer::of([submitted])
             }
             Step::Place { call, is_fresh } => {
                 if *is_fresh {
-                    self.look(true).await;
+                    self.poll(true).await;
                 }
-                let best = match &call.asks[..] {
+                let best = match &call.items[..] {
                     [(lease, kind)] if *is_fresh => self.best(*lease, *kind, call).await,
                     _ => None,
                 };
                 Answer { best, ..self.place(call).await }
             }
-            Step::GoAway { call } => {
+            Step::Disconnect { call } => {
                 self.calls.retain(|known| known.number != *call);
                 Answer::ok()
             }
-            Step::EndPatience { minutes, looks } => {
+            Step::EndWaits { minutes, looks } => {
                 let minutes = u32::try_from(*minutes).expect("few");
-                self.dispatcher.end_patience(Instant::now() + minutes * super::MINUTE, *looks);
+                self.dispatcher.end_waits(Instant::now() + minutes * super::MINUTE, *looks);
                 Answer::ok()
             }
             Step::Renew(lease) => {
@@ -321,25 +331,29 @@ impl Replica {
             }
             Step::Release { lease, is_fresh } => {
                 if *is_fresh {
-                    self.look(true).await;
+                    self.poll(true).await;
                 }
-                let (lease, worker) = (*lease, leases::find(db.read(), *lease).await.expect("it answers"));
+                let (lease, worker) =
+                    (*lease, leases::find(db.read(), *lease).await.expect("the database answers"));
                 let worker = worker.map_or_else(WorkerId::new, |lease| WorkerId::from_uuid(lease.worker_id));
                 let released = app.dispatch.clone();
-                let released = released.ask(move |answer| Request::Release(vec![(lease, worker)], answer));
-                Answer::of([self.answered(released).await.expect("it was not killed")])
+                let released = released.call(move |answer| Request::Release(vec![(lease, worker)], answer));
+                Answer::of([self.serve_until_answered(released).await.expect("the dispatcher answers")])
             }
             Step::Dispatch => {
-                self.look(true).await;
-                let placed = self.dispatcher.take_turns(now, &mut Effects::default()).await;
-                self.dispatcher.end_patience(Instant::now(), true);
+                self.poll(true).await;
+                let placed = self.dispatcher.run_queue_pass(now, &mut Effects::default()).await;
+                self.dispatcher.end_waits(Instant::now(), true);
                 self.dispatcher.refuse_hopeless();
                 Answer::of([placed])
             }
             Step::Start(claims) => Answer::of([operations::start_attempt(&app.context, claims).await]),
-            Step::Finish { claims, report } => {
-                Answer::of([operations::finish_attempt(&app.context, claims, &told(claims, *report)).await])
-            }
+            Step::Finish { claims, report } => Answer::of([operations::finish_attempt(
+                &app.context,
+                claims,
+                &outcome_report(claims, *report),
+            )
+            .await]),
             Step::Observe { claims, phase } => {
                 let lease = leases::find(db.read(), claims.lease).await.expect("the database answers");
                 match lease {
@@ -357,7 +371,7 @@ impl Replica {
                 }
             }
             Step::Cancel { id, grace, team } => {
-                let grace = Duration::from_secs(u64::try_from(*grace).expect("no less than nothing"));
+                let grace = Duration::from_secs(u64::try_from(*grace).expect("a positive number"));
                 Answer::of([operations::cancel(&app.context, team, *id, grace).await])
             }
             Step::Deliver => {
@@ -365,7 +379,7 @@ impl Replica {
                 Answer::ok()
             }
             Step::Reconcile => {
-                reconcile::tidy(&app.context).await.expect("the database answers");
+                reconcile::clean_up(&app.context).await.expect("the database answers");
                 reconcile::compare(&app.context, &app.store).await.expect("the store answers");
                 self.deliver().await;
                 Answer::ok()
@@ -379,7 +393,7 @@ impl Replica {
         known.expect("the database answers").map_or(Timestamp(1), |worker| worker.last_contact_at)
     }
 
-    /// Tells the artifact store all that it is owed, as the loop of a replica does that was just started.
+    /// Delivers all parcels, like the loop of a replica that just started.
     async fn deliver(&self) {
         let Context { db, .. } = &self.app.context;
         let delivery = Delivery::new(self.app.context.clone(), self.app.store.clone());
@@ -397,67 +411,75 @@ impl Replica {
         }
     }
 
-    /// As the handler does it.
+    /// Places leases like the handler does.
     async fn place(&mut self, call: &Call) -> Answer {
-        let mut asks = Vec::with_capacity(call.asks.len());
-        for (id, kind) in &call.asks {
-            match self.ask(*id, *kind, call).await {
-                Ok(ask) => asks.push(ask),
+        let mut requests = Vec::with_capacity(call.items.len());
+        for (id, kind) in &call.items {
+            match self.lease_request(*id, *kind, call).await {
+                Ok(request) => requests.push(request),
                 Err(error) => return Answer::of::<(), _>([Err(error)]),
             }
         }
-        let (app, lease) = (self.app.clone(), call.asks[0].0);
-        let placed = Box::pin(async move { app.leasing.place(asks).await });
-        match self.answered_or_waits(Waiting { number: call.number, lease, answer: placed }).await {
+        let (app, lease) = (self.app.clone(), call.items[0].0);
+        let placed = Box::pin(async move { app.leasing.place(requests).await });
+        match self
+            .serve_until_answered_or_waiting(PendingCall { number: call.number, lease, answer: placed })
+            .await
+        {
             Ok(placed) => Answer::of(placed),
             Err(waiting) => {
                 self.calls.push(waiting);
-                Answer::said(vec!["Waits".to_owned()])
+                Answer::new(vec!["Waits".to_owned()])
             }
         }
     }
 
-    /// Who is best for it, as the rules of placement are said once more. `None`: another rule says where it may be.
+    /// Returns the best workers by the reference implementation. `None`: other rules decide.
     async fn best(&self, lease: LeaseId, kind: Kind, call: &Call) -> Option<BTreeSet<WorkerId>> {
-        let ask = self.ask(lease, kind, call).await.ok()?;
-        if ask.kept_to.is_some() {
+        let request = self.lease_request(lease, kind, call).await.ok()?;
+        if request.owner_worker.is_some() {
             return None;
         }
         let app = &self.app;
         let workers = workers::list(app.context.db.read(), &app.context.config, None, 1000).await;
         let workers = workers.expect("the database answers").into_iter().map(|worker| worker.placed);
-        let chain = app.context.config.chains.of(ask.demand.shape.purpose);
-        let willing = workers.filter(|worker| reference::against(&ask.demand, worker).is_nothing());
-        let standing = |worker: &_| reference::standing(chain, &ask.demand, worker, &ask.locations);
-        let standing: Vec<_> = willing.map(|worker| (standing(&worker), worker.id)).collect();
-        let (best, _) = standing.iter().min()?;
-        Some(standing.iter().filter(|(standing, _)| standing == best).map(|(_, id)| *id).collect())
+        let chain = app.context.config.chains.of(request.demand.shape.purpose);
+        let willing = workers.filter(|worker| reference::against(&request.demand, worker).is_nothing());
+        let rank = |worker: &_| reference::rank(chain, &request.demand, worker, &request.locations);
+        let ranks: Vec<_> = willing.map(|worker| (rank(&worker), worker.id)).collect();
+        let (best, _) = ranks.iter().min()?;
+        Some(ranks.iter().filter(|(rank, _)| rank == best).map(|(_, id)| *id).collect())
     }
 
-    /// The ids of the workers of these names that there are.
+    /// Returns the ids of the existing workers with these names.
     async fn named(&self, names: &[&str]) -> Result<impl Iterator<Item = WorkerId>, PlaceError> {
         let rows = worker::Entity::find().filter(worker::Column::Name.is_in(names.iter().copied()));
         let rows = rows.all(self.app.context.db.read()).await?;
         Ok(rows.into_iter().map(|row| WorkerId::from_uuid(row.id)))
     }
 
-    /// What the handler makes of a request.
-    async fn ask(&self, lease: LeaseId, kind: Kind, call: &Call) -> Result<LeaseRequest, PlaceError> {
+    /// Builds the request like the handler does.
+    async fn lease_request(
+        &self,
+        lease: LeaseId,
+        kind: Kind,
+        call: &Call,
+    ) -> Result<LeaseRequest, PlaceError> {
         let Call { together, near, wait, .. } = *call;
         let db = self.app.context.db.read();
-        let asks = fixtures::asks_of_lease(lease, kind);
+        let requirements = fixtures::requirements_of_lease(lease, kind);
         let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
         let process = Process::default();
         let shape = Shape {
-            team: asks.team.to_owned(),
-            platform: asks.platform.to_owned(),
-            tags: owned(asks.tags),
-            process: asks.takes_a_slot.then_some(process),
+            team: requirements.team.to_owned(),
+            platform: requirements.platform.to_owned(),
+            tags: owned(requirements.tags),
+            process: requirements.takes_a_slot.then_some(process),
             requests: {
-                let Amounts { cpu_millis, memory_bytes, disk_bytes } = asks.amounts;
+                let Amounts { cpu_millis, memory_bytes, disk_bytes } = requirements.amounts;
                 Resources { cpu_millis, memory_bytes, disk_bytes }
             },
-            purpose: Purpose::of(kind, asks.has_inputs),
+            purpose: Purpose::of(kind, requirements.has_inputs),
         };
         let prefer = self.named(fixtures::preferred_by_lease(lease)).await?.collect();
         let mut locations = Vec::new();
@@ -471,32 +493,32 @@ impl Replica {
         let only = match near {
             None => None,
             Some(near) => match leases::find(db, near).await? {
-                Some(near) if near.state != State::Ended && near.team == asks.team => {
+                Some(near) if near.state != State::Ended && near.team == requirements.team => {
                     Some(WorkerId::from_uuid(near.worker_id))
                 }
                 _ => return Err(PlaceError::NoSuchLease),
             },
         };
         let owner = if near.is_some() { "" } else { fixtures::owner_of_lease(lease) };
-        let kept_to = leases::worker_of_owner(db, asks.team, owner).await?;
+        let owner_worker = leases::worker_of_owner(db, requirements.team, owner).await?;
         Ok(LeaseRequest {
             lease,
             kind,
-            demand: Arc::new(Demand { only, prefer, ..shape.asked_by(lease.uuid()) }),
+            demand: Arc::new(Demand { only, prefer, ..shape.requested_by(lease.uuid()) }),
             locations: locations.into(),
             request: format!("{near:?}"),
             group: together.then_some(1),
             inputs: Arc::new(inputs),
             owner: owner.to_owned(),
-            kept_to,
+            owner_worker,
             wait: super::MINUTE * u32::try_from(wait).expect("few"),
             priority: fixtures::priority_of_lease(lease),
         })
     }
 }
 
-/// What the gateway says of the attempt under `claims`.
-fn told(claims: &LeaseClaims, report: Report) -> crate::outcome::Report {
+/// Builds the report of a gateway.
+fn outcome_report(claims: &LeaseClaims, report: Report) -> crate::outcome::Report {
     let output = claims.attempt.filter(|_| report.has_outputs).map(|(workload, attempt)| PublishedOutput {
         name: "out".to_owned(),
         artifact: workload.output_artifact("out"),

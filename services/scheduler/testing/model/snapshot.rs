@@ -1,4 +1,4 @@
-//! What the database says, in the model's words.
+//! The state of the database, converted to the model.
 
 use std::collections::BTreeMap;
 
@@ -7,17 +7,17 @@ use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkerId, WorkloadId
 use sea_orm::{EntityTrait, QueryOrder};
 
 use super::fixtures::{self, Amounts};
-use super::state::{Ending, Gone, Lease, Minutes, Parcel, State, Worker, Workload};
+use super::state::{Ending, Lease, Minutes, Parcel, RemovedWorker, State, Worker, Workload};
 use crate::db::entity::worker::Desired;
 use crate::db::entity::{
     event, from_json, heartbeat, lease, outbox, owner_affinity, removed_worker, worker, workload,
 };
 use crate::outbox::Message;
 use crate::outcome;
-use crate::placement::FailedThere;
+use crate::placement::FailedWorker;
 use crate::workloads::events::Event;
 
-/// When instants of the database are, for a run that began at one of them and has moved the clock since.
+/// Conversion of database times to minutes of the run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Calendar {
     pub(super) began: Timestamp,
@@ -25,7 +25,7 @@ pub(super) struct Calendar {
 }
 
 impl Calendar {
-    /// To five minutes: what is due is so at odd fives.
+    /// Rounds to five minutes. Deadlines fall on odd multiples of five.
     fn minutes(self, at: i64) -> Minutes {
         let minutes = (at - self.began.0) as f64 / 60e6;
         (minutes / 5.0).round() as Minutes * 5 + self.moved
@@ -33,7 +33,7 @@ impl Calendar {
 }
 
 fn number(value: i64) -> u64 {
-    u64::try_from(value).expect("it is none below zero")
+    u64::try_from(value).expect("a non-negative number")
 }
 
 fn kind(event: &Event) -> &'static str {
@@ -48,11 +48,11 @@ fn kind(event: &Event) -> &'static str {
     }
 }
 
-/// All that is there.
-pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
+/// Reads the state of the database.
+pub(super) async fn read_state(db: &db::Database, calendar: Calendar) -> State {
     let db = db.read();
     let took = Timestamp::now().since(calendar.began);
-    assert!(took < 2 * super::MINUTE, "the run takes so long that nobody can tell what is due: {took:?}");
+    assert!(took < 2 * super::MINUTE, "the run takes too long to predict deadlines: {took:?}");
     let minutes = |at: i64| calendar.minutes(at);
     let contacts: BTreeMap<_, _> = heartbeat::Entity::find()
         .all(db)
@@ -66,7 +66,7 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
     for row in worker::Entity::find().all(db).await.expect("workers") {
         let contact = &contacts[&row.id];
         let labels: Labels = from_json(&row.labels).expect("labels");
-        assert_eq!(labels.platform, fixtures::traits(&row.name).platform, "no other worker takes its name");
+        assert_eq!(labels.platform, fixtures::traits(&row.name).platform, "the name belongs to one worker");
         let worker = Worker {
             id: WorkerId::from_uuid(row.id),
             instance: GatewayInstance::from_uuid(row.gateway_instance),
@@ -95,20 +95,23 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             disk_bytes: number(row.reserved_disk_bytes),
         };
         taken.insert(row.name.clone(), (number(row.active_tasks), counted));
-        assert!(row.landed_at.is_none() || row.desired != Desired::Run, "it runs, and has landed");
+        assert!(
+            row.landed_at.is_none() || row.desired != Desired::Run,
+            "the worker takes work and is drained"
+        );
         state.generations.insert(worker.id, number(row.generation));
         state.workers.insert(row.name, worker);
     }
-    let gone = removed_worker::Entity::find().order_by_asc(removed_worker::Column::Revision);
-    for (order, row) in gone.all(db).await.expect("workers").into_iter().enumerate() {
-        let gone = Gone {
+    let removed = removed_worker::Entity::find().order_by_asc(removed_worker::Column::Revision);
+    for (order, row) in removed.all(db).await.expect("workers").into_iter().enumerate() {
+        let removed = RemovedWorker {
             name: row.name,
             how: row.how,
             marker: row.marker_id.map(MarkerId::from_uuid),
             at: minutes(row.removed_at),
             order,
         };
-        state.gone.insert(WorkerId::from_uuid(row.id), gone);
+        state.removed_workers.insert(WorkerId::from_uuid(row.id), removed);
     }
     for row in lease::Entity::find().all(db).await.expect("leases") {
         let lease = Lease {
@@ -139,13 +142,13 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
         let live = state.live(state.workers[&name].id).map(|(_, lease)| lease);
         let slots: Vec<_> = live.filter(|lease| lease.kind.takes_a_slot()).collect();
         let amounts = slots.iter().fold(Amounts::default(), |all, lease| all.and(lease.amounts));
-        assert_eq!(counted, (slots.len() as u64, amounts), "what is taken of {name} is counted");
+        assert_eq!(counted, (slots.len() as u64, amounts), "the counters of {name} match its leases");
         let traits = fixtures::traits(&name);
         assert!(traits.max_tasks.is_none_or(|max| slots.len() <= max as usize), "{name} has {slots:?}");
-        assert!(amounts.fit(traits.has), "{name} gave {amounts:?}");
+        assert!(amounts.fit(traits.has), "{name} has {amounts:?} reserved");
     }
     for row in workload::Entity::find().all(db).await.expect("workloads") {
-        let failed_on: Vec<FailedThere> = from_json(&row.failed_on).expect("failures");
+        let failed_on: Vec<FailedWorker> = from_json(&row.failed_on).expect("failures");
         let ending = row.ending.as_deref().map(|ending| {
             let ending: outcome::Ending = from_json(ending).expect("an ending");
             Ending {
@@ -156,7 +159,7 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
         });
         let finished = ending.as_ref().filter(|_| row.state == workload::State::Finished);
         let listed_as = finished.map(|ending| workload::Outcome::from(ending.outcome));
-        assert_eq!(row.outcome, listed_as, "{} is listed by how it ended", row.id);
+        assert_eq!(row.outcome, listed_as, "{} has the outcome of its ending", row.id);
         let workload = Workload {
             state: row.state,
             lease: row.lease_id.map(LeaseId::from_uuid),
@@ -179,22 +182,22 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
         let last = revisions.entry(id).or_default();
         *last += 1;
         assert_eq!(row.revision, *last, "{id} misses a revision");
-        let told = &mut state.workloads.get_mut(&id).expect("its workload").events;
+        let events = &mut state.workloads.get_mut(&id).expect("its workload").events;
         let kind = kind(&from_json(&row.event).expect("an event"));
-        if kind != "queued" || told.last() != Some(&kind) {
-            told.push(kind);
+        if kind != "queued" || events.last() != Some(&kind) {
+            events.push(kind);
         }
     }
     for row in owner_affinity::Entity::find().all(db).await.expect("owners") {
-        let home = (WorkerId::from_uuid(row.worker_id), minutes(row.granted_at));
-        state.owners.insert((row.team, row.owner), home);
+        let worker = (WorkerId::from_uuid(row.worker_id), minutes(row.granted_at));
+        state.owners.insert((row.team, row.owner), worker);
     }
     for row in outbox::Entity::find().all(db).await.expect("parcels") {
         let parcel = match from_json(&row.message).expect("a message") {
             Message::Settle(_) => Parcel::Settle,
             Message::EndAttempt { .. } => Parcel::EndAttempt,
         };
-        state.owe(row.holder_id, parcel);
+        state.add_parcel(row.holder_id, parcel);
     }
     state
 }

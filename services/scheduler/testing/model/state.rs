@@ -1,4 +1,4 @@
-//! What there is, as far as callers, gateways and operators can tell: what the database has to say after each operation.
+//! The state of the model, which the database must equal after each step.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,36 +7,36 @@ use domain::workload::{FailureReason, Outcome};
 use domain::{GatewayInstance, LeaseId, MarkerId, WorkerId, WorkloadId};
 use uuid::Uuid;
 
-use super::calls::Waiting;
-use super::fixtures::{self, Amounts, Asks};
+use super::calls::WaitingCall;
+use super::fixtures::{self, Amounts, Requirements};
 use crate::db::entity::lease::{EndedBy, Kind, State as LeaseState, StopReason};
 use crate::db::entity::removed_worker::WorkerEnd;
 use crate::db::entity::worker::{Desired, State as Contact};
 use crate::db::entity::workload::State as Progress;
 
-/// Since the start of a run, as the clock was moved.
+/// Minutes since the start of a run, by the moved clock.
 pub(super) type Minutes = i64;
 
-/// Everything.
+/// The whole state.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct State {
     pub(super) workers: BTreeMap<String, Worker>,
-    pub(super) gone: BTreeMap<WorkerId, Gone>,
+    pub(super) removed_workers: BTreeMap<WorkerId, RemovedWorker>,
     pub(super) leases: BTreeMap<LeaseId, Lease>,
     pub(super) workloads: BTreeMap<WorkloadId, Workload>,
-    /// Where the containers of a team's owners are, and when the last lease was granted to them.
+    /// Workers of the owners of each team, and the last grant.
     pub(super) owners: BTreeMap<(String, String), (WorkerId, Minutes)>,
-    /// What the artifact store has to be told: of whom, and of how many of its attempts and ends.
+    /// Pending calls to the artifact store: number by holder and kind.
     pub(super) outbox: BTreeMap<(Uuid, Parcel), usize>,
-    /// What only replicas and callers know, and the database does not say: the calls that wait,
-    pub(super) waiting: Vec<Waiting>,
-    /// how many have come to wait,
+    /// Waiting calls, which the database does not contain.
+    pub(super) waiting: Vec<WaitingCall>,
+    /// Number of arrivals in the queue.
     pub(super) arrivals: usize,
-    /// which of them workloads were,
+    /// Order of arrival of workloads.
     pub(super) arrived: BTreeMap<WorkloadId, usize>,
-    /// and near to which other lease driven ones were granted.
+    /// The value of `same_worker_as` of driven leases.
     pub(super) near: BTreeMap<LeaseId, Option<LeaseId>>,
-    /// The generation of what each worker shall do, of which only the scheduler can say when it rises.
+    /// The generation of each worker's desired state. Only the scheduler decides when it rises.
     pub(super) generations: BTreeMap<WorkerId, u64>,
 }
 
@@ -45,13 +45,13 @@ pub(super) struct Worker {
     pub(super) id: WorkerId,
     pub(super) instance: GatewayInstance,
     pub(super) marker: MarkerId,
-    /// Whose it is alone, as it said when it was new.
+    /// The team of the worker's first registration.
     pub(super) team: Option<String>,
     pub(super) incarnation: u64,
     pub(super) session: u64,
     pub(super) desired: Desired,
     pub(super) contact: Contact,
-    /// Nobody can speak with its gateway.
+    /// Whether the gateway supports no protocol version of the scheduler.
     pub(super) misfit: bool,
     pub(super) attended: bool,
     pub(super) heard_at: Minutes,
@@ -67,13 +67,13 @@ pub(super) struct Worker {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Gone {
+pub(super) struct RemovedWorker {
     pub(super) name: String,
     pub(super) how: WorkerEnd,
-    /// What has this marker may not register again.
+    /// The marker that may not register again.
     pub(super) marker: Option<MarkerId>,
     pub(super) at: Minutes,
-    /// Who went later has a higher one.
+    /// Order of removals.
     pub(super) order: usize,
 }
 
@@ -89,13 +89,13 @@ pub(super) struct Lease {
     pub(super) state: LeaseState,
     pub(super) phase: i64,
     pub(super) stop: Option<StopReason>,
-    /// In seconds.
+    /// Grace period in seconds.
     pub(super) grace: Option<i64>,
     pub(super) ended_by: Option<EndedBy>,
     pub(super) granted_at: Minutes,
     pub(super) expires_at: Option<Minutes>,
     pub(super) ended_at: Option<Minutes>,
-    /// The artifact store holds something for it.
+    /// Whether the artifact store has pins of the lease.
     pub(super) settles: bool,
 }
 
@@ -110,7 +110,7 @@ pub(super) struct Workload {
     pub(super) run_deadline: Option<Minutes>,
     pub(super) finished_at: Option<Minutes>,
     pub(super) ending: Option<Ending>,
-    /// What was told to who watches; what is told again and again while it waits counts once.
+    /// Events. Consecutive `queued` events count once.
     pub(super) events: Vec<&'static str>,
 }
 
@@ -128,9 +128,9 @@ pub(super) enum Parcel {
     Settle,
 }
 
-/// What a worker says to who asks.
+/// The answer of a worker to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Says {
+pub(super) enum Verdict {
     Yes,
     NotNow,
     Never,
@@ -151,78 +151,79 @@ impl State {
         self.workers.iter().find(|(_, worker)| worker.id == id).map(|(name, _)| name.as_str())
     }
 
-    /// Leases that have not ended.
+    /// Returns the live leases of a worker.
     pub(super) fn live(&self, worker: WorkerId) -> impl Iterator<Item = (LeaseId, &Lease)> {
         let live = self.leases.iter().map(|(id, lease)| (*id, lease));
         live.filter(move |(_, lease)| lease.worker == worker && lease.is_live())
     }
 
-    /// What the workload asks of a worker now.
-    pub(super) fn asks(&self, id: WorkloadId) -> Asks {
+    /// Returns the present requirements of a workload.
+    pub(super) fn requirements(&self, id: WorkloadId) -> Requirements {
         let failed_on = self.workloads.get(&id).map(|workload| &workload.failed_on[..]).unwrap_or_default();
         let failed_on = failed_on.iter().map(|(worker, _)| *worker).collect();
-        Asks { failed_on, ..fixtures::asks_of_workload(id) }
+        Requirements { failed_on, ..fixtures::requirements_of_workload(id) }
     }
 
-    /// What the worker of this name says to who asks.
-    pub(super) fn says(&self, name: &str, asks: &Asks, now: Minutes) -> Says {
+    /// Returns the answer of the worker with this name.
+    pub(super) fn verdict(&self, name: &str, requirements: &Requirements, now: Minutes) -> Verdict {
         let (worker, traits) = (&self.workers[name], fixtures::traits(name));
-        let lacks = |has: &[&str], wanted: &[&str]| wanted.iter().any(|word| !has.contains(word));
-        // One that was pruned counts as lost, but may have been heard a moment ago.
+        let lacks = |has: &[&str], required: &[&str]| required.iter().any(|word| !has.contains(word));
+        // A pruned worker counts as lost, but may have had contact a moment ago.
         let was_heard_lately = now - worker.heard_at < 95;
         let never = (worker.contact == Contact::Lost && !was_heard_lately)
             || worker.desired == Desired::Retire
             || worker.misfit
-            || traits.platform != asks.platform
-            || worker.team.as_ref().is_some_and(|team| team != asks.team)
-            || (asks.takes_a_slot && asks.tags.is_empty() && !traits.tags.is_empty())
-            || lacks(traits.tags, asks.tags)
-            || lacks(traits.capabilities, asks.capabilities)
-            || !asks.amounts.fit(traits.has)
-            || asks.failed_on.contains(&worker.id)
-            || asks.only.is_some_and(|only| only != worker.id);
+            || traits.platform != requirements.platform
+            || worker.team.as_ref().is_some_and(|team| team != requirements.team)
+            || (requirements.takes_a_slot && requirements.tags.is_empty() && !traits.tags.is_empty())
+            || lacks(traits.tags, requirements.tags)
+            || lacks(traits.capabilities, requirements.capabilities)
+            || !requirements.amounts.fit(traits.has)
+            || requirements.failed_on.contains(&worker.id)
+            || requirements.only.is_some_and(|only| only != worker.id);
         if never {
-            return Says::Never;
+            return Verdict::Never;
         }
         let slots: Vec<_> =
             self.live(worker.id).map(|(_, lease)| lease).filter(|lease| lease.kind.takes_a_slot()).collect();
         let taken = slots.iter().fold(Amounts::default(), |all, lease| all.and(lease.amounts));
-        let failed = worker.failed_team.as_ref().is_none_or(|team| team == asks.team);
+        let failed = worker.failed_team.as_ref().is_none_or(|team| team == requirements.team);
         let is_on_probation = worker.quarantines > 0 && failed;
         let is_full = traits.max_tasks.is_some_and(|max| slots.len() >= max as usize)
             || (is_on_probation && !slots.is_empty())
             || (worker.quarantined_until.is_some() && failed);
         let not_now = worker.contact != Contact::Running
             || worker.desired == Desired::Cordon
-            || (asks.takes_a_slot && is_full)
-            || !asks.amounts.fit_beside(taken, traits.has);
-        if not_now { Says::NotNow } else { Says::Yes }
+            || (requirements.takes_a_slot && is_full)
+            || !requirements.amounts.fit_beside(taken, traits.has);
+        if not_now { Verdict::NotNow } else { Verdict::Yes }
     }
 
-    /// Where the containers of an owner are, as long as that worker takes work.
-    pub(super) fn home(&self, team: &str, owner: &str) -> Option<WorkerId> {
-        let (home, _) = self.owners.get(&(team.to_owned(), owner.to_owned()))?;
-        let worker = &self.workers[self.name(*home)?];
-        (worker.contact != Contact::Lost && worker.desired == Desired::Run).then_some(*home)
+    /// Returns the worker of an owner, as long as it takes work.
+    pub(super) fn worker_of_owner(&self, team: &str, owner: &str) -> Option<WorkerId> {
+        let (worker_id, _) = self.owners.get(&(team.to_owned(), owner.to_owned()))?;
+        let worker = &self.workers[self.name(*worker_id)?];
+        (worker.contact != Contact::Lost && worker.desired == Desired::Run).then_some(*worker_id)
     }
 
-    /// Where it may be placed: on the team's own workers, as long as one of those would do.
-    pub(super) fn willing(&self, asks: &Asks, now: Minutes) -> BTreeSet<WorkerId> {
-        let willing = self.workers.iter().filter(|(name, _)| self.says(name, asks, now) == Says::Yes);
+    /// Returns the feasible workers: the team's own ones, if any of them is feasible.
+    pub(super) fn willing(&self, requirements: &Requirements, now: Minutes) -> BTreeSet<WorkerId> {
+        let willing =
+            self.workers.iter().filter(|(name, _)| self.verdict(name, requirements, now) == Verdict::Yes);
         let (own, of_all): (BTreeMap<_, _>, BTreeMap<_, _>) =
             willing.partition(|(_, worker)| worker.team.is_some());
         let best = if own.is_empty() { of_all } else { own };
         best.values().map(|worker| worker.id).collect()
     }
 
-    /// Whether no worker could ever take it, and there are some.
-    pub(super) fn is_hopeless(&self, asks: &Asks, now: Minutes) -> bool {
-        let never = |name: &String| self.says(name, asks, now) == Says::Never;
+    /// Returns whether workers exist and none could ever take the request.
+    pub(super) fn is_hopeless(&self, requirements: &Requirements, now: Minutes) -> bool {
+        let never = |name: &String| self.verdict(name, requirements, now) == Verdict::Never;
         !self.workers.is_empty() && self.workers.keys().all(never)
     }
 
-    /// Why `session` does not speak for its worker any more.
-    pub(super) fn judge(&self, session: &SessionClaims) -> Result<String, &'static str> {
+    /// Returns the worker of `session`, or why the session has ended.
+    pub(super) fn check_session(&self, session: &SessionClaims) -> Result<String, &'static str> {
         let speaks = |worker: &Worker| {
             worker.session == session.session.0 && worker.incarnation == session.incarnation.0
         };
@@ -230,21 +231,21 @@ impl State {
             Some(name) if self.workers[name].leaving => Err("Forgotten"),
             Some(name) if speaks(&self.workers[name]) => Ok(name.to_owned()),
             Some(_) => Err("Stale"),
-            None => match self.gone.get(&session.worker).map(|gone| gone.how) {
+            None => match self.removed_workers.get(&session.worker).map(|removed| removed.how) {
                 Some(WorkerEnd::Retired) => Err("Retired"),
                 _ => Err("Forgotten"),
             },
         }
     }
 
-    /// The workload that `claims` are about, while its lease lives.
-    pub(super) fn held(&self, claims: &LeaseClaims) -> Option<WorkloadId> {
+    /// Returns the workload of `claims` while its lease is live.
+    pub(super) fn live_workload(&self, claims: &LeaseClaims) -> Option<WorkloadId> {
         let (workload, _) = claims.attempt?;
         let holds = self.workloads.get(&workload)?.lease == Some(claims.lease);
         (holds && self.leases.get(&claims.lease)?.is_live()).then_some(workload)
     }
 
-    pub(super) fn owe(&mut self, holder: Uuid, parcel: Parcel) {
+    pub(super) fn add_parcel(&mut self, holder: Uuid, parcel: Parcel) {
         *self.outbox.entry((holder, parcel)).or_default() += 1;
     }
 }

@@ -1,4 +1,4 @@
-//! The artifact store beside the schedulers, and what gateways and callers do there.
+//! The artifact store of the model tests, and the calls of gateways and callers to it.
 
 use domain::worker::{Incarnation, Session, SessionClaims};
 use domain::{ArtifactId, AttemptId, BuildId, GatewayInstance, TransferId, WorkerId, WorkloadId};
@@ -18,10 +18,10 @@ use tokio::net::UnixListener;
 use tokio::task::JoinSet;
 
 use super::state::State;
-use super::{Known, digest};
+use super::{KnownObjects, digest};
 use crate::db::entity::workload::State as Progress;
 
-/// A real one, which lives as long as this.
+/// A real artifact store, served until this is dropped.
 pub(super) struct Store {
     directory: TempDir,
     signer: TokenSigner,
@@ -58,13 +58,13 @@ impl Store {
         peer(&self.endpoint(), Outgoing::internal()).expect("an address")
     }
 
-    /// The credential of a worker of which the scheduler does not know.
+    /// Creates a credential for a worker that the scheduler does not know.
     fn credential(&self, worker: WorkerId) -> String {
         let (incarnation, session) = (Incarnation(1), Session(1));
         self.signer.sign(&SessionClaims { worker, incarnation, session, instance: GatewayInstance::new() })
     }
 
-    /// A sealed artifact of a team.
+    /// Uploads a sealed artifact of a team.
     pub(super) async fn upload(&self, team: &str) -> Result<ArtifactId, Refusal> {
         let (worker, artifact) = (WorkerId::new(), ArtifactId::new());
         let (team, artifact_id) = (team.to_owned(), artifact.to_string());
@@ -94,7 +94,7 @@ impl Store {
         Ok(artifact)
     }
 
-    /// The build that a workload will end.
+    /// Creates the build that a workload ends.
     pub(super) async fn put_build(&self, team: &str, build: BuildId, workload: WorkloadId) {
         let request = pb::PutBuildRequest {
             build_id: build.to_string(),
@@ -103,13 +103,13 @@ impl Store {
             ..Default::default()
         };
         let put = OwnersClient::new(self.peer()).put_build(request).await.map_err(Refusal::from);
-        // Its workload has ended it, or was refused.
+        // The workload has ended the build, or was rejected.
         if let Err(refusal) = put {
             assert!(refusal.is(Reason::BuildEnded), "{refusal}");
         }
     }
 
-    /// The gateway of an attempt publishes its output. `false`: the store wants no more of that attempt.
+    /// Publishes the output of an attempt. Returns `false` if the store rejects the attempt.
     pub(super) async fn publish(&self, team: &str, workload: WorkloadId, attempt: AttemptId) -> bool {
         let session_credential = self.credential(WorkerId::new());
         let mut inventory = InventoryClient::new(self.peer());
@@ -137,30 +137,31 @@ impl Store {
         };
         let attempt_id = attempt.to_string();
         let made = pb::PreparedRequest { session_credential: session_credential.clone(), attempt_id };
-        inventory.prepared(made).await.expect("it is there");
+        inventory.prepared(made).await.expect("the volumes exist");
         let volume = prepared.volumes[0].volume_handle.clone();
         let digest = digest(attempt);
         let complete = complete(session_credential, volume, &digest);
-        inventory.volume_complete(complete).await.expect("it is complete");
+        inventory.volume_complete(complete).await.expect("the volume is complete");
         true
     }
 
-    /// The outputs of those that ended with them are sealed, and no others.
-    pub(super) async fn check_outputs(&self, known: &Known, model: &State) {
+    /// Checks that exactly the outputs of workloads that ended with them are sealed.
+    pub(super) async fn check_outputs(&self, known: &KnownObjects, model: &State) {
         for (id, workload) in &model.workloads {
             if super::fixtures::uses(*id) != super::Uses::Output || workload.state != Progress::Finished {
                 continue;
             }
             let request = pb::GetArtifactRequest {
-                team: super::fixtures::asks_of_workload(*id).team.to_owned(),
+                team: super::fixtures::requirements_of_workload(*id).team.to_owned(),
                 artifact_id: id.output_artifact("out").to_string(),
             };
             let answer = ArtifactsClient::new(self.peer()).get_artifact(request).await;
             let is_sealed = answer.is_ok_and(|answer| {
                 answer.into_inner().artifact.is_some_and(|one| one.state() == pb::ArtifactState::Sealed)
             });
-            let shall_be = workload.ending.is_some_and(|ending| ending.has_outputs) && known.has_output(*id);
-            assert_eq!(is_sealed, shall_be, "the output of {id}, {workload:?}");
+            let is_expected =
+                workload.ending.is_some_and(|ending| ending.has_outputs) && known.has_output(*id);
+            assert_eq!(is_sealed, is_expected, "the output of {id}, {workload:?}");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! A stream of a gateway with a replica, without a network: what the replica is asked is [`Workers::synchronize`], as over one.
+//! A stream of a gateway to a replica without a network. The replica serves
+//! [`Workers::synchronize`].
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,41 +18,42 @@ use tokio::sync::Notify;
 use tonic::codec::{BufferSettings, DecodeBuf, Decoder, EncodeBody, EncodeBuf, Encoder};
 use tonic::{Request, Status, Streaming};
 
-use super::gateways::Observed;
+use super::gateways::SentReport;
 use crate::api::WorkersService;
 use crate::app::App;
 use crate::notify::desired_state::DesiredStates;
 use crate::workloads::Phase;
 
-/// How long a replica may take for what it does at once.
+/// Longest time that a replica may take for a reaction.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-type Told = <WorkersService as Workers>::SynchronizeStream;
+type Responses = <WorkersService as Workers>::SynchronizeStream;
 
-/// What a gateway has said. What is said is handed over as it is, so that it is known when all of it was heard.
+/// Messages of a gateway. They are handed over without encoding, so that the end of processing is
+/// known.
 #[derive(Default)]
 struct Mailbox {
-    inner: Mutex<Inner>,
-    all_heard: Notify,
+    inner: Mutex<MailboxState>,
+    all_processed: Notify,
 }
 
 #[derive(Default)]
-struct Inner {
-    said: VecDeque<pb::SynchronizeRequest>,
+struct MailboxState {
+    messages: VecDeque<pb::SynchronizeRequest>,
     taken: VecDeque<pb::SynchronizeRequest>,
-    /// Whoever hears looked for more when there was nothing.
+    /// Whether the replica asked for the next message when there was none.
     is_waited_for: bool,
     waker: Option<Waker>,
 }
 
 impl Mailbox {
-    fn inner(&self) -> MutexGuard<'_, Inner> {
+    fn inner(&self) -> MutexGuard<'_, MailboxState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn say(&self, message: pb::synchronize_request::Message) {
+    fn send(&self, message: pb::synchronize_request::Message) {
         let mut inner = self.inner();
-        inner.said.push_back(pb::SynchronizeRequest { message: Some(message) });
+        inner.messages.push_back(pb::SynchronizeRequest { message: Some(message) });
         inner.is_waited_for = false;
         let waker = inner.waker.take();
         drop(inner);
@@ -60,25 +62,26 @@ impl Mailbox {
 
     fn poll(&self, context: &Context<'_>) -> Poll<Option<Result<(), Status>>> {
         let mut inner = self.inner();
-        if let Some(message) = inner.said.pop_front() {
+        if let Some(message) = inner.messages.pop_front() {
             inner.taken.push_back(message);
             return Poll::Ready(Some(Ok(())));
         }
         inner.is_waited_for = true;
         inner.waker = Some(context.waker().clone());
-        self.all_heard.notify_one();
+        self.all_processed.notify_one();
         Poll::Pending
     }
 
-    /// Resolves when everything that was said was heard, and done.
-    async fn all_heard(&self) {
+    /// Resolves when all messages were processed.
+    async fn all_processed(&self) {
         while !self.inner().is_waited_for {
-            self.all_heard.notified().await;
+            self.all_processed.notified().await;
         }
     }
 }
 
-/// Each message is one frame: only when that was done is the next one looked for.
+/// Each message is one frame, so that the next one is polled only after the previous one was
+/// processed.
 struct Frames;
 
 impl Encoder for Frames {
@@ -94,9 +97,9 @@ impl Encoder for Frames {
     }
 }
 
-struct Taken(Arc<Mailbox>);
+struct MailboxDecoder(Arc<Mailbox>);
 
-impl Decoder for Taken {
+impl Decoder for MailboxDecoder {
     type Item = pb::SynchronizeRequest;
     type Error = Status;
 
@@ -106,31 +109,31 @@ impl Decoder for Taken {
     }
 }
 
-/// A stream that is open, or was.
+/// An open or ended stream.
 pub(super) struct Stream {
     mailbox: Arc<Mailbox>,
-    told: Pin<Box<Told>>,
+    responses: Pin<Box<Responses>>,
     credential: String,
-    /// `None`: it was not let in.
+    /// `None`: not registered.
     pub(super) session: Option<SessionClaims>,
-    /// The generation that was told last.
+    /// The last received generation.
     newest: u64,
-    /// How many messages were said.
+    /// Number of sent messages.
     number: u64,
 }
 
-/// What a stream told.
+/// Messages that the stream received.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Heartbeat {
+pub(super) struct StreamOutput {
     pub(super) welcome: Option<pb::Welcome>,
     pub(super) desired: Vec<pb::Desired>,
-    /// Why it has ended.
+    /// Reason why the stream has ended.
     pub(super) end: Option<&'static str>,
 }
 
-impl Heartbeat {
-    fn take(&mut self, told: Option<Result<pb::SynchronizeResponse, Status>>) {
-        match told {
+impl StreamOutput {
+    fn take(&mut self, response: Option<Result<pb::SynchronizeResponse, Status>>) {
+        match response {
             Some(Ok(response)) => match response.message.expect("a message") {
                 pb::synchronize_response::Message::Welcome(welcome) => self.welcome = Some(welcome),
                 pb::synchronize_response::Message::Desired(desired) => self.desired.push(desired),
@@ -145,7 +148,7 @@ impl Heartbeat {
     }
 }
 
-/// As the error of the session is called.
+/// Returns the name of the session error.
 fn name(status: Status) -> &'static str {
     let refusal = Refusal::from(status);
     let names = [
@@ -160,37 +163,37 @@ fn name(status: Status) -> &'static str {
 }
 
 impl Stream {
-    /// Opens one and says hello.
-    pub(super) async fn open(app: App, hello: pb::Hello) -> (Self, Heartbeat) {
+    /// Opens a stream and registers.
+    pub(super) async fn open(app: App, hello: pb::Hello) -> (Self, StreamOutput) {
         let signer = app.signer.clone();
         let mailbox = Arc::new(Mailbox::default());
-        mailbox.say(pb::synchronize_request::Message::Hello(hello));
+        mailbox.send(pb::synchronize_request::Message::Hello(hello));
         let from = mailbox.clone();
-        let said = futures::stream::poll_fn(move |context| from.poll(context));
-        let body = EncodeBody::new_client(Frames, said, None, None);
-        let inbound = Streaming::new_request(Taken(mailbox.clone()), body, None, None);
-        let told = WorkersService(Arc::new(app)).synchronize(Request::new(inbound)).await;
-        let told = Box::pin(told.expect("it is opened").into_inner());
+        let messages = futures::stream::poll_fn(move |context| from.poll(context));
+        let body = EncodeBody::new_client(Frames, messages, None, None);
+        let inbound = Streaming::new_request(MailboxDecoder(mailbox.clone()), body, None, None);
+        let responses = WorkersService(Arc::new(app)).synchronize(Request::new(inbound)).await;
+        let responses = Box::pin(responses.expect("an open stream").into_inner());
         let (credential, session) = (String::new(), None);
-        let mut stream = Self { mailbox, told, credential, session, newest: 0, number: 0 };
-        let mut heard = Heartbeat::default();
-        while heard.end.is_none() && heard.desired.is_empty() {
-            stream.take(&mut heard).await;
+        let mut stream = Self { mailbox, responses, credential, session, newest: 0, number: 0 };
+        let mut output = StreamOutput::default();
+        while output.end.is_none() && output.desired.is_empty() {
+            stream.take(&mut output).await;
         }
-        if let Some(welcome) = &heard.welcome {
+        if let Some(welcome) = &output.welcome {
             stream.credential.clone_from(&welcome.session_credential);
-            stream.session = Some(signer.verify(&stream.credential).expect("it is signed"));
+            stream.session = Some(signer.verify(&stream.credential).expect("a signed credential"));
         }
-        (stream, heard)
+        (stream, output)
     }
 
-    async fn take(&mut self, heard: &mut Heartbeat) {
-        heard.take(self.told.next().await);
-        self.newest = heard.desired.last().map_or(self.newest, |desired| desired.generation);
+    async fn take(&mut self, output: &mut StreamOutput) {
+        output.take(self.responses.next().await);
+        self.newest = output.desired.last().map_or(self.newest, |desired| desired.generation);
     }
 
-    /// Says what is, and hears what is told until that was done.
-    pub(super) async fn say(&mut self, said: &Observed, heard: &mut Heartbeat) {
+    /// Sends a report, and receives messages until it was processed.
+    pub(super) async fn send_report(&mut self, report: &SentReport, output: &mut StreamOutput) {
         self.number += 1;
         let lease = |(id, phase): (&LeaseId, &Phase)| pb::ObservedLease {
             lease_id: id.to_string(),
@@ -205,40 +208,40 @@ impl Stream {
         };
         let observed = pb::Observed {
             session_credential: self.credential.clone(),
-            applied_generation: said.echo,
-            leases: said.phases.iter().map(lease).collect(),
+            applied_generation: report.echo,
+            leases: report.phases.iter().map(lease).collect(),
             number: self.number,
             ..pb::Observed::default()
         };
-        self.mailbox.say(pb::synchronize_request::Message::Observed(observed));
+        self.mailbox.send(pb::synchronize_request::Message::Observed(observed));
         let mailbox = self.mailbox.clone();
-        let all_heard = mailbox.all_heard();
-        tokio::pin!(all_heard);
-        while heard.end.is_none() {
+        let all_processed = mailbox.all_processed();
+        tokio::pin!(all_processed);
+        while output.end.is_none() {
             tokio::select! {
                 biased;
-                () = self.take(heard) => {}
-                () = &mut all_heard => break,
+                () = self.take(output) => {}
+                () = &mut all_processed => break,
             }
         }
     }
 
-    /// Hears what is told until that is all that its replica knows.
-    pub(super) async fn hear(&mut self, heard: &mut Heartbeat, attended: &DesiredStates) {
-        let session = self.session.clone().expect("it was let in");
-        let known = attended.subscribe(session.worker).news().map(|news| news.known);
+    /// Receives messages until the gateway knows the newest generation of the replica.
+    pub(super) async fn receive(&mut self, output: &mut StreamOutput, states: &DesiredStates) {
+        let session = self.session.clone().expect("a registered gateway");
+        let known = states.subscribe(session.worker).news().map(|news| news.known);
         let generation = match known {
             None => 0,
             Some(known) if known.is_spoken_for_by(&session) => known.generation.unsigned_abs(),
-            // Nothing more is told but that.
+            // Only the end of the stream follows.
             Some(_) => u64::MAX,
         };
-        let hears = async {
-            while heard.end.is_none() && self.newest < generation {
-                self.take(heard).await;
+        let receives = async {
+            while output.end.is_none() && self.newest < generation {
+                self.take(output).await;
             }
         };
-        let hears = tokio::time::timeout(PATIENCE, hears).await;
-        hears.unwrap_or_else(|_| panic!("nothing newer is told than {heard:?}, and {generation} is known"));
+        let receives = tokio::time::timeout(PATIENCE, receives).await;
+        receives.unwrap_or_else(|_| panic!("generation {generation} was not received after {output:?}"));
     }
 }

@@ -1,4 +1,4 @@
-//! Workloads that must start in time, those that begin again, and what their attempts used.
+//! Tests of start timeouts, retries and the reported usage of attempts.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -14,22 +14,22 @@ use crate::support::{Gateway, Running, config, finish, hello, spec, start};
 
 const SHORT: Duration = Duration::from_millis(50);
 
-/// Says that an attempt ended without a process.
+/// Reports that an attempt ended without a process.
 async fn fail(scheduler: &Running, token: &str, reason: &str) {
     let request = pb::FinishAttemptRequest {
         lease_token: token.to_owned(),
         failure: Some(pb::Failure { reason: reason.to_owned(), message: "no".to_owned() }),
         ..pb::FinishAttemptRequest::default()
     };
-    scheduler.workloads().finish_attempt(request).await.expect("heard");
+    scheduler.workloads().finish_attempt(request).await.expect("accepted");
 }
 
 fn reason(failure: Option<pb::Failure>) -> String {
     failure.map(|failure| failure.reason).unwrap_or_default()
 }
 
-/// The same worker, in another life.
-async fn reborn(scheduler: &Running, gateway: Gateway, mut hello: pb::Hello) -> (Gateway, pb::Hello) {
+/// Reconnects the worker with a new incarnation.
+async fn reincarnate(scheduler: &Running, gateway: Gateway, mut hello: pb::Hello) -> (Gateway, pb::Hello) {
     hello.session_credential = gateway.welcome.session_credential.clone();
     hello.marker = Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
     gateway.leave().await;
@@ -37,9 +37,7 @@ async fn reborn(scheduler: &Running, gateway: Gateway, mut hello: pb::Hello) -> 
     (gateway, hello)
 }
 
-pub(crate) async fn what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere(
-    database: TestDatabase,
-) {
+pub(crate) async fn workload_is_retried_after_start_timeout(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let late = |retries| pb::WorkloadSpec { start_timeout: Some(rpc::duration(SHORT)), retries, ..spec() };
     let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
@@ -47,16 +45,20 @@ pub(crate) async fn what_does_not_start_in_time_is_stopped_and_may_begin_again_e
     let id = scheduler.submit(late(0)).await.expect("accepted");
     let (_, stop) = first.stop(id).await;
     assert_eq!(stop.reason(), pb::StopReason::StartTimeout);
-    let refused = start(&scheduler, &stop.lease_token).await.expect_err("it is too late");
+    let refused = start(&scheduler, &stop.lease_token).await.expect_err("the start timeout has expired");
     assert!(refused.is(Reason::LeaseLost), "{refused}");
-    assert_eq!(scheduler.worker("one").await.active_tasks, 1, "until its gateway says that it has stopped");
+    assert_eq!(
+        scheduler.worker("one").await.active_tasks,
+        1,
+        "the attempt uses its slot until its gateway reports the end"
+    );
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
     let finished = scheduler.finished(id).await;
     assert_eq!((finished.outcome(), &*reason(finished.failure)), (pb::Outcome::Errored, "START_TIMEOUT"));
-    let usage = finished.usage.expect("it was placed");
+    let usage = finished.usage.expect("the workload was placed");
     assert!(usage.queued.is_some() && usage.preparing.is_none() && usage.running.is_none(), "{usage:?}");
 
-    // Where there is no other worker, the same one will do.
+    // The same worker is used when no other worker exists.
     let id = scheduler.submit(late(1)).await.expect("accepted");
     let (before, stop) = first.stop(id).await;
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
@@ -72,7 +74,7 @@ pub(crate) async fn what_does_not_start_in_time_is_stopped_and_may_begin_again_e
     assert_eq!(reason(finished.failure), "START_TIMEOUT");
     assert_eq!(scheduler.get(id).await.retried, 1);
 
-    // Where there is one, it is taken.
+    // Another worker is preferred when one exists.
     let id = scheduler.submit(late(1)).await.expect("accepted");
     let (_, stop) = first.stop(id).await;
     let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
@@ -83,14 +85,14 @@ pub(crate) async fn what_does_not_start_in_time_is_stopped_and_may_begin_again_e
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_has_started_in_time_may_run_on(database: TestDatabase) {
+pub(crate) async fn started_workload_outlives_its_start_timeout(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let in_time = pb::WorkloadSpec { start_timeout: Some(rpc::duration(Duration::from_secs(2))), ..spec() };
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let started = scheduler.submit(in_time.clone()).await.expect("accepted");
     let (_, run) = gateway.run(started).await;
     start(&scheduler, &run.lease_token).await.expect("in time");
-    // The time of one that came later is over, too.
+    // The start timeout of a later workload expires.
     let late = scheduler.submit(in_time).await.expect("accepted");
     let (_, stop) = gateway.stop(late).await;
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
@@ -100,8 +102,8 @@ pub(crate) async fn what_has_started_in_time_may_run_on(database: TestDatabase) 
     scheduler.stop().await;
 }
 
-/// Of one that is placed at once, and of one that has waited.
-pub(crate) async fn who_must_start_in_time_is_looked_for_in_time(database: TestDatabase) {
+/// The test covers a workload that is placed immediately and a workload that has waited.
+pub(crate) async fn start_timeouts_are_checked_between_polls(database: TestDatabase) {
     let rarely = Config { poll: Duration::from_secs(600), ..config(&database) };
     let scheduler = Running::start(rarely).await;
     let late = pb::WorkloadSpec { start_timeout: Some(rpc::duration(SHORT)), ..spec() };
@@ -110,20 +112,20 @@ pub(crate) async fn who_must_start_in_time_is_looked_for_in_time(database: TestD
     let (_, stop) = gateway.stop(id).await;
     let other = scheduler.submit(spec()).await.expect("placed");
     let (_, run) = gateway.run(other).await;
-    let waits = scheduler.submit(late).await.expect("queued");
-    assert_eq!(scheduler.get(waits).await.state(), pb::WorkloadState::Pending);
+    let waiting = scheduler.submit(late).await.expect("queued");
+    assert_eq!(scheduler.get(waiting).await.state(), pb::WorkloadState::Pending);
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    assert_eq!(gateway.stop(waits).await.1.reason(), pb::StopReason::StartTimeout);
+    assert_eq!(gateway.stop(waiting).await.1.reason(), pb::StopReason::StartTimeout);
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_was_lost_begins_again_as_often_as_its_spec_allows(database: TestDatabase) {
+pub(crate) async fn lost_workload_is_retried_within_its_limit(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let hello = hello("one");
     let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
-    let waits = Duration::from_secs(4);
-    let again = pb::WorkloadSpec { retries: 1, queue_timeout: Some(rpc::duration(waits)), ..spec() };
+    let queue_timeout = Duration::from_secs(4);
+    let again = pb::WorkloadSpec { retries: 1, queue_timeout: Some(rpc::duration(queue_timeout)), ..spec() };
     let (once, twice) = (
         scheduler.submit(spec()).await.expect("accepted"),
         scheduler.submit(again.clone()).await.expect("accepted"),
@@ -132,16 +134,17 @@ pub(crate) async fn what_was_lost_begins_again_as_often_as_its_spec_allows(datab
         let (_, run) = gateway.run(id).await;
         start(&scheduler, &run.lease_token).await.expect("started");
     }
-    let (mut gateway, hello) = reborn(&scheduler, gateway, hello).await;
+    let (mut gateway, hello) = reincarnate(&scheduler, gateway, hello).await;
     assert_eq!(reason(scheduler.finished(once).await.failure), "WORKER_LOST");
     let (_, run) = gateway.run(twice).await;
     assert_eq!(scheduler.get(twice).await.retried, 1);
     start(&scheduler, &run.lease_token).await.expect("started once more");
-    let (mut gateway, hello) = reborn(&scheduler, gateway, hello).await;
+    let (mut gateway, hello) = reincarnate(&scheduler, gateway, hello).await;
     let finished = scheduler.finished(twice).await;
     assert_eq!((finished.outcome(), &*reason(finished.failure)), (pb::Outcome::Errored, "WORKER_LOST"));
 
-    // How a process ends by itself is its end; and somebody who does not want it any more gets no more of it.
+    // A process that exits with an error is not retried. A cancelled workload is not retried
+    // either.
     let fails = scheduler.submit(again.clone()).await.expect("accepted");
     let (_, run) = gateway.run(fails).await;
     start(&scheduler, &run.lease_token).await.expect("started");
@@ -152,14 +155,14 @@ pub(crate) async fn what_was_lost_begins_again_as_often_as_its_spec_allows(datab
     start(&scheduler, &run.lease_token).await.expect("started");
     scheduler.cancel(cancelled, Duration::ZERO).await;
 
-    // One that waits again may wait as long as at first, however long it ran.
+    // The queue timeout of a retry starts again, regardless of how long the first attempt ran.
     let ran = scheduler.submit(again.clone()).await.expect("accepted");
     let (_, run) = gateway.run(ran).await;
     start(&scheduler, &run.lease_token).await.expect("started");
-    scheduler.land("one", None).await.expect("told");
+    scheduler.cordon("one", None).await.expect("cordoned");
     let waiting = scheduler.submit(again).await.expect("queued");
     assert_eq!(reason(scheduler.finished(waiting).await.failure), "QUEUE_TIMEOUT");
-    let (_gateway, _) = reborn(&scheduler, gateway, hello).await;
+    let (_gateway, _) = reincarnate(&scheduler, gateway, hello).await;
     assert_eq!(scheduler.finished(cancelled).await.outcome(), pb::Outcome::Aborted);
     let events = scheduler.watch(ran, 0).await;
     let at = |event: &pb::WatchResponse| rpc::from_timestamp(&event.at.expect("an instant"));
@@ -167,12 +170,12 @@ pub(crate) async fn what_was_lost_begins_again_as_often_as_its_spec_allows(datab
     let ended = events.last().expect("an end");
     let Some(Event::Finished(finished)) = &ended.event else { panic!("{ended:?}") };
     assert_eq!(reason(finished.failure.clone()), "QUEUE_TIMEOUT");
-    assert!(at(ended).since(at(queued)) >= waits, "{events:?}");
-    assert_eq!(finished.usage, None, "it ended while it waited");
+    assert!(at(ended).since(at(queued)) >= queue_timeout, "{events:?}");
+    assert_eq!(finished.usage, None, "the workload ended while it waited");
     scheduler.stop().await;
 }
 
-/// Waits until `gateway` shall carry out an attempt that is none of `attempts`.
+/// Waits until `gateway` has to run an attempt that is not in `attempts`.
 async fn another(gateway: &mut Gateway, attempts: &HashSet<String>) -> pb::RunAttempt {
     gateway
         .desires("another attempt", |lease| match &lease.wish {
@@ -184,13 +187,14 @@ async fn another(gateway: &mut Gateway, attempts: &HashSet<String>) -> pb::RunAt
         .await
 }
 
-pub(crate) async fn a_worker_that_is_full_is_not_at_fault_and_is_asked_again(database: TestDatabase) {
-    // One fault would do.
+pub(crate) async fn full_worker_is_tried_again_without_failure(database: TestDatabase) {
+    // One failure of the worker would suffice for a quarantine.
     let scheduler = Running::start(Config { quarantine_after: 1, ..config(&database) }).await;
     let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let mut attempts = HashSet::new();
-    // Nobody else could take it. More often than faults are forgiven.
+    // No other worker exists. The worker reports that it is full more often than a failure is
+    // tolerated.
     for _ in 0..12 {
         let run = another(&mut first, &attempts).await;
         attempts.insert(run.attempt_id.clone());
@@ -199,7 +203,7 @@ pub(crate) async fn a_worker_that_is_full_is_not_at_fault_and_is_asked_again(dat
     let worker = scheduler.worker("one").await;
     assert_eq!((worker.failures, worker.quarantined_until), (0, None));
 
-    // Another one is asked before the first is again.
+    // Another worker is tried before the first one is tried again.
     let run = another(&mut first, &attempts).await;
     attempts.insert(run.attempt_id.clone());
     let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
@@ -207,7 +211,8 @@ pub(crate) async fn a_worker_that_is_full_is_not_at_fault_and_is_asked_again(dat
     let (_, run) = second.run(id).await;
     fail(&scheduler, &run.lease_token, "WORKER_FULL").await;
     attempts.insert(run.attempt_id);
-    // A fault of one of them leaves the other, which may have room by now.
+    // After a failure of one worker, the other worker remains. The other worker may have room
+    // again.
     let (found, by_first) = tokio::select! {
         run = another(&mut first, &attempts) => (run, true),
         run = another(&mut second, &attempts) => (run, false),
@@ -222,7 +227,7 @@ pub(crate) async fn a_worker_that_is_full_is_not_at_fault_and_is_asked_again(dat
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_an_attempt_used_is_told_and_kept(database: TestDatabase) {
+pub(crate) async fn usage_of_attempt_is_stored(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
@@ -244,20 +249,20 @@ pub(crate) async fn what_an_attempt_used_is_told_and_kept(database: TestDatabase
         ..pb::FinishAttemptRequest::default()
     };
     let refused = scheduler.workloads().finish_attempt(request.clone()).await.map_err(Refusal::from);
-    let refused = refused.expect_err("nobody runs for less than no time");
+    let refused = refused.expect_err("a negative duration");
     assert!(refused.is(Reason::InvalidField) && refused.message.contains("usage.cpu_time"), "{refused}");
     request.usage = Some(used);
     scheduler.workloads().finish_attempt(request).await.expect("finished");
 
     let finished = scheduler.finished(id).await;
-    let told = finished.usage.expect("it ran");
-    assert!(told.queued.is_some() && told.preparing.is_some(), "{told:?}");
-    assert_eq!(pb::Usage { queued: None, preparing: None, ..told }, used);
-    assert_eq!(scheduler.get(id).await.usage, Some(told));
+    let reported = finished.usage.expect("the usage of the attempt");
+    assert!(reported.queued.is_some() && reported.preparing.is_some(), "{reported:?}");
+    assert_eq!(pb::Usage { queued: None, preparing: None, ..reported }, used);
+    assert_eq!(scheduler.get(id).await.usage, Some(reported));
     scheduler.stop().await;
 }
 
-pub(crate) async fn an_input_that_is_damaged_on_one_worker_is_used_on_another(database: TestDatabase) {
+pub(crate) async fn damaged_input_moves_workload_to_another_worker(database: TestDatabase) {
     let scheduler = Running::start(Config { quarantine_after: 1, ..config(&database) }).await;
     let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
@@ -265,9 +270,13 @@ pub(crate) async fn an_input_that_is_damaged_on_one_worker_is_used_on_another(da
     let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
     fail(&scheduler, &run.lease_token, "INPUT_DAMAGED").await;
     let worker = scheduler.worker("one").await;
-    assert_eq!((worker.failures, worker.quarantined_until), (0, None), "what it has besides may be sound");
+    assert_eq!(
+        (worker.failures, worker.quarantined_until),
+        (0, None),
+        "other data of the worker may be undamaged"
+    );
     let (_, run) = second.run(id).await;
-    // Nobody else is left.
+    // No other worker is left.
     fail(&scheduler, &run.lease_token, "INPUT_DAMAGED").await;
     assert_eq!(reason(scheduler.finished(id).await.failure), "INPUT_DAMAGED");
     scheduler.stop().await;

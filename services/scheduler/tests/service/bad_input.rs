@@ -1,4 +1,4 @@
-//! Bad input: every call of the scheduler, with everything that may be wrong with what it is told.
+//! Tests of invalid requests: every RPC of the scheduler with every kind of invalid field.
 
 mod placements;
 mod spec;
@@ -20,11 +20,11 @@ use self::world::World;
 use crate::store::Place;
 use crate::support::Running;
 
-/// A team that has what most requests are about, and another.
+/// Team that owns most of the test data, and a second team.
 const TEAM: &str = "main";
 const OTHER: &str = "other";
 
-pub(crate) async fn bad_input_gets_its_error_and_changes_nothing(database: TestDatabase) {
+pub(crate) async fn bad_input_is_rejected_without_changes(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(quiet(place.config(&database))).await;
@@ -37,7 +37,7 @@ pub(crate) async fn bad_input_gets_its_error_and_changes_nothing(database: TestD
     store.stop().await;
 }
 
-/// Settings under which nothing comes of time that passes.
+/// Configuration in which no timer expires during the test.
 fn quiet(config: Config) -> Config {
     let hour = Duration::from_secs(3600);
     Config {
@@ -54,23 +54,24 @@ fn quiet(config: Config) -> Config {
     }
 }
 
-/// The artifact store was told all that it shall hear: how leases and attempts ended, and which workers have gone.
+/// Returns whether the artifact store has received every ended lease, ended attempt and removed
+/// worker.
 fn is_quiet(rows: &BTreeSet<String>) -> bool {
-    let is_untold = |row: &String| {
+    let is_unsent = |row: &String| {
         row.starts_with("outbox:")
             || (row.starts_with("removed_workers:") && (row.ends_with(",0") || row.ends_with(",f)")))
     };
-    !rows.iter().any(is_untold)
+    !rows.iter().any(is_unsent)
 }
 
 async fn table(world: &World<'_>) -> Vec<Call> {
-    let mut calls = workers::looks(world).await;
-    calls.extend(workloads::looks(world).await);
-    calls.extend(placements::looks(world));
+    let mut calls = workers::read_calls(world).await;
+    calls.extend(workloads::read_calls(world).await);
+    calls.extend(placements::read_calls(world));
     calls.extend(placements::calls(world).await);
     calls.extend(workloads::calls(world).await);
     calls.push(synchronize::call(world));
-    // The last: these end what the others are about.
+    // These calls come last because they remove the workers that other calls use.
     calls.extend(workers::ends(world));
     calls
 }

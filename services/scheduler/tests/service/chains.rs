@@ -1,4 +1,4 @@
-//! By which chain of strategies workers are compared.
+//! Tests of the placement strategies: which chain ranks the workers of which request.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::places::{place, release};
 use crate::store::Place;
 use crate::support::{Gateway, Running, config, hello, spec, until};
 
-/// One that may take anything.
+/// Connects a worker without limits.
 async fn connect(scheduler: &Running, name: &str) -> Gateway {
     let mut hello = hello(name);
     hello.capacity = None;
@@ -23,8 +23,8 @@ async fn connect(scheduler: &Running, name: &str) -> Gateway {
     Gateway::connect(scheduler, hello).await.expect("welcome")
 }
 
-/// Three workers, each of which is the best by one chain and by no other.
-async fn each_best_by_one(scheduler: &Running) -> [Gateway; 3] {
+/// Connects three workers. Each is the best choice of exactly one chain.
+async fn connect_best_per_chain(scheduler: &Running) -> [Gateway; 3] {
     let [tasks, containers, volumes] = ["tasks", "containers", "volumes"];
     let gateways = [
         connect(scheduler, tasks).await,
@@ -38,10 +38,10 @@ async fn each_best_by_one(scheduler: &Running) -> [Gateway; 3] {
             place(scheduler, there).await.expect("granted");
         }
     }
-    // The tasks count as well.
+    // Active tasks also count as containers and volumes.
     let kept = [(tasks, 10, 10), (containers, 2, 10), (volumes, 10, 2)];
     let expected = BTreeMap::from([(tasks, 10), (containers, 13), (volumes, 5)]);
-    until("what they keep is known", async || {
+    until("the scheduler knows the containers and volumes", async || {
         for (gateway, (_, containers, volumes)) in gateways.iter().zip(kept) {
             gateway.observe_kept(containers, volumes).await;
         }
@@ -57,9 +57,7 @@ async fn each_best_by_one(scheduler: &Running) -> [Gateway; 3] {
     gateways
 }
 
-pub(crate) async fn checks_have_a_chain_and_what_has_inputs_has_another_however_it_is_asked_for(
-    database: TestDatabase,
-) {
+pub(crate) async fn strategy_chain_depends_on_kind_and_inputs(database: TestDatabase) {
     let here = Place::new();
     let store = here.start().await;
     let chain = |text: &str| text.parse::<Chain>().expect("a chain");
@@ -70,7 +68,7 @@ pub(crate) async fn checks_have_a_chain_and_what_has_inputs_has_another_however_
     };
     let config = Config { artifact_store: here.endpoint(), chains, ..config(&database) };
     let scheduler = Running::start(config).await;
-    let _gateways = each_best_by_one(&scheduler).await;
+    let _gateways = connect_best_per_chain(&scheduler).await;
     let artifact = until("the store takes an upload", async || here.upload_to(WorkerId::new()).await.ok());
     let artifact = artifact.await.to_string();
     let cache = FindOrCreateTaskCacheRequest {
@@ -95,12 +93,12 @@ pub(crate) async fn checks_have_a_chain_and_what_has_inputs_has_another_however_
             pb::PlacementKind::Check => ["containers", "containers"],
             _ => ["tasks", "volumes"],
         };
-        let asked = of_kind(kind);
+        let plain = of_kind(kind);
         let of_artifact = pb::PlaceRequest { artifact_ids: vec![artifact.clone()], ..of_kind(kind) };
         let of_cache = pb::PlaceRequest { task_cache_ids: vec![cache.clone()], ..of_kind(kind) };
-        for (asked, expected) in [(asked, without), (of_artifact, with), (of_cache, with)] {
-            let placed = place(&scheduler, asked.clone()).await.expect("granted");
-            assert_eq!(placed.worker_name, expected, "{asked:?}");
+        for (request, expected) in [(plain, without), (of_artifact, with), (of_cache, with)] {
+            let placed = place(&scheduler, request.clone()).await.expect("granted");
+            assert_eq!(placed.worker_name, expected, "{request:?}");
             release(&scheduler, &placed.lease_token).await;
         }
     }
@@ -113,17 +111,17 @@ pub(crate) async fn checks_have_a_chain_and_what_has_inputs_has_another_however_
     };
     let mount = pb::CacheMount { task_cache_id: cache, path: b"/cache".as_slice().into() };
     let image = pb::Image { source: Some(pb::image::Source::ArtifactId(artifact)) };
-    for (asked, expected) in [
+    for (spec, expected) in [
         (spec(), "volumes"),
         (pb::WorkloadSpec { inputs: vec![input], ..spec() }, "tasks"),
         (pb::WorkloadSpec { caches: vec![mount], ..spec() }, "tasks"),
         (pb::WorkloadSpec { image: Some(image), ..spec() }, "tasks"),
     ] {
-        let best = explain_spec(&scheduler, asked.clone()).await.workers.swap_remove(0);
-        assert_eq!(best.worker_name, expected, "{asked:?}");
-        let id = scheduler.submit(asked.clone()).await.expect("accepted");
-        let placed = until("it is placed", async || scheduler.get(id).await.whereabouts).await;
-        assert_eq!(placed.worker_name, expected, "{asked:?}");
+        let best = explain_spec(&scheduler, spec.clone()).await.workers.swap_remove(0);
+        assert_eq!(best.worker_name, expected, "{spec:?}");
+        let id = scheduler.submit(spec.clone()).await.expect("accepted");
+        let placed = until("the workload is placed", async || scheduler.get(id).await.whereabouts).await;
+        assert_eq!(placed.worker_name, expected, "{spec:?}");
     }
     store.stop().await;
     scheduler.stop().await;

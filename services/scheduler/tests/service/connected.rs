@@ -1,4 +1,4 @@
-//! Many workers connected to one replica, and what each is told.
+//! Tests of many workers that are connected to one replica, and of the messages that each receives.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use testing::databases::TestDatabase;
 use crate::store::Place;
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until, within};
 
-/// Settings under which nobody looks by himself while a test lasts, but for streams.
+/// Configuration in which only streams cause reads of the database during a test.
 fn only_streams(database: &TestDatabase) -> Config {
     let hour = Duration::from_secs(3600);
     Config { poll: hour, worker_ttl: hour, stop_after: 2 * hour, lost_after: 3 * hour, ..config(database) }
@@ -24,10 +24,10 @@ async fn connect(scheduler: &Running, count: usize) -> Vec<Gateway> {
     try_join_all(gateways).await.expect("welcome")
 }
 
-/// Waits until it hears that what it says counts.
-async fn is_heard(gateway: &mut Gateway) {
+/// Reports until the scheduler acknowledges a report.
+async fn wait_for_acknowledgement(gateway: &mut Gateway) {
     let before = gateway.desired.heard;
-    within("it is heard", async {
+    within("an acknowledgement", async {
         while gateway.desired.heard == before {
             gateway.observe(&[]).await;
             gateway.next().await.expect("the stream is open");
@@ -36,8 +36,8 @@ async fn is_heard(gateway: &mut Gateway) {
     .await;
 }
 
-async fn is_told(gateway: &mut Gateway, directive: pb::Directive) {
-    within("it is told", async {
+async fn wait_for_directive(gateway: &mut Gateway, directive: pb::Directive) {
+    within("the directive", async {
         while gateway.desired.directive() != directive {
             gateway.next().await.expect("the stream is open");
         }
@@ -45,7 +45,7 @@ async fn is_told(gateway: &mut Gateway, directive: pb::Directive) {
     .await;
 }
 
-/// Whoever read what is locked would wait.
+/// A stream that reads a locked table would wait for the lock.
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_read_nothing_while_nothing_changes() {
     let database = testing::databases::postgres().await;
@@ -56,51 +56,53 @@ async fn streams_read_nothing_while_nothing_changes() {
     let locked = other.begin().await.expect("a transaction");
     let all = "LOCK TABLE workers, heartbeats, removed_workers, leases, workloads IN ACCESS EXCLUSIVE MODE";
     locked.execute_unprepared(all).await.expect("locked");
-    let hears = async |gateway: &mut Gateway| {
+    let receive = async |gateway: &mut Gateway| {
         for _ in 0..3 {
             within("a heartbeat", gateway.next()).await.expect("the stream is open");
         }
     };
-    join_all(gateways.iter_mut().map(hears)).await;
-    locked.rollback().await.expect("given back");
+    join_all(gateways.iter_mut().map(receive)).await;
+    locked.rollback().await.expect("rolled back");
 
     let locked = other.begin().await.expect("a transaction");
     let leases = "LOCK TABLE leases, workloads IN ACCESS EXCLUSIVE MODE";
     locked.execute_unprepared(leases).await.expect("locked");
-    join_all(gateways.iter_mut().map(is_heard)).await;
-    locked.rollback().await.expect("given back");
+    join_all(gateways.iter_mut().map(wait_for_acknowledgement)).await;
+    locked.rollback().await.expect("rolled back");
 
-    // All are connected still.
+    // All gateways are still connected.
     let id = scheduler.submit(spec()).await.expect("accepted");
-    let name = until("it is placed", async || scheduler.get(id).await.whereabouts).await.worker_name;
+    let name =
+        until("the workload is placed", async || scheduler.get(id).await.whereabouts).await.worker_name;
     let number: usize = name.rsplit_once('-').and_then(|(_, number)| number.parse().ok()).expect("a number");
     let (_, run) = gateways[number].run(id).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    gateways[number].holds_nothing().await;
+    gateways[number].wait_until_idle().await;
     other.close().await.expect("closed");
     scheduler.stop().await;
 }
 
-pub(crate) async fn each_of_many_workers_hears_what_it_shall_do(database: TestDatabase) {
-    // Nobody is told anything unasked but what is new.
+pub(crate) async fn desired_state_reaches_every_worker(database: TestDatabase) {
+    // The scheduler sends a message only when the desired state changes.
     let scheduler = Running::start(Config { heartbeat: Duration::from_secs(600), ..only_streams(&database) });
     let scheduler = scheduler.await;
     let mut gateways = connect(&scheduler, 50).await;
     for (number, gateway) in gateways.iter_mut().enumerate().filter(|(number, _)| number % 5 == 0) {
-        scheduler.land(&format!("worker-{number}"), None).await.expect("told");
-        is_told(gateway, pb::Directive::Cordon).await;
+        scheduler.cordon(&format!("worker-{number}"), None).await.expect("accepted");
+        wait_for_directive(gateway, pb::Directive::Cordon).await;
     }
     let submitted = join_all((0..40).map(|_| scheduler.submit(spec()))).await;
     let mut placed = Vec::new();
     for id in submitted {
         let id = id.expect("accepted");
-        let name = until("it is placed", async || scheduler.get(id).await.whereabouts).await.worker_name;
+        let name =
+            until("the workload is placed", async || scheduler.get(id).await.whereabouts).await.worker_name;
         placed.push((id, name));
     }
     for (id, name) in placed {
         let number: usize =
             name.rsplit_once('-').and_then(|(_, number)| number.parse().ok()).expect("a number");
-        assert_ne!(number % 5, 0, "{name} lands");
+        assert_ne!(number % 5, 0, "{name} is cordoned");
         let (lease, run) = gateways[number].run(id).await;
         start(&scheduler, &run.lease_token).await.expect("started");
         gateways[number].observe(&[(&lease, pb::LeasePhase::Running)]).await;
@@ -108,13 +110,14 @@ pub(crate) async fn each_of_many_workers_hears_what_it_shall_do(database: TestDa
         scheduler.cancel(id, Duration::ZERO).await;
         gateways[number].stop(id).await;
         finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-        gateways[number].holds_nothing().await;
+        gateways[number].wait_until_idle().await;
     }
     scheduler.stop().await;
 }
 
-/// Settings under which a stream hears of nothing but by the look of its replica: it is told nothing unasked, and others give no hints.
-fn only_looks(database: &TestDatabase) -> Config {
+/// Configuration in which a stream learns of changes only from the periodic reads of its replica.
+/// Heartbeats and hints of other replicas are disabled.
+fn only_polls(database: &TestDatabase) -> Config {
     let hour = Duration::from_secs(3600);
     Config {
         share_hints: false,
@@ -125,30 +128,35 @@ fn only_looks(database: &TestDatabase) -> Config {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_another_replica_changes_is_heard_without_any_hint() {
+async fn gateway_receives_changes_of_another_replica_without_hints() {
     let database = testing::databases::postgres().await;
-    let one = Running::start(only_looks(&database)).await;
-    let other = Running::start(only_looks(&database)).await;
+    let one = Running::start(only_polls(&database)).await;
+    let other = Running::start(only_polls(&database)).await;
     let first = hello("one");
     let mut gateway = Gateway::connect(&one, first.clone()).await.expect("welcome");
     for _ in 0..3 {
-        other.land("one", None).await.expect("told");
-        is_told(&mut gateway, pb::Directive::Cordon).await;
-        other.workers().run_worker(pb::RunWorkerRequest { worker: "one".to_owned() }).await.expect("told");
-        is_told(&mut gateway, pb::Directive::Run).await;
+        other.cordon("one", None).await.expect("accepted");
+        wait_for_directive(&mut gateway, pb::Directive::Cordon).await;
+        other
+            .workers()
+            .run_worker(pb::RunWorkerRequest { worker: "one".to_owned() })
+            .await
+            .expect("accepted");
+        wait_for_directive(&mut gateway, pb::Directive::Run).await;
     }
     let id = other.submit(spec()).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
     other.cancel(id, Duration::ZERO).await;
     gateway.stop(id).await;
     finish(&other, &run.lease_token, 0).await.expect("finished");
-    gateway.holds_nothing().await;
+    gateway.wait_until_idle().await;
 
-    // Another stream of its gateway says goodbye, so that another gateway may take over. This one says nothing.
+    // A second stream of the same gateway signs off, so that another gateway may take over. The
+    // first stream receives no notice.
     let again = pb::Hello { session_credential: gateway.welcome.session_credential.clone(), ..first.clone() };
-    Gateway::connect(&one, again).await.expect("it comes back").leave().await;
+    Gateway::connect(&one, again).await.expect("reconnected").leave().await;
     let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
-    let mut next = Gateway::connect(&other, standby).await.expect("it takes over");
+    let mut next = Gateway::connect(&other, standby).await.expect("the standby takes over");
     assert!(next.welcome.session > gateway.welcome.session);
     let refused = within("the stream ends", async {
         loop {
@@ -159,21 +167,22 @@ async fn what_another_replica_changes_is_heard_without_any_hint() {
     });
     assert!(refused.await.is(Reason::StaleSession));
 
-    is_heard_by(&mut next, &other).await;
+    check_connected(&mut next, &other).await;
     one.stop().await;
     other.stop().await;
 }
 
-/// Whoever took over is heard, and stays.
-async fn is_heard_by(gateway: &mut Gateway, scheduler: &Running) {
+/// Checks that the scheduler receives the reports of the new gateway and that the gateway stays
+/// connected.
+async fn check_connected(gateway: &mut Gateway, scheduler: &Running) {
     gateway.observe(&[]).await;
-    scheduler.land("one", None).await.expect("told");
-    is_told(gateway, pb::Directive::Cordon).await;
+    scheduler.cordon("one", None).await.expect("accepted");
+    wait_for_directive(gateway, pb::Directive::Cordon).await;
     assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Running);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_another_replica_forgot_registers_again_without_any_hint() {
+async fn worker_pruned_by_another_replica_registers_again() {
     let database = testing::databases::postgres().await;
     let place = Place::new();
     let store = place.start().await;
@@ -181,14 +190,14 @@ async fn a_worker_that_another_replica_forgot_registers_again_without_any_hint()
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
     let hello = hello("one");
     let mut gateway = Gateway::connect(&one, hello.clone()).await.expect("welcome");
-    // Another stream of its gateway says goodbye, so that it is out of contact.
-    Gateway::connect(&one, hello.clone()).await.expect("the same again").leave().await;
-    other.prune("one", true).await.expect("forgotten");
-    // It is told with what it says next, at the latest.
-    within("it is told", async {
+    // A second stream of the same gateway signs off, so that the worker is out of contact.
+    Gateway::connect(&one, hello.clone()).await.expect("a second stream").leave().await;
+    other.prune("one", true).await.expect("pruned");
+    // The gateway receives the directive no later than after its next report.
+    within("the directive", async {
         while gateway.desired.directive() != pb::Directive::RegisterAgain {
             gateway.observe_nothing().await;
-            gateway.next().await.expect("it is told before the stream ends");
+            gateway.next().await.expect("the directive before the end of the stream");
         }
     })
     .await;

@@ -1,4 +1,4 @@
-//! `Placements.GetDemand`.
+//! Tests of `Placements.GetDemand`.
 
 use std::collections::HashMap;
 
@@ -13,33 +13,31 @@ use super::support::{Gateway, Running, config, finish, hello, spec, start, until
 
 pub(crate) async fn demand(scheduler: &Running) -> pb::GetDemandResponse {
     let request = pb::GetDemandRequest::default();
-    scheduler.placements().get_demand(request).await.expect("told").into_inner()
+    scheduler.placements().get_demand(request).await.expect("a response").into_inner()
 }
 
-pub(crate) async fn large_shapes_are_left_out(database: TestDatabase) {
+pub(crate) async fn large_shapes_are_omitted(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     for number in 0..100 {
         let tags = (0..120).map(|tag| format!("{number}-{tag}-{}", "x".repeat(100))).collect();
         scheduler.submit(pb::WorkloadSpec { tags, ..spec() }).await.expect("accepted");
     }
-    let told = demand(&scheduler).await;
-    assert_eq!(told.waiting, 100);
-    assert!((1..100).contains(&told.demand.len()), "{}", told.demand.len());
-    assert!(rpc::Message::encoded_len(&told) < 4 << 20, "a client decodes it");
+    let answer = demand(&scheduler).await;
+    assert_eq!(answer.waiting, 100);
+    assert!((1..100).contains(&answer.demand.len()), "{}", answer.demand.len());
+    assert!(rpc::Message::encoded_len(&answer) < 4 << 20, "the response fits in one message");
     scheduler.stop().await;
 }
 
-pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is(
-    database: TestDatabase,
-) {
+pub(crate) async fn demand_reports_queue_and_workers(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     assert_eq!(demand(&scheduler).await, pb::GetDemandResponse::default());
 
     let tagged = |tag: &str| pb::WorkloadSpec { tags: vec![tag.to_owned()], ..spec() };
-    let early = scheduler.submit(tagged("gpu")).await.expect("accepted while there is no worker");
-    let told = demand(&scheduler).await;
-    assert_eq!((told.waiting, told.waiting_for_none), (1, 0));
-    assert_eq!(told.demand[0].waits_for, "NOBODY");
+    let early = scheduler.submit(tagged("gpu")).await.expect("accepted without workers");
+    let answer = demand(&scheduler).await;
+    assert_eq!((answer.waiting, answer.waiting_for_none), (1, 0));
+    assert_eq!(answer.demand[0].waits_for, "NOBODY");
 
     let mut one = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let two = pb::Hello {
@@ -58,12 +56,12 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     }
     let requests = pb::ResourceRequests { memory_bytes: 7, ..Default::default() };
     for _ in 0..3 {
-        let waits = pb::WorkloadSpec { requests: Some(requests), ..spec() };
-        scheduler.submit(waits).await.expect("accepted");
+        let waiting = pb::WorkloadSpec { requests: Some(requests), ..spec() };
+        scheduler.submit(waiting).await.expect("accepted");
     }
-    let told = demand(&scheduler).await;
-    assert_eq!((told.waiting, told.waiting_for_none), (4, 1));
-    let [full, none] = told.demand.as_slice() else { panic!("{told:?}") };
+    let answer = demand(&scheduler).await;
+    assert_eq!((answer.waiting, answer.waiting_for_none), (4, 1));
+    let [full, none] = answer.demand.as_slice() else { panic!("{answer:?}") };
     assert_eq!((full.count, full.count_for_none, full.waits_for.as_str()), (3, 0, "FULL"));
     assert_eq!(full.requests, Some(requests));
     assert_eq!(full.process.as_ref().map(|process| process.image_kind.as_str()), Some("host"));
@@ -72,43 +70,46 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     assert_eq!((none.count, none.count_for_none, none.waits_for.as_str()), (1, 1, "NEVER"));
     assert_eq!(none.tags, ["gpu"]);
     assert_eq!(none.never_for, ["one: lacks the tag gpu", "two: lacks the tag gpu"]);
-    assert_eq!(told.oldest_since, none.oldest_since);
+    assert_eq!(answer.oldest_since, none.oldest_since);
     assert_eq!(none.oldest_since, scheduler.get(early).await.submitted_at);
 
-    // What is refused at once is told as well, until a worker comes that could.
-    assert_eq!(told.refused, []);
+    // Rejected requests are also reported until a worker registers that could take them.
+    assert_eq!(answer.refused, []);
     for _ in 0..2 {
-        scheduler.submit(tagged("fpga")).await.expect_err("nobody has it");
+        scheduler.submit(tagged("fpga")).await.expect_err("no worker has the tag");
     }
     let process = pb::ProcessRequirements {
         capabilities: vec!["network-private".to_owned()],
         ..pb::ProcessRequirements::default()
     };
     let (tags, process) = (vec!["fpga".to_owned()], Some(process));
-    let asks = pb::PlaceRequest { tags, process, ..of_kind(pb::PlacementKind::Task) };
-    scheduler.placements().place(asks).await.expect_err("nor now");
-    let told_then = demand(&scheduler).await;
-    assert_eq!((told_then.waiting, told_then.waiting_for_none), (4, 1));
-    let [refused] = told_then.refused.as_slice() else { panic!("{told_then:?}") };
+    let request = pb::PlaceRequest { tags, process, ..of_kind(pb::PlacementKind::Task) };
+    scheduler.placements().place(request).await.expect_err("no worker has the tag");
+    let later = demand(&scheduler).await;
+    assert_eq!((later.waiting, later.waiting_for_none), (4, 1));
+    let [refused] = later.refused.as_slice() else { panic!("{later:?}") };
     assert_eq!((refused.count, refused.count_for_none, refused.waits_for.as_str()), (3, 3, "NEVER"));
     assert_eq!(refused.tags, ["fpga"]);
     assert_eq!(refused.never_for, ["one: lacks the tag fpga", "two: lacks the tag fpga"]);
 
-    let [arm, plain] = told.supply.as_slice() else { panic!("{told:?}") };
+    let [arm, plain] = answer.supply.as_slice() else { panic!("{answer:?}") };
     let (arm, plain) = if arm.tags.is_empty() { (plain, arm) } else { (arm, plain) };
     assert_eq!((arm.workers, arm.workers_in_service, arm.workers_idle), (1, 1, 1));
     assert_eq!((arm.slots_free, arm.workers_without_limit), (0, 1));
     assert_eq!((plain.workers, plain.workers_idle, plain.slots_in_use, plain.slots_free), (1, 0, 2, 0));
 
-    let names = |told: &pb::GetDemandResponse| {
-        told.removable.iter().map(|worker| worker.worker_name.clone()).collect::<Vec<_>>()
+    let names = |answer: &pb::GetDemandResponse| {
+        answer.removable.iter().map(|worker| worker.worker_name.clone()).collect::<Vec<_>>()
     };
-    assert_eq!(names(&told), ["two", "one"]);
-    assert!(told.removable[0].idle_since.is_some() && told.removable[1].idle_since.is_none(), "{told:?}");
-    assert_eq!(told.removable[1].leases, 2);
-    assert_eq!(told.removable[0].would_lose(), pb::WouldLose::Unspecified);
+    assert_eq!(names(&answer), ["two", "one"]);
+    assert!(
+        answer.removable[0].idle_since.is_some() && answer.removable[1].idle_since.is_none(),
+        "{answer:?}"
+    );
+    assert_eq!(answer.removable[1].leases, 2);
+    assert_eq!(answer.removable[0].would_lose(), pb::WouldLose::Unspecified);
 
-    // A transfer takes no slot, and is in the way all the same.
+    // A transfer uses no slot but still prevents the removal of its worker.
     let lease = pb::PlaceRequest {
         lease_id: LeaseId::new().to_string(),
         team: "main".to_owned(),
@@ -119,22 +120,26 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     scheduler.placements().place(lease).await.expect("placed");
     assert_eq!(demand(&scheduler).await.removable[0].leases, 1);
 
-    // One that is on its way out is told of no more, and what came free is.
+    // A cordoned worker is no longer reported as removable. Its shape remains in the supply.
     let request = pb::CordonWorkerRequest { worker: "two".to_owned(), interrupt_after: None };
-    scheduler.workers().cordon_worker(request).await.expect("landing");
-    let told =
-        until("it lands", async || Some(demand(&scheduler).await).filter(|told| names(told) == ["one"]))
-            .await;
-    let arm = told.supply.iter().find(|shape| !shape.tags.is_empty()).expect("it is there");
+    scheduler.workers().cordon_worker(request).await.expect("cordoned");
+    let answer = until("the worker is cordoned", async || {
+        Some(demand(&scheduler).await).filter(|answer| names(answer) == ["one"])
+    })
+    .await;
+    let arm =
+        answer.supply.iter().find(|shape| !shape.tags.is_empty()).expect("the shape of the cordoned worker");
     assert_eq!((arm.workers, arm.workers_in_service), (1, 0));
     for id in runs {
         let (_, run) = one.run(id).await;
         start(&scheduler, &run.lease_token).await.expect("started");
         finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     }
-    let told =
-        until("one is left", async || Some(demand(&scheduler).await).filter(|told| told.waiting == 2)).await;
-    assert_eq!(told.demand.iter().map(|shape| shape.count).collect::<Vec<_>>(), [1, 1]);
+    let answer = until("two requests wait", async || {
+        Some(demand(&scheduler).await).filter(|answer| answer.waiting == 2)
+    })
+    .await;
+    assert_eq!(answer.demand.iter().map(|shape| shape.count).collect::<Vec<_>>(), [1, 1]);
 
     for request in [
         pb::GetDemandRequest { max_shapes: 1001, ..Default::default() },
@@ -147,7 +152,7 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_would_be_lost_with_a_worker_is_told_where_the_store_says_so(database: TestDatabase) {
+pub(crate) async fn demand_reports_replicas_lost_with_worker(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -160,15 +165,16 @@ pub(crate) async fn what_would_be_lost_with_a_worker_is_told_where_the_store_say
     place.pin(artifact, WorkloadId::new()).await.expect("pinned");
     let would_lose = async |check: pb::ReplicaCheck| {
         let request = pb::GetDemandRequest { replica_check: check.into(), ..Default::default() };
-        let told = scheduler.placements().get_demand(request).await.expect("told").into_inner();
+        let answer = scheduler.placements().get_demand(request).await.expect("a response").into_inner();
         let of = |worker: &pb::RemovableWorker| (worker.worker_name.clone(), worker.would_lose());
-        told.removable.iter().map(of).collect::<HashMap<_, _>>()
+        answer.removable.iter().map(of).collect::<HashMap<_, _>>()
     };
-    let is_told = |holder, other| HashMap::from([("holder".to_owned(), holder), ("other".to_owned(), other)]);
+    let expected =
+        |holder, other| HashMap::from([("holder".to_owned(), holder), ("other".to_owned(), other)]);
     use pb::WouldLose::{Nothing, Something, Unspecified};
-    assert_eq!(would_lose(pb::ReplicaCheck::None).await, is_told(Unspecified, Unspecified));
-    assert_eq!(would_lose(pb::ReplicaCheck::Each).await, is_told(Something, Nothing));
-    // The other goes with more harm but for that.
+    assert_eq!(would_lose(pb::ReplicaCheck::None).await, expected(Unspecified, Unspecified));
+    assert_eq!(would_lose(pb::ReplicaCheck::Each).await, expected(Something, Nothing));
+    // Except for the replica, the other worker would be more costly to remove.
     let transfer = pb::PlaceRequest {
         lease_id: LeaseId::new().to_string(),
         team: "main".to_owned(),
@@ -180,13 +186,13 @@ pub(crate) async fn what_would_be_lost_with_a_worker_is_told_where_the_store_say
     let safest = async |check: pb::ReplicaCheck| {
         let request =
             pb::GetDemandRequest { replica_check: check.into(), max_removable: 1, ..Default::default() };
-        let told = scheduler.placements().get_demand(request).await.expect("told").into_inner();
-        told.removable.into_iter().map(|worker| worker.worker_name).collect::<Vec<_>>()
+        let answer = scheduler.placements().get_demand(request).await.expect("a response").into_inner();
+        answer.removable.into_iter().map(|worker| worker.worker_name).collect::<Vec<_>>()
     };
     assert_eq!(safest(pb::ReplicaCheck::None).await, ["holder"]);
     assert_eq!(safest(pb::ReplicaCheck::Each).await, ["other"]);
-    // A store that does not answer keeps nothing back that is known without it.
+    // If the artifact store does not answer, the scheduler reports what it knows without the store.
     store.stop().await;
-    assert_eq!(would_lose(pb::ReplicaCheck::Each).await, is_told(Unspecified, Unspecified));
+    assert_eq!(would_lose(pb::ReplicaCheck::Each).await, expected(Unspecified, Unspecified));
     scheduler.stop().await;
 }

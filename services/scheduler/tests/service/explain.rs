@@ -1,4 +1,4 @@
-//! `Placements.Explain`.
+//! Tests of `Placements.Explain`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -32,13 +32,13 @@ fn score(strategy: &str, value: u64) -> pb::StrategyScore {
     pb::StrategyScore { strategy: strategy.to_owned(), value }
 }
 
-pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDatabase) {
+pub(crate) async fn spec_is_explained_without_side_effects(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let nobody = explain_spec(&scheduler, spec()).await;
-    assert_eq!((nobody.verdict(), nobody.queue_position), (pb::Verdict::NotNow, 1));
-    assert!(nobody.workers.is_empty());
+    let no_worker = explain_spec(&scheduler, spec()).await;
+    assert_eq!((no_worker.verdict(), no_worker.queue_position), (pb::Verdict::NotNow, 1));
+    assert!(no_worker.workers.is_empty());
     assert_eq!(
-        nobody.unblocked_by,
+        no_worker.unblocked_by,
         ["a worker registers that can do it (platform linux, capabilities network-private)"]
     );
 
@@ -72,7 +72,7 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
     for worker in &never.workers {
         let both =
             [("MISSING_TAGS", pb::RefusalDuration::Lasting), ("CAPABILITY", pb::RefusalDuration::Lasting)];
-        assert_eq!(reasons(worker), both, "everything at once, so that nobody corrects one after the other");
+        assert_eq!(reasons(worker), both, "all reasons are reported together");
     }
     assert_eq!(
         never.unblocked_by,
@@ -91,12 +91,12 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
     let refused = explain(&scheduler, Subject::Spec(malformed)).await.expect_err("no team");
     assert!(refused.is(Reason::InvalidField), "{refused}");
     let listed = scheduler.workloads().list(pb::ListRequest::default()).await.expect("a page").into_inner();
-    assert!(listed.workloads.is_empty(), "nothing was submitted");
-    assert_eq!(scheduler.worker("one").await.active_tasks, 0, "no slot was taken");
+    assert!(listed.workloads.is_empty(), "no workload was submitted");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0, "no slot is used");
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_queued_workload_is_told_its_place_and_what_it_waits_for(database: TestDatabase) {
+pub(crate) async fn explanation_shows_queue_position_and_reasons(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let mut ids = Vec::new();
@@ -117,17 +117,16 @@ pub(crate) async fn a_queued_workload_is_told_its_place_and_what_it_waits_for(da
     let later = explain_spec(&scheduler, spec()).await;
     assert_eq!((later.verdict(), later.queue_position), (pb::Verdict::NotNow, 3));
 
-    let placed = explain(&scheduler, waiting("main", ids[0])).await.expect_err("it does not wait");
+    let placed = explain(&scheduler, waiting("main", ids[0])).await.expect_err("the workload is placed");
     assert!(placed.is(Reason::WorkloadNotQueued), "{placed}");
     assert_eq!(placed.about.get("state").map(String::as_str), Some("WORKLOAD_STATE_ASSIGNED"));
-    let foreign = explain(&scheduler, waiting("other", ids[2])).await.expect_err("not theirs");
+    let foreign =
+        explain(&scheduler, waiting("other", ids[2])).await.expect_err("a workload of another team");
     assert!(foreign.is(Reason::WorkloadNotFound), "{foreign}");
     scheduler.stop().await;
 }
 
-pub(crate) async fn many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for(
-    database: TestDatabase,
-) {
+pub(crate) async fn explanation_groups_workers_and_limits_details(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateways = Vec::new();
     for n in 0..15 {
@@ -141,44 +140,47 @@ pub(crate) async fn many_workers_are_told_together_and_as_many_one_by_one_as_are
     for _ in 0..15 {
         scheduler.submit(spec()).await.expect("placed");
     }
-    let waits = scheduler.submit(spec()).await.expect("accepted");
-    let ask = async |max_workers: u32, workers: &[&str]| {
+    let queued = scheduler.submit(spec()).await.expect("accepted");
+    let explain_queued = async |max_workers: u32, workers: &[&str]| {
         let request = pb::ExplainRequest {
-            subject: Some(waiting("main", waits)),
+            subject: Some(waiting("main", queued)),
             max_workers,
             workers: workers.iter().map(|&worker| worker.to_owned()).collect(),
         };
         Ok::<_, Refusal>(scheduler.placements().explain(request).await?.into_inner())
     };
-    let told = ask(0, &[]).await.expect("explained");
-    assert_eq!((told.workers_known, told.workers_willing, told.queue_position), (30, 0, 1));
-    assert_eq!(told.workers.len(), 20);
-    assert_eq!(reasons(&told.workers[14]), [("FULL", pb::RefusalDuration::Passing)]);
-    assert_eq!(reasons(&told.workers[15]), [("PLATFORM", pb::RefusalDuration::Lasting)]);
-    assert_eq!(told.summary, "all 15 workers that could take it are full");
-    assert_eq!(told.unblocked_by, ["one of 15 workers (full-00, full-01, full-02, …): a task ends"]);
+    let explained = explain_queued(0, &[]).await.expect("explained");
+    assert_eq!((explained.workers_known, explained.workers_willing, explained.queue_position), (30, 0, 1));
+    assert_eq!(explained.workers.len(), 20);
+    assert_eq!(reasons(&explained.workers[14]), [("FULL", pb::RefusalDuration::Passing)]);
+    assert_eq!(reasons(&explained.workers[15]), [("PLATFORM", pb::RefusalDuration::Lasting)]);
+    assert_eq!(explained.summary, "all 15 workers that could take it are full");
+    assert_eq!(explained.unblocked_by, ["one of 15 workers (full-00, full-01, full-02, …): a task ends"]);
     let groups: Vec<_> =
-        told.groups.iter().map(|group| (group.refusals[0].message.as_str(), group.count)).collect();
+        explained.groups.iter().map(|group| (group.refusals[0].message.as_str(), group.count)).collect();
     assert_eq!(groups, [("are full", 15), ("are of platform darwin", 15)]);
-    assert_eq!(told.groups[0].names, ["full-00", "full-01", "full-02", "full-03", "full-04"]);
-    assert!(told.expected_wait.is_none() && told.expected_wait_basis.starts_with("unknown: "), "{told:?}");
+    assert_eq!(explained.groups[0].names, ["full-00", "full-01", "full-02", "full-03", "full-04"]);
+    assert!(
+        explained.expected_wait.is_none() && explained.expected_wait_basis.starts_with("unknown: "),
+        "{explained:?}"
+    );
 
-    let one = ask(1, &[]).await.expect("explained");
-    assert_eq!(one.workers, told.workers[..1]);
-    assert_eq!(one.groups, told.groups);
-    assert_eq!(ask(30, &[]).await.expect("explained").workers.len(), 30);
+    let one = explain_queued(1, &[]).await.expect("explained");
+    assert_eq!(one.workers, explained.workers[..1]);
+    assert_eq!(one.groups, explained.groups);
+    assert_eq!(explain_queued(30, &[]).await.expect("explained").workers.len(), 30);
     let id = scheduler.worker("other-07").await.worker_id;
-    let named = ask(0, &["full-03", &id, "nobody"]).await.expect("explained");
+    let named = explain_queued(0, &["full-03", &id, "unknown"]).await.expect("explained");
     let names: Vec<_> = named.workers.iter().map(|worker| worker.worker_name.as_str()).collect();
     assert_eq!(names, ["full-03", "other-07"]);
     for (max_workers, workers) in [(10_001, vec![]), (0, vec!["w"; 1001])] {
-        let refused = ask(max_workers, &workers).await.expect_err("too many");
+        let refused = explain_queued(max_workers, &workers).await.expect_err("too many");
         assert!(refused.is(Reason::InvalidField), "{refused}");
     }
     scheduler.stop().await;
 }
 
-pub(crate) async fn how_long_it_may_take_is_judged_by_what_came_free(database: TestDatabase) {
+pub(crate) async fn expected_wait_follows_released_slots(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     for _ in 0..3 {
@@ -199,11 +201,11 @@ pub(crate) async fn how_long_it_may_take_is_judged_by_what_came_free(database: T
         let wait = waits.expected_wait.expect("known");
         expected.push(Duration::try_from(wait).expect("positive"));
     }
-    assert!(expected[0] < expected[1], "who comes later waits for longer: {expected:?}");
+    assert!(expected[0] < expected[1], "later workloads wait longer: {expected:?}");
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: TestDatabase) {
+pub(crate) async fn only_stated_limits_require_capabilities(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateways = Vec::new();
     for (name, can) in [
@@ -216,9 +218,9 @@ pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: T
         labels.capabilities = can.iter().chain(&["network-private"]).map(ToString::to_string).collect();
         gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
     }
-    // What each worker lacks for it.
-    let lacks_for = async |asked: pb::WorkloadSpec| {
-        let explained = explain_spec(&scheduler, asked).await;
+    // Missing capabilities of each worker.
+    let lacks_for = async |spec: pb::WorkloadSpec| {
+        let explained = explain_spec(&scheduler, spec).await;
         let lacking = |worker: &pb::WorkerExplanation| {
             let named = worker.refusals.iter().filter(|refusal| refusal.reason == "CAPABILITY");
             named.flat_map(|refusal| refusal.labels.clone()).collect::<Vec<_>>().join(" ")
@@ -243,7 +245,8 @@ pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: T
     let every = lacks(pb::Limits { memory_bytes, cpu_millis, pids }).await;
     assert_eq!(every, expected("limits-cpu", "limits-memory limits-cpu limits-pids"));
 
-    // The same by name, and each once however often it is asked for.
+    // A capability that the spec names is treated the same, and each missing capability is listed
+    // once.
     let named = |names: &[&str], limits| pb::WorkloadSpec {
         capabilities: names.iter().map(ToString::to_string).collect(),
         limits: Some(limits),
@@ -252,8 +255,9 @@ pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: T
     assert_eq!(lacks_for(named(&["limits-pids"], none)).await, expected("", "limits-pids"));
     let both = named(&["limits-memory", "limits-cpu", "limits-cpu"], pb::Limits { memory_bytes, ..none });
     assert_eq!(lacks_for(both).await, expected("limits-cpu", "limits-memory limits-cpu"));
-    // One that nobody has leads nowhere, and whoever asks for it is told at once.
-    let refused = scheduler.submit(named(&["wings"], none)).await.expect_err("nobody has them");
+    // A capability that no worker has makes the workload unplaceable, so the scheduler rejects
+    // `Submit` immediately.
+    let refused = scheduler.submit(named(&["wings"], none)).await.expect_err("no worker has the capability");
     assert!(refused.is(Reason::NoCompatibleWorker), "{refused:?}");
     assert!(refused.about.values().all(|why| why == "its runtime lacks wings"), "{refused:?}");
     assert_eq!(refused.about.len(), 3, "{refused:?}");

@@ -1,4 +1,5 @@
-//! Who speaks for a worker, and what of it is heard.
+//! Tests of the connections of gateways: which gateway is responsible for a worker, and which
+//! reports count.
 
 use std::time::Duration;
 
@@ -7,10 +8,10 @@ use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
-use crate::patient_config;
+use crate::config_with_limits;
 use crate::support::{Gateway, Running, config, hello, spec, until, within};
 
-pub(crate) async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestDatabase) {
+pub(crate) async fn worker_has_one_gateway_at_a_time(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let first = hello("one");
     let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
@@ -18,32 +19,34 @@ pub(crate) async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestData
     let credential = gateway.welcome.session_credential.clone();
 
     let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first.clone() };
-    let refused = Gateway::connect(&scheduler, standby.clone()).await.err().expect("it is attended");
+    let refused =
+        Gateway::connect(&scheduler, standby.clone()).await.err().expect("the worker has a gateway");
     assert!(refused.is(Reason::AlreadyAttended), "{refused}");
 
-    // It comes back on another stream before the first one ends.
+    // The gateway reconnects before its first stream ends.
     let again = pb::Hello { session_credential: credential.clone(), ..first.clone() };
-    let second = Gateway::connect(&scheduler, again.clone()).await.expect("it comes back");
+    let second = Gateway::connect(&scheduler, again.clone()).await.expect("reconnected");
     assert_eq!(second.welcome.session, session);
     gateway.leave().await;
     assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Running);
     second.leave().await;
     assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Stalled);
 
-    let gateway = Gateway::connect(&scheduler, standby).await.expect("it takes over");
+    let gateway = Gateway::connect(&scheduler, standby).await.expect("the standby takes over");
     assert_eq!(gateway.welcome.worker_id, worker);
     assert!(gateway.welcome.session > session);
-    let refused = Gateway::connect(&scheduler, again).await.err().expect("it was superseded");
+    let refused = Gateway::connect(&scheduler, again).await.err().expect("the gateway was superseded");
     assert!(refused.is(Reason::StaleSession), "{refused}");
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_gateway_whose_call_is_dropped_has_left(database: TestDatabase) {
+pub(crate) async fn dropped_call_releases_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let first = hello("one");
     let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
     let session = gateway.welcome.session;
-    // tonic cannot tell a call that was dropped from one that ended, and the process of this gateway is alive to drop it.
+    // tonic reports a dropped call like a call that ended, so the scheduler treats the gateway as
+    // departed.
     drop(gateway);
     let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
     let gateway =
@@ -53,17 +56,17 @@ pub(crate) async fn a_gateway_whose_call_is_dropped_has_left(database: TestDatab
     scheduler.stop().await;
 }
 
-pub(crate) async fn only_what_was_heard_is_echoed(database: TestDatabase) {
+pub(crate) async fn only_received_reports_are_acknowledged(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    assert_eq!(gateway.desired.heard, 0, "only hello was heard");
-    // It is spoken to unasked.
+    assert_eq!(gateway.desired.heard, 0, "no report was sent");
+    // The scheduler sends heartbeats without a report of the gateway.
     for _ in 0..5 {
         within("a heartbeat", gateway.next()).await.expect("the stream is open");
         assert_eq!(gateway.desired.heard, 0);
     }
     gateway.observe(&[]).await;
-    within("its number", async {
+    within("the acknowledgement of the report", async {
         while gateway.desired.heard == 0 {
             gateway.next().await.expect("the stream is open");
         }
@@ -72,14 +75,14 @@ pub(crate) async fn only_what_was_heard_is_echoed(database: TestDatabase) {
     assert_eq!(gateway.desired.heard, 1);
     for _ in 0..5 {
         within("a heartbeat", gateway.next()).await.expect("the stream is open");
-        assert_eq!(gateway.desired.heard, 1, "nothing was heard since");
+        assert_eq!(gateway.desired.heard, 1, "no further report was sent");
     }
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_silent_gateway_is_superseded_and_told_so(database: TestDatabase) {
+pub(crate) async fn silent_gateway_is_superseded(database: TestDatabase) {
     let scheduler =
-        Running::start(patient_config(&database, Duration::from_millis(400), Duration::from_secs(3600)))
+        Running::start(config_with_limits(&database, Duration::from_millis(400), Duration::from_secs(3600)))
             .await;
     let first = hello("one");
     let mut silent = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
@@ -107,10 +110,10 @@ pub(crate) async fn a_silent_gateway_is_superseded_and_told_so(database: TestDat
     scheduler.stop().await;
 }
 
-/// How many specs of 1 MiB are more than a client decodes at a time.
+/// Number of specs of 1 MiB that exceed the maximum size of one message.
 const LARGE: u32 = 9;
 
-pub(crate) async fn large_specs_are_told_in_several_messages(database: TestDatabase) {
+pub(crate) async fn large_specs_are_sent_in_several_messages(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let capacity = pb::Capacity { max_tasks: LARGE, disk_bytes: 1 << 30, ..pb::Capacity::default() };
     let first = pb::Hello { capacity: Some(capacity), ..hello("one") };
@@ -126,37 +129,39 @@ pub(crate) async fn large_specs_are_told_in_several_messages(database: TestDatab
         gateway.run(*workload).await;
     }
 
-    // Another stream is told all of it again, in parts. What it says in between ends nothing.
+    // A second stream receives the full desired state again, in parts. Reports in between end no
+    // lease.
     let again = pb::Hello { session_credential: gateway.welcome.session_credential.clone(), ..first };
-    let mut gateway = Gateway::connect(&scheduler, again).await.expect("it comes back");
-    let due = |desired: &pb::Desired| desired.leases.iter().filter(|lease| lease.wish.is_none()).count();
+    let mut gateway = Gateway::connect(&scheduler, again).await.expect("reconnected");
+    let unsent_wishes =
+        |desired: &pb::Desired| desired.leases.iter().filter(|lease| lease.wish.is_none()).count();
     assert_eq!((gateway.desired.leases.len(), gateway.desired.generation), (workloads.len(), 0));
-    assert!(due(&gateway.desired) > 0, "the first message has no room for all");
+    assert!(unsent_wishes(&gateway.desired) > 0, "the first message has no room for all");
     gateway.observe(&[]).await;
     let mut leases = Vec::new();
     for workload in &workloads {
         leases.push(gateway.run(*workload).await.0);
     }
-    within("all of it is told", async {
+    within("the full desired state", async {
         while gateway.desired.generation == 0 {
             gateway.next().await.expect("the stream is open");
         }
     })
     .await;
-    assert_eq!(due(&gateway.desired), 0);
+    assert_eq!(unsent_wishes(&gateway.desired), 0);
     let preparing: Vec<_> = leases.iter().map(|lease| (lease.as_str(), pb::LeasePhase::Preparing)).collect();
     gateway.observe(&preparing).await;
 
-    // From now on the leases are named, and no spec is said again.
+    // From now on messages contain the leases without their specs.
     let heard = gateway.desired.heard;
-    within("the gateway is heard", async {
+    within("an acknowledgement", async {
         while gateway.desired.heard == heard {
             gateway.observe(&preparing).await;
             gateway.next().await.expect("the stream is open");
         }
     })
     .await;
-    assert_eq!((gateway.desired.leases.len(), gateway.told_wishes), (workloads.len(), 0));
+    assert_eq!((gateway.desired.leases.len(), gateway.wish_count), (workloads.len(), 0));
     assert_eq!(scheduler.worker("one").await.active_tasks, LARGE);
     scheduler.stop().await;
 }

@@ -1,4 +1,4 @@
-//! What watchers hear of inputs that are brought to a worker.
+//! Tests of the progress of inputs in watches of workloads.
 
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
@@ -6,7 +6,7 @@ use testing::databases::TestDatabase;
 use crate::names;
 use crate::support::{Gateway, Running, config, finish, hello, spec, start};
 
-pub(crate) async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
+pub(crate) async fn watchers_see_progress_of_inputs(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
@@ -22,11 +22,11 @@ pub(crate) async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
     };
     let waiting =
         || inputs(55).into_iter().map(|input| pb::InputProgress { waits_for: "one".to_owned(), ..input });
-    // What is less than a tenth is not worth an event, however often it is said.
+    // Progress of less than a tenth causes no event, regardless of the number of reports.
     for bytes_done in [0, 1, 2, 9, 9, 55, 57] {
         gateway.observe_inputs(&lease, inputs(bytes_done)).await;
     }
-    // Why it is not brought is worth one.
+    // A new reason for waiting causes an event.
     for _ in 0..2 {
         gateway.observe_inputs(&lease, waiting().collect()).await;
     }
@@ -41,12 +41,16 @@ pub(crate) async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
 
     let events = scheduler.watch(id, 0).await;
-    assert_eq!(names(&events)[expected.len()..], ["running", "finished"], "it is too late for more");
-    let brought = events.into_iter().filter_map(|event| match event.event {
-        Some(pb::watch_response::Event::Materializing(brought)) => Some(brought.inputs),
+    assert_eq!(
+        names(&events)[expected.len()..],
+        ["running", "finished"],
+        "no progress is stored after the start"
+    );
+    let progress = events.into_iter().filter_map(|event| match event.event {
+        Some(pb::watch_response::Event::Materializing(progress)) => Some(progress.inputs),
         _ => None,
     });
-    assert_eq!(brought.collect::<Vec<_>>(), [inputs(0), inputs(55), waiting().collect(), inputs(100)]);
+    assert_eq!(progress.collect::<Vec<_>>(), [inputs(0), inputs(55), waiting().collect(), inputs(100)]);
     scheduler.stop().await;
 }
 
@@ -57,24 +61,27 @@ pub(crate) async fn progress_of_inputs_is_bounded(database: TestDatabase) {
     let (lease, run) = gateway.run(id).await;
     for change in 0..250 {
         let input = |name: usize| pb::InputProgress {
-            name: format!("made up {name}"),
+            name: format!("unknown {name}"),
             waits_for: change.to_string(),
             ..pb::InputProgress::default()
         };
         gateway.observe_inputs(&lease, (0..10).map(input).collect()).await;
     }
-    // All that is noted.
+    // Maximum number of stored progress events.
     scheduler.watch_some(id, 0, 2 + 200).await;
     start(&scheduler, &run.lease_token).await.expect("started");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     let events = scheduler.watch(id, 0).await;
-    let told = events.iter().filter_map(|event| match &event.event {
-        Some(pb::watch_response::Event::Materializing(told)) => Some(told.inputs.len()),
+    let counts = events.iter().filter_map(|event| match &event.event {
+        Some(pb::watch_response::Event::Materializing(progress)) => Some(progress.inputs.len()),
         _ => None,
     });
-    let told: Vec<_> = told.collect();
-    assert_eq!(told.len(), 200);
-    assert!(told.iter().all(|inputs| *inputs <= 2), "it has no input: {told:?}");
+    let counts: Vec<_> = counts.collect();
+    assert_eq!(counts.len(), 200);
+    assert!(
+        counts.iter().all(|inputs| *inputs <= 2),
+        "inputs that the spec does not contain are limited: {counts:?}"
+    );
     scheduler.stop().await;
 }

@@ -1,4 +1,4 @@
-//! Leases that their holders drive: of every kind, many at once, near to each other or apart.
+//! Tests of driven leases: kinds, groups, affinity and expiry.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -74,7 +74,7 @@ pub(crate) async fn refused(scheduler: &Running, request: pb::PlaceRequest) -> r
     scheduler.placements().place(request).await.expect_err("refused").into()
 }
 
-pub(crate) async fn many_are_spread_and_never_more_than_there_are_slots(database: TestDatabase) {
+pub(crate) async fn leases_are_spread_within_slot_limits(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateways = Vec::new();
     for name in ["a", "b", "c", "d"] {
@@ -88,11 +88,11 @@ pub(crate) async fn many_are_spread_and_never_more_than_there_are_slots(database
     assert_eq!(failures(&results), BTreeMap::from([(Reason::AllWorkersBusy.to_string(), 4)]));
     assert_eq!(scheduler.worker("a").await.active_tasks, 5);
 
-    // Moving bytes takes no slot.
+    // A transfer uses no slot.
     scheduler.placements().place(of_kind(pb::PlacementKind::Transfer)).await.expect("granted");
     assert!(refused(&scheduler, of_kind(pb::PlacementKind::Check)).await.is(Reason::AllWorkersBusy));
 
-    // What is given back can be granted again at once, however often it is given back.
+    // Released slots can be granted again immediately. A repeated release has no effect.
     let tokens: Vec<_> = placed.iter().take(7).map(|placed| placed.lease_token.clone()).collect();
     let release = pb::ReleaseManyRequest { lease_tokens: tokens };
     scheduler.placements().release_many(release.clone()).await.expect("released");
@@ -102,19 +102,19 @@ pub(crate) async fn many_are_spread_and_never_more_than_there_are_slots(database
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_group_is_granted_whole_or_not_at_all(database: TestDatabase) {
+pub(crate) async fn group_is_granted_as_a_whole(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 3).await;
     let (one, other) = (grouped([task(), task()], 1), grouped([task(), task()], 2));
     let alone = grouped([task()], 0);
     let results = place_many(&scheduler, [one, alone, other].concat()).await;
     let of = |range: std::ops::Range<usize>| granted(&results[range]).len();
-    // One of the groups, and the one alone.
+    // One of the groups is granted, and the single request is granted.
     assert_eq!(BTreeSet::from([of(0..2), of(3..5)]), BTreeSet::from([0, 2]));
     assert_eq!(of(2..3), 1);
     assert_eq!(scheduler.worker("one").await.active_tasks, 3);
 
-    // A member that nobody could ever take keeps the others from being granted.
+    // A member that no worker could ever take prevents the grant of the other members.
     let transfer = of_kind(pb::PlacementKind::Transfer);
     let elsewhere = pb::PlaceRequest { platform: "darwin".to_owned(), ..task() };
     let results = place_many(&scheduler, grouped([transfer, elsewhere], 7)).await;
@@ -122,8 +122,8 @@ pub(crate) async fn a_group_is_granted_whole_or_not_at_all(database: TestDatabas
     scheduler.stop().await;
 }
 
-/// Each group needs both slots of the only worker: one of them gets them, whoever asks where, and then the other.
-pub(crate) async fn two_groups_never_wait_for_each_other(database: TestDatabase) {
+/// Each group needs both slots of the only worker. Exactly one of two concurrent groups is granted.
+pub(crate) async fn concurrent_groups_never_deadlock(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 2).await;
     for _ in 0..20 {
@@ -138,7 +138,7 @@ pub(crate) async fn two_groups_never_wait_for_each_other(database: TestDatabase)
     scheduler.stop().await;
 }
 
-pub(crate) async fn leases_are_near_to_each_other_or_apart(database: TestDatabase) {
+pub(crate) async fn leases_respect_preferred_and_avoided_workers(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let (one, other) = (with_slots(&scheduler, "one", 3).await, with_slots(&scheduler, "other", 9).await);
     let (one, other) = (one.welcome.worker_id.clone(), other.welcome.worker_id.clone());
@@ -149,21 +149,21 @@ pub(crate) async fn leases_are_near_to_each_other_or_apart(database: TestDatabas
     let first = avoiding.lease_id.clone();
     assert_eq!(place(avoiding).await, "one");
     let near = || pb::PlaceRequest { same_worker_as: first.clone(), ..task() };
-    assert_eq!(place(near()).await, "one", "although the other has less to do");
+    assert_eq!(place(near()).await, "one", "the other worker has more free slots");
     let preferring = || pb::PlaceRequest { prefer_workers: vec![one.clone()], ..task() };
     assert_eq!(place(preferring()).await, "one");
-    assert_eq!(place(preferring()).await, "other", "the preferred one is full");
+    assert_eq!(place(preferring()).await, "other", "the preferred worker is full");
     assert!(refused(&scheduler, near()).await.is(Reason::AllWorkersBusy));
     let nowhere = pb::PlaceRequest { avoid_workers: vec![one, other], ..task() };
     let nowhere = refused(&scheduler, nowhere).await;
     assert!(nowhere.is(Reason::NoCompatibleWorker));
-    assert_eq!(nowhere.about.get("other").map(String::as_str), Some("is to be avoided"));
+    assert_eq!(nowhere.about.get("other").map(String::as_str), Some("is avoided by the request"));
     let gone = pb::PlaceRequest { same_worker_as: LeaseId::new().to_string(), ..task() };
     assert!(refused(&scheduler, gone).await.is(Reason::LeaseLost));
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_was_asked_for_is_kept_free(database: TestDatabase) {
+pub(crate) async fn resources_of_leases_are_reserved(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut small = hello("small");
     small.capacity = Some(pb::Capacity {
@@ -173,27 +173,27 @@ pub(crate) async fn what_was_asked_for_is_kept_free(database: TestDatabase) {
         ..pb::Capacity::default()
     });
     let _gateway = Gateway::connect(&scheduler, small).await.expect("welcome");
-    let asking = |memory_bytes: u64, cpu_millis: u64| {
+    let requesting = |memory_bytes: u64, cpu_millis: u64| {
         let requests = pb::ResourceRequests { memory_bytes, cpu_millis, disk_bytes: 0 };
         pb::PlaceRequest { requests: Some(requests), ..task() }
     };
-    let first = scheduler.placements().place(asking(60, 500)).await.expect("granted").into_inner();
-    let busy = refused(&scheduler, asking(60, 0)).await;
+    let first = scheduler.placements().place(requesting(60, 500)).await.expect("granted").into_inner();
+    let busy = refused(&scheduler, requesting(60, 0)).await;
     assert!(busy.is(Reason::AllWorkersBusy));
     let small = busy.about.get("small").map(String::as_str);
-    assert_eq!(small, Some("has 40 bytes of memory left, and 60 bytes of memory is asked for"));
-    assert!(refused(&scheduler, asking(0, 2001)).await.is(Reason::NoCompatibleWorker));
-    scheduler.placements().place(asking(40, 1500)).await.expect("it just fits");
+    assert_eq!(small, Some("has 40 bytes of memory left, but 60 bytes of memory is requested"));
+    assert!(refused(&scheduler, requesting(0, 2001)).await.is(Reason::NoCompatibleWorker));
+    scheduler.placements().place(requesting(40, 1500)).await.expect("the request fits exactly");
     let release = pb::ReleaseRequest { lease_token: first.lease_token };
     scheduler.placements().release(release).await.expect("released");
-    scheduler.placements().place(asking(60, 500)).await.expect("that is free again");
-    scheduler.placements().place(asking(0, 0)).await.expect("who asks for nothing needs nothing");
-    let full = refused(&scheduler, asking(0, 0)).await;
+    scheduler.placements().place(requesting(60, 500)).await.expect("the memory is free again");
+    scheduler.placements().place(requesting(0, 0)).await.expect("a request without resources fits");
+    let full = refused(&scheduler, requesting(0, 0)).await;
     assert_eq!(full.about.get("small").map(String::as_str), Some("has 3 of 3 containers"));
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_cannot_be_asked_for_is_refused(database: TestDatabase) {
+pub(crate) async fn invalid_lease_requests_are_rejected(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 3).await;
     let twice = task();
@@ -246,19 +246,19 @@ pub(crate) async fn what_cannot_be_asked_for_is_refused(database: TestDatabase) 
     let forged = pb::ReleaseManyRequest { lease_tokens: vec!["forged".to_owned()] };
     let forged = scheduler.placements().release_many(forged).await.expect_err("forged");
     assert!(rpc::Refusal::from(forged).is(Reason::InvalidToken));
-    assert_eq!(scheduler.worker("one").await.active_tasks, 0, "nothing was granted");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0, "no lease was granted");
     scheduler.stop().await;
 }
 
-/// Who holds a lease is known by its token, and by that alone.
-pub(crate) async fn a_token_that_another_signed_proves_nothing(database: TestDatabase) {
+/// Only a valid token proves that the caller holds the lease.
+pub(crate) async fn token_with_foreign_signature_is_rejected(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = with_slots(&scheduler, "one", 3).await;
     let driven = place(&scheduler, task()).await.expect("granted").lease_token;
     let (_, run) = gateway.run(scheduler.submit(spec()).await.expect("accepted")).await;
     let keys = Keys::new(scheduler.peer());
     for token in [&driven, &run.lease_token] {
-        let claims = keys.verify::<LeaseClaims>(token).await.expect("ours");
+        let claims = keys.verify::<LeaseClaims>(token).await.expect("a token of this cluster");
         let forged = rpc::token::TokenSigner::from_seed(&[8; 32]).sign(&claims);
         for forged in [forged, token[..token.len() - 1].to_owned(), String::new()] {
             let (mut placements, lease_token) = (scheduler.placements(), forged.clone());
@@ -266,39 +266,39 @@ pub(crate) async fn a_token_that_another_signed_proves_nothing(database: TestDat
             let release = placements.release(pb::ReleaseRequest { lease_token: lease_token.clone() }).await;
             let many = pb::ReleaseManyRequest { lease_tokens: vec![driven.clone(), lease_token] };
             let refused = [
-                start(&scheduler, &forged).await.expect_err("it is forged"),
-                finish(&scheduler, &forged, 0).await.expect_err("it is forged"),
-                renew.expect_err("it is forged").into(),
-                release.expect_err("it is forged").into(),
-                placements.release_many(many).await.expect_err("one is forged").into(),
+                start(&scheduler, &forged).await.expect_err("a forged token"),
+                finish(&scheduler, &forged, 0).await.expect_err("a forged token"),
+                renew.expect_err("a forged token").into(),
+                release.expect_err("a forged token").into(),
+                placements.release_many(many).await.expect_err("a list with a forged token").into(),
             ];
             assert!(refused.iter().all(|refused| refused.is(Reason::InvalidToken)), "{refused:?}");
         }
     }
-    assert_eq!(scheduler.worker("one").await.active_tasks, 2, "both live, and none has ended");
-    start(&scheduler, &run.lease_token).await.expect("this one is ours");
-    finish(&scheduler, &run.lease_token, 0).await.expect("and this");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 2, "both leases are live");
+    start(&scheduler, &run.lease_token).await.expect("a valid token");
+    finish(&scheduler, &run.lease_token, 0).await.expect("a valid token");
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_repeat_that_asks_for_another_process_is_another_request(database: TestDatabase) {
+pub(crate) async fn repeat_with_another_process_is_rejected(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _one = with_slots(&scheduler, "one", 3).await;
     let needs = |names: &[&str]| {
         let capabilities = names.iter().map(ToString::to_string).collect();
         Some(pb::ProcessRequirements { capabilities, ..Default::default() })
     };
-    let (plain, asking) = (task(), pb::PlaceRequest { process: needs(&["stop-after"]), ..task() });
-    for request in [&plain, &asking] {
+    let (plain, with_capability) = (task(), pb::PlaceRequest { process: needs(&["stop-after"]), ..task() });
+    for request in [&plain, &with_capability] {
         let granted = place(&scheduler, request.clone()).await.expect("granted");
         assert_eq!(place(&scheduler, request.clone()).await.expect("a repeat"), granted);
     }
-    // What is asked for without being said is the same as saying it.
+    // Defaults and explicit values of a request are equivalent.
     let host = Some(pb::ProcessRequirements { image_kind: "host".to_owned(), ..Default::default() });
     place(&scheduler, pb::PlaceRequest { process: host, ..plain.clone() }).await.expect("a repeat");
     let others = [
         pb::PlaceRequest { process: needs(&["stop-after"]), ..plain },
-        pb::PlaceRequest { process: None, ..asking },
+        pb::PlaceRequest { process: None, ..with_capability },
     ];
     for other in others {
         let refused = place(&scheduler, other).await.expect_err("another request");
@@ -307,7 +307,7 @@ pub(crate) async fn a_repeat_that_asks_for_another_process_is_another_request(da
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDatabase) {
+pub(crate) async fn driven_lease_uses_no_slot(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let place = |id: LeaseId, team: &str| pb::PlaceRequest {
         lease_id: id.to_string(),
@@ -318,7 +318,7 @@ pub(crate) async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDat
     let refusal = |status: tonic::Status| rpc::Refusal::from(status);
     let id = LeaseId::new();
     let busy = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
-    assert!(busy.expect_err("nobody is there").is(Reason::AllWorkersBusy));
+    assert!(busy.expect_err("no worker is registered").is(Reason::AllWorkersBusy));
 
     let mut one = hello("one");
     one.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
@@ -330,7 +330,8 @@ pub(crate) async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDat
     assert_eq!(granted, again);
     assert_eq!(granted.worker_name, "one");
     assert_eq!(scheduler.worker("one").await.active_tasks, 1);
-    let claims: LeaseClaims = Keys::new(scheduler.peer()).verify(&granted.lease_token).await.expect("ours");
+    let claims: LeaseClaims =
+        Keys::new(scheduler.peer()).verify(&granted.lease_token).await.expect("a token of this cluster");
     assert_eq!((claims.lease, claims.team.as_str(), claims.attempt), (id, "main", None));
     let other = scheduler.placements().place(place(id, "other")).await.map_err(refusal);
     assert!(other.expect_err("another request").is(Reason::LeaseExists));
@@ -341,16 +342,16 @@ pub(crate) async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDat
     scheduler.placements().release(release.clone()).await.expect("released");
     scheduler.placements().release(release).await.expect("a repeat");
     let lost = scheduler.placements().renew(renew).await.map_err(refusal);
-    assert!(lost.expect_err("it has ended").is(Reason::LeaseLost));
+    assert!(lost.expect_err("the lease has ended").is(Reason::LeaseLost));
     let ended = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
-    assert!(ended.expect_err("it has ended").is(Reason::LeaseExists));
+    assert!(ended.expect_err("the lease has ended").is(Reason::LeaseExists));
     let forged = pb::RenewRequest { lease_token: "forged".to_owned() };
     let forged = scheduler.placements().renew(forged).await.map_err(refusal);
     assert!(forged.expect_err("forged").is(Reason::InvalidToken));
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_driven_lease_that_is_not_renewed_ends(database: TestDatabase) {
+pub(crate) async fn driven_lease_expires_when_not_renewed(database: TestDatabase) {
     let term = Duration::from_millis(50);
     let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
     let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
@@ -361,7 +362,7 @@ pub(crate) async fn a_driven_lease_that_is_not_renewed_ends(database: TestDataba
         ..pb::PlaceRequest::default()
     };
     scheduler.placements().place(request.clone()).await.expect("granted");
-    until("it has ended", async || {
+    until("the lease has ended", async || {
         let placed = scheduler.placements().place(request.clone()).await;
         placed.err().map(|status| assert!(rpc::Refusal::from(status).is(Reason::LeaseExists)))
     })
@@ -371,7 +372,7 @@ pub(crate) async fn a_driven_lease_that_is_not_renewed_ends(database: TestDataba
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_lease_says_for_whom_it_is_until_when_and_why_it_ended(database: TestDatabase) {
+pub(crate) async fn lease_shows_owner_expiry_and_end(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = with_slots(&scheduler, "one", 3).await;
     let requests = Some(pb::ResourceRequests { memory_bytes: 5, ..Default::default() });
@@ -403,7 +404,7 @@ pub(crate) async fn a_lease_says_for_whom_it_is_until_when_and_why_it_ended(data
     assert_eq!((released.state(), released.end()), (pb::LeaseState::Ended, pb::LeaseEnd::Released));
     assert!(instant(released.ended_at) >= instant(released.granted_at), "{released:?}");
 
-    // That of a workload, which shall stop and ends as its gateway says.
+    // The lease of a workload ends when its gateway reports the end.
     let workload = scheduler.submit(spec()).await.expect("accepted");
     let (id, run) = gateway.run(workload).await;
     let granted = lease(&scheduler, "main", &id).await.expect("known");
@@ -413,16 +414,16 @@ pub(crate) async fn a_lease_says_for_whom_it_is_until_when_and_why_it_ended(data
     scheduler.cancel(workload, Duration::from_secs(1)).await;
     let ending = lease(&scheduler, "main", &id).await.expect("known");
     assert_eq!((ending.state(), ending.stop_reason()), (pb::LeaseState::Ending, pb::StopReason::Cancelled));
-    finish(&scheduler, &run.lease_token, 0).await.expect("taken");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     let ended = lease(&scheduler, "main", &id).await.expect("known");
     assert_eq!((ended.state(), ended.end()), (pb::LeaseState::Ended, pb::LeaseEnd::Reported));
 
-    // One whose worker begins another life.
+    // The worker of the lease starts a new incarnation.
     let request = task();
     scheduler.placements().place(request.clone()).await.expect("granted");
     gateway.leave().await;
     let _again = with_slots(&scheduler, "one", 3).await;
-    until("it has ended", async || {
+    until("the lease has ended", async || {
         let lost = lease(&scheduler, "main", &request.lease_id).await.expect("known");
         (lost.state() == pb::LeaseState::Ended).then(|| assert_eq!(lost.end(), pb::LeaseEnd::Lost))
     })

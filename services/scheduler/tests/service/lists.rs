@@ -1,4 +1,4 @@
-//! Lists of workers and workloads.
+//! Tests of the lists of workers, workloads and leases.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use testing::databases::TestDatabase;
 use crate::leases::{of_kind, with_slots};
 use crate::support::{Gateway, Running, config, finish, hello, spec, start};
 
-pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
+pub(crate) async fn lists_are_paginated(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateways = Vec::new();
     for name in ["c", "a", "b"] {
@@ -37,7 +37,7 @@ pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     let mut submitted = Vec::new();
     for _ in 0..5 {
         let spec = pb::WorkloadSpec { tags: vec!["x".to_owned()], ..spec() };
-        // Ids of callers are in no order.
+        // Ids that callers choose have no order.
         let id = WorkloadId::from_uuid(uuid::Uuid::new_v4());
         scheduler.submit_as(id, spec).await.expect("accepted");
         submitted.push(id.to_string());
@@ -70,7 +70,7 @@ pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     submitted.insert(0, of_another);
     assert_eq!(list("").await, submitted, "of all teams");
 
-    // A token goes on with its own list, and with no other.
+    // A page token is valid only for its own list.
     let request = pb::ListRequest { team: "main".to_owned(), page_size: 1, ..pb::ListRequest::default() };
     let page_token =
         scheduler.workloads().list(request.clone()).await.expect("a page").into_inner().next_page_token;
@@ -90,7 +90,7 @@ pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-pub(crate) async fn workloads_are_listed_by_how_they_ended(database: TestDatabase) {
+pub(crate) async fn workloads_are_listed_by_outcome(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let queue_timeout = Some(rpc::duration(Duration::from_millis(20)));
     let errored = scheduler.submit(pb::WorkloadSpec { queue_timeout, ..spec() }).await.expect("queued");
@@ -106,24 +106,24 @@ pub(crate) async fn workloads_are_listed_by_how_they_ended(database: TestDatabas
         ended.push(id);
     }
 
-    let goes_on = scheduler.submit(spec()).await.expect("accepted");
-    let (_, run) = gateway.run(goes_on).await;
+    let running = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(running).await;
     start(&scheduler, &run.lease_token).await.expect("started");
-    let is_stopping = async |expected: pb::StopReason| {
-        assert_eq!(scheduler.get(goes_on).await.stopping(), expected);
+    let check_stopping = async |expected: pb::StopReason| {
+        assert_eq!(scheduler.get(running).await.stopping(), expected);
         let all = pb::ListRequest { team: "main".to_owned(), ..pb::ListRequest::default() };
         let all = scheduler.workloads().list(all).await.expect("a page").into_inner().workloads;
         for workload in all {
-            let is_it = workload.workload_id == goes_on.to_string();
-            assert_eq!(workload.stopping(), if is_it { expected } else { pb::StopReason::Unspecified });
+            let is_running = workload.workload_id == running.to_string();
+            assert_eq!(workload.stopping(), if is_running { expected } else { pb::StopReason::Unspecified });
         }
     };
-    is_stopping(pb::StopReason::Unspecified).await;
-    scheduler.cancel(goes_on, Duration::from_secs(60)).await;
-    is_stopping(pb::StopReason::Cancelled).await;
+    check_stopping(pb::StopReason::Unspecified).await;
+    scheduler.cancel(running, Duration::from_secs(60)).await;
+    check_stopping(pb::StopReason::Cancelled).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    is_stopping(pb::StopReason::Unspecified).await;
-    ended.push(goes_on);
+    check_stopping(pb::StopReason::Unspecified).await;
+    ended.push(running);
 
     let outcomes = [pb::Outcome::Errored, pb::Outcome::Succeeded, pb::Outcome::Failed, pb::Outcome::Aborted];
     for (outcome, id) in outcomes.into_iter().zip(&ended) {

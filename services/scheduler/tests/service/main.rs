@@ -1,4 +1,4 @@
-//! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
+//! Tests of the scheduler over gRPC on both databases, with simulated gateways.
 
 mod again;
 mod bad_input;
@@ -27,99 +27,87 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use again::{
-    a_worker_that_is_full_is_not_at_fault_and_is_asked_again,
-    an_input_that_is_damaged_on_one_worker_is_used_on_another, what_an_attempt_used_is_told_and_kept,
-    what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
-    what_has_started_in_time_may_run_on, what_was_lost_begins_again_as_often_as_its_spec_allows,
-    who_must_start_in_time_is_looked_for_in_time,
+    damaged_input_moves_workload_to_another_worker, full_worker_is_tried_again_without_failure,
+    lost_workload_is_retried_within_its_limit, start_timeouts_are_checked_between_polls,
+    started_workload_outlives_its_start_timeout, usage_of_attempt_is_stored,
+    workload_is_retried_after_start_timeout,
 };
-use bad_input::bad_input_gets_its_error_and_changes_nothing;
-use chains::checks_have_a_chain_and_what_has_inputs_has_another_however_it_is_asked_for;
-use connected::each_of_many_workers_hears_what_it_shall_do;
+use bad_input::bad_input_is_rejected_without_changes;
+use chains::strategy_chain_depends_on_kind_and_inputs;
+use connected::desired_state_reaches_every_worker;
 use demand::{
-    large_shapes_are_left_out, what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
-    whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
+    demand_reports_queue_and_workers, demand_reports_replicas_lost_with_worker, large_shapes_are_omitted,
 };
 use domain::worker::TicketClaims;
 use domain::{MarkerId, VolumeHandle, WorkloadId};
 use explain::{
-    a_limit_that_is_stated_is_asked_for_and_no_other,
-    a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
-    how_long_it_may_take_is_judged_by_what_came_free,
-    many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,
+    expected_wait_follows_released_slots, explanation_groups_workers_and_limits_details,
+    explanation_shows_queue_position_and_reasons, only_stated_limits_require_capabilities,
+    spec_is_explained_without_side_effects,
 };
 use gateways::{
-    a_gateway_whose_call_is_dropped_has_left, a_silent_gateway_is_superseded_and_told_so,
-    large_specs_are_told_in_several_messages, one_gateway_speaks_for_a_worker_at_a_time,
-    only_what_was_heard_is_echoed,
+    dropped_call_releases_worker, large_specs_are_sent_in_several_messages,
+    only_received_reports_are_acknowledged, silent_gateway_is_superseded, worker_has_one_gateway_at_a_time,
 };
-use inputs::{progress_of_inputs_is_bounded, watchers_see_inputs_come_in_steps};
+use inputs::{progress_of_inputs_is_bounded, watchers_see_progress_of_inputs};
 use leases::{
-    a_driven_lease_takes_no_slot_and_ends_once, a_driven_lease_that_is_not_renewed_ends,
-    a_group_is_granted_whole_or_not_at_all, a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
-    a_repeat_that_asks_for_another_process_is_another_request, a_token_that_another_signed_proves_nothing,
-    leases_are_near_to_each_other_or_apart, many_are_spread_and_never_more_than_there_are_slots,
-    two_groups_never_wait_for_each_other, what_cannot_be_asked_for_is_refused,
-    what_was_asked_for_is_kept_free,
+    concurrent_groups_never_deadlock, driven_lease_expires_when_not_renewed, driven_lease_uses_no_slot,
+    group_is_granted_as_a_whole, invalid_lease_requests_are_rejected, lease_shows_owner_expiry_and_end,
+    leases_are_spread_within_slot_limits, leases_respect_preferred_and_avoided_workers,
+    repeat_with_another_process_is_rejected, resources_of_leases_are_reserved,
+    token_with_foreign_signature_is_rejected,
 };
-use limits::what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all;
+use limits::reported_limits_override_defaults;
 use lists::{
     large_spec_is_abridged_once_its_workload_has_finished, leases_are_listed_until_they_end,
-    lists_come_in_pages, pages_of_large_workloads_are_short, workloads_are_listed_by_how_they_ended,
+    lists_are_paginated, pages_of_large_workloads_are_short, workloads_are_listed_by_outcome,
 };
 use lost::{
-    a_worker_that_was_lost_long_ago_is_not_waited_for, a_worker_that_was_pruned_long_ago_is_not_waited_for,
-    what_a_lost_worker_may_run_still_keeps_its_slot, what_only_a_lost_worker_could_do_waits_for_it,
-    what_only_a_pruned_worker_could_do_waits_for_it, whoever_asks_is_told_which_workers_are_lost_or_gone,
+    explanation_names_lost_and_removed_workers, lost_worker_keeps_slots_of_running_attempts,
+    request_ignores_worker_lost_long_ago, request_ignores_worker_pruned_long_ago,
+    request_waits_for_lost_worker, request_waits_for_pruned_worker,
 };
 use places::{
-    a_group_of_one_owner_goes_where_there_is_room_for_all,
-    a_group_of_one_owner_waits_for_the_worker_that_can_have_all, a_lease_holds_what_it_uses_until_it_ends,
-    an_id_that_waits_is_nobody_elses, each_of_many_leases_hears_of_what_it_uses,
-    groups_that_wait_get_all_at_once, of_many_the_higher_priority_is_granted_and_then_the_first,
-    pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
-    the_containers_of_an_owner_keep_to_their_worker, who_has_waited_long_enough_or_has_gone_waits_no_more,
-    who_waited_at_a_replica_that_is_stopped_is_behind_nothing,
-    who_waits_for_a_lease_has_a_place_in_the_queue, who_waits_in_vain_hears_so,
+    artifacts_of_many_leases_are_checked, lease_pins_artifacts_until_it_ends, leases_of_owner_share_worker,
+    owner_group_is_placed_on_one_worker, owner_group_waits_for_fitting_worker,
+    pins_of_ended_leases_are_released_after_outage, requests_are_granted_by_priority_then_order,
+    stopped_replica_leaves_no_waiting_request, wait_ends_by_timeout_or_dropped_call,
+    wait_ends_when_no_worker_is_compatible, waiting_group_is_granted_as_a_whole,
+    waiting_lease_id_cannot_be_reused, waiting_lease_request_has_queue_position,
 };
 use registry::{
-    a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it,
-    a_process_that_starts_ends_the_probation,
-    a_retired_worker_goes_once_nothing_would_be_lost_and_stays_away, a_worker_cannot_change_its_team,
-    a_worker_that_fails_again_and_again_is_set_aside_and_tried_again,
-    a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran,
-    a_worker_with_which_nobody_can_speak_is_listed_and_never_chosen,
-    an_ephemeral_worker_goes_once_it_is_lost, at_its_time_the_rest_of_a_landing_worker_is_interrupted,
-    what_comes_to_be_on_a_retiring_worker_holds_it_up, what_one_worker_cannot_start_another_does,
-    whoever_watches_workers_misses_nothing, worker_is_set_aside_for_the_team_whose_attempts_fail,
+    cordon_interrupts_work_at_deadline, cordon_waits_for_uninterruptible_work,
+    ephemeral_worker_is_removed_when_lost, failing_worker_is_quarantined_and_tried_again,
+    new_replica_blocks_retirement, prune_removes_unreachable_worker_with_its_attempts,
+    retired_worker_is_removed_when_safe, started_process_ends_probation,
+    unstartable_workload_moves_to_another_worker, watch_of_workers_misses_no_change,
+    worker_cannot_change_its_team, worker_is_quarantined_for_failing_team,
+    worker_with_unsupported_protocol_is_never_chosen,
 };
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
 use store::{
-    Place, a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
-    an_output_goes_to_the_caches_that_its_spec_names, inputs_that_cannot_be_pinned_are_refused,
-    outputs_that_the_store_lacks_are_no_success, pins_of_workloads_that_nobody_knows_are_released,
-    settling_belongs_to_the_trace_of_the_workload,
-    what_is_cancelled_before_its_inputs_are_pinned_never_runs_and_keeps_nothing,
-    what_is_left_in_a_cache_is_its_next_version, what_the_cluster_has_of_a_type_is_the_image_of_all_workers,
+    Place, base_resource_type_provides_image_on_all_workers, build_ends_with_its_workload,
+    cache_content_becomes_next_version, missing_outputs_fail_workload, output_is_stored_in_named_caches,
+    pins_of_unknown_workloads_are_released, settlement_continues_trace_of_workload,
+    unavailable_store_delays_only_the_end, unpinnable_inputs_are_rejected,
+    workload_cancelled_before_pinning_never_runs,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until};
 use terms::{
-    a_driven_lease_has_a_full_term_after_a_restart, a_restart_does_not_forget_how_long_a_worker_was_silent,
-    after_a_restart_work_goes_to_those_that_came_back,
+    driven_lease_has_full_term_after_restart, restart_keeps_time_of_last_contact,
+    restart_places_work_on_reconnected_workers,
 };
 use testing::databases::TestDatabase;
 use turns::{
-    a_higher_priority_is_placed_first, a_team_with_more_that_waits_is_not_before_others,
-    a_worker_is_kept_free_for_a_group_that_waits_long,
-    a_worker_is_kept_free_for_one_that_waits_long_for_much,
-    nothing_is_kept_free_for_one_that_no_worker_could_take_any_more,
-    one_that_cannot_be_read_keeps_nobody_from_a_worker,
-    team_with_a_full_queue_is_refused_until_something_is_placed, teams_share_slots_by_their_weights,
-    what_a_workload_asks_for_is_kept_free, whoever_is_before_another_takes_what_is_kept_free_for_it,
+    earlier_request_uses_reserved_worker, higher_priority_is_placed_first,
+    longer_queue_gives_team_no_precedence, requested_resources_are_reserved,
+    team_with_full_queue_is_rejected, teams_share_slots_by_their_weights,
+    unplaceable_workload_reserves_no_worker, unreadable_workload_does_not_block_queue,
+    worker_is_reserved_for_long_waiting_group, worker_is_reserved_for_long_waiting_workload,
 };
-use watches::a_watch_that_goes_on_elsewhere_misses_nothing_and_hears_nothing_twice;
+use watches::resumed_watch_neither_misses_nor_repeats_events;
 
 /// Runs each test on both databases.
 macro_rules! on_both {
@@ -157,7 +145,7 @@ fn names(events: &[pb::WatchResponse]) -> Vec<&'static str> {
         .collect()
 }
 
-async fn a_workload_goes_from_its_submission_to_its_end(database: TestDatabase) {
+async fn workload_runs_from_submission_to_end(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     assert_eq!(gateway.welcome.protocol_version, 1);
@@ -170,14 +158,14 @@ async fn a_workload_goes_from_its_submission_to_its_end(database: TestDatabase) 
     start(&scheduler, &run.lease_token).await.expect("a repeat");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
     let running = scheduler.wait_for(id, pb::WorkloadState::Running).await;
-    let whereabouts = running.whereabouts.expect("it is somewhere");
+    let whereabouts = running.whereabouts.expect("a worker");
     assert_eq!(whereabouts.worker_name, "one");
     assert_eq!(whereabouts.attempt_id, run.attempt_id);
     assert_eq!(scheduler.worker("one").await.active_tasks, 1);
 
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     finish(&scheduler, &run.lease_token, 1).await.expect("the first report counts");
-    let refused = start(&scheduler, &run.lease_token).await.expect_err("it has ended");
+    let refused = start(&scheduler, &run.lease_token).await.expect_err("the attempt has ended");
     assert!(refused.is(Reason::LeaseLost));
     let events = scheduler.watch(id, 0).await;
     assert_eq!(names(&events), ["placed", "preparing", "running", "finished"]);
@@ -186,22 +174,22 @@ async fn a_workload_goes_from_its_submission_to_its_end(database: TestDatabase) 
     assert_eq!(names(&scheduler.watch(id, 2).await), ["running", "finished"]);
     assert_eq!(names(&scheduler.watch(id, 4).await), [""; 0]);
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
-    gateway.holds_nothing().await;
+    gateway.wait_until_idle().await;
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
     scheduler.stop().await;
 }
 
-async fn a_repeated_submission_is_one_workload(database: TestDatabase) {
+async fn repeated_submission_creates_one_workload(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = WorkloadId::new();
     let submissions = (0..8).map(|_| scheduler.submit_as(id, spec()));
     for submitted in futures::future::join_all(submissions).await {
-        submitted.expect("each is answered as the first");
+        submitted.expect("a repeat gets the answer of the first call");
     }
     let (_, run) = gateway.run(id).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    scheduler.submit_as(id, spec()).await.expect("even once it has finished");
+    scheduler.submit_as(id, spec()).await.expect("accepted after the end of the workload");
 
     let other = pb::WorkloadSpec { command: vec![b"false".as_slice().into()], ..spec() };
     let refused = scheduler.submit_as(id, other).await.expect_err("another spec");
@@ -210,7 +198,7 @@ async fn a_repeated_submission_is_one_workload(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-async fn a_workload_waits_for_the_first_worker_and_says_so(database: TestDatabase) {
+async fn workload_waits_for_first_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let id = scheduler.submit(spec()).await.expect("queued");
     let waiting = scheduler.wait_for(id, pb::WorkloadState::Pending).await;
@@ -220,17 +208,17 @@ async fn a_workload_waits_for_the_first_worker_and_says_so(database: TestDatabas
     let (_, run) = gateway.run(id).await;
     finish(&scheduler, &run.lease_token, 3).await.expect("finished");
     let events = scheduler.watch(id, 0).await;
-    let mut said = names(&events);
-    // Why it waits may be another thing for a moment: that a worker was let in, and not heard yet.
-    said.dedup();
-    assert_eq!(said, ["queued", "placed", "finished"]);
+    let mut names = names(&events);
+    // The reasons may briefly include the worker that has connected and has not reported yet.
+    names.dedup();
+    assert_eq!(names, ["queued", "placed", "finished"]);
     let finished = scheduler.finished(id).await;
     assert_eq!(finished.outcome(), pb::Outcome::Failed);
     assert_eq!(finished.exit.and_then(|exit| exit.how), Some(pb::exit::How::Code(3)));
     scheduler.stop().await;
 }
 
-async fn what_no_worker_could_ever_run_is_refused_and_nothing_is_queued(database: TestDatabase) {
+async fn workload_without_compatible_worker_is_rejected(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = WorkloadId::new();
@@ -244,7 +232,7 @@ async fn what_no_worker_could_ever_run_is_refused_and_nothing_is_queued(database
     scheduler.stop().await;
 }
 
-async fn who_finds_every_slot_taken_waits_for_his_turn(database: TestDatabase) {
+async fn workloads_wait_when_all_slots_are_used(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let mut ids = Vec::new();
@@ -254,7 +242,7 @@ async fn who_finds_every_slot_taken_waits_for_his_turn(database: TestDatabase) {
     let (_, first) = gateway.run(ids[0]).await;
     let (_, second) = gateway.run(ids[1]).await;
     for waiting in &ids[2..] {
-        until("it waits for a slot", async || {
+        until("the workload waits for a slot", async || {
             (scheduler.get(*waiting).await.waiting_for == ["one: is full (2 of 2 tasks)"]).then_some(())
         })
         .await;
@@ -263,7 +251,7 @@ async fn who_finds_every_slot_taken_waits_for_his_turn(database: TestDatabase) {
 
     finish(&scheduler, &second.lease_token, 0).await.expect("finished");
     let (_, third) = gateway.run(ids[2]).await;
-    assert_eq!(scheduler.get(ids[3]).await.state(), pb::WorkloadState::Pending, "first come, first served");
+    assert_eq!(scheduler.get(ids[3]).await.state(), pb::WorkloadState::Pending, "the queue keeps its order");
     finish(&scheduler, &first.lease_token, 0).await.expect("finished");
     finish(&scheduler, &third.lease_token, 0).await.expect("finished");
     gateway.run(ids[3]).await;
@@ -271,7 +259,7 @@ async fn who_finds_every_slot_taken_waits_for_his_turn(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-async fn a_waiting_workload_is_cancelled_at_once(database: TestDatabase) {
+async fn waiting_workload_is_cancelled_immediately(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let id = scheduler.submit(spec()).await.expect("queued");
     scheduler.cancel(id, Duration::from_secs(5)).await;
@@ -282,7 +270,7 @@ async fn a_waiting_workload_is_cancelled_at_once(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-async fn a_placed_workload_is_asked_to_stop_and_may_not_start(database: TestDatabase) {
+async fn placed_workload_cannot_start_after_cancellation(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
@@ -296,15 +284,19 @@ async fn a_placed_workload_is_asked_to_stop_and_may_not_start(database: TestData
         .desires("a shorter grace", |lease| match &lease.wish {
             Some(pb::desired_lease::Wish::Stop(stop)) => {
                 let grace = stop.grace.as_ref().map_or(0, |grace| grace.seconds);
-                assert_ne!(grace, 9, "a later call only shortens");
+                assert_ne!(grace, 9, "a later call cannot extend the grace period");
                 (grace == 1).then_some(())
             }
             _ => None,
         })
         .await;
-    let refused = start(&scheduler, &run.lease_token).await.expect_err("it shall stop");
+    let refused = start(&scheduler, &run.lease_token).await.expect_err("the attempt must stop");
     assert!(refused.is(Reason::LeaseLost), "{refused}");
-    assert_eq!(scheduler.worker("one").await.active_tasks, 1, "until it has stopped, its slot is taken");
+    assert_eq!(
+        scheduler.worker("one").await.active_tasks,
+        1,
+        "the attempt uses its slot until it has stopped"
+    );
 
     finish(&scheduler, &stop.lease_token, 0).await.expect("finished");
     let finished = scheduler.finished(id).await;
@@ -313,7 +305,7 @@ async fn a_placed_workload_is_asked_to_stop_and_may_not_start(database: TestData
     scheduler.stop().await;
 }
 
-async fn what_was_refused_to_start_ends_without_a_report(database: TestDatabase) {
+async fn attempt_ends_without_report_if_not_started(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
@@ -325,7 +317,7 @@ async fn what_was_refused_to_start_ends_without_a_report(database: TestDatabase)
     scheduler.stop().await;
 }
 
-async fn time_that_is_up_is_noticed(database: TestDatabase) {
+async fn workload_ends_when_its_timeouts_expire(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let short = Some(rpc::duration(Duration::from_millis(50)));
     let queued = pb::WorkloadSpec { queue_timeout: short, ..spec() };
@@ -334,7 +326,10 @@ async fn time_that_is_up_is_noticed(database: TestDatabase) {
     assert_eq!(finished.outcome(), pb::Outcome::Errored);
     let failure = finished.failure.expect("a failure");
     assert_eq!(failure.reason, "QUEUE_TIMEOUT");
-    assert_eq!(failure.message, "no worker took it in time; it waited for: no worker has registered yet");
+    assert_eq!(
+        failure.message,
+        "no worker took the workload in time; the workload waited for: no worker has registered yet"
+    );
 
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let running = pb::WorkloadSpec { run_timeout: short, ..spec() };
@@ -350,7 +345,7 @@ async fn time_that_is_up_is_noticed(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-async fn a_new_incarnation_ends_what_ran_in_the_old_one(database: TestDatabase) {
+async fn new_incarnation_ends_attempts_of_old_one(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut hello = hello("one");
     let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
@@ -368,7 +363,7 @@ async fn a_new_incarnation_ends_what_ran_in_the_old_one(database: TestDatabase) 
     hello.marker = Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
     let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
     assert_eq!(gateway.welcome.worker_id, before.worker_id);
-    assert_eq!(gateway.welcome.session, before.session, "the same instance speaks");
+    assert_eq!(gateway.welcome.session, before.session, "the gateway instance is unchanged");
     assert!(gateway.welcome.incarnation > before.incarnation);
 
     let lost = scheduler.finished(started).await;
@@ -376,7 +371,7 @@ async fn a_new_incarnation_ends_what_ran_in_the_old_one(database: TestDatabase) 
     let (_, again) = gateway.run(prepared).await;
     assert_ne!(again.attempt_id, first.attempt_id);
     for stale in [&first, &second] {
-        let refused = finish(&scheduler, &stale.lease_token, 0).await.expect_err("its lease is lost");
+        let refused = finish(&scheduler, &stale.lease_token, 0).await.expect_err("the lease is lost");
         assert!(refused.is(Reason::LeaseLost), "{refused}");
     }
     finish(&scheduler, &again.lease_token, 0).await.expect("finished");
@@ -385,7 +380,7 @@ async fn a_new_incarnation_ends_what_ran_in_the_old_one(database: TestDatabase) 
     scheduler.stop().await;
 }
 
-async fn what_a_gateway_does_not_know_is_not_running(database: TestDatabase) {
+async fn attempt_unknown_to_gateway_is_not_running(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let (prepared, started) = (
@@ -397,22 +392,23 @@ async fn what_a_gateway_does_not_know_is_not_running(database: TestDatabase) {
     let (_, second) = gateway.run(started).await;
     start(&scheduler, &second.lease_token).await.expect("started");
 
-    // As of a generation that did not name them yet, it says nothing.
+    // The generation precedes both leases, so their absence from the report means nothing.
     let now = std::mem::replace(&mut gateway.desired.generation, generation);
-    until("it was heard", async || {
+    until("the report has been stored", async || {
         gateway.observe(&[]).await;
         (scheduler.worker("one").await.containers == 3).then_some(())
     })
     .await;
     assert_eq!(scheduler.get(prepared).await.state(), pb::WorkloadState::Assigned);
 
-    // A message may name a lease that is one generation younger than it says; the next message says that one.
+    // A message may contain a lease that is one generation newer than its number. The next message
+    // contains that number.
     gateway.desired.generation = now + 1;
     gateway.observe(&[]).await;
     let unknown = scheduler.finished(started).await;
     assert_eq!(unknown.failure.map(|failure| failure.reason), Some("START_UNKNOWN".to_owned()));
     let again = gateway
-        .desires("to run it again", |lease| match &lease.wish {
+        .desires("a new attempt", |lease| match &lease.wish {
             Some(pb::desired_lease::Wish::Run(run)) => (run.attempt_id != first.attempt_id
                 && run.workload_id == prepared.to_string())
             .then(|| run.clone()),
@@ -424,7 +420,7 @@ async fn what_a_gateway_does_not_know_is_not_running(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-pub(crate) fn patient_config(
+pub(crate) fn config_with_limits(
     database: &TestDatabase,
     ttl: Duration,
     lost_after: Duration,
@@ -437,65 +433,66 @@ pub(crate) fn patient_config(
     }
 }
 
-async fn a_worker_that_is_silent_for_too_long_is_lost(database: TestDatabase) {
+async fn silent_worker_becomes_lost(database: TestDatabase) {
     let (ttl, lost_after) = (Duration::from_millis(300), Duration::from_millis(800));
-    let scheduler = Running::start(patient_config(&database, ttl, lost_after)).await;
+    let scheduler = Running::start(config_with_limits(&database, ttl, lost_after)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
 
-    until("it is stalled", async || {
+    until("the worker is stalled", async || {
         (scheduler.worker("one").await.state() == pb::WorkerState::Stalled).then_some(())
     })
     .await;
-    let waits = scheduler.submit(spec()).await.expect("queued");
-    assert_eq!(scheduler.get(waits).await.waiting_for, ["one: is out of contact"]);
+    let waiting = scheduler.submit(spec()).await.expect("queued");
+    assert_eq!(scheduler.get(waiting).await.waiting_for, ["one: is out of contact"]);
     let lost = scheduler.finished(id).await;
     assert_eq!(lost.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
     assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Lost);
 
-    // It was only asleep: it is told that nothing of it is wanted, and gets work again.
+    // The worker was only asleep. It receives an empty desired state and then gets new work.
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
-    gateway.run(waits).await;
+    gateway.run(waiting).await;
     assert_eq!(gateway.desired.leases.len(), 1);
     scheduler.stop().await;
 }
 
-async fn an_end_that_is_never_told_is_not_waited_for(database: TestDatabase) {
+async fn attempt_ends_when_finish_is_never_reported(database: TestDatabase) {
     let ttl = Duration::from_millis(500);
-    let scheduler = Running::start(patient_config(&database, ttl, Duration::from_secs(60))).await;
+    let scheduler = Running::start(config_with_limits(&database, ttl, Duration::from_secs(60))).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
-    let said = AtomicU64::new(0);
-    let finished = until("it is given up", async || {
+    let reports = AtomicU64::new(0);
+    let finished = until("the attempt has ended", async || {
         gateway.observe(&[(&lease, pb::LeasePhase::Ended)]).await;
-        said.fetch_add(1, Ordering::Relaxed);
+        reports.fetch_add(1, Ordering::Relaxed);
         let workload = scheduler.get(id).await;
         (workload.state() == pb::WorkloadState::Finished).then_some(workload)
     })
     .await;
-    assert!(said.into_inner() > 1, "its FinishAttempt may be on its way");
+    assert!(reports.into_inner() > 1, "the scheduler must first wait for FinishAttempt");
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("START_UNKNOWN".to_owned()));
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
     scheduler.stop().await;
 }
 
-async fn what_a_silent_worker_has_not_started_goes_to_another(database: TestDatabase) {
+async fn unstarted_attempt_leaves_silent_worker(database: TestDatabase) {
     let ttl = Duration::from_millis(300);
-    let scheduler = Running::start(patient_config(&database, ttl, Duration::from_secs(60))).await;
+    let scheduler = Running::start(config_with_limits(&database, ttl, Duration::from_secs(60))).await;
     let mut silent = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = silent.run(id).await;
-    until("it waits again", async || {
+    until("the workload is queued again", async || {
         (scheduler.get(id).await.state() == pb::WorkloadState::Pending).then_some(())
     })
     .await;
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
-    let refused = start(&scheduler, &run.lease_token).await.expect_err("it is somebody else's");
+    let refused =
+        start(&scheduler, &run.lease_token).await.expect_err("the lease belongs to another attempt");
     assert!(refused.is(Reason::LeaseLost), "{refused}");
 
     let mut other = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
@@ -505,7 +502,7 @@ async fn what_a_silent_worker_has_not_started_goes_to_another(database: TestData
     scheduler.stop().await;
 }
 
-async fn work_survives_the_scheduler(database: TestDatabase) {
+async fn attempts_survive_restart_of_scheduler(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut first = hello("one");
     let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
@@ -522,12 +519,12 @@ async fn work_survives_the_scheduler(database: TestDatabase) {
     gateway.run(id).await;
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
     scheduler.wait_for(id, pb::WorkloadState::Running).await;
-    finish(&scheduler, &run.lease_token, 0).await.expect("the old token is good");
+    finish(&scheduler, &run.lease_token, 0).await.expect("the old token remains valid");
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
     scheduler.stop().await;
 }
 
-async fn a_ticket_is_good_for_a_worker_that_can_be_reached(database: TestDatabase) {
+async fn ticket_is_issued_for_reachable_worker(database: TestDatabase) {
     let place = Place::new();
     let artifact_store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -547,17 +544,19 @@ async fn a_ticket_is_good_for_a_worker_that_can_be_reached(database: TestDatabas
         pb::IssueTicketRequest { team: "other".to_owned(), ..request.clone() },
     ];
     for other in others {
-        let refused = scheduler.workers().issue_ticket(other.clone()).await.expect_err("it is not planned");
+        let refused =
+            scheduler.workers().issue_ticket(other.clone()).await.expect_err("the transfer is not planned");
         assert!(rpc::Refusal::from(refused).is(Reason::TransferNotPlanned), "{other:?}");
     }
     let issued = scheduler.workers().issue_ticket(request.clone()).await.expect("issued").into_inner();
     assert_eq!(issued.gateway_endpoint, "http://127.0.0.1:1");
-    let claims: TicketClaims = Keys::new(scheduler.peer()).verify(&issued.ticket).await.expect("ours");
+    let claims: TicketClaims =
+        Keys::new(scheduler.peer()).verify(&issued.ticket).await.expect("a token of this cluster");
     assert_eq!((claims.volume.to_string(), claims.team.as_str()), (replica.volume_handle, "main"));
     assert_eq!(claims.endpoint, issued.gateway_endpoint);
 
     gateway.leave().await;
-    until("it is out of contact", async || {
+    until("the worker is out of contact", async || {
         let refused = scheduler.workers().issue_ticket(request.clone()).await.err()?;
         rpc::Refusal::from(refused).is(Reason::WorkerUnreachable).then_some(())
     })
@@ -578,7 +577,7 @@ async fn secrets_are_not_shown(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: TestDatabase) {
+async fn workload_with_inputs_needs_artifact_store(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let input = pb::Input {
         name: "src".to_owned(),
@@ -589,7 +588,8 @@ async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: Test
     let spec = pb::WorkloadSpec { inputs: vec![input], ..spec() };
     let id = WorkloadId::new();
     for _ in 0..2 {
-        let refused = scheduler.submit_as(id, spec.clone()).await.expect_err("the store is away");
+        let refused =
+            scheduler.submit_as(id, spec.clone()).await.expect_err("the artifact store is unavailable");
         assert!(refused.is(Reason::Unavailable), "{refused}");
         assert_eq!(scheduler.get(id).await.state(), pb::WorkloadState::Accepted);
     }
@@ -597,134 +597,134 @@ async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: Test
 }
 
 on_both! {
-    bad_input_gets_its_error_and_changes_nothing,
-    each_of_many_workers_hears_what_it_shall_do,
-    a_workload_goes_from_its_submission_to_its_end,
-    watchers_see_inputs_come_in_steps,
+    bad_input_is_rejected_without_changes,
+    desired_state_reaches_every_worker,
+    workload_runs_from_submission_to_end,
+    watchers_see_progress_of_inputs,
     progress_of_inputs_is_bounded,
-    a_repeated_submission_is_one_workload,
-    a_workload_waits_for_the_first_worker_and_says_so,
-    what_no_worker_could_ever_run_is_refused_and_nothing_is_queued,
-    who_finds_every_slot_taken_waits_for_his_turn,
-    a_waiting_workload_is_cancelled_at_once,
-    a_placed_workload_is_asked_to_stop_and_may_not_start,
-    what_was_refused_to_start_ends_without_a_report,
-    time_that_is_up_is_noticed,
-    what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
-    what_has_started_in_time_may_run_on,
-    what_was_lost_begins_again_as_often_as_its_spec_allows,
-    a_worker_that_is_full_is_not_at_fault_and_is_asked_again,
-    an_input_that_is_damaged_on_one_worker_is_used_on_another,
-    what_an_attempt_used_is_told_and_kept,
-    a_new_incarnation_ends_what_ran_in_the_old_one,
-    what_a_gateway_does_not_know_is_not_running,
-    one_gateway_speaks_for_a_worker_at_a_time,
-    a_gateway_whose_call_is_dropped_has_left,
-    a_silent_gateway_is_superseded_and_told_so,
-    a_worker_that_is_silent_for_too_long_is_lost,
-    what_a_lost_worker_may_run_still_keeps_its_slot,
-    what_a_silent_worker_has_not_started_goes_to_another,
-    only_what_was_heard_is_echoed,
-    an_end_that_is_never_told_is_not_waited_for,
-    work_survives_the_scheduler,
-    a_token_that_another_signed_proves_nothing,
-    a_driven_lease_takes_no_slot_and_ends_once,
-    a_driven_lease_that_is_not_renewed_ends,
-    a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
-    a_higher_priority_is_placed_first,
-    a_team_with_more_that_waits_is_not_before_others,
+    repeated_submission_creates_one_workload,
+    workload_waits_for_first_worker,
+    workload_without_compatible_worker_is_rejected,
+    workloads_wait_when_all_slots_are_used,
+    waiting_workload_is_cancelled_immediately,
+    placed_workload_cannot_start_after_cancellation,
+    attempt_ends_without_report_if_not_started,
+    workload_ends_when_its_timeouts_expire,
+    workload_is_retried_after_start_timeout,
+    started_workload_outlives_its_start_timeout,
+    lost_workload_is_retried_within_its_limit,
+    full_worker_is_tried_again_without_failure,
+    damaged_input_moves_workload_to_another_worker,
+    usage_of_attempt_is_stored,
+    new_incarnation_ends_attempts_of_old_one,
+    attempt_unknown_to_gateway_is_not_running,
+    worker_has_one_gateway_at_a_time,
+    dropped_call_releases_worker,
+    silent_gateway_is_superseded,
+    silent_worker_becomes_lost,
+    lost_worker_keeps_slots_of_running_attempts,
+    unstarted_attempt_leaves_silent_worker,
+    only_received_reports_are_acknowledged,
+    attempt_ends_when_finish_is_never_reported,
+    attempts_survive_restart_of_scheduler,
+    token_with_foreign_signature_is_rejected,
+    driven_lease_uses_no_slot,
+    driven_lease_expires_when_not_renewed,
+    lease_shows_owner_expiry_and_end,
+    higher_priority_is_placed_first,
+    longer_queue_gives_team_no_precedence,
     teams_share_slots_by_their_weights,
-    team_with_a_full_queue_is_refused_until_something_is_placed,
-    one_that_cannot_be_read_keeps_nobody_from_a_worker,
-    what_a_workload_asks_for_is_kept_free,
-    a_worker_is_kept_free_for_one_that_waits_long_for_much,
-    whoever_is_before_another_takes_what_is_kept_free_for_it,
-    nothing_is_kept_free_for_one_that_no_worker_could_take_any_more,
-    a_worker_is_kept_free_for_a_group_that_waits_long,
-    many_are_spread_and_never_more_than_there_are_slots,
-    a_repeat_that_asks_for_another_process_is_another_request,
-    a_group_is_granted_whole_or_not_at_all,
-    two_groups_never_wait_for_each_other,
-    leases_are_near_to_each_other_or_apart,
-    checks_have_a_chain_and_what_has_inputs_has_another_however_it_is_asked_for,
-    what_was_asked_for_is_kept_free,
-    what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all,
-    large_specs_are_told_in_several_messages,
-    what_cannot_be_asked_for_is_refused,
-    a_driven_lease_has_a_full_term_after_a_restart,
-    a_restart_does_not_forget_how_long_a_worker_was_silent,
-    after_a_restart_work_goes_to_those_that_came_back,
-    a_ticket_is_good_for_a_worker_that_can_be_reached,
+    team_with_full_queue_is_rejected,
+    unreadable_workload_does_not_block_queue,
+    requested_resources_are_reserved,
+    worker_is_reserved_for_long_waiting_workload,
+    earlier_request_uses_reserved_worker,
+    unplaceable_workload_reserves_no_worker,
+    worker_is_reserved_for_long_waiting_group,
+    leases_are_spread_within_slot_limits,
+    repeat_with_another_process_is_rejected,
+    group_is_granted_as_a_whole,
+    concurrent_groups_never_deadlock,
+    leases_respect_preferred_and_avoided_workers,
+    strategy_chain_depends_on_kind_and_inputs,
+    resources_of_leases_are_reserved,
+    reported_limits_override_defaults,
+    large_specs_are_sent_in_several_messages,
+    invalid_lease_requests_are_rejected,
+    driven_lease_has_full_term_after_restart,
+    restart_keeps_time_of_last_contact,
+    restart_places_work_on_reconnected_workers,
+    ticket_is_issued_for_reachable_worker,
     leases_are_listed_until_they_end,
-    lists_come_in_pages,
+    lists_are_paginated,
     pages_of_large_workloads_are_short,
     large_spec_is_abridged_once_its_workload_has_finished,
-    workloads_are_listed_by_how_they_ended,
+    workloads_are_listed_by_outcome,
     secrets_are_not_shown,
-    without_the_artifact_store_nothing_with_inputs_is_queued,
-    a_build_ends_with_its_workload,
-    inputs_that_cannot_be_pinned_are_refused,
-    pins_of_workloads_that_nobody_knows_are_released,
-    outputs_that_the_store_lacks_are_no_success,
-    an_output_goes_to_the_caches_that_its_spec_names,
-    what_is_left_in_a_cache_is_its_next_version,
-    what_is_cancelled_before_its_inputs_are_pinned_never_runs_and_keeps_nothing,
-    what_the_cluster_has_of_a_type_is_the_image_of_all_workers,
-    settling_belongs_to_the_trace_of_the_workload,
-    a_store_that_is_away_delays_the_end_and_nothing_else,
-    a_limit_that_is_stated_is_asked_for_and_no_other,
-    a_spec_is_explained_and_nothing_comes_of_it,
-    what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
-    large_shapes_are_left_out,
-    whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
-    how_long_it_may_take_is_judged_by_what_came_free,
-    many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,
-    a_queued_workload_is_told_its_place_and_what_it_waits_for,
-    a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it,
-    at_its_time_the_rest_of_a_landing_worker_is_interrupted,
-    a_retired_worker_goes_once_nothing_would_be_lost_and_stays_away,
-    what_comes_to_be_on_a_retiring_worker_holds_it_up,
-    a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran,
-    an_ephemeral_worker_goes_once_it_is_lost,
-    a_worker_cannot_change_its_team,
-    a_worker_with_which_nobody_can_speak_is_listed_and_never_chosen,
-    whoever_watches_workers_misses_nothing,
-    what_one_worker_cannot_start_another_does,
-    a_worker_that_fails_again_and_again_is_set_aside_and_tried_again,
-    a_process_that_starts_ends_the_probation,
-    worker_is_set_aside_for_the_team_whose_attempts_fail,
-    who_waits_for_a_lease_has_a_place_in_the_queue,
-    each_of_many_leases_hears_of_what_it_uses,
-    who_waited_at_a_replica_that_is_stopped_is_behind_nothing,
-    who_waits_in_vain_hears_so,
-    what_only_a_lost_worker_could_do_waits_for_it,
-    what_only_a_pruned_worker_could_do_waits_for_it,
-    whoever_asks_is_told_which_workers_are_lost_or_gone,
-    a_worker_that_was_lost_long_ago_is_not_waited_for,
-    a_worker_that_was_pruned_long_ago_is_not_waited_for,
-    who_must_start_in_time_is_looked_for_in_time,
-    who_has_waited_long_enough_or_has_gone_waits_no_more,
-    groups_that_wait_get_all_at_once,
-    of_many_the_higher_priority_is_granted_and_then_the_first,
-    an_id_that_waits_is_nobody_elses,
-    a_group_of_one_owner_goes_where_there_is_room_for_all,
-    a_group_of_one_owner_waits_for_the_worker_that_can_have_all,
-    the_containers_of_an_owner_keep_to_their_worker,
-    a_lease_holds_what_it_uses_until_it_ends,
-    pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
-    a_watch_that_goes_on_elsewhere_misses_nothing_and_hears_nothing_twice,
+    workload_with_inputs_needs_artifact_store,
+    build_ends_with_its_workload,
+    unpinnable_inputs_are_rejected,
+    pins_of_unknown_workloads_are_released,
+    missing_outputs_fail_workload,
+    output_is_stored_in_named_caches,
+    cache_content_becomes_next_version,
+    workload_cancelled_before_pinning_never_runs,
+    base_resource_type_provides_image_on_all_workers,
+    settlement_continues_trace_of_workload,
+    unavailable_store_delays_only_the_end,
+    only_stated_limits_require_capabilities,
+    spec_is_explained_without_side_effects,
+    demand_reports_replicas_lost_with_worker,
+    large_shapes_are_omitted,
+    demand_reports_queue_and_workers,
+    expected_wait_follows_released_slots,
+    explanation_groups_workers_and_limits_details,
+    explanation_shows_queue_position_and_reasons,
+    cordon_waits_for_uninterruptible_work,
+    cordon_interrupts_work_at_deadline,
+    retired_worker_is_removed_when_safe,
+    new_replica_blocks_retirement,
+    prune_removes_unreachable_worker_with_its_attempts,
+    ephemeral_worker_is_removed_when_lost,
+    worker_cannot_change_its_team,
+    worker_with_unsupported_protocol_is_never_chosen,
+    watch_of_workers_misses_no_change,
+    unstartable_workload_moves_to_another_worker,
+    failing_worker_is_quarantined_and_tried_again,
+    started_process_ends_probation,
+    worker_is_quarantined_for_failing_team,
+    waiting_lease_request_has_queue_position,
+    artifacts_of_many_leases_are_checked,
+    stopped_replica_leaves_no_waiting_request,
+    wait_ends_when_no_worker_is_compatible,
+    request_waits_for_lost_worker,
+    request_waits_for_pruned_worker,
+    explanation_names_lost_and_removed_workers,
+    request_ignores_worker_lost_long_ago,
+    request_ignores_worker_pruned_long_ago,
+    start_timeouts_are_checked_between_polls,
+    wait_ends_by_timeout_or_dropped_call,
+    waiting_group_is_granted_as_a_whole,
+    requests_are_granted_by_priority_then_order,
+    waiting_lease_id_cannot_be_reused,
+    owner_group_is_placed_on_one_worker,
+    owner_group_waits_for_fitting_worker,
+    leases_of_owner_share_worker,
+    lease_pins_artifacts_until_it_ends,
+    pins_of_ended_leases_are_released_after_outage,
+    resumed_watch_neither_misses_nor_repeats_events,
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn watchers_of_workers_see_what_another_replica_changes() {
-    registry::watchers_see_changes_that_another_replica_makes().await;
+async fn worker_watch_sees_changes_of_another_replica() {
+    registry::check_watchers_see_changes_of_another_replica().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replicas_share_the_work_of_one_database() {
+async fn replicas_share_one_database() {
     let database = testing::databases::postgres().await;
     let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
-    // The gateway is attended by one replica, the callers talk to the other.
+    // The gateway is connected to one replica. The callers use the other one.
     let mut gateway = Gateway::connect(&replicas[0], hello("one")).await.expect("welcome");
     let mut ids = Vec::new();
     for turn in 0..6 {

@@ -1,4 +1,5 @@
-//! `Placements.Place` in full: who waits for a worker, what a lease holds in the artifact store, and where the containers of an owner are.
+//! Tests of `Placements.Place`: waiting requests, pins in the artifact store and affinity of
+//! owners.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
@@ -33,7 +34,7 @@ pub(crate) async fn place(
     scheduler: &Running,
     request: pb::PlaceRequest,
 ) -> Result<pb::PlaceResponse, Refusal> {
-    let placed = within("it is decided", scheduler.placements().place(request)).await;
+    let placed = within("an answer", scheduler.placements().place(request)).await;
     Ok(placed?.into_inner())
 }
 
@@ -42,9 +43,9 @@ pub(crate) async fn release(scheduler: &Running, lease_token: &str) {
     scheduler.placements().release(release).await.expect("released");
 }
 
-/// So many wait for something like a task.
-pub(crate) async fn so_many_wait(scheduler: &Running, count: u64) {
-    until("they wait", async || {
+/// Waits until `count` requests wait that are comparable to a task.
+pub(crate) async fn wait_for_waiting_requests(scheduler: &Running, count: u64) {
+    until("the requests wait", async || {
         let subject = Some(pb::explain_request::Subject::Spec(spec()));
         let explained =
             scheduler.placements().explain(pb::ExplainRequest { subject, ..Default::default() }).await;
@@ -53,41 +54,45 @@ pub(crate) async fn so_many_wait(scheduler: &Running, count: u64) {
     .await;
 }
 
-pub(crate) async fn who_waits_for_a_lease_has_a_place_in_the_queue(database: TestDatabase) {
+pub(crate) async fn waiting_lease_request_has_queue_position(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = with_slots(&scheduler, "one", 1).await;
     let first = place(&scheduler, task()).await.expect("granted");
     let busy = refused(&scheduler, task()).await;
-    assert!(busy.is(Reason::AllWorkersBusy), "who does not wait hears at once: {busy}");
+    assert!(busy.is(Reason::AllWorkersBusy), "a request without a wait fails immediately: {busy}");
 
     let second = task();
     let second = async || place(&scheduler, waiting(second.clone())).await.expect("granted");
     let then = async {
-        so_many_wait(&scheduler, 1).await;
+        wait_for_waiting_requests(&scheduler, 1).await;
         let workload = scheduler.submit(spec()).await.expect("accepted");
-        so_many_wait(&scheduler, 2).await;
+        wait_for_waiting_requests(&scheduler, 2).await;
         let urgent = waiting(pb::PlaceRequest { priority: 5, ..task() });
         let urgent = async || place(&scheduler, urgent.clone()).await.expect("granted");
         let then = async {
-            so_many_wait(&scheduler, 3).await;
+            wait_for_waiting_requests(&scheduler, 3).await;
             release(&scheduler, &first.lease_token).await;
         };
         let (urgent, ()) = futures::join!(urgent(), then);
-        assert_eq!(scheduler.worker("one").await.active_tasks, 1, "the others wait still");
+        assert_eq!(scheduler.worker("one").await.active_tasks, 1, "the other requests still wait");
         release(&scheduler, &urgent.lease_token).await;
         workload
     };
     let (second, workload) = futures::join!(second(), then);
-    assert_eq!(scheduler.get(workload).await.state(), pb::WorkloadState::Pending, "it came later");
+    assert_eq!(
+        scheduler.get(workload).await.state(),
+        pb::WorkloadState::Pending,
+        "the workload was submitted later"
+    );
     release(&scheduler, &second.lease_token).await;
     let (_, run) = gateway.run(workload).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    so_many_wait_no_more(&scheduler).await;
+    wait_for_empty_queue(&scheduler).await;
     scheduler.stop().await;
 }
 
-async fn so_many_wait_no_more(scheduler: &Running) {
-    until("nobody waits", async || {
+async fn wait_for_empty_queue(scheduler: &Running) {
+    until("the queue is empty", async || {
         let subject = Some(pb::explain_request::Subject::Spec(spec()));
         let explained =
             scheduler.placements().explain(pb::ExplainRequest { subject, ..Default::default() }).await;
@@ -96,42 +101,42 @@ async fn so_many_wait_no_more(scheduler: &Running) {
     .await;
 }
 
-/// Its caller goes away once it waits.
-async fn waits_and_goes_away(scheduler: &Running, request: pb::PlaceRequest) {
+/// Sends a request and drops the call while the request waits.
+async fn wait_and_drop_call(scheduler: &Running, request: pb::PlaceRequest) {
     tokio::select! {
-        placed = place(scheduler, request) => panic!("it does not wait: {placed:?}"),
-        () = so_many_wait(scheduler, 1) => {}
+        placed = place(scheduler, request) => panic!("the request does not wait: {placed:?}"),
+        () = wait_for_waiting_requests(scheduler, 1) => {}
     }
 }
 
-pub(crate) async fn who_has_waited_long_enough_or_has_gone_waits_no_more(database: TestDatabase) {
+pub(crate) async fn wait_ends_by_timeout_or_dropped_call(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 1).await;
     let held = place(&scheduler, task()).await.expect("granted");
     let brief = pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_millis(50))), ..task() };
-    let busy = place(&scheduler, brief).await.expect_err("nobody made room");
+    let busy = place(&scheduler, brief).await.expect_err("no slot was released");
     assert!(busy.is(Reason::AllWorkersBusy), "{busy}");
     assert_eq!(busy.about.get("one").map(String::as_str), Some("is full (1 of 1 tasks)"), "{busy:?}");
 
-    let impatient = waiting(task());
-    waits_and_goes_away(&scheduler, impatient.clone()).await;
-    // Whoever comes again has the place of the first call, and there is only one of it.
-    let again = async || place(&scheduler, impatient.clone()).await;
+    let dropped = waiting(task());
+    wait_and_drop_call(&scheduler, dropped.clone()).await;
+    // A repeated call keeps the queue position of the first call. The request is queued once.
+    let again = async || place(&scheduler, dropped.clone()).await;
     let then = async {
-        so_many_wait(&scheduler, 1).await;
+        wait_for_waiting_requests(&scheduler, 1).await;
         release(&scheduler, &held.lease_token).await;
     };
     let (granted, ()) = futures::join!(again(), then);
     let granted = granted.expect("granted");
-    assert_eq!(place(&scheduler, impatient).await.expect("a repeat"), granted);
-    waits_and_goes_away(&scheduler, waiting(task())).await;
-    // Nobody has to ask again, nor to make room, for that to be seen.
-    so_many_wait(&scheduler, 0).await;
+    assert_eq!(place(&scheduler, dropped).await.expect("a repeat"), granted);
+    wait_and_drop_call(&scheduler, waiting(task())).await;
+    // The scheduler notices the dropped call without another request or release.
+    wait_for_waiting_requests(&scheduler, 0).await;
     release(&scheduler, &granted.lease_token).await;
-    assert_eq!(scheduler.worker("one").await.active_tasks, 0, "nothing is granted to who has gone");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0, "no lease is granted to a dropped call");
 
     let never = pb::PlaceRequest { platform: "darwin".to_owned(), ..task() };
-    let never = place(&scheduler, waiting(never)).await.expect_err("waiting does not help");
+    let never = place(&scheduler, waiting(never)).await.expect_err("no worker could ever take the request");
     assert!(never.is(Reason::NoCompatibleWorker), "{never}");
     let long = pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_secs(3601))), ..task() };
     let refusal = refused(&scheduler, long).await;
@@ -139,20 +144,21 @@ pub(crate) async fn who_has_waited_long_enough_or_has_gone_waits_no_more(databas
     scheduler.stop().await;
 }
 
-/// Nobody could take it any more: it hears so long before its time is over.
-pub(crate) async fn who_waits_in_vain_hears_so(database: TestDatabase) {
+/// A request ends before its deadline if no worker could ever take it.
+pub(crate) async fn wait_ends_when_no_worker_is_compatible(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
     let hello = pb::Hello { capacity, ..hello("one") };
     let _gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
     place(&scheduler, task()).await.expect("granted");
     let workload = scheduler.submit(spec()).await.expect("queued");
-    let alone = async || place(&scheduler, waiting(task())).await.expect_err("nobody could");
+    let alone =
+        async || place(&scheduler, waiting(task())).await.expect_err("no worker could ever take the request");
     let check = pb::PlaceRequest { kind: pb::PlacementKind::Check.into(), ..task() };
     let group = grouped([waiting(check), waiting(task())], 1);
     let then = async {
-        so_many_wait(&scheduler, 3).await;
-        // With tags it takes only what asks for them.
+        wait_for_waiting_requests(&scheduler, 3).await;
+        // A worker with tags accepts only requests with tags.
         let labels =
             hello.labels.clone().map(|labels| pb::WorkerLabels { tags: vec!["gpu".to_owned()], ..labels });
         Gateway::connect(&scheduler, pb::Hello { labels, ..hello.clone() }).await.expect("welcome")
@@ -163,16 +169,16 @@ pub(crate) async fn who_waits_in_vain_hears_so(database: TestDatabase) {
         let Placed::Failure(failure) = result else { panic!("{result:?}") };
         assert_eq!(failure.reason, Reason::NoCompatibleWorker.to_string());
     }
-    // A workload was accepted when somebody could, and waits for somebody like that.
+    // A workload that was accepted continues to wait for a compatible worker.
     assert_eq!(scheduler.get(workload).await.state(), pb::WorkloadState::Pending);
     scheduler.stop().await;
 }
 
-/// Else what comes free elsewhere would be left to him.
-pub(crate) async fn who_waited_at_a_replica_that_is_stopped_is_behind_nothing(database: TestDatabase) {
+/// A waiting request of a stopped replica would otherwise block the queue.
+pub(crate) async fn stopped_replica_leaves_no_waiting_request(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
-    let told = async || {
+    let waiting_rows = async || {
         let sql = "SELECT replica FROM peer_waiters";
         let statement = Statement::from_string(connection.get_database_backend(), sql);
         connection.query_all_raw(statement).await.expect("read").len()
@@ -181,20 +187,20 @@ pub(crate) async fn who_waited_at_a_replica_that_is_stopped_is_behind_nothing(da
     place(&scheduler, task()).await.expect("granted");
     let mut placements = scheduler.placements();
     let mut stopped = pin!(async {
-        until("others are told of the call", async || (told().await == 1).then_some(())).await;
+        until("the waiting call is stored", async || (waiting_rows().await == 1).then_some(())).await;
         scheduler.stop().await;
     });
     tokio::select! {
         () = &mut stopped => {}
         answer = placements.place(waiting(task())) => {
-            answer.expect_err("there is no room");
+            answer.expect_err("no slot is free");
             stopped.await;
         }
     }
-    assert_eq!(told().await, 0);
+    assert_eq!(waiting_rows().await, 0);
 }
 
-pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {
+pub(crate) async fn waiting_group_is_granted_as_a_whole(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 2).await;
     for _ in 0..10 {
@@ -210,8 +216,8 @@ pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {
             scheduler.placements().release_many(release).await.expect("released");
         };
         let then = async {
-            so_many_wait(&scheduler, 2).await;
-            // One slot is not enough for any of them.
+            wait_for_waiting_requests(&scheduler, 2).await;
+            // One slot is not enough for either group.
             for held in held {
                 release(&scheduler, &held.expect("granted").lease_token).await;
             }
@@ -220,7 +226,7 @@ pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {
     }
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
 
-    // Who waits for one of several would hold leases of which nobody hears.
+    // Separate requests with one wait could hold leases without an answer, so they are rejected.
     let several = [grouped([waiting(task())], 1), grouped([task()], 2)].concat();
     let refused = scheduler.placements().place_many(pb::PlaceManyRequest { items: several }).await;
     let refused = Refusal::from(refused.expect_err("refused"));
@@ -231,24 +237,24 @@ pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-/// A lease of a group that waits is granted to somebody else meanwhile, or asked for otherwise.
-pub(crate) async fn an_id_that_waits_is_nobody_elses(database: TestDatabase) {
+/// While a group waits, another request tries to use an id of the group.
+pub(crate) async fn waiting_lease_id_cannot_be_reused(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 2).await;
     let held = [place(&scheduler, task()).await, place(&scheduler, task()).await];
     let (first, second) = (waiting(task()), waiting(task()));
     let group = async { place_many(&scheduler, grouped([first.clone(), second.clone()], 1)).await };
     let then = async {
-        so_many_wait(&scheduler, 1).await;
-        for asked in [first.clone(), pb::PlaceRequest { team: "other".to_owned(), ..second.clone() }] {
-            let refused = refused(&scheduler, asked).await;
+        wait_for_waiting_requests(&scheduler, 1).await;
+        for request in [first.clone(), pb::PlaceRequest { team: "other".to_owned(), ..second.clone() }] {
+            let refused = refused(&scheduler, request).await;
             assert!(refused.is(Reason::LeaseExists), "{refused}");
         }
-        // A workload of that id is another thing.
+        // A workload may have the same id.
         let workload = first.lease_id.parse().expect("an id");
         scheduler.submit_as(workload, spec()).await.expect("queued");
-        so_many_wait(&scheduler, 2).await;
-        // Both at once, or the workload would take the first.
+        wait_for_waiting_requests(&scheduler, 2).await;
+        // Both slots are released together. Otherwise the workload would take the first one.
         let lease_tokens = held.into_iter().map(|held| held.expect("granted").lease_token).collect();
         scheduler.placements().release_many(pb::ReleaseManyRequest { lease_tokens }).await.expect("released");
         workload
@@ -261,40 +267,41 @@ pub(crate) async fn an_id_that_waits_is_nobody_elses(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-/// Whoever asks while the database is away hears that, however long each look at it takes.
+/// Requests fail with UNAVAILABLE while the database is unavailable, regardless of the duration of
+/// each read.
 #[tokio::test(flavor = "multi_thread")]
-async fn who_asks_while_the_database_is_away_hears_so() {
+async fn request_fails_while_database_is_unavailable() {
     let mut server = testing::databases::Server::new();
     let database = server.database();
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 2).await;
     place(&scheduler, task()).await.expect("granted");
     server.stop();
-    for asked in [task(), waiting(task()), task()] {
-        let away = refused(&scheduler, asked).await;
+    for request in [task(), waiting(task()), task()] {
+        let away = refused(&scheduler, request).await;
         assert!(away.is(Reason::Unavailable), "{away}");
     }
     server.start();
-    until("it is granted", async || place(&scheduler, task()).await.ok()).await;
+    until("the lease is granted", async || place(&scheduler, task()).await.ok()).await;
     scheduler.stop().await;
 }
 
-/// There is room for fewer than are asked for with one call.
-pub(crate) async fn of_many_the_higher_priority_is_granted_and_then_the_first(database: TestDatabase) {
+/// The slots are fewer than the requests of the call.
+pub(crate) async fn requests_are_granted_by_priority_then_order(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 3).await;
-    let asked = [(0, 0), (0, 0), (50, 0), (0, 7), (100, 7), (0, 0)].map(|(priority, group)| {
+    let items = [(0, 0), (0, 0), (50, 0), (0, 7), (100, 7), (0, 0)].map(|(priority, group)| {
         let request = Some(pb::PlaceRequest { priority, ..task() });
         pb::PlaceItem { request, group }
     });
-    let results = place_many(&scheduler, asked.into()).await;
+    let results = place_many(&scheduler, items.into()).await;
     let granted = results.iter().map(|result| matches!(result, pb::place_result::Result::Placed(_)));
     assert_eq!(granted.collect::<Vec<_>>(), [false, false, true, true, true, false], "{results:?}");
     scheduler.stop().await;
 }
 
-/// There is room for all of it on one worker, and for some of it on another.
-pub(crate) async fn a_group_of_one_owner_goes_where_there_is_room_for_all(database: TestDatabase) {
+/// One worker has room for the whole group. Another one has room for only part of it.
+pub(crate) async fn owner_group_is_placed_on_one_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let (_small, _large) =
         (with_slots(&scheduler, "small", 1).await, with_slots(&scheduler, "large", 3).await);
@@ -310,8 +317,8 @@ pub(crate) async fn a_group_of_one_owner_goes_where_there_is_room_for_all(databa
     scheduler.stop().await;
 }
 
-/// Where there is room for the first of them, there never is for the second.
-pub(crate) async fn a_group_of_one_owner_waits_for_the_worker_that_can_have_all(database: TestDatabase) {
+/// The worker that has room for the first request can never take the second.
+pub(crate) async fn owner_group_waits_for_fitting_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let of_memory = |name: &str, memory_bytes: u64| {
         let mut hello = hello(name);
@@ -322,7 +329,7 @@ pub(crate) async fn a_group_of_one_owner_waits_for_the_worker_that_can_have_all(
     let large = Gateway::connect(&scheduler, of_memory("large", 100)).await.expect("welcome");
     let on_large = || pb::PlaceRequest { avoid_workers: vec![small.welcome.worker_id.clone()], ..task() };
     let held = [place(&scheduler, on_large()).await, place(&scheduler, on_large()).await];
-    let asking = |memory_bytes: u64| {
+    let requesting = |memory_bytes: u64| {
         let requests = Some(pb::ResourceRequests { memory_bytes, ..pb::ResourceRequests::default() });
         pb::PlaceRequest { requests, ..of_owner("check") }
     };
@@ -332,15 +339,16 @@ pub(crate) async fn a_group_of_one_owner_waits_for_the_worker_that_can_have_all(
             Placed::Failure(failure) => failure.reason == reason.to_string(),
         })
     };
-    let busy = place_many(&scheduler, grouped([asking(10), asking(80)], 1)).await;
+    let busy = place_many(&scheduler, grouped([requesting(10), requesting(80)], 1)).await;
     assert!(all_are(&busy, Reason::AllWorkersBusy), "{busy:?}");
 
-    let group =
-        async { place_many(&scheduler, grouped([waiting(asking(10)), waiting(asking(80))], 1)).await };
+    let group = async {
+        place_many(&scheduler, grouped([waiting(requesting(10)), waiting(requesting(80))], 1)).await
+    };
     let then = async {
-        until("it waits", async || {
+        until("the group waits", async || {
             let demand = scheduler.placements().get_demand(pb::GetDemandRequest::default()).await;
-            (demand.expect("told").into_inner().waiting == 2).then_some(())
+            (demand.expect("a response").into_inner().waiting == 2).then_some(())
         })
         .await;
         for held in held {
@@ -352,13 +360,14 @@ pub(crate) async fn a_group_of_one_owner_waits_for_the_worker_that_can_have_all(
     assert_eq!(granted.len(), 2, "{results:?}");
     assert!(granted.iter().all(|placed| placed.worker_id == large.welcome.worker_id));
 
-    // What nobody could ever have is refused as such, whichever of them finds nothing first.
-    let never = place_many(&scheduler, grouped([asking(80), asking(101)], 1)).await;
+    // A group that no worker could ever take is rejected with that reason, regardless of the
+    // failing member.
+    let never = place_many(&scheduler, grouped([requesting(80), requesting(101)], 1)).await;
     assert!(all_are(&never, Reason::NoCompatibleWorker), "{never:?}");
     scheduler.stop().await;
 }
 
-pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: TestDatabase) {
+pub(crate) async fn leases_of_owner_share_worker(database: TestDatabase) {
     let config = Config {
         worker_ttl: Duration::from_millis(800),
         stop_after: Duration::from_millis(900),
@@ -371,7 +380,7 @@ pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: Te
         gateways.push(with_slots(&scheduler, name, 3).await);
     }
     let silent = Mutex::new(String::new());
-    let attend = async {
+    let report = async {
         loop {
             for (gateway, name) in gateways.iter().zip(["a", "b", "c"]) {
                 if *silent.lock().expect("no panic") != name {
@@ -382,9 +391,9 @@ pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: Te
         }
     };
     let test = async {
-        // However many ask at once, together or apart, and after all of them were given back.
-        let asked = futures::future::join_all((0..2).map(|_| place(&scheduler, of_owner("check 1")))).await;
-        let granted = asked.into_iter().map(|placed| placed.expect("granted")).collect::<Vec<_>>();
+        // Affinity holds for concurrent requests, for groups, and after the release of all leases.
+        let answers = futures::future::join_all((0..2).map(|_| place(&scheduler, of_owner("check 1")))).await;
+        let granted = answers.into_iter().map(|placed| placed.expect("granted")).collect::<Vec<_>>();
         let workers: BTreeSet<_> = granted.iter().map(|placed| placed.worker_name.clone()).collect();
         assert_eq!(workers.len(), 1, "{workers:?}");
         let home = granted[0].worker_name.clone();
@@ -395,9 +404,13 @@ pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: Te
             assert_eq!(place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name, home);
         }
         let full = refused(&scheduler, of_owner("check 1")).await;
-        assert!(full.is(Reason::AllWorkersBusy), "others have room: {full}");
+        assert!(full.is(Reason::AllWorkersBusy), "the owner cannot use other workers: {full}");
         let others = pb::PlaceRequest { team: "other".to_owned(), ..of_owner("check 1") };
-        assert_ne!(place(&scheduler, others).await.expect("granted").worker_name, home, "another team's");
+        assert_ne!(
+            place(&scheduler, others).await.expect("granted").worker_name,
+            home,
+            "owners of another team are independent"
+        );
         let both = grouped([of_owner("check 2"), of_owner("check 2")], 1);
         let both = crate::leases::granted(&place_many(&scheduler, both).await);
         assert_eq!(both.len(), 2);
@@ -405,9 +418,10 @@ pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: Te
         let near = pb::PlaceRequest { same_worker_as: LeaseId::new().to_string(), ..of_owner("x") };
         assert!(refused(&scheduler, near).await.is(Reason::InvalidField));
 
-        // Once its worker is lost, they go elsewhere, all to the same one; and while it is only silent, nowhere.
+        // While the worker is silent, requests of the owner wait. After the loss of the worker, all
+        // of them move to one other worker.
         silent.lock().expect("no panic").clone_from(&home);
-        let next = until("it is lost", async || match place(&scheduler, of_owner("check 1")).await {
+        let next = until("the worker is lost", async || match place(&scheduler, of_owner("check 1")).await {
             Ok(placed) => Some(placed.worker_name),
             Err(busy) => {
                 assert!(busy.is(Reason::AllWorkersBusy), "{busy}");
@@ -419,27 +433,27 @@ pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: Te
         assert_eq!(scheduler.worker(&home).await.state(), pb::WorkerState::Lost);
         assert_eq!(place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name, next);
         let land = pb::CordonWorkerRequest { worker: next.clone(), ..Default::default() };
-        scheduler.workers().cordon_worker(land).await.expect("it lands");
+        scheduler.workers().cordon_worker(land).await.expect("the worker is cordoned");
         let last = place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name;
         assert!(last != home && last != next, "{last}");
     };
     tokio::select! {
         () = test => {}
-        () = attend => unreachable!("it goes on for ever"),
+        () = report => unreachable!("an endless loop"),
     }
     scheduler.stop().await;
 }
 
-/// Each replica decides without the other; the first grant counts for both.
+/// Each replica decides independently. The first grant counts for both.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_has_one_worker_whichever_replica_is_asked() {
+async fn owner_has_one_worker_across_replicas() {
     let database = testing::databases::postgres().await;
     let (one, other) = (Running::start(config(&database)).await, Running::start(config(&database)).await);
     let mut gateways = Vec::new();
     for name in ["a", "b", "c", "d"] {
         gateways.push(with_slots(&one, name, 100).await);
     }
-    until("the other knows them", async || {
+    until("the other replica knows the workers", async || {
         let subject = Some(pb::explain_request::Subject::Spec(spec()));
         let explained = other
             .placements()
@@ -459,7 +473,7 @@ async fn an_owner_has_one_worker_whichever_replica_is_asked() {
     other.stop().await;
 }
 
-pub(crate) async fn a_lease_holds_what_it_uses_until_it_ends(database: TestDatabase) {
+pub(crate) async fn lease_pins_artifacts_until_it_ends(database: TestDatabase) {
     let bytes = Place::new();
     let store = bytes.start().await;
     let term = Duration::from_millis(200);
@@ -470,23 +484,25 @@ pub(crate) async fn a_lease_holds_what_it_uses_until_it_ends(database: TestDatab
         let artifact = until("the store answers", async || bytes.upload_to(holder(gateway)).await.ok()).await;
         let using = || pb::PlaceRequest { artifact_ids: vec![artifact.to_string()], ..task() };
         let near = place(&scheduler, using()).await.expect("granted");
-        assert_eq!(near.worker_name, name, "nothing has to be moved there");
+        assert_eq!(near.worker_name, name, "the artifact is already on the worker");
         let expected = [format!("pinned by {}", lease_of(&scheduler, &near).await)];
         assert_eq!(bytes.kept_by(artifact).await, expected);
         release(&scheduler, &near.lease_token).await;
-        until("it is let go", async || (!bytes.kept_by(artifact).await.contains(&expected[0])).then_some(()))
-            .await;
+        until("the pin is released", async || {
+            (!bytes.kept_by(artifact).await.contains(&expected[0])).then_some(())
+        })
+        .await;
 
-        // One that nobody renews lets go as well.
+        // An expired lease also releases its pins.
         let brief = using();
         place(&scheduler, brief.clone()).await.expect("granted");
-        until("it is let go", async || {
+        until("the pin is released", async || {
             let pinned = format!("pinned by {}", brief.lease_id);
             (!bytes.kept_by(artifact).await.contains(&pinned)).then_some(())
         })
         .await;
 
-        // Of a group of which one cannot be had nothing is held.
+        // A group with one unavailable artifact pins nothing.
         let unknown = ArtifactId::new();
         let lost = pb::PlaceRequest { artifact_ids: vec![unknown.to_string()], ..task() };
         let results = place_many(&scheduler, grouped([using(), lost.clone()], 3)).await;
@@ -504,7 +520,7 @@ pub(crate) async fn a_lease_holds_what_it_uses_until_it_ends(database: TestDatab
     store.stop().await;
 }
 
-pub(crate) async fn each_of_many_leases_hears_of_what_it_uses(database: TestDatabase) {
+pub(crate) async fn artifacts_of_many_leases_are_checked(database: TestDatabase) {
     let bytes = Place::new();
     let store = bytes.start().await;
     let scheduler = Running::start(bytes.config(&database)).await;
@@ -533,36 +549,40 @@ pub(crate) async fn each_of_many_leases_hears_of_what_it_uses(database: TestData
 
 async fn lease_of(scheduler: &Running, placed: &pb::PlaceResponse) -> LeaseId {
     let keys = rpc::token::Keys::new(scheduler.peer());
-    keys.verify::<domain::worker::LeaseClaims>(&placed.lease_token).await.expect("ours").lease
+    keys.verify::<domain::worker::LeaseClaims>(&placed.lease_token)
+        .await
+        .expect("a token of this cluster")
+        .lease
 }
 
-/// What nobody came to release, of leases that end while the store is away, is released once it is back; a lease that lives keeps what it holds.
-pub(crate) async fn pins_of_leases_outlive_neither_them_nor_a_store_that_is_away(database: TestDatabase) {
+/// Pins of leases that end while the store is unavailable are released later. A live lease keeps
+/// its pins.
+pub(crate) async fn pins_of_ended_leases_are_released_after_outage(database: TestDatabase) {
     let bytes = Place::new();
     let store = bytes.start().await;
-    let every_moment = Config {
+    let frequently = Config {
         reconcile_every: Duration::from_millis(20),
         reconcile_grace: Duration::ZERO,
         ..bytes.config(&database)
     };
-    let scheduler = Running::start(every_moment).await;
+    let scheduler = Running::start(frequently).await;
     let _gateway = with_slots(&scheduler, "one", 9).await;
     let worker = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
     let worker = worker.welcome.worker_id.parse::<WorkerId>().expect("an id");
     let artifact = until("the store answers", async || bytes.upload_to(worker).await.ok()).await;
     let using = || pb::PlaceRequest { artifact_ids: vec![artifact.to_string()], ..task() };
-    let lives = place(&scheduler, using()).await.expect("granted");
-    let ends = place(&scheduler, using()).await.expect("granted");
+    let live = place(&scheduler, using()).await.expect("granted");
+    let ended = place(&scheduler, using()).await.expect("granted");
     store.stop().await;
-    bytes.gone();
-    release(&scheduler, &ends.lease_token).await;
+    bytes.remove_socket();
+    release(&scheduler, &ended.lease_token).await;
     let store = bytes.start().await;
-    let kept = [format!("pinned by {}", lease_of(&scheduler, &lives).await)];
-    until("one is left", async || (bytes.kept_by(artifact).await == kept).then_some(())).await;
-    // Another is pinned and let go: the living one was looked at meanwhile.
+    let kept = [format!("pinned by {}", lease_of(&scheduler, &live).await)];
+    until("one pin is left", async || (bytes.kept_by(artifact).await == kept).then_some(())).await;
+    // Another pin is settled, which proves that the live lease was also checked.
     let unknown = domain::WorkloadId::new();
     bytes.pin(artifact, unknown).await.expect("pinned");
-    until("it is settled", async || bytes.pin(artifact, unknown).await.err()).await;
+    until("the pin is settled", async || bytes.pin(artifact, unknown).await.err()).await;
     assert_eq!(bytes.kept_by(artifact).await, kept);
     scheduler.stop().await;
     store.stop().await;

@@ -1,4 +1,4 @@
-//! Workers are cordoned, retire, are pruned and expire; what they may register as; and who watches that.
+//! Tests of cordoning, retirement, pruning, registration, quarantine and watches of workers.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::store::Place;
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until, within};
 
 impl Running {
-    pub(crate) async fn land(
+    pub(crate) async fn cordon(
         &self,
         worker: &str,
         interrupt_after: Option<Duration>,
@@ -51,9 +51,11 @@ impl Running {
         }
     }
 
-    pub(crate) async fn gone(&self, worker: &str) {
-        until(&format!("{worker} has gone"), async || self.find_worker(worker).await.is_none().then_some(()))
-            .await;
+    pub(crate) async fn wait_until_removed(&self, worker: &str) {
+        until(&format!("{worker} has been removed"), async || {
+            self.find_worker(worker).await.is_none().then_some(())
+        })
+        .await;
     }
 }
 
@@ -61,7 +63,7 @@ fn interruptible() -> pb::WorkloadSpec {
     pb::WorkloadSpec { interruptible: true, ..spec() }
 }
 
-/// Says that a process was stopped because its worker goes.
+/// Reports that a process was stopped because its worker is cordoned.
 async fn finish_interrupted(scheduler: &Running, token: &str) {
     let request = pb::FinishAttemptRequest {
         lease_token: token.to_owned(),
@@ -69,92 +71,90 @@ async fn finish_interrupted(scheduler: &Running, token: &str) {
         failure: Some(pb::Failure { reason: "INTERRUPTED".to_owned(), message: "stopped".to_owned() }),
         ..pb::FinishAttemptRequest::default()
     };
-    scheduler.workloads().finish_attempt(request).await.expect("heard");
+    scheduler.workloads().finish_attempt(request).await.expect("accepted");
 }
 
 fn reasons(worker: &pb::Worker) -> Vec<&str> {
     worker.refusals.iter().map(|refusal| refusal.reason.as_str()).collect()
 }
 
-pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it(
-    database: TestDatabase,
-) {
+pub(crate) async fn cordon_waits_for_uninterruptible_work(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let first = hello("one");
     let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
     assert_eq!(gateway.desired.directive(), pb::Directive::Run);
-    let (stays, goes) = (
+    let (uninterruptible, interrupted) = (
         scheduler.submit(spec()).await.expect("accepted"),
         scheduler.submit(interruptible()).await.expect("accepted"),
     );
-    let (_, staying) = gateway.run(stays).await;
-    let (_, going) = gateway.run(goes).await;
+    let (_, staying) = gateway.run(uninterruptible).await;
+    let (_, going) = gateway.run(interrupted).await;
     for run in [&staying, &going] {
         start(&scheduler, &run.lease_token).await.expect("started");
     }
 
-    let landing = scheduler.land("one", None).await.expect("told");
-    assert_eq!(landing.desired(), pb::WorkerDesire::Cordon);
-    assert_eq!((landing.leases, landing.uninterruptible_leases), (2, 1));
-    within("the gateway hears", async {
+    let cordoned = scheduler.cordon("one", None).await.expect("accepted");
+    assert_eq!(cordoned.desired(), pb::WorkerDesire::Cordon);
+    assert_eq!((cordoned.leases, cordoned.uninterruptible_leases), (2, 1));
+    within("the gateway receives the change", async {
         while gateway.desired.directive() != pb::Directive::Cordon {
             gateway.next().await.expect("the stream is open");
         }
     })
     .await;
-    let waits = scheduler.submit(spec()).await.expect("queued");
-    until("it waits for the worker to come back", async || {
-        (scheduler.get(waits).await.waiting_for == ["one: is cordoned"]).then_some(())
+    let waiting = scheduler.submit(spec()).await.expect("queued");
+    until("the workload waits for the end of the cordon", async || {
+        (scheduler.get(waiting).await.waiting_for == ["one: is cordoned"]).then_some(())
     })
     .await;
 
-    // Neither a reconnect, nor another gateway, nor another life of what it holds means that it shall run.
+    // Neither a reconnection, nor another gateway, nor a new incarnation ends the cordon.
     drop(gateway);
-    let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("the same again");
+    let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("a reconnection");
     assert_eq!(gateway.desired.directive(), pb::Directive::Cordon);
     assert_eq!(gateway.desired.leases.len(), 2);
-    scheduler.land(&landing.worker_id, None).await.expect("a repeat, by its id");
+    scheduler.cordon(&cordoned.worker_id, None).await.expect("a repeat, by its id");
     let worker = scheduler.worker("one").await;
     assert_eq!((worker.desired(), worker.drained_at), (pb::WorkerDesire::Cordon, None));
     assert_eq!(reasons(&worker), ["CORDONED", "FULL"]);
 
     finish(&scheduler, &staying.lease_token, 0).await.expect("finished");
-    let (_, stop) = gateway.stop(goes).await;
+    let (_, stop) = gateway.stop(interrupted).await;
     assert_eq!((stop.reason(), &stop.attempt_id), (pb::StopReason::Interrupted, &going.attempt_id));
-    let landed = until("it has landed", async || {
+    let drained = until("the worker is drained", async || {
         Some(scheduler.worker("one").await).filter(|worker| worker.drained_at.is_some())
     })
     .await;
-    assert_eq!((landed.leases, landed.uninterruptible_leases), (1, 0));
+    assert_eq!((drained.leases, drained.uninterruptible_leases), (1, 0));
     finish_interrupted(&scheduler, &going.lease_token).await;
-    scheduler.wait_for(goes, pb::WorkloadState::Pending).await;
+    scheduler.wait_for(interrupted, pb::WorkloadState::Pending).await;
     gateway.leave().await;
-    let reborn = pb::Hello {
+    let new_incarnation = pb::Hello {
         marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "other".to_owned() }),
         gateway_instance: GatewayInstance::new().to_string(),
         ..first
     };
-    let mut gateway = Gateway::connect(&scheduler, reborn).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, new_incarnation).await.expect("welcome");
     assert_eq!(gateway.desired.directive(), pb::Directive::Cordon);
-    assert_eq!(scheduler.worker("one").await.drained_at, landed.drained_at);
+    assert_eq!(scheduler.worker("one").await.drained_at, drained.drained_at);
 
     for _ in 0..2 {
-        let running = scheduler.run_worker("one").await.expect("told").expect("a worker");
+        let running = scheduler.run_worker("one").await.expect("accepted").expect("a worker");
         assert_eq!((running.desired(), running.drained_at), (pb::WorkerDesire::Run, None));
     }
-    let (_, again) = gateway.run(goes).await;
+    let (_, again) = gateway.run(interrupted).await;
     assert_ne!(again.attempt_id, going.attempt_id);
-    for (id, run) in [(goes, again), (waits, gateway.run(waits).await.1)] {
+    for (id, run) in [(interrupted, again), (waiting, gateway.run(waiting).await.1)] {
         start(&scheduler, &run.lease_token).await.expect("started");
         finish(&scheduler, &run.lease_token, 0).await.expect("finished");
         assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
     }
-    let unknown = scheduler.land("nobody", None).await.expect_err("there is none");
+    let unknown = scheduler.cordon("unknown", None).await.expect_err("an unknown worker");
     assert!(unknown.is(Reason::WorkerNotFound));
     scheduler.stop().await;
 }
 
-pub(crate) async fn at_its_time_the_rest_of_a_landing_worker_is_interrupted(database: TestDatabase) {
+pub(crate) async fn cordon_interrupts_work_at_deadline(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let (started, unstarted) = (
@@ -173,12 +173,12 @@ pub(crate) async fn at_its_time_the_rest_of_a_landing_worker_is_interrupted(data
     let transfer = scheduler.placements().place(place).await.expect("granted").into_inner();
 
     let hour = Duration::from_secs(3600);
-    let landing = scheduler.land("one", Some(hour)).await.expect("told");
-    assert!(landing.interrupt_at.is_some());
-    assert_eq!((landing.leases, landing.uninterruptible_leases), (3, 3), "a transfer counts, too");
-    let again = scheduler.land("one", None).await.expect("a repeat");
-    assert_eq!(again.interrupt_at, landing.interrupt_at, "what was said stands");
-    scheduler.land("one", Some(Duration::ZERO)).await.expect("told");
+    let cordoned = scheduler.cordon("one", Some(hour)).await.expect("accepted");
+    assert!(cordoned.interrupt_at.is_some());
+    assert_eq!((cordoned.leases, cordoned.uninterruptible_leases), (3, 3), "a transfer is also a lease");
+    let again = scheduler.cordon("one", None).await.expect("a repeat");
+    assert_eq!(again.interrupt_at, cordoned.interrupt_at, "the deadline is unchanged");
+    scheduler.cordon("one", Some(Duration::ZERO)).await.expect("accepted");
     let (_, stop) = gateway.stop(started).await;
     assert_eq!(stop.reason(), pb::StopReason::Interrupted);
     gateway.stop(unstarted).await;
@@ -189,34 +189,34 @@ pub(crate) async fn at_its_time_the_rest_of_a_landing_worker_is_interrupted(data
     })
     .await;
 
-    let refused = start(&scheduler, &other.lease_token).await.expect_err("it shall stop");
+    let refused = start(&scheduler, &other.lease_token).await.expect_err("the attempt must stop");
     assert!(refused.is(Reason::LeaseLost));
     fail(&scheduler, &other.lease_token, "STOPPED_BEFORE_START").await;
-    assert_eq!(scheduler.get(unstarted).await.state(), pb::WorkloadState::Pending, "nothing of it ran");
+    assert_eq!(scheduler.get(unstarted).await.state(), pb::WorkloadState::Pending, "the process did not run");
     assert_eq!(scheduler.worker("one").await.drained_at, None);
     finish_interrupted(&scheduler, &run.lease_token).await;
     let finished = scheduler.finished(started).await;
     assert_eq!(finished.outcome(), pb::Outcome::Errored);
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("INTERRUPTED".to_owned()));
-    let landed = until("it has landed", async || {
+    let drained = until("the worker is drained", async || {
         Some(scheduler.worker("one").await).filter(|worker| worker.drained_at.is_some())
     })
     .await;
-    assert_eq!((landed.leases, landed.interrupt_at), (0, None));
+    assert_eq!((drained.leases, drained.interrupt_at), (0, None));
     scheduler.stop().await;
 }
 
-/// Says that an attempt ended before its process had started.
+/// Reports that an attempt ended before its process started.
 pub(crate) async fn fail(scheduler: &Running, token: &str, reason: &str) {
     let request = pb::FinishAttemptRequest {
         lease_token: token.to_owned(),
         failure: Some(pb::Failure { reason: reason.to_owned(), message: "it does not work".to_owned() }),
         ..pb::FinishAttemptRequest::default()
     };
-    scheduler.workloads().finish_attempt(request).await.expect("heard");
+    scheduler.workloads().finish_attempt(request).await.expect("accepted");
 }
 
-pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_away(database: TestDatabase) {
+pub(crate) async fn retired_worker_is_removed_when_safe(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let config = Config { artifact_store: place.endpoint(), ..config(&database) };
@@ -234,7 +234,7 @@ pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_a
     for refused in
         [scheduler.retire("one", false).await.map(|_| ()), scheduler.prune("one", false).await.map(|_| ())]
     {
-        let refused = refused.expect_err("not like that");
+        let refused = refused.expect_err("the worker has the last replica");
         if refused.is(Reason::WorkerInContact) {
             continue;
         }
@@ -242,31 +242,31 @@ pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_a
         assert_eq!(refused.about.get("artifact_id"), Some(&artifact.to_string()));
         assert_eq!(refused.about.get("artifacts").map(String::as_str), Some("1"));
     }
-    assert_eq!(scheduler.worker("one").await.desired(), pb::WorkerDesire::Run, "nothing was changed");
+    assert_eq!(scheduler.worker("one").await.desired(), pb::WorkerDesire::Run, "the worker is unchanged");
 
-    // What was forced may be taken back as long as it is not done, and so may all of it.
-    let retiring = scheduler.retire("one", true).await.expect("told").expect("it is there yet");
+    // A forced retirement can be undone until it is complete.
+    let retiring = scheduler.retire("one", true).await.expect("accepted").expect("the worker still exists");
     assert_eq!(retiring.desired(), pb::WorkerDesire::Retire);
     assert_eq!(reasons(&retiring), ["RETIRING"]);
-    scheduler.run_worker("one").await.expect("told");
+    scheduler.run_worker("one").await.expect("accepted");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    gateway.holds_nothing().await;
+    gateway.wait_until_idle().await;
     assert!(scheduler.find_worker("one").await.is_some());
 
-    scheduler.retire("one", true).await.expect("told");
-    scheduler.gone("one").await;
+    scheduler.retire("one", true).await.expect("accepted");
+    scheduler.wait_until_removed("one").await;
     assert!(scheduler.retire("one", true).await.expect("a repeat").is_none());
     assert!(scheduler.retire(&id, false).await.expect("a repeat, by its id").is_none());
-    let told = within("the gateway hears", async {
+    let end = within("the gateway receives the change", async {
         loop {
             match gateway.next().await {
                 Ok(()) => {}
-                Err(told) => break told,
+                Err(refusal) => break refusal,
             }
         }
     });
-    assert!(told.await.is(Reason::WorkerRetired));
-    until("the store has forgotten it", async || {
+    assert!(end.await.is(Reason::WorkerRetired));
+    until("the store has removed the replica", async || {
         let replicas = place.replicas(artifact).await.ok()?;
         replicas.is_empty().then_some(())
     })
@@ -276,14 +276,14 @@ pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_a
         gateway_instance: GatewayInstance::new().to_string(),
         ..hello.clone()
     };
-    let refused = Gateway::connect(&scheduler, again(&hello)).await.err().expect("it was retired");
+    let refused = Gateway::connect(&scheduler, again(&hello)).await.err().expect("the worker was retired");
     assert!(refused.is(Reason::WorkerRetired), "{refused}");
-    assert!(scheduler.run_worker("one").await.expect("told").is_none());
-    let back = Gateway::connect(&scheduler, again(&hello)).await.expect("it may");
+    assert!(scheduler.run_worker("one").await.expect("accepted").is_none());
+    let back = Gateway::connect(&scheduler, again(&hello)).await.expect("a new registration");
     assert_ne!(back.welcome.worker_id, id);
-    scheduler.retire("one", true).await.expect("told");
-    scheduler.gone("one").await;
-    // One that holds nothing may take the name of another.
+    scheduler.retire("one", true).await.expect("accepted");
+    scheduler.wait_until_removed("one").await;
+    // An empty worker may take the name of a removed worker.
     let empty = pb::Hello {
         marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() }),
         ..again(&hello)
@@ -293,7 +293,7 @@ pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_a
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_comes_to_be_on_a_retiring_worker_holds_it_up(database: TestDatabase) {
+pub(crate) async fn new_replica_blocks_retirement(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let config = Config { artifact_store: place.endpoint(), ..config(&database) };
@@ -306,19 +306,19 @@ pub(crate) async fn what_comes_to_be_on_a_retiring_worker_holds_it_up(database: 
     until("the store takes an upload", async || place.upload_to(worker).await.ok()).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
 
-    let held_up = until("it is held up", async || {
+    let held_up = until("the retirement is blocked", async || {
         Some(scheduler.worker("one").await).filter(|worker| !worker.held_up_by.is_empty())
     })
     .await;
     assert!(held_up.held_up_by.contains("last replica of an artifact"), "{}", held_up.held_up_by);
     assert!(held_up.drained_at.is_some());
     scheduler.retire("one", true).await.expect("forced");
-    scheduler.gone("one").await;
+    scheduler.wait_until_removed("one").await;
     store.stop().await;
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran(database: TestDatabase) {
+pub(crate) async fn prune_removes_unreachable_worker_with_its_attempts(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let ttl = Duration::from_millis(400);
@@ -333,39 +333,39 @@ pub(crate) async fn a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran(d
     let transfer = of_kind(pb::PlacementKind::Transfer);
     scheduler.placements().place(transfer).await.expect("placed");
     let refused = loop {
-        // Whether it is stalled or not depends on how fast this is.
+        // The timing of the test determines whether the worker is already stalled.
         gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
         match scheduler.prune("one", true).await {
             Err(refused) if refused.is(Reason::WorkerInContact) => break refused,
-            other => other.expect_err("it was not in contact, and may be pruned: too slow to test"),
+            other => other.expect_err("the worker stalled before the test could check"),
         };
     };
     assert!(refused.message.contains("one"), "{refused}");
 
-    until("it is stalled", async || {
+    until("the worker is stalled", async || {
         (scheduler.worker("one").await.state() == pb::WorkerState::Stalled).then_some(())
     })
     .await;
     let artifact =
         until("the store takes an upload", async || place.upload_to(id.parse().expect("an id")).await.ok())
             .await;
-    let refused = scheduler.prune("one", false).await.expect_err("it has the last replica");
+    let refused = scheduler.prune("one", false).await.expect_err("the worker has the last replica");
     assert!(refused.is(Reason::LastReplica), "{refused}");
     assert_eq!(refused.about.get("artifact_id"), Some(&artifact.to_string()));
     let pruned = scheduler.prune("one", true).await.expect("forced");
     let workload = pb::PrunedWorkload { team: "main".to_owned(), workload_id: started.to_string() };
-    assert_eq!((pruned.leases, pruned.workloads), (2, vec![workload]), "with the transfer");
-    assert!(scheduler.find_worker("one").await.is_none(), "it has gone once that is answered");
+    assert_eq!((pruned.leases, pruned.workloads), (2, vec![workload]), "the transfer is included");
+    assert!(scheduler.find_worker("one").await.is_none(), "the worker is removed before the answer");
     let again = scheduler.prune("one", true).await.expect("a repeat");
     assert_eq!(again, pb::PruneWorkerResponse::default());
     scheduler.prune(&id, false).await.expect("a repeat, by its id");
-    let unknown = scheduler.prune("nobody", false).await.expect_err("there never was one");
+    let unknown = scheduler.prune("unknown", false).await.expect_err("an unknown worker");
     assert!(unknown.is(Reason::WorkerNotFound));
     let finished = scheduler.finished(started).await;
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
 
-    // Its gateway was not superseded: it is to begin anew, and is another worker then.
-    within("the gateway hears", async {
+    // The gateway is not superseded. The gateway must register again and becomes another worker.
+    within("the gateway receives the change", async {
         while gateway.desired.directive() != pb::Directive::RegisterAgain {
             gateway.next().await.expect("the stream is open");
         }
@@ -378,7 +378,7 @@ pub(crate) async fn a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran(d
     scheduler.stop().await;
 }
 
-pub(crate) async fn an_ephemeral_worker_goes_once_it_is_lost(database: TestDatabase) {
+pub(crate) async fn ephemeral_worker_is_removed_when_lost(database: TestDatabase) {
     let config = Config {
         worker_ttl: Duration::from_millis(300),
         stop_after: Duration::from_millis(500),
@@ -398,17 +398,17 @@ pub(crate) async fn an_ephemeral_worker_goes_once_it_is_lost(database: TestDatab
     let other = Gateway::connect(&scheduler, ephemeral("lasting", false)).await.expect("welcome");
     gateway.leave().await;
     other.leave().await;
-    scheduler.gone("brief").await;
+    scheduler.wait_until_removed("brief").await;
     let finished = scheduler.finished(id).await;
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
-    until("the other is lost, and stays", async || {
+    until("the other worker is lost", async || {
         (scheduler.worker("lasting").await.state() == pb::WorkerState::Lost).then_some(())
     })
     .await;
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_worker_cannot_change_its_team(database: TestDatabase) {
+pub(crate) async fn worker_cannot_change_its_team(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let of = |name: &str, team: &str| {
         let (hello, team) = (hello(name), team.to_owned());
@@ -418,15 +418,16 @@ pub(crate) async fn a_worker_cannot_change_its_team(database: TestDatabase) {
         let name = format!("{first}-{second}");
         let gateway = Gateway::connect(&scheduler, of(&name, first)).await.expect("welcome");
         gateway.leave().await;
-        let refused = Gateway::connect(&scheduler, of(&name, second)).await.err().expect("not of this team");
+        let refused =
+            Gateway::connect(&scheduler, of(&name, second)).await.err().expect("a worker of another team");
         assert!(refused.is(Reason::WorkerOfAnotherTeam), "{refused}");
         assert_eq!(scheduler.worker(&name).await.labels.expect("labels").team, first);
-        Gateway::connect(&scheduler, of(&name, first)).await.expect("as before");
+        Gateway::connect(&scheduler, of(&name, first)).await.expect("the same team");
     }
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_worker_with_which_nobody_can_speak_is_listed_and_never_chosen(database: TestDatabase) {
+pub(crate) async fn worker_with_unsupported_protocol_is_never_chosen(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let newer = pb::Hello { protocol_versions: vec![2, 3], ..hello("newer") };
     for _ in 0..2 {
@@ -436,11 +437,14 @@ pub(crate) async fn a_worker_with_which_nobody_can_speak_is_listed_and_never_cho
     let listed = scheduler.worker("newer").await;
     assert_eq!(listed.unsupported_versions, [2, 3]);
     assert_eq!(reasons(&listed), ["INCOMPATIBLE", "STALLED"]);
-    assert!(listed.refusals[0].message.contains("another version of the protocol (2, 3)"), "{listed:?}");
-    let refused = scheduler.submit(spec()).await.expect_err("it will never do");
+    assert!(
+        listed.refusals[0].message.contains("supports only other protocol versions (2, 3)"),
+        "{listed:?}"
+    );
+    let refused = scheduler.submit(spec()).await.expect_err("no worker is compatible");
     assert!(refused.is(Reason::NoCompatibleWorker), "{refused}");
 
-    // While another gateway attends a worker, one that cannot be spoken with changes nothing.
+    // While a gateway is connected, an incompatible second gateway changes nothing.
     let one = hello("one");
     let gateway = Gateway::connect(&scheduler, one.clone()).await.expect("welcome");
     let other = pb::Hello {
@@ -448,19 +452,18 @@ pub(crate) async fn a_worker_with_which_nobody_can_speak_is_listed_and_never_cho
         protocol_versions: vec![2],
         ..one.clone()
     };
-    let refused = Gateway::connect(&scheduler, other.clone()).await.err().expect("it is attended");
+    let refused = Gateway::connect(&scheduler, other.clone()).await.err().expect("the worker has a gateway");
     assert!(refused.is(Reason::AlreadyAttended), "{refused}");
     assert_eq!(reasons(&scheduler.worker("one").await), [""; 0]);
     gateway.leave().await;
     let of_no_version = pb::Hello { protocol_versions: vec![], ..other.clone() };
-    let refused =
-        Gateway::connect(&scheduler, of_no_version).await.err().expect("it names no version at all");
+    let refused = Gateway::connect(&scheduler, of_no_version).await.err().expect("no protocol version");
     assert!(refused.is(Reason::InvalidField), "{refused}");
-    assert_eq!(reasons(&scheduler.worker("one").await), ["STALLED"], "nothing is known of its versions");
+    assert_eq!(reasons(&scheduler.worker("one").await), ["STALLED"], "the versions are unknown");
     Gateway::connect(&scheduler, other).await.err().expect("no version in common");
     assert_eq!(reasons(&scheduler.worker("one").await), ["INCOMPATIBLE", "STALLED"]);
 
-    // Upgraded, or taken back to its old version, it is as any other.
+    // A worker with a supported version is accepted like any other worker.
     let mut gateway = Gateway::connect(&scheduler, pb::Hello { protocol_versions: vec![3, 1], ..newer })
         .await
         .expect("a version in common");
@@ -470,7 +473,7 @@ pub(crate) async fn a_worker_with_which_nobody_can_speak_is_listed_and_never_cho
     scheduler.stop().await;
 }
 
-/// Somebody who watches workers.
+/// Watch of workers.
 struct Watcher(Streaming<pb::WatchWorkersResponse>);
 
 impl Watcher {
@@ -480,11 +483,11 @@ impl Watcher {
     }
 
     async fn next(&mut self) -> Result<(u64, Change), Refusal> {
-        let message = within("the next change", self.0.message()).await?.expect("it goes on");
+        let message = within("the next change", self.0.message()).await?.expect("an open stream");
         Ok((message.revision, message.change.expect("a change")))
     }
 
-    /// What was there when the call was made, and the revision up to which that is.
+    /// Returns the initial workers and the revision of that state.
     async fn synced(&mut self) -> (u64, Vec<Change>) {
         let mut changes = Vec::new();
         loop {
@@ -495,7 +498,7 @@ impl Watcher {
         }
     }
 
-    /// Waits for a change of which `pick` makes something, and answers its revision, too.
+    /// Waits for a change that `pick` accepts. Returns its revision and the picked value.
     async fn until<T>(&mut self, pick: impl Fn(&Change) -> Option<T>) -> (u64, T) {
         loop {
             let (revision, change) = self.next().await.expect("a change");
@@ -517,7 +520,7 @@ fn names(changes: &[Change]) -> Vec<&str> {
         .collect()
 }
 
-pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabase) {
+pub(crate) async fn watch_of_workers_misses_no_change(database: TestDatabase) {
     let keep = Config { keep_finished: Duration::from_secs(3600), ..config(&database) };
     let scheduler = Running::start(keep).await;
     let mut watcher = Watcher::after(&scheduler, 0).await;
@@ -528,24 +531,24 @@ pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabas
         .until(|change| matches!(change, Change::Worker(worker) if worker.name == "two").then_some(()))
         .await;
 
-    // Whoever comes later sees the same, each once.
+    // A later watch receives the same workers, each once.
     let mut late = Watcher::after(&scheduler, 0).await;
     let (revision, there) = late.synced().await;
     assert_eq!(names(&there), ["one", "two"]);
-    scheduler.land("one", None).await.expect("told");
+    scheduler.cordon("one", None).await.expect("accepted");
     for watcher in [&mut watcher, &mut late] {
-        let landing = |change: &Change| match change {
+        let cordoned = |change: &Change| match change {
             Change::Worker(worker) if worker.desired() == pb::WorkerDesire::Cordon => {
                 Some(worker.name.clone())
             }
             _ => None,
         };
-        let (at, name) = watcher.until(landing).await;
+        let (at, name) = watcher.until(cordoned).await;
         assert_eq!(name, "one");
         assert!(at > revision && at > seen_two);
     }
     two.leave().await;
-    until("it is stalled", async || {
+    until("the worker is stalled", async || {
         (scheduler.worker("two").await.state() == pb::WorkerState::Stalled).then_some(())
     })
     .await;
@@ -558,7 +561,8 @@ pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabas
         .await;
     assert_eq!((gone.name.as_str(), gone.how()), ("two", pb::WorkerEnd::Pruned));
 
-    // Whoever resumes is told what has changed since, and of all that have gone; whoever begins, of none.
+    // A resumed watch receives all later changes and all removed workers. A new watch receives no
+    // removed worker.
     let (_, since) = Watcher::after(&scheduler, revision).await.synced().await;
     assert_eq!(names(&since), ["one", "two"]);
     assert!(matches!(since.last(), Some(Change::Gone(_))));
@@ -570,17 +574,17 @@ pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabas
     assert!(refused.is(Reason::Compacted), "{refused}");
     scheduler.stop().await;
 
-    // Once that is forgotten, whoever might not have heard of it is told so.
+    // After removed workers are deleted, a watch with an older revision is rejected.
     let place = Place::new();
     let store = place.start().await;
-    let forget = Config {
+    let short_retention = Config {
         keep_finished: Duration::ZERO,
         reconcile_every: Duration::from_millis(50),
         artifact_store: place.endpoint(),
         ..config(&database)
     };
-    let scheduler = Running::start(forget).await;
-    until("it is forgotten", async || {
+    let scheduler = Running::start(short_retention).await;
+    until("the removed worker has been deleted", async || {
         let refused = Watcher::after(&scheduler, revision).await.next().await.err()?;
         refused.is(Reason::Compacted).then_some(())
     })
@@ -590,17 +594,17 @@ pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabas
     scheduler.stop().await;
 }
 
-pub(crate) async fn watchers_see_changes_that_another_replica_makes() {
+pub(crate) async fn check_watchers_see_changes_of_another_replica() {
     let database = testing::databases::postgres().await;
     let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
     let mut watchers = [Watcher::after(&replicas[0], 0).await, Watcher::after(&replicas[1], 0).await];
     let mut gateways = Vec::new();
-    for turn in 0..12 {
-        let name = format!("worker-{turn}");
-        gateways.push(Gateway::connect(&replicas[turn % 2], hello(&name)).await.expect("welcome"));
+    for number in 0..12 {
+        let name = format!("worker-{number}");
+        gateways.push(Gateway::connect(&replicas[number % 2], hello(&name)).await.expect("welcome"));
     }
-    for turn in 0..12 {
-        replicas[(turn + 1) % 2].land(&format!("worker-{turn}"), None).await.expect("told");
+    for number in 0..12 {
+        replicas[(number + 1) % 2].cordon(&format!("worker-{number}"), None).await.expect("accepted");
     }
     for watcher in &mut watchers {
         let (mut landed, mut before) = (std::collections::HashSet::new(), 0);
@@ -620,22 +624,22 @@ pub(crate) async fn watchers_see_changes_that_another_replica_makes() {
     }
 }
 
-/// Fails an attempt at `id` on the worker of `gateway`.
+/// Fails an attempt of `id` on the worker of `gateway`.
 async fn fail_on(scheduler: &Running, gateway: &mut Gateway, id: WorkloadId) {
     let (_, run) = gateway.run(id).await;
     fail(scheduler, &run.lease_token, "START_FAILED").await;
 }
 
-pub(crate) async fn what_one_worker_cannot_start_another_does(database: TestDatabase) {
+pub(crate) async fn unstartable_workload_moves_to_another_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut bad = Gateway::connect(&scheduler, hello("bad")).await.expect("welcome");
     let alone = scheduler.submit(spec()).await.expect("accepted");
     fail_on(&scheduler, &mut bad, alone).await;
     let finished = scheduler.finished(alone).await;
-    let failure = finished.failure.expect("nobody else could take it");
+    let failure = finished.failure.expect("no other worker is compatible");
     assert_eq!((failure.reason.as_str(), failure.message.as_str()), ("START_FAILED", "it does not work"));
 
-    // One that is full could take it later.
+    // A full worker could take the workload later.
     let small = pb::Capacity { max_tasks: 1, ..pb::Capacity::default() };
     let mut good = Gateway::connect(&scheduler, pb::Hello { capacity: Some(small), ..hello("good") })
         .await
@@ -662,9 +666,11 @@ pub(crate) async fn what_one_worker_cannot_start_another_does(database: TestData
     ids.retain(|id| *id != busy.0);
     for id in &ids {
         fail_on(&scheduler, &mut bad, *id).await;
-        let expected =
-            ["bad: could not start it: it does not work (START_FAILED)", "good: is full (1 of 1 tasks)"];
-        until("it waits for the good worker", async || {
+        let expected = [
+            "bad: could not start the workload: it does not work (START_FAILED)",
+            "good: is full (1 of 1 tasks)",
+        ];
+        until("the workload waits for the good worker", async || {
             (scheduler.get(*id).await.waiting_for == expected).then_some(())
         })
         .await;
@@ -677,7 +683,7 @@ pub(crate) async fn what_one_worker_cannot_start_another_does(database: TestData
         assert_eq!(scheduler.finished(*id).await.outcome(), pb::Outcome::Succeeded);
     }
 
-    // When the only other one that could take it goes for good, it ends with what the last one said.
+    // If the only other compatible worker is removed, the workload ends with the last failure.
     let last = scheduler.submit(spec()).await.expect("accepted");
     let blocker = scheduler.submit(spec()).await.expect("accepted");
     let (mut on_bad, mut on_good) = (None, None);
@@ -698,14 +704,14 @@ pub(crate) async fn what_one_worker_cannot_start_another_does(database: TestData
     let (_, blocked) = good.run(blocking).await;
     fail_on(&scheduler, &mut bad, failing).await;
     scheduler.wait_for(failing, pb::WorkloadState::Pending).await;
-    scheduler.retire("good", true).await.expect("told");
+    scheduler.retire("good", true).await.expect("accepted");
     let finished = scheduler.finished(failing).await;
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("START_FAILED".to_owned()));
     finish(&scheduler, &blocked.lease_token, 0).await.expect("finished");
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_again(database: TestDatabase) {
+pub(crate) async fn failing_worker_is_quarantined_and_tried_again(database: TestDatabase) {
     let config = Config {
         quarantine_after: 2,
         quarantine_for: Duration::from_millis(300),
@@ -717,15 +723,15 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
     for _ in 0..2 {
         let id = scheduler.submit(spec()).await.expect("accepted");
         fail_on(&scheduler, &mut gateway, id).await;
-        gateway.holds_nothing().await;
+        gateway.wait_until_idle().await;
     }
-    // Short as it is, it may be over by now; what it is there for is that it grows.
+    // The first quarantine may already be over. The test checks that quarantines grow.
     let mut waiting = Vec::new();
     for _ in 0..2 {
-        waiting.push(scheduler.submit(spec()).await.expect("it waits, or is tried"));
+        waiting.push(scheduler.submit(spec()).await.expect("accepted"));
     }
     let mut failures = 2;
-    let quarantined = within("it is quarantined for long", async {
+    let quarantined = within("a long quarantine", async {
         loop {
             let worker = scheduler.worker("one").await;
             assert_eq!(worker.failures, failures);
@@ -734,7 +740,7 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
             {
                 return worker;
             }
-            // On probation it gets one at a time.
+            // During the probation, the worker gets one workload at a time.
             let Some(run) = gateway.desired.leases.iter().find_map(|lease| match &lease.wish {
                 Some(pb::desired_lease::Wish::Run(run)) => Some(run.clone()),
                 _ => None,
@@ -745,26 +751,26 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
             assert_eq!(gateway.desired.leases.len(), 1, "one at a time");
             fail(&scheduler, &run.lease_token, "START_FAILED").await;
             failures += 1;
-            waiting.push(scheduler.submit(spec()).await.expect("it waits, or is tried"));
-            gateway.holds_nothing().await;
+            waiting.push(scheduler.submit(spec()).await.expect("accepted"));
+            gateway.wait_until_idle().await;
         }
     })
     .await;
     assert_eq!((quarantined.failed_team.as_str(), reasons(&quarantined)), ("main", vec![]));
     assert_eq!(quarantined.last_failure, "it does not work (START_FAILED)");
-    let id = scheduler.submit(spec()).await.expect("it waits");
-    let expected = "one: is quarantined, for it fails again and again: it does not work (START_FAILED)";
-    until("it is told", async || {
-        let said = scheduler.get(id).await.waiting_for;
-        assert_ne!(said, ["no worker has registered yet"]);
-        (said == [expected]).then_some(())
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let expected = "one: is quarantined after repeated failures: it does not work (START_FAILED)";
+    until("the reason of the wait", async || {
+        let reasons = scheduler.get(id).await.waiting_for;
+        assert_ne!(reasons, ["no worker has registered yet"]);
+        (reasons == [expected]).then_some(())
     })
     .await;
 
-    // Who says that it shall run has mended it; and then it works.
-    scheduler.run_worker("one").await.expect("told");
-    let trusted = scheduler.worker("one").await;
-    assert_eq!((trusted.failures, trusted.quarantined_until), (0, None));
+    // `RunWorker` resets the failures. The next attempt succeeds.
+    scheduler.run_worker("one").await.expect("accepted");
+    let worker = scheduler.worker("one").await;
+    assert_eq!((worker.failures, worker.quarantined_until), (0, None));
     let (_, run) = gateway.run_any().await;
     start(&scheduler, &run.lease_token).await.expect("started");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
@@ -772,7 +778,7 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatabase) {
+pub(crate) async fn started_process_ends_probation(database: TestDatabase) {
     let config = Config {
         quarantine_after: 1,
         quarantine_for: Duration::from_millis(50),
@@ -789,10 +795,10 @@ pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatab
     let worker = scheduler.worker("one").await;
     assert_eq!((worker.failures, worker.quarantined_until.is_none()), (1, true));
     let waits = scheduler.get(ids[1]).await;
-    assert_eq!(waits.state(), pb::WorkloadState::Pending, "one task is enough to try it");
+    assert_eq!(waits.state(), pb::WorkloadState::Pending, "the probation permits one task");
     assert_eq!(
         waits.waiting_for,
-        ["one: is quarantined, for it fails again and again: it does not work (START_FAILED)"]
+        ["one: is quarantined after repeated failures: it does not work (START_FAILED)"]
     );
     start(&scheduler, &run.lease_token).await.expect("started");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
@@ -801,7 +807,7 @@ pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatab
     scheduler.stop().await;
 }
 
-pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(database: TestDatabase) {
+pub(crate) async fn worker_is_quarantined_for_failing_team(database: TestDatabase) {
     let config = Config {
         quarantine_after: 2,
         quarantine_for: Duration::from_secs(3600),
@@ -819,32 +825,32 @@ pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(databas
     for _ in 0..2 {
         let id = scheduler.submit(of("main")).await.expect("accepted");
         fail_on(&scheduler, &mut gateway, id).await;
-        gateway.holds_nothing().await;
+        gateway.wait_until_idle().await;
     }
     assert_eq!(quarantined().await, (true, "main".to_owned(), vec![]));
-    let waits = scheduler.submit(of("main")).await.expect("it waits");
+    let waits = scheduler.submit(of("main")).await.expect("accepted");
 
-    // The other team uses the worker. With a failure of its own they count anew, for every team.
+    // The other team uses the worker. A failure of the other team restarts the count for all teams.
     let other = scheduler.submit(of("other")).await.expect("accepted");
     fail_on(&scheduler, &mut gateway, other).await;
-    gateway.holds_nothing().await;
+    gateway.wait_until_idle().await;
     assert_eq!(quarantined().await, (false, String::new(), vec![]));
     assert_eq!(scheduler.worker("one").await.failures, 1);
     fail_on(&scheduler, &mut gateway, waits).await;
-    gateway.holds_nothing().await;
+    gateway.wait_until_idle().await;
     assert_eq!(quarantined().await, (true, String::new(), vec!["QUARANTINED".to_owned()]));
-    let waits = scheduler.submit(of("main")).await.expect("it waits");
+    let waits = scheduler.submit(of("main")).await.expect("accepted");
 
-    // A process that starts ends it. One that was only about to start does not.
-    scheduler.run_worker("one").await.expect("told");
+    // A running process resets the failures. `StartAttempt` alone does not.
+    scheduler.run_worker("one").await.expect("accepted");
     let (_, run) = gateway.run(waits).await;
     fail(&scheduler, &run.lease_token, "START_FAILED").await;
-    let tried = scheduler.submit(of("main")).await.expect("accepted");
-    let (lease, run) = gateway.run(tried).await;
+    let next = scheduler.submit(of("main")).await.expect("accepted");
+    let (lease, run) = gateway.run(next).await;
     start(&scheduler, &run.lease_token).await.expect("started");
     assert_eq!(scheduler.worker("one").await.failures, 1);
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
-    until("the worker is trusted", async || {
+    until("the failures are reset", async || {
         (quarantined().await == (false, String::new(), vec![])).then_some(())
     })
     .await;

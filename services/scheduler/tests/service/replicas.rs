@@ -1,4 +1,4 @@
-//! Two replicas beside each other on one PostgreSQL.
+//! Tests of two replicas on one PostgreSQL database.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use testing::databases::TestDatabase;
 use crate::demand::demand;
 use crate::explain::explain_spec;
 use crate::leases::{task, with_slots};
-use crate::places::{place, release, so_many_wait, waiting};
+use crate::places::{place, release, wait_for_waiting_requests, waiting};
 use crate::support::{Gateway, Running, config, finish, hello, spec, until, within};
 
-/// Settings under which nobody looks by himself while a test lasts.
+/// Configuration in which no periodic read happens during a test.
 fn only_hints(database: &TestDatabase) -> scheduler::Config {
     let hour = Duration::from_secs(3600);
     scheduler::Config {
@@ -24,8 +24,8 @@ fn only_hints(database: &TestDatabase) -> scheduler::Config {
     }
 }
 
-/// A worker with one slot speaks with one replica; whoever submits and waits and watches, with the other.
-async fn what_one_changes_the_other_hears_of(config: scheduler::Config) {
+/// The gateway of a worker with one slot uses one replica. The callers use the other replica.
+async fn check_changes_reach_other_replica(config: scheduler::Config) {
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
     let mut slot = hello("one");
     slot.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
@@ -37,7 +37,7 @@ async fn what_one_changes_the_other_hears_of(config: scheduler::Config) {
     for id in waiting {
         let (lease, run) = gateway.run(id).await;
         let start = pb::StartAttemptRequest { lease_token: run.lease_token.clone() };
-        one.workloads().start_attempt(start).await.expect("it may start");
+        one.workloads().start_attempt(start).await.expect("started");
         gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
         other.wait_for(id, pb::WorkloadState::Running).await;
         finish(&one, &run.lease_token, 0).await.expect("finished");
@@ -48,143 +48,148 @@ async fn what_one_changes_the_other_hears_of(config: scheduler::Config) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_one_replica_changes_the_other_hears_of_at_once() {
+async fn changes_reach_other_replica_by_hints() {
     let database = testing::databases::postgres().await;
-    what_one_changes_the_other_hears_of(only_hints(&database)).await;
+    check_changes_reach_other_replica(only_hints(&database)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_any_hint_each_finds_out_by_looking() {
+async fn changes_reach_other_replica_without_hints() {
     let database = testing::databases::postgres().await;
     let config = scheduler::Config { share_hints: false, ..config(&database) };
-    what_one_changes_the_other_hears_of(config).await;
+    check_changes_reach_other_replica(config).await;
 }
 
-/// A lease is given back at one replica, while a caller, a workload and a landing wait for that at the other.
-async fn what_is_given_back_at_one_helps_who_waits_at_the_other(config: scheduler::Config) {
+/// A lease is released at one replica. A call, a workload and a cordon wait for the release at the
+/// other replica.
+async fn check_release_reaches_other_replica(config: scheduler::Config) {
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
     let mut slot = hello("one");
     slot.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
     let mut gateway = Gateway::connect(&one, slot).await.expect("welcome");
     let mut held = place(&one, task()).await.expect("granted");
     for (here, there) in [(&one, &other), (&other, &one), (&one, &other)] {
-        let waits = async { place(there, waiting(task())).await.expect("granted") };
-        let gives_back = async {
-            so_many_wait(there, 1).await;
+        let waiting_call = async { place(there, waiting(task())).await.expect("granted") };
+        let release_held = async {
+            wait_for_waiting_requests(there, 1).await;
             release(here, &held.lease_token).await;
         };
-        held = futures::join!(waits, gives_back).0;
+        held = futures::join!(waiting_call, release_held).0;
     }
-    let waits = other.submit(spec()).await.expect("accepted");
+    let workload = other.submit(spec()).await.expect("accepted");
     one.placements()
         .release_many(pb::ReleaseManyRequest { lease_tokens: vec![held.lease_token] })
         .await
         .expect("released");
-    let (_, run) = gateway.run(waits).await;
+    let (_, run) = gateway.run(workload).await;
     finish(&one, &run.lease_token, 0).await.expect("finished");
 
-    let held = within("it is granted", place(&one, waiting(task()))).await.expect("granted");
-    let landing = pb::CordonWorkerRequest { worker: "one".to_owned(), ..pb::CordonWorkerRequest::default() };
-    other.workers().cordon_worker(landing).await.expect("it is cordoned");
-    assert_eq!(one.worker("one").await.drained_at, None, "the lease holds it up");
+    let held = within("a grant", place(&one, waiting(task()))).await.expect("granted");
+    let cordon = pb::CordonWorkerRequest { worker: "one".to_owned(), ..pb::CordonWorkerRequest::default() };
+    other.workers().cordon_worker(cordon).await.expect("cordoned");
+    assert_eq!(one.worker("one").await.drained_at, None, "the lease delays the drain");
     release(&one, &held.lease_token).await;
-    until("it has landed", async || other.worker("one").await.drained_at).await;
+    until("the worker is drained", async || other.worker("one").await.drained_at).await;
     one.stop().await;
     other.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_given_back_at_one_replica_helps_who_waits_at_the_other_at_once() {
+async fn release_reaches_other_replica_by_hints() {
     let database = testing::databases::postgres().await;
-    what_is_given_back_at_one_helps_who_waits_at_the_other(only_hints(&database)).await;
+    check_release_reaches_other_replica(only_hints(&database)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_any_hint_what_is_given_back_is_found_by_looking() {
+async fn release_reaches_other_replica_without_hints() {
     let database = testing::databases::postgres().await;
     let config = scheduler::Config { share_hints: false, ..config(&database) };
-    what_is_given_back_at_one_helps_who_waits_at_the_other(config).await;
+    check_release_reaches_other_replica(config).await;
 }
 
-/// Settings under which nobody looks by himself while a test lasts, nor hears of what the other replica changes.
-fn neither_hints_nor_looks(database: &TestDatabase) -> scheduler::Config {
+/// Configuration without periodic reads and without hints of the other replica.
+fn no_hints_or_reads(database: &TestDatabase) -> scheduler::Config {
     scheduler::Config { share_hints: false, ..only_hints(database) }
 }
 
-/// Has a replica look once at what others have changed, as it does by itself after each `poll`.
-async fn look(replica: &Running) {
+/// Lets a replica read the changes of other replicas once, as it does after each `poll`.
+async fn read_changes(replica: &Running) {
     explain_spec(replica, spec()).await;
 }
 
-/// Whatever lets one be placed that waits, and of which nobody hears, is found by the first look after that.
+/// A change without a hint is found by the next read of the other replica.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hint_that_is_lost_costs_one_look() {
+async fn lost_hint_is_recovered_by_next_read() {
     let database = testing::databases::postgres().await;
-    let config = neither_hints_nor_looks(&database);
+    let config = no_hints_or_reads(&database);
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
-    let is = async |id, state| assert_eq!(other.get(id).await.state(), state);
-    look(&other).await;
+    let check_state = async |id, state| assert_eq!(other.get(id).await.state(), state);
+    read_changes(&other).await;
 
-    // A worker comes.
+    // A worker registers.
     let first = other.submit(spec()).await.expect("queued");
     let _gateway = with_slots(&one, "one", 1).await;
-    is(first, pb::WorkloadState::Pending).await;
-    look(&other).await;
-    is(first, pb::WorkloadState::Assigned).await;
+    check_state(first, pb::WorkloadState::Pending).await;
+    read_changes(&other).await;
+    check_state(first, pb::WorkloadState::Assigned).await;
 
-    // One that is landing shall run again.
+    // The cordon of a worker ends.
     let _second = with_slots(&one, "second", 1).await;
-    let landing =
+    let cordon =
         pb::CordonWorkerRequest { worker: "second".to_owned(), ..pb::CordonWorkerRequest::default() };
-    one.workers().cordon_worker(landing).await.expect("it is cordoned");
+    one.workers().cordon_worker(cordon).await.expect("cordoned");
     let second = other.submit(spec()).await.expect("queued");
     let runs = pb::RunWorkerRequest { worker: "second".to_owned() };
-    one.workers().run_worker(runs).await.expect("it shall run");
-    is(second, pb::WorkloadState::Pending).await;
-    look(&other).await;
-    is(second, pb::WorkloadState::Assigned).await;
+    one.workers().run_worker(runs).await.expect("uncordoned");
+    check_state(second, pb::WorkloadState::Pending).await;
+    read_changes(&other).await;
+    check_state(second, pb::WorkloadState::Assigned).await;
 
-    // A slot comes free: for a workload that waits there, for one that waits elsewhere, and for a call.
+    // A slot is released: for a workload at the same replica, for a workload at another replica,
+    // and for a call.
     let _third = with_slots(&one, "third", 1).await;
     let held = place(&one, task()).await.expect("granted");
     let third = other.submit(spec()).await.expect("queued");
     release(&one, &held.lease_token).await;
-    is(third, pb::WorkloadState::Pending).await;
-    look(&other).await;
-    is(third, pb::WorkloadState::Assigned).await;
+    check_state(third, pb::WorkloadState::Pending).await;
+    read_changes(&other).await;
+    check_state(third, pb::WorkloadState::Assigned).await;
 
     let _fourth = with_slots(&other, "fourth", 1).await;
     let held = place(&other, task()).await.expect("granted");
-    look(&one).await;
+    read_changes(&one).await;
     let fourth = one.submit(spec()).await.expect("queued");
     release(&other, &held.lease_token).await;
-    is(fourth, pb::WorkloadState::Pending).await;
-    look(&other).await;
-    is(fourth, pb::WorkloadState::Assigned).await;
+    check_state(fourth, pb::WorkloadState::Pending).await;
+    read_changes(&other).await;
+    check_state(fourth, pb::WorkloadState::Assigned).await;
 
     let _fifth = with_slots(&one, "fifth", 1).await;
     let held = place(&one, task()).await.expect("granted");
-    let calls = async { place(&other, waiting(task())).await.expect("granted") };
-    let gives_back = async {
-        so_many_wait(&other, 1).await;
+    let waiting_call = async { place(&other, waiting(task())).await.expect("granted") };
+    let release_held = async {
+        wait_for_waiting_requests(&other, 1).await;
         release(&one, &held.lease_token).await;
-        look(&other).await;
+        read_changes(&other).await;
     };
-    let (granted, ()) = futures::join!(calls, gives_back);
+    let (granted, ()) = futures::join!(waiting_call, release_held);
     assert_eq!(granted.worker_name, "fifth");
     one.stop().await;
     other.stop().await;
 }
 
-/// Both replicas tell that so many leases are waited for.
-async fn both_tell(replicas: &[Running; 2], waiting: u64) {
+/// Waits until both replicas report this number of waiting requests.
+async fn wait_for_demand(replicas: &[Running; 2], waiting: u64) {
     for replica in replicas {
-        until("it is told", async || (demand(replica).await.waiting == waiting).then_some(())).await;
+        until("the number of waiting requests", async || {
+            (demand(replica).await.waiting == waiting).then_some(())
+        })
+        .await;
     }
 }
 
-/// Of two calls one waits at each replica, and the slot comes free at the one where the later waits.
-async fn the_earlier_is_granted_first(
+/// Two calls wait, one at each replica. The slot is released at the replica of the later call.
+async fn check_earlier_is_granted_first(
     replicas: &[Running; 2],
     earlier: pb::PlaceRequest,
     later: pb::PlaceRequest,
@@ -193,45 +198,46 @@ async fn the_earlier_is_granted_first(
     let held = place(other, task()).await.expect("granted");
     let earlier = async {
         let lease = place(one, waiting(earlier)).await.expect("granted");
-        // The later waits still, which is seen once the other has heard that the earlier does not.
-        both_tell(replicas, 1).await;
+        // The later call must still wait after the other replica knows that the earlier one was
+        // granted.
+        wait_for_demand(replicas, 1).await;
         release(other, &lease.lease_token).await;
     };
     let later = async {
-        both_tell(replicas, 1).await;
+        wait_for_demand(replicas, 1).await;
         place(other, waiting(later)).await.expect("granted")
     };
-    let gives_back = async {
-        both_tell(replicas, 2).await;
-        so_many_wait(other, 2).await;
+    let release_held = async {
+        wait_for_demand(replicas, 2).await;
+        wait_for_waiting_requests(other, 2).await;
         release(other, &held.lease_token).await;
     };
-    let ((), later, ()) = futures::join!(earlier, later, gives_back);
-    both_tell(replicas, 0).await;
+    let ((), later, ()) = futures::join!(earlier, later, release_held);
+    wait_for_demand(replicas, 0).await;
     release(one, &later.lease_token).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_waits_for_leases_at_one_replica_is_counted_and_not_passed_over_at_the_other() {
+async fn other_replica_respects_waiting_requests() {
     let database = testing::databases::postgres().await;
-    // For that long the other leaves alone what came free for the one.
+    // The other replica reserves released slots for this time.
     let config = scheduler::Config { poll: Duration::from_secs(1), ..config(&database) };
     let replicas = [Running::start(config.clone()).await, Running::start(config).await];
     let _gateway = with_slots(&replicas[0], "one", 1).await;
-    the_earlier_is_granted_first(&replicas, task(), task()).await;
+    check_earlier_is_granted_first(&replicas, task(), task()).await;
     let urgent = pb::PlaceRequest { priority: 1, ..task() };
-    the_earlier_is_granted_first(&replicas, urgent, task()).await;
-    // They wait in lines of their own.
+    check_earlier_is_granted_first(&replicas, urgent, task()).await;
+    // The requests are in different lines of the queue.
     let check = pb::PlaceRequest { kind: pb::PlacementKind::Check.into(), ..task() };
-    the_earlier_is_granted_first(&replicas, check, task()).await;
+    check_earlier_is_granted_first(&replicas, check, task()).await;
     for replica in replicas {
         replica.stop().await;
     }
 }
 
-/// What a replica that has ended said of its calls holds nobody up for long.
+/// Waiting requests of a stopped replica block the other replica only for a short time.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_left_to_a_replica_that_has_ended_goes_to_who_is_next() {
+async fn requests_of_stopped_replica_release_their_slots() {
     let database = testing::databases::postgres().await;
     let [one, other] = [Running::start(config(&database)).await, Running::start(config(&database)).await];
     let _gateway = with_slots(&other, "one", 1).await;
@@ -239,45 +245,48 @@ async fn what_is_left_to_a_replica_that_has_ended_goes_to_who_is_next() {
     let mut placements = one.placements();
     let lost = async { placements.place(waiting(task())).await };
     let ends = async {
-        so_many_wait(&other, 1).await;
+        wait_for_waiting_requests(&other, 1).await;
         let next = place(&other, waiting(task()));
-        let gives_back = async {
-            so_many_wait(&other, 2).await;
+        let release_held = async {
+            wait_for_waiting_requests(&other, 2).await;
             one.stop().await;
             release(&other, &held.lease_token).await;
         };
-        futures::join!(next, gives_back).0.expect("granted")
+        futures::join!(next, release_held).0.expect("granted")
     };
     let (lost, _) = futures::join!(lost, ends);
-    lost.expect_err("nobody answers it");
-    until("nobody waits", async || (demand(&other).await.waiting == 0).then_some(())).await;
+    lost.expect_err("the replica has stopped");
+    until("the queue is empty", async || (demand(&other).await.waiting == 0).then_some(())).await;
     other.stop().await;
 }
 
-/// One asks for much at one replica, by a call; others for little at the other.
+/// A call at one replica requests much memory. Workloads at the other replica request little.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_one_replica_keeps_free_the_other_gives_to_nobody() {
+async fn reservation_is_respected_by_other_replica() {
     let database = testing::databases::postgres().await;
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let (one, other) = (Running::start(aging.clone()).await, Running::start(aging).await);
     let mut hello = hello("one");
     hello.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
     let mut gateway = Gateway::connect(&other, hello).await.expect("welcome");
-    let asking = |memory_bytes: u64| Some(pb::ResourceRequests { memory_bytes, ..Default::default() });
-    let first = other.submit(pb::WorkloadSpec { requests: asking(60), ..spec() }).await.expect("accepted");
+    let requesting = |memory_bytes: u64| Some(pb::ResourceRequests { memory_bytes, ..Default::default() });
+    let first =
+        other.submit(pb::WorkloadSpec { requests: requesting(60), ..spec() }).await.expect("accepted");
     let (_, run) = gateway.run(first).await;
     let large = async {
-        let large = pb::PlaceRequest { requests: asking(100), ..waiting(task()) };
+        let large = pb::PlaceRequest { requests: requesting(100), ..waiting(task()) };
         place(&one, large).await.expect("granted")
     };
     let small = async {
-        so_many_wait(&one, 1).await;
-        until("the other knows", async || {
-            let explained = explain_spec(&other, pb::WorkloadSpec { requests: asking(1), ..spec() }).await;
+        wait_for_waiting_requests(&one, 1).await;
+        until("the other replica knows the reservation", async || {
+            let explained =
+                explain_spec(&other, pb::WorkloadSpec { requests: requesting(1), ..spec() }).await;
             (explained.verdict() == pb::Verdict::NotNow).then_some(())
         })
         .await;
-        let small = other.submit(pb::WorkloadSpec { requests: asking(1), ..spec() }).await.expect("accepted");
+        let small =
+            other.submit(pb::WorkloadSpec { requests: requesting(1), ..spec() }).await.expect("accepted");
         assert_eq!(other.get(small).await.state(), pb::WorkloadState::Pending);
         finish(&other, &run.lease_token, 0).await.expect("finished");
         small
@@ -289,9 +298,10 @@ async fn what_one_replica_keeps_free_the_other_gives_to_nobody() {
     other.stop().await;
 }
 
-/// At one replica slots go on to who waits in the moment in which they are given back, so no look of the other finds one free.
+/// At one replica a released slot is granted in the same moment, so the other replica never reads a
+/// free slot.
 #[tokio::test(flavor = "multi_thread")]
-async fn how_long_slots_are_held_is_seen_at_each_replica() {
+async fn slot_durations_are_known_at_each_replica() {
     let database = testing::databases::postgres().await;
     let [one, other] = [Running::start(config(&database)).await, Running::start(config(&database)).await];
     let _gateway = with_slots(&one, "one", 1).await;
@@ -299,21 +309,21 @@ async fn how_long_slots_are_held_is_seen_at_each_replica() {
     let explained = explain_spec(&other, spec()).await;
     assert_eq!(explained.expected_wait, None, "{explained:?}");
     for _ in 0..3 {
-        let waits = async { place(&one, waiting(task())).await.expect("granted") };
-        let gives_back = async {
-            so_many_wait(&one, 1).await;
+        let waiting_call = async { place(&one, waiting(task())).await.expect("granted") };
+        let release_held = async {
+            wait_for_waiting_requests(&one, 1).await;
             release(&one, &held.lease_token).await;
         };
-        held = futures::join!(waits, gives_back).0;
+        held = futures::join!(waiting_call, release_held).0;
     }
-    until("it is known", async || explain_spec(&other, spec()).await.expected_wait).await;
+    until("the expected wait is known", async || explain_spec(&other, spec()).await.expected_wait).await;
     one.stop().await;
     other.stop().await;
 }
 
-/// Each replica is told half of them, and hears of what the other grants only afterwards.
+/// Each replica receives half of the submissions and learns of the other's grants later.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_burst_is_spread_over_all_workers() {
+async fn burst_is_spread_over_all_workers() {
     let database = testing::databases::postgres().await;
     let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
     let mut gateways = Vec::new();
@@ -323,7 +333,7 @@ async fn a_burst_is_spread_over_all_workers() {
         gateways.push(Gateway::connect(&replicas[number % 2], roomy).await.expect("welcome"));
     }
     for replica in &replicas {
-        until("it knows all of them", async || {
+        until("the replica knows all workers", async || {
             let subject = Some(pb::explain_request::Subject::Spec(spec()));
             let request = pb::ExplainRequest { subject, ..pb::ExplainRequest::default() };
             let explained = replica.placements().explain(request).await.expect("explained").into_inner();
@@ -339,7 +349,7 @@ async fn a_burst_is_spread_over_all_workers() {
     for number in 0..20 {
         load.push(replicas[0].worker(&format!("worker-{number}")).await.active_tasks);
     }
-    assert_eq!(load.iter().sum::<u32>(), 1000, "there is room for all: {load:?}");
+    assert_eq!(load.iter().sum::<u32>(), 1000, "all workloads are placed: {load:?}");
     let (least, most) = (load.iter().min().expect("some"), load.iter().max().expect("some"));
     assert!(*most * 10 <= *least * 15, "{load:?}");
     for replica in replicas {

@@ -1,4 +1,4 @@
-//! The scheduler beside a real artifact store.
+//! Tests of the scheduler with a real artifact store.
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -31,7 +31,7 @@ use tracing::Instrument;
 
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
-/// A place for an artifact store, which a test can start late.
+/// Directory of an artifact store, which a test can start later.
 pub(crate) struct Place {
     directory: TempDir,
 }
@@ -54,7 +54,7 @@ impl Place {
         format!("unix://{}", self.socket().display())
     }
 
-    /// Starts a store, and waits until it answers.
+    /// Starts an artifact store and waits until it is ready.
     #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
     pub(crate) async fn start(&self) -> Store {
         let url = format!("sqlite://{}/store.db", self.directory.path().display());
@@ -73,8 +73,8 @@ impl Place {
         Store { stop, served }
     }
 
-    /// Makes room for another start.
-    pub(crate) fn gone(&self) {
+    /// Removes the socket, so that the store can be started again.
+    pub(crate) fn remove_socket(&self) {
         std::fs::remove_file(self.socket()).ok();
     }
 
@@ -82,12 +82,12 @@ impl Place {
         peer(&self.endpoint(), Outgoing::internal()).expect("an address")
     }
 
-    /// An artifact that was uploaded to a worker of which the scheduler does not know.
+    /// Uploads an artifact to a worker that the scheduler does not know.
     async fn upload(&self) -> Result<ArtifactId, Refusal> {
         self.upload_to(WorkerId::new()).await
     }
 
-    /// Where the bytes of an artifact are.
+    /// Returns the replicas of an artifact.
     pub(crate) async fn replicas(&self, artifact: ArtifactId) -> Result<Vec<store::Replica>, Refusal> {
         let request =
             store::GetArtifactRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
@@ -95,12 +95,12 @@ impl Place {
         Ok(answer.artifact.expect("an artifact").replicas)
     }
 
-    /// An artifact that was uploaded to a worker.
+    /// Uploads an artifact to a worker.
     pub(crate) async fn upload_to(&self, worker: WorkerId) -> Result<ArtifactId, Refusal> {
         self.upload_of("main", worker).await
     }
 
-    /// The same, of this team.
+    /// Uploads an artifact of a team to a worker.
     pub(crate) async fn upload_of(&self, team: &str, worker: WorkerId) -> Result<ArtifactId, Refusal> {
         let session_credential = credential(worker);
         let (mut replicas, mut inventory) =
@@ -136,7 +136,7 @@ impl Place {
         Ok(artifact)
     }
 
-    /// The bytes of an output, as the gateway of some worker would publish them. Answers their digest.
+    /// Creates the replica of an output as a gateway does. Returns its digest.
     async fn candidate(
         &self,
         workload: WorkloadId,
@@ -176,7 +176,7 @@ impl Place {
         Ok(digest)
     }
 
-    /// Pins an artifact for a workload, as a scheduler would.
+    /// Pins an artifact for a workload, as the scheduler does.
     pub(crate) async fn pin(&self, artifact: ArtifactId, holder: WorkloadId) -> Result<(), Refusal> {
         let request = store::PinRequest {
             holder_id: holder.to_string(),
@@ -189,11 +189,11 @@ impl Place {
         Ok(())
     }
 
-    /// What keeps an artifact.
+    /// Returns the owners and pins of an artifact.
     pub(crate) async fn kept_by(&self, artifact: ArtifactId) -> Vec<String> {
         let request =
             store::GetArtifactRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
-        let answer = ArtifactsClient::new(self.peer()).get_artifact(request).await.expect("it is there");
+        let answer = ArtifactsClient::new(self.peer()).get_artifact(request).await.expect("a known artifact");
         answer.into_inner().artifact.expect("the artifact").kept_by
     }
 
@@ -205,7 +205,7 @@ impl Place {
         self.put_build_of("main", build, workload).await
     }
 
-    /// The same, of this team.
+    /// Creates a build of a team.
     pub(crate) async fn put_build_of(
         &self,
         team: &str,
@@ -223,12 +223,12 @@ impl Place {
     }
 }
 
-/// What signs the sessions that the store believes.
+/// Signer of the session credentials that the store accepts.
 fn signer() -> TokenSigner {
     TokenSigner::from_seed(&[7; 32])
 }
 
-/// With which the gateway of a worker speaks to the store.
+/// Session credential of the gateway of a worker.
 pub(crate) fn credential(worker: WorkerId) -> String {
     signer().sign(&SessionClaims {
         worker,
@@ -241,11 +241,11 @@ pub(crate) fn credential(worker: WorkerId) -> String {
 impl Store {
     pub(crate) async fn stop(self) {
         self.stop.send(()).expect("the store runs");
-        self.served.await.expect("no panic").expect("it ends well");
+        self.served.await.expect("no panic").expect("the store stops without an error");
     }
 }
 
-pub(crate) async fn a_build_ends_with_its_workload(database: TestDatabase) {
+pub(crate) async fn build_ends_with_its_workload(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -256,18 +256,18 @@ pub(crate) async fn a_build_ends_with_its_workload(database: TestDatabase) {
     let refused = scheduler.submit_as(id, spec.clone()).await.expect_err("there is no such build");
     assert!(refused.is(Reason::OwnerEnded), "{refused}");
     place.put_build(build, id).await.expect("a build");
-    scheduler.submit_as(id, spec).await.expect("nothing was left of the refused one");
+    scheduler.submit_as(id, spec).await.expect("the rejected submission left no data");
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
-    let ended = place.put_build(build, id).await.expect_err("it ended with its workload");
+    let ended = place.put_build(build, id).await.expect_err("the build ended with its workload");
     assert!(ended.is(Reason::BuildEnded), "{ended}");
     scheduler.stop().await;
     store.stop().await;
 }
 
-pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatabase) {
+pub(crate) async fn unpinnable_inputs_are_rejected(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -283,28 +283,27 @@ pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatab
     let subject = Some(pb::explain_request::Subject::Spec(reading.clone()));
     let explained =
         scheduler.placements().explain(pb::ExplainRequest { subject, ..Default::default() }).await;
-    let explained =
-        Refusal::from(explained.expect_err("what is refused is no other than what Submit refuses"));
+    let explained = Refusal::from(explained.expect_err("Explain rejects what Submit rejects"));
     let refused = scheduler.submit_as(id, reading).await.expect_err("there is no such artifact");
     for refused in [explained, refused] {
         assert!(refused.is(Reason::InputUnavailable), "{refused}");
         assert_eq!(refused.about.get("artifact_id"), Some(&artifact));
     }
-    let ours = place.upload().await.expect("uploaded").to_string();
-    let inputs = vec![pb::Input { artifact_id: ours.clone(), ..input }];
+    let own = place.upload().await.expect("uploaded").to_string();
+    let inputs = vec![pb::Input { artifact_id: own.clone(), ..input }];
     let of_another_team = pb::WorkloadSpec { team: "other".to_owned(), inputs: inputs.clone(), ..spec() };
-    let refused = scheduler.submit_as(id, of_another_team).await.expect_err("it is not that team's");
+    let refused = scheduler.submit_as(id, of_another_team).await.expect_err("an artifact of another team");
     assert!(refused.is(Reason::InputUnavailable), "{refused}");
-    assert_eq!(refused.about.get("artifact_id"), Some(&ours));
+    assert_eq!(refused.about.get("artifact_id"), Some(&own));
     scheduler
         .submit_as(id, pb::WorkloadSpec { inputs, ..spec() })
         .await
-        .expect("the id is free, and it is ours");
+        .expect("the id is free, and the artifact belongs to the team");
     scheduler.stop().await;
     store.stop().await;
 }
 
-pub(crate) async fn pins_of_workloads_that_nobody_knows_are_released(database: TestDatabase) {
+pub(crate) async fn pins_of_unknown_workloads_are_released(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -318,18 +317,18 @@ pub(crate) async fn pins_of_workloads_that_nobody_knows_are_released(database: T
     let known = scheduler.submit(pb::WorkloadSpec { inputs: vec![input], ..spec() }).await.expect("accepted");
     scheduler.stop().await;
 
-    let every_moment = Config {
+    let frequently = Config {
         reconcile_every: Duration::from_millis(20),
         reconcile_grace: Duration::ZERO,
         ..place.config(&database)
     };
-    let scheduler = Running::start(every_moment).await;
-    // The second is looked at after the known one was, for sure.
+    let scheduler = Running::start(frequently).await;
+    // The second unknown workload is checked after the known one.
     for _ in 0..2 {
         let unknown = WorkloadId::new();
         place.pin(artifact, unknown).await.expect("pinned");
         let settled = async || place.pin(artifact, unknown).await.err();
-        let refused = until("it is settled", settled).await;
+        let refused = until("the pin is settled", settled).await;
         assert!(refused.is(Reason::HolderSettled), "{refused}");
         assert_eq!(place.kept_by(artifact).await, [format!("pinned by {known}")]);
     }
@@ -337,7 +336,7 @@ pub(crate) async fn pins_of_workloads_that_nobody_knows_are_released(database: T
     store.stop().await;
 }
 
-pub(crate) async fn outputs_that_the_store_lacks_are_no_success(database: TestDatabase) {
+pub(crate) async fn missing_outputs_fail_workload(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -356,7 +355,7 @@ pub(crate) async fn outputs_that_the_store_lacks_are_no_success(database: TestDa
     let request = pb::FinishAttemptRequest {
         lease_token: run.lease_token,
         exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
-        outputs: vec![published("out"), published("never asked for")],
+        outputs: vec![published("out"), published("unknown")],
         ..pb::FinishAttemptRequest::default()
     };
     scheduler.workloads().finish_attempt(request).await.expect("finished");
@@ -369,7 +368,7 @@ pub(crate) async fn outputs_that_the_store_lacks_are_no_success(database: TestDa
     store.stop().await;
 }
 
-pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: TestDatabase) {
+pub(crate) async fn output_is_stored_in_named_caches(database: TestDatabase) {
     use pb::output_owner::Owner;
 
     let place = Place::new();
@@ -435,7 +434,7 @@ pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: T
     store.stop().await;
 }
 
-pub(crate) async fn what_the_cluster_has_of_a_type_is_the_image_of_all_workers(database: TestDatabase) {
+pub(crate) async fn base_resource_type_provides_image_on_all_workers(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -466,7 +465,7 @@ pub(crate) async fn what_the_cluster_has_of_a_type_is_the_image_of_all_workers(d
     };
     let (first, second) = (place.upload().await.expect("sealed"), place.upload().await.expect("sealed"));
 
-    let refused = scheduler.submit(spec.clone()).await.expect_err("no worker brings it along");
+    let refused = scheduler.submit(spec.clone()).await.expect_err("no worker has the resource type");
     assert!(refused.is(Reason::NoCompatibleWorker), "{refused}");
     assert_eq!(explained().await, pb::Verdict::Never);
     put(first).await;
@@ -475,11 +474,11 @@ pub(crate) async fn what_the_cluster_has_of_a_type_is_the_image_of_all_workers(d
     let (old, new) = (WorkloadId::new(), WorkloadId::new());
     scheduler.submit_as(old, spec.clone()).await.expect("accepted");
     put(second).await;
-    // A repeat is the same, though the name stands for something else since.
+    // A repeat is the same workload, even if the name has a new image.
     scheduler.submit_as(old, spec.clone()).await.expect("accepted before");
     let host = pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) };
     let another = pb::WorkloadSpec { image: Some(host), ..spec.clone() };
-    let refused = scheduler.submit_as(old, another).await.expect_err("it is another");
+    let refused = scheduler.submit_as(old, another).await.expect_err("another spec");
     assert!(refused.is(Reason::WorkloadExists), "{refused}");
     scheduler.submit_as(new, spec).await.expect("accepted");
     for (workload, artifact) in [(old, first), (new, second)] {
@@ -492,7 +491,7 @@ pub(crate) async fn what_the_cluster_has_of_a_type_is_the_image_of_all_workers(d
     store.stop().await;
 }
 
-pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDatabase) {
+pub(crate) async fn cache_content_becomes_next_version(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
@@ -522,7 +521,7 @@ pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDa
         ("x", "/cache", Reason::InvalidField),
     ] {
         let spec = pb::WorkloadSpec { caches: vec![mount(unknown, path)], ..spec() };
-        let refused = scheduler.submit(spec).await.expect_err("it cannot be had");
+        let refused = scheduler.submit(spec).await.expect_err("an unavailable cache");
         assert!(refused.is(reason), "{refused}");
     }
 
@@ -547,20 +546,20 @@ pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDa
     let request = pb::FinishAttemptRequest {
         lease_token: run.lease_token,
         exit: Some(pb::Exit { how: Some(pb::exit::How::Code(3)) }),
-        // What it does not use, it leaves nothing in.
+        // A cache that the workload does not use is ignored.
         caches: vec![left(&ours, artifact), left(&foreign, artifact)],
         ..pb::FinishAttemptRequest::default()
     };
     scheduler.workloads().finish_attempt(request).await.expect("finished");
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Failed);
-    // Who saw its end finds what it left.
+    // The new version is visible before the end of the workload.
     assert_eq!(cache("main").await, (ours.clone(), Some(artifact.to_string())));
     assert_eq!(cache("other").await, (foreign.clone(), None));
     assert_eq!(place.kept_by(artifact).await, [format!("task cache {ours}")]);
     let standing = to_move().await;
-    assert!(standing.starts_with("1 bytes to move"), "caches count as inputs do: {standing}");
+    assert!(standing.starts_with("1 bytes to move"), "caches count like inputs: {standing}");
 
-    // One that is stopped leaves nothing, whatever is said of it.
+    // A cancelled workload leaves no version in a cache.
     let id = scheduler.submit(spec.clone()).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
@@ -585,7 +584,7 @@ pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDa
     store.stop().await;
 }
 
-pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(database: TestDatabase) {
+pub(crate) async fn unavailable_store_delays_only_the_end(database: TestDatabase) {
     let place = Place::new();
     let scheduler = Running::start(place.config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
@@ -594,13 +593,13 @@ pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(databas
     let id = scheduler.submit(spec).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
-    finish(&scheduler, &run.lease_token, 3).await.expect("acknowledged all the same");
+    finish(&scheduler, &run.lease_token, 3).await.expect("acknowledged without the store");
     scheduler.wait_for(id, pb::WorkloadState::Settling).await;
     scheduler.cancel(id, Duration::ZERO).await;
     let settling = scheduler.get(id).await;
-    assert_eq!(settling.state(), pb::WorkloadState::Settling, "it had ended before it was cancelled");
+    assert_eq!(settling.state(), pb::WorkloadState::Settling, "the workload ended before the cancellation");
     assert_eq!(settling.outcome(), pb::Outcome::Unspecified);
-    until("its slot is free", async || (scheduler.worker("one").await.active_tasks == 0).then_some(())).await;
+    until("the slot is free", async || (scheduler.worker("one").await.active_tasks == 0).then_some(())).await;
     scheduler.stop().await;
 
     let store = place.start().await;
@@ -610,10 +609,8 @@ pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(databas
     store.stop().await;
 }
 
-/// The store is away while it is submitted, and comes when it was cancelled.
-pub(crate) async fn what_is_cancelled_before_its_inputs_are_pinned_never_runs_and_keeps_nothing(
-    database: TestDatabase,
-) {
+/// The store is unavailable during the submission and starts after the cancellation.
+pub(crate) async fn workload_cancelled_before_pinning_never_runs(database: TestDatabase) {
     let place = Place::new();
     let scheduler = Running::start(place.config(&database)).await;
     let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
@@ -624,8 +621,8 @@ pub(crate) async fn what_is_cancelled_before_its_inputs_are_pinned_never_runs_an
         path: bytes::Bytes::new(),
         access: pb::Access::ReadOnly.into(),
     };
-    let cancels = async {
-        until("it is accepted", async || {
+    let cancel = async {
+        until("the workload is accepted", async || {
             let get = pb::GetRequest { team: "main".to_owned(), workload_id: id.to_string() };
             let known = scheduler.workloads().get(get).await.ok()?.into_inner().workload?;
             (known.state() == pb::WorkloadState::Accepted).then_some(())
@@ -636,37 +633,39 @@ pub(crate) async fn what_is_cancelled_before_its_inputs_are_pinned_never_runs_an
         place.start().await
     };
     let reading = pb::WorkloadSpec { inputs: vec![input], ..spec() };
-    let submits = scheduler.submit_as(id, reading.clone());
-    let (submitted, store) = futures::join!(submits, cancels);
-    // Whoever submitted it hears of the cancellation or of the store, whichever is first, and may ask again.
+    let submit = scheduler.submit_as(id, reading.clone());
+    let (submitted, store) = futures::join!(submit, cancel);
+    // The caller receives the cancellation or the failure of the store, whichever is first, and may
+    // retry.
     assert!(submitted.as_ref().err().is_none_or(Refusal::is_transient), "{submitted:?}");
-    scheduler.submit_as(id, reading).await.expect("it is known");
+    scheduler.submit_as(id, reading).await.expect("a repeat");
     let artifact = until("the store answers", async || place.upload().await.ok()).await;
-    until("the store has heard of its end", async || place.pin(artifact, id).await.err()).await;
+    until("the store has settled the workload", async || place.pin(artifact, id).await.err()).await;
     let kept_by = place.kept_by(artifact).await;
     assert!(!kept_by.iter().any(|why| why.starts_with("pinned by")), "{kept_by:?}");
     assert_eq!(scheduler.get(id).await.outcome(), pb::Outcome::Aborted);
     let events = scheduler.watch(id, 0).await;
     let placed =
         |event: &pb::WatchResponse| matches!(event.event, Some(pb::watch_response::Event::Placed(_)));
-    assert!(!events.iter().any(placed), "it was never placed: {events:?}");
+    assert!(!events.iter().any(placed), "the workload was never placed: {events:?}");
     scheduler.stop().await;
     store.stop().await;
 }
 
-/// The spans of this process, of all of its tests.
+/// Spans of all tests in this process.
 fn spans() -> RecentSpans {
     static SPANS: LazyLock<RecentSpans> = LazyLock::new(|| {
         let spans = RecentSpans::default();
-        let telemetry = server::telemetry::init("test", "off", Some(spans.clone())).expect("nobody else did");
-        // Until the end of the process.
+        let telemetry = server::telemetry::init("test", "off", Some(spans.clone()))
+            .expect("telemetry is initialized once");
+        // The telemetry lives until the end of the process.
         std::mem::forget(telemetry);
         spans
     });
     SPANS.clone()
 }
 
-pub(crate) async fn settling_belongs_to_the_trace_of_the_workload(database: TestDatabase) {
+pub(crate) async fn settlement_continues_trace_of_workload(database: TestDatabase) {
     let spans = spans();
     let place = Place::new();
     let scheduler = Running::start(place.config(&database)).await;
@@ -674,8 +673,8 @@ pub(crate) async fn settling_belongs_to_the_trace_of_the_workload(database: Test
     let (id, build) = (WorkloadId::new(), BuildId::new());
     let trace = id.uuid().simple().to_string();
 
-    // Submitted in a trace; the end of its attempt is told in another one. That the store is away, and comes in with another
-    // start of the scheduler, makes no difference.
+    // The submission and the end of the attempt belong to different traces. The store is
+    // unavailable until the scheduler restarts.
     let store = place.start().await;
     place.put_build(build, id).await.expect("a build");
     let span = tracing::info_span!(target: "gantry", "caller");
@@ -685,7 +684,7 @@ pub(crate) async fn settling_belongs_to_the_trace_of_the_workload(database: Test
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
     store.stop().await;
-    place.gone();
+    place.remove_socket();
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     scheduler.wait_for(id, pb::WorkloadState::Settling).await;
     scheduler.stop().await;

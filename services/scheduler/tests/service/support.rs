@@ -1,4 +1,4 @@
-//! A scheduler on a port of its own, and a gateway that says what a test wants said.
+//! Scheduler on a port of its own and a simulated gateway.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -22,17 +22,17 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// Long enough for anything that happens at all.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// Upper bound of the time that a test waits for anything.
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A scheduler that a test can stop and start again.
+/// Scheduler that a test can stop and start again.
 pub(crate) struct Running {
     pub(crate) endpoint: String,
     stop: Option<oneshot::Sender<()>>,
     served: Option<JoinHandle<anyhow::Result<()>>>,
 }
 
-/// Settings under which little time passes. No artifact store answers.
+/// Configuration with short intervals. No artifact store is reachable.
 pub(crate) fn config(database: &TestDatabase) -> Config {
     Config {
         heartbeat: Duration::from_millis(100),
@@ -45,27 +45,27 @@ impl Running {
     #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
     pub(crate) async fn start(config: Config) -> Self {
         let listener = Listener::InsecureTcp(server::bind(([127, 0, 0, 1], 0).into()).expect("a free port"));
-        let endpoint = listener.endpoint().expect("its address");
+        let endpoint = listener.endpoint().expect("an address");
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(scheduler::serve(config, listener, async move {
             stopped.await.ok();
         }));
         let running = Self { endpoint, stop: Some(stop), served: Some(served) };
-        // The listener queues callers until it is served.
-        running.answers().await;
+        // The listener queues connections until the scheduler serves it.
+        running.wait_until_ready().await;
         running
     }
 
-    /// One that somebody else runs.
-    pub(crate) async fn at(endpoint: String) -> Self {
+    /// Connects to a scheduler that another process runs.
+    pub(crate) async fn connect(endpoint: String) -> Self {
         let running = Self { endpoint, stop: None, served: None };
-        running.answers().await;
+        running.wait_until_ready().await;
         running
     }
 
-    async fn answers(&self) {
-        let answers = async || self.workers().keys(pb::KeysRequest {}).await.ok().map(|_| ());
-        until("the scheduler answers", answers).await;
+    async fn wait_until_ready(&self) {
+        let keys = async || self.workers().keys(pb::KeysRequest {}).await.ok().map(|_| ());
+        until("the scheduler answers", keys).await;
     }
 
     pub(crate) async fn stop(mut self) {
@@ -73,7 +73,7 @@ impl Running {
             stop.send(()).expect("the scheduler runs");
         }
         if let Some(served) = self.served.take() {
-            served.await.expect("no panic").expect("it ends well");
+            served.await.expect("no panic").expect("the scheduler stops without an error");
         }
     }
 
@@ -125,12 +125,12 @@ impl Running {
         self.workloads().cancel(request).await.expect("cancelled");
     }
 
-    /// Everything that happens to a workload until it has finished.
+    /// Returns all events of a workload up to its end.
     pub(crate) async fn watch(&self, id: WorkloadId, after_revision: u64) -> Vec<pb::WatchResponse> {
         self.watch_some(id, after_revision, usize::MAX).await
     }
 
-    /// So many events, as soon as they have happened.
+    /// Waits for the first `count` events after the revision.
     pub(crate) async fn watch_some(
         &self,
         id: WorkloadId,
@@ -149,7 +149,7 @@ impl Running {
         some
     }
 
-    /// The last event of a workload.
+    /// Returns the last event of a workload.
     pub(crate) async fn finished(&self, id: WorkloadId) -> pb::Finished {
         match self.watch(id, 0).await.pop().and_then(|event| event.event) {
             Some(pb::watch_response::Event::Finished(finished)) => finished,
@@ -166,15 +166,15 @@ impl Running {
     }
 }
 
-/// Fails the test when `future` takes too long.
+/// Waits for `future`. The test fails when `future` takes too long.
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
-    match tokio::time::timeout(PATIENCE, future).await {
+    match tokio::time::timeout(TEST_TIMEOUT, future).await {
         Ok(answer) => answer,
-        Err(_) => panic!("waited in vain: {what}"),
+        Err(_) => panic!("timed out: {what}"),
     }
 }
 
-/// Asks until there is an answer.
+/// Polls `ask` until it returns a value.
 pub(crate) async fn until<T>(what: &str, ask: impl AsyncFn() -> Option<T>) -> T {
     within(what, async {
         loop {
@@ -187,7 +187,7 @@ pub(crate) async fn until<T>(what: &str, ask: impl AsyncFn() -> Option<T>) -> T 
     .await
 }
 
-/// A workload that runs `true` and needs nothing.
+/// Spec of a workload that runs `true` and has no inputs.
 pub(crate) fn spec() -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         team: "main".to_owned(),
@@ -202,7 +202,7 @@ pub(crate) fn spec() -> pb::WorkloadSpec {
     }
 }
 
-/// What a gateway says of itself and its worker.
+/// First message of a simulated gateway.
 pub(crate) fn hello(name: &str) -> pb::Hello {
     pb::Hello {
         worker_name: name.to_owned(),
@@ -221,15 +221,15 @@ pub(crate) fn hello(name: &str) -> pb::Hello {
     }
 }
 
-/// A gateway that attends one worker.
+/// Simulated gateway that is connected for one worker.
 pub(crate) struct Gateway {
     pub(crate) welcome: pb::Welcome,
     pub(crate) desired: pb::Desired,
-    /// How many wishes the last message had.
-    pub(crate) told_wishes: usize,
-    said: Option<mpsc::Sender<pb::SynchronizeRequest>>,
+    /// Number of wishes in the last message.
+    pub(crate) wish_count: usize,
+    outgoing: Option<mpsc::Sender<pb::SynchronizeRequest>>,
     number: AtomicU64,
-    told: Streaming<pb::SynchronizeResponse>,
+    incoming: Streaming<pb::SynchronizeResponse>,
 }
 
 fn wishes(desired: &pb::Desired) -> usize {
@@ -238,18 +238,25 @@ fn wishes(desired: &pb::Desired) -> usize {
 
 impl Gateway {
     pub(crate) async fn connect(scheduler: &Running, hello: pb::Hello) -> Result<Self, Refusal> {
-        let (said, messages) = mpsc::channel(16);
+        let (outgoing, messages) = mpsc::channel(16);
         let opening = pb::SynchronizeRequest { message: Some(Said::Hello(hello)) };
-        said.send(opening).await.expect("room");
+        outgoing.send(opening).await.expect("room");
         let call = scheduler.workers().synchronize(ReceiverStream::new(messages)).await?;
-        let mut told = call.into_inner();
-        let Some(Told::Welcome(welcome)) = next(&mut told).await? else { panic!("no welcome") };
-        let Some(Told::Desired(desired)) = next(&mut told).await? else { panic!("no desired") };
-        let told_wishes = wishes(&desired);
-        Ok(Self { welcome, desired, told_wishes, said: Some(said), number: AtomicU64::new(0), told })
+        let mut incoming = call.into_inner();
+        let Some(Told::Welcome(welcome)) = next(&mut incoming).await? else { panic!("no welcome") };
+        let Some(Told::Desired(desired)) = next(&mut incoming).await? else { panic!("no desired") };
+        let wish_count = wishes(&desired);
+        Ok(Self {
+            welcome,
+            desired,
+            wish_count,
+            outgoing: Some(outgoing),
+            number: AtomicU64::new(0),
+            incoming,
+        })
     }
 
-    /// Says what it knows, having taken up all that it was told.
+    /// Reports the leases. The report acknowledges the latest desired state.
     pub(crate) async fn observe(&self, leases: &[(&str, pb::LeasePhase)]) {
         let leases = leases.iter().map(|(id, phase)| pb::ObservedLease {
             lease_id: (*id).to_owned(),
@@ -259,24 +266,24 @@ impl Gateway {
         assert!(self.observe_leases(leases.collect()).await, "the stream is open");
     }
 
-    /// Says that it knows of no lease. Whoever does not listen any more hears nothing.
+    /// Reports no leases. The call has no effect when the stream has ended.
     pub(crate) async fn observe_nothing(&self) {
         self.observe_leases(vec![]).await;
     }
 
-    /// Says that it brings inputs to the worker.
+    /// Reports the progress of inputs.
     pub(crate) async fn observe_inputs(&self, lease: &str, inputs: Vec<pb::InputProgress>) {
         let phase = pb::LeasePhase::Materializing.into();
         let observed = vec![pb::ObservedLease { lease_id: lease.to_owned(), phase, inputs }];
         assert!(self.observe_leases(observed).await, "the stream is open");
     }
 
-    /// Says that it knows of no lease, and keeps this much.
+    /// Reports no leases and the number of containers and volumes.
     pub(crate) async fn observe_kept(&self, containers: u64, volumes: u64) {
         assert!(self.observe_all(vec![], containers, volumes).await, "the stream is open");
     }
 
-    /// Whether the stream is open.
+    /// Returns whether the stream is open.
     async fn observe_leases(&self, leases: Vec<pb::ObservedLease>) -> bool {
         self.observe_all(leases, 3, 4).await
     }
@@ -292,15 +299,15 @@ impl Gateway {
             number: self.number.fetch_add(1, Ordering::Relaxed) + 1,
         };
         let request = pb::SynchronizeRequest { message: Some(Said::Observed(observed)) };
-        self.said.as_ref().expect("it has not left").send(request).await.is_ok()
+        self.outgoing.as_ref().expect("the gateway is connected").send(request).await.is_ok()
     }
 
-    /// The next message.
+    /// Receives the next message.
     pub(crate) async fn next(&mut self) -> Result<(), Refusal> {
-        match next(&mut self.told).await? {
+        match next(&mut self.incoming).await? {
             Some(Told::Desired(mut desired)) => {
-                self.told_wishes = wishes(&desired);
-                // What is said once stays said.
+                self.wish_count = wishes(&desired);
+                // A message without a wish leaves the previous wish unchanged.
                 for lease in desired.leases.iter_mut().filter(|lease| lease.wish.is_none()) {
                     let before = self.desired.leases.iter().find(|before| before.lease_id == lease.lease_id);
                     lease.wish = before.and_then(|before| before.wish.clone());
@@ -312,7 +319,7 @@ impl Gateway {
         Ok(())
     }
 
-    /// Waits until what it shall do has what `pick` looks for.
+    /// Waits until `pick` finds a lease in the desired state.
     pub(crate) async fn desires<T>(
         &mut self,
         what: &str,
@@ -329,9 +336,9 @@ impl Gateway {
         .await
     }
 
-    /// Waits until it shall run `workload`.
+    /// Waits until the desired state contains a run of `workload`.
     pub(crate) async fn run(&mut self, workload: WorkloadId) -> (String, pb::RunAttempt) {
-        self.desires("to run it", |lease| match &lease.wish {
+        self.desires("a run of the workload", |lease| match &lease.wish {
             Some(pb::desired_lease::Wish::Run(run)) if run.workload_id == workload.to_string() => {
                 Some((lease.lease_id.clone(), run.clone()))
             }
@@ -340,9 +347,10 @@ impl Gateway {
         .await
     }
 
-    /// The same, while it says again and again that it knows of no lease.
-    pub(crate) async fn run_speaking(&mut self, workload: WorkloadId) -> (String, pb::RunAttempt) {
-        within("to run it", async {
+    /// Waits until the desired state contains a run of `workload`, and reports no leases before
+    /// each message.
+    pub(crate) async fn run_while_reporting(&mut self, workload: WorkloadId) -> (String, pb::RunAttempt) {
+        within("a run of the workload", async {
             loop {
                 self.observe(&[]).await;
                 self.next().await.expect("the stream is open");
@@ -360,18 +368,18 @@ impl Gateway {
         .await
     }
 
-    /// Waits until it shall run something.
+    /// Waits until the desired state contains any run.
     pub(crate) async fn run_any(&mut self) -> (String, pb::RunAttempt) {
-        self.desires("to run something", |lease| match &lease.wish {
+        self.desires("a run", |lease| match &lease.wish {
             Some(pb::desired_lease::Wish::Run(run)) => Some((lease.lease_id.clone(), run.clone())),
             _ => None,
         })
         .await
     }
 
-    /// Waits until it shall run a workload that is none of `others`.
+    /// Waits until the desired state contains a run of a workload that is not in `others`.
     pub(crate) async fn run_other_than(&mut self, others: &HashSet<String>) -> pb::RunAttempt {
-        self.desires("to run another", |lease| match &lease.wish {
+        self.desires("a run of another workload", |lease| match &lease.wish {
             Some(pb::desired_lease::Wish::Run(run)) if !others.contains(&run.workload_id) => {
                 Some(run.clone())
             }
@@ -380,9 +388,9 @@ impl Gateway {
         .await
     }
 
-    /// Waits until it shall stop `workload`.
+    /// Waits until the desired state contains a stop of `workload`.
     pub(crate) async fn stop(&mut self, workload: WorkloadId) -> (String, pb::StopAttempt) {
-        self.desires("to stop it", |lease| match &lease.wish {
+        self.desires("a stop of the workload", |lease| match &lease.wish {
             Some(pb::desired_lease::Wish::Stop(stop)) if stop.workload_id == workload.to_string() => {
                 Some((lease.lease_id.clone(), stop.clone()))
             }
@@ -391,8 +399,8 @@ impl Gateway {
         .await
     }
 
-    /// Waits until it holds no lease.
-    pub(crate) async fn holds_nothing(&mut self) {
+    /// Waits until the desired state contains no lease.
+    pub(crate) async fn wait_until_idle(&mut self) {
         within("no lease is left", async {
             while !self.desired.leases.is_empty() {
                 self.next().await.expect("the stream is open");
@@ -401,25 +409,25 @@ impl Gateway {
         .await;
     }
 
-    /// Ends its side of the stream and waits for the end of the other.
+    /// Closes the gateway's side of the stream and waits for the end of the other side.
     pub(crate) async fn leave(mut self) {
-        self.said = None;
-        within("the stream ends", async { while let Ok(Some(_)) = self.told.message().await {} }).await;
+        self.outgoing = None;
+        within("the stream ends", async { while let Ok(Some(_)) = self.incoming.message().await {} }).await;
     }
 }
 
-async fn next(told: &mut Streaming<pb::SynchronizeResponse>) -> Result<Option<Told>, Refusal> {
-    Ok(within("the next message", told.message()).await?.and_then(|message| message.message))
+async fn next(incoming: &mut Streaming<pb::SynchronizeResponse>) -> Result<Option<Told>, Refusal> {
+    Ok(within("the next message", incoming.message()).await?.and_then(|message| message.message))
 }
 
-/// Says that an attempt starts.
+/// Calls `StartAttempt`.
 pub(crate) async fn start(scheduler: &Running, token: &str) -> Result<(), Refusal> {
     let request = pb::StartAttemptRequest { lease_token: token.to_owned() };
     scheduler.workloads().start_attempt(request).await?;
     Ok(())
 }
 
-/// Says that an attempt has ended.
+/// Calls `FinishAttempt` with an exit code.
 pub(crate) async fn finish(scheduler: &Running, token: &str, code: u32) -> Result<(), Refusal> {
     let request = pb::FinishAttemptRequest {
         lease_token: token.to_owned(),

@@ -1,4 +1,4 @@
-//! Time in which nobody could renew a lease does not count.
+//! Tests of lease terms: time in which a lease cannot be renewed does not count.
 
 use std::time::Duration;
 
@@ -18,48 +18,48 @@ fn transfer() -> pb::PlaceRequest {
     }
 }
 
-/// What the database says about the only lease: when it ends, and its state.
+/// Reads the expiry and the state of the only lease from the database.
 async fn only_lease(database: &TestDatabase) -> (i64, String) {
     let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
     let statement =
         Statement::from_string(connection.get_database_backend(), "SELECT expires_at, state FROM leases");
     let row = connection.query_one_raw(statement).await.expect("read").expect("a lease");
     connection.close().await.expect("closed");
-    (row.try_get("", "expires_at").expect("a driven one"), row.try_get("", "state").expect("a state"))
+    (row.try_get("", "expires_at").expect("a driven lease"), row.try_get("", "state").expect("a state"))
 }
 
-pub(crate) async fn a_driven_lease_has_a_full_term_after_a_restart(database: TestDatabase) {
+pub(crate) async fn driven_lease_has_full_term_after_restart(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let request = transfer();
     let granted = scheduler.placements().place(request.clone()).await.expect("granted").into_inner();
     scheduler.stop().await;
 
-    // It was away for longer than the term.
+    // The scheduler was stopped for longer than the term.
     let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
-    connection.execute_unprepared("UPDATE leases SET expires_at = 1").await.expect("time passes");
+    connection.execute_unprepared("UPDATE leases SET expires_at = 1").await.expect("the time is changed");
     connection.close().await.expect("closed");
 
     let (before, term) = (Timestamp::now(), config(&database).lease_term);
     let scheduler = Running::start(config(&database)).await;
-    let again = scheduler.placements().place(request).await.expect("still the same").into_inner();
+    let again = scheduler.placements().place(request).await.expect("a repeat").into_inner();
     assert_eq!(again, granted);
     let renew = pb::RenewRequest { lease_token: granted.lease_token };
     scheduler.placements().renew(renew.clone()).await.expect("kept");
 
-    // Another replica starts beside it: the lease gets what is left to a full term, and no more.
+    // Another replica starts. The lease is extended to at most one full term.
     let other = Running::start(config(&database)).await;
     let (expires_at, state) = only_lease(&database).await;
     assert_eq!(state, "granted");
     assert!(Timestamp(expires_at) >= before + term, "at least a term");
-    assert!(Timestamp(expires_at) <= Timestamp::now() + term, "one term, however many start");
+    assert!(Timestamp(expires_at) <= Timestamp::now() + term, "at most one term");
     other.placements().renew(renew).await.expect("kept");
     other.stop().await;
     scheduler.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_that_was_away_takes_no_lease() {
+async fn lease_survives_database_outage() {
     let database = testing::databases::postgres().await;
     let term = Duration::from_secs(2);
     let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
@@ -69,14 +69,14 @@ async fn a_database_that_was_away_takes_no_lease() {
 
     let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
     let away = connection.begin().await.expect("begun");
-    away.execute_unprepared("LOCK TABLE leases").await.expect("nobody else reads them");
+    away.execute_unprepared("LOCK TABLE leases").await.expect("an exclusive lock");
     let statement = Statement::from_string(away.get_database_backend(), "SELECT expires_at FROM leases");
     let row = away.query_one_raw(statement).await.expect("read").expect("a lease");
-    let would_end = Timestamp(row.try_get("", "expires_at").expect("a driven one"));
+    let would_end = Timestamp(row.try_get("", "expires_at").expect("a driven lease"));
     until("the term is over", async || (Timestamp::now() > would_end).then_some(())).await;
-    away.rollback().await.expect("it is back");
+    away.rollback().await.expect("the lock is released");
     let renew = pb::RenewRequest { lease_token: granted.lease_token };
-    scheduler.placements().renew(renew).await.expect("the first who renews is in time");
+    scheduler.placements().renew(renew).await.expect("the lease can be renewed");
     connection.close().await.expect("closed");
 
     let (expires_at, _) = until("the lease has a full term again, or has ended", async || {
@@ -84,17 +84,17 @@ async fn a_database_that_was_away_takes_no_lease() {
         (expires_at > would_end.0 || state == "ended").then_some((expires_at, state))
     })
     .await;
-    assert!(Timestamp(expires_at) >= would_end + term, "it ended although nobody could renew it");
+    assert!(Timestamp(expires_at) >= would_end + term, "the lease expired while it could not be renewed");
     scheduler.stop().await;
 }
 
-async fn time_passes(database: &TestDatabase, statement: &str) {
+async fn advance_time(database: &TestDatabase, statement: &str) {
     let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
-    connection.execute_unprepared(statement).await.expect("time passes");
+    connection.execute_unprepared(statement).await.expect("the time is changed");
     connection.close().await.expect("closed");
 }
 
-pub(crate) async fn a_restart_does_not_forget_how_long_a_worker_was_silent(database: TestDatabase) {
+pub(crate) async fn restart_keeps_time_of_last_contact(database: TestDatabase) {
     let hour = Duration::from_secs(3600);
     let ttl = Duration::from_secs(1);
     let config = || scheduler::Config {
@@ -111,25 +111,27 @@ pub(crate) async fn a_restart_does_not_forget_how_long_a_worker_was_silent(datab
     scheduler.stop().await;
     drop(gateway);
 
-    // Nearly all of the hour passes. It has all of the rest.
+    // Most of the hour passes. The worker keeps the rest of it.
     let almost = (Timestamp::now() - (hour - Duration::from_secs(600))).0;
-    time_passes(&database, &format!("UPDATE heartbeats SET last_contact_at = {almost}")).await;
+    advance_time(&database, &format!("UPDATE heartbeats SET last_contact_at = {almost}")).await;
     let scheduler = Running::start(config()).await;
-    until("it is stalled", async || {
+    until("the worker is stalled", async || {
         (scheduler.worker("gone").await.state() == pb::WorkerState::Stalled).then_some(())
     })
     .await;
     scheduler.stop().await;
     let scheduler = Running::start(config()).await;
-    until("it had the time to come back", async || (!scheduler.worker("gone").await.awaited).then_some(()))
-        .await;
+    until("the time to reconnect has passed", async || {
+        (!scheduler.worker("gone").await.awaited).then_some(())
+    })
+    .await;
     assert_eq!(scheduler.worker("gone").await.state(), pb::WorkerState::Stalled);
     assert_eq!(scheduler.get(id).await.state(), pb::WorkloadState::Starting);
     scheduler.stop().await;
 
-    // Of the hour that is over now, a start of the scheduler gives back no more than the time to come back.
+    // The hour has passed. A restart of the scheduler adds only the time to reconnect.
     let over = (Timestamp::now() - hour).0;
-    time_passes(&database, &format!("UPDATE heartbeats SET last_contact_at = {over}")).await;
+    advance_time(&database, &format!("UPDATE heartbeats SET last_contact_at = {over}")).await;
     let scheduler = Running::start(config()).await;
     let lost = scheduler.finished(id).await;
     assert_eq!(lost.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
@@ -137,8 +139,8 @@ pub(crate) async fn a_restart_does_not_forget_how_long_a_worker_was_silent(datab
     scheduler.stop().await;
 }
 
-pub(crate) async fn after_a_restart_work_goes_to_those_that_came_back(database: TestDatabase) {
-    // Nobody is silent for so long that it would be stalled.
+pub(crate) async fn restart_places_work_on_reconnected_workers(database: TestDatabase) {
+    // No worker stalls during the test.
     let config = || scheduler::Config { worker_ttl: Duration::from_secs(500), ..config(&database) };
     let scheduler = Running::start(config()).await;
     let (gone, back) = (hello("gone"), hello("back"));
@@ -154,13 +156,13 @@ pub(crate) async fn after_a_restart_work_goes_to_those_that_came_back(database: 
     assert!(!scheduler.worker("back").await.awaited);
     let gone = scheduler.worker("gone").await;
     assert!(gone.awaited && gone.state() == pb::WorkerState::Running, "{gone:?}");
-    // Both have room for two.
+    // Both workers have two slots.
     for _ in 0..2 {
         let id = scheduler.submit(spec()).await.expect("accepted");
         gateway.run(id).await;
     }
     let id = scheduler.submit(spec()).await.expect("accepted");
-    let whereabouts = scheduler.get(id).await.whereabouts.expect("it is placed");
-    assert_eq!(whereabouts.worker_name, "gone", "it may come back, and the other is full");
+    let whereabouts = scheduler.get(id).await.whereabouts.expect("the workload is placed");
+    assert_eq!(whereabouts.worker_name, "gone", "the worker may reconnect, and the other one is full");
     scheduler.stop().await;
 }

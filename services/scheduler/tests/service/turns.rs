@@ -1,4 +1,4 @@
-//! Whose turn it is, of those that wait.
+//! Tests of the queue: order, team shares, reservations and queue limits.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use testing::databases::TestDatabase;
 
 use crate::explain::{explain, explain_spec};
 use crate::leases::{granted, grouped, place_many, task, with_slots};
-use crate::places::{place, so_many_wait, waiting};
+use crate::places::{place, wait_for_waiting_requests, waiting};
 use crate::support::{Gateway, Running, config, finish, hello, spec, until};
 
 async fn with_one_slot(scheduler: &Running) -> Gateway {
@@ -22,7 +22,8 @@ async fn with_one_slot(scheduler: &Running) -> Gateway {
     Gateway::connect(scheduler, hello).await.expect("welcome")
 }
 
-/// Submits while the only slot is taken, then frees it again and again, and answers in which order they ran: their numbers.
+/// Submits the specs while the only slot is used. Then the slot is released repeatedly. Returns the
+/// indexes of the specs in the order of their runs.
 async fn order(scheduler: &Running, specs: Vec<pb::WorkloadSpec>) -> Vec<usize> {
     let mut gateway = with_one_slot(scheduler).await;
     let first = scheduler.submit(spec()).await.expect("accepted");
@@ -42,7 +43,7 @@ async fn order(scheduler: &Running, specs: Vec<pb::WorkloadSpec>) -> Vec<usize> 
     order
 }
 
-pub(crate) async fn a_higher_priority_is_placed_first(database: TestDatabase) {
+pub(crate) async fn higher_priority_is_placed_first(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let with = |priority: i32| pb::WorkloadSpec { priority, ..spec() };
     let order = order(&scheduler, vec![with(0), with(-5), with(7), with(0), with(7)]).await;
@@ -52,12 +53,12 @@ pub(crate) async fn a_higher_priority_is_placed_first(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-/// With one slot nobody holds one when it is free: who came first is first, and no team is passed over.
-pub(crate) async fn a_team_with_more_that_waits_is_not_before_others(database: TestDatabase) {
+/// With one slot, no team uses a slot when the slot becomes free. The queue order then decides.
+pub(crate) async fn longer_queue_gives_team_no_precedence(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let of = |team: &str| pb::WorkloadSpec { team: team.to_owned(), ..spec() };
-    // Two slots: both are taken by one team, which has more that waits than the other, and had it before.
+    // One team uses both slots. The same team has more waiting workloads, which are also older.
     let mut runs = Vec::new();
     for _ in 0..2 {
         let id = scheduler.submit(of("many")).await.expect("accepted");
@@ -78,7 +79,8 @@ pub(crate) async fn teams_share_slots_by_their_weights(database: TestDatabase) {
     let team_weights = HashMap::from([("heavy".to_owned(), 3)]);
     let scheduler = Running::start(scheduler::Config { team_weights, ..config(&database) }).await;
     let mut gateway = with_slots(&scheduler, "one", 12).await;
-    // While another team has all slots, each of two comes to have more that waits than there are; the one with less weight is first.
+    // Another team uses all slots. Two teams queue more workloads than there are slots. The team
+    // with the lower weight submits first.
     let mut held = Vec::new();
     for _ in 0..12 {
         held.push(place(&scheduler, task()).await.expect("granted").lease_token);
@@ -90,7 +92,7 @@ pub(crate) async fn teams_share_slots_by_their_weights(database: TestDatabase) {
             teams.insert(scheduler.submit(spec).await.expect("accepted").to_string(), team);
         }
     }
-    // Slots come free one by one, and some at once.
+    // Slots are released one by one and in batches.
     let (mut seen, mut heavy) = (HashSet::new(), 0);
     for freed in [1, 1, 1, 1, 4, 4] {
         let lease_tokens = held.split_off(held.len() - freed);
@@ -109,28 +111,28 @@ pub(crate) async fn teams_share_slots_by_their_weights(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-pub(crate) async fn what_a_workload_asks_for_is_kept_free(database: TestDatabase) {
+pub(crate) async fn requested_resources_are_reserved(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut hello = hello("one");
     hello.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
     let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
-    let asking = |memory_bytes: u64| {
+    let requesting = |memory_bytes: u64| {
         let requests = Some(pb::ResourceRequests { memory_bytes, ..pb::ResourceRequests::default() });
         pb::WorkloadSpec { requests, ..spec() }
     };
-    let never = scheduler.submit(asking(101)).await.expect_err("refused");
+    let never = scheduler.submit(requesting(101)).await.expect_err("refused");
     assert!(never.is(Reason::NoCompatibleWorker), "{never:?}");
-    let first = scheduler.submit(asking(60)).await.expect("accepted");
+    let first = scheduler.submit(requesting(60)).await.expect("accepted");
     let (_, run) = gateway.run(first).await;
-    let second = scheduler.submit(asking(60)).await.expect("accepted");
+    let second = scheduler.submit(requesting(60)).await.expect("accepted");
     let waiting = scheduler.get(second).await;
     assert_eq!(waiting.state(), pb::WorkloadState::Pending);
     assert_eq!(
         waiting.waiting_for,
-        ["one: has 40 bytes of memory left, and 60 bytes of memory is asked for"]
+        ["one: has 40 bytes of memory left, but 60 bytes of memory is requested"]
     );
-    // Less is there, and who asks for less is not held up.
-    let small = scheduler.submit(asking(40)).await.expect("accepted");
+    // A smaller request is placed while the larger one waits.
+    let small = scheduler.submit(requesting(40)).await.expect("accepted");
     gateway.run(small).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.run(second).await;
@@ -142,21 +144,21 @@ fn of_memory(memory_bytes: u64) -> pb::WorkloadSpec {
     pb::WorkloadSpec { requests, ..spec() }
 }
 
-/// Waits until `id` is told that a worker is reserved for another.
-async fn is_told_that_it_is_kept_free(scheduler: &Running, id: WorkloadId) {
-    until("it is told why it waits", async || {
-        let told = scheduler.get(id).await.waiting_for;
-        told.iter().any(|line| line.contains("is reserved for another")).then_some(())
+/// Waits until `id` reports that a worker is reserved.
+async fn wait_for_reservation(scheduler: &Running, id: WorkloadId) {
+    until("the reason of the wait", async || {
+        let reasons = scheduler.get(id).await.waiting_for;
+        reasons.iter().any(|line| line.contains("is reserved for a large request")).then_some(())
     })
     .await;
 }
 
-/// Whether all are told that the worker `one` is reserved.
+/// Returns whether the worker `one` is reported as reserved.
 async fn is_reserved(scheduler: &Running) -> bool {
     scheduler.worker("one").await.refusals.iter().any(|refusal| refusal.reason == "RESERVED")
 }
 
-pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(database: TestDatabase) {
+pub(crate) async fn worker_is_reserved_for_long_waiting_workload(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
     let mut hello = hello("one");
@@ -170,23 +172,24 @@ pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(datab
         runs.push(gateway.run(small).await.1);
     }
     let large = scheduler.submit(of_memory(100)).await.expect("accepted");
-    // Others would take each half as it comes free.
+    // Smaller workloads would otherwise take each half as soon as the half is free.
     let small = scheduler.submit(of_memory(50)).await.expect("accepted");
-    is_told_that_it_is_kept_free(&scheduler, small).await;
+    wait_for_reservation(&scheduler, small).await;
     let explained = explain(&scheduler, crate::explain::waiting("main", large)).await.expect("explained");
     assert!(
-        explained.summary.ends_with("; one takes nothing else until it has room for it"),
+        explained.summary.ends_with("; one is reserved until it has room for the request"),
         "{explained:?}"
     );
     let explained = explain_spec(&scheduler, of_memory(1)).await;
     assert_eq!(explained.verdict(), pb::Verdict::NotNow);
     assert!(
-        explained.unblocked_by[0].contains("the one that it is reserved for is placed"),
+        explained.unblocked_by[0].contains("the request that it is reserved for is placed"),
         "{:?}",
         explained.unblocked_by
     );
-    until("everyone is told", async || is_reserved(&scheduler).await.then_some(())).await;
-    let demand = scheduler.placements().get_demand(pb::GetDemandRequest::default()).await.expect("told");
+    until("the reservation is reported", async || is_reserved(&scheduler).await.then_some(())).await;
+    let demand =
+        scheduler.placements().get_demand(pb::GetDemandRequest::default()).await.expect("a response");
     let demand = demand.into_inner();
     assert!(demand.removable.is_empty() && demand.supply[0].slots_free == 0, "{demand:?}");
     assert!(demand.demand.iter().any(|shape| shape.waits_for == "RESERVED"), "{demand:?}");
@@ -195,14 +198,14 @@ pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(datab
         finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     }
     let run = gateway.run_other_than(&seen).await;
-    assert_eq!(run.workload_id, large.to_string(), "it was not passed over");
+    assert_eq!(run.workload_id, large.to_string(), "the large request was placed first");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.run(small).await;
-    until("it is reserved no more", async || (!is_reserved(&scheduler).await).then_some(())).await;
+    until("the reservation has ended", async || (!is_reserved(&scheduler).await).then_some(())).await;
     scheduler.stop().await;
 }
 
-pub(crate) async fn whoever_is_before_another_takes_what_is_kept_free_for_it(database: TestDatabase) {
+pub(crate) async fn earlier_request_uses_reserved_worker(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
     let mut hello = hello("one");
@@ -212,11 +215,11 @@ pub(crate) async fn whoever_is_before_another_takes_what_is_kept_free_for_it(dat
     gateway.run(first).await;
     let large = scheduler.submit(of_memory(100)).await.expect("accepted");
     let small = scheduler.submit(of_memory(50)).await.expect("accepted");
-    is_told_that_it_is_kept_free(&scheduler, small).await;
+    wait_for_reservation(&scheduler, small).await;
     let urgent =
         scheduler.submit(pb::WorkloadSpec { priority: 100, ..of_memory(10) }).await.expect("accepted");
     gateway.run(urgent).await;
-    // Nobody waits for it any more: neither who was before the other, nor the other, for which it is reserved then.
+    // Neither the urgent workload nor the large one waits any longer, so the reservation ends.
     scheduler.cancel(large, Duration::ZERO).await;
     scheduler.cancel(small, Duration::ZERO).await;
     let other = scheduler.submit(of_memory(30)).await.expect("accepted");
@@ -224,7 +227,7 @@ pub(crate) async fn whoever_is_before_another_takes_what_is_kept_free_for_it(dat
     scheduler.stop().await;
 }
 
-pub(crate) async fn nothing_is_kept_free_for_one_that_no_worker_could_take_any_more(database: TestDatabase) {
+pub(crate) async fn unplaceable_workload_reserves_no_worker(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
     let mut hello = hello("one");
@@ -234,19 +237,19 @@ pub(crate) async fn nothing_is_kept_free_for_one_that_no_worker_could_take_any_m
     gateway.run(first).await;
     let large = scheduler.submit(of_memory(100)).await.expect("accepted");
     let small = scheduler.submit(of_memory(50)).await.expect("accepted");
-    is_told_that_it_is_kept_free(&scheduler, small).await;
-    // The worker comes back with less than is asked for, and as much room for others as before.
+    wait_for_reservation(&scheduler, small).await;
+    // The worker returns with less memory than requested and with the same number of slots.
     hello.session_credential = gateway.welcome.session_credential.clone();
     hello.capacity = Some(pb::Capacity { memory_bytes: 90, max_tasks: 3, ..pb::Capacity::default() });
     let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
     let other = scheduler.submit(of_memory(30)).await.expect("accepted");
     gateway.run(other).await;
-    until("it is reserved no more", async || (!is_reserved(&scheduler).await).then_some(())).await;
+    until("the reservation has ended", async || (!is_reserved(&scheduler).await).then_some(())).await;
     assert_eq!(scheduler.get(large).await.state(), pb::WorkloadState::Pending);
     scheduler.stop().await;
 }
 
-pub(crate) async fn a_worker_is_kept_free_for_a_group_that_waits_long(database: TestDatabase) {
+pub(crate) async fn worker_is_reserved_for_long_waiting_group(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
     let mut hello = hello("one");
@@ -260,16 +263,16 @@ pub(crate) async fn a_worker_is_kept_free_for_a_group_that_waits_long(database: 
     let both = [waiting(task()), waiting(task())];
     let group = async { granted(&place_many(&scheduler, grouped(both, 1)).await) };
     let others = async {
-        so_many_wait(&scheduler, 1).await;
+        wait_for_waiting_requests(&scheduler, 1).await;
         let other = scheduler.submit(spec()).await.expect("accepted");
-        is_told_that_it_is_kept_free(&scheduler, other).await;
+        wait_for_reservation(&scheduler, other).await;
         for run in runs {
             finish(&scheduler, &run.lease_token, 0).await.expect("finished");
         }
         other
     };
     let (granted, other) = futures::join!(group, others);
-    assert_eq!(granted.len(), 2, "it was not passed over");
+    assert_eq!(granted.len(), 2, "the large request was placed first");
     assert_eq!(scheduler.get(other).await.state(), pb::WorkloadState::Pending);
     let lease_tokens = granted.into_iter().map(|placed| placed.lease_token).collect();
     scheduler.placements().release_many(pb::ReleaseManyRequest { lease_tokens }).await.expect("released");
@@ -277,7 +280,7 @@ pub(crate) async fn a_worker_is_kept_free_for_a_group_that_waits_long(database: 
     scheduler.stop().await;
 }
 
-pub(crate) async fn one_that_cannot_be_read_keeps_nobody_from_a_worker(database: TestDatabase) {
+pub(crate) async fn unreadable_workload_does_not_block_queue(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let broken = scheduler.submit(spec()).await.expect("queued");
     let other = scheduler.submit(spec()).await.expect("queued");
@@ -295,11 +298,11 @@ pub(crate) async fn one_that_cannot_be_read_keeps_nobody_from_a_worker(database:
     assert_eq!(scheduler.finished(other).await.outcome(), pb::Outcome::Succeeded);
     let cancelled =
         pb::CancelRequest { team: "main".to_owned(), workload_id: broken.to_string(), grace: None };
-    scheduler.workloads().cancel(cancelled).await.expect("it can be ended");
+    scheduler.workloads().cancel(cancelled).await.expect("cancelled");
     scheduler.stop().await;
 }
 
-pub(crate) async fn team_with_a_full_queue_is_refused_until_something_is_placed(database: TestDatabase) {
+pub(crate) async fn team_with_full_queue_is_rejected(database: TestDatabase) {
     let limits = Config { most_waiting: 3, most_waiting_bytes: 2000, ..config(&database) };
     let scheduler = Running::start(limits.clone()).await;
     let mut gateway = with_one_slot(&scheduler).await;
@@ -315,7 +318,7 @@ pub(crate) async fn team_with_a_full_queue_is_refused_until_something_is_placed(
     scheduler.submit_as(waiting[0], spec()).await.expect("a repeat");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.run_other_than(&HashSet::from([run.workload_id.clone()])).await;
-    until("it has left the queue", async || scheduler.submit(spec()).await.ok()).await;
+    until("the workload has left the queue", async || scheduler.submit(spec()).await.ok()).await;
     let full = scheduler.submit(spec()).await.expect_err("three wait again");
     assert!(full.is(Reason::TeamQueueFull), "{full}");
 
@@ -328,22 +331,22 @@ pub(crate) async fn team_with_a_full_queue_is_refused_until_something_is_placed(
     let full = scheduler.submit(of_other(1000)).await.expect_err("too many bytes");
     assert!(full.is(Reason::TeamQueueFull), "{full}");
 
-    // A replica that starts knows what waits.
+    // A replica reads the queue when it starts.
     let other = Running::start(limits).await;
-    until("it has read the queue", async || {
+    until("the replica has read the queue", async || {
         let refused = other.submit(spec()).await.err()?;
         refused.is(Reason::TeamQueueFull).then_some(())
     })
     .await;
-    let before = many_at_once(&other).await;
+    let before = count_admitted(&other).await;
     assert_eq!(before, 0, "none is admitted");
     other.stop().await;
 
     scheduler.stop().await;
 }
 
-/// How many of some submissions at once are accepted.
-async fn many_at_once(scheduler: &Running) -> usize {
+/// Returns how many of several concurrent submissions are accepted.
+async fn count_admitted(scheduler: &Running) -> usize {
     let submitted = futures::future::join_all((0..8).map(|_| scheduler.submit(spec()))).await;
     submitted.into_iter().filter(Result::is_ok).count()
 }

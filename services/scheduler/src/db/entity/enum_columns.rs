@@ -1,4 +1,4 @@
-//! Enums of the domain that a column keeps as text, so that those who decide need no database.
+//! Text columns for enums of the domain, so that deciding code does not depend on the database.
 
 use sea_orm::sea_query::{ArrayType, ColumnType, Nullable, ValueType, ValueTypeErr};
 use sea_orm::{ColIdx, DbErr, QueryResult, TryGetError, TryGetable, Value};
@@ -9,7 +9,7 @@ use crate::placement::{Desired, Kind, State};
 macro_rules! stored_as_text {
     ($enum:ident { $($variant:ident = $text:literal),+ $(,)? }) => {
         impl $enum {
-            /// As its column says it.
+            /// Returns the text of the column.
             pub(crate) fn text(self) -> &'static str {
                 match self {
                     $(Self::$variant => $text,)+
@@ -33,7 +33,7 @@ macro_rules! stored_as_text {
         impl TryGetable for $enum {
             fn try_get_by<I: ColIdx>(row: &QueryResult, index: I) -> Result<Self, TryGetError> {
                 let text = String::try_get_by(row, index)?;
-                let unknown = || DbErr::Type(format!("{text:?} is no {}", stringify!($enum)));
+                let unknown = || DbErr::Type(format!("cannot read a column: {text:?} is not a value of {}", stringify!($enum)));
                 Self::of_text(&text).ok_or_else(|| TryGetError::DbErr(unknown()))
             }
         }

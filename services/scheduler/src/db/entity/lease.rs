@@ -41,14 +41,15 @@ pub(crate) enum Relation {}
 impl ActiveModelBehavior for ActiveModel {}
 
 impl Model {
-    /// Whether its holder keeps it by renewals; others are kept by the contact of their worker.
+    /// Returns whether the holder keeps the lease alive with renewals. Other leases depend on the
+    /// contact of their worker.
     pub(crate) fn is_driven(&self) -> bool {
         self.workload_id.is_none()
     }
 
-    /// What it leaves, once it has ended.
-    pub(crate) fn left(&self) -> Left {
-        Left {
+    /// Returns the part of the lease that is needed to release its resources.
+    pub(crate) fn ended_part(&self) -> EndedLease {
+        EndedLease {
             lease_id: self.id,
             worker_id: self.worker_id,
             kind: self.kind,
@@ -62,9 +63,9 @@ impl Model {
     }
 }
 
-/// What a lease that has ended leaves to do: what it took is its worker's again, and what was pinned for it is let go.
+/// The part of an ended lease that is needed to release its resources and pins.
 #[derive(Clone, Debug, FromQueryResult)]
-pub(crate) struct Left {
+pub(crate) struct EndedLease {
     pub(crate) lease_id: Uuid,
     pub(crate) worker_id: Uuid,
     pub(crate) kind: Kind,
@@ -76,8 +77,8 @@ pub(crate) struct Left {
     pub(crate) settles: bool,
 }
 
-/// What [`Left`] is read from.
-pub(crate) const LEFT: [&str; 9] = [
+/// The columns of [`EndedLease`].
+pub(crate) const ENDED_LEASE_COLUMNS: [&str; 9] = [
     "id AS lease_id",
     "worker_id",
     "kind",
@@ -89,30 +90,31 @@ pub(crate) const LEFT: [&str; 9] = [
     "settles",
 ];
 
-/// Where a lease is in its life.
+/// The state of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum State {
-    /// Its holder may use it.
+    /// The holder may use the lease.
     Granted,
-    /// It shall stop; its slot stays taken until it did.
+    /// The lease must stop. Its slot stays in use until then.
     Ending,
-    /// Nothing of it runs any more.
+    /// Nothing runs under the lease any more.
     Ended,
 }
 
-/// Who ended a lease.
+/// End of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum EndedBy {
-    /// Its holder.
+    /// The holder ended the lease.
     Reported,
-    /// We, without its holder.
+    /// The scheduler ended the lease without its holder.
     Lost,
 }
 
-/// Whether a lease has not ended. Written out, as in the partial indexes of the table: for a parameter in its place they would not be used, or
-/// the statement be planned anew each time.
+/// Returns the condition that a lease has not ended. The text equals that of the partial indexes of
+/// the table. With a parameter, PostgreSQL would not use the indexes and SQLite would plan the
+/// statement for each execution.
 pub(crate) fn is_live() -> Expr {
     Expr::cust("state <> 'ended'")
 }

@@ -1,5 +1,6 @@
-//! The tables, one module each; the migration says what each column means. Private to the crate: each table is changed only by
-//! the module that owns it, and what leaves that module is typed.
+//! The tables, one module each. The migration describes each column.
+//!
+//! Each table has one writing module, and only typed values leave that module.
 
 mod enum_columns;
 pub(crate) mod event;
@@ -15,21 +16,22 @@ pub(crate) mod worker;
 pub(crate) mod worker_revision;
 pub(crate) mod workload;
 
-/// In a statement that names rows by their ids: the state of such a row. Without an index of those in one state, which PostgreSQL takes for
-/// the shortest way where there was hardly any when it looked at the table last, however many there are by now.
+/// The state of a row in a statement that selects rows by id. The concatenation keeps PostgreSQL
+/// from using an index of rows in one state. The planner prefers such an index if the state was
+/// rare at the last ANALYZE.
 pub(crate) const STATE_OF_NAMED: &str = "(state || '')";
 
-/// JSON of a column that this service wrote.
+/// Parses the JSON of a column that this service wrote.
 pub(crate) fn from_json<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, sea_orm::DbErr> {
     serde_json::from_str(text).map_err(|error| sea_orm::DbErr::Type(error.to_string()))
 }
 
-/// JSON for a column.
+/// Serializes a value as JSON for a column.
 pub(crate) fn to_json<T: serde::Serialize>(value: &T) -> Result<String, sea_orm::DbErr> {
     serde_json::to_string(value).map_err(|error| sea_orm::DbErr::Type(error.to_string()))
 }
 
-/// Whether a row with this key was there already.
+/// Returns whether the insert failed because a row with this key exists.
 pub(crate) fn is_duplicate(error: &sea_orm::DbErr) -> bool {
     matches!(error.sql_err(), Some(sea_orm::SqlErr::UniqueConstraintViolation(_)))
 }

@@ -20,14 +20,14 @@ pub(crate) enum Relation {}
 
 impl ActiveModelBehavior for ActiveModel {}
 
-/// How a worker went.
+/// Way in which a worker was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum WorkerEnd {
-    /// It was told to go.
+    /// An operator retired the worker.
     Retired,
-    /// It was not in contact, and an operator said that it is gone.
+    /// An operator pruned the worker while it was out of contact.
     Pruned,
-    /// It was ephemeral, and lost.
+    /// The worker was ephemeral and was lost.
     Expired,
 }

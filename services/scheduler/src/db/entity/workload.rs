@@ -40,37 +40,37 @@ pub(crate) enum Relation {}
 
 impl ActiveModelBehavior for ActiveModel {}
 
-/// Where a workload is in its life.
+/// The state of a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum State {
-    /// Durable, its inputs are being pinned.
+    /// The workload is durable, and its inputs are being pinned.
     Accepted,
-    /// Waits for a worker.
+    /// The workload waits for a worker.
     Pending,
-    /// A worker holds a lease for it and prepares.
+    /// A worker has a lease for the workload and prepares it.
     Assigned,
-    /// Its process counts as started.
+    /// The process counts as started.
     Starting,
-    /// Its process runs.
+    /// The process runs.
     Running,
-    /// Its process is gone, its outputs are being settled.
+    /// The process has ended, and its outputs are being settled.
     Settling,
-    /// It has ended.
+    /// The workload has ended.
     Finished,
 }
 
-/// How a workload ended: [`domain::workload::Outcome`].
+/// End of a workload: [`domain::workload::Outcome`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum Outcome {
-    /// Its process exited with 0.
+    /// The process exited with 0.
     Succeeded,
-    /// Its process exited otherwise.
+    /// The process exited otherwise.
     Failed,
-    /// It could not be run, or its end is unknown.
+    /// The workload could not run, or its end is unknown.
     Errored,
-    /// It was cancelled.
+    /// The workload was cancelled.
     Aborted,
 }
 

@@ -13,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::*;
 
 #[test]
-fn only_what_is_disagreed_about_for_long_counts() {
+fn only_lasting_disagreement_counts() {
     let (drift, patience) = (Drift::default(), Duration::from_secs(10));
     let at = |seconds: i64| Timestamp(seconds * 1_000_000);
     let (one, other, none) = (Uuid::from_u128(1), Uuid::from_u128(2), HashSet::new());
@@ -22,7 +22,7 @@ fn only_what_is_disagreed_about_for_long_counts() {
     assert_eq!(drift.total(), Count::default());
     stream.note(&none, &HashSet::from([other]), patience, at(9));
     stream.note(&HashSet::from([one]), &HashSet::from([other]), patience, at(10));
-    assert_eq!(drift.total(), Count { missing: 0, stray: 1 }, "one was agreed about in between");
+    assert_eq!(drift.total(), Count { missing: 0, stray: 1 }, "the first lease agreed in between");
     let mut second = drift.of_stream();
     second.note(&HashSet::from([one]), &none, patience, at(0));
     second.note(&HashSet::from([one]), &none, patience, at(11));
@@ -32,7 +32,7 @@ fn only_what_is_disagreed_about_for_long_counts() {
     assert_eq!(drift.total(), Count::default());
 }
 
-fn hello() -> pb::Hello {
+fn registration() -> pb::Hello {
     pb::Hello {
         worker_name: "one".to_owned(),
         gateway_instance: GatewayInstance::new().to_string(),
@@ -44,20 +44,21 @@ fn hello() -> pb::Hello {
     }
 }
 
-/// Waits until so much is disagreed about, while `says` is said again and again.
-async fn until(drift: &Drift, expected: Count, mut says: impl AsyncFnMut()) {
-    let comes = async {
+/// Repeats `report` until the drift equals `expected`.
+async fn until(drift: &Drift, expected: Count, mut report: impl AsyncFnMut()) {
+    let reached = async {
         while drift.total() != expected {
-            says().await;
+            report().await;
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    let comes = tokio::time::timeout(Duration::from_secs(30), comes).await;
-    comes.unwrap_or_else(|_| panic!("{expected:?} is not counted, but {:?}", drift.total()));
+    let reached = tokio::time::timeout(Duration::from_secs(30), reached).await;
+    reached.unwrap_or_else(|_| panic!("expected a drift of {expected:?}, found {:?}", drift.total()));
 }
 
-/// A gateway says that something runs there of which nothing is known here; of what has ended, that is no wonder.
-async fn what_a_gateway_says_it_runs_and_nobody_knows_is_counted_while_it_says_so(database: TestDatabase) {
+/// A stray lease counts only while the gateway reports it as running. Reports of its end are
+/// normal.
+async fn stray_lease_counts_while_reported(database: TestDatabase) {
     let config = crate::Config {
         heartbeat: Duration::from_millis(100),
         worker_ttl: Duration::from_secs(1),
@@ -66,26 +67,26 @@ async fn what_a_gateway_says_it_runs_and_nobody_knows_is_counted_while_it_says_s
     let listener = Listener::InsecureTcp(server::bind(([127, 0, 0, 1], 0).into()).expect("a free port"));
     let address = peer(&listener.endpoint().expect("its address"), Outgoing::internal()).expect("an address");
     let (mut host, (stop, stopped)) = (Host::new(), oneshot::channel::<()>());
-    let drift = crate::add(config, &mut host).await.expect("it starts").drift;
+    let drift = crate::add(config, &mut host).await.expect("the scheduler starts").drift;
     let served = host.serve([listener], async { _ = stopped.await });
     let test = async {
-        let (said, messages) = mpsc::channel(16);
-        let say = async |message| said.send(pb::SynchronizeRequest { message: Some(message) }).await;
-        say(Said::Hello(hello())).await.expect("room");
-        let mut told = WorkersClient::new(address)
+        let (sender, messages) = mpsc::channel(16);
+        let send = async |message| sender.send(pb::SynchronizeRequest { message: Some(message) }).await;
+        send(Said::Hello(registration())).await.expect("room");
+        let mut responses = WorkersClient::new(address)
             .synchronize(ReceiverStream::new(messages))
             .await
-            .expect("let in")
+            .expect("registered")
             .into_inner();
         let Some(Told::Welcome(welcome)) =
-            told.message().await.expect("a message").and_then(|told| told.message)
+            responses.message().await.expect("a message").and_then(|response| response.message)
         else {
             panic!("no welcome")
         };
         let Some(Told::Desired(desired)) =
-            told.message().await.expect("a message").and_then(|told| told.message)
+            responses.message().await.expect("a message").and_then(|response| response.message)
         else {
-            panic!("nothing to do")
+            panic!("no desired state")
         };
         let [one, other] = [(); 2].map(|()| LeaseId::new().to_string());
         let mut number = 0;
@@ -103,28 +104,27 @@ async fn what_a_gateway_says_it_runs_and_nobody_knows_is_counted_while_it_says_s
                 number,
                 ..pb::Observed::default()
             };
-            say(Said::Observed(observed)).await.expect("the stream is open");
+            send(Said::Observed(observed)).await.expect("the stream is open");
         };
         let stray = Count { missing: 0, stray: 1 };
         until(&drift, stray, async || holds(pb::LeasePhase::Running).await).await;
         until(&drift, Count::default(), async || holds(pb::LeasePhase::Ended).await).await;
         until(&drift, stray, async || holds(pb::LeasePhase::Running).await).await;
-        // What nobody says any more does not count.
-        drop((told, said));
+        // The leases of a closed stream do not count.
+        drop((responses, sender));
         until(&drift, Count::default(), async || {}).await;
         _ = stop.send(());
     };
     let (served, ()) = tokio::join!(served, test);
-    served.expect("it ends well");
+    served.expect("the scheduler stops");
 }
 
 #[tokio::test]
-async fn what_nobody_knows_is_counted_on_sqlite() {
-    what_a_gateway_says_it_runs_and_nobody_knows_is_counted_while_it_says_so(databases::sqlite()).await;
+async fn stray_lease_counts_while_reported_sqlite() {
+    stray_lease_counts_while_reported(databases::sqlite()).await;
 }
 
 #[tokio::test]
-async fn what_nobody_knows_is_counted_on_postgresql() {
-    what_a_gateway_says_it_runs_and_nobody_knows_is_counted_while_it_says_so(databases::postgres().await)
-        .await;
+async fn stray_lease_counts_while_reported_postgres() {
+    stray_lease_counts_while_reported(databases::postgres().await).await;
 }

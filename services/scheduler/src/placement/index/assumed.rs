@@ -1,5 +1,7 @@
-//! What this replica has planned for workers and their rows do not say yet. It counts on top of what they said last, until it is written, or
-//! known not to be. While it is planned who gets what is being given back, that counts as free ([`Index::expect_slots`]).
+//! Planned load: grants of this replica that are not in the rows of workers yet.
+//!
+//! Planned load counts on top of the last known load until the grant is committed or rejected.
+//! While released slots are reassigned, they count as free ([`Index::expect_slots`]).
 
 use domain::WorkerId;
 
@@ -8,7 +10,7 @@ use crate::placement::Kind;
 use crate::placement::{Load, Resources};
 
 impl Index {
-    /// Plans a lease that is for `kind` and asks for `requests`.
+    /// Adds a planned lease.
     pub(crate) fn plan(&mut self, id: WorkerId, kind: Kind, requests: &Resources) {
         if kind.takes_a_slot() {
             let planned = self.planned.entry(id).or_default();
@@ -17,7 +19,7 @@ impl Index {
         }
     }
 
-    /// It is planned no more.
+    /// Removes a planned lease.
     pub(crate) fn unplan(&mut self, id: WorkerId, kind: Kind, requests: &Resources) {
         let Some(planned) = self.planned.get_mut(&id).filter(|_| kind.takes_a_slot()) else { return };
         *planned = planned.without(kind, requests);
@@ -27,8 +29,9 @@ impl Index {
         self.load(id, self.seen(id));
     }
 
-    /// From now on a slot of each of these counts as free that its row does not say yet. Answers what was seen before. Nothing is expected where
-    /// amounts are reserved: with the slot more comes free than can be known here, and who is first may have waited for that.
+    /// Counts one slot of each worker as free before its row shows it, and returns the previous
+    /// loads. Workers with reserved amounts are skipped, because the amounts that become free are
+    /// unknown, and the first waiting request may need them.
     pub(crate) fn expect_slots(&mut self, ids: &[WorkerId]) -> Vec<(WorkerId, Load)> {
         let mut before = Vec::with_capacity(ids.len());
         for id in ids {
@@ -41,13 +44,14 @@ impl Index {
         before
     }
 
-    /// What was seen before counts again.
-    pub(crate) fn is_as_seen(&mut self, before: Vec<(WorkerId, Load)>) {
-        // One that is named twice was seen first as it is.
+    /// Restores the previous loads.
+    pub(crate) fn restore_seen(&mut self, before: Vec<(WorkerId, Load)>) {
+        // A worker that is named twice has its true load in the first entry.
         before.into_iter().rev().for_each(|(id, seen)| self.load(id, seen));
     }
 
-    /// What is on a worker without what is planned for it, and less what is expected to come free. Nothing, where it is not known.
+    /// Returns the load without planned leases and without slots that are expected to become free.
+    /// Zero if the worker is unknown.
     pub(crate) fn seen(&self, id: WorkerId) -> Load {
         let place = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref());
         place.map(|place| place.seen).unwrap_or_default()

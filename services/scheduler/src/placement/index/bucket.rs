@@ -1,17 +1,17 @@
-//! A line: workers that are alike, by id, so that one more or less is cheap however many they are.
+//! Ordered lists of equal workers with cheap insertion and removal.
 //!
-//! It is cut into pieces, each in order and all in order, so that to put one in moves few others. Invariant: no piece is empty or has more than
-//! [`LONG`], and two neighbours have more than [`SHORT`] together.
+//! A list is split into sorted pieces, so that an insertion moves few entries. Invariant: no piece
+//! is empty or longer than [`LONG`], and two neighbours together are longer than [`SHORT`].
 
 use domain::WorkerId;
 
-/// A piece that gets longer than this is cut in two.
+/// Longest piece. A longer piece is split.
 const LONG: usize = 256;
 
-/// Two pieces that have no more than this together become one.
+/// Longest sum of two neighbouring pieces that are merged.
 const SHORT: usize = 96;
 
-/// Places of workers, by the ids of those.
+/// Places of workers, ordered by worker id.
 #[derive(Debug, Default)]
 pub(super) struct Line {
     pieces: Vec<Vec<(WorkerId, usize)>>,
@@ -31,12 +31,12 @@ impl Line {
         self.pieces.first()?.first().map(|(id, _)| *id)
     }
 
-    /// The places, in the order of the ids.
+    /// Returns the places in the order of worker ids.
     pub(super) fn places(&self) -> impl Iterator<Item = &usize> + Clone {
         self.pieces.iter().flatten().map(|(_, place)| place)
     }
 
-    /// The place of one of them, by its number in that order.
+    /// Returns the place at this position of the order.
     pub(super) fn nth(&self, mut number: usize) -> Option<usize> {
         for piece in &self.pieces {
             match piece.get(number) {
@@ -47,7 +47,7 @@ impl Line {
         None
     }
 
-    /// Puts a worker in that is not there.
+    /// Inserts a worker unless it is present.
     pub(super) fn put(&mut self, id: WorkerId, place: usize) {
         let piece = self.piece_of(id);
         let Some(of) = self.pieces.get_mut(piece) else {
@@ -64,7 +64,7 @@ impl Line {
         }
     }
 
-    /// Takes a worker out, if it is there.
+    /// Removes a worker if it is present.
     pub(super) fn take(&mut self, id: WorkerId) {
         let piece = self.piece_of(id);
         let Some(of) = self.pieces.get_mut(piece) else { return };
@@ -83,7 +83,7 @@ impl Line {
         }
     }
 
-    /// Makes one of a piece and the next, if they are short.
+    /// Merges a piece with the next one, if both are short.
     fn join(&mut self, piece: Option<usize>) {
         let Some(piece) = piece.filter(|piece| piece + 1 < self.pieces.len()) else { return };
         if self.pieces[piece].len() + self.pieces[piece + 1].len() <= SHORT {
@@ -92,7 +92,7 @@ impl Line {
         }
     }
 
-    /// The piece in which an id is, or would be.
+    /// Returns the piece that contains the id, or would contain it.
     fn piece_of(&self, id: WorkerId) -> usize {
         let starts_before =
             |piece: &Vec<(WorkerId, usize)>| piece.first().is_some_and(|(first, _)| *first <= id);
@@ -110,15 +110,16 @@ mod tests {
 
     use super::*;
 
-    /// The same as a plain sorted map, and the pieces as they shall be, while it grows and shrinks.
+    /// Compares the list with a sorted map, and checks the sizes of pieces, while the list grows
+    /// and shrinks.
     #[test]
-    fn a_line_is_a_sorted_map_in_pieces() {
+    fn bucket_equals_a_sorted_map() {
         let mut dice = StdRng::seed_from_u64(7);
         for most in [3_u32, 100, 5_000] {
             let (mut line, mut map) = (Line::default(), BTreeMap::new());
             let mut pieces = 0;
             for step in 0..8 * most {
-                // Grows first, and shrinks at last.
+                // The list grows first, and shrinks in the end.
                 let id = WorkerId::from_uuid(Uuid::from_u128(dice.random_range(0..most).into()));
                 let puts = dice.random_range(0..8 * most) >= step;
                 match (map.contains_key(&id), puts) {

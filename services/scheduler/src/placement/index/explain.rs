@@ -1,97 +1,99 @@
-//! The outlook of a demand: what the workers say to it. Some are told one by one, and all by what they have in common.
+//! The outlook of a demand: which workers would take it, and why the others refuse.
 //!
-//! Every worker is looked at, but words are made only for what is told: of ten thousand that refuse for the same reasons, once.
+//! Some workers are described individually, and all of them in groups with equal refusals. Every
+//! worker is checked, but texts are made only for described workers and groups.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeSet, HashMap};
 
 use domain::{Timestamp, WorkerId};
 
-use super::{Demand, Index, Location, Refusal, Score, Worker, keeps_out};
+use super::{Demand, Index, Location, Refusal, Score, Worker, team_refusal};
 use crate::placement::feasibility::{of_class, of_load, of_place};
 use crate::placement::{Pace, Strategy, refusals};
 
-/// How many groups are told.
+/// Maximum number of groups.
 const GROUPS: usize = 50;
 
-/// From how many groups on those that refuse for the same, but with other tags, versions or failures, are told together.
-const MANY: usize = 20;
+/// Number of groups from which on groups with the same refusals but different details are merged.
+const MERGE_THRESHOLD: usize = 20;
 
-/// How many of a group are named.
+/// Maximum number of names of a group.
 const NAMED: usize = 5;
 
-/// Who is told one by one.
+/// The workers that are described individually.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Tell {
+pub(crate) struct DetailFilter {
     pub(crate) most: usize,
-    /// Only these, by id or name. `None`: any.
+    /// Only these workers, by id or name. `None`: any.
     pub(crate) only: Option<(BTreeSet<WorkerId>, BTreeSet<String>)>,
 }
 
-/// What the workers say to a demand.
+/// The outlook of a demand.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Outlook {
-    /// How many there are.
+    /// Number of registered workers.
     pub(crate) known: usize,
-    /// How many have gone, and are remembered for a while.
+    /// Number of removed workers that still count as ones that may return.
     pub(crate) gone: usize,
-    /// How many would do.
+    /// Number of workers that would take the demand now.
     pub(crate) willing: usize,
-    /// Those that would do, best first; then those that refuse, first those for which waiting may help, each by name.
+    /// Workers that would take the demand, best first, then refusing workers. Among those, passing
+    /// refusals come first, then names.
     pub(crate) opinions: Vec<Opinion>,
-    /// All that refuse: first those for which waiting may help, then by their number.
+    /// All refusing workers. Groups with passing refusals come first, then larger groups.
     pub(crate) groups: Vec<Group>,
-    /// Of those that would do, or refuse for nothing but what is on them.
+    /// Turnover of the workers that would take the demand, or refuse only because of load.
     pub(crate) pace: Pace,
 }
 
-/// What one worker says.
+/// The answer of one worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Opinion {
     pub(crate) worker: WorkerId,
     pub(crate) name: String,
-    pub(crate) says: Says,
+    pub(crate) answer: Answer,
 }
 
-/// Whether a worker would do.
+/// Whether a worker would take the demand.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Says {
-    /// It would, and compares like this with others.
-    Would(Standing),
-    /// It would not, for all of this.
+pub(crate) enum Answer {
+    /// The worker would take the demand, with this rank.
+    Would(Ranking),
+    /// The worker refuses for all of these reasons.
     WouldNot(Vec<Refusal>),
 }
 
-/// How a worker that would do compares with others.
+/// The rank of a feasible worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Standing {
-    /// For people.
+pub(crate) struct Ranking {
+    /// Description for people.
     pub(crate) words: String,
     pub(crate) scores: Vec<(Strategy, u64)>,
 }
 
-/// Workers that refuse for the same reasons.
+/// Workers with equal refusals.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Group {
-    /// Those of one of them. First what will not pass by itself.
+    /// The refusals of one of them. Lasting refusals come first.
     pub(crate) refusals: Vec<Refusal>,
     pub(crate) count: usize,
-    /// The first of them by name.
+    /// The first names in alphabetical order.
     pub(crate) names: Vec<String>,
 }
 
 impl Group {
-    /// Whether waiting may help.
+    /// Returns whether waiting may help.
     pub(crate) fn passes(&self) -> bool {
         self.refusals.iter().all(Refusal::passes)
     }
 
-    /// Whether they are not there any more.
-    pub(crate) fn has_gone(&self) -> bool {
+    /// Returns whether the workers were removed.
+    pub(crate) fn are_removed(&self) -> bool {
         self.refusals.contains(&Refusal::Gone)
     }
 
-    /// What they say, for people: `are cordoned and are full`.
+    /// Describes the refusals, for example `are cordoned and are full`.
     pub(crate) fn words(&self) -> String {
         let words: Vec<_> = self.refusals.iter().map(Refusal::of_many).collect();
         words.join(" and ")
@@ -103,33 +105,33 @@ impl Group {
     }
 }
 
-/// A worker that would do: whether it is for all teams, and how good it is.
-struct Willing<'i> {
+/// A feasible worker: whether it serves all teams, and its score.
+struct FeasibleWorker<'i> {
     for_all: bool,
     score: Score,
     worker: &'i Worker,
 }
 
-impl Willing<'_> {
+impl FeasibleWorker<'_> {
     fn compare(&self, other: &Self) -> Ordering {
         let key = |one: &Self| (one.for_all, one.score);
         key(self).cmp(&key(other)).then_with(|| self.worker.name.cmp(&other.worker.name))
     }
 }
 
-/// A worker that would not do.
-struct Unwilling<'i> {
+/// A refusing worker.
+struct RefusingWorker<'i> {
     is_lasting: bool,
     worker: &'i Worker,
 }
 
-impl Unwilling<'_> {
+impl RefusingWorker<'_> {
     fn compare(&self, other: &Self) -> Ordering {
         self.is_lasting.cmp(&other.is_lasting).then_with(|| self.worker.name.cmp(&other.worker.name))
     }
 }
 
-/// Workers of one class that refuse for the same.
+/// Workers of one class with equal refusals.
 struct Tally<'i> {
     like: &'i Worker,
     count: usize,
@@ -149,15 +151,15 @@ impl<'i> Tally<'i> {
 }
 
 impl Index {
-    /// What the workers say to `demand`, whose inputs are at `locations`.
+    /// Computes the outlook of `demand`, whose inputs are at `locations`.
     pub(crate) fn outlook(
         &mut self,
         demand: &Demand,
         locations: &[Location],
-        tell: &Tell,
+        filter: &DetailFilter,
         now: Timestamp,
     ) -> Outlook {
-        let keeps_to_its_own = self.judged(&demand.shape).keeps_to_its_own;
+        let uses_own_workers_only = self.class_verdicts(&demand.shape).uses_own_workers_only;
         let chain = self.chains.of(demand.shape.purpose);
         let locations = if chain.is_by_locality() { locations } else { &[] };
         let (bytes, held) = held(locations);
@@ -169,7 +171,7 @@ impl Index {
             for place in class.lines[0].places().filter_map(|place| self.places[*place].as_ref()) {
                 let worker = &place.worker;
                 let of_place: Vec<_> = of_place(demand, worker).collect();
-                let kept_out = keeps_out(worker, keeps_to_its_own);
+                let kept_out = team_refusal(worker, uses_own_workers_only);
                 let of_load = of_load(&demand.shape, worker);
                 let mut others = of_place.iter().chain(&kept_out).peekable();
                 if of_class.is_empty()
@@ -185,12 +187,12 @@ impl Index {
                     let held = held.get(&worker.id).copied().unwrap_or(0);
                     let cost = chain.cost(&worker.load, bytes.saturating_sub(held));
                     let score = (worker.awaited, !demand.prefer.contains(&worker.id), cost);
-                    willing.push(Willing { for_all: worker.labels.team.is_none(), score, worker });
+                    willing.push(FeasibleWorker { for_all: worker.labels.team.is_none(), score, worker });
                     continue;
                 }
                 let is_lasting =
                     is_lasting || !of_place.iter().chain(&kept_out).chain(&of_load).all(Refusal::passes);
-                unwilling.push(Unwilling { is_lasting, worker });
+                unwilling.push(RefusingWorker { is_lasting, worker });
                 let tally = tallies.entry((number, others));
                 tally
                     .or_insert_with(|| Tally { like: worker, count: 0, names: Vec::new() })
@@ -199,7 +201,7 @@ impl Index {
         }
         let all = |worker: &Worker| {
             let mut refusals = refusals(demand, worker);
-            refusals.extend(keeps_out(worker, keeps_to_its_own));
+            refusals.extend(team_refusal(worker, uses_own_workers_only));
             refusals
         };
         let groups = tallies.into_values().map(|tally| {
@@ -208,22 +210,22 @@ impl Index {
         });
         let groups = grouped(groups.collect());
         let count = willing.len();
-        willing.retain(|one| tell.is_about(one.worker));
-        unwilling.retain(|one| tell.is_about(one.worker));
-        let would = first(willing, tell.most, Willing::compare).into_iter().map(|one| {
+        willing.retain(|one| filter.is_about(one.worker));
+        unwilling.retain(|one| filter.is_about(one.worker));
+        let would = first(willing, filter.most, FeasibleWorker::compare).into_iter().map(|one| {
             let words = self.words(demand, one.score);
             let scores = chain.counts(one.score.2).collect();
-            (one.worker, Says::Would(Standing { words, scores }))
+            (one.worker, Answer::Would(Ranking { words, scores }))
         });
         let would: Vec<_> = would.collect();
-        let left = tell.most.saturating_sub(would.len());
-        let would_not = first(unwilling, left, Unwilling::compare).into_iter();
-        let would_not = would_not.map(|one| (one.worker, Says::WouldNot(all(one.worker))));
+        let left = filter.most.saturating_sub(would.len());
+        let would_not = first(unwilling, left, RefusingWorker::compare).into_iter();
+        let would_not = would_not.map(|one| (one.worker, Answer::WouldNot(all(one.worker))));
         let opinions = would.into_iter().chain(would_not);
         let opinions =
-            opinions.map(|(worker, says)| Opinion { worker: worker.id, name: worker.name.clone(), says });
+            opinions.map(|(worker, answer)| Opinion { worker: worker.id, name: worker.name.clone(), answer });
         Outlook {
-            known: self.there(),
+            known: self.registered(),
             gone: self.gone,
             willing: count,
             opinions: opinions.collect(),
@@ -233,8 +235,8 @@ impl Index {
     }
 }
 
-impl Tell {
-    /// These many, of all.
+impl DetailFilter {
+    /// Describes the first `most` workers.
     #[cfg(test)]
     pub(crate) fn first(most: usize) -> Self {
         Self { most, only: None }
@@ -246,7 +248,7 @@ impl Tell {
     }
 }
 
-/// How many bytes there are in all, and how many of them workers hold.
+/// Returns the total size of the inputs, and the bytes that each worker has.
 fn held(locations: &[Location]) -> (u64, HashMap<WorkerId, u64>) {
     let mut held = HashMap::<_, u64>::new();
     for location in locations {
@@ -258,7 +260,7 @@ fn held(locations: &[Location]) -> (u64, HashMap<WorkerId, u64>) {
     (super::bytes(locations.iter()), held)
 }
 
-/// The first `most` in their order.
+/// Returns the first `most` elements in order.
 fn first<T>(mut of: Vec<T>, most: usize, compare: fn(&T, &T) -> Ordering) -> Vec<T> {
     if most < of.len() {
         if most > 0 {
@@ -270,10 +272,10 @@ fn first<T>(mut of: Vec<T>, most: usize, compare: fn(&T, &T) -> Ordering) -> Vec
     of
 }
 
-/// Brings those together that say the same.
+/// Merges groups with equal descriptions.
 fn grouped(groups: Vec<Group>) -> Vec<Group> {
     let mut groups = together(groups, |group| group.words());
-    if groups.len() > MANY {
+    if groups.len() > MERGE_THRESHOLD {
         for group in &mut groups {
             group.refusals =
                 std::mem::take(&mut group.refusals).into_iter().map(Refusal::in_common).collect();

@@ -1,12 +1,14 @@
-//! The workers, so that one of the best is found without a look at each.
+//! The index of workers, which finds a best worker without checking each one.
 //!
-//! Workers that differ in nothing but their load are a *class*. What speaks against a class is judged once for each shape of demand,
-//! and remembered. In its class a worker lies in a *line*: among those that have room, or among those that are full, sorted by what the
-//! strategies count, those that are equal by id. So who asks gets the head of the cheapest line, or whoever of several that are equally
-//! good the lot falls on, and what many hold in common costs nothing. Only where bytes are differs from one demand to the next: those that
-//! hold some of them are looked at one by one, and all others are equal in that.
+//! Workers that differ only in load form a *class*. The refusals of a class are computed once for
+//! each shape of demand, and cached. Within a class, workers are sorted by cost in *lines*,
+//! separately for workers with and without room. Equal workers share a line, sorted by id. A demand
+//! gets a worker of the cheapest line, drawn at random if several are equal. The location of bytes
+//! differs between demands: workers that hold some of the inputs are scored individually, and all
+//! others are equal in that respect.
 //!
-//! Invariant: every worker is in exactly one class, and there in one line of every chain. [`Index::put`] and [`Index::load`] keep it.
+//! Invariant: every worker is in exactly one class, and there in one line of each chain.
+//! [`Index::put`] and [`Index::load`] maintain it.
 
 mod assumed;
 mod bucket;
@@ -31,15 +33,15 @@ use super::{Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Str
 use crate::placement::{Desired, State};
 
 /// No worker has registered yet.
-const NOBODY: &str = "NOBODY";
+const NO_WORKER: &str = "NOBODY";
 
-/// No worker that is known could ever take it.
+/// No known worker could ever take the demand.
 const NEVER: &str = "NEVER";
 
-/// Everything that [`Index::waits_for`] answers.
+/// All codes that [`Index::waits_for`] returns.
 pub(crate) const WAITS_FOR: [&str; 14] = [
     PENDING,
-    NOBODY,
+    NO_WORKER,
     NEVER,
     "JUST_LOST",
     "GONE",
@@ -54,64 +56,65 @@ pub(crate) const WAITS_FOR: [&str; 14] = [
     "SHORT",
 ];
 
-/// A worker would take it.
+/// A worker would take the demand.
 const PENDING: &str = "PENDING";
 
-/// How many shapes of demand are remembered with what was judged for them.
-const REMEMBERED: usize = 4096;
+/// Maximum number of shapes of demand with cached results.
+const MAX_CACHED_SHAPES: usize = 4096;
 
-/// What came of it.
+/// The result of a choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// This one.
+    /// A worker was chosen.
     Placed(Placement),
-    /// Everyone that could is busy or out of contact, or nobody has registered yet.
+    /// All workers that could take the demand are busy or out of contact, or no worker has
+    /// registered yet.
     NotNow,
-    /// No worker that is known could ever.
+    /// No known worker could ever take the demand.
     Never,
 }
 
-/// A worker was found.
+/// A chosen worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub(crate) worker: WorkerId,
     pub(crate) incarnation: Incarnation,
-    /// Why it and no other, for people.
+    /// Reason why this worker was chosen, for people.
     pub(crate) reason: String,
-    /// What made the difference.
+    /// Criterion that ranked the worker above the next one.
     pub(crate) decided_by: DecidedBy,
 }
 
-/// What made the difference between the worker that was chosen and the next best.
+/// Criterion that ranked the chosen worker above the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DecidedBy {
-    /// No other would do.
+    /// No other worker was feasible.
     Only,
-    /// It was asked for.
-    AskedFor,
-    /// It was preferred.
+    /// The request named the worker.
+    Requested,
+    /// The request preferred the worker.
     Preference,
-    /// Others were not heard since the scheduler started.
+    /// Other workers were not in contact since the scheduler started.
     Contact,
-    /// The first strategy that compares them differently.
+    /// The first strategy with a difference.
     Strategy(Strategy),
-    /// Nothing: they are all equal.
+    /// No difference: the worker was drawn at random.
     Lot,
 }
 
 impl DecidedBy {
-    /// All that there are.
+    /// Returns all values.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         let strategies = Strategy::all().filter(|strategy| *strategy != Strategy::Random);
-        let others = [Self::Only, Self::AskedFor, Self::Preference, Self::Contact, Self::Lot];
+        let others = [Self::Only, Self::Requested, Self::Preference, Self::Contact, Self::Lot];
         others.into_iter().chain(strategies.map(Self::Strategy))
     }
 
-    /// For programs.
+    /// Returns the label value of metrics.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Only => "only",
-            Self::AskedFor => "asked-for",
+            Self::Requested => "asked-for",
             Self::Preference => "preference",
             Self::Contact => "contact",
             Self::Strategy(strategy) => strategy.name(),
@@ -119,7 +122,8 @@ impl DecidedBy {
         }
     }
 
-    /// `next`: the best of those that are not as good. `equal`: how many are as good.
+    /// Compares the best score with the next one. `next`: the best lower score. `equal`: the number
+    /// of workers with the best score.
     fn of(chain: &Chain, best: Score, next: Option<Score>, equal: usize) -> Self {
         let Some(next) = next else { return if equal > 1 { Self::Lot } else { Self::Only } };
         if best.0 != next.0 {
@@ -132,43 +136,43 @@ impl DecidedBy {
     }
 }
 
-/// All workers that are known.
+/// All known workers.
 #[derive(Debug)]
 pub(crate) struct Index {
     chains: Chains,
-    /// Teams that never use workers for all while they have some of their own.
+    /// Teams that use only their own workers while they have some.
     keep_to_their_own: BTreeSet<String>,
     places: Vec<Option<Place>>,
     free: Vec<usize>,
-    /// For whom workers are reserved that may be among these.
+    /// Reserved workers, which need not be in the index, with their requests.
     reserved: BTreeMap<WorkerId, Uuid>,
     by_id: HashMap<WorkerId, usize>,
-    /// How many of them have gone, and are remembered for a while.
+    /// Number of removed workers that still count as ones that may return.
     gone: usize,
-    /// What is planned for workers, and not in their rows yet.
+    /// Planned load that is not in the rows yet.
     planned: HashMap<WorkerId, Load>,
     classes: Vec<Class>,
     by_key: HashMap<Key, usize>,
     unused: Vec<usize>,
-    judged: HashMap<Arc<Shape>, Arc<Judged>>,
-    /// Counts what workers, and what is on them, changed.
+    verdicts: HashMap<Arc<Shape>, Arc<ClassVerdicts>>,
+    /// Counts changes of workers and their load.
     changes: u64,
-    /// What all say to a shape, after so many changes.
+    /// Cached refusals of a shape, valid for this count of changes.
     refusals: HashMap<Arc<Shape>, (u64, Refusals)>,
 }
 
 #[derive(Debug)]
 struct Place {
-    /// With what is planned for it.
+    /// The worker, with planned load.
     worker: Worker,
-    /// What is on it without that, as its row said last.
+    /// The load without planned load, as last read.
     seen: Load,
     class: usize,
-    /// `None`: nobody said when what was seen.
+    /// `None`: the time of the last read is unknown.
     turnover: Option<Turnover>,
 }
 
-/// All that a class has in common.
+/// The attributes that the workers of a class share.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     labels: Arc<Labels>,
@@ -184,7 +188,7 @@ struct Key {
 #[derive(Debug)]
 struct Class {
     key: Key,
-    /// One of them, or who was the last.
+    /// One of the workers, or the last one.
     like: Worker,
     count: usize,
     with_room: usize,
@@ -192,7 +196,7 @@ struct Class {
     lines: [Lines; 3],
 }
 
-/// Workers by what they cost, and by id where that is equal.
+/// Workers by cost, and by id for equal costs.
 #[derive(Debug, Default)]
 struct Lines {
     with_room: BTreeMap<Cost, Line>,
@@ -200,39 +204,39 @@ struct Lines {
 }
 
 impl Lines {
-    /// The places of all of them.
+    /// Returns all places.
     fn places(&self) -> impl Iterator<Item = &usize> {
         self.with_room.values().chain(self.full.values()).flat_map(Line::places)
     }
 }
 
-/// What classes say to a shape.
+/// The classes that matter to a shape.
 #[derive(Debug, Default)]
-struct Judged {
-    /// That would do: those that are the team's alone, and those that are for all.
+struct ClassVerdicts {
+    /// Feasible classes: those of the team's own workers, and those for all teams.
     own: Vec<usize>,
     global: Vec<usize>,
-    /// That would do some other time.
+    /// Classes with only passing refusals.
     passing: Vec<usize>,
-    /// Whether the team has workers of its own that would do, now or some other time, and keeps to them.
-    keeps_to_its_own: bool,
+    /// Whether the team uses only its own workers: it has some without lasting refusals.
+    uses_own_workers_only: bool,
 }
 
-/// So many that are equally good are each looked at.
+/// Maximum number of equal workers that are each checked.
 const FEW: usize = 16;
-/// How often one of more is drawn before each of them is looked at.
-const LOTS: u64 = 32;
+/// Maximum number of draws among more workers before each one is checked.
+const MAX_DRAWS: u64 = 32;
 
-/// How good a worker is. Lower is better.
+/// Score of a worker. Lower is better.
 type Score = (bool, bool, Cost);
 
-/// A worker that would do, and those that are as good.
+/// A feasible worker with the best score.
 struct Best {
     score: Score,
     place: usize,
-    /// Of more than [`FEW`], some may be among them that would not do.
+    /// Number of workers with this score. Above [`FEW`], the number may include infeasible workers.
     equal: usize,
-    /// In what it is better than the next best that is not as good.
+    /// Criterion that ranks the worker above the next score.
     decided_by: DecidedBy,
 }
 
@@ -250,7 +254,7 @@ impl Index {
             classes: Vec::new(),
             by_key: HashMap::new(),
             unused: Vec::new(),
-            judged: HashMap::new(),
+            verdicts: HashMap::new(),
             changes: 0,
             refusals: HashMap::new(),
         }
@@ -264,7 +268,7 @@ impl Index {
         self.places.iter().flatten().map(|place| &place.worker)
     }
 
-    /// Each worker, with since when none of its slots was taken, as far as was seen. `None`: one is, or nobody looked.
+    /// Returns each worker with the time since when it is idle. `None`: not idle, or unknown.
     pub(crate) fn workers_and_idleness(&self) -> impl Iterator<Item = (&Worker, Option<Timestamp>)> {
         self.places.iter().flatten().map(|Place { worker, turnover, .. }| {
             (worker, turnover.filter(|_| worker.load.tasks == 0).map(Turnover::at))
@@ -275,12 +279,12 @@ impl Index {
         self.by_id.len()
     }
 
-    /// How many of them there are still.
-    fn there(&self) -> usize {
+    /// Returns the number of workers that were not removed.
+    fn registered(&self) -> usize {
         self.len().saturating_sub(self.gone)
     }
 
-    /// The same, as was read `now`. `ended_tasks`: how many slots came free there so far.
+    /// Sets a worker as read at `now`. `ended_tasks`: total number of ended leases with a slot.
     pub(crate) fn observe(&mut self, worker: Worker, ended_tasks: u64, now: Timestamp) {
         let (id, tasks, before) = (worker.id, worker.load.tasks, self.seen(worker.id).tasks);
         let known = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref());
@@ -294,7 +298,7 @@ impl Index {
         }
     }
 
-    /// This is how a worker is from now on, but for what is planned for it.
+    /// Sets a worker, without its planned load.
     pub(crate) fn put(&mut self, worker: Worker) {
         let reserved_for = self.reserved.get(&worker.id).copied();
         let (seen, load) = (worker.load, self.with_planned(worker.id, worker.load));
@@ -304,10 +308,10 @@ impl Index {
             if self.worker(place).is_some_and(|known| known.is_as(&worker)) {
                 return self.load(worker.id, seen);
             }
-            self.take_out(place);
+            self.remove_from_lines(place);
             if let Some(was) = self.places[place].take() {
                 turnover = was.turnover;
-                self.left(was.class);
+                self.delete_if_empty(was.class);
             }
         }
         let place = known.or_else(|| self.free.pop()).unwrap_or_else(|| {
@@ -317,10 +321,10 @@ impl Index {
         self.by_id.insert(worker.id, place);
         let class = self.class_of(&worker);
         self.places[place] = Some(Place { worker, seen, class, turnover });
-        self.put_in(place);
+        self.add_to_lines(place);
     }
 
-    /// This is what is on a worker from now on, but for what is planned for it. Does nothing where it is not known.
+    /// Sets the load of a worker, without its planned load. Does nothing if the worker is unknown.
     pub(crate) fn load(&mut self, id: WorkerId, seen: Load) {
         let Some(at) = self.by_id.get(&id).copied() else { return };
         let load = self.with_planned(id, seen);
@@ -329,19 +333,19 @@ impl Index {
         if place.worker.load == load {
             return;
         }
-        self.take_out(at);
+        self.remove_from_lines(at);
         if let Some(place) = &mut self.places[at] {
             place.worker.load = load;
         }
-        self.put_in(at);
+        self.add_to_lines(at);
     }
 
-    /// A worker is not known any more.
+    /// Removes a worker.
     pub(crate) fn remove(&mut self, id: WorkerId) {
         let Some(place) = self.by_id.remove(&id) else { return };
-        self.take_out(place);
+        self.remove_from_lines(place);
         if let Some(Place { class, .. }) = self.places[place].take() {
-            self.left(class);
+            self.delete_if_empty(class);
         }
         self.free.push(place);
     }
@@ -364,7 +368,7 @@ impl Index {
         if let Some(class) = self.by_key.get(&key) {
             return *class;
         }
-        self.judged.clear();
+        self.verdicts.clear();
         let fresh = Class {
             key: key.clone(),
             like: worker.clone(),
@@ -386,11 +390,11 @@ impl Index {
         class
     }
 
-    fn put_in(&mut self, place: usize) {
+    fn add_to_lines(&mut self, place: usize) {
         self.change_lines(place, true);
     }
 
-    fn take_out(&mut self, place: usize) {
+    fn remove_from_lines(&mut self, place: usize) {
         self.change_lines(place, false);
     }
 
@@ -423,20 +427,20 @@ impl Index {
         }
     }
 
-    /// A worker has left this class for good.
-    fn left(&mut self, class: usize) {
+    /// Deletes a class without workers.
+    fn delete_if_empty(&mut self, class: usize) {
         if self.classes[class].count == 0 {
             self.by_key.remove(&self.classes[class].key);
             self.unused.push(class);
-            self.judged.clear();
+            self.verdicts.clear();
         }
     }
 
-    fn judged(&mut self, shape: &Arc<Shape>) -> Arc<Judged> {
-        if let Some(judged) = self.judged.get(&**shape) {
-            return judged.clone();
+    fn class_verdicts(&mut self, shape: &Arc<Shape>) -> Arc<ClassVerdicts> {
+        if let Some(verdicts) = self.verdicts.get(&**shape) {
+            return verdicts.clone();
         }
-        let (mut judged, mut has_its_own) = (Judged::default(), false);
+        let (mut verdicts, mut has_its_own) = (ClassVerdicts::default(), false);
         for (number, class) in self.classes.iter().enumerate().filter(|(_, class)| class.count > 0) {
             let refusals = of_class(shape, &class.like);
             if !refusals.iter().all(Refusal::passes) {
@@ -445,60 +449,61 @@ impl Index {
             let is_its_own = class.like.labels.team.is_some();
             has_its_own |= is_its_own;
             match (refusals.is_empty(), is_its_own) {
-                (false, _) => judged.passing.push(number),
-                (true, true) => judged.own.push(number),
-                (true, false) => judged.global.push(number),
+                (false, _) => verdicts.passing.push(number),
+                (true, true) => verdicts.own.push(number),
+                (true, false) => verdicts.global.push(number),
             }
         }
-        judged.keeps_to_its_own = has_its_own && self.keep_to_their_own.contains(&shape.team);
-        let judged = Arc::new(judged);
-        if self.judged.len() >= REMEMBERED {
-            self.judged.clear();
+        verdicts.uses_own_workers_only = has_its_own && self.keep_to_their_own.contains(&shape.team);
+        let verdicts = Arc::new(verdicts);
+        if self.verdicts.len() >= MAX_CACHED_SHAPES {
+            self.verdicts.clear();
         }
-        self.judged.insert(shape.clone(), judged.clone());
-        judged
+        self.verdicts.insert(shape.clone(), verdicts.clone());
+        verdicts
     }
 
-    /// Picks the worker that `demand` gets, whose inputs are at `locations`.
+    /// Chooses the worker for `demand`, whose inputs are at `locations`.
     pub(crate) fn choose(&mut self, demand: &Demand, locations: &[Location]) -> Choice {
-        let judged = self.judged(&demand.shape);
-        let global: &[usize] = if judged.keeps_to_its_own { &[] } else { &judged.global };
-        for classes in [&*judged.own, global] {
+        let verdicts = self.class_verdicts(&demand.shape);
+        let global: &[usize] = if verdicts.uses_own_workers_only { &[] } else { &verdicts.global };
+        for classes in [&*verdicts.own, global] {
             if let Some(best) = self.best(demand, locations, classes)
                 && let Some(worker) = self.worker(best.place)
             {
                 let willing = classes.iter().map(|class| self.classes[*class].with_room).sum();
                 let reason = self.reason(demand, &best, willing);
                 let Worker { id, incarnation, .. } = *worker;
-                let decided_by = if demand.only.is_some() { DecidedBy::AskedFor } else { best.decided_by };
+                let decided_by = if demand.only.is_some() { DecidedBy::Requested } else { best.decided_by };
                 return Choice::Placed(Placement { worker: id, incarnation, reason, decided_by });
             }
         }
         if self.is_hopeless(demand) { Choice::Never } else { Choice::NotNow }
     }
 
-    /// Whether no worker that is known could ever take `demand`. One that its team does not use cannot.
+    /// Returns whether no known worker could ever take `demand`. Workers that its team does not use
+    /// do not count.
     pub(crate) fn is_hopeless(&mut self, demand: &Demand) -> bool {
-        let judged = self.judged(&demand.shape);
-        let classes = judged.own.iter().chain(&judged.global).chain(&judged.passing);
+        let verdicts = self.class_verdicts(&demand.shape);
+        let classes = verdicts.own.iter().chain(&verdicts.global).chain(&verdicts.passing);
         let mut could = classes.flat_map(|class| self.members(*class)).filter(|worker| {
             let by_load = of_load(&demand.shape, worker);
-            let is_kept_out = keeps_out(worker, judged.keeps_to_its_own).is_some();
+            let is_kept_out = team_refusal(worker, verdicts.uses_own_workers_only).is_some();
             !is_kept_out && of_place(demand, worker).chain(by_load).all(|refusal| refusal.passes())
         });
         !self.by_id.is_empty() && could.next().is_none()
     }
 
-    /// Whether the team of `demand` uses none but its own workers.
-    pub(crate) fn keeps_to_its_own(&mut self, demand: &Demand) -> bool {
-        self.judged(&demand.shape).keeps_to_its_own
+    /// Returns whether the team of `demand` uses only its own workers.
+    pub(crate) fn uses_own_workers_only(&mut self, demand: &Demand) -> bool {
+        self.class_verdicts(&demand.shape).uses_own_workers_only
     }
 
-    /// Why nobody, or not everybody, would do.
+    /// Returns the refusals of all workers.
     pub(crate) fn refusals(&mut self, demand: &Demand) -> Refusals {
-        // Many ask alike while nothing changes.
+        // Many equal demands are checked between two changes.
         let is_alike = demand.only.is_none() && demand.avoid.is_empty() && demand.failed_on.is_empty();
-        let has_its_own = self.reserved.values().any(|whom| *whom == demand.waits_as);
+        let has_its_own = self.reserved.values().any(|request| *request == demand.waits_as);
         if !is_alike || has_its_own {
             return self.refusals_now(demand);
         }
@@ -508,7 +513,7 @@ impl Index {
             return refusals.clone();
         }
         let refusals = self.refusals_now(demand);
-        if self.refusals.len() >= REMEMBERED {
+        if self.refusals.len() >= MAX_CACHED_SHAPES {
             self.refusals.clear();
         }
         self.refusals.insert(demand.shape.clone(), (self.changes, refusals.clone()));
@@ -516,7 +521,7 @@ impl Index {
     }
 
     fn refusals_now(&mut self, demand: &Demand) -> Refusals {
-        let judged = self.judged(&demand.shape);
+        let verdicts = self.class_verdicts(&demand.shape);
         let mut refusals = Refusals::default();
         for class in self.classes.iter().filter(|class| class.count > 0) {
             let of_class = of_class(&demand.shape, &class.like).into_iter().min_by_key(Refusal::passes);
@@ -529,7 +534,7 @@ impl Index {
                 passing => passing,
             };
             for worker in members {
-                let first = first_refusal(demand, worker, of_class.as_ref(), judged.keeps_to_its_own);
+                let first = first_refusal(demand, worker, of_class.as_ref(), verdicts.uses_own_workers_only);
                 if let Some(refusal) = first {
                     refusals.add(refusal, 1, || std::iter::once(worker.name.clone()));
                 }
@@ -538,33 +543,34 @@ impl Index {
         refusals.sorted()
     }
 
-    /// Why the first of those that could take `demand` does not, as a code: `PENDING` where one would, `NOBODY` where no worker has
-    /// registered yet, and `NEVER` where none that is known could.
+    /// Returns the reason code of the first worker that could take `demand`. `PENDING`: a worker
+    /// would take it. `NOBODY`: no worker has registered yet. `NEVER`: no known worker could ever
+    /// take it.
     pub(crate) fn waits_for(&mut self, demand: &Demand) -> &'static str {
-        let judged = self.judged(&demand.shape);
-        if judged.keeps_to_its_own && self.is_hopeless(demand) {
+        let verdicts = self.class_verdicts(&demand.shape);
+        if verdicts.uses_own_workers_only && self.is_hopeless(demand) {
             return NEVER;
         }
-        let by_load = judged.own.iter().chain(&judged.global).flat_map(|class| {
+        let by_load = verdicts.own.iter().chain(&verdicts.global).flat_map(|class| {
             let is_for_all = |worker: &&Worker| worker.reserved_for.is_none();
             self.members(*class).find(is_for_all).or_else(|| self.members(*class).next())
         });
         let mut codes = by_load.filter_map(|worker| {
-            let first = first_refusal(demand, worker, None, judged.keeps_to_its_own);
+            let first = first_refusal(demand, worker, None, verdicts.uses_own_workers_only);
             first.map_or(Some(PENDING), |refusal| refusal.passes().then(|| refusal.code()))
         });
-        let by_class = judged.passing.iter().filter_map(|class| {
+        let by_class = verdicts.passing.iter().filter_map(|class| {
             of_class(&demand.shape, &self.classes[*class].like).first().map(Refusal::code)
         });
-        let nobody = if self.by_id.is_empty() { NOBODY } else { NEVER };
-        codes.next().or_else(|| by_class.min()).unwrap_or(nobody)
+        let none = if self.by_id.is_empty() { NO_WORKER } else { NEVER };
+        codes.next().or_else(|| by_class.min()).unwrap_or(none)
     }
 
     fn members(&self, class: usize) -> impl Iterator<Item = &Worker> {
         self.classes[class].lines[0].places().filter_map(|place| self.worker(*place))
     }
 
-    /// The best of `classes`.
+    /// Finds the best worker of `classes`.
     fn best(&self, demand: &Demand, locations: &[Location], classes: &[usize]) -> Option<Best> {
         let chain = self.chains.of(demand.shape.purpose);
         let locations = if chain.is_by_locality() { locations } else { &[] };
@@ -577,7 +583,7 @@ impl Index {
         let singled_out = least.map(|least| {
             let equal: Vec<_> =
                 scores.iter().filter(|(score, _)| *score == least).map(|(_, place)| *place).collect();
-            let drawn = draw(demand.asked_by, 0, equal.len());
+            let drawn = draw(demand.requester, 0, equal.len());
             let next = scores.iter().map(|(score, _)| *score).filter(|score| *score != least).min();
             let decided_by = DecidedBy::of(chain, least, next, equal.len());
             Best { score: least, place: equal[drawn], equal: equal.len(), decided_by }
@@ -589,7 +595,7 @@ impl Index {
         match (singled_out, rest) {
             (Some(one), Some(rest)) if one.score == rest.score => {
                 let equal = one.equal + rest.equal;
-                let is_one = draw(demand.asked_by, 1, equal) < one.equal;
+                let is_one = draw(demand.requester, 1, equal) < one.equal;
                 Some(Best { equal, ..if is_one { one } else { rest } })
             }
             (Some(one), Some(rest)) => {
@@ -601,7 +607,8 @@ impl Index {
         }
     }
 
-    /// Those of `classes` that are looked at one by one, by id: who holds some of the bytes, and who is asked for.
+    /// Returns the workers of `classes` that are scored individually, by id: those that hold inputs
+    /// or that the request names.
     fn named(&self, demand: &Demand, locations: &[Location], classes: &[usize]) -> Vec<usize> {
         let holders = locations.iter().flat_map(|location| &location.workers);
         let ids: BTreeSet<_> = holders.chain(&demand.prefer).chain(&demand.only).collect();
@@ -611,7 +618,7 @@ impl Index {
         places.filter(of_these).collect()
     }
 
-    /// How good one worker of a class that would do is. `None`: it would not.
+    /// Scores one worker of a feasible class. Returns `None` if the worker refuses.
     fn score(&self, demand: &Demand, chain: &Chain, locations: &[Location], place: usize) -> Option<Score> {
         let worker = self.worker(place)?;
         if of_place(demand, worker).next().is_some() || !of_load(&demand.shape, worker).is_empty() {
@@ -622,7 +629,7 @@ impl Index {
         Some((worker.awaited, !demand.prefer.contains(&worker.id), cost))
     }
 
-    /// The best of those that hold nothing.
+    /// Finds the best worker that holds no inputs.
     fn cheapest(
         &self,
         demand: &Demand,
@@ -652,7 +659,7 @@ impl Index {
             let (awaited, cost) = next.min()?;
             let equal = lines().filter(|(of, _)| *of == awaited);
             let mut equal: Vec<_> = equal.filter_map(|(_, lines)| lines.get(&cost)).collect();
-            // Classes have no order of their own.
+            // The order of classes is arbitrary, so lines are sorted.
             equal.sort_by_key(|line| line.first());
             if let Some((place, equal)) = self.drawn(demand, &equal, named) {
                 let behind = lines().filter_map(|(of, lines)| {
@@ -671,7 +678,8 @@ impl Index {
         }
     }
 
-    /// One of those in `lines` that would do and are none of `named`, each as likely as any other, and how many those are.
+    /// Draws a feasible worker from `lines`, except `named`, with equal probability. Returns its
+    /// place and the number of candidates.
     fn drawn(&self, demand: &Demand, lines: &[&Line], named: &[usize]) -> Option<(usize, usize)> {
         let places = || lines.iter().flat_map(|line| line.places()).copied();
         let would_do = |place: &usize| {
@@ -681,7 +689,8 @@ impl Index {
             })
         };
         let count = lines.iter().map(|line| line.len()).sum();
-        // Most would do: who would not is drawn in vain, and so changes nothing for the others. Few are looked at one by one.
+        // In a long line, most workers are feasible. Draws are repeated until one is feasible,
+        // which keeps the probabilities equal. In a short line, each worker is checked.
         if count > FEW {
             let nth = |mut number: usize| {
                 lines.iter().find_map(|line| {
@@ -690,60 +699,62 @@ impl Index {
                     here
                 })
             };
-            let lots = (2..2 + LOTS).map(|lot| nth(draw(demand.asked_by, lot, count)));
+            let lots = (2..2 + MAX_DRAWS).map(|lot| nth(draw(demand.requester, lot, count)));
             if let Some(place) = lots.flatten().find(would_do) {
                 return Some((place, count));
             }
         }
         let willing: Vec<_> = places().filter(would_do).collect();
-        let place = willing.get(draw(demand.asked_by, 0, willing.len()))?;
+        let place = willing.get(draw(demand.requester, 0, willing.len()))?;
         Some((*place, willing.len()))
     }
 
-    /// Why the `best` and no other of those that are `willing`.
+    /// Describes why the `best` worker was chosen among `willing` feasible ones.
     fn reason(&self, demand: &Demand, best: &Best, willing: usize) -> String {
         let score = self.words(demand, best.score);
-        match (best.equal, willing, self.there()) {
-            (_, _, 1) => "it is the only worker".to_owned(),
-            _ if demand.only.is_some() => "it is the worker that was asked for".to_owned(),
+        match (best.equal, willing, self.registered()) {
+            (_, _, 1) => "the only worker".to_owned(),
+            _ if demand.only.is_some() => "the worker that the request names".to_owned(),
             (_, 1, all) => format!("the only one of {all} workers that can take it now: {score}"),
             (1, ..) => format!("best of {willing} workers that can take it now: {score}"),
-            (equal, ..) => format!("drawn from {equal} workers that are equally good: {score}"),
+            (equal, ..) => format!("drawn from {equal} equally good workers: {score}"),
         }
     }
 
     fn words(&self, demand: &Demand, (awaited, not_preferred, cost): Score) -> String {
         let words = self.chains.of(demand.shape.purpose).words(cost);
-        let awaited = if awaited { "awaited since the scheduler started, " } else { "" };
+        let awaited = if awaited { "not in contact since the scheduler started, " } else { "" };
         let preferred = if not_preferred { "" } else { "preferred, " };
         format!("{awaited}{preferred}{words}")
     }
 }
 
-fn keeps_out(worker: &Worker, keeps_to_its_own: bool) -> Option<Refusal> {
-    (keeps_to_its_own && worker.labels.team.is_none()).then_some(Refusal::TeamKeepsToItsOwn)
+fn team_refusal(worker: &Worker, uses_own_workers_only: bool) -> Option<Refusal> {
+    (uses_own_workers_only && worker.labels.team.is_none()).then_some(Refusal::TeamKeepsToItsOwn)
 }
 
-/// What [`super::refusals`] says first of a worker, or that its team keeps to its own. `of_class`: what speaks against all of its class, and passes.
+/// Returns the first refusal of a worker, including that its team does not use it. `of_class`: the
+/// first passing refusal of its class.
 fn first_refusal(
     demand: &Demand,
     worker: &Worker,
     of_class: Option<&Refusal>,
-    keeps_to_its_own: bool,
+    uses_own_workers_only: bool,
 ) -> Option<Refusal> {
     let others = of_place(demand, worker).chain(of_load(&demand.shape, worker));
     let first = of_class.cloned().into_iter().chain(others).min_by_key(Refusal::order);
-    first.or_else(|| keeps_out(worker, keeps_to_its_own))
+    first.or_else(|| team_refusal(worker, uses_own_workers_only))
 }
 
 fn bytes<'l>(locations: impl Iterator<Item = &'l Location>) -> u64 {
     locations.map(|location| location.size_bytes).fold(0, u64::saturating_add)
 }
 
-/// One of `count`, evenly over those who ask, and the same whenever one asks again. `again`: tells several lots of one who asks apart.
-fn draw(asked_by: Uuid, again: u64, count: usize) -> usize {
+/// Draws a number below `count`, evenly over requests and reproducible for each request. `again`
+/// distinguishes several draws of one request.
+fn draw(requester: Uuid, again: u64, count: usize) -> usize {
     let mut hasher = DefaultHasher::new();
-    (asked_by, again).hash(&mut hasher);
+    (requester, again).hash(&mut hasher);
     let lot = u128::from(hasher.finish()) * count as u128;
     usize::try_from(lot >> 64).unwrap_or(0)
 }

@@ -1,8 +1,8 @@
-//! Workers that are reserved for one that waits: for what asks for more than comes free at a time, and would be passed over by smaller ones
-//! for ever.
+//! Choice of workers to reserve for one waiting request.
 //!
-//! What is reserved takes nothing else that could be elsewhere, so it comes to have the room when what is on it has ended. Which is reserved for
-//! what is chosen here; when, and for how long, by the dispatcher.
+//! A large request would wait forever behind smaller ones. A reserved worker takes no other request
+//! that could run elsewhere, so it has room once its present leases have ended. This module chooses
+//! the workers. The dispatcher decides when and for how long.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -15,51 +15,52 @@ use crate::placement::Kind;
 use crate::placement::feasibility::{amounts, full_with, of_load_with, of_place};
 use crate::placement::{Demand, Load, Resources, Shape};
 
-/// No further worker of a kind is reserved while one in so many are, but for the first. A kind: those that are alike in all that a demand can
-/// name but how much they have.
+/// Share of the workers of one kind that may be reserved: one in this many, but at least one.
+/// Workers of a kind differ only in capacity and load.
 const ONE_IN: usize = 10;
 
-/// One of those that are asked for at once.
+/// One of several leases of one request.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
     pub(crate) demand: Arc<Demand>,
-    /// Those of one owner of a team are on one worker. Empty: it has none.
+    /// All parts of one owner of a team run on one worker. Empty: no owner.
     pub(crate) owner: String,
 }
 
-/// How much has to end on a worker: thousandths of what it has, and tasks at most.
-type Lacking = (u64, u32, WorkerId);
+/// The load that must end on a worker: thousandths of its capacity, then number of tasks.
+type MissingRoom = (u64, u32, WorkerId);
 
 impl Index {
-    /// For whom workers are reserved.
+    /// Returns the reserved workers with their requests.
     pub(crate) fn reserved(&self) -> impl Iterator<Item = (WorkerId, Uuid)> {
-        self.reserved.iter().map(|(worker, whom)| (*worker, *whom))
+        self.reserved.iter().map(|(worker, request)| (*worker, *request))
     }
 
-    /// A worker is reserved for this one from now on, and for no other. `None`: for nobody.
-    pub(crate) fn reserve(&mut self, id: WorkerId, whom: Option<Uuid>) {
-        match whom {
-            Some(whom) => self.reserved.insert(id, whom),
+    /// Reserves a worker for a request, or ends its reservation.
+    pub(crate) fn reserve(&mut self, id: WorkerId, request: Option<Uuid>) {
+        match request {
+            Some(request) => self.reserved.insert(id, request),
             None => self.reserved.remove(&id),
         };
         let place = self.by_id.get(&id).and_then(|place| self.places[*place].as_mut());
         if let Some(place) = place
-            && place.worker.reserved_for != whom
+            && place.worker.reserved_for != request
         {
-            place.worker.reserved_for = whom;
+            place.worker.reserved_for = request;
             self.changes += 1;
         }
     }
 
-    /// The names of those that are reserved for this one.
-    pub(crate) fn reserved_for(&self, whom: Uuid) -> Vec<String> {
-        let kept = self.reserved.iter().filter(|(_, of)| **of == whom);
+    /// Returns the names of the workers reserved for a request.
+    pub(crate) fn reserved_for(&self, request: Uuid) -> Vec<String> {
+        let kept = self.reserved.iter().filter(|(_, of)| **of == request);
         kept.filter_map(|(id, _)| Some(self.get(*id)?.name.clone())).collect()
     }
 
-    /// The workers to keep free for what is asked for in these `parts` at once, of which none has room for all now: where that is possible
-    /// those that were `kept` until now, and else none of those that are `taken`, which is not asked before. Without `taken` none but those that
-    /// were kept. None: each part asks for a slot alone, and so gets the next that comes free; or they could never all be had.
+    /// Chooses the workers to reserve for all `parts` of a request, none of which has room now.
+    /// Prefers `kept` workers, then all workers that are not `taken`. Without `taken`, only `kept`
+    /// workers count. Returns an empty set if the request is for a single slot, which becomes free
+    /// anyway, or if the parts cannot all fit.
     pub(crate) fn choose_to_reserve(
         &mut self,
         parts: &[Part],
@@ -91,7 +92,7 @@ impl Index {
         chosen
     }
 
-    /// Whether as many as may be are `kept` free already, of the workers of the kind that any of these `parts` asks for.
+    /// Returns whether enough workers of a kind that `parts` need are reserved already.
     pub(crate) fn are_enough_reserved(&mut self, parts: &[Part], kept: &HashSet<WorkerId>) -> bool {
         with_slots(parts).any(|part| {
             let classes = self.ready(&part.demand);
@@ -102,15 +103,16 @@ impl Index {
         })
     }
 
-    /// The classes of those that take what is asked for when they have room.
+    /// Returns the classes whose workers take the demand when they have room.
     fn ready(&mut self, demand: &Demand) -> Vec<usize> {
-        let judged = self.judged(&demand.shape);
-        let global = (!judged.keeps_to_its_own).then_some(&judged.global);
-        judged.own.iter().chain(global.into_iter().flatten()).copied().collect()
+        let verdicts = self.class_verdicts(&demand.shape);
+        let global = (!verdicts.uses_own_workers_only).then_some(&verdicts.global);
+        verdicts.own.iter().chain(global.into_iter().flatten()).copied().collect()
     }
 
-    /// Where there is room for `demand` soonest, as far as one can see, beside what is `planned` there: of those that are `kept`, or
-    /// else of all that are not `taken`, the one on which least has to end.
+    /// Returns the worker that likely has room for `demand` first, beside what is `planned` there:
+    /// among `kept` workers, otherwise among all that are not `taken`, the one on which the least
+    /// load must end.
     fn soonest(
         &mut self,
         demand: &Demand,
@@ -122,7 +124,7 @@ impl Index {
         let classes = self.ready(demand);
         let beside = |worker: &Worker| {
             let planned = planned.get(&worker.id).copied().unwrap_or_default();
-            lacking(demand, worker, &planned)
+            missing_room(demand, worker, &planned)
         };
         let would_do = |id: &WorkerId| {
             let place = self.by_id.get(id).and_then(|place| self.places[*place].as_ref());
@@ -142,13 +144,14 @@ impl Index {
     }
 }
 
-/// Those that take a slot.
+/// Returns the parts that use a slot.
 fn with_slots(parts: &[Part]) -> impl Iterator<Item = &Part> {
     parts.iter().filter(|part| part.demand.shape.process.is_some())
 }
 
-/// What has to end on `worker` until there is room beside what is `planned`. `None`: there never would be, or not for `demand`.
-fn lacking(demand: &Demand, worker: &Worker, planned: &Load) -> Option<Lacking> {
+/// Returns the load that must end on `worker` until it has room beside `planned`. Returns `None` if
+/// it never will, or refuses `demand`.
+fn missing_room(demand: &Demand, worker: &Worker, planned: &Load) -> Option<MissingRoom> {
     let shape: &Shape = &demand.shape;
     let Load { kept_containers, kept_volumes, .. } = worker.load;
     let without_tasks = Load { kept_containers, kept_volumes, ..*planned };
@@ -159,7 +162,7 @@ fn lacking(demand: &Demand, worker: &Worker, planned: &Load) -> Option<Lacking> 
     load.tasks += planned.tasks;
     load.reserved = load.reserved.and(&planned.reserved);
     let short = amounts(shape, worker, &load).map(|amount| {
-        let missing = amount.asked.saturating_add(amount.reserved).saturating_sub(amount.has);
+        let missing = amount.requested.saturating_add(amount.reserved).saturating_sub(amount.has);
         missing.saturating_mul(1000) / amount.has.max(1)
     });
     let slot = full_with(Some(&shape.team), worker, &load)

@@ -1,4 +1,4 @@
-//! Placement compared with a plain restatement of its rules, which looks at every worker.
+//! Tests of placement, compared with a plain implementation of its rules that checks every worker.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -60,7 +60,7 @@ fn busy(tasks: u32, worker: Worker) -> Worker {
     Worker { load: Load { tasks, ..Load::default() }, ..worker }
 }
 
-/// Attempts of several teams, which count for every team.
+/// Returns failures of several teams, which count for every team.
 fn failing(why: &str) -> Failing {
     Failing { why: why.to_owned(), team: None }
 }
@@ -81,7 +81,7 @@ fn shape() -> Shape {
 }
 
 fn demand() -> Demand {
-    shape().asked_by(Uuid::now_v7())
+    shape().requested_by(Uuid::now_v7())
 }
 
 pub(crate) fn index(workers: impl IntoIterator<Item = Worker>) -> Index {
@@ -112,7 +112,7 @@ fn bytes_decide_then_load() {
 }
 
 #[test]
-fn one_that_is_awaited_comes_last() {
+fn worker_out_of_contact_since_start_ranks_last() {
     let there = busy(1, worker("there"));
     let awaited = Worker { awaited: true, ..worker("awaited") };
     let mut index = index([awaited.clone(), there]);
@@ -120,7 +120,7 @@ fn one_that_is_awaited_comes_last() {
 }
 
 #[test]
-fn those_of_the_team_come_first_and_a_team_may_keep_to_them() {
+fn own_workers_of_team_rank_first_or_exclusively() {
     let own = with_labels("own", |labels| labels.team = Some("main".to_owned()));
     let mut of_both = index([busy(1, own.clone()), worker("global")]);
     assert_eq!(placed(&mut of_both, &demand(), &[]).as_deref(), Some("own"));
@@ -132,38 +132,38 @@ fn those_of_the_team_come_first_and_a_team_may_keep_to_them() {
     assert_eq!(keeps.choose(&demand(), &[]), Choice::NotNow);
     assert_eq!(
         keeps.refusals(&demand()).lines(),
-        ["global: is for all teams, and this one keeps to its own", "own: is full (2 of 2 tasks)"]
+        ["global: serves all teams, and this team uses only its own workers", "own: is full (2 of 2 tasks)"]
     );
 }
 
 #[test]
-fn a_team_that_keeps_to_its_own_does_not_wait_for_what_none_of_those_could_take() {
+fn exclusive_team_does_not_wait_for_unfit_workers() {
     let mut own = with_labels("own", |labels| labels.team = Some("main".to_owned()));
     own.capacity.memory_bytes = Some(10);
     let mut index = Index::new(Chains::default(), BTreeSet::from(["main".to_owned()]));
     [own.clone(), worker("global")].into_iter().for_each(|worker| index.put(worker));
     assert_eq!(placed(&mut index, &demand(), &[]).as_deref(), Some("own"));
-    let large = asking(11).asked_by(Uuid::now_v7());
-    let failed = demand().failed_on(vec![FailedThere { worker: own.id, failure: failure() }]);
+    let large = shape_with_memory(11).requested_by(Uuid::now_v7());
+    let failed = demand().failed_on(vec![FailedWorker { worker: own.id, failure: failure() }]);
     for hopeless in [large, failed] {
         assert_eq!(index.choose(&hopeless, &[]), Choice::Never);
         assert_eq!(index.waits_for(&hopeless), "NEVER");
     }
     index.load(own.id, Load { tasks: 2, ..own.load });
-    assert_eq!(index.choose(&demand(), &[]), Choice::NotNow, "but for what is on them");
+    assert_eq!(index.choose(&demand(), &[]), Choice::NotNow, "only the load prevents a placement");
 }
 
 #[test]
-fn a_worker_says_all_that_speaks_against_it() {
+fn worker_returns_all_refusals() {
     let mut one = worker("one");
     one.capacity = Capacity { max_tasks: Some(1), max_containers: Some(3), ..Capacity::default() };
     one.load = Load { tasks: 1, kept_containers: 4, ..Load::default() };
     one.reserved_for = Some(Uuid::from_u128(1));
     one.trust = Trust::OnProbation(failing("why"));
-    let mut demand = demand().failed_on(vec![FailedThere { worker: one.id, failure: failure() }]);
+    let mut demand = demand().failed_on(vec![FailedWorker { worker: one.id, failure: failure() }]);
     demand.avoid.insert(one.id);
     let all = [
-        Refusal::FailedThere(failure()),
+        Refusal::FailedWorker(failure()),
         Refusal::Avoided,
         Refusal::Quarantined("why".to_owned()),
         Refusal::Reserved,
@@ -174,7 +174,7 @@ fn a_worker_says_all_that_speaks_against_it() {
 }
 
 #[test]
-fn those_that_say_the_same_are_told_together_whether_they_are_tried_or_not() {
+fn probation_and_quarantine_share_a_group() {
     let reserved = |name: &str, trust: Trust| Worker { trust, ..busy(1, worker(name)) };
     let workers = [
         reserved("tried", Trust::OnProbation(failing("why"))),
@@ -182,13 +182,13 @@ fn those_that_say_the_same_are_told_together_whether_they_are_tried_or_not() {
     ];
     let mut index = index(workers.clone());
     workers.iter().for_each(|worker| index.reserve(worker.id, Some(Uuid::from_u128(1))));
-    let outlook = index.outlook(&demand(), &[], &Tell::first(0), Timestamp(0));
+    let outlook = index.outlook(&demand(), &[], &DetailFilter::first(0), Timestamp(0));
     let groups: Vec<_> = outlook.groups.iter().map(|group| (group.count, &*group.refusals)).collect();
     assert_eq!(groups, [(2, &[Refusal::Quarantined("why".to_owned()), Refusal::Reserved][..])]);
 }
 
 #[test]
-fn what_was_asked_for_amounts_to_something() {
+fn requested_amounts_limit_placement() {
     let mut small = worker("small");
     small.capacity = Capacity { memory_bytes: Some(10), ..small.capacity };
     let mut demand = demand();
@@ -201,12 +201,12 @@ fn what_was_asked_for_amounts_to_something() {
     assert_eq!(index.choose(&demand, &[]), Choice::Never);
     assert_eq!(
         index.refusals(&demand).lines(),
-        ["small: has 10 bytes of memory in all, and 11 bytes of memory is asked for"]
+        ["small: has 10 bytes of memory in all, but 11 bytes of memory is requested"]
     );
 }
 
 #[test]
-fn every_lasting_refusal_has_its_reason() {
+fn every_lasting_refusal_has_a_reason() {
     type Change = fn(&mut Worker, &mut Demand);
     fn change_labels(worker: &mut Worker, change: impl FnOnce(&mut Labels)) {
         change(Arc::make_mut(&mut worker.labels));
@@ -215,8 +215,8 @@ fn every_lasting_refusal_has_its_reason() {
         (|w, _| w.state = State::Lost, Refusal::Lost),
         (|w, _| w.unsupported_versions = vec![7], Refusal::Incompatible(vec![7])),
         (
-            |w, d| d.failed_on.push(FailedThere { worker: w.id, failure: failure() }),
-            Refusal::FailedThere(failure()),
+            |w, d| d.failed_on.push(FailedWorker { worker: w.id, failure: failure() }),
+            Refusal::FailedWorker(failure()),
         ),
         (|w, _| w.desired = Desired::Retire, Refusal::Retiring),
         (
@@ -265,11 +265,11 @@ fn every_lasting_refusal_has_its_reason() {
 }
 
 #[test]
-fn worker_is_set_aside_for_the_team_whose_attempts_failed() {
+fn worker_is_quarantined_for_the_failing_team() {
     let of_main = || Failing { team: Some("main".to_owned()), ..failing("why") };
     let main = demand();
     let other = Shape { team: "other".to_owned(), ..Shape::clone(&main.shape) };
-    let other = other.asked_by(Uuid::nil());
+    let other = other.requested_by(Uuid::nil());
     for trust in [Trust::Quarantined(of_main()), Trust::OnProbation(of_main())] {
         let mut index = index([Worker { trust, ..busy(1, worker("one")) }]);
         assert_eq!(index.choose(&main, &[]), Choice::NotNow);
@@ -282,7 +282,7 @@ fn worker_is_set_aside_for_the_team_whose_attempts_failed() {
 }
 
 #[test]
-fn whatever_passes_by_itself_is_waited_for() {
+fn passing_refusals_make_the_request_wait() {
     let full = busy(2, worker("full"));
     let stalled = Worker { state: State::Stalled, ..worker("stalled") };
     let landing = Worker { desired: Desired::Cordon, ..worker("landing") };
@@ -295,23 +295,23 @@ fn whatever_passes_by_itself_is_waited_for() {
 }
 
 #[test]
-fn what_was_on_a_worker_that_is_lost_is_not_told() {
+fn load_of_lost_worker_is_no_refusal() {
     let lost = Worker { state: State::Lost, just_lost: true, ..busy(2, worker("lost")) };
     let gone = Worker { gone: true, ..lost.clone() };
     let long_ago = Worker { just_lost: false, ..lost.clone() };
-    let says = |worker: &Worker| refusals(&demand(), worker);
-    assert_eq!(says(&lost), [Refusal::JustLost]);
-    assert_eq!(says(&gone), [Refusal::Gone]);
-    assert_eq!(says(&long_ago), [Refusal::Lost]);
-    let large = asking(11).asked_by(Uuid::now_v7());
+    let refusals_of = |worker: &Worker| refusals(&demand(), worker);
+    assert_eq!(refusals_of(&lost), [Refusal::JustLost]);
+    assert_eq!(refusals_of(&gone), [Refusal::Gone]);
+    assert_eq!(refusals_of(&long_ago), [Refusal::Lost]);
+    let large = shape_with_memory(11).requested_by(Uuid::now_v7());
     let mut small = gone;
     small.capacity.memory_bytes = Some(10);
-    assert_eq!(refusals(&large, &small)[1..], [Refusal::Gone], "but for how much it had in all");
+    assert_eq!(refusals(&large, &small)[1..], [Refusal::Gone], "the total capacity still counts");
     assert_eq!(index([small]).choose(&large, &[]), Choice::Never);
 }
 
 #[test]
-fn moving_bytes_takes_no_slot_and_needs_no_tag() {
+fn transfer_needs_no_slot_and_no_tag() {
     let full = busy(2, with_labels("w", |labels| labels.tags = vec!["gpu".to_owned()]));
     let mut transfer = demand();
     Arc::make_mut(&mut transfer.shape).process = None;
@@ -319,7 +319,7 @@ fn moving_bytes_takes_no_slot_and_needs_no_tag() {
 }
 
 #[test]
-fn a_burst_is_spread_evenly() {
+fn burst_is_spread_evenly() {
     let unlimited = Capacity { max_tasks: None, ..Capacity::default() };
     let mut index = index((0..20).map(|n| Worker { capacity: unlimited.clone(), ..worker(&n.to_string()) }));
     let mut random = Index::new(
@@ -335,17 +335,18 @@ fn a_burst_is_spread_evenly() {
             index.load(placement.worker, load);
         }
     }
-    assert!(index.workers().all(|worker| worker.load.tasks == 1000), "by load they differ by none");
-    // A thousand each; the deviation of a lot among twenty is 31.
+    assert!(index.workers().all(|worker| worker.load.tasks == 1000), "equal counts by load");
+    // The expected count is 1000 each. The standard deviation of a random choice among twenty is
+    // 31.
     assert!(
         random.workers().all(|worker| worker.load.tasks.abs_diff(1000) < 200),
-        "by lot they differ by little"
+        "similar counts by random choice"
     );
 }
 
-/// Those that come after one another and cannot take it leave nothing to the next.
+/// Infeasible workers that are adjacent in the order must not give their share to the next one.
 #[test]
-fn who_cannot_take_it_leaves_its_share_to_all_others_alike() {
+fn share_of_infeasible_worker_is_spread_evenly() {
     for (all, short) in [(16_u32, 8), (40, 20), (40, 38)] {
         let room = |number: u32| if number < short { 1 } else { 1 << 40 };
         let workers = (0..all).map(|number| {
@@ -369,13 +370,13 @@ fn who_cannot_take_it_leaves_its_share_to_all_others_alike() {
             *chosen.entry(placement.worker).or_default() += 1;
         }
         assert_eq!(chosen.len(), usize::try_from(all - short).expect("few"));
-        // The deviation of such a lot is 32 at most.
+        // The standard deviation of such a choice is at most 32.
         assert!(chosen.values().all(|times| times.abs_diff(each) < 200), "{all}, {short}: {chosen:?}");
     }
 }
 
 #[test]
-fn the_choice_is_that_of_who_looks_at_every_worker() {
+fn choice_equals_that_of_the_reference() {
     let seed = testing::seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = Dice(StdRng::seed_from_u64(seed));
@@ -391,7 +392,7 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
         workers.iter().for_each(|worker| index.put(worker.clone()));
         let plain = Demand { only: None, avoid: BTreeSet::new(), failed_on: vec![], ..dice.demand(&workers) };
         for _ in 0..30 {
-            // What is known changes, in all the ways in which it can.
+            // The known workers change in every possible way.
             if !workers.is_empty() {
                 let one = dice.0.random_range(0..workers.len());
                 match dice.0.random_range(0..5) {
@@ -407,9 +408,9 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
                         index.put(Worker { reserved_for: None, ..changed });
                     }
                     2 => {
-                        let whom = dice.whom();
-                        workers[one].reserved_for = whom;
-                        index.reserve(workers[one].id, whom);
+                        let reserved_for = dice.reservation();
+                        workers[one].reserved_for = reserved_for;
+                        index.reserve(workers[one].id, reserved_for);
                     }
                     _ => {
                         workers[one].load = dice.load();
@@ -424,16 +425,16 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
 
             let against = reference::against_each(&demand, &workers, &names);
             for worker in &workers {
-                let (said, alone) = (refusals(&demand, worker), reference::against(&demand, worker));
-                assert!(alone.is_said_by(&said), "{said:?} is not {alone:?}: {demand:?} {worker:?}");
-                met.extend(said.iter().map(Refusal::code));
-                let (said, alone) =
+                let (actual, alone) = (refusals(&demand, worker), reference::against(&demand, worker));
+                assert!(alone.equals(&actual), "{actual:?} is not {alone:?}: {demand:?} {worker:?}");
+                met.extend(actual.iter().map(Refusal::code));
+                let (actual, alone) =
                     (standing_refusals(worker), reference::against(&reference::anything(worker), worker));
-                assert!(alone.is_said_by(&said), "{said:?} is not {alone:?} of {worker:?}");
+                assert!(alone.equals(&actual), "{actual:?} is not {alone:?} of {worker:?}");
             }
             let willing = |worker: &&Worker| against[&worker.id].is_nothing();
             let may_be_willing = workers.iter().any(|worker| against[&worker.id].may_pass());
-            let standing = |worker: &Worker| reference::standing(chain, &demand, worker, &locations);
+            let standing = |worker: &Worker| reference::rank(chain, &demand, worker, &locations);
             let best = workers.iter().filter(willing).map(standing).min();
 
             let choice = index.choose(&demand, &locations);
@@ -455,7 +456,7 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
                 (choice, best) => panic!("{choice:?} where the best is {best:?}: {demand:?}"),
             }
 
-            // Whoever is told of in another order decides alike.
+            // The order of insertion does not matter.
             let mut shuffled = workers.clone();
             shuffled.shuffle(&mut dice.0);
             let mut other = Index::new(chains.clone(), names.clone());
@@ -463,9 +464,10 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             shuffled.iter().for_each(|worker| other.put(worker.clone()));
             assert_eq!(other.choose(&demand, &locations), choice);
 
-            // Everyone that refuses says all that speaks against it, and the ranking names those that would do.
+            // Every refusing worker returns all of its refusals, and the ranking contains the
+            // feasible workers.
             let refusing: Vec<_> = workers.iter().filter(|worker| !willing(worker)).collect();
-            let outlook = index.outlook(&demand, &locations, &Tell::first(usize::MAX), Timestamp(0));
+            let outlook = index.outlook(&demand, &locations, &DetailFilter::first(usize::MAX), Timestamp(0));
             let gone = workers.iter().filter(|worker| worker.gone).count();
             assert_eq!((outlook.known, outlook.gone), (workers.len() - gone, gone));
             assert_eq!(outlook.willing, workers.len() - refusing.len());
@@ -474,14 +476,17 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             for opinion in &outlook.opinions {
                 let worker = workers.iter().find(|worker| worker.id == opinion.worker).expect("known");
                 let against = &against[&worker.id];
-                match &opinion.says {
-                    Says::Would(_) => {
+                match &opinion.answer {
+                    Answer::Would(_) => {
                         assert!(against.is_nothing(), "{against:?}");
                         ranking.push(standing(worker));
                     }
-                    Says::WouldNot(said) => {
-                        assert!(!said.is_empty() && against.is_said_by(said), "{said:?} is not {against:?}");
-                        met.extend(said.iter().map(Refusal::code));
+                    Answer::WouldNot(actual) => {
+                        assert!(
+                            !actual.is_empty() && against.equals(actual),
+                            "{actual:?} is not {against:?}"
+                        );
+                        met.extend(actual.iter().map(Refusal::code));
                     }
                 }
             }
@@ -489,12 +494,13 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             assert_eq!(ranking.len(), outlook.willing);
             let refusing: Vec<_> =
                 refusing.into_iter().map(|worker| (worker, &against[&worker.id])).collect();
-            are_told_together(&outlook.groups, &refusing);
-            // The first of many are those that are told of few.
-            let few = index.outlook(&demand, &locations, &Tell::first(3), Timestamp(0));
+            assert_grouped(&outlook.groups, &refusing);
+            // A short outlook is a prefix of a long one.
+            let few = index.outlook(&demand, &locations, &DetailFilter::first(3), Timestamp(0));
             assert_eq!(few.opinions, outlook.opinions[..few.opinions.len()]);
             assert_eq!(few.opinions.len(), workers.len().min(3));
-            // In short each says what comes first; also where the same was asked for before something changed.
+            // A summary contains the first refusal of each worker, also if an earlier result for
+            // the shape was cached.
             for demand in [&demand, &plain] {
                 let against = reference::against_each(demand, &workers, &names);
                 let first = |worker: &Worker| {
@@ -502,53 +508,61 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
                     let first = refusals(demand, worker).into_iter().next();
                     first.or_else(|| kept_out().then_some(Refusal::TeamKeepsToItsOwn))
                 };
-                let said = workers.iter().filter_map(|worker| Some((worker.name.clone(), first(worker)?)));
-                let expected = Refusals::of(said);
-                let told = index.refusals(demand);
-                assert_eq!((told.count(), told.codes()), (expected.count(), expected.codes()), "{demand:?}");
+                let actual = workers.iter().filter_map(|worker| Some((worker.name.clone(), first(worker)?)));
+                let expected = Refusals::of(actual);
+                let grouped = index.refusals(demand);
+                assert_eq!(
+                    (grouped.count(), grouped.codes()),
+                    (expected.count(), expected.codes()),
+                    "{demand:?}"
+                );
                 if expected.count() <= 10 {
                     let sorted = |refusals: &Refusals| BTreeSet::from_iter(refusals.entries());
-                    assert_eq!(sorted(&told), sorted(&expected), "few are told one by one");
+                    assert_eq!(sorted(&grouped), sorted(&expected), "a few refusals are listed individually");
                 }
             }
         }
     }
-    assert!(placed > 100 && not_now > 20 && never > 20, "{placed} {not_now} {never}: all three are met");
-    assert_eq!(met, BTreeSet::from(CODES), "and every refusal");
+    assert!(
+        placed > 100 && not_now > 20 && never > 20,
+        "{placed} {not_now} {never}: every result must occur"
+    );
+    assert_eq!(met, BTreeSet::from(CODES), "every refusal must occur");
 }
 
-/// Whoever refuses for the same is in one group, under the first of their names, and each group says what one of them does.
-fn are_told_together(groups: &[Group], refusing: &[(&Worker, &reference::Against)]) {
+/// Checks that workers with equal refusals form one group with the first of their names, and that
+/// each group has the refusals of a member.
+fn assert_grouped(groups: &[Group], refusing: &[(&Worker, &reference::Against)]) {
     let (are_many, mut alike) = reference::alike(refusing);
     let left = alike.len().saturating_sub(groups.len());
     assert!(left == 0 || groups.len() == 50, "{alike:?} {groups:?}");
     for group in groups {
-        let said: BTreeSet<_> =
-            group.refusals.iter().map(|refusal| reference::said_by_many(refusal, are_many)).collect();
-        let names = alike.remove(&said).unwrap_or_else(|| panic!("{said:?} in one group alone"));
-        assert_eq!(group.count, names.len(), "{said:?}");
+        let actual: BTreeSet<_> =
+            group.refusals.iter().map(|refusal| reference::shared_text(refusal, are_many)).collect();
+        let names = alike.remove(&actual).unwrap_or_else(|| panic!("{actual:?} in one group alone"));
+        assert_eq!(group.count, names.len(), "{actual:?}");
         assert!(group.names.iter().eq(names.iter().take(5)), "{group:?} {names:?}");
         let mut members = refusing.iter().filter(|(worker, _)| names.contains(worker.name.as_str()));
-        assert!(are_many || members.any(|(_, against)| against.is_said_by(&group.refusals)), "{group:?}");
+        assert!(are_many || members.any(|(_, against)| against.equals(&group.refusals)), "{group:?}");
     }
     assert_eq!(alike.len(), left);
     assert!(groups.is_sorted_by_key(|group| (!group.passes(), std::cmp::Reverse(group.count))));
 }
 
-/// Of these shapes, those of one owner together.
+/// Builds parts of these shapes. Parts with the same owner belong together.
 pub(crate) fn parts(of: &[(Shape, &str)]) -> Vec<Part> {
     let part = |(shape, owner): &(Shape, &str)| Part {
-        demand: Arc::new(shape.clone().asked_by(Uuid::now_v7())),
+        demand: Arc::new(shape.clone().requested_by(Uuid::now_v7())),
         owner: (*owner).to_owned(),
     };
     of.iter().map(part).collect()
 }
 
-pub(crate) fn asking(memory_bytes: u64) -> Shape {
+pub(crate) fn shape_with_memory(memory_bytes: u64) -> Shape {
     Shape { requests: Resources { memory_bytes, ..Resources::default() }, ..shape() }
 }
 
-/// A worker with 100 bytes of memory and 4 slots, of which so many are taken.
+/// Returns a worker with 100 bytes of memory and 4 slots, of which `tasks` are in use.
 pub(crate) fn with_memory(name: &str, tasks: u32, memory_bytes: u64) -> Worker {
     let mut worker = worker(name);
     worker.capacity = Capacity { max_tasks: Some(4), memory_bytes: Some(100), ..Capacity::default() };
@@ -567,7 +581,7 @@ fn kept(index: &mut Index, parts: &[Part], before: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn the_worker_on_which_least_has_to_end_is_kept_free() {
+fn worker_with_least_load_to_end_is_reserved() {
     let small = Worker {
         capacity: Capacity { memory_bytes: Some(60), ..Capacity::default() },
         ..with_memory("small", 0, 0)
@@ -580,32 +594,36 @@ fn the_worker_on_which_least_has_to_end_is_kept_free() {
         small,
         landing,
     ]);
-    let large = parts(&[(asking(80), "")]);
-    assert_eq!(kept(&mut index, &large, &[]), ["little"], "as little memory, of fewer tasks");
-    assert_eq!(kept(&mut index, &large, &["much"]), ["much"], "one that is kept stays so");
-    assert_eq!(kept(&mut index, &large, &["small"]), ["little"], "unless it would not do");
-    assert_eq!(kept(&mut index, &parts(&[(shape(), "")]), &[]), [""; 0], "the next slot is enough");
-    assert_eq!(kept(&mut index, &parts(&[(asking(101), "")]), &[]), [""; 0], "nobody has so much");
-    let mut only = parts(&[(asking(80), "")]);
+    let large = parts(&[(shape_with_memory(80), "")]);
+    assert_eq!(kept(&mut index, &large, &[]), ["little"], "equal memory, fewer tasks");
+    assert_eq!(kept(&mut index, &large, &["much"]), ["much"], "a reserved worker stays reserved");
+    assert_eq!(kept(&mut index, &large, &["small"]), ["little"], "unless the worker is unfit");
+    assert_eq!(kept(&mut index, &parts(&[(shape(), "")]), &[]), [""; 0], "the next free slot suffices");
+    assert_eq!(
+        kept(&mut index, &parts(&[(shape_with_memory(101), "")]), &[]),
+        [""; 0],
+        "no worker is that large"
+    );
+    let mut only = parts(&[(shape_with_memory(80), "")]);
     let much = index.workers().find(|worker| worker.name == "much").expect("known").id;
     Arc::make_mut(&mut only[0].demand).only = Some(much);
     assert_eq!(kept(&mut index, &only, &[]), ["much"]);
 
-    // What is taken is no choice, nor what is kept for another.
+    // A taken worker is not chosen, nor is one that is reserved for another request.
     let little = index.workers().find(|worker| worker.name == "little").expect("known").id;
     let chosen = index.choose_to_reserve(&large, &BTreeSet::new(), Some(&[little].into()));
     assert_eq!(
         chosen.iter().map(|id| &*index.get(*id).expect("known").name).collect::<Vec<_>>(),
         ["as-little"]
     );
-    assert!(index.choose_to_reserve(&large, &BTreeSet::new(), None).is_empty(), "none was kept");
+    assert!(index.choose_to_reserve(&large, &BTreeSet::new(), None).is_empty(), "no worker was reserved");
     assert_eq!(index.choose_to_reserve(&large, &[much].into(), None), [much].into());
     index.reserve(much, Some(Uuid::from_u128(1)));
     assert_eq!(kept(&mut index, &large, &["much"]), ["little"]);
 }
 
 #[test]
-fn one_in_ten_of_a_kind_is_enough() {
+fn one_in_ten_of_a_kind_is_reserved() {
     let mut index = index((0..29).map(|n| with_memory(&format!("one-{n}"), 4, 100)));
     let other = |labels: &mut Labels| labels.platform = "darwin".to_owned();
     (0..30).for_each(|n| index.put(with_labels(&format!("other-{n}"), other)));
@@ -614,53 +632,54 @@ fn one_in_ten_of_a_kind_is_enough() {
         of_kind.map(|worker| worker.id).collect::<Vec<_>>()
     };
     let (linux, darwin) = (of("linux"), of("darwin"));
-    let large = parts(&[(asking(80), "")]);
-    let both = parts(&[(asking(80), ""), (Shape { platform: "darwin".to_owned(), ..shape() }, "")]);
+    let large = parts(&[(shape_with_memory(80), "")]);
+    let both =
+        parts(&[(shape_with_memory(80), ""), (Shape { platform: "darwin".to_owned(), ..shape() }, "")]);
     let mut are_enough = |parts: &[Part], kept: &[&[WorkerId]]| {
         index.are_enough_reserved(parts, &kept.iter().copied().flatten().copied().collect())
     };
     assert!(!are_enough(&large, &[]));
     assert!(!are_enough(&large, &[&linux[..1], &darwin]));
-    assert!(are_enough(&large, &[&linux[..2]]), "there are 29");
+    assert!(are_enough(&large, &[&linux[..2]]), "two of 29");
     assert!(are_enough(&both, &[&linux[..2]]));
     assert!(!are_enough(&both, &[&linux[..1], &darwin[..2]]));
     assert!(are_enough(&both, &[&darwin[..3]]), "of either kind");
 }
 
 #[test]
-fn of_few_one_may_be_kept_free() {
+fn one_of_few_workers_may_be_reserved() {
     let mut index = index((0..3).map(|n| with_memory(&format!("one-{n}"), 4, 100)));
-    let large = parts(&[(asking(80), "")]);
+    let large = parts(&[(shape_with_memory(80), "")]);
     let one = index.workers().next().expect("one").id;
     assert!(!index.are_enough_reserved(&large, &HashSet::new()));
     assert!(index.are_enough_reserved(&large, &[one].into()));
 }
 
 #[test]
-fn for_a_group_as_many_are_kept_free_as_it_needs() {
+fn group_reserves_as_many_workers_as_needed() {
     let names = ["a", "b", "c"];
     let mut index = index(names.map(|name| with_memory(name, 4, 0)));
     let group =
         |owners: &[&'static str]| parts(&owners.iter().map(|owner| (shape(), *owner)).collect::<Vec<_>>());
     assert_eq!(kept(&mut index, &group(&["one", "one", "one"]), &[]).len(), 1);
     let chosen = kept(&mut index, &group(&["", ""]), &[]);
-    assert_eq!(chosen.len(), 2, "what is planned there counts: {chosen:?}");
-    assert_eq!(kept(&mut index, &group(&["", ""]), &["a", "b"]), ["a", "b"], "it stays so");
+    assert_eq!(chosen.len(), 2, "planned load counts: {chosen:?}");
+    assert_eq!(kept(&mut index, &group(&["", ""]), &["a", "b"]), ["a", "b"], "the reservation stays");
     assert_eq!(kept(&mut index, &group(&["one"; 4]), &["c"]), ["c"]);
     assert_eq!(kept(&mut index, &group(&["one"; 5]), &[]), [""; 0], "no worker has as many slots");
     assert_eq!(kept(&mut index, &group(&["one", "one", "one", "two", "two"]), &[]).len(), 2);
 }
 
 #[test]
-fn many_are_told_together_and_some_by_name() {
+fn outlook_groups_many_and_names_some() {
     let full = (0..40).map(|n| busy(2, worker(&format!("full-{n:02}"))));
     let tagged = (0..30)
         .map(|n| with_labels(&format!("tagged-{n:02}"), |labels| labels.tags = vec![format!("only-{n}")]));
     let mut index = index(full.chain(tagged).chain([worker("free")]));
-    let tell = |most| Tell::first(most);
-    let outlook = index.outlook(&demand(), &[], &tell(2), Timestamp(0));
-    let told: Vec<_> = outlook.opinions.iter().map(|opinion| opinion.name.as_str()).collect();
-    assert_eq!(told, ["free", "full-00"], "who would do, then for whom waiting may help");
+    let first = |most| DetailFilter::first(most);
+    let outlook = index.outlook(&demand(), &[], &first(2), Timestamp(0));
+    let names: Vec<_> = outlook.opinions.iter().map(|opinion| opinion.name.as_str()).collect();
+    assert_eq!(names, ["free", "full-00"], "feasible workers first, then passing refusals");
     let groups = outlook.groups.iter().map(|group| (group.words(), group.count, group.names.join(" ")));
     let expected = [
         ("are full".to_owned(), 40, "full-00 full-01 full-02 full-03 full-04".to_owned()),
@@ -671,9 +690,10 @@ fn many_are_told_together_and_some_by_name() {
         ),
     ];
     assert_eq!(groups.collect::<Vec<_>>(), expected);
-    let only = Tell { most: 9, only: Some((BTreeSet::new(), BTreeSet::from(["tagged-07".to_owned()]))) };
+    let only =
+        DetailFilter { most: 9, only: Some((BTreeSet::new(), BTreeSet::from(["tagged-07".to_owned()]))) };
     let outlook = index.outlook(&demand(), &[], &only, Timestamp(0));
     assert_eq!(outlook.opinions.len(), 1);
     assert_eq!((outlook.opinions[0].name.as_str(), outlook.willing), ("tagged-07", 1));
-    assert_eq!(index.outlook(&demand(), &[], &tell(0), Timestamp(0)).opinions, []);
+    assert_eq!(index.outlook(&demand(), &[], &first(0), Timestamp(0)).opinions, []);
 }

@@ -1,8 +1,8 @@
-//! What is drawn.
+//! Random inputs of placement tests.
 
 use super::*;
 
-/// Random workers and demands, of which many agree in something.
+/// A source of random workers and demands, many of which share attributes.
 pub(crate) struct Dice(pub(crate) StdRng);
 
 impl Dice {
@@ -64,7 +64,7 @@ impl Dice {
                 Trust::Quarantined(failing("why")),
                 Trust::Quarantined(Failing { team: Some("main".to_owned()), ..failing("why else") }),
             ]),
-            reserved_for: self.whom(),
+            reserved_for: self.reservation(),
             labels: Arc::new(labels),
             capacity,
             ..worker(&format!("w{n}"))
@@ -74,7 +74,7 @@ impl Dice {
         worker
     }
 
-    /// One that may differ from one of the others in nothing but how much it has, what is on it, and for whom it is reserved.
+    /// Returns a worker that may differ from another one only in capacity, load and reservation.
     pub(crate) fn worker_like_some(&mut self, n: usize, others: &[Worker]) -> Worker {
         let worker = self.worker(n);
         if others.is_empty() || self.0.random_bool(0.4) {
@@ -84,8 +84,8 @@ impl Dice {
         Worker { id, name, capacity, load, reserved_for, ..self.some(others) }
     }
 
-    /// For whom a worker is reserved.
-    pub(crate) fn whom(&mut self) -> Option<Uuid> {
+    /// Returns the request for which a worker is reserved.
+    pub(crate) fn reservation(&mut self) -> Option<Uuid> {
         self.some(&[None, None, None, None, Some(Uuid::from_u128(1)), Some(Uuid::from_u128(2))])
     }
 
@@ -140,22 +140,23 @@ impl Dice {
             },
             purpose: self.some(&[Purpose::Build, Purpose::WithoutInputs, Purpose::Check]),
         };
-        let mut who = |chance: f64, count: usize| -> BTreeSet<WorkerId> {
+        let mut sample = |chance: f64, count: usize| -> BTreeSet<WorkerId> {
             if !self.0.random_bool(chance) {
                 return BTreeSet::new();
             }
             workers.sample(&mut self.0, count).map(|worker| worker.id).collect()
         };
-        let (avoid, prefer, only, failed_on) = (who(0.2, 2), who(0.2, 2), who(0.1, 1), who(0.2, 3));
-        let failed = |worker: WorkerId| FailedThere {
+        let (avoid, prefer, only, failed_on) =
+            (sample(0.2, 2), sample(0.2, 2), sample(0.1, 1), sample(0.2, 3));
+        let failed = |worker: WorkerId| FailedWorker {
             worker,
             failure: Failure { message: worker.to_string(), ..failure() },
         };
         let failed_on = failed_on.into_iter().map(failed).collect();
-        let asked_by = Uuid::from_u128(self.0.random());
-        let waits_as = self.some(&[asked_by, asked_by, Uuid::from_u128(1)]);
+        let requester = Uuid::from_u128(self.0.random());
+        let waits_as = self.some(&[requester, requester, Uuid::from_u128(1)]);
         let only = only.first().copied();
-        Demand { avoid, prefer, only, failed_on, waits_as, ..shape.asked_by(asked_by) }
+        Demand { avoid, prefer, only, failed_on, waits_as, ..shape.requested_by(requester) }
     }
 
     pub(crate) fn locations(&mut self, workers: &[Worker]) -> Vec<Location> {

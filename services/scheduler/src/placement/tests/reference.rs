@@ -1,14 +1,15 @@
-//! The rules of placement said once more, as the protos and the manual state them: of each worker for itself, whatever the others are. It shares
-//! nothing with what it is compared with but the words for refusals.
+//! A second, plain implementation of the rules of placement, as the protos and the manual state
+//! them. It checks each worker independently, and shares only the refusal type with the tested
+//! code.
 
 use super::*;
 
-/// Everything that speaks against a worker.
+/// The refusals of a worker.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Against {
-    /// It stays until somebody changes what is asked for, or the worker.
+    /// Refusals that stay until the request or the worker changes.
     pub(crate) lasting: Vec<Refusal>,
-    /// It may pass by itself.
+    /// Refusals that may end while the request waits.
     pub(crate) passing: Vec<Refusal>,
 }
 
@@ -17,7 +18,8 @@ impl Against {
         self.lasting.is_empty() && self.passing.is_empty()
     }
 
-    /// Whether it is nothing, or may come to be. What a team does not use does not come to be used because others have room.
+    /// Returns whether there are no refusals, or only ones that may end. A team that uses only its
+    /// own workers does not start using others because they have room.
     pub(crate) fn may_pass(&self) -> bool {
         self.lasting.is_empty() && !self.passing.contains(&Refusal::TeamKeepsToItsOwn)
     }
@@ -26,122 +28,125 @@ impl Against {
         self.lasting.iter().chain(&self.passing)
     }
 
-    /// Whether `said` is all of it and nothing else, and first what will not pass by itself.
-    pub(crate) fn is_said_by(&self, said: &[Refusal]) -> bool {
+    /// Returns whether `refusals` contains exactly these, lasting ones first.
+    pub(crate) fn equals(&self, refusals: &[Refusal]) -> bool {
         let is_all = |some: &[Refusal], of: &[Refusal]| {
             some.len() == of.len() && of.iter().all(|refusal| some.contains(refusal))
         };
-        let Some((first, then)) = said.split_at_checked(self.lasting.len()) else { return false };
+        let Some((first, then)) = refusals.split_at_checked(self.lasting.len()) else { return false };
         let durations_are = first.iter().all(|refusal| !refusal.passes()) && then.iter().all(Refusal::passes);
         is_all(first, &self.lasting) && is_all(then, &self.passing) && durations_are
     }
 
-    fn for_good(&mut self, is_so: bool, refusal: Refusal) {
+    fn add_lasting(&mut self, is_so: bool, refusal: Refusal) {
         self.lasting.extend(is_so.then_some(refusal));
     }
 
-    fn for_now(&mut self, is_so: bool, refusal: Refusal) {
+    fn add_passing(&mut self, is_so: bool, refusal: Refusal) {
         self.passing.extend(is_so.then_some(refusal));
     }
 }
 
-/// Everything that speaks against `worker`.
+/// Computes the refusals of `worker`.
 pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
-    let (asked, has, load) = (&*demand.shape, &*worker.labels, &worker.load);
+    let (requested, has, load) = (&*demand.shape, &*worker.labels, &worker.load);
     let mut against = Against::default();
 
-    // Whether it is there, can be spoken with, and shall work.
+    // Contact, protocol version and desired state.
     let is_lost = worker.state == State::Lost;
-    against.for_good(is_lost && !worker.just_lost, Refusal::Lost);
-    against.for_now(is_lost && worker.just_lost && !worker.gone, Refusal::JustLost);
-    against.for_now(is_lost && worker.just_lost && worker.gone, Refusal::Gone);
-    against.for_now(worker.state == State::Stalled, Refusal::Stalled);
+    against.add_lasting(is_lost && !worker.just_lost, Refusal::Lost);
+    against.add_passing(is_lost && worker.just_lost && !worker.gone, Refusal::JustLost);
+    against.add_passing(is_lost && worker.just_lost && worker.gone, Refusal::Gone);
+    against.add_passing(worker.state == State::Stalled, Refusal::Stalled);
     let versions = &worker.unsupported_versions;
-    against.for_good(!versions.is_empty(), Refusal::Incompatible(versions.clone()));
-    against.for_good(worker.desired == Desired::Retire, Refusal::Retiring);
-    against.for_now(worker.desired == Desired::Cordon, Refusal::Cordoned);
+    against.add_lasting(!versions.is_empty(), Refusal::Incompatible(versions.clone()));
+    against.add_lasting(worker.desired == Desired::Retire, Refusal::Retiring);
+    against.add_passing(worker.desired == Desired::Cordon, Refusal::Cordoned);
 
-    // Whom it serves.
-    let serves = has.team.as_ref().is_none_or(|team| *team == asked.team);
-    against.for_good(!serves, Refusal::Team);
-    against.for_good(has.platform != asked.platform, Refusal::Platform(has.platform.clone()));
-    let lacks: Vec<_> = asked.tags.iter().filter(|tag| !has.tags.contains(tag)).cloned().collect();
-    against.for_good(!lacks.is_empty(), Refusal::MissingTags(lacks));
+    // Team, platform and tags.
+    let serves = has.team.as_ref().is_none_or(|team| *team == requested.team);
+    against.add_lasting(!serves, Refusal::Team);
+    against.add_lasting(has.platform != requested.platform, Refusal::Platform(has.platform.clone()));
+    let lacks: Vec<_> = requested.tags.iter().filter(|tag| !has.tags.contains(tag)).cloned().collect();
+    against.add_lasting(!lacks.is_empty(), Refusal::MissingTags(lacks));
 
-    // Which one is asked for.
-    against.for_good(demand.only.is_some_and(|only| only != worker.id), Refusal::NotSame);
-    against.for_good(demand.avoid.contains(&worker.id), Refusal::Avoided);
+    // Particular workers.
+    against.add_lasting(demand.only.is_some_and(|only| only != worker.id), Refusal::NotSame);
+    against.add_lasting(demand.avoid.contains(&worker.id), Refusal::Avoided);
     for failed in demand.failed_on.iter().filter(|failed| failed.worker == worker.id) {
-        against.for_good(true, Refusal::FailedThere(failed.failure.clone()));
+        against.add_lasting(true, Refusal::FailedWorker(failed.failure.clone()));
     }
 
-    // How much is asked for of what it says that it has.
+    // Requested amounts, of those that the worker declares.
     let disk_bytes = (worker.capacity.disk_bytes != 0).then_some(worker.capacity.disk_bytes);
-    for (of, asked, in_all, taken) in [
-        (Resource::Cpu, asked.requests.cpu_millis, worker.capacity.cpu_millis, load.reserved.cpu_millis),
+    for (of, requested, in_all, taken) in [
+        (Resource::Cpu, requested.requests.cpu_millis, worker.capacity.cpu_millis, load.reserved.cpu_millis),
         (
             Resource::Memory,
-            asked.requests.memory_bytes,
+            requested.requests.memory_bytes,
             worker.capacity.memory_bytes,
             load.reserved.memory_bytes,
         ),
-        (Resource::Disk, asked.requests.disk_bytes, disk_bytes, load.reserved.disk_bytes),
+        (Resource::Disk, requested.requests.disk_bytes, disk_bytes, load.reserved.disk_bytes),
     ] {
         let Some(in_all) = in_all else { continue };
         let left = in_all.saturating_sub(taken);
-        against.for_good(asked > in_all, Refusal::TooSmall(Shortage { of, asked, left: in_all }));
-        let is_short = left < asked && asked <= in_all && !is_lost;
-        against.for_now(is_short, Refusal::Short(Shortage { of, asked, left }));
+        against.add_lasting(requested > in_all, Refusal::TooSmall(Shortage { of, requested, left: in_all }));
+        let is_short = left < requested && requested <= in_all && !is_lost;
+        against.add_passing(is_short, Refusal::Short(Shortage { of, requested, left }));
     }
 
-    // The rest is about what runs there.
-    let Some(process) = &asked.process else { return against };
+    // The rest concerns the process.
+    let Some(process) = &requested.process else { return against };
     let has_tags = !has.tags.is_empty();
-    against.for_good(has_tags && asked.tags.is_empty(), Refusal::OnlyTagged(has.tags.clone()));
+    against.add_lasting(has_tags && requested.tags.is_empty(), Refusal::OnlyTagged(has.tags.clone()));
     let kind = &process.image_kind;
     let brings = |name: &String| has.resource_types.iter().any(|of| of.name == *name);
     match &process.resource_type {
-        // That it could not run it besides is no further reason: whatever brings it can.
-        Some(name) if !brings(name) => against.for_good(true, Refusal::ResourceType(name.clone())),
-        _ => against.for_good(!has.image_kinds.contains(&kind.to_string()), Refusal::ImageKind(kind.clone())),
+        // A worker that provides the image can run it, so there is no second refusal.
+        Some(name) if !brings(name) => against.add_lasting(true, Refusal::ResourceType(name.clone())),
+        _ => against
+            .add_lasting(!has.image_kinds.contains(&kind.to_string()), Refusal::ImageKind(kind.clone())),
     }
     for name in &process.capabilities {
-        against.for_good(!has.capabilities.contains(&name.to_string()), Refusal::Capability(name.clone()));
+        against.add_lasting(!has.capabilities.contains(&name.to_string()), Refusal::Capability(name.clone()));
     }
     match &worker.trust {
         Trust::Full => {}
         Trust::OnProbation(Failing { why, team }) => {
-            let is_meant = team.as_ref().is_none_or(|team| *team == asked.team);
-            against.for_now(is_meant && load.tasks != 0 && !is_lost, Refusal::Quarantined(why.clone()));
+            let is_meant = team.as_ref().is_none_or(|team| *team == requested.team);
+            against.add_passing(is_meant && load.tasks != 0 && !is_lost, Refusal::Quarantined(why.clone()));
         }
         Trust::Quarantined(Failing { why, team }) => {
-            let is_meant = team.as_ref().is_none_or(|team| *team == asked.team);
-            against.for_now(is_meant, Refusal::Quarantined(why.clone()));
+            let is_meant = team.as_ref().is_none_or(|team| *team == requested.team);
+            against.add_passing(is_meant, Refusal::Quarantined(why.clone()));
         }
     }
     let is_for_another = worker.reserved_for.is_some() && worker.reserved_for != Some(demand.waits_as);
-    against.for_now(is_for_another && demand.only.is_none(), Refusal::Reserved);
+    against.add_passing(is_for_another && demand.only.is_none(), Refusal::Reserved);
 
-    // Each task has a container and a volume, besides those that are kept. Of one that is lost nobody knows.
+    // Each task has a container and a volume, besides the kept ones. The load of a lost worker is
+    // unknown.
     if is_lost {
         return against;
     }
     let tasks = u64::from(load.tasks);
     let (active, containers, volumes) = (load.tasks, tasks + load.kept_containers, tasks + load.kept_volumes);
     if let Some(max) = worker.capacity.max_tasks {
-        against.for_now(active >= max, Refusal::Full { active, max });
+        against.add_passing(active >= max, Refusal::Full { active, max });
     }
     if let Some(max) = worker.capacity.max_containers {
-        against.for_now(containers >= u64::from(max), Refusal::FullOfContainers { count: containers, max });
+        against
+            .add_passing(containers >= u64::from(max), Refusal::FullOfContainers { count: containers, max });
     }
     if let Some(max) = worker.capacity.max_volumes {
-        against.for_now(volumes >= u64::from(max), Refusal::FullOfVolumes { count: volumes, max });
+        against.add_passing(volumes >= u64::from(max), Refusal::FullOfVolumes { count: volumes, max });
     }
     against
 }
 
-/// The same of each of `workers`, with what their teams say: those of `teams` use no workers for all while they have some of their own that
-/// could, but for how much is asked for, and where it must not be.
+/// Computes the refusals of all `workers`. Each of `teams` uses only its own workers while some of
+/// them could take the request, except for amounts and excluded workers.
 pub(crate) fn against_each(
     demand: &Demand,
     workers: &[Worker],
@@ -150,20 +155,20 @@ pub(crate) fn against_each(
     let mut of_each: HashMap<_, _> =
         workers.iter().map(|worker| (worker.id, against(demand, worker))).collect();
     let is_about_this_one = |refusal: &Refusal| {
-        use Refusal::{Avoided, FailedThere, NotSame, TooSmall};
-        matches!(refusal, NotSame | Avoided | FailedThere(_) | TooSmall(_))
+        use Refusal::{Avoided, FailedWorker, NotSame, TooSmall};
+        matches!(refusal, NotSame | Avoided | FailedWorker(_) | TooSmall(_))
     };
     let is_own = |worker: &&Worker| worker.labels.team.as_ref() == Some(&demand.shape.team);
     let could = |worker: &Worker| of_each[&worker.id].lasting.iter().all(is_about_this_one);
     if teams.contains(&demand.shape.team) && workers.iter().filter(is_own).any(could) {
         for worker in workers.iter().filter(|worker| worker.labels.team.is_none()) {
-            of_each.entry(worker.id).or_default().for_now(true, Refusal::TeamKeepsToItsOwn);
+            of_each.entry(worker.id).or_default().add_passing(true, Refusal::TeamKeepsToItsOwn);
         }
     }
     of_each
 }
 
-/// What asks for nothing that `worker` lacks.
+/// Returns a demand that needs nothing that `worker` lacks.
 pub(crate) fn anything(worker: &Worker) -> Demand {
     let Labels { platform, tags, team, image_kinds, .. } = &*worker.labels;
     let image_kind = image_kinds.first().cloned().unwrap_or_default().into();
@@ -174,12 +179,12 @@ pub(crate) fn anything(worker: &Worker) -> Demand {
         process: Some(Process { image_kind, resource_type: None, capabilities: vec![] }),
         ..shape()
     };
-    shape.asked_by(Uuid::nil())
+    shape.requested_by(Uuid::nil())
 }
 
-/// How good a worker is: those of the team first, then whoever is in contact, then whoever is preferred; and then by the definition of each
-/// strategy, one after the other.
-pub(crate) fn standing(
+/// Ranks a worker: own workers of the team first, then workers in contact, then preferred ones,
+/// then by the definition of each strategy.
+pub(crate) fn rank(
     chain: &Chain,
     demand: &Demand,
     worker: &Worker,
@@ -204,16 +209,16 @@ pub(crate) fn standing(
     (!is_own, worker.awaited, !demand.prefer.contains(&worker.id), counts.collect())
 }
 
-/// Of those that refuse, who refuses for the same: in what each says without its own numbers and words. Of many, those that serve only their
-/// tags are together as well.
+/// Groups refusing workers by their refusals, without individual numbers and texts. If there are
+/// many groups, workers that only take workloads with their tags form one group.
 pub(crate) fn alike<'w>(
     refusing: &[(&'w Worker, &Against)],
 ) -> (bool, HashMap<BTreeSet<String>, BTreeSet<&'w str>>) {
     let by = |are_many: bool| {
         let mut alike = HashMap::<_, BTreeSet<_>>::new();
         for (worker, against) in refusing {
-            let said = against.all().map(|refusal| said_by_many(refusal, are_many)).collect();
-            alike.entry(said).or_default().insert(worker.name.as_str());
+            let texts = against.all().map(|refusal| shared_text(refusal, are_many)).collect();
+            alike.entry(texts).or_default().insert(worker.name.as_str());
         }
         alike
     };
@@ -221,8 +226,8 @@ pub(crate) fn alike<'w>(
     if alike.len() > 20 { (true, by(true)) } else { (false, alike) }
 }
 
-/// What of a refusal workers have in common.
-pub(crate) fn said_by_many(refusal: &Refusal, are_many: bool) -> String {
+/// Returns the part of a refusal that workers share.
+pub(crate) fn shared_text(refusal: &Refusal, are_many: bool) -> String {
     let labels = if are_many && refusal.code() == "ONLY_TAGGED" { vec![] } else { refusal.labels() };
     format!("{} {labels:?} {:?}", refusal.code(), refusal.limit().map(|(of, ..)| of))
 }

@@ -1,4 +1,4 @@
-//! Groups of leases compared with the rules of placement said once more, and with whoever looks at each worker for each of them.
+//! Random groups of leases, compared with a plain implementation of the rules of placement.
 
 use db::Database;
 use rand::rngs::StdRng;
@@ -7,31 +7,32 @@ use testing::databases;
 
 use super::*;
 use crate::config::Config;
-use crate::placement::tests::{Dice, asking, reference, with_memory};
+use crate::placement::tests::{Dice, reference, shape_with_memory, with_memory};
 use crate::placement::{Chains, Worker};
 use crate::store_client::Inputs;
 
-/// In how many orders whoever looks at each worker tries a group.
+/// Number of orders of a group that the reference tries.
 const TRIES: usize = 3;
 
-/// A group, and what is known of the workers.
+/// A group of leases, and the known workers.
 struct Scene {
     workers: Vec<Worker>,
-    members: Vec<Asked>,
+    members: Vec<GroupMember>,
     chains: Chains,
     teams: BTreeSet<String>,
 }
 
-/// One of a group.
-struct Asked {
+/// A lease of the group.
+struct GroupMember {
     lease: LeaseId,
     kind: Kind,
     demand: Demand,
     owner: String,
-    kept_to: Option<WorkerId>,
+    owner_worker: Option<WorkerId>,
 }
 
-/// One of a group found nothing: how many found theirs before it, and where alone it might have been.
+/// A lease that found no worker: the number of leases before it, and the only worker that it may
+/// use.
 type StuckAt = (usize, Option<WorkerId>);
 
 impl Scene {
@@ -42,7 +43,7 @@ impl Scene {
                 if dice.0.random_bool(0.15) {
                     return any;
                 }
-                // Some are larger than others, and those are taken by what is small, too.
+                // Some workers are larger than others, and small requests use them too.
                 let mut worker = with_memory(&any.name, dice.some(&[0, 0, 1]), dice.some(&[0, 0, 0, 50]));
                 worker.capacity.max_tasks = dice.some(&[Some(1), Some(2), Some(4)]);
                 worker.capacity.memory_bytes = dice.some(&[Some(50), Some(100)]);
@@ -59,9 +60,10 @@ impl Scene {
             let memory_bytes = dice.some(&[0, 0, 30, 50, 90, 90]);
             let mut demand = match dice.0.random_bool(0.1) {
                 true => any,
-                false => asking(memory_bytes).asked_by(any.asked_by),
+                false => shape_with_memory(memory_bytes).requested_by(any.requester),
             };
-            let (owner, kept_to) = dice.some(&[("", None), ("", None), ("a", homes[0]), ("b", homes[1])]);
+            let (owner, owner_worker) =
+                dice.some(&[("", None), ("", None), ("a", homes[0]), ("b", homes[1])]);
             if !owner.is_empty() {
                 demand.only = None;
             }
@@ -69,7 +71,7 @@ impl Scene {
                 Some(_) => dice.some(&[Kind::Task, Kind::Get, Kind::Check]),
                 None => Kind::Transfer,
             };
-            Asked { lease: LeaseId::new(), kind, demand, owner: owner.to_owned(), kept_to }
+            GroupMember { lease: LeaseId::new(), kind, demand, owner: owner.to_owned(), owner_worker }
         });
         let members = members.collect();
         let chains = Chains { builds: dice.chain(), without_inputs: dice.chain(), checks: dice.chain() };
@@ -77,50 +79,52 @@ impl Scene {
         Self { workers, members, chains, teams }
     }
 
-    /// As it is asked for. What one that waits is called is what all of them are called.
+    /// Builds the group as it is requested. All members wait under one id.
     fn leases(&mut self) -> LeaseGroup {
         let (answer, _) = oneshot::channel();
         let call = Call::new(self.members.len(), answer);
-        let members = self.members.iter().enumerate().map(|(item, asked)| {
+        let members = self.members.iter().enumerate().map(|(item, member)| {
             let ask = LeaseRequest {
-                lease: asked.lease,
-                kind: asked.kind,
-                demand: Arc::new(asked.demand.clone()),
+                lease: member.lease,
+                kind: member.kind,
+                demand: Arc::new(member.demand.clone()),
                 inputs: Arc::new(Inputs::default()),
                 locations: Arc::default(),
                 request: String::new(),
                 group: Some(1),
-                owner: asked.owner.clone(),
-                kept_to: asked.kept_to,
+                owner: member.owner.clone(),
+                owner_worker: member.owner_worker,
                 wait: std::time::Duration::ZERO,
                 priority: 0,
             };
             Member::new(ask, call.clone(), item)
         });
-        let leases = LeaseGroup::new(members.collect(), Timestamp(0)).expect("some are asked for");
-        self.members.iter_mut().for_each(|asked| asked.demand.waits_as = leases.id());
+        let leases = LeaseGroup::new(members.collect(), Timestamp(0)).expect("a group");
+        self.members.iter_mut().for_each(|member| member.demand.waits_as = leases.id());
         leases
     }
 
-    /// What one asks for: where its owner's containers are, while that worker takes work.
-    fn demand(&self, asked: &Asked) -> Demand {
-        let kept_to = self.workers.iter().find(|worker| Some(worker.id) == asked.kept_to);
-        let kept_to = kept_to
+    /// Returns the demand of a lease, restricted to the worker of its owner while that worker takes
+    /// work.
+    fn demand(&self, member: &GroupMember) -> Demand {
+        let owner_worker = self.workers.iter().find(|worker| Some(worker.id) == member.owner_worker);
+        let owner_worker = owner_worker
             .filter(|worker| worker.state != worker::State::Lost && worker.desired == worker::Desired::Run);
-        let only = kept_to.map(|worker| worker.id).or(asked.demand.only);
-        Demand { only, ..asked.demand.clone() }
+        let only = owner_worker.map(|worker| worker.id).or(member.demand.only);
+        Demand { only, ..member.demand.clone() }
     }
 
-    /// Whether one of them could never be had, whatever becomes of the others.
+    /// Returns whether no worker could ever take some lease of the group.
     fn is_hopeless(&self) -> bool {
-        let could_never = |asked: &Asked| {
-            let against = reference::against_each(&self.demand(asked), &self.workers, &self.teams);
+        let could_never = |member: &GroupMember| {
+            let against = reference::against_each(&self.demand(member), &self.workers, &self.teams);
             !self.workers.is_empty() && !against.values().any(reference::Against::may_pass)
         };
         self.members.iter().any(could_never)
     }
 
-    /// Whoever is asked in this order, each of the best that would do being taken: where they get stuck. `None`: all find theirs.
+    /// Places the leases in this order, trying every best worker at each step. Returns the leases
+    /// that find none. `None`: all are placed.
     fn ways(&self, order: &[usize], avoid: &BTreeSet<WorkerId>) -> BTreeSet<Option<StuckAt>> {
         let mut ways = BTreeSet::new();
         self.go_on(order, 0, avoid, &self.workers, &HashMap::new(), &mut ways);
@@ -140,35 +144,36 @@ impl Scene {
             ways.insert(None);
             return;
         };
-        let asked = &self.members[*number];
+        let member = &self.members[*number];
         let (mut demand, owner) =
-            (self.demand(asked), (asked.demand.shape.team.clone(), asked.owner.clone()));
+            (self.demand(member), (member.demand.shape.team.clone(), member.owner.clone()));
         let near = homes.get(&owner).copied();
         match near {
             Some(_) => demand.only = near,
-            None if !asked.owner.is_empty() && asked.kept_to.is_none() => demand.avoid.extend(avoid),
+            None if !member.owner.is_empty() && member.owner_worker.is_none() => demand.avoid.extend(avoid),
             None => {}
         }
         let against = reference::against_each(&demand, workers, &self.teams);
         let willing = workers.iter().filter(|worker| against[&worker.id].is_nothing());
         let chain = self.chains.of(demand.shape.purpose);
         let standings: Vec<_> =
-            willing.map(|worker| (reference::standing(chain, &demand, worker, &[]), worker.id)).collect();
+            willing.map(|worker| (reference::rank(chain, &demand, worker, &[]), worker.id)).collect();
         let Some(best) = standings.iter().map(|(standing, _)| standing).min() else {
             ways.insert(Some((at, near)));
             return;
         };
         for (_, id) in standings.iter().filter(|(standing, _)| standing == best) {
             let (mut workers, mut homes) = (workers.to_vec(), homes.clone());
-            workers.iter_mut().filter(|worker| worker.id == *id).for_each(|worker| put_on(worker, asked));
-            if !asked.owner.is_empty() {
+            workers.iter_mut().filter(|worker| worker.id == *id).for_each(|worker| put_on(worker, member));
+            if !member.owner.is_empty() {
                 homes.insert(owner.clone(), *id);
             }
             self.go_on(order, at + 1, avoid, &workers, &homes, ways);
         }
     }
 
-    /// Whether all find theirs whatever the lot decides, where whoever finds nothing is asked before those that did, so many times.
+    /// Returns whether all leases are placed regardless of random draws, if a lease without a
+    /// worker is retried first, up to `tries` orders.
     fn is_sure(&self, order: &[usize], avoid: &BTreeSet<WorkerId>, tries: usize) -> bool {
         tries > 0
             && self.ways(order, avoid).into_iter().all(|way| match way {
@@ -184,32 +189,32 @@ impl Scene {
             })
     }
 
-    /// Carries grants out, one after the other, where nothing speaks against any.
+    /// Applies the grants in order, and asserts that each one is allowed.
     fn grant(&self, grants: &[Grant]) -> Vec<Worker> {
         let (mut workers, mut homes) = (self.workers.clone(), HashMap::new());
         for grant in grants {
-            let asked = self.members.iter().find(|asked| asked.lease == grant.lease).expect("asked for");
-            let (mut demand, owner) = (self.demand(asked), (&asked.demand.shape.team, &asked.owner));
-            // Where another of its owner is, and nowhere else.
+            let member = self.members.iter().find(|member| member.lease == grant.lease).expect("a member");
+            let (mut demand, owner) = (self.demand(member), (&member.demand.shape.team, &member.owner));
+            // All leases of an owner share one worker.
             demand.only = homes.get(&owner).copied().or(demand.only);
             let against = reference::against_each(&demand, &workers, &self.teams);
             assert!(against[&grant.worker].is_nothing(), "{:?} of {grant:?}", against[&grant.worker]);
-            assert_eq!(grant.kind, asked.kind);
-            if !asked.owner.is_empty() {
+            assert_eq!(grant.kind, member.kind);
+            if !member.owner.is_empty() {
                 homes.insert(owner, grant.worker);
             }
             let taken = workers.iter_mut().find(|worker| worker.id == grant.worker);
-            put_on(taken.expect("a worker"), asked);
+            put_on(taken.expect("a worker"), member);
         }
         workers
     }
 }
 
-fn put_on(worker: &mut Worker, asked: &Asked) {
-    if asked.kind != Kind::Transfer {
-        let (load, requests) = (&mut worker.load, &asked.demand.shape.requests);
+fn put_on(worker: &mut Worker, member: &GroupMember) {
+    if member.kind != Kind::Transfer {
+        let (load, requests) = (&mut worker.load, &member.demand.shape.requests);
         load.tasks += 1;
-        load.checks += u32::from(asked.kind == Kind::Check);
+        load.checks += u32::from(member.kind == Kind::Check);
         load.reserved.cpu_millis += requests.cpu_millis;
         load.reserved.memory_bytes += requests.memory_bytes;
         load.reserved.disk_bytes += requests.disk_bytes;
@@ -217,7 +222,7 @@ fn put_on(worker: &mut Worker, asked: &Asked) {
 }
 
 #[tokio::test]
-async fn a_group_is_decided_as_who_looks_at_every_worker_would() {
+async fn group_is_placed_like_the_reference() {
     let seed = testing::seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = Dice(StdRng::seed_from_u64(seed));
@@ -246,24 +251,24 @@ async fn a_group_is_decided_as_who_looks_at_every_worker_would() {
                 let all: BTreeSet<_> = plan.grants.iter().map(|grant| grant.lease).collect();
                 assert_eq!((all.len(), plan.grants.len()), (order.len(), order.len()), "all of them, once");
                 granted += 1;
-                let asked = scene.members.iter().map(|asked| asked.lease);
-                in_another_order += usize::from(!asked.eq(plan.grants.iter().map(|grant| grant.lease)));
+                let member = scene.members.iter().map(|member| member.lease);
+                in_another_order += usize::from(!member.eq(plan.grants.iter().map(|grant| grant.lease)));
                 scene.grant(&plan.grants)
             }
             Err(refused) => {
                 assert!(plan.grants.is_empty(), "{:?} although not all are", plan.grants);
-                assert!(!is_sure, "all would have found theirs");
+                assert!(!is_sure, "all leases fit");
                 assert_eq!(refused.is_never, scene.is_hopeless(), "{refused:?}");
                 *if refused.is_never { &mut never } else { &mut not_now } += 1;
                 scene.workers
             }
         };
-        // What is planned counts, and nothing else.
+        // Only planned grants count as load.
         for worker in &workers {
             let load = dispatch.workers.lock().get(worker.id).expect("known").load;
             assert_eq!(load, worker.load);
         }
     }
     let met = [granted, in_another_order, not_now, never];
-    assert!(met.iter().all(|count| *count > 20), "{met:?}: all are met");
+    assert!(met.iter().all(|count| *count > 20), "{met:?}: every case must occur");
 }

@@ -9,13 +9,13 @@ use super::*;
 use crate::config::Config;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::to_json;
-use crate::placement::{FailedThere, Resources};
+use crate::placement::{FailedWorker, Resources};
 use crate::workers;
 use crate::workers::test_support::hello;
 use crate::workloads::Submission;
 use crate::workloads::test_support::spec;
 
-/// A replica that says nothing of it writes this.
+/// Changes the state of a workload without a notification.
 async fn becomes(db: &Database, workload: &Submission, state: State) {
     let written = db.write(async |txn| {
         let one = workload::Entity::update_many().filter(workload::Column::Id.eq(workload.id.uuid()));
@@ -24,13 +24,14 @@ async fn becomes(db: &Database, workload: &Submission, state: State) {
     assert_eq!(written.await.expect("written").rows_affected, 1);
 }
 
-/// One that was accepted long before another is pinned, by a replica that has no time to tell.
-async fn what_is_pinned_late_is_found_with_the_next_look(database: TestDatabase) {
+/// A workload that was accepted long before another is pinned by a replica that sends no
+/// notification.
+async fn late_pinned_workload_is_found_by_next_poll(database: TestDatabase) {
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let [early, late] = [(); 2].map(|()| Submission::new(WorkloadId::new(), spec(), None));
     let now = Timestamp::now();
     let mut accepted = early.row(State::Accepted, now);
-    accepted.sequence = a_little_before(a_little_before(accepted.sequence));
+    accepted.sequence = just_before(just_before(accepted.sequence));
     let pending = late.row(State::Pending, now);
     let insert = db.write(async |txn| {
         let mut effects = Effects::default();
@@ -39,36 +40,37 @@ async fn what_is_pinned_late_is_found_with_the_next_look(database: TestDatabase)
     });
     insert.await.expect("written");
     let (dispatch, mut dispatcher) = Dispatcher::new(db.clone(), Arc::new(Config::new("", "")));
-    let mut look = async || {
-        dispatcher.catch_up(false, &mut Effects::default()).await.expect("a look");
+    let mut poll = async || {
+        dispatcher.catch_up(false, &mut Effects::default()).await.expect("a poll");
         let mut ids: Vec<_> = dispatch.queue().ids().collect();
         ids.sort_unstable();
         ids
     };
-    assert_eq!(look().await, [late.id.uuid()]);
+    assert_eq!(poll().await, [late.id.uuid()]);
 
     becomes(&db, &early, State::Pending).await;
     let mut both = [early.id.uuid(), late.id.uuid()];
     both.sort_unstable();
-    assert_eq!(look().await, both);
+    assert_eq!(poll().await, both);
 
-    // And what waits no more is noticed as soon.
+    // A workload that no longer waits is found as soon.
     becomes(&db, &late, State::Finished).await;
-    assert_eq!(look().await, [early.id.uuid()]);
+    assert_eq!(poll().await, [early.id.uuid()]);
 }
 
 #[tokio::test]
-async fn what_is_pinned_late_is_found_on_sqlite() {
-    what_is_pinned_late_is_found_with_the_next_look(databases::sqlite()).await;
+async fn late_pinned_workload_is_found_by_next_poll_sqlite() {
+    late_pinned_workload_is_found_by_next_poll(databases::sqlite()).await;
 }
 
 #[tokio::test]
-async fn what_is_pinned_late_is_found_on_postgresql() {
-    what_is_pinned_late_is_found_with_the_next_look(databases::postgres().await).await;
+async fn late_pinned_workload_is_found_by_next_poll_postgres() {
+    late_pinned_workload_is_found_by_next_poll(databases::postgres().await).await;
 }
 
-/// What waits at a replica could not be started on a worker, and whoever has written that had no time to tell.
-async fn what_could_not_be_started_there_is_not_placed_there_again(database: TestDatabase) {
+/// An attempt at a waiting workload failed on a worker, and the replica that recorded this sent no
+/// notification.
+async fn failed_worker_is_not_chosen_again(database: TestDatabase) {
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let config = Arc::new(Config::new("", ""));
     let one = Submission::new(WorkloadId::new(), spec(), None);
@@ -79,7 +81,7 @@ async fn what_could_not_be_started_there_is_not_placed_there_again(database: Tes
         workloads::save(&txn, row, Write::Insert, None, now, &mut Effects::default()).await
     });
     insert.await.expect("written");
-    dispatcher.catch_up(false, &mut Effects::default()).await.expect("a look");
+    dispatcher.catch_up(false, &mut Effects::default()).await.expect("a poll");
 
     let gateways = ["there", "elsewhere"].map(|name| {
         let mut hello = hello(name);
@@ -87,41 +89,43 @@ async fn what_could_not_be_started_there_is_not_placed_there_again(database: Tes
         hello
     });
     let hellos: Vec<_> = gateways.iter().collect();
-    let let_in =
+    let registered =
         db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await);
-    let let_in = let_in.await.expect("a look").into_iter().map(|session| session.expect("let in").worker);
-    let [there, elsewhere] = let_in.collect::<Vec<_>>()[..] else { panic!("both are let in") };
+    let registered =
+        registered.await.expect("a poll").into_iter().map(|session| session.expect("registered").worker);
+    let [there, elsewhere] = registered.collect::<Vec<_>>()[..] else { panic!("both registered") };
     let failure = Failure { reason: FailureReason::StartFailed, message: "no".to_owned() };
-    let failed_on = to_json(&[FailedThere { worker: there, failure }]).expect("failures");
+    let failed_on = to_json(&[FailedWorker { worker: there, failure }]).expect("failures");
     let written = db.write(async |txn| {
         let one = workload::Entity::update_many().filter(workload::Column::Id.eq(one.id.uuid()));
         one.col_expr(workload::Column::FailedOn, Expr::value(&*failed_on)).exec(&*txn).await
     });
     assert_eq!(written.await.expect("written").rows_affected, 1);
 
-    // It hears of the workers, and of nothing else. Of the two the one where it failed is preferred by what it knows.
-    dispatcher.look |= dispatcher.memory.catch_up(&db).await.expect("a look");
+    // The dispatcher reads only the workers. By its outdated knowledge, it prefers the worker with
+    // the failure.
+    dispatcher.pass_needed |= dispatcher.cache.catch_up(&db).await.expect("a poll");
     let busy = Resources::default();
     dispatch.workers.lock().plan(elsewhere, Kind::Task, &busy);
-    dispatcher.take_turns(now, &mut Effects::default()).await.expect("placed");
-    let row = workloads::find(db.read(), one.id).await.expect("the database answers").expect("it is there");
+    dispatcher.run_queue_pass(now, &mut Effects::default()).await.expect("placed");
+    let row = workloads::find(db.read(), one.id).await.expect("the database answers").expect("a workload");
     let placed = workloads::whereabouts(&row).expect("whereabouts").map(|placed| placed.worker);
     assert_eq!(placed, Some(elsewhere));
 }
 
 #[tokio::test]
-async fn what_could_not_be_started_there_is_not_placed_there_again_on_sqlite() {
-    what_could_not_be_started_there_is_not_placed_there_again(databases::sqlite()).await;
+async fn failed_worker_is_not_chosen_again_sqlite() {
+    failed_worker_is_not_chosen_again(databases::sqlite()).await;
 }
 
 #[tokio::test]
-async fn what_could_not_be_started_there_is_not_placed_there_again_on_postgresql() {
-    what_could_not_be_started_there_is_not_placed_there_again(databases::postgres().await).await;
+async fn failed_worker_is_not_chosen_again_postgres() {
+    failed_worker_is_not_chosen_again(databases::postgres().await).await;
 }
 
-/// A worker that comes while somebody looks, by a transaction that is written after that.
+/// A worker registers during a poll, in a transaction that commits after it.
 #[tokio::test]
-async fn what_is_under_way_during_a_look_is_found_by_the_next() {
+async fn open_transaction_is_seen_by_next_poll() {
     let database = databases::postgres().await;
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let config = Arc::new(Config::new("", ""));
@@ -135,34 +139,34 @@ async fn what_is_under_way_during_a_look_is_found_by_the_next() {
     queued.await.expect("written");
     let mut gateway = hello("one");
     gateway.labels.image_kinds = vec!["host".to_owned()];
-    let (written, looked) = (Semaphore::new(0), Semaphore::new(0));
+    let (written, polled) = (Semaphore::new(0), Semaphore::new(0));
     let comes = db.write(async |txn| {
         workers::register(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await?;
         written.add_permits(1);
-        _ = looked.acquire().await;
+        _ = polled.acquire().await;
         Ok::<_, DbErr>(())
     });
-    let look = async |dispatcher: &mut Dispatcher| {
+    let poll = async |dispatcher: &mut Dispatcher| {
         let mut effects = Effects::default();
-        dispatcher.catch_up(true, &mut effects).await.expect("a look");
-        dispatcher.take_turns(Timestamp::now(), &mut effects).await.expect("turns");
+        dispatcher.catch_up(true, &mut effects).await.expect("a poll");
+        dispatcher.run_queue_pass(Timestamp::now(), &mut effects).await.expect("turns");
         dispatch.queue().len()
     };
-    let looks = async {
+    let polls = async {
         _ = written.acquire().await;
-        // The first look reads everything, and each further one what is new.
+        // The first poll reads everything, and each further one reads changes.
         for _ in 0..3 {
-            assert_eq!(look(&mut dispatcher).await, 1, "nobody is there yet");
+            assert_eq!(poll(&mut dispatcher).await, 1, "no worker is visible yet");
         }
-        looked.add_permits(1);
+        polled.add_permits(1);
     };
-    let (come, ()) = tokio::join!(comes, looks);
+    let (come, ()) = tokio::join!(comes, polls);
     come.expect("written");
-    assert_eq!(look(&mut dispatcher).await, 0, "it is placed");
+    assert_eq!(poll(&mut dispatcher).await, 0, "the workload is placed");
 }
 
 #[tokio::test]
-async fn the_more_wait_the_more_seldom_all_are_read() {
+async fn full_reads_are_rarer_for_long_queues() {
     let database = databases::sqlite();
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let config = Config { poll: Duration::from_secs(1), ..Config::new("", "") };
@@ -173,7 +177,7 @@ async fn the_more_wait_the_more_seldom_all_are_read() {
         let row = Model { id: Uuid::from_u128(number), sequence: Uuid::from_u128(number), ..row.clone() };
         dispatch.queue().put(waiting(row).expect("a workload"));
         if [999, 3000, 70_000].contains(&number) {
-            every.push(dispatcher.whole_every().as_secs());
+            every.push(dispatcher.full_read_interval().as_secs());
         }
     }
     assert_eq!(every, [0, 3, 60]);

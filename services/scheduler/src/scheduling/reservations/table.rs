@@ -1,12 +1,12 @@
 //! The table of reservations, which each replica reads and writes with every poll.
 //!
-//! A row names a worker and the request that it is reserved for. A row whose worker is the request
-//! itself says that the request has no reservation for a time, after all workers were tried. It
-//! belongs to the replica that made it, for a [`TERM`] that this replica prolongs. No other replica
-//! changes the row until the term is over, so the reservations of a replica that ends do so as well.
+//! A row names a worker and the request for which it is reserved. A row whose worker is the request
+//! itself means that the request gets no reservation for a time, after all workers were tried. A
+//! row belongs to the replica that wrote it, for a [`TERM`] that this replica extends. No other
+//! replica changes the row before the term ends, so the reservations of an ended replica expire.
 //!
-//! Invariant: a worker is reserved for one request, because a row is a worker. Of two replicas that
-//! reserved for the same request before either could know, the one with the lower id keeps it.
+//! Invariant: a worker is reserved for one request, because the worker is the key. If two replicas
+//! reserve for the same request concurrently, the one with the lower id keeps its reservation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -17,14 +17,15 @@ use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::{Other, Reservations};
+use super::{PeerReservation, Reservations};
 use crate::db::entity::reservation::Model;
 
-/// How long a row counts unless its replica prolongs it.
+/// Time for which a row counts unless its replica extends it.
 const TERM: Duration = Duration::from_secs(30);
 
 impl Reservations {
-    /// Notes what other replicas reserved. What was reserved here gives way where theirs stays.
+    /// Reads the reservations of other replicas. Conflicting reservations of this replica are
+    /// dropped.
     pub(super) fn read(&mut self, rows: &[Model], now: Timestamp) {
         let before = std::mem::take(&mut self.others);
         for row in rows.iter().filter(|row| Timestamp(row.expires_at) > now) {
@@ -39,9 +40,9 @@ impl Reservations {
             }
             self.own.remove(&request);
             let seen_here = before.get(&request).is_some_and(|other| other.seen_here);
-            let new = || Other { replica: row.replica, workers: BTreeSet::new(), seen_here };
+            let new = || PeerReservation { replica: row.replica, workers: BTreeSet::new(), seen_here };
             let other = self.others.entry(request).or_insert_with(new);
-            // Of two others the one with the lower id keeps it.
+            // Of two other replicas, the one with the lower id keeps its reservation.
             if row.replica < other.replica {
                 *other = new();
             }
@@ -52,18 +53,18 @@ impl Reservations {
     }
 }
 
-/// What has to change in the table.
+/// The changes to write to the table.
 #[derive(Debug)]
 pub(super) struct Difference {
     replica: Uuid,
-    /// The workers whose rows go.
+    /// Workers whose rows must be deleted.
     over: Vec<Uuid>,
-    /// What is to be said, by worker.
+    /// Rows to write, by worker.
     new: BTreeMap<WorkerId, Uuid>,
 }
 
 impl Difference {
-    /// What the table, which holds these `rows`, lacks of what is reserved here.
+    /// Compares the reservations of this replica with the `rows` of the table.
     pub(super) fn of(reservations: &Reservations, rows: &[Model], now: Timestamp) -> Self {
         let replica = reservations.replica;
         let own = reservations.own.iter().flat_map(|(request, of)| {
@@ -87,8 +88,8 @@ impl Difference {
     }
 
     pub(super) async fn write(&self, db: &Database, now: Timestamp) -> Result<(), DbErr> {
-        // New rows come first: a replica that reads in between must not find none. Each in a
-        // transaction of its own, because replicas lock rows of each other one statement at a time.
+        // New rows are written first, so that no reader sees a gap. Each write has its own
+        // transaction, because replicas lock rows of each other one statement at a time.
         if !self.new.is_empty() {
             db.write(async |txn| self.insert(&txn, now).await).await?;
         }
@@ -109,7 +110,7 @@ impl Difference {
         Ok(())
     }
 
-    /// Leaves rows of other replicas whose term is not over.
+    /// Keeps rows of other replicas whose term has not ended.
     async fn insert(&self, txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
         #[derive(Serialize)]
         struct Row {

@@ -1,4 +1,4 @@
-//! The calls of `Placements`.
+//! RPCs of the service `Placements`.
 
 use domain::{ArtifactId, CacheId, LeaseId, WorkerId};
 use prost_reflect::Value;
@@ -13,8 +13,8 @@ use super::world::World;
 use super::wrong::{id_in_list, token, worker_or_any};
 use super::{OTHER, TEAM};
 
-/// Calls of which nothing comes when they are fine.
-pub(super) fn looks(world: &World<'_>) -> Vec<Call> {
+/// RPCs that change nothing if the request is valid.
+pub(super) fn read_calls(world: &World<'_>) -> Vec<Call> {
     let list = pb::ListLeasesRequest { worker: "one".to_owned(), ..Default::default() };
     let get = pb::GetLeaseRequest { team: TEAM.to_owned(), lease_id: world.driven.lease_id.clone() };
     let demand = pb::GetDemandRequest {
@@ -23,7 +23,7 @@ pub(super) fn looks(world: &World<'_>) -> Vec<Call> {
         replica_check: pb::ReplicaCheck::Each.into(),
     };
     let explain = pb::ExplainRequest {
-        subject: Some(pb::explain_request::Subject::Spec(spec::good(world))),
+        subject: Some(pb::explain_request::Subject::Spec(spec::valid(world))),
         max_workers: 10_000,
         workers: vec!["one".to_owned()],
     };
@@ -47,7 +47,7 @@ pub(super) fn looks(world: &World<'_>) -> Vec<Call> {
             "Placements.ListLeases",
             [list],
             [
-                // None at all is every team.
+                // An empty team stands for all teams.
                 team("team").split_off(1),
                 worker_or_any("worker", world),
                 page(&[]),
@@ -67,7 +67,7 @@ pub(super) fn looks(world: &World<'_>) -> Vec<Call> {
                 invalid("max_workers", "absurd", Value::U32(10_001), "max_workers"),
                 invalid("max_workers", "absurd", Value::U32(u32::MAX), "max_workers"),
                 many("workers", 1001),
-                nothing("workers", "unknown", text("nobody")),
+                nothing("workers", "unknown", text("unknown")),
                 nothing("workers", "missing", text("")),
                 nothing("workers", "with NUL", text("a\0b")),
                 nothing("workers", "overlong", text("x".repeat(100_000))),
@@ -76,7 +76,7 @@ pub(super) fn looks(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// A workload that waits, in the place of a spec.
+/// Explanation of a waiting workload instead of a spec.
 fn waiting(world: &World<'_>) -> Vec<Bad> {
     let pending = text(world.pending);
     let waits = move |sent: &mut Vec<_>| {
@@ -91,8 +91,8 @@ fn waiting(world: &World<'_>) -> Vec<Bad> {
     given(waits, [within("workload", "workload", of_it)])
 }
 
-/// One that is fine, with something in every field that goes with the others.
-fn good(world: &World<'_>) -> pb::PlaceRequest {
+/// Valid request that sets every field that can be combined with the others.
+fn valid(world: &World<'_>) -> pb::PlaceRequest {
     pb::PlaceRequest {
         lease_id: LeaseId::new().to_string(),
         team: TEAM.to_owned(),
@@ -120,7 +120,7 @@ fn good(world: &World<'_>) -> pb::PlaceRequest {
     }
 }
 
-/// What is wrong with one request for a lease, which is where `path` says in the whole one.
+/// Invalid variants of one lease request, which is located at `path` in the sent message.
 fn place(world: &World<'_>, path: &'static str) -> Vec<Bad> {
     let at = move |field: &str| if path.is_empty() { field.to_owned() } else { format!("{path}.{field}") };
     let unowned = move |sent: &mut Vec<_>| put(sent, &at("owner"), None);
@@ -189,7 +189,7 @@ fn place(world: &World<'_>, path: &'static str) -> Vec<Bad> {
     fields.into_iter().flatten().collect()
 }
 
-/// Calls that do something.
+/// RPCs that change state.
 pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let renew = pb::RenewRequest { lease_token: world.driven_token.clone() };
     let release = pb::ReleaseRequest { lease_token: world.driven_token.clone() };
@@ -203,7 +203,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     vec![
         Call::new(
             "Placements.Place",
-            [good(world)],
+            [valid(world)],
             [place(world, ""), taken("prefer_workers", "unknown", text(WorkerId::new()))],
         ),
         place_many(world),
@@ -236,7 +236,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// One token of several is not ours: none is given back.
+/// A list with one invalid token releases no lease.
 fn beside_another(good: &str) -> Vec<Bad> {
     let tokens = Value::List(vec![text(good), text("x")]);
     change(
@@ -248,10 +248,10 @@ fn beside_another(good: &str) -> Vec<Bad> {
 }
 
 fn place_many(world: &World<'_>) -> Call {
-    let item = || pb::PlaceItem { request: Some(good(world)), group: 1 };
+    let item = || pb::PlaceItem { request: Some(valid(world)), group: 1 };
     let together = pb::PlaceManyRequest { items: vec![item(), item()] };
     let minute = |sent: &mut Vec<_>| put(sent, "items.request.wait.seconds", Some(&Value::I64(60)));
-    // One of a group that is refused takes the others along.
+    // One rejected request of a group rejects the whole group.
     let one = of_several(place(world, "items.request"));
     Call::new(
         "Placements.PlaceMany",

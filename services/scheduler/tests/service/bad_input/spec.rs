@@ -1,4 +1,4 @@
-//! What is wrong with the spec of a workload.
+//! Invalid variants of a workload spec.
 
 use bytes::Bytes;
 use domain::{ArtifactId, BuildId, CacheId, ClaimId, WorkloadId};
@@ -11,15 +11,15 @@ use testing::bad_input::{Bad, Expected};
 use super::world::World;
 use super::{OTHER, TEAM};
 
-/// For what a spec is given.
+/// RPC that receives the spec.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum For {
     Submit,
     Explain,
 }
 
-/// One that is fine, with something in every field.
-pub(super) fn good(world: &World<'_>) -> pb::WorkloadSpec {
+/// Valid spec that sets every field.
+pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
     let seconds = |seconds| Some(rpc::duration(std::time::Duration::from_secs(seconds)));
     let owner = pb::output_owner::Owner::BuildId(world.build.to_string());
     let artifact_id = world.sealed.to_string();
@@ -70,9 +70,10 @@ fn bytes(value: impl Into<Vec<u8>>) -> Value {
     Value::Bytes(value.into().into())
 }
 
-/// What is wrong with the field `spec` of a request.
+/// Invalid variants of the field `spec` of a request.
 pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
-    // What is strange and fine: it is submitted as another workload, or explained.
+    // Unusual but valid values. `Submit` accepts them as another workload, and `Explain` explains
+    // them.
     let strange = |bad: Bad| match of {
         For::Submit => given(|sent| put(sent, "workload_id", Some(&text(WorkloadId::new()))), [vec![bad]]),
         For::Explain => vec![bad],
@@ -86,17 +87,17 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         bad.into_iter().flat_map(strange).collect::<Vec<_>>()
     };
     let long = |field: &str| strange(time(field, i64::MAX, 999_999_999, fine.clone()));
-    // Where it is explained, why it is never placed is the answer.
+    // `Explain` answers why the workload can never be placed.
     let never = |field: &str, what: &str, name: &str| match of {
         For::Submit => but(field, what, name, NoCompatibleWorker),
         For::Explain => nothing(field, what, text(name)),
     };
-    // Of who owns its outputs, Explain asks nobody.
+    // `Explain` does not check the owners of outputs.
     let build = |what: &str, build: BuildId| match of {
         For::Submit => but("build_id", what, build, OwnerEnded),
         For::Explain => nothing("build_id", what, text(build)),
     };
-    // What workers say is more than errors have room for.
+    // The reasons of the workers exceed the maximum size of an error.
     let tags =
         |count: usize| Value::List((0..count).map(|number| text(format!("{number:0>1000}"))).collect());
     let many_tags = || {
@@ -129,7 +130,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         artifact("image.artifact_id", world),
         longest("image.resource_type", 255),
         invalid("image.resource_type", "missing", text(""), "image.resource_type"),
-        never("image.resource_type", "of no worker", "nobody's"),
+        never("image.resource_type", "of no worker", "unknown"),
         value("image.resource_type", "of some worker", text("git")),
         vec![cleared("command", "command")],
         invalid("command", "of nothing", bytes(""), "command"),
@@ -203,7 +204,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         many("caches", 101),
         too_many_mounts("inputs", world),
         too_many_mounts("outputs", world),
-        // Too long to be repeated in what is answered.
+        // The path is too long to be repeated in the error.
         given(
             |sent| put(sent, "spec.outputs.path", Some(&bytes([&b"/"[..], &[0xff; 4000], b"/a"].concat()))),
             [invalid(
@@ -242,7 +243,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
     bad
 }
 
-/// An artifact that is used.
+/// Invalid variants of the id of a used artifact.
 fn artifact(field: &str, world: &World<'_>) -> Vec<Bad> {
     let mut bad = id(field);
     bad.extend(but(field, "unknown", ArtifactId::new(), InputUnavailable));
@@ -265,12 +266,12 @@ fn path(field: &str, named: &str) -> Vec<Bad> {
         .collect()
 }
 
-/// Who comes to own an output.
+/// Invalid variants of the owners of an output.
 fn owners(strange: &dyn Fn(&str, &str, Value) -> Vec<Bad>) -> Vec<Bad> {
     let of = |field: &str, unknown: String| {
         let field = format!("owners.{field}");
         let mut bad = id(&field);
-        // One that is not there when it ends does not own it, and that is all.
+        // An owner that does not exist when the workload ends is ignored.
         bad.extend(strange(&field, "unknown", text(unknown)));
         bad
     };
@@ -302,10 +303,11 @@ fn limits() -> Vec<Bad> {
     .collect()
 }
 
-/// More than a worker makes for one attempt: another artifact in each.
+/// Spec with more mounts than a worker creates for one attempt. Each mount uses a different
+/// artifact.
 fn too_many_mounts(field: &str, world: &World<'_>) -> Vec<Bad> {
     let path = format!("spec.{field}");
-    let one = good(world);
+    let one = valid(world);
     let change = move |sent: &mut Vec<DynamicMessage>| {
         let many = 0..901;
         let mut spec = one.clone();
@@ -335,7 +337,7 @@ fn too_many_mounts(field: &str, world: &World<'_>) -> Vec<Bad> {
     otherwise(field, "901 of them", refused(field), change)
 }
 
-/// A place in the queue.
+/// Invalid priorities.
 pub(super) fn priority(field: &str) -> Vec<Bad> {
     [-101, 101, i32::MIN, i32::MAX]
         .into_iter()
@@ -343,7 +345,7 @@ pub(super) fn priority(field: &str) -> Vec<Bad> {
         .collect()
 }
 
-/// More than any worker has.
+/// Resource requests that exceed the maximum.
 pub(super) fn requests(field: &str) -> Vec<Bad> {
     ["cpu_millis", "memory_bytes", "disk_bytes"]
         .into_iter()

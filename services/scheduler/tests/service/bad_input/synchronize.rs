@@ -1,4 +1,4 @@
-//! `Workers.Synchronize`: what is wrong with how a gateway introduces itself, and with what it says later.
+//! RPC `Workers.Synchronize`: invalid first messages and invalid later messages.
 
 use domain::{GatewayInstance, LeaseId, MarkerId};
 use prost_reflect::{DynamicMessage, ReflectMessage, Value};
@@ -39,7 +39,7 @@ pub(super) fn call(world: &World<'_>) -> Call {
     )
 }
 
-/// Messages that do not come in their order, or say nothing.
+/// Messages in the wrong order and empty messages.
 fn out_of_order() -> Vec<Bad> {
     let empty = |message: &mut DynamicMessage| *message = DynamicMessage::new(message.descriptor());
     let mut bad = messages("of nothing", refused("hello"), Vec::clear);
@@ -58,7 +58,7 @@ fn refuse(field: &str, what: &str, value: Value, reason: Reason) -> Vec<Bad> {
     change(field, what, value, Expected::Refused(reason, String::new()))
 }
 
-/// What is wrong with how a gateway introduces itself.
+/// Invalid variants of the first message of a gateway.
 fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
     let control = |field: &str| invalid(field, "with a control character", text("a\u{1b}b"), field);
     let texts = |field: &str, most: usize| {
@@ -71,7 +71,7 @@ fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
     vec![
         named("worker_name", 255),
         control("worker_name"),
-        but("worker_name", "of a worker that is attended", "one", AlreadyAttended),
+        but("worker_name", "of a connected worker", "one", AlreadyAttended),
         but("worker_name", "of another team's worker", "theirs", WorkerOfAnotherTeam),
         id("gateway_instance"),
         but("gateway_instance", "that was superseded", &world.two_before.gateway_instance, StaleSession)
@@ -81,7 +81,7 @@ fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
                 given(move |sent| put(sent, "hello.session_credential", Some(&before)), [vec![bad]])
             })
             .collect(),
-        // It proves nothing, and is no reason to refuse.
+        // An invalid credential of a former session is ignored.
         taken("session_credential", "malformed", text("x")),
         taken("session_credential", "overlong", text("x".repeat(100_000))),
         taken("session_credential", "of another worker", text(&world.one.welcome.session_credential)),
@@ -119,16 +119,16 @@ fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
     ]
 }
 
-/// A team that is none. One that is missing is every team.
+/// Malformed names of teams. An empty team is valid and stands for all teams.
 fn malformed_team() -> Vec<Bad> {
     let mut bad = team("labels.team");
     bad.remove(0);
     bad
 }
 
-/// Other workers, which are not let in as they are.
+/// Connections for other workers, which the scheduler rejects.
 fn others(world: &World<'_>) -> Vec<Bad> {
-    let said_by = |hello: &pb::Hello| {
+    let sent_by = |hello: &pb::Hello| {
         let (name, marker) = (text(&hello.worker_name), hello.marker.clone().expect("a marker"));
         let instance = text(&hello.gateway_instance);
         move |sent: &mut Vec<DynamicMessage>| {
@@ -142,13 +142,14 @@ fn others(world: &World<'_>) -> Vec<Bad> {
     let unsupported =
         |what: &str, versions: Value| refuse("hello.protocol_versions", what, versions, UnsupportedProtocol);
     let retired = refuse("hello.endpoint", "of a worker that was retired", text("http://a:1"), WorkerRetired);
-    let mut bad = given(said_by(&world.old), [unsupported("that nobody speaks", versions.clone())]);
-    bad.extend(given(said_by(&world.retired), [retired]));
+    let mut bad =
+        given(sent_by(&world.old), [unsupported("that the scheduler does not support", versions.clone())]);
+    bad.extend(given(sent_by(&world.retired), [retired]));
     bad.extend(given(
-        said_by(&world.theirs),
+        sent_by(&world.theirs),
         [refuse(
             "hello.protocol_versions",
-            "that nobody speaks, of another team's worker",
+            "that the scheduler does not support, of another team's worker",
             versions.clone(),
             WorkerOfAnotherTeam,
         )],
@@ -160,10 +161,10 @@ fn others(world: &World<'_>) -> Vec<Bad> {
         ..pb::Hello::default()
     };
     bad.extend(given(
-        said_by(&taken_over),
+        sent_by(&taken_over),
         [refuse(
             "hello.protocol_versions",
-            "that nobody speaks, of a worker that is attended",
+            "that the scheduler does not support, of a connected worker",
             versions,
             AlreadyAttended,
         )],
@@ -171,7 +172,7 @@ fn others(world: &World<'_>) -> Vec<Bad> {
     bad
 }
 
-/// What is wrong with what a gateway says once it is let in.
+/// Invalid variants of the later messages of a gateway.
 fn observed_wrong(world: &World<'_>) -> Vec<Vec<Bad>> {
     let absurd = |field: &str| taken(field, "absurd", Value::U64(u64::MAX));
     vec![later([

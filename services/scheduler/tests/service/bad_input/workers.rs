@@ -1,4 +1,4 @@
-//! The calls of `Workers` but `Synchronize`.
+//! RPCs of the service `Workers` except `Synchronize`.
 
 use domain::VolumeHandle;
 use prost_reflect::Value;
@@ -12,8 +12,8 @@ use super::world::World;
 use super::wrong::{worker, worker_id};
 use super::{OTHER, TEAM};
 
-/// Calls of which nothing comes when they are fine.
-pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
+/// RPCs that change nothing if the request is valid.
+pub(super) async fn read_calls(world: &World<'_>) -> Vec<Call> {
     let one = world.one.welcome.worker_id.clone();
     let ticket = pb::IssueTicketRequest {
         team: TEAM.to_owned(),
@@ -64,7 +64,7 @@ pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// Calls with which workers go.
+/// RPCs that remove workers.
 pub(super) fn ends(world: &World<'_>) -> Vec<Call> {
     let (three, hour) = ("three".to_owned(), Some(rpc::duration(std::time::Duration::from_secs(3600))));
     let land = pb::CordonWorkerRequest { worker: three.clone(), interrupt_after: hour };
@@ -115,10 +115,10 @@ pub(super) fn ends(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// A worker by its name or id, which may have gone already: that is what is wanted.
+/// Name or id of a worker. The RPC succeeds if the worker has already been removed.
 fn went(field: &str, world: &World<'_>) -> Vec<Bad> {
     let mut bad = named(field, 255);
-    bad.extend(but(field, "unknown", "nobody", WorkerNotFound));
+    bad.extend(but(field, "unknown", "unknown", WorkerNotFound));
     bad.extend(nothing(field, "that was pruned", text(&world.pruned)));
     bad.extend(nothing(field, "that was retired", text("retired")));
     bad

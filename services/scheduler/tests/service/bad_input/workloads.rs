@@ -1,4 +1,4 @@
-//! The calls of `Workloads`.
+//! RPCs of the service `Workloads`.
 
 use domain::{CacheId, WorkloadId};
 use prost_reflect::Value;
@@ -12,7 +12,7 @@ use super::world::World;
 use super::wrong::token;
 use super::{OTHER, TEAM};
 
-/// A workload of a team.
+/// Invalid variants of the team and id of a workload.
 pub(super) fn workload(world: &World<'_>) -> Vec<Bad> {
     [
         team("team"),
@@ -26,8 +26,8 @@ pub(super) fn workload(world: &World<'_>) -> Vec<Bad> {
     .collect()
 }
 
-/// Calls of which nothing comes when they are fine.
-pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
+/// RPCs that change nothing if the request is valid.
+pub(super) async fn read_calls(world: &World<'_>) -> Vec<Call> {
     let (team, workload_id) = (TEAM.to_owned(), world.finished.to_string());
     let get = pb::GetRequest { team: team.clone(), workload_id: workload_id.clone() };
     let watch = pb::WatchRequest { team, workload_id, after_revision: 0 };
@@ -46,7 +46,7 @@ pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// It goes on with its own token, and with none of the others'.
+/// A list accepts only its own page token.
 async fn list(world: &World<'_>) -> Call {
     let scheduler = world.scheduler;
     let list = pb::ListRequest { team: TEAM.to_owned(), page_size: 1, ..pb::ListRequest::default() };
@@ -62,7 +62,7 @@ async fn list(world: &World<'_>) -> Call {
     let [own, of_state, of_all] = <[String; 3]>::try_from(tokens).expect("three");
     assert!([&own, &of_state, &of_all, &workers.next_page_token].iter().all(|token| !token.is_empty()));
     let mut teams = team("team");
-    // None at all is every team, of which the token is not.
+    // An empty team stands for all teams, but the token belongs to a list of one team.
     teams.remove(0);
     Call::new(
         "Workloads.List",
@@ -84,7 +84,7 @@ fn but_state(what: &str) -> Vec<Bad> {
     change("state", what, Value::EnumNumber(pb::WorkloadState::Finished.into()), expected)
 }
 
-/// The page of a list. `foreign`: where others go on.
+/// Invalid variants of the page of a list. `foreign` contains tokens of other lists.
 pub(super) fn page(foreign: &[&str]) -> Vec<Bad> {
     let mut bad: Vec<_> = [1001, u32::MAX]
         .into_iter()
@@ -98,10 +98,10 @@ pub(super) fn page(foreign: &[&str]) -> Vec<Bad> {
     bad
 }
 
-/// Calls that do something.
+/// RPCs that change state.
 pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let submit =
-        pb::SubmitRequest { workload_id: WorkloadId::new().to_string(), spec: Some(spec::good(world)) };
+        pb::SubmitRequest { workload_id: WorkloadId::new().to_string(), spec: Some(spec::valid(world)) };
     let begin = pb::StartAttemptRequest { lease_token: world.running_token.clone() };
     let cancel = pb::CancelRequest {
         team: TEAM.to_owned(),
@@ -132,15 +132,15 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// Leases under which nothing may start.
+/// Leases that do not permit the start of an attempt.
 fn no_attempt(world: &World<'_>) -> Vec<Bad> {
     let mut bad = lost("lease_token", world);
     bad.extend(but("lease_token", "of an attempt that has ended", &world.reported_token, LeaseLost));
-    bad.extend(but("lease_token", "of an attempt that shall stop", &world.stopping_token, LeaseLost));
+    bad.extend(but("lease_token", "of an attempt that must stop", &world.stopping_token, LeaseLost));
     bad
 }
 
-/// The lease of an attempt that ended without a word of its gateway, and leases of no attempt.
+/// Lease of an attempt that ended without a report of its gateway, and leases without an attempt.
 fn lost(field: &str, world: &World<'_>) -> Vec<Bad> {
     let mut bad = but(field, "of an attempt that was lost with its worker", &world.lost_token, LeaseLost);
     bad.extend(but(field, "of a lease that its holder drives", &world.driven_token, InvalidToken));
@@ -183,7 +183,7 @@ async fn finish_attempt(world: &World<'_>) -> Call {
         notes: vec![],
     };
     let good = finish.lease_token.clone();
-    // Each ends an attempt of its own.
+    // Each variant ends its own attempt.
     let mut of_another = |bad: Vec<Bad>| {
         let token = text(attempt());
         given(move |sent| put(sent, "lease_token", Some(&token)), [bad])
@@ -209,7 +209,7 @@ async fn finish_attempt(world: &World<'_>) -> Call {
         vec![time("usage.cpu_time", i64::MAX, 999_999_999, Expected::Taken)],
     ];
     let mut bad: Vec<_> = strange.into_iter().map(&mut of_another).collect();
-    // It had not started, through the fault of its worker, and begins again.
+    // The worker failed before the start of the attempt, so the attempt is retried.
     for message in ["a\0b", &"x".repeat(100_000)] {
         let fault = taken("failure.message", "of a worker", text(message));
         let fault = of_another(fault);

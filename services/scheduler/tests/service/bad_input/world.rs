@@ -1,4 +1,4 @@
-//! What there is before anything goes wrong.
+//! State of the cluster before the invalid requests.
 
 use domain::{ArtifactId, BuildId, LeaseId, VolumeHandle, WorkerId, WorkloadId};
 use rpc::pb::artifacts as store;
@@ -14,28 +14,29 @@ use super::{OTHER, TEAM};
 use crate::store::{Place, credential};
 use crate::support::{Gateway, Running, finish, hello, spec, start, until};
 
-/// Workers, workloads and leases in every state that a call may be about.
+/// Workers, workloads and leases in every state that a request may refer to.
 pub(super) struct World<'a> {
     pub(super) scheduler: &'a Running,
-    /// In contact, for all teams. What most is about runs there, and it has the last replica of something.
+    /// Connected worker for all teams. Most test data is on this worker, including a last replica.
     pub(super) one: Gateway,
-    /// What the gateway says that spoke last for a worker, which has left; and what one said that spoke before it.
+    /// First message of the last gateway of a worker, which has disconnected, and of the gateway
+    /// before.
     pub(super) two: pb::Hello,
     pub(super) two_before: pb::Hello,
-    /// Of another team.
+    /// Worker of another team.
     pub(super) theirs: pb::Hello,
-    /// Speaks no version of the protocol that the scheduler speaks.
+    /// Worker without a protocol version that the scheduler supports.
     pub(super) old: pb::Hello,
     pub(super) retired: pb::Hello,
-    /// The id of a worker that was pruned.
+    /// Id of a pruned worker.
     pub(super) pruned: String,
-    /// Out of contact, with the last replica of something.
+    /// Worker that is out of contact and has a last replica.
     pub(super) away: pb::Welcome,
-    /// In contact, with a lease that its holder drives.
+    /// Connected worker with a driven lease.
     _three: Gateway,
 
     pub(super) sealed: ArtifactId,
-    /// Its volume.
+    /// Volume handle of the replica of `sealed`.
     pub(super) replica: String,
     pub(super) open: ArtifactId,
     pub(super) foreign_artifact: ArtifactId,
@@ -49,31 +50,31 @@ pub(super) struct World<'a> {
     pub(super) running: WorkloadId,
     pub(super) running_token: String,
     pub(super) running_lease: String,
-    /// It waits.
+    /// Waiting workload.
     pub(super) pending: WorkloadId,
-    /// It uses an artifact.
+    /// Workload of another team that uses an artifact.
     pub(super) foreign_workload: WorkloadId,
-    /// Which only the artifact store remembers.
+    /// Workload that only the artifact store remembers.
     pub(super) forgotten: WorkloadId,
-    /// Of attempts that were placed and have not started.
+    /// Tokens of attempts that were placed and have not started.
     pub(super) attempts: Vec<String>,
-    /// Of attempts: reported, lost with its worker, and to stop.
+    /// Tokens of attempts: one has ended, one was lost with its worker, and one must stop.
     pub(super) reported_token: String,
     pub(super) lost_token: String,
     pub(super) stopping_token: String,
 
-    /// Driven, and live.
+    /// Request of a live driven lease.
     pub(super) driven: pb::PlaceRequest,
     pub(super) driven_token: String,
     pub(super) released: LeaseId,
     pub(super) released_token: String,
-    /// Of a worker that was pruned.
+    /// Token of a lease on a pruned worker.
     pub(super) pruned_token: String,
-    /// It uses an artifact.
+    /// Lease of another team that uses an artifact.
     pub(super) foreign_lease: LeaseId,
 }
 
-/// Its worker can do everything.
+/// Worker with every capability.
 fn able(name: &str) -> pb::Hello {
     let capabilities = [
         "privileged",
@@ -109,13 +110,13 @@ fn able(name: &str) -> pb::Hello {
     pb::Hello { labels: Some(labels), capacity: Some(pb::Capacity::default()), ..hello(name) }
 }
 
-/// Takes only what asks for it.
+/// Worker that accepts only requests with its tag.
 fn tagged(name: &str) -> pb::Hello {
     let labels = able(name).labels.expect("labels");
     pb::Hello { labels: Some(pb::WorkerLabels { tags: vec![name.to_owned()], ..labels }), ..able(name) }
 }
 
-/// A task on the worker with this tag.
+/// Request for a task on the worker with this tag.
 fn lease_on(tag: &str) -> pb::PlaceRequest {
     pb::PlaceRequest {
         lease_id: LeaseId::new().to_string(),
@@ -131,15 +132,15 @@ async fn place(scheduler: &Running, request: &pb::PlaceRequest) -> String {
     placed.into_inner().lease_token
 }
 
-/// Its gateway has come and gone.
-async fn left(scheduler: &Running, hello: pb::Hello) -> pb::Welcome {
+/// Connects and disconnects a gateway.
+async fn connect_and_leave(scheduler: &Running, hello: pb::Hello) -> pb::Welcome {
     let gateway = Gateway::connect(scheduler, hello).await.expect("welcome");
     let welcome = gateway.welcome.clone();
     gateway.leave().await;
     welcome
 }
 
-/// Of which the worker knows nothing that is not on it.
+/// Reports an orphan: a volume that the artifact store does not know.
 async fn orphan(place: &Place, worker: WorkerId) -> Result<(), Refusal> {
     use store::report_request::Message;
     let (mut inventory, session_credential) = (InventoryClient::new(place.peer()), credential(worker));
@@ -160,7 +161,7 @@ async fn orphan(place: &Place, worker: WorkerId) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// A workload that has ended and that the scheduler knows nothing of.
+/// Creates a workload that has ended and is unknown to the scheduler.
 async fn settled(place: &Place) -> WorkloadId {
     let holder = WorkloadId::new();
     let request = store::SettleRequest {
@@ -286,7 +287,7 @@ impl<'a> World<'a> {
 
     async fn place(&mut self) {
         let scheduler = self.scheduler;
-        self.driven.owner = "somebody".to_owned();
+        self.driven.owner = "owner".to_owned();
         self.driven_token = place(scheduler, &self.driven).await;
         let released = pb::PlaceRequest { lease_id: self.released.to_string(), ..lease_on("") };
         self.released_token = place(scheduler, &released).await;
@@ -302,7 +303,7 @@ impl<'a> World<'a> {
     }
 }
 
-/// Workers, and what is of those of them that have gone.
+/// Workers of the test and data of removed workers.
 struct Workers {
     two: pb::Hello,
     two_before: pb::Hello,
@@ -320,30 +321,31 @@ struct Workers {
 impl Workers {
     async fn new(scheduler: &Running, at: &Place) -> Self {
         let mut two_before = tagged("two");
-        two_before.session_credential = left(scheduler, two_before.clone()).await.session_credential;
+        two_before.session_credential =
+            connect_and_leave(scheduler, two_before.clone()).await.session_credential;
         let mut two = pb::Hello { marker: two_before.marker.clone(), ..tagged("two") };
-        two.session_credential = left(scheduler, two.clone()).await.session_credential;
+        two.session_credential = connect_and_leave(scheduler, two.clone()).await.session_credential;
 
         let labels = tagged("theirs").labels.expect("labels");
         let labels = Some(pb::WorkerLabels { team: OTHER.to_owned(), ..labels });
         let theirs = pb::Hello { labels, ..tagged("theirs") };
-        left(scheduler, theirs.clone()).await;
+        connect_and_leave(scheduler, theirs.clone()).await;
         let old = pb::Hello { protocol_versions: vec![2], ..tagged("old") };
-        let refused = Gateway::connect(scheduler, old.clone()).await.err().expect("nobody speaks that");
+        let refused = Gateway::connect(scheduler, old.clone()).await.err().expect("an unsupported protocol");
         assert!(refused.is(Reason::UnsupportedProtocol), "{refused}");
         let retired = tagged("retired");
-        left(scheduler, retired.clone()).await;
+        connect_and_leave(scheduler, retired.clone()).await;
         let retire = pb::RetireWorkerRequest { worker: "retired".to_owned(), ..Default::default() };
         scheduler.workers().retire_worker(retire).await.expect("retired");
-        let away = left(scheduler, tagged("away")).await;
+        let away = connect_and_leave(scheduler, tagged("away")).await;
         at.upload_of(TEAM, away.worker_id.parse().expect("an id")).await.expect("uploaded");
-        let aside = left(scheduler, tagged("aside")).await;
+        let aside = connect_and_leave(scheduler, tagged("aside")).await;
         orphan(at, aside.worker_id.parse().expect("an id")).await.expect("reported");
-        left(scheduler, tagged("doomed")).await;
+        connect_and_leave(scheduler, tagged("doomed")).await;
         let three = Gateway::connect(scheduler, tagged("three")).await.expect("welcome");
         place(scheduler, &lease_on("three")).await;
 
-        // It goes with a lease, and with an attempt that waits again.
+        // The pruned worker has a lease and an attempt, which is queued again.
         let mut gateway = Gateway::connect(scheduler, tagged("pruned")).await.expect("welcome");
         let pruned = gateway.welcome.worker_id.clone();
         let pruned_token = place(scheduler, &lease_on("pruned")).await;
@@ -356,7 +358,7 @@ impl Workers {
         scheduler.workers().prune_worker(prune).await.expect("pruned");
         scheduler.wait_for(pending, pb::WorkloadState::Pending).await;
         for worker in ["retired", "pruned"] {
-            until("it has gone", async || {
+            until("the worker has been removed", async || {
                 let request = pb::GetWorkerRequest { worker: worker.to_owned() };
                 scheduler.workers().get_worker(request).await.err()
             })

@@ -1,4 +1,4 @@
-//! What may be wrong with a request to the scheduler alone.
+//! Invalid values of fields that only the scheduler has.
 
 use domain::worker::LeaseClaims;
 use domain::{LeaseId, WorkerId};
@@ -10,23 +10,23 @@ use testing::bad_input::wrong::{but, id, invalid, longest, malformed, text};
 
 use super::world::World;
 
-/// A worker by its name or id, of which there must be one.
+/// Name or id of a worker. The field is required.
 pub(super) fn worker(field: &str, world: &World<'_>) -> Vec<Bad> {
     let mut bad = worker_or_any(field, world);
     bad.extend(invalid(field, "missing", text(""), field));
     bad
 }
 
-/// The same, where none at all is any.
+/// Name or id of a worker. An empty field stands for any worker.
 pub(super) fn worker_or_any(field: &str, world: &World<'_>) -> Vec<Bad> {
     let mut bad = longest(field, 255);
-    bad.extend(but(field, "unknown", "nobody", WorkerNotFound));
+    bad.extend(but(field, "unknown", "unknown", WorkerNotFound));
     bad.extend(but(field, "of an unknown id", WorkerId::new(), WorkerNotFound));
     bad.extend(but(field, "that was pruned", &world.pruned, WorkerNotFound));
     bad
 }
 
-/// The id of a worker.
+/// Id of a worker.
 pub(super) fn worker_id(field: &str, world: &World<'_>) -> Vec<Bad> {
     let mut bad = id(field);
     bad.extend(but(field, "unknown", WorkerId::new(), WorkerNotFound));
@@ -34,7 +34,7 @@ pub(super) fn worker_id(field: &str, world: &World<'_>) -> Vec<Bad> {
     bad
 }
 
-/// The token of a lease that nobody signed, or for something else.
+/// Lease token with a wrong signature or of another kind.
 pub(super) async fn token(field: &str, world: &World<'_>, good: &str) -> Vec<Bad> {
     let claims: LeaseClaims = Keys::new(world.scheduler.peer()).verify(good).await.expect("ours");
     let forged = signed_by_another(&claims);
@@ -57,7 +57,7 @@ fn signed_by_another(claims: &impl Claims) -> String {
     TokenSigner::from_seed(&[8; 32]).sign(claims)
 }
 
-/// An id in a list of them, which may be missing altogether.
+/// Id in a list of ids. The list may be empty.
 pub(super) fn id_in_list(field: &str) -> Vec<Bad> {
     let mut bad = malformed(field);
     bad.extend(invalid(field, "empty", Value::List(vec![text("")]), field));
