@@ -288,7 +288,7 @@ fn exit_code_is_told_when_output_fails() {
         let output = cluster.output(["run", "-o", "bad=bad", "-o", "good=good", "--", "perl", "-e", &script]);
         let said = describe(&output);
         assert_eq!(code(&output), expected, "{said}");
-        assert!(said.contains("output \"bad\": it cannot be kept: \"ccc"), "{said}");
+        assert!(said.contains("output \"bad\": cannot store the directory: \"ccc"), "{said}");
         assert!(said.contains(&format!("the command itself ended with exit code {exit}")), "{said}");
     }
 }
@@ -328,7 +328,7 @@ fn cache_that_cannot_travel_stays_as_before() {
     let (ended, said) = run(&format!("unlink '/cache/first'; chdir '/cache' or die; {TOO_LONG}"));
     assert_eq!(ended, 0, "{said}");
     assert!(
-        said.contains("cache /cache stays as it was before this run: it cannot be kept: \"ccc"),
+        said.contains("cache /cache stays as it was before this run: cannot store the directory: \"ccc"),
         "{said}"
     );
     let (ended, said) = run("exit(join(' ', glob '/cache/*') ne '/cache/first')");

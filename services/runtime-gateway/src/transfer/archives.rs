@@ -120,7 +120,7 @@ async fn unpack(
 /// What an entry is, is sure only when the archive has ended: later entries replace earlier ones. So content waits in a file without a name,
 /// each extent once, and is copied from there, or shared where the file system can do that.
 fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVolumeError> {
-    let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
+    let spool = spool(root).map_err(|error| RuntimeError::io("create a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
     let mut guard = Guard::new(&spool);
     let manifest = ArchiveReader::new(archive).read(Limits::of_process(), |passing| {
@@ -136,7 +136,7 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
     let options = WriteOptions { devices: true, ..WriteOptions::default() };
     let mut writer = TreeWriter::new(root, manifest.clone(), options)?;
     for located in manifest.extents() {
-        let full = |error| RuntimeError::io("unpacking an archive", error);
+        let full = |error| RuntimeError::io("unpack an archive", error);
         guard.before(located.extent.length).map_err(full)?;
         let place = places.get(&located.extent.digest).copied().unwrap_or_default();
         writer.copy_extent(located.ordinal, &spool, place, Trust::Trusted)?;

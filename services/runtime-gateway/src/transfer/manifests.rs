@@ -196,7 +196,7 @@ impl Manifests {
     pub(crate) async fn begin_filling(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
         let path = self.path(volume).with_extension(FILLING);
         let written = tokio::fs::write(&path, b"").await;
-        written.map_err(|error| RuntimeError::io("marking a volume that is filled", error))?;
+        written.map_err(|error| RuntimeError::io("mark a volume that is being filled", error))?;
         self.state().filling.insert(volume);
         Ok(())
     }
@@ -282,7 +282,7 @@ impl Manifests {
         manifest: Arc<Manifest>,
     ) -> Result<(), RuntimeError> {
         let (whose, kept) = (team.to_owned(), manifest.clone());
-        let failed = |error| RuntimeError::io("keeping a manifest", error);
+        let failed = |error| RuntimeError::io("store a manifest", error);
         let near = match runtime.contents(volume).await? {
             Contents::Directory(_) => {
                 let (path, boot) = (self.path(volume), self.boot.clone());
@@ -320,7 +320,7 @@ impl Manifests {
             Ok(decoded) => Ok(Some(decoded)),
             // What is taken for unfinished is thrown away.
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
-                Err(RuntimeError::io("reading a manifest", error))
+                Err(RuntimeError::io("read a manifest", error))
             }
             // One that makes no sense is as good as none.
             Err(_) => Ok(None),
@@ -346,7 +346,7 @@ impl Manifests {
                 Ok(None)
             }
             // Whether there is one is not known, and what is taken for unfinished is thrown away.
-            Err(error) => Err(RuntimeError::io("reading a manifest", error)),
+            Err(error) => Err(RuntimeError::io("read a manifest", error)),
         });
         let Some((boot, team, manifest)) = loaded.await? else { return Ok(None) };
         let (manifest, this_boot) = (Arc::new(manifest), boot == self.boot);
@@ -362,8 +362,7 @@ impl Manifests {
         let recall = || async {
             let (directory, boot) = (self.directory.clone(), self.boot.clone());
             let recalled = blocking(move || {
-                recalled(&directory, &boot, MEMORY)
-                    .map_err(|error| RuntimeError::io("reading manifests", error))
+                recalled(&directory, &boot, MEMORY).map_err(|error| RuntimeError::io("read manifests", error))
             });
             match recalled.await {
                 Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {

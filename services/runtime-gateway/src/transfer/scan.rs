@@ -93,7 +93,7 @@ mod tests {
         let refused = scan(directory.path()).expect_err("too deep");
         assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
         let said = refused.to_string();
-        assert!(said.starts_with("it cannot be kept: \"d/d/") && said.len() < 400, "{said}");
+        assert!(said.starts_with("cannot store the directory: \"d/d/") && said.len() < 400, "{said}");
         assert!(said.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{said}");
         transfer::remove_tree(&directory.path().join("d")).expect("removed");
     }

@@ -1,4 +1,4 @@
-//! What a worker refuses, in the words of the trait.
+//! Conversion of worker errors into [`RuntimeError`].
 
 use std::io;
 
@@ -9,20 +9,18 @@ use runtime::RuntimeError;
 
 use crate::runtimes::exit_record::End;
 
-/// A failure of the Garden server while `doing` something.
+/// Converts an error of the Garden server. `doing` names the operation.
 pub(super) fn garden(doing: &str, error: garden::Error) -> RuntimeError {
     match error {
         garden::Error::Connection { .. } => {
             RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
         }
         garden::Error::Full(message) => RuntimeError::Full(message),
-        error => {
-            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
-        }
+        error => RuntimeError::Other(format!("the worker cannot {doing}: {}", domain::error_chain(&error))),
     }
 }
 
-/// A failure of the Baggageclaim server while `doing` something with a volume.
+/// Converts an error of the Baggageclaim server. `doing` names the operation on the volume.
 pub(super) fn volume(doing: &str, handle: VolumeHandle, error: baggageclaim::Error) -> RuntimeError {
     use baggageclaim::Error;
     match error {
@@ -31,13 +29,11 @@ pub(super) fn volume(doing: &str, handle: VolumeHandle, error: baggageclaim::Err
             RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
         }
         Error::Invalid(why) => RuntimeError::Unsupported(why.to_owned()),
-        error => {
-            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
-        }
+        error => RuntimeError::Other(format!("the worker cannot {doing}: {}", domain::error_chain(&error))),
     }
 }
 
-/// Why a program was not run. `None`: it is not sure that it was not.
+/// The reason why a program was not run. `None`: the program may have run.
 pub(super) fn run(error: &garden::Error) -> Option<End> {
     let not_started = |reason| Some(End::not_started(reason, domain::error_chain(error)));
     match error {
@@ -52,7 +48,7 @@ pub(super) fn run(error: &garden::Error) -> Option<End> {
     }
 }
 
-/// What a worker says about why a program was not run, where its words tell.
+/// The failure reason of a program that was not run, if the message of the worker contains one.
 pub(super) fn reason(error: &garden::Error) -> FailureReason {
     let garden::Error::Other { message, .. } = error else { return FailureReason::StartFailed };
     if message.contains("unable to find user") {

@@ -1,4 +1,4 @@
-//! Small tar archives.
+//! Small tar archives in memory.
 
 use std::io;
 
@@ -6,10 +6,10 @@ use runtime::Archive;
 use tokio::io::AsyncReadExt;
 
 const BLOCK: usize = 512;
-/// Most bytes that may follow the only file of an archive: padding, and blocks of zeroes.
+/// Bytes that may follow the only file of an archive: padding, and blocks of zeros.
 const MOST_REST: u64 = 1 << 20;
 
-/// An archive without entries. Not the same as nothing, which a worker refuses.
+/// An archive without entries. A worker rejects an empty stream.
 pub(super) fn empty() -> Vec<u8> {
     vec![0; 2 * BLOCK]
 }
@@ -37,12 +37,13 @@ pub(super) fn of_file(name: &str, contents: &[u8]) -> Vec<u8> {
     archive
 }
 
-/// As the trait wants it.
+/// Converts an archive into a stream.
 pub(super) fn stream(archive: Vec<u8>) -> Archive {
     Box::pin(io::Cursor::new(archive))
 }
 
-/// The contents of the one file in an archive, at most `most` bytes. `None`: it has no plain file first.
+/// Reads the only file of an archive, of at most `most` bytes. `None`: the first entry is not a
+/// regular file.
 pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option<Vec<u8>>> {
     let mut head = [0; BLOCK];
     archive.read_exact(&mut head).await?;
@@ -50,7 +51,7 @@ pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option
     let size = usize::from_str_radix(size.trim_matches(['\0', ' ']), 8);
     let found = match size {
         Ok(size) if size <= most && matches!(head[156], b'0' | 0) => {
-            // It grows with what comes, not with what the worker claims.
+            // The buffer grows with the received bytes, not with the declared size.
             let mut contents = Vec::new();
             (&mut archive).take(size as u64).read_to_end(&mut contents).await?;
             if contents.len() < size {
@@ -60,14 +61,14 @@ pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option
         }
         _ => None,
     };
-    // It is whole only once its end has been read. One that goes on for longer is none of ours.
+    // The archive is valid only if its end was read. A longer archive was not written by Gantry.
     let passed_over = if found.is_some() { 0 } else { most as u64 };
     let mut end = archive.take(MOST_REST.saturating_add(passed_over));
     tokio::io::copy(&mut end, &mut tokio::io::sink()).await?;
     if end.limit() == 0 {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "too much follows the only file of an archive",
+            "too many bytes follow the only file of the archive",
         ));
     }
     Ok(found)

@@ -1,4 +1,4 @@
-//! What containers see of copy-on-write children.
+//! Copy-on-write children as seen by containers.
 
 use std::fs;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ async fn linked_files_stay_one_in_children() {
     fs::hard_link(contents.join("d/e/one"), contents.join("two")).expect("a link");
     let names = || ["d/e/one", "two"].map(PathBuf::from).to_vec();
     let mut below = parent;
-    // A child, and one of that.
+    // A child and a grandchild.
     for expected in ["12", "122"] {
         let child = domain::VolumeHandle::new();
         let source = runtime::VolumeSource::CopyOnWriteLinked { parent: below, names: names() };
@@ -34,5 +34,5 @@ async fn linked_files_stay_one_in_children() {
         assert_eq!(inodes[0], inodes[1], "{said}");
         below = child;
     }
-    assert_eq!(fs::read_to_string(contents.join("two")).expect("read"), "1", "the parent stays as it was");
+    assert_eq!(fs::read_to_string(contents.join("two")).expect("read"), "1", "the parent is unchanged");
 }

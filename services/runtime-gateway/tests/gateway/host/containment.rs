@@ -1,4 +1,4 @@
-//! Attacks from inside a container, as its root.
+//! Attacks from inside a container, by its root user.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -18,13 +18,13 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-/// What a script says, errors after the rest.
+/// Runs a script. Returns its output, followed by its errors.
 async fn said(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
     let said = subject.runtime().ran(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
-/// A node of the kernel's log, which root of the machine may open.
+/// Creates a device node of the kernel log, which root of the machine may open.
 fn make_node(at: &Path) {
     let device = rustix::fs::makedev(1, 11);
     rustix::fs::mknodat(CWD, at, FileType::CharacterDevice, Mode::from_raw_mode(0o666), device)
@@ -38,7 +38,7 @@ async fn devices_cannot_be_made_or_opened() {
     let volume = runtime.volume().await;
     let contents = directory(&*runtime, volume).await;
     make_node(&contents.join("kmsg"));
-    // A child is mounted in another way.
+    // A child is mounted separately.
     let child = domain::VolumeHandle::new();
     let source = runtime::VolumeSource::CopyOnWrite { parent: volume };
     runtime.create_volume(child, source).await.expect("a child");
@@ -66,7 +66,7 @@ async fn root_and_volumes_are_mounted_nodev_and_nosuid() {
     for line in table.lines() {
         let fields: Vec<_> = line.split(' ').collect();
         let [at, options] = [fields[4], fields[5]];
-        // What is below them is the kernel's own, and tested elsewhere.
+        // Mounts below these paths belong to the kernel, and have separate tests.
         if ["/proc", "/sys", "/dev"].iter().any(|own| Path::new(at).starts_with(own)) {
             continue;
         }
@@ -79,7 +79,7 @@ async fn root_and_volumes_are_mounted_nodev_and_nosuid() {
     }
 }
 
-/// Where the group with the device policy of a process is.
+/// The control group with the device policy of a process.
 fn device_group(process: domain::AttemptId) -> Option<PathBuf> {
     let name = format!("gantry-{process}");
     let roots = ["/sys/fs/cgroup/devices", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&name));
@@ -102,11 +102,11 @@ async fn device_policy_holds_for_all_in_the_group() {
         let process = runtime.started(handle, spec).await;
         let mut attachment = runtime.attach(process, Offsets::default()).await.expect("attach");
         read_until(&mut attachment.events, "ready").await;
-        // Root of the machine with all its capabilities, and the policy alone against it.
+        // A process of the machine's root with all capabilities, restricted only by the policy.
         let group = device_group(process).expect("a group of devices").join("cgroup.procs");
         let mut open = Command::new("sh");
         open.args(["-c", ": < \"$0\" && echo opened"]).arg(&node);
-        // SAFETY: writes to a file, and nothing else.
+        // SAFETY: the closure only writes to a file.
         unsafe { open.pre_exec(move || fs::write(&group, "0")) };
         let found = open.output().expect("run a shell");
         let expected = if privileged { "opened\n" } else { "" };
@@ -115,7 +115,7 @@ async fn device_policy_holds_for_all_in_the_group() {
     }
 }
 
-/// The tests above once more, where cgroups of version 2 are the only ones.
+/// Runs the tests above in a view of the machine with only version 2 of control groups.
 #[test]
 fn device_policy_holds_with_cgroup_v2_only() {
     if !rustix::process::geteuid().is_root() {
@@ -168,7 +168,7 @@ async fn fork_bomb_ends_as_its_own_failure() {
     runtime.destroy_container(handle).await.expect("destroy");
 }
 
-/// Keeps some 100 MiB of answers in netlink sockets, until no more can be opened.
+/// Holds about 100 MiB of answers in netlink sockets, until no more sockets can be opened.
 const KEEP_IN_NETLINK: &str = r#"ulimit -n 4096 && exec python3 -c '
 import socket, struct, time
 request = struct.pack("=IHHII", 4016, 16, 5, 0, 0) + bytes(4000)
@@ -189,7 +189,7 @@ async fn container_that_keeps_the_most_memory_is_ended() {
     for keep in [KEEP_IN_NETLINK, "head -c 100000000 /dev/zero > /dev/shm/file; exec sleep 600"] {
         let greedy = runtime.made(container()).await;
         let greedy = runtime.started(greedy, shell(keep)).await;
-        // As if the machine had no memory left.
+        // Simulates a machine without available memory.
         let guard = subject.host().guard_available_memory(u64::MAX);
         let ended = tokio::select! {
             () = guard => panic!("the guard never ends"),
@@ -217,7 +217,7 @@ async fn container_without_limit_cannot_take_all_memory() {
     let said = runtime.ran(container(), process(&eat)).await;
     assert_eq!(said.ended, Some(runtime::Ended::Exited { exit: Exit::OutOfMemory, stopped: false }));
     let score = runtime.ran(container(), shell("cat /proc/self/oom_score_adj")).await;
-    assert_eq!(score.text(), "500\n", "the machine's own processes are spared");
+    assert_eq!(score.text(), "500\n", "processes of the machine have a lower score");
     for handle in runtime.list().await.expect("list").containers {
         runtime.destroy_container(handle).await.expect("destroy");
     }
@@ -242,7 +242,7 @@ async fn container_has_a_share_of_the_pseudo_terminals() {
     assert!(said.contains("No space left on device"), "{said}");
 }
 
-/// Tries to change the program that the command `/proc/self/exe` runs, which is the supervisor's.
+/// Tries to change the program behind `/proc/self/exe`, which is that of the supervisor.
 const CHANGE_OWN_PROGRAM: &str = r#"
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-//! What the image `host` shows of this machine.
+//! The view of this machine in the image `host`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -23,7 +23,7 @@ async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> 
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
-/// A runtime that shows these paths.
+/// Opens a runtime with these additional paths.
 fn showing(dir: &Path, paths: &[&Path]) -> Arc<dyn Runtime> {
     let policy = Policy::allowing([Permission::HostImage]).showing(paths.iter().map(PathBuf::from));
     let masked = vec![dir.join("token")];
@@ -34,7 +34,7 @@ fn showing(dir: &Path, paths: &[&Path]) -> Arc<dyn Runtime> {
 async fn image_shows_programs_and_nothing_of_people() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
-    // On the root's own file system, where everything was shown but for a list of secrets.
+    // On the root file system, which an image with a deny-list would show.
     let secret = tempfile::tempdir_in("/var/tmp").expect("a directory");
     fs::write(secret.path().join("file"), "secret").expect("write");
     let script = format!(
@@ -46,7 +46,7 @@ async fn image_shows_programs_and_nothing_of_people() {
     );
     let found = said(&runtime, container(), &script).await;
     let (text, errors) = found.split_once("over\n").expect("the end");
-    assert_eq!(text.trim(), "", "nothing is there: {errors}");
+    assert_eq!(text.trim(), "", "the directories are empty: {errors}");
     let known = "test -x /usr/bin/env && /bin/sh -c 'grep -q root /etc/passwd && cd /etc/ssl/certs && id -un'; \
         touch /usr/file; touch /etc/ssl/file; echo changed > /etc/hostname && cat /etc/hostname";
     let found = said(&runtime, container(), known).await;
@@ -54,7 +54,7 @@ async fn image_shows_programs_and_nothing_of_people() {
     assert_eq!(found.matches("Read-only file system").count(), 2, "{found}");
 }
 
-/// Everything in `/` that is no part of what every container has, by path.
+/// Lists all files outside of the parts that every container has.
 #[tokio::test]
 async fn files_outside_of_the_list_do_not_exist() {
     let Some(subject) = HostSubject::new() else { return };
@@ -138,7 +138,7 @@ async fn root_reads_what_others_may_read_and_no_more() {
     let id = runtime.started(handle, spec).await;
     let mut attachment = runtime.attach(id, runtime::Offsets::default()).await.expect("attach");
     testing::conformance::read_until(&mut attachment.events, "open").await;
-    // What comes to be there only later is as closed.
+    // A file that is created later is protected as well.
     write("later", 0o600);
     attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
     let said = runtime.said(id).await;
@@ -149,7 +149,7 @@ async fn root_reads_what_others_may_read_and_no_more() {
     drop(socket);
 }
 
-/// Takes a mount away again.
+/// Unmounts a path when dropped.
 struct Unmounted<'a>(&'a Path);
 
 impl Drop for Unmounted<'_> {
@@ -184,5 +184,5 @@ async fn nothing_is_mounted_in_read_only_parts() {
         }
     }
     let mode = fs::metadata("/etc/hostname").expect("there").permissions().mode();
-    assert!(mode & 0o400 != 0, "the machine's own is untouched");
+    assert!(mode & 0o400 != 0, "the directory of the machine is unchanged");
 }

@@ -1,4 +1,4 @@
-//! What containers find in images that lack something: names without a server, interpreters of programs.
+//! Images with missing parts: host names and interpreters of programs.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -13,7 +13,7 @@ use testing::conformance::{RuntimeExt, Subject, container, directory, process};
 use super::subject::HostSubject;
 use super::user_namespaces::copy_program;
 
-/// An image with a shell and `cat`, and its root file system.
+/// Creates an image with a shell and `cat`. Returns its root directory too.
 async fn image(runtime: &Arc<dyn Runtime>) -> (VolumeHandle, PathBuf) {
     let image = runtime.volume().await;
     let rootfs = directory(&**runtime, image).await.join("rootfs");
@@ -91,7 +91,7 @@ async fn program_without_its_interpreter_is_explained() {
         ("./bad", "`./bad` needs the interpreter `/no/such`"),
         ("/windows", "`/windows` has Windows line ends"),
     ];
-    // Where the loaders of most 64-bit machines are.
+    // The directory of the loader on most 64-bit machines.
     if fs::remove_dir_all(rootfs.join("lib64")).is_ok() {
         cases.push(("/dynamic", "`/dynamic` needs the dynamic loader `/lib64/"));
         cases.push(("/good", "needs the interpreter `/bin/sh`, which needs the dynamic loader"));

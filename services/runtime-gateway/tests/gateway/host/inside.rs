@@ -1,4 +1,4 @@
-//! What a container looks like from inside.
+//! The environment of a process in a container.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -27,7 +27,7 @@ fn field(status: &str, name: &str) -> String {
     line.and_then(|rest| rest.strip_prefix(':')).unwrap_or_default().trim().to_owned()
 }
 
-/// Takes ever more memory.
+/// Allocates memory without end.
 const GREEDY: &str = "BEGIN { s = \"x\"; while (1) s = s s }";
 
 const STATUS: &str = "cat /proc/self/status";
@@ -44,7 +44,7 @@ async fn root_has_the_usual_capabilities_and_cannot_get_others() {
     }
     assert_eq!(field(&status, "NoNewPrivs"), "1");
     assert_eq!(field(&status, "Seccomp"), "2");
-    assert_eq!(field(&status, "Groups"), "", "none of the gateway's");
+    assert_eq!(field(&status, "Groups"), "", "no group of the gateway is inherited");
     assert_eq!(field(&status, "Uid"), "0\t0\t0\t0");
 }
 
@@ -85,7 +85,7 @@ async fn devices_of_the_worker_are_out_of_reach() {
     assert!(said.starts_with('1'), "{said}");
 }
 
-/// Calls each with arguments that no kernel accepts, and says how that was refused.
+/// Makes each call with arguments that no kernel accepts, and prints the error.
 const CALLS: &str = r#"
 #define _GNU_SOURCE
 #include <errno.h>
@@ -145,7 +145,7 @@ async fn dangerous_calls_are_refused() {
             "btrfs" => libc::ENOTTY,
             "reflink" => libc::EBADF,
             "personality-get" => 0,
-            // Everything but the personality that only asks for it.
+            // The filter permits reading the personality.
             "personality" => continue,
             "vsock" | "vsock-pair" => libc::EAFNOSUPPORT,
             _ if name.starts_with("family-") || name.starts_with("netlink-") => {
@@ -156,7 +156,7 @@ async fn dangerous_calls_are_refused() {
         };
         assert_eq!(errno.parse(), Ok(expected), "{name}");
     }
-    // This machine, IPv4, IPv6 (where the kernel has it) and netlink; of that, routes and statistics.
+    // Local sockets, IPv4, IPv6 (if the kernel has it) and netlink for routes and statistics.
     sockets.retain(|name| *name != "family-10");
     assert_eq!(sockets, ["family-1", "family-2", "family-16", "netlink-0", "netlink-4"]);
 }
@@ -231,7 +231,7 @@ async fn programs_see_their_limits_and_cannot_change_them() {
 /// Sets a soft limit of this process that no test depends on.
 fn set_soft_limit(resource: u32, soft: u64) {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: one record is written, and then read.
+    // SAFETY: the struct is initialized before it is read.
     unsafe {
         assert_eq!(libc::getrlimit(resource, &raw mut limit), 0);
         limit.rlim_cur = soft;
@@ -311,7 +311,7 @@ async fn the_worker_is_not_written_to() {
 #[tokio::test]
 async fn nothing_of_the_supervisor_leaks() {
     let Some(subject) = HostSubject::new() else { return };
-    // Reading what process 1 is must fail, though root reads it.
+    // Reading the program of process 1 must fail, even for root.
     let script =
         "ls /proc/self/fd; cat /proc/1/environ; readlink -v /proc/1/exe; echo /proc/[0-9]*; umask; ulimit -c";
     let said = output(&subject, container(), script).await;
@@ -350,7 +350,7 @@ async fn a_container_runs_one_process_after_the_other() {
     runtime.ended(first).await;
     testing::conformance::in_time("the end of the first", async {
         let second = domain::AttemptId::new();
-        // Its supervisor may need another moment after the end was told.
+        // The supervisor may need a moment after the end was reported.
         while runtime.start(handle, second, shell("cat /var/tmp/note || echo absent")).await.is_err() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }

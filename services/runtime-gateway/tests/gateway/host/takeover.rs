@@ -1,4 +1,5 @@
-//! A state directory that is taken over while its holder is frozen: here, it just goes on trying.
+//! Takeover of a state directory whose holder is frozen. In these tests the holder continues to
+//! run.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -18,12 +19,12 @@ fn shell(script: &str) -> ProcessSpec {
     conformance::process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-/// The same, as the suite of all runtimes knows it.
+/// Converts a runtime for the helpers of the conformance suite.
 fn any(runtime: &Arc<HostRuntime>) -> Arc<dyn Runtime> {
     runtime.clone()
 }
 
-/// A directory, and who holds it. What is in it is destroyed in the end by who holds it then.
+/// Destroys the contents of a directory through its present holder.
 async fn clean(runtime: Arc<HostRuntime>) {
     let held = runtime.list().await.expect("list");
     for container in held.containers {
@@ -34,7 +35,7 @@ async fn clean(runtime: Arc<HostRuntime>) {
     }
 }
 
-/// A temporary directory, where this process may run containers.
+/// Creates a temporary directory, if this process may run containers.
 fn place() -> Option<tempfile::TempDir> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
@@ -43,7 +44,7 @@ fn place() -> Option<tempfile::TempDir> {
     Some(tempfile::tempdir().expect("a directory"))
 }
 
-/// A supervisor that does `first` before it begins.
+/// A supervisor that runs `first` before it starts.
 fn slow(dir: &Path, first: &str) -> HostConfig {
     let own = config(dir);
     let script = dir.join("supervisor.sh");
@@ -82,9 +83,12 @@ async fn what_was_started_goes_on_and_the_old_one_touches_nothing() {
     refused(old.create_volume(VolumeHandle::new(), VolumeSource::Empty).await);
     refused(old.start(handle, AttemptId::new(), shell("true")).await);
     refused(old.process(process).await.map(|_| ()));
-    assert!(matches!(new.process(process).await, Ok(ProcessState::Started)), "it runs");
+    assert!(matches!(new.process(process).await, Ok(ProcessState::Started)), "the process runs");
     drop(old);
-    assert!(HostRuntime::open_if_free(config(dir.path())).expect("looked").is_none(), "the new one holds it");
+    assert!(
+        HostRuntime::open_if_free(config(dir.path())).expect("looked").is_none(),
+        "the new runtime holds the directory"
+    );
 
     new.stop(process, Duration::ZERO).await.expect("stop");
     any(&new).ended(process).await;
@@ -104,8 +108,8 @@ async fn a_start_that_was_only_begun_is_taken_back_and_may_be_begun_again() {
     let new = HostRuntime::take_over(config(dir.path())).expect("taken over");
     let gone = new.process(process).await;
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(_))), "{gone:?}");
-    new.start(handle, process, shell("echo once")).await.expect("it may be started");
-    // The supervisor of the old one wakes up, and finds nothing to do.
+    new.start(handle, process, shell("echo once")).await.expect("the process can be started again");
+    // The supervisor of the old runtime continues, and finds no intent.
     fs::write(&go, "").expect("go");
     let said = any(&new).said(process).await;
     assert_eq!(said.text(), "once\n");
@@ -122,7 +126,7 @@ async fn a_supervisor_of_who_does_not_hold_the_directory_any_more_starts_nothing
     let process = any(&old).started(handle, shell("true")).await;
     until("the supervisor", || began.exists()).await;
 
-    // Somebody has just taken the directory, and has not come to revoking yet.
+    // Another runtime has just taken the directory over, and has not revoked intents yet.
     let lock = dir.path().join("state/lock");
     let name = fs::read(&lock).expect("a name");
     fs::write(&lock, "another").expect("a name");
@@ -133,7 +137,7 @@ async fn a_supervisor_of_who_does_not_hold_the_directory_any_more_starts_nothing
     assert!(files.join("intent").exists() && !files.join("started").exists());
 
     fs::write(&lock, name).expect("a name");
-    let ended = in_time("the end", old.wait(process)).await.expect("it ended");
+    let ended = in_time("the end", old.wait(process)).await.expect("the process ended");
     assert!(
         matches!(&ended, Ended::NotStarted(failure) if failure.reason == FailureReason::StartFailed),
         "{ended:?}"

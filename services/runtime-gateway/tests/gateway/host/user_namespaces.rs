@@ -1,4 +1,4 @@
-//! Users of containers and owners of files: who they are on the machine, on the disk, and inside.
+//! Users of containers and owners of files: on the machine, on the disk, and inside containers.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -15,20 +15,20 @@ use testing::conformance::{RuntimeExt, Subject, container, directory, mount, pro
 
 use super::subject::HostSubject;
 
-/// Ids of users that a container has.
+/// Number of user ids of a container.
 const IDS: u32 = 1 << 20;
 
 fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-/// What a script says, errors after the rest.
+/// Runs a script. Returns its output, followed by its errors.
 async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
     let said = runtime.ran(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
-/// The machine's ids of all processes in the container of a process.
+/// The process ids, on the machine, of all processes in a container.
 fn processes(process: AttemptId) -> Vec<String> {
     let group = format!("gantry-{process}");
     let roots = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&group));
@@ -36,7 +36,7 @@ fn processes(process: AttemptId) -> Vec<String> {
     listed.unwrap_or_default().lines().map(str::to_owned).collect()
 }
 
-/// A field of what the kernel says of a process.
+/// A field of a process's status.
 fn field(pid: &str, name: &str) -> String {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a status");
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -83,9 +83,10 @@ async fn everybody_in_a_container_is_an_ordinary_user_of_the_machine() {
             assert_eq!(field(pid, "NoNewPrivs"), "1");
             let namespace = File::open(format!("/proc/{pid}/ns/user")).expect("a namespace");
             let mut owner: libc::uid_t = 0;
-            // SAFETY: the kernel writes a user into it. NS_GET_OWNER_UID of ioctl_nsfs(2).
+            // SAFETY: the kernel writes a user id into the variable. NS_GET_OWNER_UID of
+            // ioctl_nsfs(2).
             let asked = unsafe { libc::ioctl(namespace.as_raw_fd(), 0xB704, &raw mut owner) };
-            assert_eq!((asked, owner), (0, first), "what it uses counts against nobody else");
+            assert_eq!((asked, owner), (0, first), "the usage counts against the container's user");
         }
         runtime.destroy_container(handle).await.expect("destroy");
     }
@@ -115,14 +116,14 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
     let person = ContainerSpec { user: Some("1000:1000".to_owned()), ..spec.clone() };
     assert_eq!(said(&runtime, person, "cd /child && echo more >> person && touch /plain/d").await, "");
 
-    // A container with another user has got all of it.
+    // A container with another user has changed the owner of all files.
     assert_eq!(owners(&directory(&*runtime, plain).await, &["a", "b", "c", "d"]), [(1000, 1000); 4]);
     let seen = directory(&*runtime, child).await;
     assert_eq!(owners(&seen, &["person", "root", "new"]), [(1000, 1000); 3]);
     assert_eq!(fs::read_to_string(seen.join("person")).expect("read"), "personmore\nmore\n");
     assert_eq!(owners(&below, &["person", "root"]), [(1000, 1000), (0, 0)]);
 
-    // Root of the machine and root of another container see the same.
+    // Root of the machine and root of another container see the same owners.
     drop(runtime);
     subject.reopen().await;
     let runtime = subject.runtime();
@@ -156,7 +157,7 @@ async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
             names.map(|name| name.to_string_lossy().into_owned()).collect::<BTreeSet<_>>()
         };
         assert_eq!(names(&seen.join("a")), expected.iter().map(|name| (*name).to_owned()).collect());
-        assert!(fs::write(seen.join("c"), "").is_err(), "only one may write");
+        assert!(fs::write(seen.join("c"), "").is_err(), "only one mount is writable");
         attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
         if turn == 0 {
             drop((attachment, runtime));
@@ -167,7 +168,7 @@ async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
     runtime.ended(id).await;
     let seen = directory(&*runtime, child).await;
     assert!(seen.join("b").exists());
-    fs::write(seen.join("c"), "").expect("nobody else writes any more");
+    fs::write(seen.join("c"), "").expect("no other mount is writable");
     assert_eq!(directory(&*runtime, child).await, seen);
     assert!(seen.join("c").exists());
 }
@@ -183,7 +184,7 @@ pub(crate) fn copy_program(program: &str, root: &Path) {
     }
 }
 
-/// An image that has nothing but a few programs: every place that a container needs is made for it.
+/// An image with only a few programs. All other directories that a container needs are created.
 #[tokio::test]
 async fn root_of_an_image_belongs_to_root_of_the_container() {
     let Some(subject) = HostSubject::new() else { return };
@@ -210,7 +211,7 @@ async fn root_of_an_image_belongs_to_root_of_the_container() {
     }
 }
 
-/// A service that names users, as the C library loads it. Loading the library ends the process.
+/// A name service library that the C library would load. Loading it ends the process.
 const SERVICE: &str =
     "#include <unistd.h>\n__attribute__((constructor)) static void loaded(void) { _exit(1); }";
 
@@ -226,7 +227,7 @@ async fn supervisor_runs_no_code_of_the_image() {
         .expect("write");
     let named = std::process::Command::new("mkfifo").arg(rootfs.join("etc/passwd")).status();
     assert!(named.expect("run mkfifo").success());
-    // Wherever it is looked for.
+    // All directories in which the library is looked up.
     let linked = std::process::Command::new("ldd").arg("/bin/true").output().expect("run ldd");
     let linked = String::from_utf8(linked.stdout).expect("text");
     let library = linked.split_whitespace().find(|word| word.starts_with('/')).expect("a library");
@@ -277,7 +278,7 @@ async fn volume_with_layers_has_one_writable_mount() {
     attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
     runtime.ended(id).await;
     let id = runtime.started(second, shell("cat /read/new")).await;
-    assert_eq!(runtime.said(id).await.text(), "new\n", "the first has ended");
+    assert_eq!(runtime.said(id).await.text(), "new\n", "the first container has ended");
 }
 
 #[tokio::test]
@@ -328,15 +329,15 @@ async fn ids_that_no_container_has_are_refused() {
     for user in [format!("{IDS}"), format!("0:{IDS}")] {
         let spec = ContainerSpec { user: Some(user), ..container() };
         let refused = runtime.create_container(domain::ContainerHandle::new(), spec).await;
-        let failure = refused.expect_err("it has no such user").failure();
+        let failure = refused.expect_err("the container has no such user").failure();
         assert_eq!(failure.reason, FailureReason::UserNotFound);
-        assert!(failure.message.contains("ids end at 1048575"), "{}", failure.message);
+        assert!(failure.message.contains("the largest id is 1048575"), "{}", failure.message);
     }
     let spec = ContainerSpec { user: Some(format!("{0}:{0}", IDS - 1)), ..container() };
     assert_eq!(said(&runtime, spec, "id -u; id -g").await, "1048575\n1048575\n");
 }
 
-/// Init becomes a user of the container after libcontainer has made it, which takes back that it dies with its supervisor.
+/// Init changes its user after libcontainer has created it, which resets the parent-death signal.
 #[tokio::test]
 async fn container_dies_with_its_supervisor() {
     let Some(subject) = HostSubject::new() else { return };

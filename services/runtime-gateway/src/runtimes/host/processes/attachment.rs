@@ -1,4 +1,4 @@
-//! An attachment to a process: its output and its end as they come, and input for it.
+//! Attachments to processes of the host runtime: output, end and input.
 
 use std::sync::Arc;
 
@@ -53,18 +53,18 @@ impl Host {
     }
 }
 
-/// What is said to a reader.
+/// Event stream of a reader.
 struct Events {
     host: Arc<Host>,
     process: Process,
     spools: [Arc<Reader>; 2],
-    /// How far it has read.
+    /// Offset of the reader in each output.
     at: [u64; 2],
-    /// What there is, as far as is known.
+    /// The last known progress of the process.
     seen: Progress,
     stdin_said: u64,
     connection: Option<Connection>,
-    /// Which output is looked at first, so that neither waits for the other.
+    /// Index of the output to read first. It alternates, so that neither output starves.
     turn: usize,
     ended: Option<Ended>,
     said: Said,
@@ -120,7 +120,7 @@ impl Events {
         }
     }
 
-    /// Some output that was not said yet.
+    /// Returns the next part of the output.
     async fn output(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
         for which in [self.turn, 1 - self.turn] {
             let heads = [self.seen.stdout, self.seen.stderr];
@@ -144,7 +144,7 @@ impl Events {
                 }
                 Found::Nothing => {
                     return Err(RuntimeError::Other(
-                        "a spool holds less than its supervisor says".to_owned(),
+                        "the spool has fewer bytes than its supervisor reports".to_owned(),
                     ));
                 }
             }
@@ -152,7 +152,7 @@ impl Events {
         Ok(None)
     }
 
-    /// Waits until something differs from what was seen.
+    /// Waits until the progress changes.
     async fn news(&mut self) -> Result<(), RuntimeError> {
         let Some(connection) = &mut self.connection else { return self.catch_up().await };
         match connection.progress(&Request::Watch(self.seen)).await {
@@ -162,7 +162,7 @@ impl Events {
         Ok(())
     }
 
-    /// Learns how far it is, from its supervisor while it has one.
+    /// Updates the progress, from the supervisor while there is one.
     async fn catch_up(&mut self) -> Result<(), RuntimeError> {
         loop {
             if let Some(ended) = ended(self.host.status_of(&self.process).await?) {
@@ -185,16 +185,16 @@ impl Events {
     }
 }
 
-/// What is said to a process.
+/// The input side of an attachment.
 struct Input {
     host: Arc<Host>,
     process: Process,
-    /// Taken out while it is used, so that what was dropped halfway is not used again.
+    /// Taken out during a request, so that the connection of a cancelled request is not used again.
     connection: tokio::sync::Mutex<Option<Connection>>,
 }
 
 impl Input {
-    /// `None`: it has ended.
+    /// Sends a request to the supervisor. `None`: the process has ended.
     async fn tell(&self, request: &Request) -> Result<Option<Answer>, RuntimeError> {
         let mut kept = self.connection.lock().await;
         if let Some(mut connection) = kept.take()
