@@ -1,4 +1,4 @@
-//! The client, against a server with the quirks of the genuine one.
+//! Tests of the Baggageclaim client against a simulated server with the quirks of the genuine one.
 
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,7 +12,7 @@ use gantry_concourse::baggageclaim::{
 use testing::baggageclaim::{Driver, Faults, Server};
 use tokio::io::AsyncReadExt as _;
 
-/// Who is root in unprivileged volumes, outside of them.
+/// Id of root in unprivileged volumes, on the host.
 const MAPPED_ROOT: u32 = 4_294_967_294;
 
 fn client(server: &Server) -> Client {
@@ -38,7 +38,8 @@ async fn how_a_creation_went_may_be_forgotten_later() {
     let forgets = || server.requests().iter().filter(|line| line.starts_with("DELETE ")).count();
     assert_eq!(forgets(), 0, "{:?}", server.requests());
 
-    // Meanwhile nobody here makes it again: to forget would then be to cancel that.
+    // Meanwhile the client must not create the volume again, because deleting the outcome would
+    // cancel that creation.
     let mut again = std::pin::pin!(client.create(&request));
     let soon = tokio::time::timeout(Duration::from_millis(100), &mut again).await;
     assert!(soon.is_err(), "{soon:?}");
@@ -60,7 +61,7 @@ fn tar(directory: &Path) -> Vec<u8> {
     tar.expect("tar is installed").stdout
 }
 
-/// Two blocks of zeros within are not the end of an archive.
+/// Contents with two blocks of zeros, which are not the end of the archive.
 fn contents() -> Vec<u8> {
     let mut contents = vec![0; 4096];
     contents.extend((0..300_000_u32).flat_map(|i| (i / 7).to_le_bytes()));
@@ -117,7 +118,7 @@ async fn an_error_behind_an_archive_is_one_in_every_encoding() {
     fill(&client, &volume, Encoding::Raw, &contents()).await.expect("unpacked");
     server.set_faults(Faults { fail_archives: true, ..Faults::default() });
     for encoding in Encoding::ALL {
-        let error = read(&client, &volume, "", encoding).await.expect_err("it failed");
+        let error = read(&client, &volume, "", encoding).await.expect_err("the archive failed");
         let text = "failed to stream out from volume";
         assert!(
             matches!(why(&error), Some(ArchiveError::Failed(message)) if message == text),
@@ -134,7 +135,7 @@ async fn an_archive_that_is_cut_off_is_an_error_in_every_encoding() {
     fill(&client, &volume, Encoding::Raw, &contents()).await.expect("unpacked");
     server.set_faults(Faults { cut_archives: true, ..Faults::default() });
     for encoding in Encoding::ALL {
-        read(&client, &volume, "", encoding).await.expect_err("it is not whole");
+        read(&client, &volume, "", encoding).await.expect_err("the archive is truncated");
     }
 }
 
@@ -144,7 +145,7 @@ async fn every_shorter_archive_is_truncated() {
         let mut whole = Vec::new();
         let tar = io::Cursor::new(archive(b"some contents"));
         Encoded::new(encoding, tar).unwrap().read_to_end(&mut whole).await.unwrap();
-        // The padding behind the two blocks of zeros may be short.
+        // The padding after the two blocks of zeros may be short.
         let least = if encoding == Encoding::Raw { 512 * 4 } else { whole.len() };
         for length in (0..least).step_by(13) {
             let mut archive = Archive::new(encoding, &whole[..length]);
@@ -164,7 +165,7 @@ async fn archives_end_where_tar_ends_them() {
     std::fs::write(long.join("file"), contents()).unwrap();
     std::os::unix::fs::symlink("x".repeat(150), directory.path().join("link")).unwrap();
     std::fs::hard_link(long.join("file"), directory.path().join("other")).unwrap();
-    // Many holes: their map has blocks of its own.
+    // A sparse file with many holes has extra map blocks.
     let sparse = std::fs::File::create(directory.path().join("sparse")).unwrap();
     for i in 0..100 {
         std::os::unix::fs::FileExt::write_at(&sparse, &[1; 4096], i * 65536).unwrap();
@@ -224,7 +225,7 @@ async fn a_lost_answer_to_creation_is_not_asked_for_twice() {
         empty(&client, name).await;
         assert!(
             matches!(client.cancel_creation(&handle(name)).await, Err(Error::NotFound)),
-            "it was dropped"
+            "the outcome was deleted"
         );
     }
     assert_eq!(server.requests().iter().filter(|request| request.starts_with("POST")).count(), 3);
@@ -262,7 +263,7 @@ async fn a_creation_that_a_restart_forgets_is_lost() {
 async fn an_unknown_parent_is_refused() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
-    let strategy = Strategy::Cow { volume: handle("nobody") };
+    let strategy = Strategy::Cow { volume: handle("missing") };
     let made = client.create(&VolumeRequest::new(handle("v"), strategy)).await;
     assert!(matches!(&made, Err(Error::Refused { status, .. }) if status.as_u16() == 422), "{made:?}");
     assert!(server.requests().contains(&"DELETE /volumes-async/v".to_owned()), "its outcome is dropped");
@@ -284,7 +285,7 @@ async fn a_limit_is_of_what_travels() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
-    // A tenth of it as encoded.
+    // A tenth of the size before compression.
     let how = |encoding| StreamIn { limit_mib: 0.1, ..StreamIn::new(encoding) };
     let sent = async |encoding| {
         let archive = Encoded::new(encoding, io::Cursor::new(archive(&[7; 1 << 20]))).expect("an encoder");
@@ -316,7 +317,7 @@ async fn a_server_that_does_not_answer_is_given_up() {
     let sent =
         client.stream_in(&volume, &StreamIn::new(Encoding::Raw), tokio::io::repeat(0).take(10_240)).await;
     assert!(matches!(sent, Err(Error::Lost(_))), "it may have been unpacked: {sent:?}");
-    // Nothing was created by the answer that did not come, and nothing is created twice.
+    // The lost answer created nothing, and no volume is created twice.
     stalled("GET /volumes-async/w");
     let timeouts = Timeouts { creation: Duration::from_millis(500), ..timeouts };
     let client = Client::new(&server.address().to_string(), timeouts);
@@ -340,7 +341,7 @@ async fn an_empty_archive_is_refused_and_an_unreadable_one_is_our_fault() {
     assert!(matches!(sent, Err(Error::Source(_))), "{sent:?}");
 }
 
-/// A thousand bytes, and an error.
+/// Returns a thousand bytes, and then an error.
 fn failing() -> impl tokio::io::AsyncRead + Send + 'static {
     struct Broken;
     impl tokio::io::AsyncRead for Broken {
@@ -406,7 +407,7 @@ async fn properties_and_privilege() {
     assert!(matches!(client.destroy(&one).await, Err(Error::NotFound)));
 }
 
-/// Whose a file is, on the disk.
+/// The owner of a file on disk.
 fn owner(path: &Path) -> (u32, u32) {
     let metadata = path.symlink_metadata().expect("it is there");
     (metadata.uid(), metadata.gid())
@@ -422,7 +423,7 @@ async fn a_volume_is_given_to_a_user_and_a_group_together() {
     let client = client(&server);
     let parent = empty(&client, "parent").await;
     fill(&client, &parent, Encoding::Raw, b"contents").await.expect("unpacked");
-    // Root of a container is another one outside of it.
+    // Root of the container has another id on the host.
     for (name, given, on_disk) in [
         ("user", (1000, 2000), (1000, 2000)),
         ("root", (0, 0), (MAPPED_ROOT, MAPPED_ROOT)),
@@ -439,7 +440,7 @@ async fn a_volume_is_given_to_a_user_and_a_group_together() {
             (asked["uid"].as_u64(), asked["gid"].as_u64()),
             (Some(given.0.into()), Some(given.1.into()))
         );
-        // What comes later belongs to whom its archive says, for nobody remembers.
+        // Later files have the owner of their archive, because the server does not store the owner.
         fill(&client, &handle(name), Encoding::Raw, b"later").await.expect("unpacked");
         assert_eq!(owner(&server.path(name).join("file")), (MAPPED_ROOT, MAPPED_ROOT), "{name}");
     }

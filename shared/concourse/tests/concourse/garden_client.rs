@@ -1,4 +1,4 @@
-//! The Garden client against a server with the manners of each backend, and what their traps do to it.
+//! Tests of the Garden client against a simulated server with the behavior of each backend.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -34,7 +34,7 @@ fn shell(id: &str, script: &str) -> ProcessSpec {
     }
 }
 
-/// What it writes to both, and how it ends.
+/// Reads both outputs and waits for the exit.
 async fn finish(process: &mut Process) -> (String, String, Exit) {
     let (mut stdout, mut stderr) = (process.stdout.take().unwrap(), process.stderr.take().unwrap());
     let (mut out, mut err) = (String::new(), String::new());
@@ -93,13 +93,13 @@ async fn a_process_is_fed_read_and_waited_for() {
         let mut process = client.run("c", &shell("p", "cat; echo err >&2; exit 3")).await.unwrap();
         assert_eq!(process.id, "p");
         let control = process.control();
-        // Characters that lie across the bounds of messages.
+        // Characters that span the boundaries of messages.
         let text = format!("four{}", "h\u{e9}\0\u{1f600}<&>".repeat(9000));
         let feed = async {
             control.write("").await.unwrap();
             control.write(&text).await.unwrap();
             control.close_stdin().await.unwrap();
-            // Anything more would reset the connection under the exit.
+            // Any further message would reset the connection and lose the exit.
             assert!(matches!(control.signal(Signal::Kill).await, Err(ControlError::StdinClosed)));
             assert!(matches!(control.write("more").await, Err(ControlError::StdinClosed)));
         };
@@ -114,7 +114,7 @@ async fn a_process_is_fed_read_and_waited_for() {
 #[tokio::test]
 async fn a_wait_ends_after_the_output_whoever_reads_it() {
     let (_server, client) = with_container(Manner::Containerd).await;
-    // More than sockets hold, read by nobody.
+    // More output than socket buffers hold, and no reader.
     let mut untaken = client.run("c", &shell("p1", "head -c 9000000 /dev/zero; exit 4")).await.unwrap();
     assert_eq!(untaken.wait().await.unwrap().status, 4);
     assert_eq!(untaken.wait().await.unwrap().status, 4);
@@ -122,7 +122,7 @@ async fn a_wait_ends_after_the_output_whoever_reads_it() {
     let mut process = client.run("c", &shell("p2", "echo out")).await.unwrap();
     let mut stdout = process.stdout.take().unwrap();
     stdout.read_exact(&mut [0; 4]).await.unwrap();
-    // Its exit is known once an attachment is told.
+    // The exit is known once an attachment receives it.
     while client.attach("c", "p2").await.unwrap().wait().await.unwrap().status != 0 {}
     let mut wait = Box::pin(process.wait());
     let early = tokio::time::timeout(Duration::from_millis(200), &mut wait).await;
@@ -203,7 +203,7 @@ async fn a_second_destroy_fails_at_once() {
     let destroy = async || {
         let destroyed = client.destroy("c").await;
         if let Err(Error::BeingDestroyed(_)) = destroyed {
-            // The other one waits for this.
+            // Lets the other process end.
             client.run("c", &shell("q", "touch go")).await.unwrap();
         }
         destroyed.is_ok()
@@ -271,7 +271,7 @@ async fn a_slow_server_is_given_up_and_a_halting_one_is_understood() {
     let (out, _, exit) = finish(&mut process).await;
     assert_eq!((out.as_str(), exit.status), ("out\n", 2));
 
-    // Longer than Go's buffer, and therefore truly chunked.
+    // Longer than the buffer of Go, so the response is really chunked.
     let long = "word ".repeat(1000);
     for pattern in ["POST", "GET /ping"] {
         server.inject(pattern, Fault::Answer(long.clone()));
@@ -375,7 +375,7 @@ async fn names_that_some_kind_of_worker_does_not_take_are_not_sent() {
     assert!(matches!(client.create(&spec).await, Err(Error::Refused(_))));
     assert_eq!(server.requests().len(), before);
 
-    // What is as long as can be is taken by the strictest.
+    // The strictest backend accepts names of the maximum length.
     let (_server, client) = with_container(Manner::Containerd).await;
     let (name, key) = ("x".repeat(76), "k".repeat(2048));
     let spec = ContainerSpec {
@@ -441,7 +441,7 @@ async fn a_worker_takes_no_more_than_its_containers() {
     assert!(matches!(error, Error::Full(_)), "{error:?}");
 }
 
-/// A server's handler, which may move between threads, can do all of it.
+/// Calls work in a task that may move between threads, as in a server handler.
 #[tokio::test]
 async fn calls_can_be_made_from_a_task() {
     fn on_any_thread<T>(call: impl Future<Output = T> + Send + 'static) -> impl Future<Output = T> + Send {

@@ -1,4 +1,4 @@
-//! Bytes of the Garden server that the client is tested against: they are those of a worker.
+//! Wire tests of the simulated Garden server: its bytes are those of a genuine worker.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -29,7 +29,7 @@ impl Raw {
         self.send(&format!("{line} HTTP/1.1\r\n{host}{length}\r\n{body}"));
     }
 
-    /// All up to and including `mark`.
+    /// Reads up to and including `mark`.
     fn until(&mut self, mark: &str) -> String {
         let found = loop {
             if let Some(at) = self.read.windows(mark.len()).position(|part| part == mark.as_bytes()) {
@@ -43,7 +43,7 @@ impl Raw {
         String::from_utf8(self.read.drain(..found).collect()).unwrap()
     }
 
-    /// The head of an answer, with its date taken out.
+    /// Reads the head of a response, and removes its date.
     fn head(&mut self) -> String {
         let head = self.until("\r\n\r\n");
         let (before, rest) = head.split_once("Date: ").unwrap();
@@ -110,7 +110,7 @@ fn cat_runs_and_is_attached_to_afterwards() {
 #[test]
 fn what_is_not_there_is_told_as_by_each_router_and_backend() {
     let server = with_container(Manner::Guardian);
-    // All on one connection: errors leave it open.
+    // All requests use one connection, because errors leave it open.
     let mut raw = Raw::connect(&server);
     raw.request("GET /nowhere", "");
     assert!(raw.head().starts_with("HTTP/1.1 404 Not Found\r\nContent-Type: text/plain; charset=utf-8\r\n"));
@@ -138,7 +138,7 @@ fn what_is_not_there_is_told_as_by_each_router_and_backend() {
     assert_eq!(raw.rest().unwrap(), b"");
 }
 
-/// A process that waits for its stdin to end, by its main connection.
+/// Runs a process that waits for the end of its standard input. Returns its main connection.
 fn waiting(server: &Server, script: &str) -> Raw {
     let mut main = Raw::connect(server);
     let spec = serde_json::json!({"id": "p1", "path": "sh", "args": ["-c", script]});
@@ -153,7 +153,7 @@ fn bytes_after_the_end_of_stdin_turn_the_close_into_a_reset() {
     let server = with_container(Manner::Containerd);
     let mut main = waiting(&server, "cat; until [ -e go ]; do sleep 0.01; done");
     main.send("{\"process_id\":\"p1\",\"source\":0}\n");
-    // The server reads no more, so this waits in the kernel, whether it comes in the same segment or not.
+    // The server reads no more input, so these bytes wait in the kernel.
     main.send("{\"process_id\":\"p1\",\"signal\":0}\n");
     let mut other = Raw::connect(&server);
     other.request("POST /containers/c-42/processes", r#"{"path":"touch","args":["go"]}"#);
@@ -234,11 +234,11 @@ fn an_expired_grace_time_destroys_and_calls_put_it_off() {
     raw.request("POST /containers", r#"{"handle":"c-42","grace_time":50000000}"#);
     raw.until("}\n");
     let mut main = waiting(&server, "sleep 0.3; exit 7");
-    // An attachment keeps it.
+    // An attachment keeps the container.
     assert!(main.until("\n").contains("\"exit_status\":7"));
 }
 
-/// What an ordinary request is answered, from the error's text on.
+/// Returns the rest of an error response, starting at the text of the error.
 fn refused(server: &Server, line: &str, body: &str) -> String {
     let mut raw = Raw::connect(server);
     raw.request(line, body);
