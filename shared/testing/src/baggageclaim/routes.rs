@@ -1,4 +1,4 @@
-//! What is asked, and what is answered.
+//! HTTP routes of the simulated Baggageclaim server.
 
 use std::convert::Infallible;
 use std::io;
@@ -18,12 +18,12 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{Faults, State, archives, lock};
 
-/// Pieces of an archive that wait.
+/// Capacity of the channel for pieces of an archive.
 const PIECES: usize = 4;
 
 type Answer = Response<BoxBody<Bytes, io::Error>>;
 
-/// No answer: the connection is closed.
+/// The error that closes the connection without an answer.
 #[derive(Debug, thiserror::Error)]
 #[error("no answer")]
 pub(super) struct Silence;
@@ -46,7 +46,7 @@ fn object(status: u16, value: &Value) -> Answer {
     answer(status, Some("application/json"), format!("{value}\n"))
 }
 
-/// JSON that is said to be text.
+/// A JSON error with the content type of plain text, as the genuine server sends it.
 fn error(status: u16, text: &str) -> Answer {
     answer(status, Some("text/plain; charset=utf-8"), format!("{}\n", json!({ "error": text })))
 }
@@ -90,7 +90,7 @@ pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Resu
     lock(&state.requests).push(asked.clone());
     let stalled = lock(&state.faults).stalls.as_ref().is_some_and(|prefix| asked.starts_with(prefix));
     if stalled {
-        // Until the client has gone.
+        // Waits until the client is gone.
         std::future::pending::<()>().await;
     }
     let answer = route(&state, request).await?;
@@ -146,7 +146,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
             let text = "failed to destroy volume";
             match serde_json::from_slice::<Vec<String>>(&body) {
                 Ok(handles) => {
-                    // Those that can be are, whatever becomes of the others.
+                    // A failed destruction does not prevent the others.
                     let destroyed: Vec<_> = handles.iter().map(|handle| state.destroy(handle)).collect();
                     if destroyed.contains(&Err(500)) { error(500, text) } else { nothing(204) }
                 }
@@ -175,7 +175,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
                 (None, _) => error(400, text),
                 (_, None) => error(404, text),
                 (Some(value), Some(volume)) => {
-                    // Null crashes the genuine handler.
+                    // Properties that are null crash the genuine handler.
                     volume.properties.as_mut().ok_or(Silence)?.insert((*name).to_owned(), value.into());
                     nothing(204)
                 }
@@ -303,7 +303,7 @@ async fn stream_in(
         if over {
             bytes.truncate(bytes.len() - (received - limit));
         }
-        // Who takes no more knows why.
+        // The receiver has ended, and knows the reason.
         if pieces.send(Ok(bytes)).await.is_err() || over {
             break;
         }
@@ -352,7 +352,7 @@ fn stream_out(state: &State, handle: &str, query: &Query, headers: &HeaderMap, f
     if !faults.knows(encoding) {
         return error(400, text);
     }
-    // Not confined, as the genuine one.
+    // The path is not confined, as in the genuine server.
     let path = state.path(handle).join(query.get("path").trim_start_matches('/'));
     if !path.exists() {
         return error(404, "no such file or directory");
@@ -395,13 +395,13 @@ async fn stream_p2p_out(state: &Arc<State>, handle: &str, query: &Query) -> Answ
     let (told, outcome) = oneshot::channel();
     let sending = state.clone();
     let [handle, path, url, encoding] = [handle, path, url, encoding].map(str::to_owned);
-    // As the genuine one, it goes on when nobody waits for it any more.
+    // Like the genuine server, the transfer continues after the client has gone.
     lock(&state.transfers).spawn(async move {
         _ = told.send(transfer(&sending, &handle, &path, &url, &encoding).await);
     });
     let outcome = outcome.await.unwrap_or_else(|_| Err("it broke off".to_owned()));
     let said = outcome.map_or_else(|cause| format!("{text}: {cause}"), |()| "ok".to_owned());
-    // The genuine one sends a newline now and then while it works.
+    // The genuine server sends newlines while it works.
     let frames = ["\n".to_owned(), "\n".to_owned(), said].map(|text| Ok(Frame::data(Bytes::from(text))));
     let mut answer = Response::new(BodyExt::boxed(StreamBody::new(futures::stream::iter(frames))));
     answer.headers_mut().insert(header::CONTENT_TYPE, "plain/text".parse().expect("a header"));
@@ -459,7 +459,7 @@ async fn transfer(
     Err(format!("p2p-stream-in {}: {said}", status.as_u16()))
 }
 
-/// The archive of a directory. It stops after its first piece, for as long as transfers are held.
+/// The archive of a directory. It pauses after its first piece while transfers are held.
 fn sent(
     state: &Arc<State>,
     source: PathBuf,

@@ -1,4 +1,4 @@
-//! Containers.
+//! Conformance tests of containers.
 
 use std::path::Path;
 
@@ -10,11 +10,12 @@ use super::{
     RuntimeExt, Subject, claims, directory, exited, has, lines, mount, on_root, process, programs, put,
 };
 
-/// Making and destroying may be repeated, and what never was cannot be started in.
+/// Creation and destruction can be repeated. A process cannot start in a container that does not
+/// exist.
 pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
-    runtime.create_container(handle, on_root(&subject).await).await.expect("make it again");
+    runtime.create_container(handle, on_root(&subject).await).await.expect("create it again");
     assert_eq!(runtime.list().await.expect("list").containers, [handle]);
     runtime.destroy_container(handle).await.expect("destroy");
     runtime.destroy_container(handle).await.expect("destroy again");
@@ -23,7 +24,8 @@ pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
     assert!(matches!(refused, Err(RuntimeError::ContainerNotFound(_))), "{refused:?}");
 }
 
-/// What cannot be made is refused when the container is made, and leaves nothing behind.
+/// A container with an invalid specification is rejected at its creation, and leaves nothing
+/// behind.
 pub async fn impossible_containers_are_refused(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
@@ -56,7 +58,7 @@ pub async fn impossible_containers_are_refused(subject: impl Subject) {
     assert_eq!(runtime.list().await.expect("list").containers, []);
 }
 
-/// A root of a kind that the runtime does not run is refused.
+/// A root of a kind that the runtime does not support is rejected.
 pub async fn only_known_images_are_run(subject: impl Subject) {
     let runtime = subject.runtime();
     let kinds = runtime.capabilities().image_kinds.clone();
@@ -68,7 +70,7 @@ pub async fn only_known_images_are_run(subject: impl Subject) {
     assert_eq!(runtime.list().await.expect("list").containers, []);
 }
 
-/// Volumes appear where they were asked for, and read-only ones cannot be written to.
+/// Volumes appear at their paths. Read-only volumes cannot be written to.
 pub async fn volumes_are_mounted(subject: impl Subject) {
     let runtime = subject.runtime();
     let (written, read) = (runtime.volume().await, runtime.volume().await);
@@ -83,7 +85,7 @@ pub async fn volumes_are_mounted(subject: impl Subject) {
     assert_eq!(lines(&*runtime, read, "file").await, 0);
 }
 
-/// A volume whose path lies below another's appears inside of it, whatever the order.
+/// A mount below the path of another mount appears inside it, in any order of the mounts.
 pub async fn volumes_appear_in_volumes(subject: impl Subject) {
     let runtime = subject.runtime();
     let (outer, inner) = (runtime.volume().await, runtime.volume().await);
@@ -98,7 +100,8 @@ pub async fn volumes_appear_in_volumes(subject: impl Subject) {
     assert_eq!(lines(&*runtime, outer, "inner/file").await, 0);
 }
 
-/// A directory of one volume becomes the contents of another; what is not a directory there is refused.
+/// A directory of one volume becomes the contents of another volume. A path that is not a directory
+/// is rejected.
 pub async fn directories_are_taken(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "replaceable-outputs") {
@@ -122,7 +125,7 @@ pub async fn directories_are_taken(subject: impl Subject) {
     assert!(root.join("file").exists());
 }
 
-/// One volume may be in a container several times.
+/// A container can mount one volume several times.
 pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
@@ -136,7 +139,7 @@ pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
     }
 }
 
-/// A user of the image comes to own the working directory and the writable volumes.
+/// The user of a container owns the working directory and the writable volumes.
 pub async fn users_own_what_they_write(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "owned-mounts") {
@@ -155,7 +158,7 @@ pub async fn users_own_what_they_write(subject: impl Subject) {
     assert_eq!(runtime.ran(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
 }
 
-/// A process has the environment that it was given, and PATH and HOME.
+/// A process has exactly the given environment, plus PATH and HOME.
 pub async fn the_environment_is_what_was_given(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "complete-output") {
@@ -178,7 +181,7 @@ pub async fn the_environment_is_what_was_given(subject: impl Subject) {
         if has(&*runtime, "exact-environment") {
             assert_eq!(found, expected);
         }
-        // Elsewhere the worker adds to it.
+        // Without `exact-environment` the worker may add variables.
         assert!(expected.iter().all(|line| found.contains(line)), "{found:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! What a container may use at most.
+//! Conformance tests of limits.
 
 use std::time::Instant;
 
@@ -10,18 +10,19 @@ use super::{RuntimeExt, Subject, claims, exited, has, on_root, process, programs
 const MUCH: u64 = 128 << 20;
 const MANY: u64 = 40;
 
-/// Whether a limit is to be looked for.
+/// Whether a test must check a limit.
 fn keeps(subject: &impl Subject, runtime: &dyn Runtime, limit: &str) -> bool {
     if !claims(runtime, limit) {
         return false;
     }
     if !subject.keeps_limits() {
-        eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+        eprintln!("not applicable: this worker is simulated and enforces no limits");
     }
     subject.keeps_limits()
 }
 
-/// What wants more memory than its container may have is killed; as much without a limit is none too much.
+/// A process that exceeds the memory limit of its container is killed. Without a limit, the same
+/// process succeeds.
 pub async fn memory_is_limited(subject: impl Subject) {
     let runtime = subject.runtime();
     if !keeps(&subject, &*runtime, "limits-memory") {
@@ -33,12 +34,12 @@ pub async fn memory_is_limited(subject: impl Subject) {
     let spec = ContainerSpec { limits, ..on_root(&subject).await };
     let ended = runtime.ran(spec, process(&programs::greedy(MUCH))).await.ended;
     let told = |exit| ended == Some(Ended::Exited { exit, stopped: false });
-    // Where it is not told why, as of any process that was killed.
+    // Without `exit-signals`, the end looks like that of any killed process.
     let killed = !has(&*runtime, "exit-signals") && told(Exit::Code(128 + 9));
     assert!(told(Exit::OutOfMemory) || killed, "{ended:?}");
 }
 
-/// No more processes are started than a container may have.
+/// A container cannot start more processes than its limit.
 pub async fn processes_are_limited(subject: impl Subject) {
     let runtime = subject.runtime();
     if !keeps(&subject, &*runtime, "limits-pids") {
@@ -53,7 +54,7 @@ pub async fn processes_are_limited(subject: impl Subject) {
     assert!((MANY / 4..=MANY / 2).contains(&started), "{some:?}");
 }
 
-/// A container gets no more of the processors than it may have.
+/// A container gets no more processor time than its limit.
 pub async fn processors_are_limited(subject: impl Subject) {
     let runtime = subject.runtime();
     if !keeps(&subject, &*runtime, "limits-cpu") {
@@ -66,7 +67,7 @@ pub async fn processors_are_limited(subject: impl Subject) {
     assert_eq!(runtime.ended(id).await, exited(0));
     let took = before.elapsed();
     let Some(computed) = runtime.usage(id).await.expect("what it used").cpu_time else {
-        eprintln!("not applicable: this worker does not count processor time");
+        eprintln!("not applicable: this worker does not report processor time");
         return;
     };
     assert!(computed * 3 < took, "{computed:?} of {took:?}");

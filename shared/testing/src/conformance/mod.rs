@@ -1,14 +1,14 @@
-//! What every [`Runtime`] is held to.
+//! Conformance tests for every implementation of [`Runtime`].
 //!
 //! ```text
 //! mod host { testing::runtime_conformance!(HostSubject::new()); }
 //! ```
 //!
-//! Each test gets a worker of its own. The programs that they run are all in [`programs`], so that a runtime which cannot run
-//! real ones knows what to imitate. They wait for conditions, and give up after [`PATIENCE`].
+//! Each test gets a separate worker. The tests run only the programs in [`programs`], so that a
+//! fake runtime can imitate them. The tests wait for conditions and fail after [`PATIENCE`].
 //!
-//! What a runtime does not claim by a name in [`runtime::Capabilities::features`] it is not held to; a test that says nothing else then prints
-//! `not applicable: …`.
+//! A test checks a feature only if the runtime claims it in [`runtime::Capabilities::features`]. A
+//! test without other checks then prints `not applicable: …`.
 
 mod containers;
 mod limits;
@@ -66,40 +66,40 @@ pub use volumes::{
     what_a_store_must_know_again_is_kept, what_is_brought_along_is_copied, worker_provided,
 };
 
-/// How long anything may take.
+/// Timeout of each wait in a test.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A worker of its own, with a runtime for it.
+/// A worker for one test, with a runtime for it.
 #[async_trait]
 pub trait Subject: Send + Sync {
     /// The runtime.
     fn runtime(&self) -> Arc<dyn Runtime>;
 
-    /// Ends the runtime as its gateway would by being killed, and opens another for the same worker.
+    /// Drops the runtime, as if its gateway was killed, and opens a new one for the same worker.
     ///
-    /// Everything that was got from the old one has been dropped.
+    /// The test must have dropped everything that it got from the old runtime.
     async fn reopen(&mut self);
 
-    /// How much output of one stream a process may write before it is held back, or loses some.
+    /// Output of one stream, in bytes, after which a process blocks or loses output.
     fn spool_bytes(&self) -> u64;
 
-    /// The root file system of a container, which has the programs in [`programs`].
+    /// The root file system of a container that has the programs in [`programs`].
     async fn root(&self) -> Root {
         Root::Host
     }
 
-    /// Whether the worker keeps containers to limits that its runtime claims. Not so, where it is a stand-in for one that does.
+    /// Whether the worker enforces the limits that its runtime claims. A simulated worker may not.
     fn keeps_limits(&self) -> bool {
         true
     }
 
-    /// Volumes that the subject made for [`Subject::root`].
+    /// The volumes that the subject created for [`Subject::root`].
     fn roots(&self) -> Vec<VolumeHandle> {
         Vec::new()
     }
 }
 
-/// Whether a runtime claims what it is about to be held to. Says so where it does not.
+/// Whether a runtime claims a feature. If not, prints that the test is not applicable.
 pub fn claims(runtime: &dyn Runtime, feature: &str) -> bool {
     let claimed = has(runtime, feature);
     if !claimed {
@@ -112,20 +112,20 @@ fn has(runtime: &dyn Runtime, feature: &str) -> bool {
     runtime.capabilities().features.iter().any(|claimed| claimed == feature)
 }
 
-/// The volumes that are there beside the roots of containers.
+/// Lists the volumes, without the roots of containers.
 pub async fn volumes(subject: &impl Subject) -> Vec<VolumeHandle> {
     let (listed, roots) = (subject.runtime().list().await.expect("list").volumes, subject.roots());
     listed.into_iter().filter(|volume| !roots.contains(volume)).collect()
 }
 
-/// A container on the subject's root with nothing in it.
+/// An empty container on the subject's root.
 pub async fn on_root(subject: &impl Subject) -> ContainerSpec {
     let private = has(&*subject.runtime(), "network-private");
     let network = if private { Network::Private } else { Network::Host };
     ContainerSpec { root: subject.root().await, network, ..container() }
 }
 
-/// A container of the image `host` with nothing in it.
+/// An empty container of the image `host`.
 #[must_use]
 pub fn container() -> ContainerSpec {
     ContainerSpec {
@@ -140,13 +140,13 @@ pub fn container() -> ContainerSpec {
     }
 }
 
-/// A volume in a container.
+/// A mount of a volume.
 #[must_use]
 pub fn mount(volume: VolumeHandle, path: &str, read_only: bool) -> Mount {
     Mount { volume, path: path.as_bytes().to_vec(), read_only }
 }
 
-/// A process without input, whose output is kept until it is acknowledged.
+/// A process without input. Its output is kept until it is acknowledged.
 #[must_use]
 pub fn process(command: &[String]) -> ProcessSpec {
     ProcessSpec {
@@ -158,16 +158,16 @@ pub fn process(command: &[String]) -> ProcessSpec {
     }
 }
 
-/// Everything that a process said.
+/// The complete output of a process, and its end.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Said {
-    /// On standard output.
+    /// Standard output.
     pub stdout: Vec<u8>,
-    /// On standard error.
+    /// Standard error.
     pub stderr: Vec<u8>,
-    /// Bytes of standard output that were gone.
+    /// Lost bytes of standard output.
     pub gone: u64,
-    /// How it ended.
+    /// The end of the process.
     pub ended: Option<Ended>,
 }
 
@@ -176,29 +176,29 @@ impl Said {
     ///
     /// # Panics
     ///
-    /// When it is none.
+    /// If standard output is not UTF-8.
     #[must_use]
     pub fn text(&self) -> &str {
         std::str::from_utf8(&self.stdout).expect("text")
     }
 }
 
-/// Operations that a test needs to succeed.
+/// Operations that panic on failure.
 #[async_trait]
 pub trait RuntimeExt {
-    /// Makes an empty volume.
+    /// Creates an empty volume.
     async fn volume(&self) -> VolumeHandle;
-    /// Makes a child of a volume.
+    /// Creates a child of a volume.
     async fn child(&self, parent: VolumeHandle) -> VolumeHandle;
-    /// Makes a container.
+    /// Creates a container.
     async fn made(&self, spec: ContainerSpec) -> ContainerHandle;
     /// Starts a process in a container.
     async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> AttemptId;
-    /// Runs a process in a container of its own, and returns what it said.
+    /// Runs a process in a new container, and returns its output.
     async fn ran(&self, container: ContainerSpec, spec: ProcessSpec) -> Said;
-    /// How a process ended.
+    /// Waits for the end of a process.
     async fn ended(&self, process: AttemptId) -> Ended;
-    /// Everything that a process says from the beginning to its end, acknowledged as it is read.
+    /// Reads and acknowledges the output of a process from the beginning to its end.
     async fn said(&self, process: AttemptId) -> Said;
 }
 
@@ -206,19 +206,19 @@ pub trait RuntimeExt {
 impl RuntimeExt for Arc<dyn Runtime> {
     async fn volume(&self) -> VolumeHandle {
         let handle = VolumeHandle::new();
-        self.create_volume(handle, VolumeSource::Empty).await.expect("make a volume");
+        self.create_volume(handle, VolumeSource::Empty).await.expect("create a volume");
         handle
     }
 
     async fn child(&self, parent: VolumeHandle) -> VolumeHandle {
         let handle = VolumeHandle::new();
-        self.create_volume(handle, VolumeSource::CopyOnWrite { parent }).await.expect("make a child");
+        self.create_volume(handle, VolumeSource::CopyOnWrite { parent }).await.expect("create a child");
         handle
     }
 
     async fn made(&self, spec: ContainerSpec) -> ContainerHandle {
         let handle = ContainerHandle::new();
-        self.create_container(handle, spec).await.expect("make a container");
+        self.create_container(handle, spec).await.expect("create a container");
         handle
     }
 
@@ -240,11 +240,11 @@ impl RuntimeExt for Arc<dyn Runtime> {
 
     async fn said(&self, process: AttemptId) -> Said {
         let attachment = self.attach(process, Offsets::default()).await.expect("attach");
-        in_time("everything a process says", read_all(attachment)).await
+        in_time("the output of a process", read_all(attachment)).await
     }
 }
 
-/// Reads, acknowledging, until everything was said.
+/// Reads and acknowledges all output.
 pub async fn read_all(attachment: Attachment) -> Said {
     let Attachment { mut events, input, .. } = attachment;
     let mut said = Said::default();
@@ -266,22 +266,22 @@ pub async fn read_all(attachment: Attachment) -> Said {
             ProcessEvent::Done(_) => return said,
         }
     }
-    panic!("the events ended without being done: {said:?}");
+    panic!("the events ended before the event Done: {said:?}");
 }
 
-/// Waits, but not for ever.
+/// Awaits `work` with a timeout.
 ///
 /// # Panics
 ///
-/// When it takes longer than [`PATIENCE`].
+/// After [`PATIENCE`].
 pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
     match tokio::time::timeout(PATIENCE, work).await {
         Ok(value) => value,
-        Err(_) => panic!("waited in vain for {what}"),
+        Err(_) => panic!("timeout while waiting for {what}"),
     }
 }
 
-/// Waits until a file has so many lines.
+/// Waits until a file has at least `count` lines.
 pub async fn until_lines(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, count: usize) {
     in_time("lines in a file", async {
         while lines(runtime, volume, path).await < count {
@@ -303,7 +303,7 @@ pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
 
 type Events = Pin<Box<dyn Stream<Item = Result<ProcessEvent, RuntimeError>> + Send>>;
 
-/// Reads standard output until it holds `text`.
+/// Reads standard output until it contains `text`.
 pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
     let mut read = Vec::new();
     in_time(text, async {
@@ -312,7 +312,7 @@ pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
                 ProcessEvent::Output { stream: OutputStream::Stdout, data, .. } => {
                     read.extend_from_slice(&data)
                 }
-                ProcessEvent::Ended(ended) => panic!("it ended: {ended:?}"),
+                ProcessEvent::Ended(ended) => panic!("the process ended: {ended:?}"),
                 _ => {}
             }
         }
@@ -321,7 +321,8 @@ pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
     read
 }
 
-/// Whether this is how an end by a signal is told. Without the capability `exit-signals`, as the status that a shell would make of it, or as 255.
+/// Whether `ended` reports an end by the signal `number`. Without the capability `exit-signals`,
+/// the exit code of a shell or 255 counts too.
 fn is_signal(runtime: &dyn Runtime, ended: &Ended, number: u8, stopped: bool) -> bool {
     let told = |exit| *ended == Ended::Exited { exit, stopped };
     if has(runtime, "exit-signals") {
@@ -335,11 +336,11 @@ fn exited(code: u8) -> Ended {
     Ended::Exited { exit: Exit::Code(code), stopped: false }
 }
 
-/// The directory with the contents of a volume that is near.
+/// The directory of a local volume.
 pub async fn directory(runtime: &dyn Runtime, volume: VolumeHandle) -> PathBuf {
     match runtime.contents(volume).await.expect("the contents of a volume") {
         Contents::Directory(path) => path,
-        Contents::Remote(_) => panic!("its volumes are far"),
+        Contents::Remote(_) => panic!("the volume is remote"),
     }
 }
 
@@ -350,7 +351,8 @@ fn reason(ended: &Ended) -> Option<FailureReason> {
     }
 }
 
-/// Tests a runtime: `$subject` evaluates, for each test, to an `Option` of a new [`Subject`]; `None` where it cannot run.
+/// Defines the conformance tests of a runtime. For each test, `$subject` evaluates to an `Option`
+/// of a new [`Subject`]. `None` skips the test.
 #[macro_export]
 macro_rules! runtime_conformance {
     ($subject:expr) => {

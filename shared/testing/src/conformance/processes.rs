@@ -1,4 +1,4 @@
-//! Processes.
+//! Conformance tests of processes.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::{
     reason, until_lines,
 };
 
-/// Codes and signals are told as they are.
+/// Exit codes and signals are reported unchanged.
 pub async fn exits_are_told(subject: impl Subject) {
     let runtime = subject.runtime();
     for code in [0, 1, 42, 255] {
@@ -28,7 +28,7 @@ pub async fn exits_are_told(subject: impl Subject) {
     }
 }
 
-/// What is no program is told as that, not as an exit.
+/// A program that cannot be run is reported as not started, with the reason.
 pub async fn programs_that_cannot_be_run_are_told(subject: impl Subject) {
     let runtime = subject.runtime();
     let cases = [
@@ -44,7 +44,7 @@ pub async fn programs_that_cannot_be_run_are_told(subject: impl Subject) {
     }
 }
 
-/// What was never asked for is not found.
+/// A process that was never started is not found.
 pub async fn unknown_processes_are_not_found(subject: impl Subject) {
     let (runtime, id) = (subject.runtime(), AttemptId::new());
     let not_found =
@@ -56,7 +56,7 @@ pub async fn unknown_processes_are_not_found(subject: impl Subject) {
     assert!(runtime.attach(id, Offsets::default()).await.is_err_and(not_found));
 }
 
-/// However often a process is started, it starts once; also by another runtime, and after its end.
+/// A process that is started repeatedly runs once, also with another runtime and after its end.
 pub async fn a_process_starts_once(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
@@ -100,7 +100,7 @@ pub async fn processes_outlive_the_runtime(mut subject: impl Subject) {
     assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&exited(7))));
 }
 
-/// Whose a process is, is known as long as its container is there; also to another runtime.
+/// The team of a process is known while its container exists, also to another runtime.
 pub async fn processes_keep_their_team(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(ContainerSpec { team: "other".to_owned(), ..on_root(&subject).await }).await;
@@ -116,7 +116,7 @@ pub async fn processes_keep_their_team(mut subject: impl Subject) {
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(unknown)) if unknown == id), "{gone:?}");
 }
 
-/// When a process has ended, nothing of its container runs any more.
+/// When a process has ended, no other process of its container runs.
 pub async fn nothing_outlives_its_process(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "ends-whole") {
@@ -133,7 +133,7 @@ pub async fn nothing_outlives_its_process(subject: impl Subject) {
     assert_eq!(lines(&*runtime, volume, "file").await, before);
 }
 
-/// Destroying a container kills what is in it, and its process is not found any more.
+/// The destruction of a container kills its processes. Its main process is not found any more.
 pub async fn destroying_a_container_kills(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;

@@ -1,4 +1,4 @@
-//! Signals and stopping.
+//! Conformance tests of signals and stops.
 
 use std::time::Duration;
 
@@ -9,7 +9,8 @@ use super::{
     RuntimeExt, Subject, claims, exited, in_time, is_signal, on_root, process, programs, read_until,
 };
 
-/// A program that does nothing about TERM ends by it, though it is alone in its container.
+/// A program without a handler for TERM ends on TERM, although it is the first process of its
+/// container.
 pub async fn term_ends_a_plain_program(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
@@ -36,11 +37,12 @@ pub async fn term_ends_a_plain_program(subject: impl Subject) {
     runtime.stop(id, Duration::from_secs(1000)).await.expect("stop");
     let ended = runtime.ended(id).await;
     assert!(is_signal(&*runtime, &ended, 15, true), "{ended:?}");
-    runtime.stop(id, Duration::ZERO).await.expect("stopping what has ended does nothing");
+    runtime.stop(id, Duration::ZERO).await.expect("stopping an ended process does nothing");
     assert_eq!(runtime.ended(id).await, ended);
 }
 
-/// One that ignores TERM is killed after the grace, which a later call can shorten and not lengthen.
+/// A process that ignores TERM is killed after the grace period. A later call can shorten the
+/// period but not lengthen it.
 pub async fn the_stubborn_are_killed(subject: impl Subject) {
     let runtime = subject.runtime();
     for graces in [&[50][..], &[1_000_000, 50][..], &[50, 1_000_000][..], &[0][..]] {
@@ -56,7 +58,8 @@ pub async fn the_stubborn_are_killed(subject: impl Subject) {
     }
 }
 
-/// Every signal reaches the process, or is refused as one that the worker cannot send; then the process goes on, and nothing that it says is lost.
+/// Every signal reaches the process or is rejected. After a rejection the process continues, and no
+/// output is lost.
 pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
@@ -83,7 +86,7 @@ pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
     assert_eq!(runtime.said(id).await.text(), "ready\n");
 }
 
-/// A stop that comes before the start prevents it; one that comes later ends the process. Never neither.
+/// A stop before the start prevents the start. A stop after the start ends the process.
 pub async fn a_stop_is_never_lost(subject: impl Subject) {
     let runtime = subject.runtime();
     for _ in 0..10 {
@@ -100,7 +103,7 @@ pub async fn a_stop_is_never_lost(subject: impl Subject) {
     }
 }
 
-/// Without contact, a process is ended; with it, it goes on.
+/// A process ends when contact is lost, and continues while there is contact.
 pub async fn processes_out_of_contact_end(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "stop-after") {

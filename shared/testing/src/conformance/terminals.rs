@@ -1,4 +1,4 @@
-//! Terminals.
+//! Conformance tests of terminals.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use runtime::{Attachment, Offsets, ProcessSpec, Runtime, Window};
 
 use super::{RuntimeExt, Subject, claims, exited, on_root, process, programs, read_until};
 
-/// A process in a terminal, attached to, that has said which size it found.
+/// Starts a process in a terminal, attaches to it, and waits until it has printed the size.
 async fn in_a_terminal(subject: &impl Subject, runtime: &Arc<dyn Runtime>) -> (AttemptId, Attachment) {
     let handle = runtime.made(on_root(subject).await).await;
     let terminal = Some(Window { columns: 91, rows: 37 });
@@ -20,7 +20,7 @@ async fn in_a_terminal(subject: &impl Subject, runtime: &Arc<dyn Runtime>) -> (A
     (id, attachment)
 }
 
-/// Changes the size, and has the process say so and end.
+/// Changes the size, waits until the process has printed it, and ends the process.
 async fn resize_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId, mut attachment: Attachment) {
     let typed = attachment.stdin_offset;
     attachment.input.resize(Window { columns: 120, rows: 50 }).await.expect("resize");
@@ -30,7 +30,7 @@ async fn resize_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId, mut attachmen
     assert_eq!(runtime.ended(id).await, exited(5));
 }
 
-/// A process finds the size that its terminal was given, and the one that it was changed to; what is typed reaches it.
+/// A process sees the initial and the changed size of its terminal, and receives typed input.
 pub async fn terminals_have_a_size_that_changes(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "terminal") {
@@ -40,7 +40,8 @@ pub async fn terminals_have_a_size_that_changes(subject: impl Subject) {
     resize_and_end(&runtime, id, attachment).await;
 }
 
-/// A terminal stays open when the runtime that its process was started by is gone: what is typed to the next one reaches it.
+/// A terminal stays open when its runtime is replaced. Input through the new runtime reaches the
+/// process.
 pub async fn terminals_outlive_the_runtime(mut subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "terminal") {

@@ -1,4 +1,4 @@
-//! Who is attached to a process: what is read of it, and what is said to it.
+//! Attachments to a process of the fake worker: its events and its input.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use runtime::{Attachment, Offsets, OutputStream, ProcessEvent, ProcessInput, Run
 use super::FakeWorker;
 use super::process::{Inner, Process};
 
-/// Most that is said at once.
+/// Largest size of one output event, in bytes.
 const CHUNK: usize = 1 << 20;
 
-/// Attaches from these offsets on.
+/// Attaches to a process at these offsets.
 pub(super) fn attach(
     worker: &Arc<FakeWorker>,
     process: &Arc<Process>,
@@ -59,12 +59,12 @@ impl Reader {
     }
 }
 
-/// What was said to a reader so far.
+/// Progress of one reader through the events of a process.
 struct Speech {
-    /// How far it has read.
+    /// The reader's offset in each output.
     at: [u64; 2],
     stdin_said: u64,
-    /// Which output is looked at first, so that neither waits for the other.
+    /// Index of the output to read first. It alternates, so that neither output starves.
     turn: usize,
     said: Said,
 }
@@ -77,7 +77,7 @@ enum Said {
 }
 
 impl Speech {
-    /// What is to be said next. `None`: nothing yet. `Some(None)`: nothing any more.
+    /// Returns the next event. `None`: there is none yet. `Some(None)`: the events are complete.
     fn next(&mut self, inner: &Inner) -> Option<Option<ProcessEvent>> {
         let taken = inner.stdin_taken();
         if self.said == Said::Output && self.stdin_said != taken {

@@ -1,4 +1,5 @@
-//! The server, asked byte by byte: what a genuine one was seen to answer.
+//! Wire tests of the simulated Baggageclaim server: the answers that a genuine server was seen to
+//! give.
 
 use gantry_testing::baggageclaim::{Driver, Faults, Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -16,7 +17,7 @@ impl Answer {
     }
 }
 
-/// None when the connection was closed without an answer.
+/// Sends a request. `None`: the server closed the connection without an answer.
 async fn ask(server: &Server, head: &str, body: &[u8]) -> Option<Answer> {
     let mut stream = TcpStream::connect(server.address()).await.expect("a connection");
     let (line, headers) = head.split_once('\n').unwrap_or((head, ""));
@@ -78,7 +79,7 @@ async fn futures() {
     answers(&server, "DELETE /volumes-async/v", "", 204, "").await;
     answers(&server, "DELETE /volumes-async/v", "", 404, "").await;
 
-    let orphan = r#"{"handle":"w","strategy":{"type":"cow","volume":"nobody"},"properties":{}}"#;
+    let orphan = r#"{"handle":"w","strategy":{"type":"cow","volume":"missing"},"properties":{}}"#;
     answers(&server, "POST /volumes-async", orphan, 201, "{\"handle\":\"w\"}\n").await;
     answers(&server, "GET /volumes-async/w", "", 422, NOT_CREATED).await;
     server.restart();
@@ -110,7 +111,7 @@ async fn creation_and_its_refusals() {
     answers(&server, "GET /volumes?k=w", "", 200, "[]\n").await;
     answers(&server, "GET /volumes/x", "", 404, "{\"error\":\"failed to get volume\"}\n").await;
     let kind = ask(&server, "GET /volumes/x", b"").await.unwrap().kind;
-    assert_eq!(kind.as_deref(), Some("text/plain; charset=utf-8"), "wrong, as the genuine one's");
+    assert_eq!(kind.as_deref(), Some("text/plain; charset=utf-8"), "wrong, as that of the genuine server");
 }
 
 #[tokio::test]
@@ -162,10 +163,10 @@ async fn owners_are_pairs_and_archives_have_the_ids_of_the_container() {
         create(&server, &json).await;
         assert_eq!(owner(name, ""), expected, "{name}");
         let told = ask(&server, &format!("GET /volumes/{name}"), b"").await.expect("an answer");
-        assert!(!told.text().contains("uid"), "it is not remembered: {}", told.text());
+        assert!(!told.text().contains("uid"), "the server does not store the owner: {}", told.text());
     }
 
-    // What root of a container wrote is root's in the archive; others are who they are.
+    // Files of the container's root belong to root in the archive. Other owners stay unchanged.
     let root = server.path("neither");
     for (name, (uid, gid)) in [("root", (MAPPED_ROOT, MAPPED_ROOT)), ("user", (1000, 50))] {
         std::fs::write(root.join(name), name).expect("write");
@@ -217,13 +218,13 @@ async fn streams() {
     answers(&server, "PUT /volumes/v/stream-in?limit=abc\nContent-Encoding: raw", "", 400, invalid).await;
     let into = "PUT /volumes/v/stream-in?path=../../sub\nContent-Encoding: raw";
     assert_eq!(ask(&server, into, &tar.body).await.unwrap().status, 204);
-    assert!(server.path("v").join("sub/file").exists(), "dots are deleted from the path");
+    assert!(server.path("v").join("sub/file").exists(), "dots are removed from the path");
 
     let over = "PUT /volumes/v/stream-in?path=over&limit=0.002\nContent-Encoding: raw";
     let over = ask(&server, over, &tar.body).await.unwrap();
     let said = "{\"error\":\"exceeded volume streaming limit of 2097B\"}\n";
     assert_eq!((over.status, over.text()), (403, said));
-    assert!(server.path("v").join("over/file").exists(), "what was unpacked stays");
+    assert!(server.path("v").join("over/file").exists(), "unpacked files stay");
 
     answers(
         &server,

@@ -1,4 +1,4 @@
-//! The fake worker: held to what every runtime is held to, and doing what a test asks of it.
+//! Tests of the fake worker: the conformance tests, and its faults.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,16 +14,16 @@ use runtime::{ContainerSpec, Ended, Holdings, Offsets, ProcessState, Runtime, Ru
 
 struct FakeSubject {
     worker: Arc<FakeWorker>,
-    /// Where that is that it brings along.
-    _brought: tempfile::TempDir,
+    /// The directory of the contents that the worker provides.
+    _provided: tempfile::TempDir,
     runtime: Arc<dyn Runtime>,
 }
 
 impl FakeSubject {
     fn new(is_far: bool) -> Option<Self> {
-        let brought = tempfile::tempdir().expect("a directory");
-        let worker = FakeWorker::bringing(conformance::worker_provided(brought.path()), is_far);
-        Some(Self { runtime: worker.runtime(), worker, _brought: brought })
+        let provided = tempfile::tempdir().expect("a directory");
+        let worker = FakeWorker::bringing(conformance::worker_provided(provided.path()), is_far);
+        Some(Self { runtime: worker.runtime(), worker, _provided: provided })
     }
 }
 
@@ -54,7 +54,7 @@ mod far {
     gantry_testing::runtime_conformance!(FakeSubject::new(true));
 }
 
-/// A volume and a container that sees it at `/volume`.
+/// Creates a volume, and a container that mounts it at `/volume`.
 async fn furnished(worker: &Arc<FakeWorker>) -> (VolumeHandle, ContainerHandle) {
     let runtime = worker.runtime();
     let volume = runtime.volume().await;
@@ -85,7 +85,7 @@ async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
     let after = runtime.marker().await.expect("the marker");
     assert_eq!(after.id, before.id);
     assert_ne!(after.boot, before.boot);
-    assert_eq!(runtime.ended(over).await, ended, "it had ended before");
+    assert_eq!(runtime.ended(over).await, ended, "the process had ended before");
     let reason = |ended| match ended {
         Ended::Unknown(failure) => failure.reason,
         ended => panic!("{ended:?}"),
@@ -94,8 +94,12 @@ async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
     assert_eq!(runtime.process(starting).await.expect("a state"), ProcessState::StartUnknown);
     assert_eq!(reason(runtime.ended(starting).await), FailureReason::StartUnknown);
     let said = conformance::in_time("the rest", conformance::read_all(attachment)).await;
-    assert_eq!(said.ended.map(reason), Some(FailureReason::ExitUnknown), "who is attached is told");
-    assert_eq!(conformance::lines(&*runtime, volume, "file").await, 1, "nothing was started since");
+    assert_eq!(
+        said.ended.map(reason),
+        Some(FailureReason::ExitUnknown),
+        "the attached reader receives the end"
+    );
+    assert_eq!(conformance::lines(&*runtime, volume, "file").await, 1, "no process was started since");
     assert_eq!(runtime.list().await.expect("list").containers.len(), 3);
 }
 
@@ -110,7 +114,7 @@ async fn what_is_held_up_waits_and_is_there_by_halves() {
         made = making => panic!("{made:?}"),
         () = tokio::task::yield_now() => {}
     }
-    // Its maker has gone, and what he began is there.
+    // The future was dropped, and the incomplete volume exists.
     assert_eq!(runtime.list().await.expect("list").volumes, [volume]);
     let none = runtime.contents(volume).await.err();
     assert!(matches!(none, Some(RuntimeError::VolumeNotFound(_))), "{none:?}");
@@ -129,7 +133,7 @@ async fn what_is_held_up_waits_and_is_there_by_halves() {
     let id = runtime.started(handle, process(&programs::exit(3))).await;
     runtime.stop(id, Duration::ZERO).await.expect("stop");
     drop(held);
-    let Ended::NotStarted(failure) = runtime.ended(id).await else { panic!("it was started") };
+    let Ended::NotStarted(failure) = runtime.ended(id).await else { panic!("the process was started") };
     assert_eq!(failure.reason, FailureReason::StoppedBeforeStart);
 }
 
@@ -164,8 +168,8 @@ async fn what_is_stuck_stays_until_it_is_let_go() {
     worker.faults.set_stuck(volume, true);
     worker.faults.set_stuck_container(handle, true);
     for _ in 0..2 {
-        runtime.destroy_container(handle).await.expect_err("it is stuck");
-        runtime.destroy_volume(volume).await.expect_err("it is stuck");
+        runtime.destroy_container(handle).await.expect_err("the container is stuck");
+        runtime.destroy_volume(volume).await.expect_err("the volume is stuck");
     }
     let held = runtime.list().await.expect("list");
     assert_eq!((held.containers, held.volumes), (vec![handle], vec![volume]));
