@@ -11,7 +11,7 @@ mod error;
 mod messages;
 
 pub use archive::{Archive, ArchiveError};
-pub use client::{Client, Remembered, Timeouts};
+pub use client::{Client, CreationOutcome, Timeouts};
 pub use encoding::{Encoded, Encoding, UnknownEncoding};
 pub use error::Error;
 pub use messages::{Handle, InvalidHandle, P2pUrl, Strategy, StreamIn, Volume, VolumeRequest};

@@ -35,7 +35,7 @@ pub(crate) enum Failure {
     /// The source of the request body failed.
     Source(io::Error),
     /// The response is not HTTP, or exceeds a size limit.
-    Nonsense(String),
+    Malformed(String),
     /// The address is invalid, and nothing was sent.
     Address,
 }
@@ -183,7 +183,7 @@ impl AnswerBody {
         let mut bytes = Vec::new();
         self.take(limit + 1).read_to_end(&mut bytes).await.map_err(Failure::Lost)?;
         if bytes.len() as u64 > limit {
-            return Err(Failure::Nonsense(format!("a body of more than {limit} bytes")));
+            return Err(Failure::Malformed(format!("a body of more than {limit} bytes")));
         }
         Ok(bytes)
     }
@@ -218,7 +218,7 @@ pub(crate) async fn send(
 fn broken_off(error: hyper::Error) -> io::Error {
     match failure(error) {
         Failure::Lost(error) | Failure::Source(error) => error,
-        Failure::Nonsense(text) => io::Error::other(text),
+        Failure::Malformed(text) => io::Error::other(text),
         Failure::Address => io::ErrorKind::Other.into(),
     }
 }
@@ -229,7 +229,7 @@ fn failure(error: hyper::Error) -> Failure {
         Some(source) if error.is_user() => {
             return Failure::Source(io::Error::new(source.kind(), source.to_string()));
         }
-        _ if error.is_parse() => return Failure::Nonsense(error.to_string()),
+        _ if error.is_parse() => return Failure::Malformed(error.to_string()),
         Some(source) => source.kind(),
         None if error.is_incomplete_message() => io::ErrorKind::UnexpectedEof,
         None => io::ErrorKind::Other,

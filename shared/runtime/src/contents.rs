@@ -50,11 +50,11 @@ pub trait RemoteVolume: Send + Sync {
 
     /// Stores `manifest`, which describes the final contents of the volume, on the worker. The
     /// worker keeps it until the volume is destroyed.
-    async fn keep_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError>;
+    async fn store_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError>;
 
-    /// Returns the complete manifest of [`RemoteVolume::keep_manifest`], or `None` if none is
+    /// Returns the complete manifest of [`RemoteVolume::store_manifest`], or `None` if none is
     /// stored.
-    async fn kept_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError>;
+    async fn read_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError>;
 
     /// The address at which workers of the same kind can write to this volume. `None`: the worker
     /// has no such address, or its operator did not permit transfers between workers.
@@ -69,6 +69,6 @@ pub trait RemoteVolume: Send + Sync {
     /// may have been sent and the transfer has ended. After any other error the worker may still be
     /// sending.
     async fn send(&self, _to: &Inlet) -> Result<(), RuntimeError> {
-        Err(RuntimeError::NoPeers("it is of no kind that does"))
+        Err(RuntimeError::NoPeers("this kind of worker does not support it"))
     }
 }

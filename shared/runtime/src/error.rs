@@ -27,7 +27,7 @@ pub enum RuntimeError {
     #[error("working directory {0:?} is missing, or is not a directory")]
     DirectoryMissing(String),
     /// The volume does not have the layout of an image.
-    #[error("the image cannot be used: {0}")]
+    #[error("cannot use the image: {0}")]
     InvalidImage(String),
     /// The volume has no entry at this path.
     #[error("{0:?} does not exist in the volume")]
@@ -60,7 +60,7 @@ pub enum RuntimeError {
     DiskFull(#[source] io::Error),
     /// The worker has reached its number of containers.
     #[error("the worker cannot take another container: {0}")]
-    Full(String),
+    WorkerFull(String),
     /// An offset is beyond the end of the output, or leaves a gap in the input.
     #[error("offset {offset} is out of range: the end is {limit}")]
     OffsetOutOfRange {
@@ -70,10 +70,10 @@ pub enum RuntimeError {
         limit: u64,
     },
     /// A system call or a call to the worker failed.
-    #[error("cannot {doing} on the worker")]
+    #[error("cannot {operation} on the worker")]
     Io {
         /// The operation, with the path that it works on.
-        doing: String,
+        operation: String,
         /// The error of the operating system.
         #[source]
         source: io::Error,
@@ -93,12 +93,12 @@ pub enum RuntimeError {
 }
 
 impl RuntimeError {
-    /// Wraps an error of the operating system during the operation `doing`. A full disk becomes
+    /// Wraps an error of the operating system during the operation `operation`. A full disk becomes
     /// [`Self::DiskFull`].
-    pub fn io(doing: impl Into<String>, source: io::Error) -> Self {
+    pub fn io(operation: impl Into<String>, source: io::Error) -> Self {
         match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::DiskFull(source),
-            _ => Self::Io { doing: doing.into(), source },
+            _ => Self::Io { operation: operation.into(), source },
         }
     }
 
@@ -126,7 +126,7 @@ impl RuntimeError {
             Self::Unsupported(_) => FailureReason::Unsupported,
             Self::CgroupUnavailable(_) => FailureReason::CgroupUnavailable,
             Self::DiskFull(_) => FailureReason::DiskFull,
-            Self::Full(_) => FailureReason::WorkerFull,
+            Self::WorkerFull(_) => FailureReason::WorkerFull,
             Self::VolumeNotFound(_)
             | Self::PathNotFound(_)
             | Self::HasChildren(_)

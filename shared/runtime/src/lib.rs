@@ -35,7 +35,8 @@ use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
 pub use contents::{Archive, Contents, Inlet, RemoteVolume};
 pub use error::RuntimeError;
 pub use process::{
-    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState, Window,
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
+    TerminalSize,
 };
 
 /// The features and resources of a runtime.
@@ -162,7 +163,7 @@ pub enum Root {
     /// to it.
     Volume(VolumeHandle),
     /// The whole of this volume. The volume belongs to the container, which may write to it.
-    Whole(VolumeHandle),
+    WholeVolume(VolumeHandle),
 }
 
 /// The specification of a container.
@@ -291,7 +292,7 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Number of volumes that a sweep should pass to one call of [`Runtime::destroy_volumes`]. More
     /// than 1 if each call to the worker is a network round trip.
-    fn destroyed_at_once(&self) -> usize {
+    fn destroy_batch_size(&self) -> usize {
         1
     }
 

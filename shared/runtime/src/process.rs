@@ -23,12 +23,12 @@ pub struct ProcessSpec {
     pub output: OutputMode,
     /// The size of the terminal. `None`: the process has no terminal, and its two outputs are
     /// separate. A terminal needs the capability `terminal`.
-    pub terminal: Option<Window>,
+    pub terminal: Option<TerminalSize>,
 }
 
 /// The size of a terminal, in characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Window {
+pub struct TerminalSize {
     /// The width.
     pub columns: u16,
     /// The height.
@@ -88,7 +88,7 @@ pub struct Offsets {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ProcessEvent {
     /// The total number of bytes of standard input that the worker has accepted.
-    StdinTaken(u64),
+    StdinAccepted(u64),
     /// A part of the output.
     Output {
         /// The output stream.
@@ -143,7 +143,7 @@ pub trait ProcessInput: Send + Sync {
     /// Changes the size of the terminal.
     ///
     /// Errors: [`RuntimeError::Unsupported`] if the process has no terminal.
-    async fn resize(&self, window: Window) -> Result<(), RuntimeError>;
+    async fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError>;
 
     /// Acknowledges output up to these positions. The worker may discard acknowledged output.
     async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError>;

@@ -79,8 +79,8 @@ impl Draws {
 /// Runs `check` for `cases` cases, or for as long as `GANTRY_SOAK` says. Prints the case that
 /// failed.
 pub fn each(cases: u64, mut check: impl FnMut(&mut Draws)) {
-    struct Says(u64);
-    impl Drop for Says {
+    struct CasePrinter(u64);
+    impl Drop for CasePrinter {
         fn drop(&mut self) {
             if std::thread::panicking() {
                 eprintln!("GANTRY_SEED={}", self.0);
@@ -88,7 +88,7 @@ pub fn each(cases: u64, mut check: impl FnMut(&mut Draws)) {
         }
     }
     let mut one = |case| {
-        let _says = Says(case);
+        let _says = CasePrinter(case);
         check(&mut Draws(case));
     };
     if let Some(case) = seeds::repeated() {

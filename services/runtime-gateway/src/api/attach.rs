@@ -174,7 +174,7 @@ fn heard(event: ProcessEvent) -> (Heard, bool) {
         OutputStream::Stderr => pb::Stream::Stderr.into(),
     };
     match event {
-        ProcessEvent::StdinTaken(offset) => (Heard::StdinAck(pb::StdinAck { offset }), false),
+        ProcessEvent::StdinAccepted(offset) => (Heard::StdinAck(pb::StdinAck { offset }), false),
         ProcessEvent::Output { stream, offset, data } => {
             (Heard::Output(pb::Output { stream: wire(stream), offset, data }), false)
         }

@@ -45,7 +45,7 @@ impl AttemptError {
                 let why =
                     "its gateway has as many open files as it may have; raise its hard limit of open files";
                 tracing::warn!(error = error_chain(&error), "cannot start a workload: too many open files");
-                Self::Worker(RuntimeError::Full(why.to_owned()))
+                Self::Worker(RuntimeError::WorkerFull(why.to_owned()))
             }
             other => other,
         }

@@ -53,7 +53,7 @@ pub(super) async fn make(
             return Err(AttemptError::Nonsense("the image has no replica".to_owned()));
         };
         if let PlannedImage::WorkerProvided(_) = plan.image {
-            return Ok((Root::Whole(volume), Defaults::default()));
+            return Ok((Root::WholeVolume(volume), Defaults::default()));
         }
         let manifest = verify(transfers, replica, &task.spec.team, digest).await?;
         Ok((Root::Volume(volume), images.of(transfers, replica, manifest).await?))

@@ -147,7 +147,7 @@ impl Writer {
         // Queried first, so that the ring drops no more old bytes than necessary.
         let waiting = rustix::io::ioctl_fionread(pipe)?;
         if waiting == 0 {
-            return ended(pipe);
+            return check_end(pipe);
         }
         let at = self.marks.head % self.ring;
         let want = waiting.min(room).min(self.ring - at);
@@ -158,7 +158,7 @@ impl Writer {
         let moved = match rustix::pipe::splice(pipe, None, &self.file, Some(&mut offset), length, flags) {
             Ok(moved) => moved as u64,
             Err(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT | rustix::io::Errno::FBIG) => {
-                return self.save_from(pipe, want, held);
+                return self.fill_spare(pipe, want, held);
             }
             Err(error) => return Err(error.into()),
         };
@@ -185,7 +185,7 @@ impl Writer {
                     self.marks.head += length;
                     self.store_marks()?;
                 }
-                Err(error) if is_full(&error) => self.save(part)?,
+                Err(error) if is_full(&error) => self.push_to_spare(part)?,
                 Err(error) => return Err(error),
             }
             bytes = rest;
@@ -204,7 +204,7 @@ impl Writer {
     }
 
     /// Moves bytes from `pipe` into the spare, at most `want`.
-    fn save_from(&mut self, pipe: BorrowedFd<'_>, want: u64, held: bool) -> io::Result<u64> {
+    fn fill_spare(&mut self, pipe: BorrowedFd<'_>, want: u64, held: bool) -> io::Result<u64> {
         let room = self.spare_room();
         self.waits_for_reader = held && room == 0 && self.acknowledged < self.marks.head;
         if self.waits_for_reader {
@@ -214,13 +214,13 @@ impl Writer {
         let most = if room == 0 { want } else { want.min(room) };
         let most = usize::try_from(most).unwrap_or(usize::MAX).min(taken.len());
         let read = rustix::io::read(pipe, &mut taken[..most])?;
-        self.save(&taken[..read])?;
+        self.push_to_spare(&taken[..read])?;
         Ok(read as u64)
     }
 
     /// Stores `bytes` in the spare, because the ring cannot. A spare that is full, or that does not
     /// hold the newest bytes, is restarted. Its contents and all earlier bytes are then dropped.
-    fn save(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    fn push_to_spare(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             if self.spare_room() == 0 {
                 if !self.spare.is_empty() {
@@ -255,7 +255,7 @@ fn is_full(error: &io::Error) -> bool {
 }
 
 /// Distinguishes the end of an empty pipe from a pause.
-fn ended(pipe: BorrowedFd<'_>) -> io::Result<u64> {
+fn check_end(pipe: BorrowedFd<'_>) -> io::Result<u64> {
     use rustix::event::{PollFd, PollFlags};
     let mut poll = [PollFd::from_borrowed_fd(pipe, PollFlags::IN)];
     rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -274,11 +274,11 @@ pub(crate) struct Reader {
 
 /// The result of a read at an offset.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Found {
+pub(crate) enum ReadResult {
     /// Bytes from the offset on.
     Data(Bytes),
     /// Bytes up to this offset are lost.
-    Gone(u64),
+    Lost(u64),
     /// No byte was written at the offset yet.
     Nothing,
 }
@@ -292,13 +292,13 @@ impl Reader {
         Ok(header(&self.file)?.marks)
     }
 
-    pub(crate) fn read(&self, offset: u64) -> io::Result<Found> {
+    pub(crate) fn read(&self, offset: u64) -> io::Result<ReadResult> {
         loop {
             let header = header(&self.file)?;
             let (spare, found) = (header.spare.clone(), self.read_with(header, offset)?);
             let Header { marks, spare: spare_now, .. } = self::header(&self.file)?;
             if offset < marks.tail {
-                return Ok(Found::Gone(marks.tail));
+                return Ok(ReadResult::Lost(marks.tail));
             }
             // The marks are not read atomically: the ring may have a hole there.
             if spare.contains(&offset) == spare_now.contains(&offset) {
@@ -307,13 +307,13 @@ impl Reader {
         }
     }
 
-    fn read_with(&self, header: Header, offset: u64) -> io::Result<Found> {
+    fn read_with(&self, header: Header, offset: u64) -> io::Result<ReadResult> {
         let Header { marks, spare, ring, .. } = header;
         if offset < marks.tail {
-            return Ok(Found::Gone(marks.tail));
+            return Ok(ReadResult::Lost(marks.tail));
         }
         if offset >= marks.head {
-            return Ok(Found::Nothing);
+            return Ok(ReadResult::Nothing);
         }
         // The bytes are in the spare, or in the ring up to the start of the spare.
         let (place, end) = if spare.contains(&offset) {
@@ -337,7 +337,7 @@ impl Reader {
             // SAFETY: `pread` has just written these bytes of the spare capacity.
             unsafe { buffer.set_len(buffer.len() + filled) };
         }
-        Ok(Found::Data(buffer.freeze()))
+        Ok(ReadResult::Data(buffer.freeze()))
     }
 }
 
@@ -362,10 +362,10 @@ mod tests {
         create(&path, 4096)?;
         let mut writer = Writer::open(&path)?;
         let reader = Reader::open(&path)?;
-        assert_eq!(reader.read(0)?, Found::Nothing);
+        assert_eq!(reader.read(0)?, ReadResult::Nothing);
 
         feed(&mut writer, b"hello")?;
-        assert_eq!(reader.read(1)?, Found::Data(Bytes::from_static(b"ello")));
+        assert_eq!(reader.read(1)?, ReadResult::Data(Bytes::from_static(b"ello")));
 
         let ring = 4096 + PIPE;
         let mut written = 5;
@@ -373,10 +373,10 @@ mod tests {
             feed(&mut writer, &[b'x'; 50_000])?;
             written += 50_000;
         }
-        let Found::Gone(oldest) = reader.read(1)? else { panic!("not told as gone") };
+        let ReadResult::Lost(oldest) = reader.read(1)? else { panic!("not told as gone") };
         assert_eq!(oldest, written - ring);
         let mut offset = oldest;
-        while let Found::Data(bytes) = reader.read(offset)? {
+        while let ReadResult::Data(bytes) = reader.read(offset)? {
             assert!(bytes.iter().all(|byte| *byte == b'x'));
             offset += bytes.len() as u64;
         }
@@ -397,9 +397,9 @@ mod tests {
         writer.push(&all[..1000])?;
         writer.push(&all[1000..usize::try_from(ring).unwrap_or(0) + 5000])?;
         writer.push(&all[usize::try_from(ring).unwrap_or(0) + 5000..])?;
-        let Found::Gone(mut offset) = reader.read(0)? else { panic!("not told as gone") };
+        let ReadResult::Lost(mut offset) = reader.read(0)? else { panic!("not told as gone") };
         assert_eq!(offset, ring + 7);
-        while let Found::Data(bytes) = reader.read(offset)? {
+        while let ReadResult::Data(bytes) = reader.read(offset)? {
             assert!((offset..).zip(&bytes).all(|(offset, found)| byte(offset) == *found));
             offset += bytes.len() as u64;
         }
@@ -408,9 +408,9 @@ mod tests {
     }
 
     /// A small file system, unmounted when dropped.
-    struct Small(tempfile::TempDir);
+    struct SmallFileSystem(tempfile::TempDir);
 
-    impl Small {
+    impl SmallFileSystem {
         /// `None` if this process may not mount.
         fn new() -> io::Result<Option<Self>> {
             use rustix::mount::{MountFlags, mount};
@@ -426,7 +426,7 @@ mod tests {
         }
     }
 
-    impl Drop for Small {
+    impl Drop for SmallFileSystem {
         fn drop(&mut self) {
             rustix::mount::unmount(self.0.path(), rustix::mount::UnmountFlags::DETACH).ok();
         }
@@ -434,7 +434,7 @@ mod tests {
 
     /// A spool on a file system that is filled after `before` was written, and the file that fills
     /// it.
-    fn on_full_disk(small: &Small) -> io::Result<(Writer, Reader, File)> {
+    fn on_full_disk(small: &SmallFileSystem) -> io::Result<(Writer, Reader, File)> {
         let (path, filler) = (small.0.path().join("stdout"), small.0.path().join("filler"));
         create(&path, 1 << 20)?;
         let (mut writer, reader) = (Writer::open(&path)?, Reader::open(&path)?);
@@ -446,7 +446,7 @@ mod tests {
 
     #[test]
     fn spare_takes_what_a_full_disk_does_not() -> io::Result<()> {
-        let Some(small) = Small::new()? else { return Ok(()) };
+        let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, filler) = on_full_disk(&small)?;
         // The ring takes bytes up to the end of its page.
         let (page, full) = ([b'x'; 4090], [b'y'; 5000]);
@@ -458,18 +458,18 @@ mod tests {
         feed(&mut writer, b"after")?;
         let all = [&b"before"[..], &page, &full, b"after"].concat();
         let mut read = Vec::new();
-        while let Found::Data(bytes) = reader.read(read.len() as u64)? {
+        while let ReadResult::Data(bytes) = reader.read(read.len() as u64)? {
             read.extend_from_slice(&bytes);
         }
         assert!(read == all, "{} of {} bytes", read.len(), all.len());
-        let Found::Data(bytes) = reader.read(4096 + 4999)? else { panic!("no data") };
+        let ReadResult::Data(bytes) = reader.read(4096 + 4999)? else { panic!("no data") };
         assert_eq!(bytes, b"y"[..], "a read can start inside the spare");
         Ok(())
     }
 
     #[test]
     fn held_process_waits_on_a_full_disk_until_its_output_is_read() -> io::Result<()> {
-        let Some(small) = Small::new()? else { return Ok(()) };
+        let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, _filler) = on_full_disk(&small)?;
         writer.acknowledge(6);
         let (pipe, write) = rustix::pipe::pipe()?;
@@ -487,7 +487,7 @@ mod tests {
                     continue;
                 }
                 // No bytes remain to be written, or the spare is full.
-                let Found::Data(bytes) = reader.read(read)? else { break };
+                let ReadResult::Data(bytes) = reader.read(read)? else { break };
                 let expected = |offset: u64| b'a' + u8::try_from((offset - 6) / 10_000 % 26).unwrap_or(0);
                 assert!((read..).zip(&bytes).all(|(offset, found)| expected(offset) == *found));
                 read += bytes.len() as u64;
@@ -500,7 +500,7 @@ mod tests {
 
     #[test]
     fn output_beyond_the_spare_is_told_as_gone() -> io::Result<()> {
-        let Some(small) = Small::new()? else { return Ok(()) };
+        let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, filler) = on_full_disk(&small)?;
         let mut written = 6;
         for _ in 0..8 {
@@ -508,13 +508,13 @@ mod tests {
             written += 50_000;
         }
         assert_eq!(writer.head(), written, "every byte that was written counts");
-        let Found::Gone(oldest) = reader.read(0)? else { panic!("the lost bytes were not reported") };
-        let Found::Data(bytes) = reader.read(oldest)? else { panic!("no data") };
+        let ReadResult::Lost(oldest) = reader.read(0)? else { panic!("the lost bytes were not reported") };
+        let ReadResult::Data(bytes) = reader.read(oldest)? else { panic!("no data") };
         assert_eq!(oldest + bytes.len() as u64, written, "the newest bytes are stored");
-        assert_eq!(reader.read(written)?, Found::Nothing);
+        assert_eq!(reader.read(written)?, ReadResult::Nothing);
         filler.set_len(0)?;
         feed(&mut writer, b"after")?;
-        assert_eq!(reader.read(written)?, Found::Data(Bytes::from_static(b"after")));
+        assert_eq!(reader.read(written)?, ReadResult::Data(Bytes::from_static(b"after")));
         Ok(())
     }
 

@@ -154,7 +154,7 @@ async fn destroy(
         })
         .await;
     // Children come before their parents, so in this order. A worker refuses to destroy the parent of what could not be destroyed.
-    for volumes in volumes.chunks(worker.runtime.destroyed_at_once().max(1)) {
+    for volumes in volumes.chunks(worker.runtime.destroy_batch_size().max(1)) {
         // Whoever speaks for the worker now is told to destroy them.
         if !worker.session.is_exclusive() {
             all.store(false, Ordering::Relaxed);

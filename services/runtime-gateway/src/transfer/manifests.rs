@@ -292,7 +292,7 @@ impl Manifests {
             Contents::Remote(remote) => {
                 // What happens to the machine of the worker, its marker says; there is no boot to compare.
                 let file = blocking(move || encode("", &whose, &kept).map_err(failed)).await?;
-                remote.keep_manifest(file).await?;
+                remote.store_manifest(file).await?;
                 false
             }
         };
@@ -315,7 +315,7 @@ impl Manifests {
             // Whether there is one is not known, and what is taken for unfinished is thrown away.
             Err(error) => return Err(error),
         };
-        let Some(file) = remote.kept_manifest().await? else { return Ok(None) };
+        let Some(file) = remote.read_manifest().await? else { return Ok(None) };
         let decoded = blocking(move || match decode(&file) {
             Ok(decoded) => Ok(Some(decoded)),
             // What is taken for unfinished is thrown away.

@@ -53,13 +53,13 @@ pub struct Client {
 /// The outcome of a creation, which the worker keeps until it is deleted. Until then this client
 /// creates no other volume of this handle.
 #[must_use = "the worker keeps the outcome until it is deleted"]
-pub struct Remembered {
+pub struct CreationOutcome {
     client: Client,
     handle: Handle,
     _alone: OwnedMutexGuard<()>,
 }
 
-impl Remembered {
+impl CreationOutcome {
     /// Deletes the outcome on the worker. If the call is dropped, the worker keeps a small amount
     /// of memory.
     pub async fn forget(self) {
@@ -109,17 +109,20 @@ impl Client {
     /// cancel it with [`Client::cancel_creation`]. After [`Timeouts::creation`] the client cancels
     /// the creation. The handle must not be used again then.
     pub async fn create(&self, request: &VolumeRequest) -> Result<Volume, Error> {
-        let (volume, remembered) = self.create_remembered(request).await?;
+        let (volume, remembered) = self.create_with_outcome(request).await?;
         remembered.forget().await;
         Ok(volume)
     }
 
     /// Creates a volume as [`Client::create`] does, but leaves the outcome on the worker. The
     /// caller deletes the outcome separately.
-    pub async fn create_remembered(&self, request: &VolumeRequest) -> Result<(Volume, Remembered), Error> {
+    pub async fn create_with_outcome(
+        &self,
+        request: &VolumeRequest,
+    ) -> Result<(Volume, CreationOutcome), Error> {
         let handle = &request.handle;
         let alone = self.creation_of(handle).lock_owned().await;
-        let remembered = Remembered { client: self.clone(), handle: handle.clone(), _alone: alone };
+        let remembered = CreationOutcome { client: self.clone(), handle: handle.clone(), _alone: alone };
         match self.get(handle).await {
             Err(Error::NotFound) => {}
             Err(error) => return Err(error),
@@ -268,7 +271,7 @@ impl Client {
         let target = format!("/volumes/{handle}/stream-in?{}", how.query()?);
         let request = Request::put(target).header(header::CONTENT_ENCODING, how.encoding.as_str());
         let sent = Arc::new(Notify::new());
-        let archive = Sent { archive: Box::pin(archive), at_its_end: sent.clone() };
+        let archive = CompletionReader { archive: Box::pin(archive), at_its_end: sent.clone() };
         let is_late = async {
             sent.notified().await;
             tokio::time::sleep(self.timeouts.answer).await;
@@ -360,12 +363,12 @@ impl Client {
 }
 
 /// A reader that signals when the whole archive was read.
-struct Sent<A> {
+struct CompletionReader<A> {
     archive: A,
     at_its_end: Arc<Notify>,
 }
 
-impl<A: AsyncRead + Unpin> AsyncRead for Sent<A> {
+impl<A: AsyncRead + Unpin> AsyncRead for CompletionReader<A> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

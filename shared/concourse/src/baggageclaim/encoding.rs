@@ -149,7 +149,7 @@ const ZSTD_WINDOW_LOG: u32 = 25;
 
 /// The result of one decoding step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Pushed {
+pub(super) struct DecodeProgress {
     /// Bytes of input that were consumed.
     pub(super) taken: usize,
     /// Whether the decoder needs more input for more output.
@@ -186,10 +186,10 @@ impl Decoder {
 
     /// Decodes a part of `bytes`. The caller must call again with the rest, even if the rest is
     /// empty, until the decoder is drained.
-    pub(super) fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<Pushed> {
+    pub(super) fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<DecodeProgress> {
         let all = bytes.len();
         let mut bytes = bytes;
-        let pushed = |rest: &[u8], is_drained| Ok(Pushed { taken: all - rest.len(), is_drained });
+        let pushed = |rest: &[u8], is_drained| Ok(DecodeProgress { taken: all - rest.len(), is_drained });
         match self {
             Self::Raw => {
                 out.extend_from_slice(bytes);

@@ -64,7 +64,7 @@ impl From<Failure> for Error {
         match failure {
             Failure::Lost(error) => Self::Lost(error),
             Failure::Source(error) => Self::Source(error),
-            Failure::Nonsense(text) => Self::Protocol(text),
+            Failure::Malformed(text) => Self::Protocol(text),
             Failure::Address => Self::Invalid("the address of the worker is not a host and a port"),
         }
     }

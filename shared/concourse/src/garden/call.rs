@@ -64,7 +64,7 @@ pub(super) async fn call(
 fn failed(failure: Failure) -> Error {
     match failure {
         Failure::Lost(error) | Failure::Source(error) => Error::broken(error),
-        Failure::Nonsense(text) => Error::Protocol(text),
+        Failure::Malformed(text) => Error::Protocol(text),
         Failure::Address => Error::Refused("the address is not a host and a port"),
     }
 }

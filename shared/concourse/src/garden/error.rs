@@ -122,14 +122,14 @@ impl ErrorBody {
             "ExecutableNotFoundError" => Error::ExecutableNotFound(self.message),
             "ServiceUnavailableError" => Error::ServiceUnavailable(self.message),
             "UnrecoverableError" => Error::Unrecoverable(self.message),
-            _ => from_words(status, self.message),
+            _ => from_message(status, self.message),
         }
     }
 }
 
 /// Maps the message of an error without a type. Containerd workers send no type for most errors.
 /// Their messages have been stable for years.
-fn from_words(status: u16, message: String) -> Error {
+fn from_message(status: u16, message: String) -> Error {
     let has = |words: &str| message.contains(words);
     let ends = |words: &str| message.ends_with(words);
     if message == "not implemented" {

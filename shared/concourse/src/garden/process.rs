@@ -3,7 +3,7 @@
 //! ```text
 //! main    client ──stdin, terminal size, signals──▶ server      until stdin is closed: the server
 //! reads nothing after that
-//!         client ◀──exit, or nothing if the server goes── server
+//!         client ◀──exit, or nothing if the server stops── server
 //! stdout  client ◀──bytes── server      ends after the exit is known
 //! stderr  client ◀──bytes── server
 //! ```
@@ -50,7 +50,7 @@ pub struct Process {
     both_ended: [CancellationToken; 2],
     main: OwnedReadHalf,
     values: Values,
-    sending: Arc<Mutex<Sending>>,
+    sending: Arc<Mutex<MessageWriter>>,
     outcome: Option<Result<Exit, String>>,
 }
 
@@ -117,7 +117,7 @@ impl Process {
         Opening: Future<Output = Result<[(TcpStream, BytesMut); 2], Error>>,
     {
         let (mut main, half) = main.into_split();
-        let sending = Sending { half, pending: BytesMut::new(), stdin_closed: false };
+        let sending = MessageWriter { half, pending: BytesMut::new(), stdin_closed: false };
         let mut values = Values::new(beyond);
         let First { process_id: id, stream_id } =
             values.next(&mut main).await.map_err(|error| match error {
@@ -236,7 +236,7 @@ impl AsyncRead for Output {
 }
 
 #[derive(Debug)]
-struct Sending {
+struct MessageWriter {
     /// Dropping this half shuts down the sending side. Only the process owns it, so it is dropped
     /// with the attachment and not before.
     half: OwnedWriteHalf,
@@ -246,7 +246,7 @@ struct Sending {
     stdin_closed: bool,
 }
 
-impl Sending {
+impl MessageWriter {
     async fn flush(&mut self) -> io::Result<()> {
         while !self.pending.is_empty() {
             // `write_buf` removes the written bytes from the buffer.
@@ -272,7 +272,7 @@ impl Sending {
 #[derive(Clone, Debug)]
 pub struct Control {
     process: String,
-    sending: Weak<Mutex<Sending>>,
+    sending: Weak<Mutex<MessageWriter>>,
 }
 
 impl Control {

@@ -33,7 +33,7 @@ async fn how_a_creation_went_may_be_forgotten_later() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let request = VolumeRequest::new(handle("volume"), Strategy::Empty);
-    let (volume, remembered) = client.create_remembered(&request).await.expect("a volume");
+    let (volume, remembered) = client.create_with_outcome(&request).await.expect("a volume");
     assert_eq!(volume.path, server.path("volume").display().to_string());
     let forgets = || server.requests().iter().filter(|line| line.starts_with("DELETE ")).count();
     assert_eq!(forgets(), 0, "{:?}", server.requests());

@@ -26,7 +26,7 @@ type Answer = Response<BoxBody<Bytes, io::Error>>;
 /// The error that closes the connection without an answer.
 #[derive(Debug, thiserror::Error)]
 #[error("no answer")]
-pub(super) struct Silence;
+pub(super) struct NoAnswer;
 
 fn answer(status: u16, kind: Option<&str>, body: impl Into<Bytes>) -> Answer {
     let body = Full::new(body.into()).map_err(|never: Infallible| match never {}).boxed();
@@ -85,7 +85,7 @@ impl Query {
     }
 }
 
-pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Result<Answer, Silence> {
+pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Result<Answer, NoAnswer> {
     let asked = format!("{} {}", request.method(), request.uri());
     lock(&state.requests).push(asked.clone());
     let stalled = lock(&state.faults).stalls.as_ref().is_some_and(|prefix| asked.starts_with(prefix));
@@ -98,13 +98,13 @@ pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Resu
     match &mut faults.lose_answers {
         Some((prefix, left)) if *left > 0 && asked.starts_with(&*prefix) => {
             *left -= 1;
-            Err(Silence)
+            Err(NoAnswer)
         }
         _ => Ok(answer),
     }
 }
 
-async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer, Silence> {
+async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer, NoAnswer> {
     let (head, mut body) = request.into_parts();
     let query = Query::of(head.uri.query().unwrap_or_default());
     let path = head.uri.path().to_owned();
@@ -116,7 +116,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
         return stream_in(state, handle, &query, &head.headers, (&mut body, &faults)).await;
     }
 
-    let body = body.collect().await.map_err(|_| Silence)?.to_bytes();
+    let body = body.collect().await.map_err(|_| NoAnswer)?.to_bytes();
     let value = serde_json::from_slice::<Value>(&body);
     Ok(match (method, &parts[..]) {
         ("GET", ["volumes"]) => list(state, &query),
@@ -176,7 +176,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
                 (_, None) => error(404, text),
                 (Some(value), Some(volume)) => {
                     // Properties that are null crash the genuine handler.
-                    volume.properties.as_mut().ok_or(Silence)?.insert((*name).to_owned(), value.into());
+                    volume.properties.as_mut().ok_or(NoAnswer)?.insert((*name).to_owned(), value.into());
                     nothing(204)
                 }
             }
@@ -264,7 +264,7 @@ async fn stream_in(
     query: &Query,
     headers: &HeaderMap,
     (body, faults): (&mut Incoming, &Faults),
-) -> Result<Answer, Silence> {
+) -> Result<Answer, NoAnswer> {
     let text = "failed to stream in to volume";
     let limit = match query.get("limit") {
         "" => 0.0,
@@ -315,7 +315,7 @@ async fn stream_in(
     let whole = unpacking.await.expect("unpacking does not panic");
     state.align(handle, privileged);
     if cut {
-        return Err(Silence);
+        return Err(NoAnswer);
     }
     let refused = {
         let mut faults = lock(&state.faults);

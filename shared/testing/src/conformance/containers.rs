@@ -77,11 +77,11 @@ pub async fn volumes_are_mounted(subject: impl Subject) {
     let mounts = vec![mount(written, "/new/deep/out", false), mount(read, "/in", true)];
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     assert_eq!(
-        runtime.ran(spec.clone(), process(&programs::append("/new/deep/out/file"))).await.ended,
+        runtime.run(spec.clone(), process(&programs::append("/new/deep/out/file"))).await.ended,
         Some(exited(0))
     );
     assert_eq!(lines(&*runtime, written, "file").await, 1);
-    assert_ne!(runtime.ran(spec, process(&programs::append("/in/file"))).await.ended, Some(exited(0)));
+    assert_ne!(runtime.run(spec, process(&programs::append("/in/file"))).await.ended, Some(exited(0)));
     assert_eq!(lines(&*runtime, read, "file").await, 0);
 }
 
@@ -92,7 +92,7 @@ pub async fn volumes_appear_in_volumes(subject: impl Subject) {
     let mounts = vec![mount(inner, "/outer/inner", false), mount(outer, "/outer", false)];
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/outer/file", "/outer/inner/file"] {
-        let said = runtime.ran(spec.clone(), process(&programs::append(path))).await;
+        let said = runtime.run(spec.clone(), process(&programs::append(path))).await;
         assert_eq!(said.ended, Some(exited(0)), "{path}");
     }
     assert_eq!(lines(&*runtime, outer, "file").await, 1);
@@ -134,7 +134,7 @@ pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/first/file", "/second/file"] {
         let waiting = programs::append_and_wait_for_another(path);
-        let said = runtime.ran(spec.clone(), process(&waiting)).await;
+        let said = runtime.run(spec.clone(), process(&waiting)).await;
         assert_eq!(said.ended, Some(exited(7)), "{path}");
     }
 }
@@ -153,9 +153,9 @@ pub async fn users_own_what_they_write(subject: impl Subject) {
         user: Some("1234:2345".to_owned()),
         ..on_root(&subject).await
     };
-    let said = runtime.ran(spec.clone(), process(&programs::whereabouts())).await;
+    let said = runtime.run(spec.clone(), process(&programs::whereabouts())).await;
     assert_eq!(said.text(), "/workspace\n1234\n2345\n1234\n");
-    assert_eq!(runtime.ran(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
+    assert_eq!(runtime.run(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
 }
 
 /// A process has exactly the given environment, plus PATH and HOME.
@@ -175,7 +175,7 @@ pub async fn the_environment_is_what_was_given(subject: impl Subject) {
     ];
     for (environment, expected) in cases {
         let spec = ProcessSpec { environment, ..process(&programs::environment()) };
-        let said = runtime.ran(on_root(&subject).await, spec).await;
+        let said = runtime.run(on_root(&subject).await, spec).await;
         let mut found: Vec<_> = said.text().lines().collect();
         found.sort_unstable();
         if has(&*runtime, "exact-environment") {

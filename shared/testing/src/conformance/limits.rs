@@ -29,10 +29,10 @@ pub async fn memory_is_limited(subject: impl Subject) {
         return;
     }
     let spec = on_root(&subject).await;
-    assert_eq!(runtime.ran(spec.clone(), process(&programs::greedy(MUCH))).await.ended, Some(exited(0)));
+    assert_eq!(runtime.run(spec.clone(), process(&programs::greedy(MUCH))).await.ended, Some(exited(0)));
     let limits = Limits { memory_bytes: Some(MUCH / 4), ..Limits::default() };
     let spec = ContainerSpec { limits, ..on_root(&subject).await };
-    let ended = runtime.ran(spec, process(&programs::greedy(MUCH))).await.ended;
+    let ended = runtime.run(spec, process(&programs::greedy(MUCH))).await.ended;
     let told = |exit| ended == Some(Ended::Exited { exit, stopped: false });
     // Without `exit-signals`, the end looks like that of any killed process.
     let killed = !has(&*runtime, "exit-signals") && told(Exit::Code(128 + 9));
@@ -45,11 +45,11 @@ pub async fn processes_are_limited(subject: impl Subject) {
     if !keeps(&subject, &*runtime, "limits-pids") {
         return;
     }
-    let all = runtime.ran(on_root(&subject).await, process(&programs::fork(MANY))).await;
+    let all = runtime.run(on_root(&subject).await, process(&programs::fork(MANY))).await;
     assert_eq!(all.text().lines().count() as u64, MANY);
     let limits = Limits { pids: Some(MANY / 2), ..Limits::default() };
     let spec = ContainerSpec { limits, ..on_root(&subject).await };
-    let some = runtime.ran(spec, process(&programs::fork(MANY))).await;
+    let some = runtime.run(spec, process(&programs::fork(MANY))).await;
     let started = some.text().lines().count() as u64;
     assert!((MANY / 4..=MANY / 2).contains(&started), "{some:?}");
 }

@@ -37,33 +37,38 @@ use runtime::{
 };
 
 pub use containers::{
-    a_volume_is_mounted_twice, containers_are_made_and_destroyed_once, directories_are_taken,
-    impossible_containers_are_refused, only_known_images_are_run, the_environment_is_what_was_given,
-    users_own_what_they_write, volumes_appear_in_volumes, volumes_are_mounted,
+    containers_are_made_and_destroyed_once, impossible_containers_are_refused,
+    volumes_appear_in_volumes, the_environment_is_what_was_given, directories_are_taken,
+    only_known_images_are_run, users_own_what_they_write, a_volume_is_mounted_twice,
+    volumes_are_mounted,
 };
-pub use limits::{memory_is_limited, processes_are_limited, processors_are_limited};
+pub use limits::{
+    processors_are_limited, memory_is_limited, processes_are_limited,
+};
 pub use model::a_worker_holds_what_it_was_told_to;
 pub use output::{
-    detaching_lets_a_process_go_on, input_is_taken_once, input_that_is_no_text_arrives_or_is_refused,
-    input_that_is_not_read_waits, output_is_read_from_any_offset, readers_and_waiters_come_and_go,
-    spooled_output_keeps_the_end, unread_output_holds_a_process_back,
+    input_that_is_no_text_arrives_or_is_refused, readers_and_waiters_come_and_go,
+    output_is_read_from_any_offset, detaching_lets_a_process_go_on, input_is_taken_once,
+    spooled_output_keeps_the_end, input_that_is_not_read_waits, unread_output_holds_a_process_back,
 };
 pub use processes::{
-    a_process_starts_once, destroying_a_container_kills, exits_are_told, nothing_outlives_its_process,
-    processes_keep_their_team, processes_outlive_the_runtime, programs_that_cannot_be_run_are_told,
-    unknown_processes_are_not_found,
+    destroying_a_container_kills, nothing_outlives_its_process,
+    exits_are_told, a_process_starts_once, processes_outlive_the_runtime,
+    processes_keep_their_team, unknown_processes_are_not_found, programs_that_cannot_be_run_are_told,
 };
 pub use signals::{
-    a_stop_is_never_lost, every_signal_arrives_or_is_refused, processes_out_of_contact_end,
-    term_ends_a_plain_program, the_stubborn_are_killed,
+    term_ends_a_plain_program, processes_out_of_contact_end, the_stubborn_are_killed,
+    every_signal_arrives_or_is_refused, a_stop_is_never_lost,
 };
 pub use terminals::{terminals_have_a_size_that_changes, terminals_outlive_the_runtime};
 pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
-    a_child_of_nothing_is_refused, a_copy_stands_by_itself, children_leave_their_parents_alone,
-    children_lose_what_their_parents_keep, directories_are_made, manifests_are_kept,
-    parents_outlive_their_children, the_marker_stays, volumes_are_made_and_destroyed_once,
-    what_a_store_must_know_again_is_kept, what_is_brought_along_is_copied, worker_provided,
+    a_child_of_nothing_is_refused, a_copy_stands_by_itself,
+    children_lose_what_their_parents_keep, directories_are_made,
+    manifests_are_kept, the_marker_stays,
+    parents_outlive_their_children, what_a_store_must_know_again_is_kept,
+    volumes_are_made_and_destroyed_once, worker_provided, what_is_brought_along_is_copied,
+    children_leave_their_parents_alone,
 };
 
 /// Timeout of each wait in a test.
@@ -160,7 +165,7 @@ pub fn process(command: &[String]) -> ProcessSpec {
 
 /// The complete output of a process, and its end.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Said {
+pub struct ProcessOutput {
     /// Standard output.
     pub stdout: Vec<u8>,
     /// Standard error.
@@ -171,7 +176,7 @@ pub struct Said {
     pub ended: Option<Ended>,
 }
 
-impl Said {
+impl ProcessOutput {
     /// Standard output as text.
     ///
     /// # Panics
@@ -195,11 +200,11 @@ pub trait RuntimeExt {
     /// Starts a process in a container.
     async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> AttemptId;
     /// Runs a process in a new container, and returns its output.
-    async fn ran(&self, container: ContainerSpec, spec: ProcessSpec) -> Said;
+    async fn run(&self, container: ContainerSpec, spec: ProcessSpec) -> ProcessOutput;
     /// Waits for the end of a process.
     async fn ended(&self, process: AttemptId) -> Ended;
     /// Reads and acknowledges the output of a process from the beginning to its end.
-    async fn said(&self, process: AttemptId) -> Said;
+    async fn read_output(&self, process: AttemptId) -> ProcessOutput;
 }
 
 #[async_trait]
@@ -228,26 +233,26 @@ impl RuntimeExt for Arc<dyn Runtime> {
         id
     }
 
-    async fn ran(&self, container: ContainerSpec, spec: ProcessSpec) -> Said {
+    async fn run(&self, container: ContainerSpec, spec: ProcessSpec) -> ProcessOutput {
         let container = self.made(container).await;
         let process = self.started(container, spec).await;
-        self.said(process).await
+        self.read_output(process).await
     }
 
     async fn ended(&self, process: AttemptId) -> Ended {
         in_time("the end of a process", self.wait(process)).await.expect("wait for a process")
     }
 
-    async fn said(&self, process: AttemptId) -> Said {
+    async fn read_output(&self, process: AttemptId) -> ProcessOutput {
         let attachment = self.attach(process, Offsets::default()).await.expect("attach");
         in_time("the output of a process", read_all(attachment)).await
     }
 }
 
 /// Reads and acknowledges all output.
-pub async fn read_all(attachment: Attachment) -> Said {
+pub async fn read_all(attachment: Attachment) -> ProcessOutput {
     let Attachment { mut events, input, .. } = attachment;
-    let mut said = Said::default();
+    let mut said = ProcessOutput::default();
     let mut at = Offsets::default();
     while let Some(event) = events.next().await {
         match event.expect("an event") {
@@ -262,7 +267,7 @@ pub async fn read_all(attachment: Attachment) -> Said {
             }
             ProcessEvent::Truncated { from, to, .. } => said.gone += to - from,
             ProcessEvent::Ended(ended) => said.ended = Some(ended),
-            ProcessEvent::StdinTaken(_) => {}
+            ProcessEvent::StdinAccepted(_) => {}
             ProcessEvent::Done(_) => return said,
         }
     }

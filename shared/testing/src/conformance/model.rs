@@ -35,7 +35,7 @@ pub async fn a_worker_holds_what_it_was_told_to(subject: impl Subject) {
         random: StdRng::seed_from_u64(seed),
         volumes: BTreeMap::new(),
         containers: BTreeMap::new(),
-        gone: Gone::default(),
+        gone: DestroyedHandles::default(),
     };
     for _ in 0..seeds::setting("GANTRY_STEPS").unwrap_or(60) {
         model.step().await;
@@ -69,7 +69,7 @@ struct Process {
 
 /// Handles that were destroyed.
 #[derive(Default)]
-struct Gone {
+struct DestroyedHandles {
     volumes: Vec<VolumeHandle>,
     containers: Vec<ContainerHandle>,
     processes: Vec<AttemptId>,
@@ -80,7 +80,7 @@ struct Model<S> {
     random: StdRng,
     volumes: BTreeMap<VolumeHandle, Volume>,
     containers: BTreeMap<ContainerHandle, Container>,
-    gone: Gone,
+    gone: DestroyedHandles,
 }
 
 impl<S: Subject> Model<S> {

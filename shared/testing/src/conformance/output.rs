@@ -20,7 +20,7 @@ pub async fn output_is_read_from_any_offset(subject: impl Subject) {
     }
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::say("0123456789", "abcdef"))).await;
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     assert_eq!((said.stdout.as_slice(), said.stderr.as_slice()), (&b"0123456789"[..], &b"abcdef"[..]));
     assert_eq!(said.ended, Some(exited(0)));
 
@@ -58,7 +58,7 @@ pub async fn unread_output_holds_a_process_back(mut subject: impl Subject) {
     drop(runtime);
     subject.reopen().await;
 
-    let said = subject.runtime().said(id).await;
+    let said = subject.runtime().read_output(id).await;
     assert_eq!((said.gone, said.stdout.len() as u64), (0, total));
     let wrong = (0..).zip(&said.stdout).find(|(offset, byte)| programs::counted(*offset) != **byte);
     assert_eq!(wrong, None);
@@ -77,7 +77,7 @@ pub async fn spooled_output_keeps_the_end(subject: impl Subject) {
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, spec).await;
     assert_eq!(runtime.ended(id).await, exited(0), "the process ends without a reader");
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     assert_eq!(said.gone + said.stdout.len() as u64, total);
     assert!(said.gone > 0 && said.stdout.len() as u64 >= subject.spool_bytes());
     let wrong = (said.gone..).zip(&said.stdout).find(|(offset, byte)| programs::counted(*offset) != **byte);
@@ -169,7 +169,7 @@ pub async fn input_that_is_no_text_arrives_or_is_refused(subject: impl Subject) 
     attachment.input.close_stdin().await.expect("close");
     assert_eq!(runtime.ended(id).await, exited(0));
     if has(&*runtime, "complete-output") {
-        assert_eq!(runtime.said(id).await.stdout, [b"text", &taken[..], b" more"].concat());
+        assert_eq!(runtime.read_output(id).await.stdout, [b"text", &taken[..], b" more"].concat());
     }
 }
 

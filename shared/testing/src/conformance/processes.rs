@@ -37,7 +37,7 @@ pub async fn programs_that_cannot_be_run_are_told(subject: impl Subject) {
         (programs::not_executable(), FailureReason::ProgramNotExecutable),
     ];
     for (command, expected) in cases {
-        let said = runtime.ran(on_root(&subject).await, process(&command)).await;
+        let said = runtime.run(on_root(&subject).await, process(&command)).await;
         let ended = said.ended.expect("an end");
         assert!(matches!(ended, Ended::NotStarted(_)), "{ended:?}");
         assert_eq!(reason(&ended), Some(expected), "{command:?}");
@@ -96,7 +96,7 @@ pub async fn processes_outlive_the_runtime(mut subject: impl Subject) {
     assert_eq!(runtime.ended(id).await, exited(7));
     drop(runtime);
     subject.reopen().await;
-    let said = subject.runtime().said(id).await;
+    let said = subject.runtime().read_output(id).await;
     assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&exited(7))));
 }
 

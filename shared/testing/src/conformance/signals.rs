@@ -83,7 +83,7 @@ pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
     runtime.stop(id, Duration::ZERO).await.expect("stop");
     let ended = runtime.ended(id).await;
     assert!(is_signal(&*runtime, &ended, 9, true), "{ended:?}");
-    assert_eq!(runtime.said(id).await.text(), "ready\n");
+    assert_eq!(runtime.read_output(id).await.text(), "ready\n");
 }
 
 /// A stop before the start prevents the start. A stop after the start ends the process.
@@ -97,7 +97,7 @@ pub async fn a_stop_is_never_lost(subject: impl Subject) {
             Ended::NotStarted(failure) => assert_eq!(failure.reason, FailureReason::StoppedBeforeStart),
             ended => assert!(matches!(ended, Ended::Exited { stopped: true, .. }), "{ended:?}"),
         }
-        let said = runtime.said(id).await;
+        let said = runtime.read_output(id).await;
         assert_eq!(said.ended, Some(runtime.ended(id).await));
         runtime.destroy_container(handle).await.expect("destroy");
     }

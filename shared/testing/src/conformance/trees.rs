@@ -8,9 +8,9 @@ use runtime::{Contents, RemoteVolume, Runtime, RuntimeError};
 use tokio::io::AsyncReadExt;
 
 /// A temporary directory for the contents of a remote volume.
-struct Beside(tempfile::TempDir);
+struct ScratchTree(tempfile::TempDir);
 
-impl Beside {
+impl ScratchTree {
     fn new() -> Self {
         Self(tempfile::tempdir().expect("a directory"))
     }
@@ -35,7 +35,7 @@ impl Beside {
 /// Number of attempts to read a volume. A concurrent write makes an archive incomplete.
 const ATTEMPTS: usize = 50;
 
-async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<Beside> {
+async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<ScratchTree> {
     let mut last = None;
     for _ in 0..ATTEMPTS {
         let mut archive = match volume.read(path).await {
@@ -46,7 +46,7 @@ async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<Beside> {
         let mut bytes = Vec::new();
         match archive.read_to_end(&mut bytes).await {
             Ok(_) => {
-                let beside = Beside::new();
+                let beside = ScratchTree::new();
                 beside.unpack(&bytes);
                 return Some(beside);
             }
@@ -67,7 +67,7 @@ pub async fn put(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, conten
     match runtime.contents(volume).await.expect("the contents of a volume") {
         Contents::Directory(root) => write(&root),
         Contents::Remote(remote) => {
-            let beside = Beside::new();
+            let beside = ScratchTree::new();
             write(beside.0.path());
             let archive = Box::pin(std::io::Cursor::new(beside.pack()));
             remote.write(Path::new(""), archive).await.expect("write into a volume");

@@ -122,9 +122,9 @@ pub async fn manifests_are_kept(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else { return };
-    assert_eq!(remote.kept_manifest().await.expect("none"), None);
-    remote.keep_manifest(b"first, and longer".to_vec()).await.expect("keep");
-    remote.keep_manifest(b"second".to_vec()).await.expect("keep another");
+    assert_eq!(remote.read_manifest().await.expect("none"), None);
+    remote.store_manifest(b"first, and longer".to_vec()).await.expect("keep");
+    remote.store_manifest(b"second".to_vec()).await.expect("keep another");
     drop(remote);
     drop(runtime);
     subject.reopen().await;
@@ -132,13 +132,13 @@ pub async fn manifests_are_kept(mut subject: impl Subject) {
     let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
         panic!("the volume was remote")
     };
-    assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"second"[..]));
+    assert_eq!(remote.read_manifest().await.expect("a manifest").as_deref(), Some(&b"second"[..]));
     assert_eq!(volumes(&subject).await, [volume], "the manifest is not listed as a volume");
     let missing = remote.read(Path::new("second")).await.err();
     assert!(matches!(missing, Some(RuntimeError::PathNotFound(_))), "{missing:?}");
     runtime.destroy_volume(volume).await.expect("destroy");
     runtime.create_volume(volume, VolumeSource::Empty).await.expect("create a new volume of this name");
-    assert_eq!(remote.kept_manifest().await.expect("none"), None);
+    assert_eq!(remote.read_manifest().await.expect("none"), None);
 }
 
 /// The mark of the artifact store and the notes of volumes survive the gateway.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream;
-use runtime::{Attachment, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, Window};
+use runtime::{Attachment, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, TerminalSize};
 
 use super::FakeWorker;
 use super::process::{Inner, Process};
@@ -29,8 +29,8 @@ pub(super) fn attach(
         }
         inner.stdin_taken()
     };
-    let speech = Speech { at, stdin_said: stdin_offset, turn: 0, said: Said::Output };
-    let reader = Reader { worker: worker.clone(), process: process.clone(), speech };
+    let cursor = EventCursor { at, stdin_said: stdin_offset, next_output: 0, said: EventPhase::Output };
+    let reader = Reader { worker: worker.clone(), process: process.clone(), cursor };
     let events = stream::unfold(Some(reader), |reader| async move {
         let mut reader = reader?;
         match reader.next().await {
@@ -46,7 +46,7 @@ pub(super) fn attach(
 struct Reader {
     worker: Arc<FakeWorker>,
     process: Arc<Process>,
-    speech: Speech,
+    cursor: EventCursor,
 }
 
 impl Reader {
@@ -54,35 +54,35 @@ impl Reader {
         tokio::select! {
             biased;
             error = self.worker.faults.unreachable() => Err(error),
-            event = self.process.wait(|inner| self.speech.next(inner)) => Ok(event),
+            event = self.process.wait(|inner| self.cursor.next(inner)) => Ok(event),
         }
     }
 }
 
 /// Progress of one reader through the events of a process.
-struct Speech {
+struct EventCursor {
     /// The reader's offset in each output.
     at: [u64; 2],
     stdin_said: u64,
     /// Index of the output to read first. It alternates, so that neither output starves.
-    turn: usize,
-    said: Said,
+    next_output: usize,
+    said: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
-enum Said {
+enum EventPhase {
     Output,
     Ended,
     Done,
 }
 
-impl Speech {
+impl EventCursor {
     /// Returns the next event. `None`: there is none yet. `Some(None)`: the events are complete.
     fn next(&mut self, inner: &Inner) -> Option<Option<ProcessEvent>> {
         let taken = inner.stdin_taken();
-        if self.said == Said::Output && self.stdin_said != taken {
+        if self.said == EventPhase::Output && self.stdin_said != taken {
             self.stdin_said = taken;
-            return Some(Some(ProcessEvent::StdinTaken(taken)));
+            return Some(Some(ProcessEvent::StdinAccepted(taken)));
         }
         if let Some(event) = self.output(inner) {
             return Some(Some(event));
@@ -90,16 +90,16 @@ impl Speech {
         let ended = inner.ended()?;
         let [stdout, stderr] = self.at;
         let (said, event) = match self.said {
-            Said::Output => (Said::Ended, Some(ProcessEvent::Ended(ended))),
-            Said::Ended => (Said::Done, Some(ProcessEvent::Done(Offsets { stdout, stderr }))),
-            Said::Done => (Said::Done, None),
+            EventPhase::Output => (EventPhase::Ended, Some(ProcessEvent::Ended(ended))),
+            EventPhase::Ended => (EventPhase::Done, Some(ProcessEvent::Done(Offsets { stdout, stderr }))),
+            EventPhase::Done => (EventPhase::Done, None),
         };
         self.said = said;
         Some(event)
     }
 
     fn output(&mut self, inner: &Inner) -> Option<ProcessEvent> {
-        for which in [self.turn, 1 - self.turn] {
+        for which in [self.next_output, 1 - self.next_output] {
             let (output, offset) = (&inner.outputs[which], self.at[which]);
             let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
             if offset < output.tail() {
@@ -109,7 +109,7 @@ impl Speech {
             if offset < output.head {
                 let data = Bytes::from(output.from(offset, CHUNK));
                 self.at[which] += data.len() as u64;
-                self.turn = 1 - which;
+                self.next_output = 1 - which;
                 return Some(ProcessEvent::Output { stream, offset, data });
             }
         }
@@ -144,7 +144,7 @@ impl ProcessInput for Input {
         Ok(())
     }
 
-    async fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+    async fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
         self.process.resize(window)
     }

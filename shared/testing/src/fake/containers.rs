@@ -68,7 +68,7 @@ impl Container {
         let seen = match spec.root {
             Root::Host => image.to_owned(),
             Root::Volume(root) => volume(root)?.join("rootfs"),
-            Root::Whole(root) => volume(root)?,
+            Root::WholeVolume(root) => volume(root)?,
         };
         if !fs::symlink_metadata(&seen).is_ok_and(|found| found.is_dir()) {
             return Err(RuntimeError::InvalidImage("the volume has no directory `rootfs`".to_owned()));

@@ -10,20 +10,20 @@ use domain::VolumeHandle;
 use runtime::{Archive, RemoteVolume, RuntimeError};
 use tokio::process::Command;
 
-pub(super) struct Tarred {
+pub(super) struct TarVolume {
     pub(super) handle: VolumeHandle,
     pub(super) path: PathBuf,
     /// The path of the stored manifest.
     pub(super) kept: PathBuf,
 }
 
-fn io(doing: &str) -> impl FnOnce(std::io::Error) -> RuntimeError {
-    let doing = doing.to_owned();
-    move |error| RuntimeError::io(doing, error)
+fn io(operation: &str) -> impl FnOnce(std::io::Error) -> RuntimeError {
+    let operation = operation.to_owned();
+    move |error| RuntimeError::io(operation, error)
 }
 
 #[async_trait]
-impl RemoteVolume for Tarred {
+impl RemoteVolume for TarVolume {
     async fn read(&self, path: &Path) -> Result<Archive, RuntimeError> {
         let found = self.path.join(path);
         let (directory, name) = match tokio::fs::symlink_metadata(&found).await {
@@ -54,11 +54,11 @@ impl RemoteVolume for Tarred {
         Err(RuntimeError::Other(format!("tar: {}", String::from_utf8_lossy(&unpacked.stderr))))
     }
 
-    async fn keep_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError> {
+    async fn store_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError> {
         tokio::fs::write(&self.kept, manifest).await.map_err(io("store a manifest"))
     }
 
-    async fn kept_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError> {
+    async fn read_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError> {
         match tokio::fs::read(&self.kept).await {
             Ok(manifest) => Ok(Some(manifest)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),

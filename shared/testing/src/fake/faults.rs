@@ -22,25 +22,25 @@ impl Gate {
         self.0.subscribe().wait_for(|holders| *holders == 0).await.ok();
     }
 
-    fn hold(&self) -> Held {
+    fn hold(&self) -> FaultGuard {
         self.0.send_modify(|holders| *holders += 1);
-        Held(self.clone())
+        FaultGuard(self.clone())
     }
 }
 
 /// Holds a gate closed until it is dropped.
 #[must_use]
 #[derive(Debug)]
-pub struct Held(Gate);
+pub struct FaultGuard(Gate);
 
-impl Drop for Held {
+impl Drop for FaultGuard {
     fn drop(&mut self) {
         self.0.0.send_modify(|holders| *holders -= 1);
     }
 }
 
 /// Counts one destruction until it is dropped.
-pub(super) struct Destroying<'a>(&'a watch::Sender<Destroys>);
+pub(super) struct Destroying<'a>(&'a watch::Sender<DestructionCounts>);
 
 impl Drop for Destroying<'_> {
     fn drop(&mut self) {
@@ -50,7 +50,7 @@ impl Drop for Destroying<'_> {
 
 /// Counts of concurrent destructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Destroys {
+pub struct DestructionCounts {
     /// Destructions in progress.
     pub under_way: usize,
     /// Highest number of destructions in progress so far.
@@ -63,13 +63,13 @@ pub struct Faults {
     pub(super) volumes: Gate,
     pub(super) starts: Gate,
     destroys: Gate,
-    destroying: watch::Sender<Destroys>,
+    destroying: watch::Sender<DestructionCounts>,
     gone: watch::Sender<bool>,
-    what: Mutex<What>,
+    state: Mutex<FaultState>,
 }
 
 #[derive(Debug, Default)]
-struct What {
+struct FaultState {
     panics: bool,
     unstoppable: usize,
     stuck_volumes: BTreeSet<VolumeHandle>,
@@ -87,34 +87,34 @@ impl Faults {
             volumes: Gate::new(),
             starts: Gate::new(),
             destroys: Gate::new(),
-            destroying: watch::Sender::new(Destroys::default()),
+            destroying: watch::Sender::new(DestructionCounts::default()),
             gone: watch::Sender::new(false),
-            what: Mutex::default(),
+            state: Mutex::default(),
         }
     }
 
-    fn what(&self) -> MutexGuard<'_, What> {
-        self.what.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, FaultState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Holds back the completion of volumes. Volumes in creation stay incomplete meanwhile.
-    pub fn hold_volumes(&self) -> Held {
+    pub fn hold_volumes(&self) -> FaultGuard {
         self.volumes.hold()
     }
 
     /// Holds back the start of processes. New processes stay in the state starting meanwhile.
-    pub fn hold_starts(&self) -> Held {
+    pub fn hold_starts(&self) -> FaultGuard {
         self.starts.hold()
     }
 
     /// Holds back destructions. They stay in progress meanwhile.
-    pub fn hold_destroys(&self) -> Held {
+    pub fn hold_destroys(&self) -> FaultGuard {
         self.destroys.hold()
     }
 
     /// Watches the counts of concurrent destructions.
     #[must_use]
-    pub fn destroys(&self) -> watch::Receiver<Destroys> {
+    pub fn destroys(&self) -> watch::Receiver<DestructionCounts> {
         self.destroying.subscribe()
     }
 
@@ -131,46 +131,46 @@ impl Faults {
 
     /// Sets whether the worker is unreachable. While it is, calls and attachments fail, and
     /// processes continue.
-    pub fn set_gone(&self, gone: bool) {
+    pub fn set_unreachable(&self, gone: bool) {
         self.gone.send_replace(gone);
     }
 
     /// Makes the next call that stops a process panic.
     pub fn panic_at_stop(&self) {
-        self.what().panics = true;
+        self.state().panics = true;
     }
 
     /// Makes the next `times` calls that stop a process fail.
     pub fn fail_to_stop(&self, times: usize) {
-        self.what().unstoppable = times;
+        self.state().unstoppable = times;
     }
 
     /// Number of remaining calls that will fail to stop a process.
     #[must_use]
-    pub fn stops_that_fail(&self) -> usize {
-        self.what().unstoppable
+    pub fn remaining_stop_failures(&self) -> usize {
+        self.state().unstoppable
     }
 
     /// Sets whether the destruction of a volume fails.
     pub fn set_stuck(&self, volume: VolumeHandle, stuck: bool) {
-        let volumes = &mut self.what().stuck_volumes;
+        let volumes = &mut self.state().stuck_volumes;
         _ = if stuck { volumes.insert(volume) } else { volumes.remove(&volume) };
     }
 
     /// Sets whether the destruction of a container fails.
     pub fn set_stuck_container(&self, container: ContainerHandle, stuck: bool) {
-        let containers = &mut self.what().stuck_containers;
+        let containers = &mut self.state().stuck_containers;
         _ = if stuck { containers.insert(container) } else { containers.remove(&container) };
     }
 
     /// Makes the notes of a volume unreadable.
-    pub fn set_illegible(&self, volume: VolumeHandle) {
-        self.what().illegible.insert(volume);
+    pub fn set_notes_unreadable(&self, volume: VolumeHandle) {
+        self.state().illegible.insert(volume);
     }
 
     pub(super) fn read_notes(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
         self.reach()?;
-        if self.what().illegible.contains(&volume) {
+        if self.state().illegible.contains(&volume) {
             Err(fault("cannot read the notes of the volume"))
         } else {
             Ok(())
@@ -189,12 +189,12 @@ impl Faults {
     }
 
     pub(super) fn stop(&self) -> Result<(), RuntimeError> {
-        let panics = std::mem::take(&mut self.what().panics);
+        let panics = std::mem::take(&mut self.state().panics);
         assert!(!panics, "injected by the test");
-        let mut what = self.what();
-        match what.unstoppable.checked_sub(1) {
+        let mut state = self.state();
+        match state.unstoppable.checked_sub(1) {
             Some(less) => {
-                what.unstoppable = less;
+                state.unstoppable = less;
                 Err(fault("cannot stop the process"))
             }
             None => Ok(()),
@@ -202,7 +202,7 @@ impl Faults {
     }
 
     pub(super) fn destroy_volume(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
-        if self.what().stuck_volumes.contains(&volume) {
+        if self.state().stuck_volumes.contains(&volume) {
             Err(fault("cannot destroy the volume"))
         } else {
             Ok(())
@@ -210,7 +210,7 @@ impl Faults {
     }
 
     pub(super) fn destroy_container(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
-        if self.what().stuck_containers.contains(&container) {
+        if self.state().stuck_containers.contains(&container) {
             Err(fault("cannot destroy the container"))
         } else {
             Ok(())

@@ -34,7 +34,7 @@ use runtime::{
 use tempfile::TempDir;
 use tokio::sync::watch;
 
-pub use faults::{Destroys, Faults, Held};
+pub use faults::{DestructionCounts, FaultGuard, Faults};
 
 use containers::Container;
 use process::{Contact, Process};
@@ -96,7 +96,7 @@ impl FakeWorker {
 
     /// Creates a worker that provides these images and certificates.
     #[must_use]
-    pub fn bringing(worker_provided: Vec<WorkerProvidedPath>, is_far: bool) -> Arc<Self> {
+    pub fn providing(worker_provided: Vec<WorkerProvidedPath>, is_far: bool) -> Arc<Self> {
         Self::new(is_far, worker_provided)
     }
 
@@ -340,7 +340,7 @@ impl Runtime for FakeRuntime {
         if !self.worker.is_far {
             return Ok(Contents::Directory(path));
         }
-        Ok(Contents::Remote(Arc::new(far::Tarred { handle, path, kept })))
+        Ok(Contents::Remote(Arc::new(far::TarVolume { handle, path, kept })))
     }
 
     async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError> {

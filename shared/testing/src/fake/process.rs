@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use domain::AttemptId;
 use domain::workload::{Exit, Failure, FailureReason, OutputMode, Stdin};
-use runtime::{Ended, OutputStream, ProcessSpec, ProcessState, RuntimeError, Window};
+use runtime::{Ended, OutputStream, ProcessSpec, ProcessState, RuntimeError, TerminalSize};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -91,7 +91,7 @@ pub(super) struct Inner {
     input: Input,
     /// Whether the process blocks rather than lose unacknowledged output.
     held_back: bool,
-    window: Option<Window>,
+    window: Option<TerminalSize>,
     ignored: BTreeSet<u8>,
     /// Signals that the program handles, and pending signals.
     caught: BTreeSet<u8>,
@@ -144,7 +144,7 @@ pub(super) struct Process {
     changes: watch::Sender<()>,
     spool_bytes: u64,
     /// Held while input is written, so that each write stays contiguous.
-    turn: tokio::sync::Mutex<()>,
+    next_output: tokio::sync::Mutex<()>,
 }
 
 impl Process {
@@ -170,7 +170,7 @@ impl Process {
             lost: false,
         };
         let (inner, changes) = (Mutex::new(inner), watch::Sender::new(()));
-        Arc::new(Self { id, inner, changes, spool_bytes, turn: tokio::sync::Mutex::default() })
+        Arc::new(Self { id, inner, changes, spool_bytes, next_output: tokio::sync::Mutex::default() })
     }
 
     pub(super) fn look(&self) -> MutexGuard<'_, Inner> {
@@ -323,7 +323,7 @@ impl Process {
         self.change(|inner| inner.held_back = false);
     }
 
-    pub(super) fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+    pub(super) fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError> {
         self.change(|inner| {
             inner
                 .window
@@ -334,7 +334,7 @@ impl Process {
     }
 
     pub(super) async fn send(&self, offset: u64, data: &[u8]) -> Result<(), RuntimeError> {
-        let _turn = self.turn.lock().await;
+        let _turn = self.next_output.lock().await;
         let end = offset + data.len() as u64;
         loop {
             let done = self.until(|inner| {
@@ -364,7 +364,7 @@ impl Process {
 
     /// Closes standard input after the writes in progress.
     pub(super) async fn close_stdin(&self) {
-        let _turn = self.turn.lock().await;
+        let _turn = self.next_output.lock().await;
         self.change(|inner| inner.input.closed = true);
     }
 
@@ -414,7 +414,7 @@ impl Process {
         self.until(|inner| inner.pending.pop_front()).await
     }
 
-    pub(super) fn window(&self) -> Option<Window> {
+    pub(super) fn window(&self) -> Option<TerminalSize> {
         self.look().window
     }
 

@@ -39,7 +39,7 @@ pub(super) enum Program {
     Environment,
     Whereabouts,
     Trap,
-    Window,
+    TerminalSize,
 }
 
 impl Program {
@@ -101,7 +101,7 @@ impl Program {
             ("LEAVE_BEHIND", [_]) => Self::LeaveBehind(path()?),
             ("WHEREABOUTS", []) => Self::Whereabouts,
             ("TRAP", []) => Self::Trap,
-            ("WINDOW", []) => Self::Window,
+            ("WINDOW", []) => Self::TerminalSize,
             _ => return None,
         })
     }
@@ -202,7 +202,7 @@ impl Program {
                     }
                 }
             }
-            Self::Window => system.tell_window().await,
+            Self::TerminalSize => system.tell_window().await,
         }
     }
 }

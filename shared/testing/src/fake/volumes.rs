@@ -23,9 +23,9 @@ pub(super) struct Volume {
     taken: bool,
 }
 
-fn io(doing: &str) -> impl FnOnce(io::Error) -> RuntimeError {
-    let doing = doing.to_owned();
-    move |error| RuntimeError::io(doing, error)
+fn io(operation: &str) -> impl FnOnce(io::Error) -> RuntimeError {
+    let operation = operation.to_owned();
+    move |error| RuntimeError::io(operation, error)
 }
 
 /// Copies a tree: directories, files and links, with permissions and the modification times of
@@ -158,13 +158,13 @@ impl FakeWorker {
         if state.children(handle) {
             return Err(RuntimeError::HasChildren(handle));
         }
-        for (doing, removed) in [
+        for (operation, removed) in [
             ("destroy a volume", fs::remove_dir_all(self.path(handle))),
             ("destroy a manifest", fs::remove_file(self.kept(handle))),
         ] {
             match removed {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(RuntimeError::io(doing, error));
+                    return Err(RuntimeError::io(operation, error));
                 }
                 _ => {}
             }

@@ -18,14 +18,14 @@ use super::{Break, Manner, State, lock};
 /// The last message of a main connection.
 pub(super) fn last(process: &str, exit_status: Option<i32>, error: Option<&str>) -> Vec<u8> {
     #[derive(serde::Serialize)]
-    struct Last<'a> {
+    struct ExitMessage<'a> {
         process_id: &'a str,
         #[serde(skip_serializing_if = "Option::is_none")]
         exit_status: Option<i32>,
         #[serde(skip_serializing_if = "Option::is_none")]
         error: Option<&'a str>,
     }
-    go_json(&Last { process_id: process, exit_status, error })
+    go_json(&ExitMessage { process_id: process, exit_status, error })
 }
 
 /// Whether the server continues to read.
@@ -69,7 +69,7 @@ fn object_length(bytes: &[u8]) -> Result<Option<usize>, ()> {
     Ok(None)
 }
 
-fn obey(process: &Process, manner: Manner, message: &Value) -> Reading {
+fn execute_message(process: &Process, manner: Manner, message: &Value) -> Reading {
     if let Some(tty) = message.get("tty").filter(|tty| !tty.is_null()) {
         let side =
             |name| tty["window_size"][name].as_u64().and_then(|side| u16::try_from(side).ok()).unwrap_or(0);
@@ -129,7 +129,7 @@ fn read_messages(
             Err(()) => Err(()),
         };
         match message {
-            Ok(message) if obey(process, manner, &message) == Reading::On => {}
+            Ok(message) if execute_message(process, manner, &message) == Reading::On => {}
             Ok(_) => return,
             Err(()) => return attachment.client_gone.store(true, Ordering::SeqCst),
         }

@@ -94,7 +94,7 @@ pub fn keeps_limits() -> bool {
 
 /// Processes that have ended.
 #[derive(Default)]
-struct Ended {
+struct EndedProcesses {
     /// Whether ended processes are held.
     hold: bool,
     /// Number of held processes.
@@ -113,7 +113,7 @@ struct State {
     faults: Mutex<Vec<(String, Fault)>>,
     requests: Mutex<Vec<String>>,
     sockets: Mutex<Vec<Weak<TcpStream>>>,
-    ended: Mutex<Ended>,
+    ended: Mutex<EndedProcesses>,
     let_go: Condvar,
     /// Whether the server forgets the exits of processes.
     forgets_exits: AtomicBool,

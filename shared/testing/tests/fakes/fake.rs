@@ -22,7 +22,7 @@ struct FakeSubject {
 impl FakeSubject {
     fn new(is_far: bool) -> Option<Self> {
         let provided = tempfile::tempdir().expect("a directory");
-        let worker = FakeWorker::bringing(conformance::worker_provided(provided.path()), is_far);
+        let worker = FakeWorker::providing(conformance::worker_provided(provided.path()), is_far);
         Some(Self { runtime: worker.runtime(), worker, _provided: provided })
     }
 }
@@ -147,7 +147,7 @@ async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
     conformance::until_lines(&*runtime, volume, "file", 1).await;
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
 
-    worker.faults.set_gone(true);
+    worker.faults.set_unreachable(true);
     assert!(runtime.marker().await.is_err() && runtime.list().await.is_err());
     assert!(runtime.process(id).await.is_err() && runtime.wait(id).await.is_err());
     assert!(attachment.events.next().await.is_some_and(|event| event.is_err()));
@@ -155,8 +155,8 @@ async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
     assert!(attachment.input.stdin(0, Bytes::new()).await.is_err());
     std::fs::write(worker.path(volume).join("file"), "line\nline\n").expect("write");
 
-    worker.faults.set_gone(false);
-    let said = runtime.said(id).await;
+    worker.faults.set_unreachable(false);
+    let said = runtime.read_output(id).await;
     assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&runtime.ended(id).await)));
 }
 
@@ -198,7 +198,7 @@ async fn a_parent_stays_while_it_has_children() {
 async fn what_the_fake_cannot_run_is_told_as_that() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
-    let said = runtime.ran(container(), process(&["sh", "-c", "echo hello"].map(str::to_owned))).await;
+    let said = runtime.run(container(), process(&["sh", "-c", "echo hello"].map(str::to_owned))).await;
     let Some(Ended::NotStarted(failure)) = said.ended else { panic!("{said:?}") };
     assert_eq!(failure.reason, FailureReason::StartFailed);
     assert!(failure.message.contains("echo hello"), "{}", failure.message);
@@ -214,7 +214,7 @@ async fn programs_do_not_get_out_of_their_container() {
     for path in ["/volume/link", "/volume/../volume/link"] {
         let mounts = vec![conformance::mount(volume, "/volume", false)];
         let spec = ContainerSpec { mounts, ..container() };
-        let said = runtime.ran(spec, process(&programs::append(path))).await;
+        let said = runtime.run(spec, process(&programs::append(path))).await;
         assert!(!said.stderr.is_empty(), "{said:?}");
     }
     assert_eq!(std::fs::read_to_string(outside.path()).expect("read"), "");

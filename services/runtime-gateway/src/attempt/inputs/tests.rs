@@ -371,7 +371,7 @@ async fn an_input_that_did_not_survive_here_is_a_fault_of_this_worker() {
 async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_brought_from_elsewhere() {
     let what = WorkerProvided::ResourceType("git".to_owned());
     let along = |what| runtime::WorkerProvidedPath { what, version: "1".to_owned(), path: "/opt".to_owned() };
-    let machine = FakeWorker::bringing(vec![along(what.clone()), along(WorkerProvided::Certs)], false);
+    let machine = FakeWorker::providing(vec![along(what.clone()), along(WorkerProvided::Certs)], false);
     let mut git = task();
     git.spec.image = Image::ResourceType("git".to_owned());
     git.spec.inputs.clear();

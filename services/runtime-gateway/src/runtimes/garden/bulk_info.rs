@@ -14,7 +14,7 @@ use domain::{AttemptId, ContainerHandle};
 use runtime::RuntimeError;
 use tokio_util::sync::CancellationToken;
 
-use super::containers::Made;
+use super::containers::ContainerProperties;
 use super::{Backend, Worker, errors};
 
 /// Number of containers in one query, whose URL names all of them.
@@ -25,7 +25,7 @@ type Container = (ContainerHandle, BTreeMap<String, String>);
 
 /// Containers by their process, not looked up yet.
 #[derive(Default)]
-pub(super) struct Found {
+pub(super) struct BulkInfo {
     /// The term in which the results are valid. `None`: no query was made.
     term: Option<CancellationToken>,
     containers: HashMap<AttemptId, Container>,
@@ -34,11 +34,11 @@ pub(super) struct Found {
 impl Worker {
     /// Returns the container of a process from the results of a bulk query. `None`: the process
     /// must be queried separately.
-    pub(super) async fn found(&self, process: AttemptId) -> Option<Container> {
+    pub(super) async fn bulk_info(&self, process: AttemptId) -> Option<Container> {
         if self.backend != Backend::Guardian {
             return None;
         }
-        let mut found = self.found.lock().await;
+        let mut found = self.bulk_info.lock().await;
         if found.term.as_ref().is_none_or(CancellationToken::is_cancelled) {
             let term = self.term();
             let containers = self.survey().await.unwrap_or_else(|error| {
@@ -48,14 +48,14 @@ impl Worker {
                 );
                 HashMap::new()
             });
-            *found = Found { term: Some(term), containers };
+            *found = BulkInfo { term: Some(term), containers };
         }
         found.containers.remove(&process)
     }
 
     /// Removes the result for a destroyed container.
-    pub(super) async fn forget_found(&self, handle: ContainerHandle) {
-        self.found.lock().await.containers.retain(|_, (other, _)| *other != handle);
+    pub(super) async fn forget_bulk_info(&self, handle: ContainerHandle) {
+        self.bulk_info.lock().await.containers.retain(|_, (other, _)| *other != handle);
     }
 
     async fn survey(&self) -> Result<HashMap<AttemptId, Container>, RuntimeError> {
@@ -68,7 +68,7 @@ impl Worker {
             for handle in handles {
                 // A container without information is queried separately.
                 let Some(Ok(info)) = told.remove(&handle.to_string()) else { continue };
-                let made = Made::read(*handle, &info.properties);
+                let made = ContainerProperties::read(*handle, &info.properties);
                 if let Some(process) = made.and_then(|made| made.process) {
                     containers.insert(process, (*handle, info.properties));
                 }

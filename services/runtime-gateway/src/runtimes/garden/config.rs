@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use concourse::baggageclaim::Encoding;
 use serde::{Deserialize, Deserializer};
 
-use super::{BroughtImage, GardenConfig};
+use super::{GardenConfig, ProvidedImage};
 use crate::{Amounts, Config};
 
 /// Concourse workers of this gateway.
@@ -103,8 +103,8 @@ pub struct AdvertisedType {
 }
 
 impl AdvertisedType {
-    fn brought(&self) -> BroughtImage {
-        BroughtImage { name: self.kind.clone(), version: self.version.clone(), path: self.image.clone() }
+    fn provided_image(&self) -> ProvidedImage {
+        ProvidedImage { name: self.kind.clone(), version: self.version.clone(), path: self.image.clone() }
     }
 }
 
@@ -222,7 +222,7 @@ impl GardenWorker {
             environment: environment.map(|(name, value)| (name.to_owned(), value.clone())).collect(),
             certs_path: Some(self.certs_path.clone()).filter(|path| !path.is_empty()),
             encoding: self.encoding,
-            resource_types: self.resource_types.iter().map(AdvertisedType::brought).collect(),
+            resource_types: self.resource_types.iter().map(AdvertisedType::provided_image).collect(),
             peer_to_peer: self.peer_to_peer == Some(true),
             ..GardenConfig::new(&self.garden, &self.baggageclaim, state_dir)
         };

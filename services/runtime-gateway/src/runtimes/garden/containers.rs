@@ -22,7 +22,7 @@ const DESTRUCTIONS: usize = 600;
 
 /// Properties of a created container that later operations need.
 #[derive(Debug, Clone)]
-pub(super) struct Made {
+pub(super) struct ContainerProperties {
     pub(super) team: String,
     pub(super) directory: String,
     pub(super) user: Option<String>,
@@ -32,7 +32,7 @@ pub(super) struct Made {
     pub(super) process: Option<AttemptId>,
 }
 
-impl Made {
+impl ContainerProperties {
     /// `None`: the container was not created by Gantry, or has another handle.
     pub(super) fn read(handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Self> {
         if properties.get(properties::HANDLE) != Some(&handle.to_string()) {
@@ -74,7 +74,7 @@ fn user(user: &str) -> Result<String, RuntimeError> {
 }
 
 /// The validated parts of a specification.
-struct Checked {
+struct ValidatedSpec {
     root: VolumeHandle,
     whole: bool,
     mounts: Vec<(VolumeHandle, String, bool)>,
@@ -82,11 +82,11 @@ struct Checked {
     user: Option<String>,
 }
 
-fn check(spec: &ContainerSpec, backend: Backend) -> Result<Checked, RuntimeError> {
+fn check(spec: &ContainerSpec, backend: Backend) -> Result<ValidatedSpec, RuntimeError> {
     let unsupported = |why: &str| RuntimeError::Unsupported(why.to_owned());
     let (root, whole) = match spec.root {
         Root::Volume(root) => (root, false),
-        Root::Whole(root) => (root, true),
+        Root::WholeVolume(root) => (root, true),
         Root::Host => {
             return Err(unsupported("containers with the root file system of a Garden worker"));
         }
@@ -118,7 +118,7 @@ fn check(spec: &ContainerSpec, backend: Backend) -> Result<Checked, RuntimeError
     mounts.sort_by(|one, other| one.1.cmp(&other.1));
     let missing = |_| RuntimeError::DirectoryMissing(String::from_utf8_lossy(&spec.directory).into_owned());
     let directory = path(&spec.directory).map_err(missing)?;
-    Ok(Checked { root, whole, mounts, directory, user: spec.user.as_deref().map(user).transpose()? })
+    Ok(ValidatedSpec { root, whole, mounts, directory, user: spec.user.as_deref().map(user).transpose()? })
 }
 
 fn limits(limits: domain::workload::Limits) -> Limits {
@@ -136,7 +136,7 @@ impl Worker {
     /// get the privilege of the container.
     async fn directories(
         &self,
-        checked: &Checked,
+        checked: &ValidatedSpec,
         privileged: bool,
     ) -> Result<HashMap<VolumeHandle, String>, RuntimeError> {
         let writable: BTreeSet<_> = checked
@@ -208,7 +208,7 @@ impl Worker {
             ..garden::ContainerSpec::default()
         };
         let process = self.make(handle, &request).await?;
-        let made = Made {
+        let made = ContainerProperties {
             team: spec.team,
             directory: checked.directory,
             user: checked.user,
@@ -275,8 +275,14 @@ impl Worker {
 
     /// Reads the properties of a container. `None`: the container does not exist, or was not
     /// created by Gantry.
-    pub(super) async fn properties(&self, handle: ContainerHandle) -> Result<Option<Made>, RuntimeError> {
-        Ok(self.raw_properties(handle).await?.and_then(|properties| Made::read(handle, &properties)))
+    pub(super) async fn properties(
+        &self,
+        handle: ContainerHandle,
+    ) -> Result<Option<ContainerProperties>, RuntimeError> {
+        Ok(self
+            .raw_properties(handle)
+            .await?
+            .and_then(|properties| ContainerProperties::read(handle, &properties)))
     }
 
     pub(super) async fn raw_properties(
@@ -317,7 +323,7 @@ impl Worker {
             }
         }
         lock(&self.containers).remove(&handle);
-        self.forget_found(handle).await;
+        self.forget_bulk_info(handle).await;
         let gone: Vec<_> = {
             let mut processes = lock(&self.processes);
             let ids: Vec<_> = processes

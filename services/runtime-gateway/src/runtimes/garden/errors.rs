@@ -9,27 +9,31 @@ use runtime::RuntimeError;
 
 use crate::runtimes::exit_record::End;
 
-/// Converts an error of the Garden server. `doing` names the operation.
-pub(super) fn garden(doing: &str, error: garden::Error) -> RuntimeError {
+/// Converts an error of the Garden server. `operation` names the operation.
+pub(super) fn garden(operation: &str, error: garden::Error) -> RuntimeError {
     match error {
         garden::Error::Connection { .. } => {
-            RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
+            RuntimeError::Io { operation: operation.to_owned(), source: io::Error::other(error) }
         }
-        garden::Error::Full(message) => RuntimeError::Full(message),
-        error => RuntimeError::Other(format!("the worker cannot {doing}: {}", domain::error_chain(&error))),
+        garden::Error::Full(message) => RuntimeError::WorkerFull(message),
+        error => {
+            RuntimeError::Other(format!("the worker cannot {operation}: {}", domain::error_chain(&error)))
+        }
     }
 }
 
-/// Converts an error of the Baggageclaim server. `doing` names the operation on the volume.
-pub(super) fn volume(doing: &str, handle: VolumeHandle, error: baggageclaim::Error) -> RuntimeError {
+/// Converts an error of the Baggageclaim server. `operation` names the operation on the volume.
+pub(super) fn volume(operation: &str, handle: VolumeHandle, error: baggageclaim::Error) -> RuntimeError {
     use baggageclaim::Error;
     match error {
         Error::NotFound => RuntimeError::VolumeNotFound(handle),
         Error::Unreachable(_) | Error::Lost(_) | Error::Source(_) => {
-            RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
+            RuntimeError::Io { operation: operation.to_owned(), source: io::Error::other(error) }
         }
         Error::Invalid(why) => RuntimeError::Unsupported(why.to_owned()),
-        error => RuntimeError::Other(format!("the worker cannot {doing}: {}", domain::error_chain(&error))),
+        error => {
+            RuntimeError::Other(format!("the worker cannot {operation}: {}", domain::error_chain(&error)))
+        }
     }
 }
 

@@ -26,9 +26,9 @@ use crate::runtimes::exit_record::End;
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
 
-use super::containers::Made;
-use super::output_offsets::{self, Whose};
-use super::process::{Known, Line, Phase, Process};
+use super::containers::ContainerProperties;
+use super::output_offsets::{self, SpoolOwner};
+use super::process::{InitialState, InputLink, Phase, Process};
 use super::{Backend, Worker, errors, process, properties, volumes};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
@@ -47,7 +47,7 @@ const LOST: u64 = 1 << 62;
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// How a gateway begins to follow a process.
-enum Begin {
+enum StartMode {
     Run(Box<garden::ProcessSpec>, Stdin),
     /// Attach to the process. The flag tells whether its start is proven.
     Attach {
@@ -56,7 +56,7 @@ enum Begin {
 }
 
 /// The result of an attachment.
-enum Found {
+enum AttachOutcome {
     Process(Box<garden::Process>),
     End(End),
 }
@@ -67,9 +67,9 @@ fn text(bytes: Vec<u8>) -> Result<String, RuntimeError> {
 }
 
 /// Converts a process specification into a Garden request.
-fn on_the_wire(
+fn process_request(
     id: AttemptId,
-    made: &Made,
+    made: &ContainerProperties,
     home: &str,
     spec: ProcessSpec,
 ) -> Result<garden::ProcessSpec, RuntimeError> {
@@ -87,7 +87,7 @@ fn on_the_wire(
             env.push(format!("{name}={value}"));
         }
     }
-    let window = |window: runtime::Window| WindowSize { columns: window.columns, rows: window.rows };
+    let window = |window: runtime::TerminalSize| WindowSize { columns: window.columns, rows: window.rows };
     Ok(garden::ProcessSpec {
         id: id.to_string(),
         path,
@@ -102,7 +102,7 @@ fn on_the_wire(
 
 impl Worker {
     /// Returns the properties of a container, from memory or from the worker.
-    async fn made(&self, container: ContainerHandle) -> Result<Made, RuntimeError> {
+    async fn made(&self, container: ContainerHandle) -> Result<ContainerProperties, RuntimeError> {
         let known = lock(&self.containers).get(&container).cloned();
         if let Some(known) = known {
             return Ok(known);
@@ -119,7 +119,7 @@ impl Worker {
         id: AttemptId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
-        if self.known(id).is_some() {
+        if self.cached_process(id).is_some() {
             return Ok(());
         }
         let term = self.term();
@@ -135,7 +135,7 @@ impl Worker {
         let terminal = spec.terminal.is_some();
         let (stdin, output) = (spec.stdin, spec.output);
         let home = self.home(&made).await?;
-        let spec = match on_the_wire(id, &made, &home, spec) {
+        let spec = match process_request(id, &made, &home, spec) {
             Ok(mut spec) => {
                 // The last value of a variable counts.
                 let own = self.config.environment.iter().map(|(name, value)| format!("{name}={value}"));
@@ -161,11 +161,21 @@ impl Worker {
         let (phase, stopped) = (Phase::Intended, false);
         let team = made.team.clone();
         let closed = false;
-        let known =
-            Known { id, container, team, terminal, closed, stopped, phase, spool_bytes, base: 0, term };
-        let process = self.take_on(known).await?;
+        let known = InitialState {
+            id,
+            container,
+            team,
+            terminal,
+            closed,
+            stopped,
+            phase,
+            spool_bytes,
+            base: 0,
+            term,
+        };
+        let process = self.register_process(known).await?;
         match spec {
-            Ok(spec) => self.follow(process, Begin::Run(Box::new(spec), stdin)),
+            Ok(spec) => self.follow(process, StartMode::Run(Box::new(spec), stdin)),
             Err(end) => self.finish(&process, end).await,
         }
         Ok(())
@@ -175,7 +185,7 @@ impl Worker {
     async fn intend(
         &self,
         container: ContainerHandle,
-        made: &Made,
+        made: &ContainerProperties,
         id: AttemptId,
         input: Option<&str>,
     ) -> Result<(), RuntimeError> {
@@ -212,7 +222,7 @@ impl Worker {
     }
 
     /// The home directory of the container's user, from the passwd file of the image.
-    async fn home(&self, made: &Made) -> Result<String, RuntimeError> {
+    async fn home(&self, made: &ContainerProperties) -> Result<String, RuntimeError> {
         let user = made.user.as_deref().unwrap_or("root").split(':').next().unwrap_or_default().to_owned();
         if matches!(user.as_str(), "root" | "0") {
             return Ok("/root".to_owned());
@@ -235,7 +245,7 @@ impl Worker {
         Ok(homes.next().unwrap_or_else(|| "/".to_owned()))
     }
 
-    async fn take_on(self: &Arc<Self>, known: Known) -> Result<Arc<Process>, RuntimeError> {
+    async fn register_process(self: &Arc<Self>, known: InitialState) -> Result<Arc<Process>, RuntimeError> {
         let state_dir = self.config.state_dir.clone();
         let process = blocking(move || Process::open(&state_dir, known)).await?;
         lock(&self.processes).insert(process.id, Arc::clone(&process));
@@ -245,11 +255,11 @@ impl Worker {
     /// Returns the process with this id. A process of an earlier gateway is queried, and followed
     /// from now on.
     pub(super) async fn find(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
-        let process = match self.known(id) {
+        let process = match self.cached_process(id) {
             Some(process) => process,
             None => {
                 let _turn = self.looking.lock(id.uuid()).await;
-                match self.known(id) {
+                match self.cached_process(id) {
                     Some(process) => process,
                     None => self.look_for(id).await?,
                 }
@@ -263,7 +273,7 @@ impl Worker {
 
     async fn look_for(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
         let term = self.term();
-        if let Some((handle, properties)) = self.found(id).await {
+        if let Some((handle, properties)) = self.bulk_info(id).await {
             let made = self.properties_of(handle, &properties);
             if let Some(made) = made.filter(|made| made.process == Some(id)) {
                 return self.adopt(handle, made, &properties, term).await;
@@ -280,18 +290,22 @@ impl Worker {
                 return self.adopt(handle, made, &properties, term).await;
             }
         }
-        self.look_beside(id, term).await
+        self.find_by_root_volume(id, term).await
     }
 
-    fn properties_of(&self, handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Made> {
-        let made = Made::read(handle, properties)?;
+    fn properties_of(
+        &self,
+        handle: ContainerHandle,
+        properties: &BTreeMap<String, String>,
+    ) -> Option<ContainerProperties> {
+        let made = ContainerProperties::read(handle, properties)?;
         lock(&self.containers).insert(handle, made.clone());
         Some(made)
     }
 
     /// Finds a process whose container the worker has lost. The volume of its root still has the
     /// intent.
-    async fn look_beside(
+    async fn find_by_root_volume(
         self: &Arc<Self>,
         id: AttemptId,
         term: CancellationToken,
@@ -307,7 +321,7 @@ impl Worker {
         let directory = process::directory(&self.config.state_dir, id);
         let base =
             blocking(move || Ok::<_, RuntimeError>(output_offsets::kept(&directory))).await?.unwrap_or(LOST);
-        self.take_on(Known {
+        self.register_process(InitialState {
             id,
             // A placeholder, because the container no longer exists.
             container: ContainerHandle::new(),
@@ -326,7 +340,7 @@ impl Worker {
     async fn adopt(
         self: &Arc<Self>,
         container: ContainerHandle,
-        made: Made,
+        made: ContainerProperties,
         properties: &BTreeMap<String, String>,
         term: CancellationToken,
     ) -> Result<Arc<Process>, RuntimeError> {
@@ -336,7 +350,7 @@ impl Worker {
         let ended = phase != Phase::Starting;
         let base = self.base(container, id, properties).await?;
         let process = self
-            .take_on(Known {
+            .register_process(InitialState {
                 id,
                 container,
                 team: made.team,
@@ -356,7 +370,7 @@ impl Worker {
             return Ok(process);
         }
         let proven = properties.contains_key(properties::STARTED);
-        self.follow(Arc::clone(&process), Begin::Attach { proven });
+        self.follow(Arc::clone(&process), StartMode::Attach { proven });
         // The state of the process depends on the answer of the worker.
         let mut seen = process.seen.subscribe();
         let looked = tokio::time::timeout(LOOK, seen.wait_for(|seen| seen.phase != Phase::Starting)).await;
@@ -378,13 +392,14 @@ impl Worker {
         let (directory, last) =
             (process::directory(&self.config.state_dir, id), properties.get(properties::READER));
         let (looked, last) = (directory.clone(), last.cloned());
-        let next =
-            match blocking(move || Ok::<_, RuntimeError>(output_offsets::whose(&looked, last.as_deref())))
-                .await?
-            {
-                Whose::Ours { base } => return Ok(base),
-                Whose::Next(next) => next,
-            };
+        let next = match blocking(move || {
+            Ok::<_, RuntimeError>(output_offsets::spool_owner(&looked, last.as_deref()))
+        })
+        .await?
+        {
+            SpoolOwner::Ours { base } => return Ok(base),
+            SpoolOwner::Next(next) => next,
+        };
         let set = self.garden.set_property(&container.to_string(), properties::READER, &next.text()).await;
         set.map_err(|error| errors::garden("store the reader of a process", error))?;
         let base = next.base();
@@ -393,34 +408,34 @@ impl Worker {
         Ok(base)
     }
 
-    fn follow(self: &Arc<Self>, process: Arc<Process>, begin: Begin) {
+    fn follow(self: &Arc<Self>, process: Arc<Process>, begin: StartMode) {
         let worker = Arc::clone(self);
         self.tasks.spawn(async move {
             tokio::select! {
-                () = worker.see_through(&process, begin) => {}
-                () = worker.lets_go_of(&process) => {}
+                () = worker.follow_to_end(&process, begin) => {}
+                () = worker.follow_ends(&process) => {}
             }
         });
     }
 
     /// Resolves when this gateway must no longer follow a process.
-    async fn lets_go_of(&self, process: &Process) {
+    async fn follow_ends(&self, process: &Process) {
         tokio::select! {
             () = self.stopping.cancelled() => {}
             () = process.term.cancelled() => {}
         }
     }
 
-    async fn see_through(self: &Arc<Self>, process: &Arc<Process>, begin: Begin) {
+    async fn follow_to_end(self: &Arc<Self>, process: &Arc<Process>, begin: StartMode) {
         let mut proven = true;
         let mut refused = None;
         let mut attached = None;
         match begin {
-            Begin::Attach { proven: was } => {
+            StartMode::Attach { proven: was } => {
                 proven = was;
                 process.add_gaps();
             }
-            Begin::Run(spec, stdin) => {
+            StartMode::Run(spec, stdin) => {
                 // An earlier stop wins. `Intended` is left only here and by a stop, each in one
                 // step.
                 if !self.begin(process) {
@@ -433,9 +448,9 @@ impl Worker {
                         let line = if stdin == Stdin::None && spec.tty.is_none() {
                             // If the call fails, the attachment has failed as well.
                             _ = run.control().close_stdin().await;
-                            Line::Closed
+                            InputLink::Closed
                         } else {
-                            Line::Up(run.control())
+                            InputLink::Up(run.control())
                         };
                         process.set_line(line).await;
                         attached = Some(run);
@@ -455,29 +470,30 @@ impl Worker {
             let run = match attached.take() {
                 Some(run) => run,
                 None => match self.attach_again(process, proven, refused.as_ref()).await {
-                    Found::Process(run) => {
-                        let line = if process.terminal { Line::Up(run.control()) } else { Line::Broken };
+                    AttachOutcome::Process(run) => {
+                        let line =
+                            if process.terminal { InputLink::Up(run.control()) } else { InputLink::Broken };
                         if !process.terminal {
                             // Input in transit is lost, so later input would have a gap.
                             _ = run.control().close_stdin().await;
                         }
-                        let over = matches!(process.stdin.lock().await.line, Line::Closed);
-                        process.set_line(if over { Line::Closed } else { line }).await;
+                        let over = matches!(process.stdin.lock().await.line, InputLink::Closed);
+                        process.set_line(if over { InputLink::Closed } else { line }).await;
                         *run
                     }
-                    Found::End(end) => break end,
+                    AttachOutcome::End(end) => break end,
                 },
             };
             let first = !proven || process.phase() != Phase::Started;
             proven = true;
             refused = None;
-            match self.read_out(process, run, first).await {
+            match self.read_output(process, run, first).await {
                 Ok(exit) => break self.end(process, exit).await,
                 Err(error) => {
                     tracing::info!(process.id = %process.id, error = domain::error_chain(&error), "the worker closed the attachment to a process");
                     let mut stdin = process.stdin.lock().await;
-                    if !matches!(stdin.line, Line::Closed) {
-                        stdin.line = Line::Down;
+                    if !matches!(stdin.line, InputLink::Closed) {
+                        stdin.line = InputLink::Down;
                     }
                     drop(stdin);
                     process.add_gaps();
@@ -499,7 +515,7 @@ impl Worker {
     }
 
     /// Reads the output of a process and waits for its end.
-    async fn read_out(
+    async fn read_output(
         &self,
         process: &Arc<Process>,
         mut run: garden::Process,
@@ -538,7 +554,12 @@ impl Worker {
 
     /// Attaches to a process until the worker gives a definite answer. The process is never run
     /// again.
-    async fn attach_again(&self, process: &Process, mut proven: bool, refused: Option<&Error>) -> Found {
+    async fn attach_again(
+        &self,
+        process: &Process,
+        mut proven: bool,
+        refused: Option<&Error>,
+    ) -> AttachOutcome {
         // The time since which the worker answers without a result. It does not count while the
         // worker is unreachable.
         let mut since = None;
@@ -546,7 +567,7 @@ impl Worker {
         loop {
             let handle = process.container.to_string();
             let error = match self.garden.attach(&handle, &process.id.to_string()).await {
-                Ok(run) => return Found::Process(Box::new(run)),
+                Ok(run) => return AttachOutcome::Process(Box::new(run)),
                 Err(error) => error,
             };
             let reachable = !matches!(error, Error::Connection { .. } | Error::ServiceUnavailable(_));
@@ -564,10 +585,10 @@ impl Worker {
                 if lost {
                     let message =
                         format!("the worker has lost the container: {}", domain::error_chain(refused));
-                    return Found::End(End::not_started(FailureReason::ContainerNotFound, message));
+                    return AttachOutcome::End(End::not_started(FailureReason::ContainerNotFound, message));
                 }
                 if missing {
-                    return Found::End(End::not_started(
+                    return AttachOutcome::End(End::not_started(
                         errors::reason(refused),
                         domain::error_chain(refused),
                     ));
@@ -575,12 +596,12 @@ impl Worker {
             }
             if lost {
                 let reason = if proven { FailureReason::ExitUnknown } else { FailureReason::StartUnknown };
-                return Found::End(End::unknown(reason, "the worker has lost the container"));
+                return AttachOutcome::End(End::unknown(reason, "the worker has lost the container"));
             }
             if missing && proven {
                 let message =
                     format!("the worker has forgotten the process: {}", domain::error_chain(&error));
-                return Found::End(End::unknown(FailureReason::ExitUnknown, message));
+                return AttachOutcome::End(End::unknown(FailureReason::ExitUnknown, message));
             }
             let patience = match (missing, ended) {
                 (true, _) => self.config.start_patience,
@@ -597,7 +618,10 @@ impl Worker {
                         "the start was requested, and the worker does not report whether the process ran",
                     )
                 };
-                return Found::End(End::unknown(reason, format!("{what}: {}", domain::error_chain(&error))));
+                return AttachOutcome::End(End::unknown(
+                    reason,
+                    format!("{what}: {}", domain::error_chain(&error)),
+                ));
             }
             tokio::time::sleep(pause).await;
             pause = LONGEST_PAUSE.min(pause * 2);
@@ -696,7 +720,7 @@ impl Worker {
     fn end_by(self: &Arc<Self>, process: &Arc<Process>) {
         let (worker, process) = (Arc::clone(self), Arc::clone(process));
         self.tasks.spawn(async move {
-            let over = |seen: &super::process::Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
+            let over = |seen: &super::process::Progress| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
             let (mut seen, mut ended) = (process.seen.subscribe(), process.seen.subscribe());
             let work = async {
                 // A process that does not run yet would not receive the signal.
@@ -731,7 +755,7 @@ impl Worker {
             tokio::select! {
                 () = work => {}
                 _ = ended.wait_for(over) => {}
-                () = worker.lets_go_of(&process) => {}
+                () = worker.follow_ends(&process) => {}
             }
         });
     }
@@ -748,7 +772,7 @@ impl Worker {
                         tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "cannot send a signal to a process");
                     }
                 }
-                () = worker.lets_go_of(&process) => {}
+                () = worker.follow_ends(&process) => {}
             }
         });
     }

@@ -65,7 +65,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::util::keyed_locks::{Locks, lock};
 
-use containers::Made;
+use containers::ContainerProperties;
 use process::Process;
 
 pub use config::{AdvertisedType, GardenArgs, GardenWorker};
@@ -86,7 +86,7 @@ pub struct GardenConfig {
     /// Directory of the worker with certificates. `None`: there is none.
     pub certs_path: Option<String>,
     /// Images that the worker provides.
-    pub resource_types: Vec<BroughtImage>,
+    pub resource_types: Vec<ProvidedImage>,
     /// Whether workers may write to each other's volumes directly. They must reach each other, and
     /// no other machine may reach them.
     pub peer_to_peer: bool,
@@ -107,7 +107,7 @@ pub struct GardenConfig {
 
 /// The image that a worker provides for a resource type.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BroughtImage {
+pub struct ProvidedImage {
     /// The name of the resource type, such as `git`.
     pub name: String,
     /// The version of the image.
@@ -176,14 +176,14 @@ struct Worker {
     /// table could cause a deadlock.
     looking: Locks,
     /// Properties of containers that were created or queried.
-    containers: Mutex<HashMap<ContainerHandle, Made>>,
+    containers: Mutex<HashMap<ContainerHandle, ContainerProperties>>,
     /// Processes that were started or queried.
     processes: Mutex<HashMap<AttemptId, Arc<Process>>>,
     /// The current term. It ends when another gateway takes over, and with it the validity of all
     /// state of processes.
     term: Mutex<CancellationToken>,
     /// Containers that existed before this gateway took the worker over.
-    found: tokio::sync::Mutex<bulk_info::Found>,
+    bulk_info: tokio::sync::Mutex<bulk_info::BulkInfo>,
     /// Volumes in creation, each with its parent. The worker does not list them yet.
     creating: Mutex<HashMap<VolumeHandle, Option<VolumeHandle>>>,
     /// Volumes that were created here, until a container uses them. They need no query.
@@ -221,7 +221,7 @@ impl GardenRuntime {
             containers: Mutex::default(),
             processes: Mutex::default(),
             term: Mutex::default(),
-            found: tokio::sync::Mutex::default(),
+            bulk_info: tokio::sync::Mutex::default(),
             creating: Mutex::default(),
             fresh: Mutex::default(),
             tasks: TaskTracker::new(),
@@ -248,7 +248,7 @@ fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     if !config.resource_types.is_empty() {
         image_kinds.push("resource-type");
     }
-    let image = |known: &BroughtImage| WorkerProvidedPath {
+    let image = |known: &ProvidedImage| WorkerProvidedPath {
         what: WorkerProvided::ResourceType(known.name.clone()),
         version: known.version.clone(),
         path: known.path.clone(),
@@ -347,7 +347,7 @@ impl Runtime for GardenRuntime {
         }
     }
 
-    fn destroyed_at_once(&self) -> usize {
+    fn destroy_batch_size(&self) -> usize {
         volumes::DESTROYED_AT_ONCE
     }
 
@@ -423,7 +423,7 @@ impl Runtime for GardenRuntime {
 
 impl Worker {
     /// Returns the process of this id, if it is in memory.
-    fn known(&self, id: AttemptId) -> Option<Arc<Process>> {
+    fn cached_process(&self, id: AttemptId) -> Option<Arc<Process>> {
         // A process may be added just after the table was cleared.
         lock(&self.processes).get(&id).filter(|process| !process.term.is_cancelled()).cloned()
     }

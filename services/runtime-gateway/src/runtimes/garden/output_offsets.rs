@@ -34,7 +34,7 @@ pub(super) struct Reader {
 
 /// The owner of the spools in a directory.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Whose {
+pub(super) enum SpoolOwner {
     /// The last reader of the process owns the spools.
     Ours { base: u64 },
     /// There are no spools, or they belong to an earlier reader. This is the next reader, once it
@@ -77,16 +77,16 @@ pub(super) fn kept(directory: &Path) -> Option<u64> {
 }
 
 /// Compares the reader in `directory` with that of the container. Blocks on the disk.
-pub(super) fn whose(directory: &Path, property: Option<&str>) -> Whose {
+pub(super) fn spool_owner(directory: &Path, property: Option<&str>) -> SpoolOwner {
     let last = property.and_then(Reader::parse);
     let here = std::fs::read_to_string(directory.join(FILE)).ok();
     match (last, here) {
-        (None, None) if directory.is_dir() => Whose::Ours { base: 0 },
+        (None, None) if directory.is_dir() => SpoolOwner::Ours { base: 0 },
         (Some(last), Some(here)) if Reader::parse(&here).as_ref() == Some(&last) => {
-            Whose::Ours { base: last.base() }
+            SpoolOwner::Ours { base: last.base() }
         }
         (last, _) => {
-            Whose::Next(Reader { number: last.map_or(1, |last| last.number + 1), id: Uuid::new_v4() })
+            SpoolOwner::Next(Reader { number: last.map_or(1, |last| last.number + 1), id: Uuid::new_v4() })
         }
     }
 }
@@ -95,8 +95,8 @@ pub(super) fn whose(directory: &Path, property: Option<&str>) -> Whose {
 mod tests {
     use super::*;
 
-    fn next(whose: Whose) -> Reader {
-        let Whose::Next(reader) = whose else { panic!("{whose:?}") };
+    fn next(whose: SpoolOwner) -> Reader {
+        let SpoolOwner::Next(reader) = whose else { panic!("{whose:?}") };
         reader
     }
 
@@ -106,22 +106,22 @@ mod tests {
         let (first, second) = (home.path().join("first"), home.path().join("second"));
         // The gateway that starts the process creates the spools.
         std::fs::create_dir(&first)?;
-        assert_eq!(whose(&first, None), Whose::Ours { base: 0 });
+        assert_eq!(spool_owner(&first, None), SpoolOwner::Ours { base: 0 });
         // The next gateway has no spools, and keeps its range when it returns.
-        let other = next(whose(&second, None));
+        let other = next(spool_owner(&second, None));
         other.claim(&second)?;
         let property = other.text();
-        assert_eq!(whose(&second, Some(&property)), Whose::Ours { base: ROOM });
+        assert_eq!(spool_owner(&second, Some(&property)), SpoolOwner::Ours { base: ROOM });
         // A gateway that was killed before it wrote its file becomes another reader.
-        let again = next(whose(&home.path().join("third"), Some(&property)));
+        let again = next(spool_owner(&home.path().join("third"), Some(&property)));
         assert_eq!(again.base(), 2 * ROOM);
         // The first gateway returns, after another reader was the last one.
         std::fs::write(first.join("stdout"), "what it read")?;
-        let back = next(whose(&first, Some(&property)));
+        let back = next(spool_owner(&first, Some(&property)));
         back.claim(&first)?;
         assert_eq!((back.base(), first.join("stdout").exists()), (2 * ROOM, false));
-        assert_eq!(whose(&first, Some(&back.text())), Whose::Ours { base: 2 * ROOM });
-        assert_eq!(next(whose(&second, Some(&back.text()))).base(), 3 * ROOM);
+        assert_eq!(spool_owner(&first, Some(&back.text())), SpoolOwner::Ours { base: 2 * ROOM });
+        assert_eq!(next(spool_owner(&second, Some(&back.text()))).base(), 3 * ROOM);
         Ok(())
     }
 }

@@ -24,13 +24,14 @@ use domain::workload::FailureReason;
 use domain::{AttemptId, ContainerHandle};
 use futures::stream;
 use runtime::{
-    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError, Window,
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
+    TerminalSize,
 };
 use tokio::sync::{OwnedMutexGuard, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::runtimes::output_spool::{self, Found, Reader};
+use crate::runtimes::output_spool::{self, ReadResult, Reader};
 use crate::util::blocking::blocking;
 
 use super::{Backend, Worker, properties};
@@ -55,7 +56,7 @@ pub(super) enum Phase {
 
 /// State whose changes readers wait for.
 #[derive(Debug, Clone)]
-pub(super) struct Seen {
+pub(super) struct Progress {
     pub(super) phase: Phase,
     /// Bytes that were received of each output.
     pub(super) heads: [u64; 2],
@@ -66,7 +67,7 @@ pub(super) struct Seen {
 
 /// State of the connection for standard input.
 #[derive(Debug)]
-pub(super) enum Line {
+pub(super) enum InputLink {
     /// No attachment is open. The writer must wait.
     Down,
     /// Input is sent to the worker.
@@ -79,7 +80,7 @@ pub(super) enum Line {
 
 #[derive(Debug)]
 pub(super) struct Stdin {
-    pub(super) line: Line,
+    pub(super) line: InputLink,
     /// The start of a character whose remaining bytes have not arrived.
     partial: Vec<u8>,
 }
@@ -94,7 +95,7 @@ pub(super) struct Process {
     /// First offset of this gateway. Earlier bytes were read by another gateway, or are lost.
     base: u64,
     pub(super) spools: [Arc<Reader>; 2],
-    pub(super) seen: watch::Sender<Seen>,
+    pub(super) seen: watch::Sender<Progress>,
     pub(super) stdin: Arc<tokio::sync::Mutex<Stdin>>,
     /// Wakes tasks that wait for the connection.
     pub(super) line_changed: watch::Sender<()>,
@@ -108,7 +109,7 @@ pub(super) struct Process {
 }
 
 /// State of a process when this gateway begins to follow it.
-pub(super) struct Known {
+pub(super) struct InitialState {
     pub(super) id: AttemptId,
     pub(super) container: ContainerHandle,
     pub(super) team: String,
@@ -132,7 +133,7 @@ pub(super) fn directory(state_dir: &Path, process: AttemptId) -> PathBuf {
 
 impl Process {
     /// Opens or creates the spools. Blocks on the disk.
-    pub(super) fn open(state_dir: &Path, known: Known) -> Result<Arc<Self>, RuntimeError> {
+    pub(super) fn open(state_dir: &Path, known: InitialState) -> Result<Arc<Self>, RuntimeError> {
         let dir = directory(state_dir, known.id);
         let failed = |error| RuntimeError::io(format!("open {}", dir.display()), error);
         std::fs::create_dir_all(&dir).map_err(failed)?;
@@ -150,8 +151,8 @@ impl Process {
         };
         let [(stdout, out), (stderr, err)] =
             [open(NAMES[0]).map_err(failed)?, open(NAMES[1]).map_err(failed)?];
-        let line = if known.closed { Line::Closed } else { Line::Down };
-        let seen = Seen { phase: known.phase, heads: [out, err], gaps: read_gaps(&dir), stdin_taken: 0 };
+        let line = if known.closed { InputLink::Closed } else { InputLink::Down };
+        let seen = Progress { phase: known.phase, heads: [out, err], gaps: read_gaps(&dir), stdin_taken: 0 };
         Ok(Arc::new(Self {
             id: known.id,
             container: known.container,
@@ -197,7 +198,7 @@ impl Process {
     /// Records a gap of unknown size in both outputs.
     pub(super) fn add_gaps(&self) {
         self.seen.send_modify(|seen| {
-            let Seen { heads, gaps, .. } = seen;
+            let Progress { heads, gaps, .. } = seen;
             for (gaps, head) in gaps.iter_mut().zip(&*heads) {
                 if gaps.last() != Some(head) {
                     gaps.push(*head);
@@ -236,7 +237,7 @@ impl Process {
 
     pub(super) async fn wait(&self) -> Result<Ended, RuntimeError> {
         let mut seen = self.seen.subscribe();
-        let over = |seen: &Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
+        let over = |seen: &Progress| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
         let over = tokio::select! {
             // A known end stays valid.
             biased;
@@ -253,7 +254,7 @@ impl Process {
         RuntimeError::TakenOver(format!("the worker of process {}", self.id))
     }
 
-    pub(super) async fn set_line(&self, line: Line) {
+    pub(super) async fn set_line(&self, line: InputLink) {
         let mut stdin = self.stdin.lock().await;
         stdin.line = line;
         drop(stdin);
@@ -298,8 +299,15 @@ pub(super) fn attach(
         }
     }
     let input = Input { worker: Arc::clone(worker), process: Arc::clone(&process) };
-    let events =
-        Events { process, seen, at, told: [0, 0], stdin_said: stdin_offset, turn: 0, said: Said::Output };
+    let events = Events {
+        process,
+        seen,
+        at,
+        told: [0, 0],
+        stdin_said: stdin_offset,
+        next_output: 0,
+        said: EventPhase::Output,
+    };
     let events = stream::unfold(Some(events), |events| async move {
         let mut events = events?;
         match events.next().await {
@@ -314,19 +322,19 @@ pub(super) fn attach(
 /// Event stream of a reader.
 struct Events {
     process: Arc<Process>,
-    seen: watch::Receiver<Seen>,
+    seen: watch::Receiver<Progress>,
     /// Offset of the reader in each output.
     at: [u64; 2],
     /// Number of gaps that the reader has passed in each output.
     told: [usize; 2],
     stdin_said: u64,
     /// Index of the output to read first. It alternates, so that neither output starves.
-    turn: usize,
-    said: Said,
+    next_output: usize,
+    said: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
-enum Said {
+enum EventPhase {
     Output,
     Ended,
     Done,
@@ -335,24 +343,24 @@ enum Said {
 impl Events {
     async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
         loop {
-            if self.said == Said::Done {
+            if self.said == EventPhase::Done {
                 return Ok(None);
             }
             let seen = self.seen.borrow_and_update().clone();
             if seen.stdin_taken != self.stdin_said {
                 self.stdin_said = seen.stdin_taken;
-                return Ok(Some(ProcessEvent::StdinTaken(self.stdin_said)));
+                return Ok(Some(ProcessEvent::StdinAccepted(self.stdin_said)));
             }
             if let Some(event) = self.output(&seen).await? {
                 return Ok(Some(event));
             }
             match seen.phase {
-                Phase::Ended(ended) if self.said == Said::Output => {
-                    self.said = Said::Ended;
+                Phase::Ended(ended) if self.said == EventPhase::Output => {
+                    self.said = EventPhase::Ended;
                     return Ok(Some(ProcessEvent::Ended(ended)));
                 }
                 Phase::Ended(_) => {
-                    self.said = Said::Done;
+                    self.said = EventPhase::Done;
                     let [stdout, stderr] = self.at;
                     return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
                 }
@@ -370,8 +378,8 @@ impl Events {
     }
 
     /// Returns the next part of the output.
-    async fn output(&mut self, seen: &Seen) -> Result<Option<ProcessEvent>, RuntimeError> {
-        for which in [self.turn, 1 - self.turn] {
+    async fn output(&mut self, seen: &Progress) -> Result<Option<ProcessEvent>, RuntimeError> {
+        for which in [self.next_output, 1 - self.next_output] {
             let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
             let base = self.process.base;
             let gaps = &seen.gaps[which];
@@ -395,20 +403,20 @@ impl Events {
             let spool = Arc::clone(&self.process.spools[which]);
             let read = move || spool.read(offset).map_err(|error| RuntimeError::io("read a spool", error));
             let found = blocking(read).await?;
-            self.turn = 1 - which;
+            self.next_output = 1 - which;
             match found {
-                Found::Data(mut data) => {
+                ReadResult::Data(mut data) => {
                     if let Some(before) = gap.and_then(|gap| usize::try_from(gap - offset).ok()) {
                         data.truncate(before);
                     }
                     self.at[which] += data.len() as u64;
                     return Ok(Some(ProcessEvent::Output { stream, offset, data }));
                 }
-                Found::Gone(to) => {
+                ReadResult::Lost(to) => {
                     self.at[which] = to;
                     return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to }));
                 }
-                Found::Nothing => {
+                ReadResult::Nothing => {
                     return Err(RuntimeError::Other(
                         "the spool has fewer bytes than were written".to_owned(),
                     ));
@@ -449,16 +457,16 @@ impl Input {
                 _ if self.process.phase() == Phase::Gone => {
                     return Err(RuntimeError::ProcessNotFound(self.process.id));
                 }
-                Line::Up(control) => {
+                InputLink::Up(control) => {
                     let control = control.clone();
                     return Ok(Some((stdin, control)));
                 }
-                Line::Closed => return Ok(None),
-                Line::Broken => {
+                InputLink::Closed => return Ok(None),
+                InputLink::Broken => {
                     let message = "standard input was lost when the connection to the worker broke";
                     return Err(RuntimeError::Other(message.to_owned()));
                 }
-                Line::Down => {}
+                InputLink::Down => {}
             }
             drop(stdin);
             let mut seen = self.process.seen.subscribe();
@@ -505,7 +513,7 @@ impl Process {
             None => return Ok(()),
             // The process has ended, or the connection broke. The task that follows the process
             // finds out which.
-            Some(Err(_)) => stdin.line = Line::Down,
+            Some(Err(_)) => stdin.line = InputLink::Down,
             Some(Ok(())) => stdin.partial = bytes[text.len()..].to_vec(),
         }
         let length = fresh.len() as u64;
@@ -542,7 +550,7 @@ impl ProcessInput for Input {
 
     async fn close_stdin(&self) -> Result<(), RuntimeError> {
         // The loss of the connection has already closed standard input.
-        if matches!(self.process.stdin.lock().await.line, Line::Broken) {
+        if matches!(self.process.stdin.lock().await.line, InputLink::Broken) {
             return Ok(());
         }
         let Some((mut stdin, control)) = self.line().await? else { return Ok(()) };
@@ -560,7 +568,7 @@ impl ProcessInput for Input {
         }
         // No message may be sent after this one.
         if let Some(Ok(())) = self.process.until_ended(control.close_stdin()).await {
-            stdin.line = Line::Closed;
+            stdin.line = InputLink::Closed;
             let handle = self.process.container.to_string();
             // Without this property, another gateway would report the end of input as a broken
             // connection.
@@ -590,7 +598,7 @@ impl ProcessInput for Input {
         if self.worker.backend != Backend::Containerd {
             // A process that does not read blocks its writer, and must not block the signal.
             if let Ok(stdin) = self.process.stdin.try_lock()
-                && let Line::Up(control) = &stdin.line
+                && let InputLink::Up(control) = &stdin.line
                 && control.signal(signal).await.is_ok()
             {
                 return Ok(());
@@ -600,7 +608,7 @@ impl ProcessInput for Input {
         Ok(())
     }
 
-    async fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+    async fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError> {
         if !self.process.terminal {
             return Err(RuntimeError::Unsupported("the process has no terminal".to_owned()));
         }

@@ -51,7 +51,7 @@ impl RemoteVolume for Volume {
 
     /// Stores the manifest beside the volume, because the contents of the volume belong to its
     /// owner. The property that makes the manifest valid is set last.
-    async fn keep_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError> {
+    async fn store_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError> {
         self.worker.volume(self.handle).await?;
         let failed = |error| errors::volume("store a manifest", self.handle, error);
         let name = volumes::sidecar(self.handle)?;
@@ -77,7 +77,7 @@ impl RemoteVolume for Volume {
         client.set_property(&name, properties::MANIFEST_BYTES, &length).await.map_err(failed)
     }
 
-    async fn kept_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError> {
+    async fn read_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError> {
         let failed = |error| errors::volume("read a manifest", self.handle, error);
         let (client, name) = (&self.worker.volumes, volumes::sidecar(self.handle)?);
         let kept = match client.get(&name).await {

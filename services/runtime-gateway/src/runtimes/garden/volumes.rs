@@ -33,13 +33,15 @@ fn properties<const N: usize>(of: [(&str, String); N]) -> BTreeMap<String, Strin
     of.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
-fn failed(doing: &str) -> impl Fn(Error) -> RuntimeError {
-    let doing = doing.to_owned();
+fn failed(operation: &str) -> impl Fn(Error) -> RuntimeError {
+    let operation = operation.to_owned();
     move |error| match error {
         Error::Unreachable(_) | Error::Lost(_) => {
-            RuntimeError::Io { doing: doing.clone(), source: std::io::Error::other(error) }
+            RuntimeError::Io { operation: operation.clone(), source: std::io::Error::other(error) }
         }
-        error => RuntimeError::Other(format!("the worker cannot {doing}: {}", domain::error_chain(&error))),
+        error => {
+            RuntimeError::Other(format!("the worker cannot {operation}: {}", domain::error_chain(&error)))
+        }
     }
 }
 
@@ -146,7 +148,7 @@ impl Worker {
         request.properties = own;
 
         lock(&self.creating).insert(handle, parent);
-        let created = self.volumes.create_remembered(&request).await;
+        let created = self.volumes.create_with_outcome(&request).await;
         lock(&self.creating).remove(&handle);
         match (created, parent) {
             (Ok((volume, remembered)), _) => {

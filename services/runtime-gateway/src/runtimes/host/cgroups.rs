@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use domain::workload::Limits;
 
-use super::mounts::{self, Mounted};
+use super::mounts::{self, MountEntry};
 
 /// Time for the kernel to release an empty group.
 const REMOVAL: Duration = Duration::from_secs(5);
@@ -30,7 +30,7 @@ pub(super) struct Cgroups {
 }
 
 impl Cgroups {
-    pub(super) fn find(mounted: &[Mounted]) -> Self {
+    pub(super) fn find(mounted: &[MountEntry]) -> Self {
         let v1: Vec<_> = mounted
             .iter()
             .filter(|mount| mount.kind == "cgroup")
@@ -49,7 +49,7 @@ impl Cgroups {
     /// process in it.
     ///
     /// Failures are logged. A container that needs the missing hierarchy is rejected later.
-    pub(super) fn prepare(&self, mounted: &[Mounted]) {
+    pub(super) fn prepare(&self, mounted: &[MountEntry]) {
         for mount in mounted.iter().filter(|mount| mount.read_only) {
             let ours = self.v1.iter().chain(&self.v2).any(|(root, _)| *root == mount.at);
             if ours && let Err(error) = mounts::make_writable(&mount.at) {
@@ -344,7 +344,7 @@ mod tests {
 
     #[test]
     fn only_a_limit_needs_its_hierarchy() {
-        let mount = |at: &str, options: &str| Mounted {
+        let mount = |at: &str, options: &str| MountEntry {
             at: at.into(),
             kind: "cgroup".into(),
             options: options.into(),

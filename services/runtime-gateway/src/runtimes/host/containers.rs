@@ -161,8 +161,8 @@ impl Host {
                 tracing::warn!(process.id = %process.id, %error, "cannot kill a container");
             }
         }
-        let below = |mount: &mounts::Mounted| mount.at.starts_with(&self.config.state_dir);
-        let mounted = mounts::mounted().unwrap_or_default();
+        let below = |mount: &mounts::MountEntry| mount.at.starts_with(&self.config.state_dir);
+        let mounted = mounts::mount_table().unwrap_or_default();
         for mount in mounted.iter().rev().filter(|mount| below(mount)) {
             if let Err(error) = mounts::unmount(&mount.at) {
                 tracing::warn!(path = %mount.at.display(), %error, "cannot unmount a volume");
@@ -173,7 +173,7 @@ impl Host {
     /// Reads the specification of a container. `None`: the container does not exist.
     pub(super) fn read_container(&self, handle: ContainerHandle) -> Result<Option<Container>, RuntimeError> {
         let path = self.container(handle).join(paths::CONTAINER);
-        let Some(record) = filesystem::read_if_there(&path).map_err(at("read", &path))? else {
+        let Some(record) = filesystem::read_if_exists(&path).map_err(at("read", &path))? else {
             return Ok(None);
         };
         let unreadable = |error| RuntimeError::Other(format!("{}: {error}", path.display()));
@@ -311,7 +311,7 @@ impl Host {
         let (path, flags) = match root {
             Root::Host => (PathBuf::from("/"), OFlags::empty()),
             Root::Volume(volume) => (self.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
-            Root::Whole(_) => {
+            Root::WholeVolume(_) => {
                 return Err(RuntimeError::Unsupported("a whole volume as a root".to_owned()));
             }
         };
@@ -510,7 +510,7 @@ fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec, host: Image<'_>) -> 
         let why = match (fresh(at), &spec.root) {
             (Some(_), _) => None,
             (None, Root::Host) => host.not_a_place(at),
-            (None, Root::Volume(_) | Root::Whole(_)) => not_a_place(root, at)?,
+            (None, Root::Volume(_) | Root::WholeVolume(_)) => not_a_place(root, at)?,
         };
         if let Some(why) = why {
             return refuse(at, why);
@@ -633,7 +633,7 @@ impl Host {
     /// Reads the intent of a process, if it is readable.
     pub(super) fn intent(process: &Process) -> Result<Option<Intent>, RuntimeError> {
         let path = process.file(paths::INTENT);
-        let contents = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let contents = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         Ok(contents.and_then(|contents| serde_json::from_slice(&contents).ok()))
     }
 }

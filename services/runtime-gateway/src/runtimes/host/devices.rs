@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn kernel_enforces_policy_on_group() -> io::Result<()> {
-        let mounted = mounts::mounted()?;
+        let mounted = mounts::mount_table()?;
         let Some(root) = mounted.iter().find(|mount| mount.kind == "cgroup2") else {
             eprintln!("not applicable: no cgroup of version 2");
             return Ok(());

@@ -54,14 +54,14 @@ impl Disk {
 }
 
 /// A process to end, with the reason.
-struct Chosen {
+struct GuardDecision {
     process: AttemptId,
     message: String,
 }
 
 /// Disk usage of a container.
 #[derive(Default)]
-struct Taken {
+struct DiskUsage {
     bytes: u64,
     inodes: u64,
     /// The device of the state directory.
@@ -112,7 +112,10 @@ impl HostRuntime {
         Ok(())
     }
 
-    async fn end_for_disk(&self, Chosen { process: id, message }: Chosen) -> Result<(), RuntimeError> {
+    async fn end_for_disk(
+        &self,
+        GuardDecision { process: id, message }: GuardDecision,
+    ) -> Result<(), RuntimeError> {
         tracing::warn!(process.id = %id, reason = message, "ending a container to keep the disk usable");
         let process = self.host.find(id)?;
         // No file is written here, because the disk is full.
@@ -145,7 +148,7 @@ impl Host {
     }
 
     /// Selects the process to end because the disk is nearly full.
-    fn choose_to_end(&self) -> Result<Option<Chosen>, RuntimeError> {
+    fn choose_to_end(&self) -> Result<Option<GuardDecision>, RuntimeError> {
         let disk = self.measure()?;
         let Disk { free, missing, missing_inodes, .. } = disk;
         if !disk.is_short() {
@@ -166,7 +169,7 @@ impl Host {
             };
             let message =
                 format!("the worker's disk is nearly full, and this container has written the most: {wrote}");
-            Chosen { process, message }
+            GuardDecision { process, message }
         }))
     }
 
@@ -177,10 +180,10 @@ impl Host {
         all.filter(|process| matches!(self.status(process), Ok(Status::Started))).collect()
     }
 
-    fn taken(&self, process: &Process) -> Result<Taken, RuntimeError> {
+    fn taken(&self, process: &Process) -> Result<DiskUsage, RuntimeError> {
         let state = &self.config.state_dir;
         let device = rustix::fs::stat(state).map_err(|error| at("check", state)(error.into()))?.st_dev;
-        let mut taken = Taken { device, ..Taken::default() };
+        let mut taken = DiskUsage { device, ..DiskUsage::default() };
         for (_, layer) in self.layers_of(process)? {
             if let Err(error) = taken.add_tree(&layer) {
                 tracing::debug!(path = %layer.display(), %error, "cannot walk the whole tree of a container");
@@ -247,7 +250,7 @@ fn empty(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-impl Taken {
+impl DiskUsage {
     fn add(&mut self, found: &Stat) {
         if found.st_nlink < 2 || self.seen.insert((found.st_dev, found.st_ino)) {
             self.bytes += u64::try_from(found.st_blocks).unwrap_or(0) * 512;

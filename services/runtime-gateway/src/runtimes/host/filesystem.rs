@@ -8,10 +8,10 @@ use std::path::Path;
 
 use runtime::RuntimeError;
 
-/// Wraps an error of the operating system. `doing` names the operation on `path`.
-pub(super) fn at(doing: &str, path: &Path) -> impl FnOnce(io::Error) -> RuntimeError {
-    let doing = format!("{doing} {}", path.display());
-    move |error| RuntimeError::io(doing, error)
+/// Wraps an error of the operating system. `operation` names the operation on `path`.
+pub(super) fn at(operation: &str, path: &Path) -> impl FnOnce(io::Error) -> RuntimeError {
+    let operation = format!("{operation} {}", path.display());
+    move |error| RuntimeError::io(operation, error)
 }
 
 /// Creates a directory. An existing directory is not an error.
@@ -80,7 +80,7 @@ pub(super) fn write_durably(path: &Path, contents: &[u8]) -> io::Result<()> {
 }
 
 /// Reads a file. `None`: the file does not exist.
-pub(super) fn read_if_there(path: &Path) -> io::Result<Option<Vec<u8>>> {
+pub(super) fn read_if_exists(path: &Path) -> io::Result<Option<Vec<u8>>> {
     match fs::read(path) {
         Ok(contents) => Ok(Some(contents)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

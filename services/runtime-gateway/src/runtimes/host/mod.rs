@@ -149,7 +149,7 @@ impl HostRuntime {
     pub fn look(config: HostConfig) -> Result<Option<Look>, RuntimeError> {
         let config = prepared(config)?;
         let Some(marker) = find_marker(&config.state_dir)? else { return Ok(None) };
-        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list the mounts", error))?;
+        let mounted = mounts::mount_table().map_err(|error| RuntimeError::io("list the mounts", error))?;
         Ok(Some(Look {
             marker: Marker { id: marker, boot: boot()? },
             disk: disk(&config.state_dir)?,

@@ -16,7 +16,7 @@ use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, O
 
 /// One line of the mount table.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Mounted {
+pub(super) struct MountEntry {
     pub(super) at: PathBuf,
     pub(super) kind: String,
     /// Options of the file system.
@@ -26,19 +26,19 @@ pub(super) struct Mounted {
 }
 
 /// All mounts in the namespace of this process, in mount order.
-pub(super) fn mounted() -> io::Result<Vec<Mounted>> {
+pub(super) fn mount_table() -> io::Result<Vec<MountEntry>> {
     let table = fs::read("/proc/self/mountinfo")?;
     Ok(table.split(|byte| *byte == b'\n').filter_map(parse_mounted).collect())
 }
 
-fn parse_mounted(line: &[u8]) -> Option<Mounted> {
+fn parse_mounted(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|byte| *byte == b' ');
     let at = unescape(fields.nth(4)?);
     let read_only = fields.next()?.split(|byte| *byte == b',').any(|option| option == b"ro");
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let kind = String::from_utf8_lossy(rest.next()?).into_owned();
     let options = String::from_utf8_lossy(rest.nth(1)?).into_owned();
-    Some(Mounted { at, kind, options, read_only })
+    Some(MountEntry { at, kind, options, read_only })
 }
 
 /// Decodes the mount table's three octal digits for spaces, tabs, line ends and backslashes.
@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn a_line_of_the_table_is_understood() {
         let line = br"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue";
-        let mounted = Mounted {
+        let mounted = MountEntry {
             at: "/mnt 2".into(),
             kind: "ext3".into(),
             options: "rw,errors=continue".into(),

@@ -106,7 +106,7 @@ impl Container {
             team: spec.team,
             root: match spec.root {
                 Root::Host => None,
-                Root::Volume(volume) | Root::Whole(volume) => Some(volume),
+                Root::Volume(volume) | Root::WholeVolume(volume) => Some(volume),
             },
             mounts,
             directory: spec.directory.into(),

@@ -54,7 +54,7 @@ impl Host {
     pub(super) fn open(config: HostConfig, hold: StateLock) -> Result<Self, RuntimeError> {
         let boot = boot()?;
         let marker = marker(&config.state_dir)?;
-        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list the mounts", error))?;
+        let mounted = mounts::mount_table().map_err(|error| RuntimeError::io("list the mounts", error))?;
         let volumes = Volumes::open(&config.state_dir, &mounted)?;
         let upper_in_memory = !volumes.overlays();
         let sockets = Sockets::open(&config.runtime_dir).map_err(at("open", &config.runtime_dir))?;
@@ -119,7 +119,7 @@ impl Host {
     /// Reads the mark of the artifact store, which is stored with the marker.
     pub(super) fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
         let path = self.config.state_dir.join(STORE_MARK);
-        let found = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let found = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         Ok(found.and_then(|text| String::from_utf8(text).ok()?.parse().ok()))
     }
 
@@ -162,7 +162,7 @@ const STORE_MARK: &str = "store-mark";
 /// Reads the marker of the state directory, if there is one.
 pub(super) fn find_marker(state_dir: &Path) -> Result<Option<MarkerId>, RuntimeError> {
     let path = state_dir.join("marker");
-    let found = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+    let found = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
     Ok(found.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()))
 }
 

@@ -102,7 +102,7 @@ pub(super) fn is_held_as(state_dir: &Path, name: &str) -> io::Result<bool> {
 fn is_named(path: &Path, name: &str) -> io::Result<bool> {
     // A missing file means that the directory is being removed, and that no runtime has taken it
     // over.
-    Ok(filesystem::read_if_there(path)?.is_none_or(|found| found == name.as_bytes()))
+    Ok(filesystem::read_if_exists(path)?.is_none_or(|found| found == name.as_bytes()))
 }
 
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {

@@ -68,7 +68,7 @@ pub(super) enum Request {
         stop_after: Duration,
     },
     /// Answered at once.
-    Look,
+    GetProgress,
     /// Answered when the process has ended.
     AwaitEnd,
     /// Kills all processes, with this reason: the disk must stay usable.
@@ -158,7 +158,7 @@ impl Request {
                 out.extend_from_slice(&nanoseconds(*sent).to_le_bytes());
                 out.extend_from_slice(&nanoseconds(*stop_after).to_le_bytes());
             }
-            Self::Look => out.push(9),
+            Self::GetProgress => out.push(9),
             Self::AwaitEnd => out.push(10),
             Self::EndForDisk(why) => {
                 out.push(11);
@@ -189,7 +189,7 @@ impl Request {
                 let sent = Duration::from_nanos(fields.number()?);
                 Self::Contact { sent, stop_after: Duration::from_nanos(fields.number()?) }
             }
-            9 => Self::Look,
+            9 => Self::GetProgress,
             10 => Self::AwaitEnd,
             11 => Self::EndForDisk(String::from_utf8_lossy(fields.0).into_owned()),
             12 => Self::EndForMemory,
@@ -309,7 +309,7 @@ mod tests {
             Request::Detach,
             Request::Stop(Duration::from_millis(1500)),
             Request::Contact { sent: Duration::from_secs(1), stop_after: Duration::from_secs(600) },
-            Request::Look,
+            Request::GetProgress,
             Request::AwaitEnd,
             Request::EndForDisk("full".to_owned()),
             Request::EndForMemory,

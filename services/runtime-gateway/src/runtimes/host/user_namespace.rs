@@ -64,8 +64,8 @@ impl Range {
 
     /// Creates files as root of the container from now on. In a mapped mount, only mapped users can
     /// create files.
-    pub(super) fn act(self) -> io::Result<Acting> {
-        let acting = Acting;
+    pub(super) fn act(self) -> io::Result<ContainerRootGuard> {
+        let acting = ContainerRootGuard;
         set_file_ids(self.first)?;
         // The change of user has dropped the capabilities for files, which are still needed.
         use_all_capabilities()?;
@@ -74,9 +74,9 @@ impl Range {
 }
 
 /// Lets this thread create files as root of a container until it is dropped.
-pub(super) struct Acting;
+pub(super) struct ContainerRootGuard;
 
-impl Drop for Acting {
+impl Drop for ContainerRootGuard {
     fn drop(&mut self) {
         if set_file_ids(0).is_err() {
             // Cannot fail for root. Continuing would give files of the worker to a container.

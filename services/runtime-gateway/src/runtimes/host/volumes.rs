@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
 use super::filesystem::{self, at};
-use super::mounts::{self, Mounted, Overlay, Upper};
+use super::mounts::{self, MountEntry, Overlay, Upper};
 use super::tree_copy::{copy_files, copy_tree};
 use super::user_namespace::Range;
 use crate::util::keyed_locks::lock;
@@ -58,7 +58,7 @@ pub(super) struct Volumes {
 impl Volumes {
     /// Detects the method for children, and removes incomplete volumes of a crash as far as
     /// possible.
-    pub(super) fn open(state_dir: &Path, mounted: &[Mounted]) -> Result<Self, RuntimeError> {
+    pub(super) fn open(state_dir: &Path, mounted: &[MountEntry]) -> Result<Self, RuntimeError> {
         let directory = state_dir.join("volumes");
         filesystem::make_directory(&directory).map_err(at("make", &directory))?;
         let mut left = Vec::new();
@@ -176,7 +176,7 @@ impl Volumes {
         let (upper, _) = (make("upper")?, make("work")?);
         // The root of the topmost layer is the visible root.
         let top = layers.first().map_or(&contents, |layer| layer);
-        like(&upper, top).map_err(at("make", &upper))?;
+        copy_owner_and_mode(&upper, top).map_err(at("make", &upper))?;
         if !names.is_empty() {
             // An overlay copies a file up under one name, which breaks its hard links. A file that
             // is already in the top layer stays one file.
@@ -213,7 +213,7 @@ impl Volumes {
 
     pub(super) fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
         let path = self.existing(handle)?.join("artifact");
-        let artifact = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let artifact = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         let artifact = artifact.and_then(|text| String::from_utf8(text).ok()?.parse().ok());
         Ok(Notes { parent: self.parent(handle)?, artifact })
     }
@@ -389,7 +389,7 @@ pub(super) fn overlay(
 /// The parent of the volume in the directory `volume`.
 fn parent(volume: &Path) -> Result<Option<VolumeHandle>, RuntimeError> {
     let path = volume.join("parent");
-    let Some(text) = filesystem::read_if_there(&path).map_err(at("read", &path))? else { return Ok(None) };
+    let Some(text) = filesystem::read_if_exists(&path).map_err(at("read", &path))? else { return Ok(None) };
     let parent = String::from_utf8(text).ok().and_then(|text| text.parse().ok());
     // The file was written before the volume got its name, so only a crash of the machine can have
     // truncated it.
@@ -399,7 +399,7 @@ fn parent(volume: &Path) -> Result<Option<VolumeHandle>, RuntimeError> {
 }
 
 /// Gives a directory the owner and the mode of another.
-fn like(directory: &Path, model: &Path) -> io::Result<()> {
+fn copy_owner_and_mode(directory: &Path, model: &Path) -> io::Result<()> {
     let model = fs::metadata(model)?;
     std::os::unix::fs::chown(directory, Some(model.uid()), Some(model.gid()))?;
     fs::set_permissions(directory, model.permissions())

@@ -29,7 +29,7 @@ fn git(path: &Path) -> WorkerProvidedPath {
 impl Suite {
     async fn start(worker_provided: Vec<WorkerProvidedPath>) -> Self {
         let store = Store::start().await;
-        let machine = FakeWorker::bringing(worker_provided, false);
+        let machine = FakeWorker::providing(worker_provided, false);
         let worker = machine.attended(NOBODY, &store.endpoint);
         let session = session("credential");
         worker.session.set(Some(session.clone()));
@@ -202,7 +202,7 @@ async fn what_fails_is_told_tried_again_and_holds_up_nothing_else() {
         wanted = worker.imports.wanted(&missing.what) => wanted,
         () = within("the failure", again) => panic!("it has no end"),
     };
-    assert!(wanted.expect_err("it is not there").contains("copying a volume"));
+    assert!(wanted.expect_err("it is not there").contains("copy a volume"));
 
     std::fs::create_dir_all(&missing.path).expect("make");
     let again = async {

@@ -392,7 +392,7 @@ async fn an_attempt_whose_task_panics_ends_as_a_failure() {
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
     let failure = finish.failure.expect("a failure");
     assert_eq!((finish.lease_token.as_str(), failure.reason.as_str()), ("token", "WORKER_FAILED"));
-    assert!(failure.message.contains("as the test asked for"), "{}", failure.message);
+    assert!(failure.message.contains("injected by the test"), "{}", failure.message);
     scene.ended(&[lease]).await;
     scene.end().await;
 }
@@ -434,7 +434,7 @@ async fn a_lease_does_not_end_before_its_process_could_be_stopped() {
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
-    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "it was tried until it could");
+    assert_eq!(scene.machine.faults.remaining_stop_failures(), 0, "it was tried until it could");
     assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
     scene.ended(&[lease]).await;
     scene.end().await;

@@ -41,7 +41,7 @@ async fn nothing_is_lost_of_many_small_writes_that_nobody_reads_meanwhile() {
     let handle = bench.runtime.made(bench.spec.clone()).await;
     let id = bench.runtime.started(handle, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
     bench.runtime.ended(id).await;
-    let said = bench.runtime.said(id).await;
+    let said = bench.runtime.read_output(id).await;
     assert_eq!((said.text().lines().count(), said.gone), (6000, 0));
     assert_eq!(said.ended, Some(Ended::Exited { exit: Exit::Code(7), stopped: false }));
 }

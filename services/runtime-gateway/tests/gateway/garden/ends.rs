@@ -62,11 +62,11 @@ async fn a_guardian_worker_tells_that_memory_ran_out_and_others_that_something_w
         let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
         let spec = ContainerSpec { limits, ..bench.spec.clone() };
         let told = |exit| Some(Ended::Exited { exit, stopped: false });
-        let said = bench.runtime.ran(spec.clone(), process(&programs::greedy(128 << 20))).await;
+        let said = bench.runtime.run(spec.clone(), process(&programs::greedy(128 << 20))).await;
         let out_of_memory = if manner == Manner::Guardian { Exit::OutOfMemory } else { Exit::Code(137) };
         assert_eq!(said.ended, told(out_of_memory), "{manner:?}");
         // A process that was killed for another reason, in a separate container.
-        let said = bench.runtime.ran(spec, shell("kill -9 $$")).await;
+        let said = bench.runtime.run(spec, shell("kill -9 $$")).await;
         assert_eq!(said.ended, told(Exit::Code(137)), "{manner:?}");
     }
 }
@@ -200,7 +200,7 @@ async fn a_full_worker_has_no_room_and_takes_more_when_something_goes() {
         bench.subject.server().take_no_more(1);
         let second = ContainerHandle::new();
         let refused = hasty.create_container(second, bench.spec.clone()).await;
-        let Err(error @ RuntimeError::Full(_)) = &refused else { panic!("{manner:?}: {refused:?}") };
+        let Err(error @ RuntimeError::WorkerFull(_)) = &refused else { panic!("{manner:?}: {refused:?}") };
         assert_eq!(error.reason(), FailureReason::WorkerFull);
         assert_eq!(bench.runtime.list().await.expect("list").containers, [first], "{manner:?}");
         // A gateway with patience waits for a container to be destroyed.
@@ -230,7 +230,7 @@ async fn a_process_runs_for_longer_than_a_call_may_take() {
         let runtime: Arc<dyn Runtime> = bench.subject.another(soon).await.expect("a gateway");
         let handle = runtime.made(bench.spec.clone()).await;
         let id = runtime.started(handle, shell("echo early; sleep 1.5; echo late; exit 7")).await;
-        let said = runtime.said(id).await;
+        let said = runtime.read_output(id).await;
         assert_eq!((said.text(), said.gone), ("early\nlate\n", 0), "{manner:?}");
         assert!(said.ended.is_some_and(|ended| is_exit(&ended, 7)), "{manner:?}");
         let attached =

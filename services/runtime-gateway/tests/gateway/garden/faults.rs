@@ -239,7 +239,7 @@ async fn archives_that_are_cut_or_end_in_an_error_are_no_contents() {
         else {
             panic!("the volume is local")
         };
-        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
+        remote.store_manifest(b"manifest".to_vec()).await.expect("keep");
         bench.subject.volumes.set_faults(fault.clone());
         let mut bytes = Vec::new();
         let read = match remote.read(std::path::Path::new("")).await {
@@ -247,10 +247,10 @@ async fn archives_that_are_cut_or_end_in_an_error_are_no_contents() {
             Err(error) => Err(std::io::Error::other(error)),
         };
         assert!(read.is_err(), "{fault:?}: the archive was accepted");
-        let kept = remote.kept_manifest().await;
+        let kept = remote.read_manifest().await;
         assert!(kept.is_err(), "{fault:?}: {kept:?}");
         bench.subject.volumes.set_faults(Faults::default());
-        assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
+        assert_eq!(remote.read_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
     }
 }
 

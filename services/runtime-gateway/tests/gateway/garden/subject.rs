@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use concourse::garden::Settings;
 use domain::VolumeHandle;
 use runtime::{Contents, Root, Runtime, RuntimeError, VolumeSource, WorkerProvided, WorkerProvidedPath};
-use runtime_gateway::garden::{BroughtImage, GardenConfig, GardenRuntime};
+use runtime_gateway::garden::{GardenConfig, GardenRuntime, ProvidedImage};
 use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver};
 use testing::conformance::Subject;
@@ -52,7 +52,7 @@ pub(crate) fn config(garden: &Garden, volumes: &baggageclaim::Server, dir: &Path
         testing::conformance::worker_provided(&dir.join("provided"))
     {
         match what {
-            WorkerProvided::ResourceType(name) => resource_types.push(BroughtImage { name, version, path }),
+            WorkerProvided::ResourceType(name) => resource_types.push(ProvidedImage { name, version, path }),
             WorkerProvided::Certs => certs_path = Some(path),
         }
     }

@@ -9,7 +9,7 @@ use domain::{AttemptId, ContainerHandle};
 use futures::StreamExt;
 use runtime::{
     ContainerSpec, Ended, Offsets, OutputStream, ProcessEvent, ProcessSpec, ProcessState, Runtime,
-    RuntimeError, Window,
+    RuntimeError, TerminalSize,
 };
 use runtime_gateway::garden::GardenConfig;
 use testing::conformance::{RuntimeExt, Subject, in_time, process, programs, read_until, until};
@@ -173,7 +173,7 @@ async fn what_is_typed_reaches_a_terminal_whose_connection_broke() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         for how in [Break::End, Break::Reset] {
             let Some(bench) = Bench::new(manner).await else { return };
-            let terminal = Some(Window { columns: 91, rows: 37 });
+            let terminal = Some(TerminalSize { columns: 91, rows: 37 });
             let spec = ProcessSpec { stdin: Stdin::Attached, terminal, ..process(&programs::window()) };
             let handle = bench.runtime.made(bench.spec.clone()).await;
             let id = bench.runtime.started(handle, spec).await;
@@ -182,7 +182,7 @@ async fn what_is_typed_reaches_a_terminal_whose_connection_broke() {
             bench.subject.server().break_attachments(how);
             until_attached(&bench, id, 0).await;
             // With plain input, the input would have ended.
-            attachment.input.resize(Window { columns: 120, rows: 50 }).await.expect("resize");
+            attachment.input.resize(TerminalSize { columns: 120, rows: 50 }).await.expect("resize");
             attachment.input.stdin(0, Bytes::from_static(b"again\n")).await.expect("type");
             read_until(&mut attachment.events, "50 120").await;
             attachment.input.stdin(6, Bytes::from_static(b"end\n")).await.expect("type");
@@ -279,10 +279,10 @@ async fn processes_run_as_the_user_that_was_asked_for() {
             [(None, "0\n0\n"), (Some("1234"), "1234\n0\n"), (Some("1234:2345"), "1234\n2345\n")]
         {
             let spec = ContainerSpec { user: user.map(str::to_owned), ..bench.spec.clone() };
-            assert_eq!(bench.runtime.ran(spec, ids()).await.text(), expected, "{manner:?} {user:?}");
+            assert_eq!(bench.runtime.run(spec, ids()).await.text(), expected, "{manner:?} {user:?}");
         }
         let unknown = ContainerSpec { user: Some("gantry-nobody".to_owned()), ..bench.spec.clone() };
-        let Some(Ended::NotStarted(failure)) = bench.runtime.ran(unknown, ids()).await.ended else {
+        let Some(Ended::NotStarted(failure)) = bench.runtime.run(unknown, ids()).await.ended else {
             panic!("{manner:?}: the process ran")
         };
         assert_eq!(failure.reason, FailureReason::UserNotFound, "{manner:?}");

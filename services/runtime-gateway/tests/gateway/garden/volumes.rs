@@ -46,8 +46,8 @@ async fn archives_travel_in_the_encoding_that_was_chosen() {
         let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
             panic!("the volume is local")
         };
-        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
-        assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
+        remote.store_manifest(b"manifest".to_vec()).await.expect("keep");
+        assert_eq!(remote.read_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
 
         for fault in
             [Faults { cut_archives: true, ..faults.clone() }, Faults { fail_archives: true, ..faults }]
@@ -59,7 +59,7 @@ async fn archives_travel_in_the_encoding_that_was_chosen() {
                 Err(error) => Err(std::io::Error::other(error)),
             };
             assert!(read.is_err(), "{encoding:?} {fault:?}: the archive was accepted");
-            remote.kept_manifest().await.expect_err("the manifest is not readable");
+            remote.read_manifest().await.expect_err("the manifest is not readable");
         }
     }
 }
@@ -85,14 +85,14 @@ async fn a_worker_is_asked_for_no_encoding_that_it_does_not_know() {
 async fn volumes_are_destroyed_together_and_none_with_its_parent() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
-    assert!(runtime.destroyed_at_once() > 1);
+    assert!(runtime.destroy_batch_size() > 1);
     let family = async || {
         let parent = runtime.volume().await;
         put(&**runtime, parent, "file", "kept").await;
         let Contents::Remote(remote) = runtime.contents(parent).await.expect("the contents") else {
             panic!("the volume is local")
         };
-        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
+        remote.store_manifest(b"manifest".to_vec()).await.expect("keep");
         (parent, runtime.child(parent).await, runtime.volume().await)
     };
     let is_there =

@@ -12,7 +12,7 @@ use runtime::{ContainerSpec, ProcessSpec, Root, Runtime, RuntimeError, VolumeSou
 use runtime_gateway::Config;
 use runtime_gateway::garden::{GardenArgs, GardenConfig, GardenWorker};
 use serde_json::{Value, json};
-use testing::conformance::{RuntimeExt, Said, container, mount, process};
+use testing::conformance::{ProcessOutput, RuntimeExt, container, mount, process};
 use testing::garden::Manner;
 
 use super::faults::Bench;
@@ -45,7 +45,7 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-fn lines(said: &Said) -> Vec<&str> {
+fn lines(said: &ProcessOutput) -> Vec<&str> {
     said.text().lines().collect()
 }
 
@@ -60,7 +60,7 @@ async fn proxies_of_the_worker_are_in_the_environment_of_every_process() {
             environment: vec![EnvironmentVariable { name: b"http_proxy".to_vec(), value: b"ours".to_vec() }],
             ..shell("echo $http_proxy; echo $https_proxy; echo $no_proxy")
         };
-        let said = runtime.ran(bench.spec.clone(), spec).await;
+        let said = runtime.run(bench.spec.clone(), spec).await;
         assert_eq!(lines(&said), ["http://proxy:3128", "http://proxy:3129", "localhost"], "{manner:?}");
     }
 }
@@ -94,7 +94,7 @@ async fn certificates_of_the_worker_are_what_links_lead_to() {
     assert!(runtime.list().await.expect("list").volumes.contains(&volume), "the volume is listed");
     let script = "cat /etc/ssl/certs/ca.crt; touch /etc/ssl/certs/mine 2>/dev/null || echo refused";
     let spec = ContainerSpec { mounts: vec![mount(volume, "/etc/ssl/certs", true)], ..bench.spec.clone() };
-    let said = runtime.ran(spec, shell(script)).await;
+    let said = runtime.run(spec, shell(script)).await;
     assert_eq!(lines(&said), ["trusted", "refused"], "the target of the link is visible and read-only");
 
     // A missing directory is an error at its use, but the gateway still serves the worker.
@@ -154,9 +154,9 @@ async fn images_of_resource_types_are_roots_of_containers() {
             "cat /etc/release; echo; [ ! -w /etc/release ] || echo changed > /etc/release; echo $HOME";
         for user in [None, Some("nobody".to_owned())] {
             let root = made(&runtime, parent).await;
-            let spec = ContainerSpec { root: Root::Whole(root), user, ..container() };
+            let spec = ContainerSpec { root: Root::WholeVolume(root), user, ..container() };
             let home = if spec.user.is_some() { "/home/nobody" } else { "/root" };
-            let said = runtime.ran(spec, shell(release)).await;
+            let said = runtime.run(spec, shell(release)).await;
             assert_eq!(lines(&said), ["first", home], "{manner:?}: each container has a separate layer");
         }
 
@@ -169,8 +169,8 @@ async fn images_of_resource_types_are_roots_of_containers() {
             [(parent, "first"), (imported(&runtime, git()).await.expect("it"), "second")]
         {
             let root = made(&runtime, parent).await;
-            let spec = ContainerSpec { root: Root::Whole(root), ..container() };
-            assert_eq!(lines(&runtime.ran(spec, shell(release)).await), [expected, "/root"], "{manner:?}");
+            let spec = ContainerSpec { root: Root::WholeVolume(root), ..container() };
+            assert_eq!(lines(&runtime.run(spec, shell(release)).await), [expected, "/root"], "{manner:?}");
         }
 
         // A missing image is reported as an error.

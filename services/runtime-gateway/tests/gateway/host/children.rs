@@ -26,7 +26,7 @@ async fn linked_files_stay_one_in_children() {
         runtime.create_volume(child, source).await.expect("a child");
         let spec = ContainerSpec { mounts: vec![mount(child, "/child", false)], ..container() };
         let script = "cd /child && printf 2 >> two && cat d/e/one && stat -c ' %h %i' two d/e/one";
-        let said = runtime.ran(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
+        let said = runtime.run(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
         let said = said.text();
         let mut lines = said.lines();
         assert_eq!(lines.next().map(|first| first.split(' ').next()), Some(Some(expected)), "{said}");

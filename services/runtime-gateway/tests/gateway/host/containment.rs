@@ -19,8 +19,8 @@ fn shell(script: &str) -> ProcessSpec {
 }
 
 /// Runs a script. Returns its output, followed by its errors.
-async fn said(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
-    let said = subject.runtime().ran(spec, shell(script)).await;
+async fn script_output(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
+    let said = subject.runtime().run(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
@@ -47,7 +47,7 @@ async fn devices_cannot_be_made_or_opened() {
     let script = "for at in /var/tmp /dev /plain /child /tmp /run; do mknod $at/block b 7 0 && echo made; done; \
         for node in /plain/kmsg /child/kmsg; do (: < $node) && echo opened; done; \
         (: < /dev/zero) && (: > /dev/null) && (: < /dev/urandom) && echo usual";
-    let said = said(&subject, spec, script).await;
+    let said = script_output(&subject, spec, script).await;
     assert!(said.starts_with("usual\n"), "{said}");
     assert_eq!(said.matches("Operation not permitted").count(), 6, "{said}");
     assert_eq!(said.matches("ermission denied").count(), 2, "{said}");
@@ -62,7 +62,7 @@ async fn root_and_volumes_are_mounted_nodev_and_nosuid() {
     runtime.create_volume(child, source).await.expect("a child");
     let mounts = vec![mount(volume, "/plain", false), mount(child, "/child", true)];
     let spec = ContainerSpec { mounts, ..container() };
-    let table = said(&subject, spec, "cat /proc/self/mountinfo").await;
+    let table = script_output(&subject, spec, "cat /proc/self/mountinfo").await;
     for line in table.lines() {
         let fields: Vec<_> = line.split(' ').collect();
         let [at, options] = [fields[4], fields[5]];
@@ -157,7 +157,7 @@ async fn fork_bomb_ends_as_its_own_failure() {
             shell("bomb() { bomb | bomb & }; bomb; for i in $(seq 200); do sleep 60 & done; echo over"),
         )
         .await;
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     let errors = String::from_utf8_lossy(&said.stderr);
     assert!(errors.contains("Cannot fork") || errors.contains("fork: "), "{errors}");
     assert!(
@@ -214,9 +214,9 @@ async fn container_without_limit_cannot_take_all_memory() {
     let runtime = HostRuntime::open(HostConfig { policy, ..config(dir.path()) }).expect("open");
     let runtime: std::sync::Arc<dyn Runtime> = runtime;
     let eat = ["awk", "BEGIN { s = \"x\"; while (1) s = s s }"].map(str::to_owned);
-    let said = runtime.ran(container(), process(&eat)).await;
+    let said = runtime.run(container(), process(&eat)).await;
     assert_eq!(said.ended, Some(runtime::Ended::Exited { exit: Exit::OutOfMemory, stopped: false }));
-    let score = runtime.ran(container(), shell("cat /proc/self/oom_score_adj")).await;
+    let score = runtime.run(container(), shell("cat /proc/self/oom_score_adj")).await;
     assert_eq!(score.text(), "500\n", "processes of the machine have a lower score");
     for handle in runtime.list().await.expect("list").containers {
         runtime.destroy_container(handle).await.expect("destroy");
@@ -226,7 +226,7 @@ async fn container_without_limit_cannot_take_all_memory() {
 #[tokio::test]
 async fn memory_file_systems_are_bounded() {
     let Some(subject) = HostSubject::new() else { return };
-    let table = said(&subject, container(), "cat /proc/self/mountinfo").await;
+    let table = script_output(&subject, container(), "cat /proc/self/mountinfo").await;
     for at in ["/tmp", "/run", "/dev/shm"] {
         let line = table.lines().find(|line| line.split(' ').nth(4) == Some(at)).unwrap_or_default();
         assert!(line.contains("size="), "{at}: {line}");
@@ -237,7 +237,7 @@ async fn memory_file_systems_are_bounded() {
 async fn container_has_a_share_of_the_pseudo_terminals() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "ulimit -n 2048 && exec python3 -c 'import os\nwhile True: os.open(\"/dev/ptmx\", os.O_RDWR); print(end=\".\")'";
-    let said = said(&subject, container(), script).await;
+    let said = script_output(&subject, container(), script).await;
     assert_eq!(said.chars().take_while(|each| *each == '.').count(), 512, "{said}");
     assert!(said.contains("No space left on device"), "{said}");
 }
@@ -289,7 +289,7 @@ async fn program_of_the_supervisor_cannot_be_changed() {
         environment: vec![variable("LD_PRELOAD", "/own/own.so")],
         ..process(&["/proc/self/exe".to_owned()])
     };
-    let said = runtime.ran(spec, process).await;
+    let said = runtime.run(spec, process).await;
     let after = fs::metadata(program).expect("the program");
     fs::set_permissions(program, before.permissions()).expect("as it was");
     assert_eq!(said.text(), "opened 1\nchmod 0\nchown 0\nxattr 0\nwrite 0\n", "{said:?}");

@@ -15,10 +15,10 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
+async fn script_output(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
     let handle = runtime.made(spec).await;
     let id = runtime.started(handle, shell(script)).await;
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     runtime.destroy_container(handle).await.expect("destroy");
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
@@ -44,12 +44,12 @@ async fn image_shows_programs_and_nothing_of_people() {
         secret = secret.path().display(),
         state = subject.dir.path().display(),
     );
-    let found = said(&runtime, container(), &script).await;
+    let found = script_output(&runtime, container(), &script).await;
     let (text, errors) = found.split_once("over\n").expect("the end");
     assert_eq!(text.trim(), "", "the directories are empty: {errors}");
     let known = "test -x /usr/bin/env && /bin/sh -c 'grep -q root /etc/passwd && cd /etc/ssl/certs && id -un'; \
         touch /usr/file; touch /etc/ssl/file; echo changed > /etc/hostname && cat /etc/hostname";
-    let found = said(&runtime, container(), known).await;
+    let found = script_output(&runtime, container(), known).await;
     assert!(found.starts_with("root\nchanged\n"), "{found}");
     assert_eq!(found.matches("Read-only file system").count(), 2, "{found}");
 }
@@ -60,7 +60,7 @@ async fn files_outside_of_the_list_do_not_exist() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
     let script = "find / -xdev ! -type d ! -path '/etc/*' | sort; find /etc -maxdepth 1 -name passwd";
-    let found = said(&runtime, container(), script).await;
+    let found = script_output(&runtime, container(), script).await;
     let links = ["/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/var/lock", "/var/run"];
     for line in found.lines().filter(|line| *line != "/etc/passwd") {
         assert!(links.contains(&line), "{line} is shown");
@@ -92,7 +92,7 @@ async fn named_path_is_shown_without_what_is_ours() {
         let script = format!(
             "cat {at}/file; ls {at}/cluster/state {at}/below; cat {at}/cluster/token {at}/link; echo x > {at}/file"
         );
-        let found = said(&runtime, container(), &script).await;
+        let found = script_output(&runtime, container(), &script).await;
         assert!(found.starts_with("found"), "{found}");
         assert!(
             !found.contains("secret") && !found.contains("marker") && !found.contains("passwd"),
@@ -141,7 +141,7 @@ async fn root_reads_what_others_may_read_and_no_more() {
     // A file that is created later is protected as well.
     write("later", 0o600);
     attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     let errors = String::from_utf8_lossy(&said.stderr);
     assert!(said.text().ends_with("runs\n") && !said.text().contains("connected"), "{said:?}");
     assert_eq!(errors.matches("ermission denied").count(), 3, "{errors}");
@@ -175,7 +175,7 @@ async fn nothing_is_mounted_in_read_only_parts() {
         match runtime.create_container(handle, spec).await {
             Ok(()) => {
                 let id = runtime.started(handle, shell(&format!("touch {path}/x && echo made"))).await;
-                assert_eq!(runtime.said(id).await.text(), "made\n", "{path}");
+                assert_eq!(runtime.read_output(id).await.text(), "made\n", "{path}");
                 runtime.destroy_container(handle).await.expect("destroy");
                 assert!(possible, "{path}");
             }

@@ -57,7 +57,7 @@ async fn names_resolve_whatever_the_image_has() {
         for network in [Network::None, Network::Private] {
             let spec = ContainerSpec { root: Root::Volume(image), network, ..container() };
             let script = "cat /proc/sys/kernel/hostname /etc/hosts; echo more >> /etc/hosts";
-            let said = runtime.ran(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
+            let said = runtime.run(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
             assert_eq!(said.stderr, b"", "{kind}");
             let (name, lines) = said.text().split_once('\n').expect("lines");
             assert!(lines.contains("127.0.0.1\tlocalhost\n"), "{kind}: {lines}");
@@ -84,7 +84,7 @@ async fn program_without_its_interpreter_is_explained() {
     fs::copy("/bin/true", rootfs.join("dynamic")).expect("copy");
     let ran = async |program: &str| {
         let spec = ContainerSpec { root: Root::Volume(image), ..container() };
-        runtime.ran(spec, process(&[program.to_owned()])).await.ended.expect("an end")
+        runtime.run(spec, process(&[program.to_owned()])).await.ended.expect("an end")
     };
     let mut cases = vec![
         ("/bad", "`/bad` needs the interpreter `/no/such`"),

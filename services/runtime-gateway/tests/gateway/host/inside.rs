@@ -16,7 +16,7 @@ fn shell(script: &str) -> ProcessSpec {
 }
 
 async fn output(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
-    let said = subject.runtime().ran(spec, shell(script)).await;
+    let said = subject.runtime().run(spec, shell(script)).await;
     let errors = String::from_utf8_lossy(&said.stderr);
     let text = said.text().trim_end().to_owned();
     if errors.is_empty() { text } else { format!("{text}{errors}") }
@@ -185,14 +185,14 @@ async fn a_memory_limit_kills_and_is_told() {
             eprintln!("not applicable: no memory cgroup");
             return;
         }
-        _ => runtime.ran(spec.clone(), process(&greedy)).await,
+        _ => runtime.run(spec.clone(), process(&greedy)).await,
     };
     assert_eq!(said.ended, out_of_memory);
     let said = runtime
-        .ran(spec.clone(), shell("head -c 500000000 /dev/zero | tail -c 500000000 > /dev/null; exit $?"))
+        .run(spec.clone(), shell("head -c 500000000 /dev/zero | tail -c 500000000 > /dev/null; exit $?"))
         .await;
     assert_eq!(said.ended, out_of_memory, "through a shell");
-    let said = runtime.ran(spec, shell("kill -9 $$")).await;
+    let said = runtime.run(spec, shell("kill -9 $$")).await;
     assert_eq!(said.ended, Some(Ended::Exited { exit: Exit::Signal(9), stopped: false }));
 }
 
@@ -290,7 +290,7 @@ async fn text_need_not_be_utf_8() {
     let variable = EnvironmentVariable { name: b"ODD".to_vec(), value: b"\xfe\n".to_vec() };
     let mut spoken = shell("printf '%s' \"$ODD$1\"; cat file");
     spoken.command.extend([b"name".to_vec(), b"\xfd".to_vec()]);
-    let said = runtime.ran(spec, ProcessSpec { environment: vec![variable], ..spoken }).await;
+    let said = runtime.run(spec, ProcessSpec { environment: vec![variable], ..spoken }).await;
     assert_eq!(said.stdout, b"\xfe\n\xfdfound", "{said:?}");
 }
 
@@ -325,7 +325,7 @@ async fn output_mode_does_not_matter_for_a_short_word() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let spec = ProcessSpec { output: OutputMode::Spooled, ..shell("echo word") };
-    assert_eq!(runtime.ran(container(), spec).await.text(), "word\n");
+    assert_eq!(runtime.run(container(), spec).await.text(), "word\n");
 }
 
 #[tokio::test]
@@ -354,7 +354,7 @@ async fn a_container_runs_one_process_after_the_other() {
         while runtime.start(handle, second, shell("cat /var/tmp/note || echo absent")).await.is_err() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        let said = runtime.said(second).await;
+        let said = runtime.read_output(second).await;
         assert!(matches!(said.text(), "kept\n" | "absent\n"), "{said:?}");
     })
     .await;

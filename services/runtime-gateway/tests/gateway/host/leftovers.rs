@@ -204,7 +204,7 @@ async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
             Ended::Unknown(failure) => assert_eq!(failure.reason, FailureReason::ExitUnknown),
             ended @ Ended::Exited { .. } => panic!("after {delay} ms: {ended:?}"),
         }
-        assert_eq!(runtime.said(id).await.ended, Some(runtime.ended(id).await));
+        assert_eq!(runtime.read_output(id).await.ended, Some(runtime.ended(id).await));
         runtime.destroy_container(handle).await.expect("destroy");
         ids.push(id);
     }
@@ -389,7 +389,7 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
     assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Code(4), stopped: false });
     drop(attachment);
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     assert!(said.gone > 0, "{:?}", said.ended);
     for container in runtime.list().await.expect("list").containers {
         runtime.destroy_container(container).await.expect("destroy");
@@ -400,8 +400,7 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
 
 /// Names the state directory for the killed runtime, in its environment.
 const KILLED: &str = "GANTRY_TEST_KILLED";
-const STARTS: &str =
-    "host::leftovers::a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing";
+const STARTS: &str = "host::leftovers::a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing";
 
 /// A process that is killed when the value is dropped.
 struct Killed(std::process::Child);
@@ -425,7 +424,7 @@ async fn start_for_ever(dir: &Path) {
     let environment: Vec<_> = (0..10).map(much).collect();
     loop {
         let spec = ProcessSpec { environment: environment.clone(), ..process(&programs::exit(0)) };
-        runtime.ran(container(), spec).await;
+        runtime.run(container(), spec).await;
     }
 }
 
@@ -563,7 +562,7 @@ async fn a_worker_without_overlays_copies() {
         fs::write(directory.join("dir/file"), "line\n").expect("write");
         let child = runtime.child(parent).await;
         let spec = ContainerSpec { mounts: vec![mount(child, "/out", false)], ..container() };
-        let said = runtime.ran(spec, process(&programs::append("/out/dir/file"))).await;
+        let said = runtime.run(spec, process(&programs::append("/out/dir/file"))).await;
         assert!(matches!(said.ended, Some(Ended::Exited { .. })), "{said:?}");
         let copied = conformance::directory(&*runtime, child).await.join("dir/file");
         assert_eq!(fs::read(copied).expect("read"), b"line\nline\n");

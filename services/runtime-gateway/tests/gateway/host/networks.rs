@@ -20,8 +20,8 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/bash", "-c", script].map(str::to_owned))
 }
 
-async fn said(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
-    let said = subject.runtime().ran(spec, shell(script)).await;
+async fn script_output(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
+    let said = subject.runtime().run(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
@@ -103,7 +103,7 @@ fn connect(to: SocketAddr) -> String {
 async fn private_network_reaches_out_with_the_machines_address() {
     let Some(subject) = HostSubject::new() else { return };
     let outside = Outside::new(1);
-    let heard = said(&subject, container(), &connect(outside.far)).await;
+    let heard = script_output(&subject, container(), &connect(outside.far)).await;
     assert_eq!(heard, format!("you are {}\n", outside.near));
 
     // Some servers trust low ports as root's.
@@ -112,14 +112,14 @@ async fn private_network_reaches_out_with_the_machines_address() {
         outside.far.ip(),
         outside.far.port()
     );
-    assert_eq!(said(&subject, container(), &low).await, format!("you are {}\n", outside.near));
+    assert_eq!(script_output(&subject, container(), &low).await, format!("you are {}\n", outside.near));
 }
 
 #[tokio::test]
 async fn private_network_has_own_interfaces() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "cd /sys/class/net && echo * && cat lo/flags && ls -d /proc/sys/net/ipv4/conf/*";
-    let found = said(&subject, container(), script).await;
+    let found = script_output(&subject, container(), script).await;
     assert!(found.starts_with("eth0 lo\n0x9\n"), "its loopback is up: {found}");
     assert_eq!(found.matches("/conf/").count(), 4, "all, default, eth0, lo: {found}");
 }
@@ -146,7 +146,7 @@ async fn private_network_does_not_reach_the_machine() {
         "import socket; socket.socket(socket.AF_UNIX).connect(\"\\0{abstract_name}\"); print(\"reached\")"
     );
     script += &format!("python3 -c '{unix}'");
-    let found = said(&subject, container(), &script).await;
+    let found = script_output(&subject, container(), &script).await;
     assert!(!found.contains("reached"), "{found}");
     assert!(found.contains(&format!("127.0.0.1/{loopback_port}: Connection refused")), "{found}");
     assert!(found.contains("ConnectionRefusedError"), "no abstract socket: {found}");
@@ -158,7 +158,7 @@ async fn private_network_does_not_reach_the_machine() {
     // With the network of the machine, the same script reaches everything. So the test above can
     // fail.
     let spec = ContainerSpec { network: Network::Host, ..container() };
-    let found = said(&subject, spec, &script).await;
+    let found = script_output(&subject, spec, &script).await;
     for host in ["127.0.0.1", &outside.near] {
         assert!(found.contains(&format!("reached {host}\n")), "{found}");
     }
@@ -177,9 +177,9 @@ async fn container_has_bounded_share_of_connections() {
         share + 100,
         outside.far.ip()
     );
-    let found = said(&subject, container(), &(flood + &connect(outside.far))).await;
+    let found = script_output(&subject, container(), &(flood + &connect(outside.far))).await;
     assert!(found.contains("No route to host"), "all of its share is taken: {found}");
-    let heard = said(&subject, container(), &connect(outside.far)).await;
+    let heard = script_output(&subject, container(), &connect(outside.far)).await;
     assert_eq!(heard, format!("you are {}\n", outside.near), "another container has its own share");
 }
 
@@ -209,7 +209,7 @@ async fn private_networks_do_not_reach_each_other() {
     let address: SocketAddr =
         format!("{}:4242", line.split(' ').next().expect("an address")).parse().expect("an address");
 
-    let found = said(&subject, container(), &connect(address)).await;
+    let found = script_output(&subject, container(), &connect(address)).await;
     assert!(found.contains("No route to host"), "{found}");
     assert!(!outside.reaches(address), "another machine reaches it through this one");
     let refused = std::net::TcpStream::connect(address).expect_err("a process of the machine reaches it");
@@ -237,7 +237,7 @@ async fn filter_that_was_flushed_is_there_for_the_next_container() {
     };
     assert!(removed.status.success(), "{}", String::from_utf8_lossy(&removed.stderr));
     let said =
-        runtime.ran(container(), shell("ls /proc/sys/net/ipv6/conf/eth0; cat /proc/net/if_inet6")).await;
+        runtime.run(container(), shell("ls /proc/sys/net/ipv6/conf/eth0; cat /proc/net/if_inet6")).await;
     assert!(!said.text().contains("fe80"), "the container has an IPv6 address: {said:?}");
     let there = nft("list").expect("run nft");
     let text = String::from_utf8_lossy(&there.stdout);
@@ -262,11 +262,11 @@ async fn network_none_has_only_a_loopback() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { network: Network::None, ..container() };
     let script = "cd /sys/class/net && echo * && cat lo/flags && grep -c . /proc/net/route";
-    let found = said(&subject, spec, script).await;
+    let found = script_output(&subject, spec, script).await;
     assert_eq!(found, "lo\n0x9\n1\n", "the loopback is up, and there is no route");
     let outside = fs::read_dir("/sys/class/net").expect("our own network").count();
     let spec = ContainerSpec { network: Network::Host, ..container() };
-    let inside = said(&subject, spec, "ls /sys/class/net | wc -l").await;
+    let inside = script_output(&subject, spec, "ls /sys/class/net | wc -l").await;
     assert!(inside.trim().parse::<usize>().is_ok_and(|inside| inside >= outside.min(2)), "{inside}");
 }
 
@@ -361,7 +361,7 @@ async fn name_is_resolved() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "cat /etc/resolv.conf; getent ahostsv4 some.name.test";
     let found = tokio::select! {
-        found = said(&subject, container(), script) => found,
+        found = script_output(&subject, container(), script) => found,
         () = subject.host().look_after_containers() => panic!("the background tasks run forever"),
     };
     assert!(found.starts_with("nameserver 169.254.213.1\nsearch example.org\n"), "{found}");

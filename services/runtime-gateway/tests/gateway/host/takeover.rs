@@ -111,7 +111,7 @@ async fn a_start_that_was_only_begun_is_taken_back_and_may_be_begun_again() {
     new.start(handle, process, shell("echo once")).await.expect("the process can be started again");
     // The supervisor of the old runtime continues, and finds no intent.
     fs::write(&go, "").expect("go");
-    let said = any(&new).said(process).await;
+    let said = any(&new).read_output(process).await;
     assert_eq!(said.text(), "once\n");
     clean(new).await;
 }

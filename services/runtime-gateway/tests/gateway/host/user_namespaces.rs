@@ -23,8 +23,8 @@ fn shell(script: &str) -> ProcessSpec {
 }
 
 /// Runs a script. Returns its output, followed by its errors.
-async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
-    let said = runtime.ran(spec, shell(script)).await;
+async fn script_output(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
+    let said = runtime.run(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
@@ -105,7 +105,7 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
     let child = runtime.child(parent).await;
     let mounts = vec![mount(plain, "/plain", false), mount(child, "/child", false)];
     let spec = ContainerSpec { mounts, ..container() };
-    let first = said(
+    let first = script_output(
         &runtime,
         spec.clone(),
         "stat -c '%n %u' /child/*; cd /plain && touch a && mkdir b && chown 33:34 b && ln -s a c && \
@@ -114,7 +114,10 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
     .await;
     assert_eq!(first, "/child/person 1000\n/child/root 0\n/child/unknown 65534\nunknown");
     let person = ContainerSpec { user: Some("1000:1000".to_owned()), ..spec.clone() };
-    assert_eq!(said(&runtime, person, "cd /child && echo more >> person && touch /plain/d").await, "");
+    assert_eq!(
+        script_output(&runtime, person, "cd /child && echo more >> person && touch /plain/d").await,
+        ""
+    );
 
     // A container with another user has changed the owner of all files.
     assert_eq!(owners(&directory(&*runtime, plain).await, &["a", "b", "c", "d"]), [(1000, 1000); 4]);
@@ -129,7 +132,7 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
     let runtime = subject.runtime();
     let script = "cd /child && chown 0:5 new && stat -c '%n %u %g' new && touch more && ls";
     for privileged in [true, false] {
-        let said = said(&runtime, ContainerSpec { privileged, ..spec.clone() }, script).await;
+        let said = script_output(&runtime, ContainerSpec { privileged, ..spec.clone() }, script).await;
         assert_eq!(said, "new 0 5\nmore\nnew\nperson\nroot\nunknown\n", "privileged: {privileged}");
     }
     let seen = directory(&*runtime, child).await;
@@ -205,7 +208,7 @@ async fn root_of_an_image_belongs_to_root_of_the_container() {
         let mounts = vec![mount(out, "/work/out", false)];
         let spec =
             ContainerSpec { root: Root::Volume(root), mounts, directory: b"/work".to_vec(), ..container() };
-        assert_eq!(said(&runtime, spec, script).await, everything);
+        assert_eq!(script_output(&runtime, spec, script).await, everything);
         let seen = directory(&*runtime, root).await.join("rootfs");
         assert_eq!(owners(&seen, &["new", "bin/sh", "home", "work"]), [(5, 6), (5, 6), (1000, 1000), (0, 0)]);
     }
@@ -244,7 +247,7 @@ async fn supervisor_runs_no_code_of_the_image() {
     }
     let spec = ContainerSpec { root: Root::Volume(image), ..container() };
     let process = process(&["/bin/true".to_owned()]);
-    let said = tokio::time::timeout(std::time::Duration::from_secs(60), runtime.ran(spec, process)).await;
+    let said = tokio::time::timeout(std::time::Duration::from_secs(60), runtime.run(spec, process)).await;
     let said = said.expect("nothing waits for a pipe of the image");
     let ended = said.ended;
     assert!(
@@ -278,7 +281,7 @@ async fn volume_with_layers_has_one_writable_mount() {
     attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
     runtime.ended(id).await;
     let id = runtime.started(second, shell("cat /read/new")).await;
-    assert_eq!(runtime.said(id).await.text(), "new\n", "the first container has ended");
+    assert_eq!(runtime.read_output(id).await.text(), "new\n", "the first container has ended");
 }
 
 #[tokio::test]
@@ -296,7 +299,7 @@ async fn standard_streams_can_be_opened_again() {
         let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
         attachment.input.stdin(0, "text\n".into()).await.expect("write");
         attachment.input.close_stdin().await.expect("close");
-        let said = runtime.said(id).await;
+        let said = runtime.read_output(id).await;
         assert_eq!((said.text(), String::from_utf8_lossy(&said.stderr)), ("text\n", "error\n".into()));
     }
 }
@@ -306,7 +309,7 @@ async fn container_knows_its_own_name() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let script = "getent ahostsv4 $(hostname) | head -1 | cut -d' ' -f1; getent ahostsv4 localhost | head -1 | cut -d' ' -f1";
-    assert_eq!(said(&runtime, container(), script).await, "127.0.1.1\n127.0.0.1\n");
+    assert_eq!(script_output(&runtime, container(), script).await, "127.0.1.1\n127.0.0.1\n");
 }
 
 #[tokio::test]
@@ -317,7 +320,7 @@ async fn every_port_can_be_listened_at() {
     for network in [Network::Private, Network::None] {
         let command = ["/usr/bin/perl", "-e", script].map(str::to_owned);
         let spec = ContainerSpec { network, user: Some("1000".to_owned()), ..container() };
-        let said = subject.runtime().ran(spec, process(&command)).await;
+        let said = subject.runtime().run(spec, process(&command)).await;
         assert_eq!(said.text(), "listens", "{said:?}");
     }
 }
@@ -334,7 +337,7 @@ async fn ids_that_no_container_has_are_refused() {
         assert!(failure.message.contains("the largest id is 1048575"), "{}", failure.message);
     }
     let spec = ContainerSpec { user: Some(format!("{0}:{0}", IDS - 1)), ..container() };
-    assert_eq!(said(&runtime, spec, "id -u; id -g").await, "1048575\n1048575\n");
+    assert_eq!(script_output(&runtime, spec, "id -u; id -g").await, "1048575\n1048575\n");
 }
 
 /// Init changes its user after libcontainer has created it, which resets the parent-death signal.

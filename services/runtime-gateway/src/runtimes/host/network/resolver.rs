@@ -72,32 +72,32 @@ fn is_out_of_reach(server: IpAddr) -> bool {
 
 /// Number of operations in progress per container.
 #[derive(Debug, Clone)]
-struct Shares {
+struct OperationLimits {
     each: usize,
     taken: Arc<Mutex<HashMap<IpAddr, usize>>>,
 }
 
 /// One operation of a container, counted until it is dropped.
-struct Share(Shares, IpAddr);
+struct OperationPermit(OperationLimits, IpAddr);
 
-impl Shares {
+impl OperationLimits {
     fn new(each: usize) -> Self {
         Self { each, taken: Arc::default() }
     }
 
     /// `None`: the container has reached its limit.
-    fn take(&self, container: IpAddr) -> Option<Share> {
+    fn take(&self, container: IpAddr) -> Option<OperationPermit> {
         let mut taken = lock(&self.taken);
         let count = taken.entry(container).or_default();
         if *count >= self.each {
             return None;
         }
         *count += 1;
-        Some(Share(self.clone(), container))
+        Some(OperationPermit(self.clone(), container))
     }
 }
 
-impl Drop for Share {
+impl Drop for OperationPermit {
     fn drop(&mut self) {
         let mut taken = lock(&self.0.taken);
         if let Some(count) = taken.get_mut(&self.1) {
@@ -117,7 +117,7 @@ pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
     let listener = std::net::TcpListener::from(bound(pool.resolver(), libc::SOCK_STREAM)?);
     let connections = tokio::net::TcpListener::from_std(listener)?;
     let (questions, tasks) = (Arc::new(questions), TaskTracker::new());
-    let (asking, connected) = (Shares::new(QUESTIONS), Shares::new(CONNECTIONS));
+    let (asking, connected) = (OperationLimits::new(QUESTIONS), OperationLimits::new(CONNECTIONS));
     let mut buffer = vec![0; 1 << 16];
     loop {
         tokio::select! {
@@ -333,7 +333,8 @@ mod tests {
 
     #[test]
     fn container_has_no_more_than_its_share() {
-        let (shares, one, other) = (Shares::new(2), IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
+        let (shares, one, other) =
+            (OperationLimits::new(2), IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
         let (first, _second) = (shares.take(one), shares.take(one));
         assert!(first.is_some() && shares.take(one).is_none());
         assert!(shares.take(other).is_some(), "each container has a limit");

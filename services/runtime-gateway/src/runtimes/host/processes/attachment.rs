@@ -5,13 +5,15 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use domain::AttemptId;
 use futures::stream;
-use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, Window};
+use runtime::{
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, TerminalSize,
+};
 
 use super::{PAUSE, Process, ended};
 use crate::runtimes::host::filesystem::at;
 use crate::runtimes::host::supervisor_protocol::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
 use crate::runtimes::host::{Host, paths};
-use crate::runtimes::output_spool::{Found, Reader};
+use crate::runtimes::output_spool::{ReadResult, Reader};
 use crate::util::blocking::blocking;
 
 impl Host {
@@ -65,13 +67,13 @@ struct Events {
     stdin_said: u64,
     connection: Option<Connection>,
     /// Index of the output to read first. It alternates, so that neither output starves.
-    turn: usize,
+    next_output: usize,
     ended: Option<Ended>,
-    said: Said,
+    said: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
-enum Said {
+enum EventPhase {
     Output,
     Ended,
     Done,
@@ -87,31 +89,31 @@ impl Events {
             seen: Progress::default(),
             stdin_said: 0,
             connection: None,
-            turn: 0,
+            next_output: 0,
             ended: None,
-            said: Said::Output,
+            said: EventPhase::Output,
         }
     }
 
     async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
         loop {
-            if self.said == Said::Done {
+            if self.said == EventPhase::Done {
                 return Ok(None);
             }
             if self.seen.stdin_taken != self.stdin_said {
                 self.stdin_said = self.seen.stdin_taken;
-                return Ok(Some(ProcessEvent::StdinTaken(self.stdin_said)));
+                return Ok(Some(ProcessEvent::StdinAccepted(self.stdin_said)));
             }
             if let Some(event) = self.output().await? {
                 return Ok(Some(event));
             }
             match &self.ended {
-                Some(ended) if self.said == Said::Output => {
-                    self.said = Said::Ended;
+                Some(ended) if self.said == EventPhase::Output => {
+                    self.said = EventPhase::Ended;
                     return Ok(Some(ProcessEvent::Ended(ended.clone())));
                 }
                 Some(_) => {
-                    self.said = Said::Done;
+                    self.said = EventPhase::Done;
                     let [stdout, stderr] = self.at;
                     return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
                 }
@@ -122,7 +124,7 @@ impl Events {
 
     /// Returns the next part of the output.
     async fn output(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
-        for which in [self.turn, 1 - self.turn] {
+        for which in [self.next_output, 1 - self.next_output] {
             let heads = [self.seen.stdout, self.seen.stderr];
             let offset = self.at[which];
             if offset >= heads[which] {
@@ -131,18 +133,18 @@ impl Events {
             let spool = Arc::clone(&self.spools[which]);
             let read = move || spool.read(offset).map_err(|error| RuntimeError::io("read a spool", error));
             let found = blocking(read).await?;
-            self.turn = 1 - which;
+            self.next_output = 1 - which;
             let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
             match found {
-                Found::Data(data) => {
+                ReadResult::Data(data) => {
                     self.at[which] += data.len() as u64;
                     return Ok(Some(ProcessEvent::Output { stream, offset, data }));
                 }
-                Found::Gone(to) => {
+                ReadResult::Lost(to) => {
                     self.at[which] = to;
                     return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to }));
                 }
-                Found::Nothing => {
+                ReadResult::Nothing => {
                     return Err(RuntimeError::Other(
                         "the spool has fewer bytes than its supervisor reports".to_owned(),
                     ));
@@ -173,7 +175,7 @@ impl Events {
                 return Ok(());
             }
             if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
-                && let Ok(seen) = connection.progress(&Request::Look).await
+                && let Ok(seen) = connection.progress(&Request::GetProgress).await
                 && seen.phase != Phase::Ended
             {
                 self.seen = seen;
@@ -250,7 +252,7 @@ impl ProcessInput for Input {
         self.tell(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
     }
 
-    async fn resize(&self, _window: Window) -> Result<(), RuntimeError> {
+    async fn resize(&self, _window: TerminalSize) -> Result<(), RuntimeError> {
         Err(RuntimeError::Unsupported("processes on this worker have no terminal".to_owned()))
     }
 

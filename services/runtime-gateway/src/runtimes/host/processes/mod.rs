@@ -105,7 +105,7 @@ impl Process {
     /// gateway may have a copy of it. A supervisor that is still starting finds no intent.
     pub(super) fn supervisor_ended(&self) -> Result<bool, RuntimeError> {
         let path = self.file(paths::ALIVE);
-        let said = filesystem::read_if_there(&path).map_err(at("read", &path))?.unwrap_or_default();
+        let said = filesystem::read_if_exists(&path).map_err(at("read", &path))?.unwrap_or_default();
         let Some(pid) = String::from_utf8(said).ok().and_then(|text| text.trim().parse::<u32>().ok()) else {
             return Ok(true);
         };
@@ -135,7 +135,7 @@ impl Process {
     }
 
     /// The end of the supervisor's log, for people.
-    fn last_words(&self) -> String {
+    fn log_tail(&self) -> String {
         let text = || {
             let mut file = File::open(self.file(paths::LOG))?;
             let length = file.metadata()?.len();
@@ -156,7 +156,7 @@ impl Host {
     /// Returns the resource usage of an ended process.
     pub(super) fn usage(&self, id: AttemptId) -> Result<Usage, RuntimeError> {
         let path = self.find(id)?.file(paths::USAGE);
-        let text = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let text = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         // Unreadable values are reported as unknown.
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default())
     }
@@ -178,7 +178,7 @@ impl Host {
             // Checked first: after the death of a supervisor, its files no longer change.
             let alive = process.is_alive()?;
             let end = process.file(paths::END);
-            if let Some(text) = filesystem::read_if_there(&end).map_err(at("read", &end))? {
+            if let Some(text) = filesystem::read_if_exists(&end).map_err(at("read", &end))? {
                 let unreadable = |_| End::unknown(FailureReason::ExitUnknown, "cannot read the exit record");
                 return Ok(Status::Ended(serde_json::from_slice(&text).unwrap_or_else(unreadable)));
             }
@@ -188,7 +188,7 @@ impl Host {
                 }
                 let mut message =
                     "the supervisor or the machine ended before the exit record was written".to_owned();
-                let last = process.last_words();
+                let last = process.log_tail();
                 if !last.is_empty() {
                     message = format!("{message}; log of the supervisor: {last}");
                 }
@@ -215,7 +215,7 @@ impl Host {
                     continue;
                 };
                 if process.revoke()? {
-                    let last = process.last_words();
+                    let last = process.log_tail();
                     let message =
                         format!("the supervisor of process {} ended before the start {last}", intent.process);
                     return self
@@ -236,7 +236,7 @@ impl Host {
     fn settle(&self, process: &Process, end: End) -> Result<End, RuntimeError> {
         let _turn = lock(&self.settling);
         let path = process.file(paths::END);
-        if let Some(text) = filesystem::read_if_there(&path).map_err(at("read", &path))? {
+        if let Some(text) = filesystem::read_if_exists(&path).map_err(at("read", &path))? {
             // Another task has stored the end.
             return Ok(serde_json::from_slice(&text).unwrap_or(end));
         }

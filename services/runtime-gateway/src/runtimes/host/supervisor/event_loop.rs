@@ -88,7 +88,7 @@ struct Ready {
 }
 
 /// A container with a running process.
-pub(super) struct Running {
+pub(super) struct RunningContainer {
     process_dir: PathBuf,
     /// The directory of all mounts of the container.
     mounts: PathBuf,
@@ -124,7 +124,7 @@ pub(super) struct Running {
     ended_for_memory: bool,
 }
 
-impl Running {
+impl RunningContainer {
     /// `streams`: the supervisor's ends of standard output, standard error, and standard input if
     /// the process has one.
     pub(super) fn new(
@@ -181,7 +181,7 @@ impl Running {
             if ready.reported {
                 self.take_report()?;
             }
-            self.mind_the_time()?;
+            self.update_timer()?;
             let held = self.held_back;
             self.outputs.iter_mut().try_for_each(|output| output.take(held, FILLS))?;
             self.init_has_ended |= ready.init_ended;
@@ -270,7 +270,7 @@ impl Running {
         (kill.saturating_sub(LAST_GRACE.min(self.stop_after / 10)), kill)
     }
 
-    fn mind_the_time(&mut self) -> io::Result<()> {
+    fn update_timer(&mut self) -> io::Result<()> {
         let now = since_boot();
         let (term, kill) = self.out_of_contact();
         if self.kill_at.is_some_and(|at| at <= now) || kill <= now {
@@ -362,7 +362,7 @@ impl Running {
     /// Executes the requests that need no waiting.
     fn carry_out(&mut self, request: &Request) -> io::Result<()> {
         match request {
-            Request::Watch(_) | Request::AwaitEnd | Request::Stdin { .. } | Request::Look => {}
+            Request::Watch(_) | Request::AwaitEnd | Request::Stdin { .. } | Request::GetProgress => {}
             Request::CloseStdin => self.close_stdin = true,
             Request::Signal(number) => init::signal(self.reports.as_fd(), *number)?,
             Request::Acknowledge { stdout, stderr } => {
@@ -373,24 +373,24 @@ impl Running {
             Request::Detach => self.held_back = false,
             Request::Stop(grace) => {
                 self.stop(since_boot().saturating_add(*grace))?;
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
             Request::EndForDisk(why) => {
                 self.ended_for_disk = Some(why.clone());
                 self.stop(Duration::ZERO)?;
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
             Request::EndForMemory => {
                 self.ended_for_memory = true;
                 self.stop(Duration::ZERO)?;
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
             Request::Contact { sent, stop_after } => {
                 // Messages may arrive out of order.
                 if *sent >= self.contact {
                     (self.contact, self.stop_after) = (*sent, *stop_after);
                 }
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
         }
         Ok(())

@@ -74,29 +74,29 @@ fn is_caused_by(error: &(dyn std::error::Error + 'static), is_cause: impl Fn(&io
 
 /// The reason why a process was not started.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot {doing}: {cause}")]
-struct Failed {
+#[error("cannot {operation}: {cause}")]
+struct StartError {
     reason: FailureReason,
-    doing: String,
+    operation: String,
     cause: String,
 }
 
-impl Failed {
-    fn while_doing<E: std::error::Error + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> Self {
-        let doing = doing.into();
+impl StartError {
+    fn while_doing<E: std::error::Error + 'static>(operation: impl Into<String>) -> impl FnOnce(E) -> Self {
+        let operation = operation.into();
         move |error| {
             let reason = match () {
                 () if is_full(&error) => FailureReason::DiskFull,
                 () if is_out_of_files(&error) => FailureReason::WorkerFull,
                 () => FailureReason::StartFailed,
             };
-            Self { reason, doing, cause: error_chain(&error) }
+            Self { reason, operation, cause: error_chain(&error) }
         }
     }
 
-    fn without_cgroup<E: std::error::Error + 'static>(doing: &str) -> impl FnOnce(E) -> Self {
-        let doing = doing.to_owned();
-        move |error| Self { reason: FailureReason::CgroupUnavailable, doing, cause: error_chain(&error) }
+    fn without_cgroup<E: std::error::Error + 'static>(operation: &str) -> impl FnOnce(E) -> Self {
+        let operation = operation.to_owned();
+        move |error| Self { reason: FailureReason::CgroupUnavailable, operation, cause: error_chain(&error) }
     }
 }
 
@@ -204,10 +204,10 @@ fn start(
     launch: &Launch,
     alive: &OwnedFd,
     listener: &OwnedFd,
-) -> Result<Option<event_loop::Running>, Failed> {
+) -> Result<Option<event_loop::RunningContainer>, StartError> {
     let held = || {
         state_lock::is_held_as(&launch.state_dir, &launch.holder)
-            .map_err(Failed::while_doing("check the holder of the state directory"))
+            .map_err(StartError::while_doing("check the holder of the state directory"))
     };
     // The resources created below have the same names in a start by another gateway. A gateway that
     // takes over first ends all supervisors whose process id is stored. This supervisor has stored
@@ -216,33 +216,33 @@ fn start(
         return Ok(None);
     }
     let read = |path: PathBuf| {
-        let contents = fs::read(&path).map_err(Failed::while_doing(format!("read {}", path.display())));
+        let contents = fs::read(&path).map_err(StartError::while_doing(format!("read {}", path.display())));
         contents.map(|contents| (path, contents))
     };
     let (path, contents) = read(launch.container_dir.join(paths::CONTAINER))?;
     let container: Container = serde_json::from_slice(&contents)
-        .map_err(Failed::while_doing(format!("parse {}", path.display())))?;
+        .map_err(StartError::while_doing(format!("parse {}", path.display())))?;
     let intent_path = launch.process_dir.join(paths::INTENT);
-    if !filesystem::exists(&intent_path).map_err(Failed::while_doing("check the intent"))? {
+    if !filesystem::exists(&intent_path).map_err(StartError::while_doing("check the intent"))? {
         return Ok(None);
     }
     let (_, contents) = read(intent_path.clone())?;
     let intent: Intent =
-        serde_json::from_slice(&contents).map_err(Failed::while_doing("parse the intent"))?;
-    let mounted = mounts::mounted().map_err(Failed::while_doing("list the mounts"))?;
+        serde_json::from_slice(&contents).map_err(StartError::while_doing("parse the intent"))?;
+    let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
     let cgroups = Cgroups::find(&mounted);
 
     let places = rootfs::make(launch, &container)?;
-    let seen = cgroups.visible(&launch.cgroup).map_err(Failed::while_doing("create cgroups"))?;
+    let seen = cgroups.visible(&launch.cgroup).map_err(StartError::while_doing("create cgroups"))?;
     if !container.privileged {
         cgroups
             .restrict_devices(&launch.cgroup)
-            .map_err(Failed::without_cgroup("install the device policy"))?;
+            .map_err(StartError::without_cgroup("install the device policy"))?;
     }
     let worker = oci_spec::Worker {
         root: &places.root,
         cgroup: &launch.cgroup,
-        capabilities: held_capabilities().map_err(Failed::while_doing("read its capabilities"))?,
+        capabilities: held_capabilities().map_err(StartError::while_doing("read its capabilities"))?,
         limits_swap: cgroups.limits_swap(),
         limits_sockets: cgroups.limits_sockets(),
         range: launch.range,
@@ -250,12 +250,12 @@ fn start(
     };
     let configuration = oci_spec::configuration(&container, &worker).to_string();
     fs::write(places.bundle.join("config.json"), configuration)
-        .map_err(Failed::while_doing("write the configuration"))?;
+        .map_err(StartError::while_doing("write the configuration"))?;
 
-    let streams =
-        Streams::open(launch, &container.user, &intent).map_err(Failed::while_doing("open the streams"))?;
+    let streams = Streams::open(launch, &container.user, &intent)
+        .map_err(StartError::while_doing("open the streams"))?;
     let (connection, init_end) =
-        init::connection().map_err(Failed::while_doing("create a connection to init"))?;
+        init::connection().map_err(StartError::while_doing("create a connection to init"))?;
     let mut program = program(&container, &intent)?;
     require_parts(&places.root, &container, &program)?;
     program.supervisor = init_end.as_raw_fd();
@@ -285,9 +285,9 @@ fn start(
             } else {
                 FailureReason::StartFailed
             };
-            return Err(Failed {
+            return Err(StartError {
                 reason,
-                doing: "create the container".to_owned(),
+                operation: "create the container".to_owned(),
                 cause: error_chain(&error),
             });
         }
@@ -295,9 +295,9 @@ fn start(
     drop(init_end);
     let init = made.pid().and_then(|pid| Pid::from_raw(pid.as_raw()));
     let Some(init) = init else {
-        return Err(Failed {
+        return Err(StartError {
             reason: FailureReason::StartFailed,
-            doing: "create the container".to_owned(),
+            operation: "create the container".to_owned(),
             cause: "the container has no first process".to_owned(),
         });
     };
@@ -305,27 +305,28 @@ fn start(
     let restricted = container.privileged
         || cgroups
             .are_devices_restricted(&launch.cgroup)
-            .map_err(Failed::without_cgroup("read the device policy"))?;
+            .map_err(StartError::without_cgroup("read the device policy"))?;
 
-    let mut running = event_loop::Running::new(launch, &intent, init, connection, streams.own, cgroups)
-        .map_err(Failed::while_doing("watch the container"))?;
+    let mut running =
+        event_loop::RunningContainer::new(launch, &intent, init, connection, streams.own, cgroups)
+            .map_err(StartError::while_doing("watch the container"))?;
     let started = launch.process_dir.join(paths::STARTED);
     if !restricted {
         if let Err(error) = running.destroy() {
             eprintln!("supervisor: cannot destroy the container: {error}");
         }
-        return Err(Failed {
+        return Err(StartError {
             reason: FailureReason::CgroupUnavailable,
-            doing: "install the device policy".to_owned(),
+            operation: "install the device policy".to_owned(),
             cause: "the control group still allows block devices".to_owned(),
         });
     }
     let taken = match held()?.then(|| filesystem::rename_exclusively(&intent_path, &started)) {
         // Another gateway has taken over, so this launch is obsolete.
         None => Ok(false),
-        Some(Ok(())) => made.start().map_err(Failed::while_doing("start the container")).map(|()| true),
+        Some(Ok(())) => made.start().map_err(StartError::while_doing("start the container")).map(|()| true),
         Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Some(Err(error)) => Err(Failed::while_doing("take the intent")(error)),
+        Some(Err(error)) => Err(StartError::while_doing("take the intent")(error)),
     };
     match taken {
         Ok(true) => Ok(Some(running)),
@@ -382,14 +383,14 @@ impl Streams {
 }
 
 /// The program that init will start.
-fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
-    let string = |text: &[u8]| CString::new(text).map_err(Failed::while_doing("pass text with a NUL"));
+fn program(container: &Container, intent: &Intent) -> Result<Init, StartError> {
+    let string = |text: &[u8]| CString::new(text).map_err(StartError::while_doing("pass text with a NUL"));
     let arguments: Vec<_> =
         intent.command.iter().map(|text| string(text.as_bytes())).collect::<Result<_, _>>()?;
     let Some(name) = intent.command.first().map(Text::as_bytes) else {
-        return Err(Failed {
+        return Err(StartError {
             reason: FailureReason::StartFailed,
-            doing: "start the program".to_owned(),
+            operation: "start the program".to_owned(),
             cause: "the command is empty".to_owned(),
         });
     };
@@ -412,7 +413,7 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
     let filters = if container.privileged {
         Vec::new()
     } else {
-        seccomp::filters().map_err(Failed::while_doing("compile the filters of system calls"))?
+        seccomp::filters().map_err(StartError::while_doing("compile the filters of system calls"))?
     };
     Ok(Init {
         candidates,
@@ -428,17 +429,17 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
 
 /// Fails if the interpreter or loader of the program is missing, because the error of the kernel
 /// would not name it.
-fn require_parts(root: &Path, container: &Container, program: &Init) -> Result<(), Failed> {
+fn require_parts(root: &Path, container: &Container, program: &Init) -> Result<(), StartError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::open(root, flags, Mode::empty())
-        .map_err(|error| Failed::while_doing("open the root")(io::Error::from(error)))?;
+        .map_err(|error| StartError::while_doing("open the root")(io::Error::from(error)))?;
     let (directory, as_root) = (container.directory.as_path(), container.user.uid == 0);
     let lookup = Lookup { root: root.as_fd(), directory, as_root };
     match lookup.missing_part(&program.candidates) {
         None => Ok(()),
-        Some(cause) => Err(Failed {
+        Some(cause) => Err(StartError {
             reason: FailureReason::ProgramNotExecutable,
-            doing: "execute the program".to_owned(),
+            operation: "execute the program".to_owned(),
             cause,
         }),
     }

@@ -46,11 +46,11 @@ impl Lookup<'_> {
         // If the user may not execute the first candidate, the kernel tries the next one.
         let certain =
             if self.as_root { executed_by != 0 } else { executed_by == 0o111 && found.next().is_none() };
-        let missing = if certain { self.missing_of(&file, SCRIPTS).ok()?? } else { return None };
+        let missing = if certain { self.find_missing_part(&file, SCRIPTS).ok()?? } else { return None };
         Some(format!("`{}` {missing}", program.to_string_lossy()))
     }
 
-    fn missing_of(self, file: &File, scripts: usize) -> io::Result<Option<String>> {
+    fn find_missing_part(self, file: &File, scripts: usize) -> io::Result<Option<String>> {
         let mut head = Vec::new();
         file.take(HEAD).read_to_end(&mut head)?;
         let (name, what) = match (interpreter(&head), loader(file, &head)?) {
@@ -74,7 +74,7 @@ impl Lookup<'_> {
         }
         match (self.open(&path), scripts.checked_sub(1)) {
             (Some(next), Some(scripts)) if what == "interpreter" => {
-                let missing = self.missing_of(&next, scripts)?;
+                let missing = self.find_missing_part(&next, scripts)?;
                 Ok(missing.map(|missing| format!("needs the interpreter `{shown}`, which {missing}")))
             }
             _ => Ok(None),

@@ -16,10 +16,10 @@ use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
 use super::oci_spec::hostname;
-use super::{Failed, hosts};
+use super::{StartError, hosts};
 use crate::runtimes::host::containers::ROOT;
 use crate::runtimes::host::host_image::{self, Image};
-use crate::runtimes::host::mounts::{self, Mounted};
+use crate::runtimes::host::mounts::{self, MountEntry};
 use crate::runtimes::host::network;
 use crate::runtimes::host::persisted::{Container, Launch, OwnNetwork};
 use crate::runtimes::host::user_namespace;
@@ -40,7 +40,7 @@ const OWN: &str = "own";
 const MERGED: &str = "merged";
 
 /// Directories of the supervisor.
-pub(super) struct Places {
+pub(super) struct SupervisorDirs {
     /// The container's root.
     pub(super) root: PathBuf,
     /// libcontainer's configuration.
@@ -64,27 +64,28 @@ pub(super) fn release_volumes(private: &Path) -> io::Result<()> {
 }
 
 /// Enters new namespaces, and creates the container's root in them.
-pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
-    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
-    let mounted = mounts::mounted().map_err(Failed::while_doing("list the mounts"))?;
+pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorDirs, StartError> {
+    let at =
+        |operation: &str, path: &Path| StartError::while_doing(format!("{operation} {}", path.display()));
+    let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
     // Computed in the network of the machine, which decides which servers are reachable.
     let resolver = resolver(container, launch.network_pool);
-    enter_namespaces(launch, container).map_err(Failed::while_doing("enter new namespaces"))?;
+    enter_namespaces(launch, container).map_err(StartError::while_doing("enter new namespaces"))?;
 
     let users = launch
         .range
         .map(user_namespace::Range::namespace)
         .transpose()
-        .map_err(Failed::while_doing("create a user namespace"))?;
+        .map_err(StartError::while_doing("create a user namespace"))?;
     let private = private(launch);
     let _acting = launch
         .range
         .map(user_namespace::Range::act)
         .transpose()
-        .map_err(Failed::while_doing("act as root"))?;
+        .map_err(StartError::while_doing("act as root"))?;
     make_private(&private).map_err(at("mount on", &private))?;
     let place = |name: &str| private.join(name);
-    let sources = Sources {
+    let sources = MountSources {
         volumes: users.as_ref().map_or(launch.state_dir.join("volumes"), |_| place(VOLUMES)),
         own: users.as_ref().map_or(launch.container_dir.clone(), |_| place(OWN)),
         merged: place(MERGED),
@@ -100,7 +101,8 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
             map(&from, to, users.as_fd()).map_err(at("map the owners of", &from))?;
         }
     }
-    let places = Places { root: place("root"), bundle: place("bundle"), state: place("state"), users };
+    let places =
+        SupervisorDirs { root: place("root"), bundle: place("bundle"), state: place("state"), users };
 
     let root = match container.root {
         None => worker_root(launch, container, &sources, &private, &places)?,
@@ -108,13 +110,13 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     };
     if let Some(contents) = resolver {
         write_in_etc(root.as_fd(), "resolv.conf", contents.as_bytes())
-            .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+            .map_err(StartError::while_doing("write /etc/resolv.conf"))?;
     }
     let hosts = hosts::contents(root.as_fd(), &hostname(container));
-    if let Some(hosts) = hosts.map_err(Failed::while_doing("read /etc/hosts"))? {
-        write_in_etc(root.as_fd(), "hosts", &hosts).map_err(Failed::while_doing("write /etc/hosts"))?;
+    if let Some(hosts) = hosts.map_err(StartError::while_doing("read /etc/hosts"))? {
+        write_in_etc(root.as_fd(), "hosts", &hosts).map_err(StartError::while_doing("write /etc/hosts"))?;
     }
-    fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
+    fresh_directories(root.as_fd()).map_err(StartError::while_doing("mount /tmp and /run"))?;
     // libcontainer would create them as a user that the mount does not map, which fails.
     for path in ["/proc", "/sys", "/dev"].map(Path::new) {
         mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
@@ -143,7 +145,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         make_directory()?;
     }
     drop(root);
-    forget_volumes(&mounted, &launch.state_dir).map_err(Failed::while_doing("unmount volumes"))?;
+    forget_volumes(&mounted, &launch.state_dir).map_err(StartError::while_doing("unmount volumes"))?;
     Ok(places)
 }
 
@@ -152,11 +154,12 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
 fn image_root(
     container: &Container,
     image: VolumeHandle,
-    sources: &Sources<'_>,
-    places: &Places,
-) -> Result<OwnedFd, Failed> {
+    sources: &MountSources<'_>,
+    places: &SupervisorDirs,
+) -> Result<OwnedFd, StartError> {
     let contents = sources.contents(image)?.join(ROOT);
-    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let at =
+        |operation: &str, path: &Path| StartError::while_doing(format!("{operation} {}", path.display()));
     let root = mounts::clone_of(&contents, attributes(container)).map_err(at("mount", &contents))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount on", &places.root))?;
     Ok(root)
@@ -167,24 +170,25 @@ fn image_root(
 fn worker_root(
     launch: &Launch,
     container: &Container,
-    sources: &Sources<'_>,
+    sources: &MountSources<'_>,
     private: &Path,
-    places: &Places,
-) -> Result<OwnedFd, Failed> {
-    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    places: &SupervisorDirs,
+) -> Result<OwnedFd, StartError> {
+    let at =
+        |operation: &str, path: &Path| StartError::while_doing(format!("{operation} {}", path.display()));
     let image = Image { named: &launch.host_paths };
     let own = private.join(LOWER);
-    image.make_own(&own).map_err(Failed::while_doing("create the image `host`"))?;
+    image.make_own(&own).map_err(StartError::while_doing("create the image `host`"))?;
     let layer = if launch.upper_in_memory { private } else { &sources.own };
     let layers = [layer.join("upper"), own];
     // A root layer never outlives the boot, so no sync must wait for the disk.
     let root = volumes::overlay(&layers, true, &["volatile"], attributes(container))
-        .map_err(Failed::while_doing("mount the root"))?;
+        .map_err(StartError::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount on", &places.root))?;
 
     let unmapped =
-        user_namespace::without_owners().map_err(Failed::while_doing("create a user namespace"))?;
-    let bound = image.bound().map_err(Failed::while_doing("list the parts of the image `host`"))?;
+        user_namespace::without_owners().map_err(StartError::while_doing("create a user namespace"))?;
+    let bound = image.bound().map_err(StartError::while_doing("list the parts of the image `host`"))?;
     for path in bound {
         let tree = mounts::clone_of(&path, mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY)
             .map_err(at("show", &path))?;
@@ -216,7 +220,7 @@ fn attributes(container: &Container) -> MountAttrFlags {
 }
 
 /// Source directories of the mounts of a container.
-struct Sources<'a> {
+struct MountSources<'a> {
     /// The volumes.
     volumes: PathBuf,
     /// The container's directory.
@@ -229,14 +233,14 @@ struct Sources<'a> {
     written: Vec<VolumeHandle>,
 }
 
-impl Sources<'_> {
+impl MountSources<'_> {
     /// The directory of a volume's contents. Several layers are mounted once, even if the container
     /// mounts the volume several times.
-    fn contents(&self, handle: VolumeHandle) -> Result<PathBuf, Failed> {
+    fn contents(&self, handle: VolumeHandle) -> Result<PathBuf, StartError> {
         let contents = self.volumes.join(handle.to_string()).join("contents");
         let Some(options) = self.overlay_options else { return Ok(contents) };
         let layers = volumes::layers(&self.volumes, handle)
-            .map_err(Failed::while_doing(format!("list the layers of volume {handle}")))?;
+            .map_err(StartError::while_doing(format!("list the layers of volume {handle}")))?;
         let merged = self.merged.join(handle.to_string());
         if layers.len() < 2 {
             return Ok(contents);
@@ -250,7 +254,7 @@ impl Sources<'_> {
             let overlay = volumes::overlay(&layers, writable, options, MountAttrFlags::empty())?;
             mounts::attach_at(overlay.as_fd(), &merged)
         };
-        mount().map_err(Failed::while_doing(format!("mount the layers of volume {handle}")))?;
+        mount().map_err(StartError::while_doing(format!("mount the layers of volume {handle}")))?;
         Ok(merged)
     }
 }
@@ -358,7 +362,7 @@ fn own(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io:
 
 /// Unmounts this namespace's copies of volume mounts, so that volumes can be destroyed while this
 /// process lives.
-fn forget_volumes(mounted: &[Mounted], state_dir: &Path) -> io::Result<()> {
+fn forget_volumes(mounted: &[MountEntry], state_dir: &Path) -> io::Result<()> {
     let volumes = mounted.iter().rev().filter(|mount| mount.at.starts_with(state_dir.join("volumes")));
     volumes.map(|mount| mount.at.as_path()).try_for_each(mounts::unmount)
 }
