@@ -245,7 +245,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_that_idles_is_probed() {
+    async fn idle_connection_is_probed() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let stream = connect(&address, Duration::from_secs(10)).await.unwrap();
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_is_read_after_the_peer_has_closed_on_what_is_written() {
+    async fn answer_is_read_after_peer_closed_early() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let mut socket = Socket { stream, unheard: false };

@@ -327,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_answers_rows() {
+    fn server_returns_rows() {
         assert_eq!(Server::new().query("VALUES (1), (2)"), ["1", "2"]);
     }
 

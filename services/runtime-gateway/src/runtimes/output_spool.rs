@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_overwritten_is_told_as_gone_and_the_rest_is_read() -> io::Result<()> {
+    fn overwritten_output_is_reported_as_lost() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("stdout");
         create(&path, 4096)?;
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_pushed_is_read_around_the_end_of_the_ring() -> io::Result<()> {
+    fn pushed_output_wraps_around_the_ring() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("stdout");
         create(&path, 10)?;
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn spare_takes_what_a_full_disk_does_not() -> io::Result<()> {
+    fn spare_takes_output_on_full_disk() -> io::Result<()> {
         let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, filler) = on_full_disk(&small)?;
         // The ring takes bytes up to the end of its page.
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn held_process_waits_on_a_full_disk_until_its_output_is_read() -> io::Result<()> {
+    fn held_process_waits_for_reader_on_full_disk() -> io::Result<()> {
         let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, _filler) = on_full_disk(&small)?;
         writer.acknowledge(6);
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn output_beyond_the_spare_is_told_as_gone() -> io::Result<()> {
+    fn output_beyond_the_spare_is_reported_lost() -> io::Result<()> {
         let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, filler) = on_full_disk(&small)?;
         let mut written = 6;
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_held_back_leaves_room_only_for_what_is_acknowledged() -> io::Result<()> {
+    fn held_writer_keeps_unacknowledged_output() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("stdout");
         create(&path, 10)?;

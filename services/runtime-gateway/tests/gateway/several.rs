@@ -240,7 +240,7 @@ impl Replicas for EverythingIsPlanned {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
+async fn call_reaches_worker_or_is_redirected() {
     let directory = tempfile::tempdir().expect("a directory");
     let url = format!("sqlite://{}", directory.path().join("scheduler.db").display());
     let store = Served::start(async |host: &mut Host, _| {

@@ -176,7 +176,7 @@ mod tests {
     const BYTES: u64 = 64 << 20;
 
     #[tokio::test]
-    async fn small_archive_that_decodes_to_much_takes_little_memory() {
+    async fn small_archive_bomb_takes_little_memory() {
         for encoding in Encoding::ALL {
             let mut encoded = Vec::new();
             let zeroes = tokio::io::repeat(0).take(BYTES);

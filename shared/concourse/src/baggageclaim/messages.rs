@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_stand_on_the_wire_as_workers_read_them() {
+    fn volume_requests_have_expected_json() {
         let wire = |request: &VolumeRequest| serde_json::to_value(request).unwrap();
         let handle = Handle::new("v").unwrap();
         let mut request = VolumeRequest::new(handle.clone(), Strategy::Empty);
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_that_are_null_are_none() {
+    fn null_properties_parse_as_empty() {
         let json = r#"{"handle":"v","path":"/p","properties":null,"privileged":true,"uid":1}"#;
         let volume: Volume = serde_json::from_str(json).unwrap();
         assert!(volume.properties.is_empty() && volume.privileged);

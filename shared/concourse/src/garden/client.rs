@@ -408,7 +408,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_and_maps_that_are_null_are_empty() {
+    fn null_lists_and_maps_parse_as_empty() {
         let handles: Handles = serde_json::from_str(r#"{"Handles":null}"#).unwrap();
         assert!(handles.handles.is_empty());
         let json =

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn words_of_workers_without_types_are_recognized() {
+    fn untyped_error_messages_are_recognized() {
         let missing = of("get container: container \"c-42\" in namespace \"concourse\": not found");
         assert!(matches!(missing, Error::ContainerNotFound(_)), "{missing:?}");
         let missing = of("load proc: no running process found: process does not exist p9: not found");
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_is_no_json_is_told_in_its_words() {
+    fn plain_text_error_keeps_its_message() {
         let Error::Other { status: 405, message } = Error::from_answer(405, b"Method Not Allowed\n") else {
             panic!("not told")
         };

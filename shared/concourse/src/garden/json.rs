@@ -79,7 +79,7 @@ mod tests {
         b"{\"process_id\":\"p\\u00e9\xc3\xa9\",\"stream_id\":\"1\"}{\"exit_status\":0} \n\t{}";
 
     #[tokio::test]
-    async fn values_are_whole_wherever_they_are_cut() {
+    async fn values_parse_across_segment_boundaries() {
         let expected = vec![
             json!({"process_id": "p\u{e9}\u{e9}", "stream_id": "1"}),
             json!({"exit_status": 0}),
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_end_within_a_value_is_an_end_and_rubbish_is_not() {
+    async fn truncated_value_is_end_and_garbage_malformed() {
         let mut half = &b"{\"exit_sta"[..];
         assert!(matches!(Values::new(BytesMut::new()).next::<Value>(&mut half).await, Err(NextError::Ended)));
         let mut rubbish = &b"1f\r\n{}"[..];
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_without_end_is_given_up() {
+    async fn overlong_message_is_rejected() {
         let mut endless = b"\"".chain(tokio::io::repeat(b'a'));
         let error = Values::new(BytesMut::new()).next::<Value>(&mut endless).await.unwrap_err();
         assert!(matches!(error, NextError::Malformed(_)), "{error:?}");

@@ -29,7 +29,7 @@ async fn empty(client: &Client, name: &str) -> Handle {
 }
 
 #[tokio::test]
-async fn how_a_creation_went_may_be_forgotten_later() {
+async fn creation_outcome_can_be_deleted_later() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let request = VolumeRequest::new(handle("volume"), Strategy::Empty);
@@ -100,7 +100,7 @@ async fn archives_survive_a_round_trip_in_every_encoding() {
 }
 
 #[tokio::test]
-async fn an_archive_is_unpacked_below_a_path_of_its_volume() {
+async fn archive_is_unpacked_below_a_path() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -111,7 +111,7 @@ async fn an_archive_is_unpacked_below_a_path_of_its_volume() {
 }
 
 #[tokio::test]
-async fn an_error_behind_an_archive_is_one_in_every_encoding() {
+async fn trailing_error_is_detected_in_every_encoding() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -128,7 +128,7 @@ async fn an_error_behind_an_archive_is_one_in_every_encoding() {
 }
 
 #[tokio::test]
-async fn an_archive_that_is_cut_off_is_an_error_in_every_encoding() {
+async fn truncated_archive_is_detected_in_every_encoding() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -158,7 +158,7 @@ async fn every_shorter_archive_is_truncated() {
 }
 
 #[tokio::test]
-async fn archives_end_where_tar_ends_them() {
+async fn decoded_archives_end_like_tar() {
     let directory = tempfile::tempdir().unwrap();
     let long = directory.path().join("d".repeat(120)).join("e".repeat(120));
     std::fs::create_dir_all(&long).unwrap();
@@ -193,7 +193,7 @@ async fn archives_end_where_tar_ends_them() {
 }
 
 #[tokio::test]
-async fn creation_over_a_volume_is_refused_before_the_worker_empties_it() {
+async fn creation_over_existing_volume_is_rejected() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -206,7 +206,7 @@ async fn creation_over_a_volume_is_refused_before_the_worker_empties_it() {
 }
 
 #[tokio::test]
-async fn two_creations_at_once_make_one_volume() {
+async fn concurrent_creations_create_one_volume() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let request = VolumeRequest::new(handle("v"), Strategy::Empty);
@@ -216,7 +216,7 @@ async fn two_creations_at_once_make_one_volume() {
 }
 
 #[tokio::test]
-async fn a_lost_answer_to_creation_is_not_asked_for_twice() {
+async fn creation_with_lost_answer_is_not_repeated() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     for lost in ["POST /volumes-async", "GET /volumes-async", "DELETE /volumes-async"] {
@@ -232,7 +232,7 @@ async fn a_lost_answer_to_creation_is_not_asked_for_twice() {
 }
 
 #[tokio::test]
-async fn a_creation_that_never_ends_is_cancelled() {
+async fn endless_creation_is_cancelled() {
     let server = Server::start(Driver::Naive).await;
     server.set_faults(Faults { never_create: true, ..Faults::default() });
     let timeouts = Timeouts { creation: Duration::from_millis(200), ..Timeouts::default() };
@@ -243,7 +243,7 @@ async fn a_creation_that_never_ends_is_cancelled() {
 }
 
 #[tokio::test]
-async fn a_creation_that_a_restart_forgets_is_lost() {
+async fn creation_is_lost_when_server_restarts() {
     let server = Server::start(Driver::Naive).await;
     server.set_faults(Faults { never_create: true, ..Faults::default() });
     let client = client(&server);
@@ -260,7 +260,7 @@ async fn a_creation_that_a_restart_forgets_is_lost() {
 }
 
 #[tokio::test]
-async fn an_unknown_parent_is_refused() {
+async fn unknown_parent_is_rejected() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let strategy = Strategy::Cow { volume: handle("missing") };
@@ -270,7 +270,7 @@ async fn an_unknown_parent_is_refused() {
 }
 
 #[tokio::test]
-async fn the_answer_to_an_archive_over_the_limit_is_read_while_more_could_be_written() {
+async fn limit_error_is_read_during_upload() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -281,7 +281,7 @@ async fn the_answer_to_an_archive_over_the_limit_is_read_while_more_could_be_wri
 }
 
 #[tokio::test]
-async fn a_limit_is_of_what_travels() {
+async fn limit_applies_to_encoded_bytes() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -299,7 +299,7 @@ async fn a_limit_is_of_what_travels() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_answer_is_given_up() {
+async fn unresponsive_server_times_out() {
     let server = Server::start(Driver::Naive).await;
     let timeouts = Timeouts { answer: Duration::from_millis(100), ..Timeouts::default() };
     let client = Client::new(&server.address().to_string(), timeouts);
@@ -328,7 +328,7 @@ async fn a_server_that_does_not_answer_is_given_up() {
 }
 
 #[tokio::test]
-async fn an_empty_archive_is_refused_and_an_unreadable_one_is_our_fault() {
+async fn empty_and_unreadable_archives_have_distinct_errors() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -376,7 +376,7 @@ async fn paths_stay_in_their_volume() {
 }
 
 #[tokio::test]
-async fn a_missing_path_and_a_missing_volume_differ() {
+async fn missing_path_and_missing_volume_differ() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -388,7 +388,7 @@ async fn a_missing_path_and_a_missing_volume_differ() {
 }
 
 #[tokio::test]
-async fn properties_and_privilege() {
+async fn properties_and_privilege_can_be_changed() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let (one, _other) = (empty(&client, "one").await, empty(&client, "other").await);
@@ -414,7 +414,7 @@ fn owner(path: &Path) -> (u32, u32) {
 }
 
 #[tokio::test]
-async fn a_volume_is_given_to_a_user_and_a_group_together() {
+async fn volume_owner_needs_user_and_group() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
         return;
@@ -450,7 +450,7 @@ async fn a_volume_is_given_to_a_user_and_a_group_together() {
 }
 
 #[tokio::test]
-async fn an_old_worker_has_no_clean_up() {
+async fn clean_up_succeeds_on_old_worker() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     client.clean_up().await.expect("cleaned up");
@@ -459,7 +459,7 @@ async fn an_old_worker_has_no_clean_up() {
 }
 
 #[tokio::test]
-async fn a_transfer_between_workers_is_judged_by_its_text() {
+async fn peer_transfer_result_comes_from_text() {
     let (source, destination) = (Server::start(Driver::Naive).await, Server::start(Driver::Naive).await);
     let (from, to) = (client(&source), client(&destination));
     let volume = empty(&from, "s").await;
@@ -477,7 +477,7 @@ async fn a_transfer_between_workers_is_judged_by_its_text() {
 }
 
 #[tokio::test]
-async fn addresses_get_the_brackets_they_lack() {
+async fn ipv6_addresses_get_missing_brackets() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     for (said, meant) in [

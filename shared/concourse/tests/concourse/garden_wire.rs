@@ -78,7 +78,7 @@ const ATTACH_HEAD: &str =
 const OUTPUT_HEAD: &str = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
 
 #[test]
-fn cat_runs_and_is_attached_to_afterwards() {
+fn cat_runs_and_can_be_attached() {
     let server = with_container(Manner::Containerd);
     let mut main = Raw::connect(&server);
     let spec = "{\"id\":\"p1\",\"path\":\"sh\",\"args\":[\"-c\",\"cat; echo err \\u003e\\u00262; exit 3\"],\"rlimits\":{},\"image\":{}}\n";
@@ -108,7 +108,7 @@ fn cat_runs_and_is_attached_to_afterwards() {
 }
 
 #[test]
-fn what_is_not_there_is_told_as_by_each_router_and_backend() {
+fn missing_routes_and_objects_match_genuine_errors() {
     let server = with_container(Manner::Guardian);
     // All requests use one connection, because errors leave it open.
     let mut raw = Raw::connect(&server);
@@ -163,7 +163,7 @@ fn bytes_after_the_end_of_stdin_turn_the_close_into_a_reset() {
 }
 
 #[test]
-fn a_client_that_shuts_its_side_gets_no_exit() {
+fn half_closed_client_gets_no_exit() {
     let server = with_container(Manner::Containerd);
     let main = waiting(&server, "sleep 0.1; cat");
     main.socket.shutdown(std::net::Shutdown::Write).unwrap();
@@ -189,7 +189,7 @@ fn fetch(server: &Server, stream: &str) -> Raw {
 }
 
 #[test]
-fn output_is_fetched_late_and_once_and_that_of_no_stream_is_empty() {
+fn output_is_fetched_once_and_unknown_stream_empty() {
     let server = with_container(Manner::Containerd);
     let main = waiting(&server, "echo late");
     assert_eq!(main.rest().unwrap(), b"{\"process_id\":\"p1\",\"exit_status\":0}\n");
@@ -200,7 +200,7 @@ fn output_is_fetched_late_and_once_and_that_of_no_stream_is_empty() {
 }
 
 #[test]
-fn output_is_gone_when_its_stream_has_expired() {
+fn output_is_lost_when_stream_expires() {
     let server =
         with_times(Manner::Containerd, Times { stream_validity: Duration::ZERO, ..Times::default() });
     waiting(&server, "echo late").rest().unwrap();
@@ -221,7 +221,7 @@ fn two_readers_of_a_stream_share_it() {
 }
 
 #[test]
-fn an_expired_grace_time_destroys_and_calls_put_it_off() {
+fn grace_time_destroys_container_unless_called() {
     let server = Server::start(Manner::Guardian);
     let mut raw = Raw::connect(&server);
     raw.request("POST /containers", r#"{"handle":"c","grace_time":50000000}"#);
@@ -247,7 +247,7 @@ fn refused(server: &Server, line: &str, body: &str) -> String {
 }
 
 #[test]
-fn containerd_takes_names_of_its_own_form_only() {
+fn containerd_rejects_invalid_names() {
     let server = with_container(Manner::Containerd);
     let long = "x".repeat(77);
     for name in [long.as_str(), "a..b", "-a", "a b"] {
@@ -261,7 +261,7 @@ fn containerd_takes_names_of_its_own_form_only() {
 }
 
 #[test]
-fn what_has_ended_and_is_not_reaped_is_neither_attached_to_nor_stopped() {
+fn unreaped_process_rejects_attach_and_stop() {
     let times = Times { stop: Duration::from_millis(50), ..Times::default() };
     let server = with_times(Manner::Containerd, times);
     server.hold_ended(true);

@@ -90,7 +90,7 @@ fn baggageclaim(address: String) -> baggageclaim::Client {
 }
 
 #[test]
-fn changed_answer_of_garden_is_refused_or_understood() {
+fn mutated_garden_response_is_rejected_or_parsed() {
     let info = r#"{"State":"active","Events":["oom"],"HostIP":"10.0.0.1","ProcessIDs":["p"],"Properties":{"a":"é\n"},"MappedPorts":[{"HostPort":7,"ContainerPort":8}]}"#;
     let whole = |found: Result<ContainerInfo, _>| {
         let found = found.expect("it is valid");
@@ -123,7 +123,7 @@ fn changed_answer_of_garden_is_refused_or_understood() {
 }
 
 #[test]
-fn changed_messages_of_a_process_of_garden_are_refused_or_understood() {
+fn mutated_process_messages_are_rejected_or_parsed() {
     // The same bytes answer the requests for both output streams.
     let process = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n\
                    {\"process_id\":\"p\",\"stream_id\":\"1\"}\n{\"process_id\":\"p\",\"exit_status\":3}\n";
@@ -135,7 +135,7 @@ fn changed_messages_of_a_process_of_garden_are_refused_or_understood() {
 }
 
 #[test]
-fn changed_answer_of_baggageclaim_is_refused_or_understood() {
+fn mutated_baggageclaim_response_is_rejected_or_parsed() {
     let volume = r#"{"handle":"v","path":"/p","properties":{"a":"b"},"privileged":true}"#;
     let handle = Handle::new("v").expect("a handle");
     for valid in [answer("200 OK", volume), chunked("200 OK", volume)] {

@@ -65,7 +65,7 @@ async fn check(case: u64, encoding: Encoding, valid: &[u8]) {
 }
 
 #[tokio::test]
-async fn changed_archive_is_refused_or_decoded() {
+async fn mutated_archive_is_rejected_or_decoded() {
     let setting = |name| env::var(name).ok().map(|text: String| text.parse::<u64>().expect("a number"));
     let until = setting("GANTRY_SOAK").map(|hours| Instant::now() + Duration::from_secs(hours * 3600));
     let plain = plain();

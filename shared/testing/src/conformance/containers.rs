@@ -12,7 +12,7 @@ use super::{
 
 /// Creation and destruction can be repeated. A process cannot start in a container that does not
 /// exist.
-pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
+pub async fn container_creation_and_destruction_are_idempotent(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     runtime.create_container(handle, on_root(&subject).await).await.expect("create it again");
@@ -26,7 +26,7 @@ pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
 
 /// A container with an invalid specification is rejected at its creation, and leaves nothing
 /// behind.
-pub async fn impossible_containers_are_refused(subject: impl Subject) {
+pub async fn invalid_containers_are_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let unknown = VolumeHandle::new();
@@ -59,7 +59,7 @@ pub async fn impossible_containers_are_refused(subject: impl Subject) {
 }
 
 /// A root of a kind that the runtime does not support is rejected.
-pub async fn only_known_images_are_run(subject: impl Subject) {
+pub async fn unsupported_root_kinds_are_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let kinds = runtime.capabilities().image_kinds.clone();
     if !kinds.iter().any(|kind| kind == "host") {
@@ -71,7 +71,7 @@ pub async fn only_known_images_are_run(subject: impl Subject) {
 }
 
 /// Volumes appear at their paths. Read-only volumes cannot be written to.
-pub async fn volumes_are_mounted(subject: impl Subject) {
+pub async fn volumes_mount_read_only_and_writable(subject: impl Subject) {
     let runtime = subject.runtime();
     let (written, read) = (runtime.volume().await, runtime.volume().await);
     let mounts = vec![mount(written, "/new/deep/out", false), mount(read, "/in", true)];
@@ -86,7 +86,7 @@ pub async fn volumes_are_mounted(subject: impl Subject) {
 }
 
 /// A mount below the path of another mount appears inside it, in any order of the mounts.
-pub async fn volumes_appear_in_volumes(subject: impl Subject) {
+pub async fn nested_mounts_are_visible(subject: impl Subject) {
     let runtime = subject.runtime();
     let (outer, inner) = (runtime.volume().await, runtime.volume().await);
     let mounts = vec![mount(inner, "/outer/inner", false), mount(outer, "/outer", false)];
@@ -102,7 +102,7 @@ pub async fn volumes_appear_in_volumes(subject: impl Subject) {
 
 /// A directory of one volume becomes the contents of another volume. A path that is not a directory
 /// is rejected.
-pub async fn directories_are_taken(subject: impl Subject) {
+pub async fn take_directory_moves_a_directory(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "replaceable-outputs") {
         return;
@@ -126,7 +126,7 @@ pub async fn directories_are_taken(subject: impl Subject) {
 }
 
 /// A container can mount one volume several times.
-pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
+pub async fn volume_mounts_at_two_paths(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     put(&*runtime, volume, "file", "line\nline\n").await;
@@ -140,7 +140,7 @@ pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
 }
 
 /// The user of a container owns the working directory and the writable volumes.
-pub async fn users_own_what_they_write(subject: impl Subject) {
+pub async fn user_owns_writable_mounts(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "owned-mounts") {
         return;
@@ -159,7 +159,7 @@ pub async fn users_own_what_they_write(subject: impl Subject) {
 }
 
 /// A process has exactly the given environment, plus PATH and HOME.
-pub async fn the_environment_is_what_was_given(subject: impl Subject) {
+pub async fn process_receives_its_environment(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "complete-output") {
         return;

@@ -23,7 +23,7 @@ fn keeps(subject: &impl Subject, runtime: &dyn Runtime, limit: &str) -> bool {
 
 /// A process that exceeds the memory limit of its container is killed. Without a limit, the same
 /// process succeeds.
-pub async fn memory_is_limited(subject: impl Subject) {
+pub async fn memory_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
     if !keeps(&subject, &*runtime, "limits-memory") {
         return;
@@ -40,7 +40,7 @@ pub async fn memory_is_limited(subject: impl Subject) {
 }
 
 /// A container cannot start more processes than its limit.
-pub async fn processes_are_limited(subject: impl Subject) {
+pub async fn process_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
     if !keeps(&subject, &*runtime, "limits-pids") {
         return;
@@ -55,7 +55,7 @@ pub async fn processes_are_limited(subject: impl Subject) {
 }
 
 /// A container gets no more processor time than its limit.
-pub async fn processors_are_limited(subject: impl Subject) {
+pub async fn cpu_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
     if !keeps(&subject, &*runtime, "limits-cpu") {
         return;

@@ -37,38 +37,38 @@ use runtime::{
 };
 
 pub use containers::{
-    containers_are_made_and_destroyed_once, impossible_containers_are_refused,
-    volumes_appear_in_volumes, the_environment_is_what_was_given, directories_are_taken,
-    only_known_images_are_run, users_own_what_they_write, a_volume_is_mounted_twice,
-    volumes_are_mounted,
+    container_creation_and_destruction_are_idempotent, invalid_containers_are_rejected,
+    nested_mounts_are_visible, process_receives_its_environment, take_directory_moves_a_directory,
+    unsupported_root_kinds_are_rejected, user_owns_writable_mounts, volume_mounts_at_two_paths,
+    volumes_mount_read_only_and_writable,
 };
 pub use limits::{
-    processors_are_limited, memory_is_limited, processes_are_limited,
+    cpu_limit_applies_to_container, memory_limit_applies_to_container, process_limit_applies_to_container,
 };
-pub use model::a_worker_holds_what_it_was_told_to;
+pub use model::worker_matches_model_after_random_operations;
 pub use output::{
-    input_that_is_no_text_arrives_or_is_refused, readers_and_waiters_come_and_go,
-    output_is_read_from_any_offset, detaching_lets_a_process_go_on, input_is_taken_once,
-    spooled_output_keeps_the_end, input_that_is_not_read_waits, unread_output_holds_a_process_back,
+    binary_input_arrives_or_is_rejected, dropped_readers_and_waiters_change_nothing,
+    output_is_readable_from_any_offset, process_continues_after_detach, repeated_input_arrives_once,
+    spooled_output_drops_its_beginning, unread_input_blocks_its_writer, unread_output_blocks_its_process,
 };
 pub use processes::{
-    destroying_a_container_kills, nothing_outlives_its_process,
-    exits_are_told, a_process_starts_once, processes_outlive_the_runtime,
-    processes_keep_their_team, unknown_processes_are_not_found, programs_that_cannot_be_run_are_told,
+    container_destruction_kills_its_processes, container_processes_end_with_main_process,
+    exit_codes_and_signals_are_reported, process_starts_once, process_survives_its_runtime,
+    process_team_survives_reopening, unknown_process_is_not_found, unrunnable_programs_are_reported,
 };
 pub use signals::{
-    term_ends_a_plain_program, processes_out_of_contact_end, the_stubborn_are_killed,
-    every_signal_arrives_or_is_refused, a_stop_is_never_lost,
+    plain_program_ends_on_term, process_ends_when_contact_is_lost, process_is_killed_after_grace_period,
+    signals_arrive_or_are_rejected, stop_prevents_start_or_ends_process,
 };
-pub use terminals::{terminals_have_a_size_that_changes, terminals_outlive_the_runtime};
+pub use terminals::{terminal_size_can_change, terminal_survives_its_runtime};
 pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
-    a_child_of_nothing_is_refused, a_copy_stands_by_itself,
-    children_lose_what_their_parents_keep, directories_are_made,
-    manifests_are_kept, the_marker_stays,
-    parents_outlive_their_children, what_a_store_must_know_again_is_kept,
-    volumes_are_made_and_destroyed_once, worker_provided, what_is_brought_along_is_copied,
-    children_leave_their_parents_alone,
+    child_of_missing_parent_is_rejected, copy_does_not_depend_on_original,
+    deletions_in_child_do_not_change_parent, make_directories_creates_parents,
+    manifest_is_stored_with_remote_volume, marker_survives_reopening,
+    parent_is_not_destroyed_before_children, store_mark_and_notes_survive_reopening,
+    volume_creation_and_destruction_are_idempotent, worker_provided, worker_provided_contents_are_copied,
+    writes_to_child_do_not_change_parent,
 };
 
 /// Timeout of each wait in a test.
@@ -362,22 +362,22 @@ fn reason(ended: &Ended) -> Option<FailureReason> {
 macro_rules! runtime_conformance {
     ($subject:expr) => {
         $crate::runtime_conformance! { @each ($subject)
-            volumes_are_made_and_destroyed_once a_child_of_nothing_is_refused children_leave_their_parents_alone
-            children_lose_what_their_parents_keep parents_outlive_their_children a_copy_stands_by_itself directories_are_made
-            manifests_are_kept what_a_store_must_know_again_is_kept what_is_brought_along_is_copied
-            the_marker_stays containers_are_made_and_destroyed_once impossible_containers_are_refused
-            only_known_images_are_run
-            volumes_are_mounted volumes_appear_in_volumes directories_are_taken a_volume_is_mounted_twice
-            users_own_what_they_write
-            the_environment_is_what_was_given exits_are_told programs_that_cannot_be_run_are_told
-            unknown_processes_are_not_found a_process_starts_once processes_outlive_the_runtime
-            processes_keep_their_team
-            nothing_outlives_its_process destroying_a_container_kills term_ends_a_plain_program
-            the_stubborn_are_killed every_signal_arrives_or_is_refused memory_is_limited processes_are_limited processors_are_limited a_stop_is_never_lost processes_out_of_contact_end
-            output_is_read_from_any_offset unread_output_holds_a_process_back spooled_output_keeps_the_end
-            detaching_lets_a_process_go_on readers_and_waiters_come_and_go input_is_taken_once
-            input_that_is_no_text_arrives_or_is_refused input_that_is_not_read_waits terminals_have_a_size_that_changes terminals_outlive_the_runtime
-            a_worker_holds_what_it_was_told_to
+            volume_creation_and_destruction_are_idempotent child_of_missing_parent_is_rejected writes_to_child_do_not_change_parent
+            deletions_in_child_do_not_change_parent parent_is_not_destroyed_before_children copy_does_not_depend_on_original make_directories_creates_parents
+            manifest_is_stored_with_remote_volume store_mark_and_notes_survive_reopening worker_provided_contents_are_copied
+            marker_survives_reopening container_creation_and_destruction_are_idempotent invalid_containers_are_rejected
+            unsupported_root_kinds_are_rejected
+            volumes_mount_read_only_and_writable nested_mounts_are_visible take_directory_moves_a_directory volume_mounts_at_two_paths
+            user_owns_writable_mounts
+            process_receives_its_environment exit_codes_and_signals_are_reported unrunnable_programs_are_reported
+            unknown_process_is_not_found process_starts_once process_survives_its_runtime
+            process_team_survives_reopening
+            container_processes_end_with_main_process container_destruction_kills_its_processes plain_program_ends_on_term
+            process_is_killed_after_grace_period signals_arrive_or_are_rejected memory_limit_applies_to_container process_limit_applies_to_container cpu_limit_applies_to_container stop_prevents_start_or_ends_process process_ends_when_contact_is_lost
+            output_is_readable_from_any_offset unread_output_blocks_its_process spooled_output_drops_its_beginning
+            process_continues_after_detach dropped_readers_and_waiters_change_nothing repeated_input_arrives_once
+            binary_input_arrives_or_is_rejected unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime
+            worker_matches_model_after_random_operations
         }
     };
     (@each ($subject:expr) $($name:ident)*) => {$(

@@ -27,7 +27,7 @@ const MOST_VOLUMES: usize = 8;
 const MOST_CONTAINERS: usize = 3;
 
 /// A worker matches the model after any sequence of operations.
-pub async fn a_worker_holds_what_it_was_told_to(subject: impl Subject) {
+pub async fn worker_matches_model_after_random_operations(subject: impl Subject) {
     let seed = seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut model = Model {

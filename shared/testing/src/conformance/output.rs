@@ -13,7 +13,7 @@ use super::{
 };
 
 /// Each reader can read both outputs completely, from any offset, also after the end.
-pub async fn output_is_read_from_any_offset(subject: impl Subject) {
+pub async fn output_is_readable_from_any_offset(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "complete-output") {
         return;
@@ -35,7 +35,7 @@ pub async fn output_is_read_from_any_offset(subject: impl Subject) {
 }
 
 /// A process whose output is not acknowledged is blocked, and no output is lost.
-pub async fn unread_output_holds_a_process_back(mut subject: impl Subject) {
+pub async fn unread_output_blocks_its_process(mut subject: impl Subject) {
     let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
     let runtime = subject.runtime();
     if !claims(&*runtime, "held-output") {
@@ -67,7 +67,7 @@ pub async fn unread_output_holds_a_process_back(mut subject: impl Subject) {
 
 /// Output beyond the spool is dropped from its beginning, and readers receive an event for the
 /// loss.
-pub async fn spooled_output_keeps_the_end(subject: impl Subject) {
+pub async fn spooled_output_drops_its_beginning(subject: impl Subject) {
     let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
     let runtime = subject.runtime();
     if !claims(&*runtime, "complete-output") {
@@ -85,7 +85,7 @@ pub async fn spooled_output_keeps_the_end(subject: impl Subject) {
 }
 
 /// A blocked process continues after a detach.
-pub async fn detaching_lets_a_process_go_on(subject: impl Subject) {
+pub async fn process_continues_after_detach(subject: impl Subject) {
     let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
@@ -96,7 +96,7 @@ pub async fn detaching_lets_a_process_go_on(subject: impl Subject) {
 }
 
 /// Dropping a reader or a wait changes nothing.
-pub async fn readers_and_waiters_come_and_go(subject: impl Subject) {
+pub async fn dropped_readers_and_waiters_change_nothing(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::stubborn())).await;
@@ -112,7 +112,7 @@ pub async fn readers_and_waiters_come_and_go(subject: impl Subject) {
 }
 
 /// Repeated input arrives once and in order, and ends when it is closed.
-pub async fn input_is_taken_once(mut subject: impl Subject) {
+pub async fn repeated_input_arrives_once(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
@@ -147,7 +147,7 @@ pub async fn input_is_taken_once(mut subject: impl Subject) {
 
 /// Binary input arrives unchanged, or is rejected. After a rejection nothing of it has arrived, and
 /// later input arrives.
-pub async fn input_that_is_no_text_arrives_or_is_refused(subject: impl Subject) {
+pub async fn binary_input_arrives_or_is_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
     let handle = runtime.made(on_root(&subject).await).await;
@@ -175,7 +175,7 @@ pub async fn input_that_is_no_text_arrives_or_is_refused(subject: impl Subject) 
 
 /// A process that does not read blocks its writer. Input for an ended process, or after the process
 /// closed its input, is discarded.
-pub async fn input_that_is_not_read_waits(subject: impl Subject) {
+pub async fn unread_input_blocks_its_writer(subject: impl Subject) {
     let runtime = subject.runtime();
     let much = Bytes::from(vec![b'x'; 4 << 20]);
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::sleep()) };

@@ -12,7 +12,7 @@ use super::{
 };
 
 /// Exit codes and signals are reported unchanged.
-pub async fn exits_are_told(subject: impl Subject) {
+pub async fn exit_codes_and_signals_are_reported(subject: impl Subject) {
     let runtime = subject.runtime();
     for code in [0, 1, 42, 255] {
         let handle = runtime.made(on_root(&subject).await).await;
@@ -29,7 +29,7 @@ pub async fn exits_are_told(subject: impl Subject) {
 }
 
 /// A program that cannot be run is reported as not started, with the reason.
-pub async fn programs_that_cannot_be_run_are_told(subject: impl Subject) {
+pub async fn unrunnable_programs_are_reported(subject: impl Subject) {
     let runtime = subject.runtime();
     let cases = [
         (programs::not_there(), FailureReason::ProgramNotFound),
@@ -45,7 +45,7 @@ pub async fn programs_that_cannot_be_run_are_told(subject: impl Subject) {
 }
 
 /// A process that was never started is not found.
-pub async fn unknown_processes_are_not_found(subject: impl Subject) {
+pub async fn unknown_process_is_not_found(subject: impl Subject) {
     let (runtime, id) = (subject.runtime(), AttemptId::new());
     let not_found =
         |error: RuntimeError| matches!(error, RuntimeError::ProcessNotFound(unknown) if unknown == id);
@@ -57,7 +57,7 @@ pub async fn unknown_processes_are_not_found(subject: impl Subject) {
 }
 
 /// A process that is started repeatedly runs once, also with another runtime and after its end.
-pub async fn a_process_starts_once(mut subject: impl Subject) {
+pub async fn process_starts_once(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let handle = runtime
@@ -78,7 +78,7 @@ pub async fn a_process_starts_once(mut subject: impl Subject) {
 }
 
 /// A process, its output and its end outlive the runtime that started it.
-pub async fn processes_outlive_the_runtime(mut subject: impl Subject) {
+pub async fn process_survives_its_runtime(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let handle = runtime
@@ -101,7 +101,7 @@ pub async fn processes_outlive_the_runtime(mut subject: impl Subject) {
 }
 
 /// The team of a process is known while its container exists, also to another runtime.
-pub async fn processes_keep_their_team(mut subject: impl Subject) {
+pub async fn process_team_survives_reopening(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(ContainerSpec { team: "other".to_owned(), ..on_root(&subject).await }).await;
     let id = runtime.started(handle, process(&programs::exit(0))).await;
@@ -117,7 +117,7 @@ pub async fn processes_keep_their_team(mut subject: impl Subject) {
 }
 
 /// When a process has ended, no other process of its container runs.
-pub async fn nothing_outlives_its_process(subject: impl Subject) {
+pub async fn container_processes_end_with_main_process(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "ends-whole") {
         return;
@@ -134,7 +134,7 @@ pub async fn nothing_outlives_its_process(subject: impl Subject) {
 }
 
 /// The destruction of a container kills its processes. Its main process is not found any more.
-pub async fn destroying_a_container_kills(subject: impl Subject) {
+pub async fn container_destruction_kills_its_processes(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..on_root(&subject).await };

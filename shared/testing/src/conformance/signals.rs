@@ -11,7 +11,7 @@ use super::{
 
 /// A program without a handler for TERM ends on TERM, although it is the first process of its
 /// container.
-pub async fn term_ends_a_plain_program(subject: impl Subject) {
+pub async fn plain_program_ends_on_term(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::sleep())).await;
@@ -43,7 +43,7 @@ pub async fn term_ends_a_plain_program(subject: impl Subject) {
 
 /// A process that ignores TERM is killed after the grace period. A later call can shorten the
 /// period but not lengthen it.
-pub async fn the_stubborn_are_killed(subject: impl Subject) {
+pub async fn process_is_killed_after_grace_period(subject: impl Subject) {
     let runtime = subject.runtime();
     for graces in [&[50][..], &[1_000_000, 50][..], &[50, 1_000_000][..], &[0][..]] {
         let handle = runtime.made(on_root(&subject).await).await;
@@ -60,7 +60,7 @@ pub async fn the_stubborn_are_killed(subject: impl Subject) {
 
 /// Every signal reaches the process or is rejected. After a rejection the process continues, and no
 /// output is lost.
-pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
+pub async fn signals_arrive_or_are_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::trap())).await;
@@ -87,7 +87,7 @@ pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
 }
 
 /// A stop before the start prevents the start. A stop after the start ends the process.
-pub async fn a_stop_is_never_lost(subject: impl Subject) {
+pub async fn stop_prevents_start_or_ends_process(subject: impl Subject) {
     let runtime = subject.runtime();
     for _ in 0..10 {
         let handle = runtime.made(on_root(&subject).await).await;
@@ -104,7 +104,7 @@ pub async fn a_stop_is_never_lost(subject: impl Subject) {
 }
 
 /// A process ends when contact is lost, and continues while there is contact.
-pub async fn processes_out_of_contact_end(subject: impl Subject) {
+pub async fn process_ends_when_contact_is_lost(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "stop-after") {
         return;

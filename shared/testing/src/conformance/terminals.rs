@@ -31,7 +31,7 @@ async fn resize_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId, mut attachmen
 }
 
 /// A process sees the initial and the changed size of its terminal, and receives typed input.
-pub async fn terminals_have_a_size_that_changes(subject: impl Subject) {
+pub async fn terminal_size_can_change(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "terminal") {
         return;
@@ -42,7 +42,7 @@ pub async fn terminals_have_a_size_that_changes(subject: impl Subject) {
 
 /// A terminal stays open when its runtime is replaced. Input through the new runtime reaches the
 /// process.
-pub async fn terminals_outlive_the_runtime(mut subject: impl Subject) {
+pub async fn terminal_survives_its_runtime(mut subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "terminal") {
         return;

@@ -9,7 +9,7 @@ use runtime::{Contents, Notes, RuntimeError, VolumeSource, WorkerProvided, Worke
 use super::{RuntimeExt, Subject, get, is_directory, put, volumes};
 
 /// Creation and destruction can be repeated.
-pub async fn volumes_are_made_and_destroyed_once(subject: impl Subject) {
+pub async fn volume_creation_and_destruction_are_idempotent(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     put(&*runtime, volume, "file", "kept").await;
@@ -29,7 +29,7 @@ pub async fn volumes_are_made_and_destroyed_once(subject: impl Subject) {
 }
 
 /// A child needs an existing parent.
-pub async fn a_child_of_nothing_is_refused(subject: impl Subject) {
+pub async fn child_of_missing_parent_is_rejected(subject: impl Subject) {
     let (runtime, parent) = (subject.runtime(), VolumeHandle::new());
     let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::CopyOnWrite { parent }).await;
     assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == parent), "{refused:?}");
@@ -39,7 +39,7 @@ pub async fn a_child_of_nothing_is_refused(subject: impl Subject) {
 /// Contents that a worker provides are copied into a volume, which does not change with the
 /// original. Contents that the worker does not provide are rejected. Unreadable contents leave no
 /// volume.
-pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
+pub async fn worker_provided_contents_are_copied(subject: impl Subject) {
     let runtime = subject.runtime();
     let unknown = WorkerProvided::ResourceType("not-provided".to_owned());
     let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::WorkerProvided(unknown)).await;
@@ -99,7 +99,7 @@ pub fn worker_provided(directory: &Path) -> Vec<WorkerProvidedPath> {
 }
 
 /// Directories are created with their parents, and existing files stay.
-pub async fn directories_are_made(subject: impl Subject) {
+pub async fn make_directories_creates_parents(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     put(&*runtime, volume, "a/file", "kept").await;
@@ -118,7 +118,7 @@ pub async fn directories_are_made(subject: impl Subject) {
 
 /// A remote volume keeps its complete manifest, separate from its contents, until the volume is
 /// destroyed.
-pub async fn manifests_are_kept(mut subject: impl Subject) {
+pub async fn manifest_is_stored_with_remote_volume(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else { return };
@@ -142,7 +142,7 @@ pub async fn manifests_are_kept(mut subject: impl Subject) {
 }
 
 /// The mark of the artifact store and the notes of volumes survive the gateway.
-pub async fn what_a_store_must_know_again_is_kept(mut subject: impl Subject) {
+pub async fn store_mark_and_notes_survive_reopening(mut subject: impl Subject) {
     let runtime = subject.runtime();
     assert_eq!(runtime.store_mark().await.expect("none yet"), None);
     let mut mark = StoreMark { life: StoreLife::new(), sequence: 1, receipt: None };
@@ -177,7 +177,7 @@ pub async fn what_a_store_must_know_again_is_kept(mut subject: impl Subject) {
 
 /// A child and a grandchild see the contents of their ancestors, and their writes do not change
 /// these.
-pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
+pub async fn writes_to_child_do_not_change_parent(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
     put(&*runtime, parent, "dir/below/deep", "parent").await;
@@ -211,7 +211,7 @@ pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
 
 /// Deleting and moving files in a child does not change its parent. Only local volumes can be
 /// tested in this way.
-pub async fn children_lose_what_their_parents_keep(mut subject: impl Subject) {
+pub async fn deletions_in_child_do_not_change_parent(mut subject: impl Subject) {
     use std::os::unix::fs::PermissionsExt;
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
@@ -241,7 +241,7 @@ pub async fn children_lose_what_their_parents_keep(mut subject: impl Subject) {
 }
 
 /// A parent with children is not destroyed and loses no bytes, also with another runtime.
-pub async fn parents_outlive_their_children(mut subject: impl Subject) {
+pub async fn parent_is_not_destroyed_before_children(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
     put(&*runtime, parent, "file", "parent").await;
@@ -264,7 +264,7 @@ pub async fn parents_outlive_their_children(mut subject: impl Subject) {
 
 /// A copy has the contents of all layers of its original, and needs none of them. A copy of a
 /// missing volume is rejected.
-pub async fn a_copy_stands_by_itself(mut subject: impl Subject) {
+pub async fn copy_does_not_depend_on_original(mut subject: impl Subject) {
     let (runtime, missing) = (subject.runtime(), VolumeHandle::new());
     let copy = VolumeHandle::new();
     let refused = runtime.create_volume(copy, VolumeSource::Copy { original: missing }).await;
@@ -310,7 +310,7 @@ pub async fn a_copy_stands_by_itself(mut subject: impl Subject) {
 }
 
 /// The marker belongs to the worker, not to the runtime.
-pub async fn the_marker_stays(mut subject: impl Subject) {
+pub async fn marker_survives_reopening(mut subject: impl Subject) {
     let before = subject.runtime().marker().await.expect("the marker");
     subject.reopen().await;
     assert_eq!(subject.runtime().marker().await.expect("the marker"), before);

@@ -171,7 +171,7 @@ mod tests {
     use super::date;
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_match_the_calendar() {
         assert_eq!(date(0), "Thu, 01 Jan 1970 00:00:00 GMT");
         assert_eq!(date(1_795_167_137), "Fri, 20 Nov 2026 09:32:17 GMT");
         assert_eq!(date(1_709_251_199), "Thu, 29 Feb 2024 23:59:59 GMT");

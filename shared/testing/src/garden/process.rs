@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_holds_4000_writes_and_drops_what_is_newer() {
+    fn queue_holds_4000_writes_and_drops_newer() {
         let queue = Queue::default();
         for write in 0..6000_u32 {
             queue.push(&write.to_be_bytes());

@@ -91,7 +91,7 @@ async fn futures() {
 }
 
 #[tokio::test]
-async fn creation_and_its_refusals() {
+async fn creation_and_its_errors_match_genuine_server() {
     let server = Server::start(Driver::Naive).await;
     for (json, status) in [
         ("nonsense", 400),
@@ -115,7 +115,7 @@ async fn creation_and_its_refusals() {
 }
 
 #[tokio::test]
-async fn overlay_empties_what_is_created_over_and_children_without_parent() {
+async fn overlay_empties_recreated_volumes_and_orphaned_children() {
     let server = Server::start(Driver::Overlay).await;
     create(&server, r#"{"handle":"p","strategy":{"type":"empty"},"properties":{}}"#).await;
     std::fs::write(server.path("p").join("file"), "x").unwrap();
@@ -132,14 +132,14 @@ async fn overlay_empties_what_is_created_over_and_children_without_parent() {
 }
 
 #[tokio::test]
-async fn a_property_of_a_volume_made_with_null_crashes_the_request() {
+async fn setting_property_crashes_when_properties_are_null() {
     let server = Server::start(Driver::Naive).await;
     create(&server, r#"{"handle":"v","strategy":{"type":"empty"},"properties":null}"#).await;
     assert!(ask(&server, "PUT /volumes/v/properties/k", br#"{"value":"x"}"#).await.is_none());
 }
 
 #[tokio::test]
-async fn owners_are_pairs_and_archives_have_the_ids_of_the_container() {
+async fn archives_have_the_ids_of_the_container() {
     use std::os::unix::fs::{MetadataExt as _, chown};
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");

@@ -63,7 +63,7 @@ async fn furnished(worker: &Arc<FakeWorker>) -> (VolumeHandle, ContainerHandle) 
 }
 
 #[tokio::test]
-async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
+async fn reboot_loses_processes_and_keeps_contents() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let before = runtime.marker().await.expect("the marker");
@@ -104,7 +104,7 @@ async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
 }
 
 #[tokio::test]
-async fn what_is_held_up_waits_and_is_there_by_halves() {
+async fn held_operations_wait_half_done() {
     let worker = FakeWorker::near();
     let (runtime, volume) = (worker.runtime(), VolumeHandle::new());
     let held = worker.faults.hold_volumes();
@@ -138,7 +138,7 @@ async fn what_is_held_up_waits_and_is_there_by_halves() {
 }
 
 #[tokio::test]
-async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
+async fn unreachable_worker_keeps_running() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let (volume, handle) = furnished(&worker).await;
@@ -161,7 +161,7 @@ async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
 }
 
 #[tokio::test]
-async fn what_is_stuck_stays_until_it_is_let_go() {
+async fn stuck_objects_stay_until_released() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let (volume, handle) = furnished(&worker).await;
@@ -182,7 +182,7 @@ async fn what_is_stuck_stays_until_it_is_let_go() {
 }
 
 #[tokio::test]
-async fn a_parent_stays_while_it_has_children() {
+async fn parent_stays_while_it_has_children() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let parent = worker.volume("text").await;
@@ -195,7 +195,7 @@ async fn a_parent_stays_while_it_has_children() {
 }
 
 #[tokio::test]
-async fn what_the_fake_cannot_run_is_told_as_that() {
+async fn unsupported_program_is_reported() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let said = runtime.run(container(), process(&["sh", "-c", "echo hello"].map(str::to_owned))).await;
@@ -205,7 +205,7 @@ async fn what_the_fake_cannot_run_is_told_as_that() {
 }
 
 #[tokio::test]
-async fn programs_do_not_get_out_of_their_container() {
+async fn programs_stay_inside_their_container() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let (volume, _) = furnished(&worker).await;

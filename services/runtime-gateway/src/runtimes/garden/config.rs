@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_concourse_worker_registers_is_accepted_as_it_is() -> anyhow::Result<()> {
+    fn registration_of_concourse_worker_is_a_valid_entry() -> anyhow::Result<()> {
         let workers = file(
             r#"{"addr":"10.0.0.7:7777","baggageclaim_url":"http://10.0.0.7:7788","certs_path":"/etc/ssl/certs",
              "http_proxy_url":"http://proxy:3128","no_proxy":"localhost","active_containers":2,"active_volumes":3,
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn each_worker_has_limits_and_amounts_of_its_own() -> anyhow::Result<()> {
+    fn workers_have_separate_limits_and_amounts() -> anyhow::Result<()> {
         let workers = file(
             r#"[{"name":"one","garden":"h:1","baggageclaim":"h:2","max_tasks":1,"max_containers":2,"max_volumes":3,
                  "cpu":"1.5","memory":"2G"},
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_send_to_each_other_only_where_somebody_says_so() -> anyhow::Result<()> {
+    fn peer_transfers_require_the_setting() -> anyhow::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("workers.json");
         let entry = |name: &str, more: &str| {
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn several_workers_have_names_and_addresses_of_their_own() -> anyhow::Result<()> {
+    fn names_and_addresses_are_validated() -> anyhow::Result<()> {
         let entry = |name: &str, garden: &str| {
             format!(
                 r#"{{"name":"{name}","garden":"{garden}","baggageclaim":"h:7788","team":"a","tags":["t"]}}"#

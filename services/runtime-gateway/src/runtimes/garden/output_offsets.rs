@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_readers_count_from_one_place() -> io::Result<()> {
+    fn readers_have_disjoint_offset_ranges() -> io::Result<()> {
         let home = tempfile::tempdir()?;
         let (first, second) = (home.path().join("first"), home.path().join("second"));
         // The gateway that starts the process creates the spools.

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_file_comes_out_as_it_went_in_and_tar_reads_it() {
+    async fn archive_round_trip_works_with_tar() {
         for size in [0, 1, 511, 512, 513, 100_000] {
             let contents: Vec<u8> = (0..size).map(|at: usize| u8::try_from(at % 251).unwrap_or(0)).collect();
             let archive = of_file("manifest", &contents);

@@ -343,7 +343,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_limit_needs_its_hierarchy() {
+    fn missing_hierarchy_matters_only_for_its_limit() {
         let mount = |at: &str, options: &str| MountEntry {
             at: at.into(),
             kind: "cgroup".into(),
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_to_give_is_what_the_machine_has_or_less_where_it_is_limited() -> io::Result<()> {
+    fn capacity_respects_limits_of_surrounding_group() -> io::Result<()> {
         let machine = Cgroups::default();
         let (cores, memory) = (machine.cpu_millis(), machine.memory_bytes());
         assert!(cores.is_some_and(|cores| cores >= 1000) && memory.is_some(), "{cores:?} {memory:?}");

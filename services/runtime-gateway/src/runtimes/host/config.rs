@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_keeps_the_name_that_its_state_directory_was_given_first() {
+    fn worker_keeps_its_first_name() {
         let directory = tempfile::tempdir().expect("a directory");
         let config =
             HostConfig::new(directory.path().join("state"), directory.path().join("run")).expect("a path");

@@ -278,7 +278,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn path_is_own_or_shown() {
+    fn path_belongs_to_container_or_machine() {
         let named = [PathBuf::from("/opt/tools")];
         let image = Image { named: &named };
         for shown in
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn own_part_has_no_secrets() -> io::Result<()> {
+    fn container_part_of_image_has_no_secrets() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         Image { named: &[] }.make_own(directory.path())?;
         let names = |path: &str| -> io::Result<Vec<String>> {
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ours_is_known_by_identity() -> io::Result<()> {
+    fn state_directory_is_found_by_inode() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let (tree, other) = (directory.path().join("tree"), directory.path().join("other"));
         fs::create_dir_all(tree.join("a/state"))?;

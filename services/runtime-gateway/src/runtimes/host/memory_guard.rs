@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_in_sockets_is_summed() {
+    fn socket_queues_are_summed() {
         let table = "sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops    Inode\n\
             0000000000000000 0   0          00000000 0        0        0     2        0        7       \n\
             0000000000000000 0   3152       00000000 8388864  0        0     2        19       90123   \n\

@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_the_table_is_understood() {
+    fn mount_table_line_is_parsed() {
         let line = br"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue";
         let mounted = MountEntry {
             at: "/mnt 2".into(),
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn no_link_leads_out_of_a_root() -> io::Result<()> {
+    fn links_stay_inside_the_root() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         std::os::unix::fs::symlink("/etc", directory.path().join("out"))?;
         std::os::unix::fs::symlink("../../..", directory.path().join("up"))?;

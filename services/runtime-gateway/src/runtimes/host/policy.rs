@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn list_of_permissions_is_read() {
+    fn list_of_permissions_is_parsed() {
         let all = [Permission::HostImage, Permission::HostNetwork, Permission::Privileged];
         assert_eq!(parse_permissions("privileged,host-image, host-network"), Ok(all.into()));
         assert_eq!(parse_permissions("none"), Ok(Permissions::new()));

@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_holds_it_and_its_name_stays_when_it_dies() {
+    fn lock_name_survives_death_of_holder() {
         let directory = tempfile::tempdir().expect("a directory");
         let first = StateLock::take(directory.path()).expect("taken").expect("the directory is free");
         assert!(StateLock::take(directory.path()).expect("looked").is_none());
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_it_over_holds_it_though_the_other_keeps_its_lock() {
+    fn takeover_succeeds_while_frozen_holder_keeps_lock() {
         let directory = tempfile::tempdir().expect("a directory");
         let frozen = StateLock::take(directory.path()).expect("taken").expect("the directory is free");
         let next = StateLock::take_over(directory.path()).expect("taken over");

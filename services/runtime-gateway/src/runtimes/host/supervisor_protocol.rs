@@ -298,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_and_answers_come_back_as_they_were() {
+    fn request_and_answer_encoding_round_trips() {
         let progress = Progress { stdout: 1, stderr: u64::MAX, stdin_taken: 3, phase: Phase::Ended };
         let requests = [
             Request::Watch(progress),

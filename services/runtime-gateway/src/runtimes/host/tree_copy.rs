@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn deep_tree_is_copied_and_given_away() -> io::Result<()> {
+    fn deep_tree_is_copied_and_changes_owner() -> io::Result<()> {
         const DEPTH: usize = 10_000;
         let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
         let (from, to) = (directory.path().join("from"), directory.path().join("to"));
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn copy_has_the_holes_of_its_source() -> io::Result<()> {
+    fn copy_keeps_holes_of_source() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let (from, to) = (directory.path().join("from"), directory.path().join("to"));
         fs::create_dir(&from)?;
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_has_modes_links_and_times() -> io::Result<()> {
+    fn copy_keeps_modes_links_and_times() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let (from, to) = (directory.path().join("from"), directory.path().join("to"));
         fs::create_dir_all(from.join("a/b"))?;

@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_those_that_nobody_else_has() {
+    fn ranges_do_not_overlap_reserved_ids() {
         for _ in 0..10_000 {
             let range = Range::of(ContainerHandle::new());
             assert_eq!(range.first % IDS, 0);

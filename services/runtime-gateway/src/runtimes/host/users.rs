@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_the_image_does_not_know_are_refused() {
+    fn unknown_names_are_rejected() {
         assert_eq!(found(Some("bob")), None);
         assert_eq!(found(Some("ann:nobody")), None);
         assert_eq!(found(Some("")), None);

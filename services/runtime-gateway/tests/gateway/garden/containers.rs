@@ -25,7 +25,7 @@ async fn limits_reach_the_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn containers_reach_others() {
+async fn containers_have_network_access() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -34,7 +34,7 @@ async fn containers_reach_others() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_lost_of_many_small_writes_that_nobody_reads_meanwhile() {
+async fn many_small_writes_are_not_lost() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     // More writes than the server buffers without a reader.
     let script = "i=0; while [ $i -lt 6000 ]; do echo $i; i=$((i+1)); done; exit 7";
@@ -47,7 +47,7 @@ async fn nothing_is_lost_of_many_small_writes_that_nobody_reads_meanwhile() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_that_two_destroy_is_gone_for_both() {
+async fn concurrent_destructions_of_container_both_succeed() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;

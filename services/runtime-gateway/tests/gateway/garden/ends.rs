@@ -52,7 +52,7 @@ async fn until_started(runtime: &Arc<dyn Runtime>, id: AttemptId) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_guardian_worker_tells_that_memory_ran_out_and_others_that_something_was_killed() {
+async fn guardian_reports_out_of_memory_others_a_kill() {
     if !testing::garden::keeps_limits() {
         eprintln!("not applicable: this worker is simulated and enforces no limits");
         return;
@@ -72,7 +72,7 @@ async fn a_guardian_worker_tells_that_memory_ran_out_and_others_that_something_w
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_for_want_of_memory_stays_one_though_the_container_is_not_told_about_any_more() {
+async fn out_of_memory_end_survives_missing_container_info() {
     if !testing::garden::keeps_limits() {
         eprintln!("not applicable: this worker is simulated and enforces no limits");
         return;
@@ -90,7 +90,7 @@ async fn an_end_for_want_of_memory_stays_one_though_the_container_is_not_told_ab
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_that_the_worker_refuses_is_no_start_whatever_it_says() {
+async fn rejected_run_counts_as_not_started() {
     let refusals = [
         Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned()),
         Fault::AnswerAs("UnrecoverableError", "broken for good".to_owned()),
@@ -112,7 +112,7 @@ async fn a_run_that_the_worker_refuses_is_no_start_whatever_it_says() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_is_not_available_is_asked_until_it_is() {
+async fn gateway_retries_while_worker_is_unavailable() {
     let Some(bench) = Bench::new(Manner::Guardian).await else { return };
     let unavailable = || Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned());
     bench.inject("POST /containers/", unavailable());
@@ -127,7 +127,7 @@ async fn a_worker_that_is_not_available_is_asked_until_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_that_vanished_before_the_start_is_missed_and_nothing_is_said_to_have_run() {
+async fn start_fails_when_container_vanished_before() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -151,7 +151,7 @@ async fn a_container_that_vanished_before_the_start_is_missed_and_nothing_is_sai
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_that_vanished_with_its_process_is_no_end_that_is_known_also_when_it_is_stopped() {
+async fn end_is_unknown_when_container_vanished() {
     for manner in EVERY {
         for stopped in [false, true] {
             let Some(bench) = Bench::new(manner).await else { return };
@@ -174,7 +174,7 @@ async fn a_container_that_vanished_with_its_process_is_no_end_that_is_known_also
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_may_have_run_in_a_container_that_vanished_is_not_said_to_have() {
+async fn start_is_unknown_when_container_vanished_unseen() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -191,7 +191,7 @@ async fn what_may_have_run_in_a_container_that_vanished_is_not_said_to_have() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_worker_has_no_room_and_takes_more_when_something_goes() {
+async fn full_worker_takes_container_after_another_is_destroyed() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let at_once = |config| GardenConfig { full_patience: Duration::ZERO, ..config };
@@ -219,7 +219,7 @@ async fn a_full_worker_has_no_room_and_takes_more_when_something_goes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_runs_for_longer_than_a_call_may_take() {
+async fn process_outlasts_the_request_timeout() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let request_timeout = Duration::from_millis(400);
@@ -241,7 +241,7 @@ async fn a_process_runs_for_longer_than_a_call_may_take() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_that_an_older_containerd_worker_has_forgotten_is_unknown() {
+async fn end_is_unknown_when_containerd_forgot_it() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let server = bench.subject.server();
     server.forget_exits();

@@ -61,7 +61,7 @@ pub(crate) fn is_exit(ended: &Ended, code: u8) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_whose_answer_is_lost_is_never_sent_again() {
+async fn run_with_lost_answer_is_not_repeated() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
         bench.inject("/processes", Fault::LoseAnswer);
@@ -80,7 +80,7 @@ async fn a_run_whose_answer_is_lost_is_never_sent_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_that_the_worker_may_not_have_got_is_unknown_and_stays_so() {
+async fn run_lost_in_transit_stays_unknown() {
     for manner in EVERY {
         let Some(mut bench) = Bench::new(manner).await else { return };
         bench.inject("/processes", Fault::Reset);
@@ -104,7 +104,7 @@ async fn a_run_that_the_worker_may_not_have_got_is_unknown_and_stays_so() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connections_that_break_are_made_again_and_what_may_be_missing_is_told() {
+async fn broken_attachment_is_restored_with_a_gap() {
     for manner in EVERY {
         for how in [Break::End, Break::Reset] {
             let Some(bench) = Bench::new(manner).await else { return };
@@ -151,7 +151,7 @@ async fn connections_that_break_are_made_again_and_what_may_be_missing_is_told()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn input_is_refused_once_some_of_it_may_be_lost() {
+async fn input_is_rejected_after_possible_loss() {
     let Some(bench) = Bench::new(Manner::Guardian).await else { return };
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
     let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -179,7 +179,7 @@ async fn input_is_refused_once_some_of_it_may_be_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn creations_are_not_repeated_over_what_exists() {
+async fn creation_is_not_repeated_over_existing_container() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
         // The container was created and the answer was lost, the container was created with an
@@ -226,7 +226,7 @@ async fn volumes_survive_lost_answers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn archives_that_are_cut_or_end_in_an_error_are_no_contents() {
+async fn truncated_or_failed_archives_are_rejected() {
     use tokio::io::AsyncReadExt;
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     put(&*bench.runtime, bench.volume, "file", "contents").await;
@@ -255,7 +255,7 @@ async fn archives_that_are_cut_or_end_in_an_error_are_no_contents() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_loses_its_containers_does_not_run_a_process_again() {
+async fn process_is_not_rerun_when_containers_are_lost() {
     for manner in EVERY {
         let Some(mut bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;

@@ -13,7 +13,7 @@ const SCRIPT: &str = "echo one; until [ -s /out/two ]; do sleep 0.01; done; \
                       echo two; until [ -s /out/three ]; do sleep 0.01; done; echo three; exit 7";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_that_was_taken_over_from_forgets_what_it_knew() {
+async fn replaced_gateway_discards_process_state() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let first = &bench.runtime;

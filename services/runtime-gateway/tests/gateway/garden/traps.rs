@@ -84,7 +84,7 @@ async fn ended_unreaped(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_that_the_worker_learns_late_is_told_as_it_was() {
+async fn late_exit_is_reported_correctly() {
     for lost in [Lost::Connection, Lost::Answer] {
         let Some(bench) = Bench::new(Manner::Containerd).await else { return };
         let (_, id) = ended_unreaped(&bench, &bench.runtime, lost).await;
@@ -99,7 +99,7 @@ async fn an_end_that_the_worker_learns_late_is_told_as_it_was() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_that_the_worker_never_learns_is_unknown() {
+async fn missing_exit_becomes_unknown() {
     for lost in [Lost::Connection, Lost::Answer] {
         let Some(subject) = GardenSubject::impatient(Manner::Containerd).await else { return };
         let bench = Bench::of(subject).await;
@@ -122,7 +122,7 @@ async fn an_end_that_the_worker_never_learns_is_unknown() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_that_finds_an_end_without_an_exit_asks_until_there_is_one() {
+async fn gateway_polls_ended_process_until_exit_is_known() {
     let Some(mut bench) = Bench::new(Manner::Containerd).await else { return };
     let (_, id) = ended_unreaped(&bench, &bench.runtime, Lost::Connection).await;
     let (volume, before) = (bench.volume, bench.runs());
@@ -141,7 +141,7 @@ async fn a_gateway_that_finds_an_end_without_an_exit_asks_until_there_is_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_does_not_end_keeps_its_place_and_is_stopped_again() {
+async fn unkillable_process_keeps_slot_and_is_stopped_again() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(subject) = GardenSubject::impatient(manner).await else { return };
         let bench = Bench::of(subject).await;
@@ -169,7 +169,7 @@ async fn what_does_not_end_keeps_its_place_and_is_stopped_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_typed_reaches_a_terminal_whose_connection_broke() {
+async fn terminal_input_arrives_after_broken_connection() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         for how in [Break::End, Break::Reset] {
             let Some(bench) = Bench::new(manner).await else { return };
@@ -194,7 +194,7 @@ async fn what_is_typed_reaches_a_terminal_whose_connection_broke() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_noted_of_a_container_may_be_long() {
+async fn container_properties_may_be_long() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(mut bench) = Bench::new(manner).await else { return };
         // Longer than the limit of a containerd label.
@@ -227,7 +227,7 @@ async fn running(bench: &Bench) -> Vec<(ContainerHandle, AttemptId)> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_takes_a_guardian_worker_on_asks_about_all_containers_at_once() {
+async fn guardian_containers_are_queried_in_bulk() {
     let Some(bench) = Bench::new(Manner::Guardian).await else { return };
     let all = running(&bench).await;
     let before = bench.subject.server().requests().len();
@@ -254,7 +254,7 @@ async fn whoever_takes_a_guardian_worker_on_asks_about_all_containers_at_once() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn containers_are_asked_about_one_by_one_where_the_worker_does_not_tell_of_all() {
+async fn containers_are_queried_separately_without_bulk_support() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         let Some(bench) = Bench::new(manner).await else { return };
         let all = running(&bench).await;
@@ -271,7 +271,7 @@ async fn containers_are_asked_about_one_by_one_where_the_worker_does_not_tell_of
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn processes_run_as_the_user_that_was_asked_for() {
+async fn processes_run_as_the_requested_user() {
     let ids = || process(&["/bin/sh", "-c", "id -u; id -g"].map(str::to_owned));
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };

@@ -28,7 +28,7 @@ fn asked(volumes: &Server, before: usize, prefix: &str) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn archives_travel_in_the_encoding_that_was_chosen() {
+async fn archives_use_the_configured_encoding() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let volumes = &bench.subject.volumes;
     for encoding in Encoding::ALL {
@@ -65,7 +65,7 @@ async fn archives_travel_in_the_encoding_that_was_chosen() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_is_asked_for_no_encoding_that_it_does_not_know() {
+async fn gateway_uses_only_supported_encodings() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let volumes = &bench.subject.volumes;
     // Workers before 7.10, and older ones.
@@ -82,7 +82,7 @@ async fn a_worker_is_asked_for_no_encoding_that_it_does_not_know() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn volumes_are_destroyed_together_and_none_with_its_parent() {
+async fn volumes_are_destroyed_together_but_after_children() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
     assert!(runtime.destroy_batch_size() > 1);
@@ -141,7 +141,7 @@ async fn volumes_are_destroyed_together_and_none_with_its_parent() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_creation_goes_on_until_the_worker_says_how_it_went() {
+async fn creation_continues_until_outcome_is_known() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
     let before = volumes.requests().len();
@@ -183,7 +183,7 @@ async fn a_creation_goes_on_until_the_worker_says_how_it_went() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn volumes_have_the_ids_that_their_container_has() {
+async fn volumes_get_the_ids_of_their_container() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
     let client = Client::new(&volumes.address().to_string(), Timeouts::default());
@@ -238,7 +238,7 @@ async fn owners_of(runtime: &dyn Runtime, volume: VolumeHandle) -> Owners {
 const MAPPED_ROOT: u32 = 4_294_967_294;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn files_belong_in_archives_to_whom_they_belong_in_containers() {
+async fn archive_owners_match_owners_in_containers() {
     let Some(subject) = GardenSubject::with_ids().await else { return };
     let bench = Bench::of(subject).await;
     let (runtime, volumes, volume) = (&bench.runtime, &bench.subject.volumes, bench.volume);

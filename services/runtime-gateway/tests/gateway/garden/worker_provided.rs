@@ -50,7 +50,7 @@ fn lines(said: &ProcessOutput) -> Vec<&str> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn proxies_of_the_worker_are_in_the_environment_of_every_process() {
+async fn worker_proxies_are_in_process_environment() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let directory = tempfile::tempdir().expect("a directory");
@@ -77,7 +77,7 @@ fn git() -> WorkerProvided {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn certificates_of_the_worker_are_what_links_lead_to() {
+async fn worker_certificates_follow_links() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let directory = tempfile::tempdir().expect("a directory");
     let (kept, certs) = (directory.path().join("kept"), directory.path().join("certs"));
@@ -125,7 +125,7 @@ fn image(path: &Path, release: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn images_of_resource_types_are_roots_of_containers() {
+async fn resource_type_images_are_container_roots() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let directory = tempfile::tempdir().expect("a directory");

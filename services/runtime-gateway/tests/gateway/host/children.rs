@@ -9,7 +9,7 @@ use testing::conformance::{RuntimeExt, Subject, container, directory, mount, pro
 use super::subject::HostSubject;
 
 #[tokio::test]
-async fn linked_files_stay_one_in_children() {
+async fn hard_links_stay_linked_in_children() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let parent = runtime.volume().await;

@@ -142,7 +142,7 @@ fn device_policy_holds_with_cgroup_v2_only() {
 }
 
 #[tokio::test]
-async fn fork_bomb_ends_as_its_own_failure() {
+async fn fork_bomb_fails_only_its_container() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -181,7 +181,7 @@ while len(sockets) < 4000 and sum(int(l.split()[4]) for l in list(open("/proc/ne
 time.sleep(600)'"#;
 
 #[tokio::test]
-async fn container_that_keeps_the_most_memory_is_ended() {
+async fn container_holding_most_memory_is_ended() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let modest = runtime.made(container()).await;
@@ -234,7 +234,7 @@ async fn memory_file_systems_are_bounded() {
 }
 
 #[tokio::test]
-async fn container_has_a_share_of_the_pseudo_terminals() {
+async fn container_has_a_limit_of_pseudo_terminals() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "ulimit -n 2048 && exec python3 -c 'import os\nwhile True: os.open(\"/dev/ptmx\", os.O_RDWR); print(end=\".\")'";
     let said = script_output(&subject, container(), script).await;

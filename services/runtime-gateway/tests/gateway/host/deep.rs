@@ -86,7 +86,7 @@ async fn deep_volume_is_copied_and_given_to_a_user() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn image_with_a_file_in_the_way_is_invalid() {
+async fn image_is_invalid_when_file_replaces_directory() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let refused = async |make: &dyn Fn(&Path)| {
@@ -125,7 +125,7 @@ fn set_flags(path: &Path, flags: IFlags) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn runtime_starts_beside_what_it_cannot_remove() {
+async fn runtime_starts_with_unremovable_leftovers() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let kept = runtime.volume().await;

@@ -31,7 +31,7 @@ fn showing(dir: &Path, paths: &[&Path]) -> Arc<dyn Runtime> {
 }
 
 #[tokio::test]
-async fn image_shows_programs_and_nothing_of_people() {
+async fn image_shows_programs_but_no_user_files() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
     // On the root file system, which an image with a deny-list would show.
@@ -56,7 +56,7 @@ async fn image_shows_programs_and_nothing_of_people() {
 
 /// Lists all files outside of the parts that every container has.
 #[tokio::test]
-async fn files_outside_of_the_list_do_not_exist() {
+async fn unlisted_files_do_not_exist() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
     let script = "find / -xdev ! -type d ! -path '/etc/*' | sort; find /etc -maxdepth 1 -name passwd";
@@ -69,7 +69,7 @@ async fn files_outside_of_the_list_do_not_exist() {
 }
 
 #[tokio::test]
-async fn named_path_is_shown_without_what_is_ours() {
+async fn added_path_hides_state_of_gantry() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -105,7 +105,7 @@ async fn named_path_is_shown_without_what_is_ours() {
 }
 
 #[tokio::test]
-async fn root_reads_what_others_may_read_and_no_more() {
+async fn container_root_reads_only_public_files() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -159,7 +159,7 @@ impl Drop for Unmounted<'_> {
 }
 
 #[tokio::test]
-async fn nothing_is_mounted_in_read_only_parts() {
+async fn mounts_in_read_only_parts_are_rejected() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
     let volume = runtime.volume().await;

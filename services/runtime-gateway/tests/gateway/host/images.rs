@@ -22,7 +22,7 @@ async fn image(runtime: &Arc<dyn Runtime>) -> (VolumeHandle, PathBuf) {
 }
 
 #[tokio::test]
-async fn names_resolve_whatever_the_image_has() {
+async fn host_names_resolve_in_any_image() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let own = "10.0.0.7 own\n";

@@ -33,7 +33,7 @@ const GREEDY: &str = "BEGIN { s = \"x\"; while (1) s = s s }";
 const STATUS: &str = "cat /proc/self/status";
 
 #[tokio::test]
-async fn root_has_the_usual_capabilities_and_cannot_get_others() {
+async fn container_root_has_only_default_capabilities() {
     let Some(subject) = HostSubject::new() else { return };
     let status = output(&subject, container(), STATUS).await;
     for set in ["CapPrm", "CapEff", "CapBnd"] {
@@ -49,7 +49,7 @@ async fn root_has_the_usual_capabilities_and_cannot_get_others() {
 }
 
 #[tokio::test]
-async fn a_user_has_no_capabilities() {
+async fn container_user_has_no_capabilities() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { user: Some("1234:2345".to_owned()), ..container() };
     assert_eq!(output(&subject, spec.clone(), "echo again > /dev/stdout").await, "again");
@@ -64,7 +64,7 @@ async fn a_user_has_no_capabilities() {
 }
 
 #[tokio::test]
-async fn the_privileged_may_do_what_root_on_the_worker_may() {
+async fn privileged_container_has_rights_of_machine_root() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { privileged: true, ..container() };
     let status = output(&subject, spec.clone(), STATUS).await;
@@ -77,7 +77,7 @@ async fn the_privileged_may_do_what_root_on_the_worker_may() {
 }
 
 #[tokio::test]
-async fn devices_of_the_worker_are_out_of_reach() {
+async fn container_cannot_open_worker_devices() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "mknod /dev/log2 c 1 11; head -c 0 /dev/log2; echo x > /dev/null; head -c 1 /dev/zero | wc -c; ls /dev";
     let said = output(&subject, container(), script).await;
@@ -173,7 +173,7 @@ async fn programs_that_use_threads_and_files_work() {
 }
 
 #[tokio::test]
-async fn a_memory_limit_kills_and_is_told() {
+async fn memory_limit_kills_and_is_reported() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let limits = Limits { memory_bytes: Some(64 << 20), ..Limits::default() };
@@ -277,7 +277,7 @@ async fn container_inherits_no_limit_of_the_gateway() {
 }
 
 #[tokio::test]
-async fn text_need_not_be_utf_8() {
+async fn non_utf8_text_is_supported() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
@@ -295,7 +295,7 @@ async fn text_need_not_be_utf_8() {
 }
 
 #[tokio::test]
-async fn the_worker_is_not_written_to() {
+async fn container_writes_do_not_reach_worker() {
     let Some(subject) = HostSubject::new() else { return };
     let name = format!("gantry-{}", domain::AttemptId::new());
     let script = format!(
@@ -309,7 +309,7 @@ async fn the_worker_is_not_written_to() {
 }
 
 #[tokio::test]
-async fn nothing_of_the_supervisor_leaks() {
+async fn supervisor_leaks_nothing_into_container() {
     let Some(subject) = HostSubject::new() else { return };
     // Reading the program of process 1 must fail, even for root.
     let script =
@@ -321,7 +321,7 @@ async fn nothing_of_the_supervisor_leaks() {
 }
 
 #[tokio::test]
-async fn output_mode_does_not_matter_for_a_short_word() {
+async fn short_output_is_complete_in_every_mode() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let spec = ProcessSpec { output: OutputMode::Spooled, ..shell("echo word") };
@@ -329,7 +329,7 @@ async fn output_mode_does_not_matter_for_a_short_word() {
 }
 
 #[tokio::test]
-async fn a_second_runtime_is_refused() {
+async fn second_runtime_is_rejected() {
     let Some(subject) = HostSubject::new() else { return };
     let refused = HostRuntime::open(config(subject.dir.path())).map(|_| ());
     assert!(
@@ -339,7 +339,7 @@ async fn a_second_runtime_is_refused() {
 }
 
 #[tokio::test]
-async fn a_container_runs_one_process_after_the_other() {
+async fn container_runs_processes_one_after_another() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;

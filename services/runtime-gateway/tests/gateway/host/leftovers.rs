@@ -164,7 +164,7 @@ async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> Atte
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_left_behind() {
+async fn ended_container_leaves_nothing_behind() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let before = footprint(&subject, &[]);
@@ -189,7 +189,7 @@ async fn nothing_is_left_behind() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
+async fn killed_supervisor_leaves_nothing_behind() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let before = footprint(&subject, &[]);
@@ -215,7 +215,7 @@ async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_crash_left_half_made_is_listed_or_gone_after_opening() {
+async fn incomplete_objects_are_listed_or_removed_at_opening() {
     let Some(mut subject) = HostSubject::new() else { return };
     let before = footprint(&subject, &[]);
     let state = subject.dir.path().join("state");
@@ -231,7 +231,7 @@ async fn what_a_crash_left_half_made_is_listed_or_gone_after_opening() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn volumes_that_nothing_uses_can_be_unmounted() {
+async fn unused_volumes_can_be_unmounted() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
@@ -281,7 +281,7 @@ impl Drop for Small {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
+async fn only_container_that_fills_disk_is_ended() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -349,7 +349,7 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_disk_is_told_and_nothing_is_left() {
+async fn full_disk_is_reported_without_leftovers() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -400,7 +400,7 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
 
 /// Names the state directory for the killed runtime, in its environment.
 const KILLED: &str = "GANTRY_TEST_KILLED";
-const STARTS: &str = "host::leftovers::a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing";
+const STARTS: &str = "host::leftovers::killed_runtime_leaves_complete_starts_or_none";
 
 /// A process that is killed when the value is dropped.
 struct Killed(std::process::Child);
@@ -437,7 +437,7 @@ fn names_of_processes(dir: &Path) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing() {
+async fn killed_runtime_leaves_complete_starts_or_none() {
     if let Some(dir) = std::env::var_os(KILLED) {
         return start_for_ever(Path::new(&dir)).await;
     }
@@ -498,7 +498,7 @@ fn left_behind(dir: &Path, id: AttemptId, name: &str, boot: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
+async fn reboot_keeps_volumes_and_repeats_no_start() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
@@ -536,7 +536,7 @@ async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_without_overlays_copies() {
+async fn worker_copies_volumes_without_overlays() {
     if HostSubject::new().is_none() {
         return;
     }

@@ -100,7 +100,7 @@ fn connect(to: SocketAddr) -> String {
 }
 
 #[tokio::test]
-async fn private_network_reaches_out_with_the_machines_address() {
+async fn private_network_uses_address_of_machine() {
     let Some(subject) = HostSubject::new() else { return };
     let outside = Outside::new(1);
     let heard = script_output(&subject, container(), &connect(outside.far)).await;
@@ -116,7 +116,7 @@ async fn private_network_reaches_out_with_the_machines_address() {
 }
 
 #[tokio::test]
-async fn private_network_has_own_interfaces() {
+async fn private_network_has_separate_interfaces() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "cd /sys/class/net && echo * && cat lo/flags && ls -d /proc/sys/net/ipv4/conf/*";
     let found = script_output(&subject, container(), script).await;
@@ -166,7 +166,7 @@ async fn private_network_does_not_reach_the_machine() {
 }
 
 #[tokio::test]
-async fn container_has_bounded_share_of_connections() {
+async fn container_connections_are_limited() {
     let Some(subject) = HostSubject::new() else { return };
     let outside = Outside::new(5);
     let most = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").expect("the kernel's limit");
@@ -218,7 +218,7 @@ async fn private_networks_do_not_reach_each_other() {
 }
 
 #[tokio::test]
-async fn filter_that_was_flushed_is_there_for_the_next_container() {
+async fn flushed_filter_is_restored() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -258,7 +258,7 @@ async fn filter_that_was_flushed_is_there_for_the_next_container() {
 }
 
 #[tokio::test]
-async fn network_none_has_only_a_loopback() {
+async fn network_none_has_only_loopback() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { network: Network::None, ..container() };
     let script = "cd /sys/class/net && echo * && cat lo/flags && grep -c . /proc/net/route";
@@ -271,7 +271,7 @@ async fn network_none_has_only_a_loopback() {
 }
 
 #[tokio::test]
-async fn what_the_operator_does_not_allow_is_refused() {
+async fn policy_rejects_forbidden_requests() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -323,7 +323,7 @@ while True:
 
 /// Runs the test below in a view of the machine whose name server listens on its loopback.
 #[test]
-fn names_are_resolved_by_a_server_on_the_machine() {
+fn local_name_server_resolves_names() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
         return;
@@ -356,7 +356,7 @@ fn names_are_resolved_by_a_server_on_the_machine() {
 
 /// The part of the test above that runs in that view.
 #[tokio::test]
-#[ignore = "run by names_are_resolved_by_a_server_on_the_machine"]
+#[ignore = "run by local_name_server_resolves_names"]
 async fn name_is_resolved() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "cat /etc/resolv.conf; getent ahostsv4 some.name.test";

@@ -55,7 +55,7 @@ fn slow(dir: &Path, first: &str) -> HostConfig {
 }
 
 #[tokio::test]
-async fn what_was_started_goes_on_and_the_old_one_touches_nothing() {
+async fn processes_continue_and_old_holder_is_inactive() {
     let Some(dir) = place() else { return };
     let old = HostRuntime::open(config(dir.path())).expect("open");
     let volume = VolumeHandle::new();
@@ -96,7 +96,7 @@ async fn what_was_started_goes_on_and_the_old_one_touches_nothing() {
 }
 
 #[tokio::test]
-async fn a_start_that_was_only_begun_is_taken_back_and_may_be_begun_again() {
+async fn unfinished_start_is_revoked_and_can_be_repeated() {
     let Some(dir) = place() else { return };
     let go = dir.path().join("go");
     let wait = format!("while [ ! -e {} ]; do sleep 0.02; done", go.display());
@@ -117,7 +117,7 @@ async fn a_start_that_was_only_begun_is_taken_back_and_may_be_begun_again() {
 }
 
 #[tokio::test]
-async fn a_supervisor_of_who_does_not_hold_the_directory_any_more_starts_nothing() {
+async fn supervisor_of_replaced_holder_starts_nothing() {
     let Some(dir) = place() else { return };
     let (go, began) = (dir.path().join("go"), dir.path().join("began"));
     let wait = format!("touch {}; while [ ! -e {} ]; do sleep 0.02; done", began.display(), go.display());

@@ -52,7 +52,7 @@ fn owners(directory: &Path, names: &[&str]) -> Vec<(u32, u32)> {
 }
 
 #[tokio::test]
-async fn everybody_in_a_container_is_an_ordinary_user_of_the_machine() {
+async fn container_users_are_ordinary_users_of_machine() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     assert!(runtime.capabilities().features.iter().any(|feature| feature == "user-namespace"));
@@ -93,7 +93,7 @@ async fn everybody_in_a_container_is_an_ordinary_user_of_the_machine() {
 }
 
 #[tokio::test]
-async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
+async fn owners_match_in_containers_and_on_disk() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let (plain, parent) = (runtime.volume().await, runtime.volume().await);
@@ -140,7 +140,7 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
 }
 
 #[tokio::test]
-async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
+async fn container_writes_are_visible_during_and_after_run() {
     let Some(mut subject) = HostSubject::new() else { return };
     let parent = subject.runtime().volume().await;
     let child = subject.runtime().child(parent).await;
@@ -189,7 +189,7 @@ pub(crate) fn copy_program(program: &str, root: &Path) {
 
 /// An image with only a few programs. All other directories that a container needs are created.
 #[tokio::test]
-async fn root_of_an_image_belongs_to_root_of_the_container() {
+async fn image_root_belongs_to_container_root() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let image = runtime.volume().await;
@@ -313,7 +313,7 @@ async fn container_knows_its_own_name() {
 }
 
 #[tokio::test]
-async fn every_port_can_be_listened_at() {
+async fn container_can_listen_on_every_port() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "use Socket; socket(S, PF_INET, SOCK_STREAM, 0); \
         bind(S, sockaddr_in(80, INADDR_ANY)) && listen(S, 1) and print 'listens' or print $!";
@@ -326,7 +326,7 @@ async fn every_port_can_be_listened_at() {
 }
 
 #[tokio::test]
-async fn ids_that_no_container_has_are_refused() {
+async fn ids_outside_the_range_are_rejected() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     for user in [format!("{IDS}"), format!("0:{IDS}")] {

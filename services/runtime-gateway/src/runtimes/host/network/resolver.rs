@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn only_questions_are_passed_on() {
+    fn only_queries_are_forwarded() {
         let message = |flags: u16, questions: u16, kind: u16| {
             let mut message = vec![0, 1];
             for word in [flags, questions, 0, 0, 0] {
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn container_has_no_more_than_its_share() {
+    fn container_cannot_exceed_its_query_limit() {
         let (shares, one, other) =
             (OperationLimits::new(2), IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
         let (first, _second) = (shares.take(one), shares.take(one));

@@ -353,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_come_back_as_they_were() {
+    fn report_encoding_round_trips() {
         let steps = [Step::User, Step::Fork, Step::Directory, Step::Seccomp, Step::Find, Step::Exec];
         let failed = steps.map(|step| Report::Failed(step, 13));
         let others = [Report::Started, Report::Code(3), Report::Signal(15)];

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_is_one_that_libcontainer_reads() -> Result<(), serde_json::Error> {
+    fn libcontainer_parses_the_configuration() -> Result<(), serde_json::Error> {
         let cgroups = [(PathBuf::from("/c/memory/g"), "/sys/fs/cgroup/memory".to_owned())];
         let worker = Worker {
             root: Path::new("/r"),
