@@ -555,7 +555,7 @@ fn a_concourse_worker_that_is_full_is_not_at_fault_and_work_waits_for_room() {
         let suite = Suite::with(kind, &[("GANTRY_GC_GRACE", "0s")]);
         let (mut holds, _stdout) =
             started(suite.cluster.gantry(suite.job(&[], "echo ready; exec sleep 1000")));
-        suite.garden.take_no_more(1);
+        suite.garden.limit_containers(1);
         let asked = containers_asked_for(&suite);
         let waits = suite.cluster.gantry(suite.job(&[], "exit 7")).stderr(Stdio::piped()).spawn();
         let waits = waits.expect("gantry");

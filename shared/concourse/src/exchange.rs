@@ -170,7 +170,7 @@ impl AsyncRead for AnswerBody {
             }
             match ready!(Pin::new(&mut this.incoming).poll_frame(cx)) {
                 None => return Poll::Ready(Ok(())),
-                Some(Err(error)) => return Poll::Ready(Err(broken_off(error))),
+                Some(Err(error)) => return Poll::Ready(Err(connection_error(error))),
                 Some(Ok(frame)) => this.chunk = frame.into_data().unwrap_or_default(),
             }
         }
@@ -215,7 +215,7 @@ pub(crate) async fn send(
     Ok(Answer { status: head.status, body: AnswerBody { connection, incoming, chunk: Bytes::new() } })
 }
 
-fn broken_off(error: hyper::Error) -> io::Error {
+fn connection_error(error: hyper::Error) -> io::Error {
     match failure(error) {
         Failure::Lost(error) | Failure::Source(error) => error,
         Failure::Malformed(text) => io::Error::other(text),

@@ -207,7 +207,7 @@ type Answers = Streaming<()>;
 
 /// A bidirectional call whose request stream is still open.
 struct Open {
-    said: mpsc::Sender<DynamicMessage>,
+    requests: mpsc::Sender<DynamicMessage>,
     answers: Answers,
 }
 
@@ -218,9 +218,9 @@ impl Open {
         method: &MethodDescriptor,
         messages: Vec<DynamicMessage>,
     ) -> Result<Self, Status> {
-        let (said, heard) = mpsc::channel(16);
-        let answers = call(peer, method, ReceiverStream::new(heard)).await?;
-        let mut open = Self { said, answers };
+        let (requests, receiver) = mpsc::channel(16);
+        let answers = call(peer, method, ReceiverStream::new(receiver)).await?;
+        let mut open = Self { requests, answers };
         for message in messages {
             open.say(message).await;
             let answer = open.answers.message().await?;
@@ -231,7 +231,7 @@ impl Open {
 
     /// Sends a message. A call that was rejected no longer receives it.
     async fn say(&self, message: DynamicMessage) {
-        self.said.send(message).await.ok();
+        self.requests.send(message).await.ok();
     }
 
     /// Sends the remaining messages, and returns the result of the call.
@@ -239,7 +239,7 @@ impl Open {
         for message in messages {
             self.say(message).await;
         }
-        drop(self.said);
+        drop(self.requests);
         while self.answers.message().await?.is_some() {}
         Ok(())
     }

@@ -21,13 +21,13 @@ use tokio::sync::OnceCell;
 /// User id of the server. PostgreSQL refuses to run as root.
 const UNPRIVILEGED_ID: u32 = 65534;
 
-/// Memory that is reserved for in-memory databases, in bytes.
+/// Free memory, in bytes, from which databases are kept in memory.
 const PLENTY: u64 = 6 << 30;
 
 static SERVER: OnceCell<u16> = OnceCell::const_new();
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-/// A new, empty database. Dropping the value removes the database.
+/// A new, empty database. The value must be kept while the database is used.
 pub struct TestDatabase {
     /// The URL for `db::Database::connect`.
     pub url: String,

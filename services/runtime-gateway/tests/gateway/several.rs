@@ -147,11 +147,11 @@ async fn file(
 
 /// Reads the output of `process` of `worker` through `gateway`.
 async fn output(gateway: &Served, worker: &str, process: AttemptId) -> Result<String, Refusal> {
-    passed_on(gateway, worker, process, None).await
+    output_by_ticket(gateway, worker, process, None).await
 }
 
 /// Reads the output of `process` with a proxy ticket.
-async fn passed_on(
+async fn output_by_ticket(
     gateway: &Served,
     worker: &str,
     process: AttemptId,
@@ -181,7 +181,7 @@ async fn passed_on(
     in_time("the output", heard).await
 }
 
-fn told<T: std::fmt::Debug>(answer: Result<T, Refusal>, reason: Reason) -> Refusal {
+fn assert_rejected<T: std::fmt::Debug>(answer: Result<T, Refusal>, reason: Reason) -> Refusal {
     let refusal = answer.expect_err("the call is rejected");
     assert!(refusal.is(reason), "{refusal}");
     refusal
@@ -273,31 +273,33 @@ async fn call_reaches_worker_or_is_redirected() {
         let said = output(&both, &id.to_string(), machine.process).await;
         assert_eq!(said.expect("it said it"), format!("{}\n", machine.name));
     }
-    told(file((&workers, &both), ids[0], two.volume).await, Reason::VolumeNotFound);
-    told(output(&both, &ids[0].to_string(), two.process).await, Reason::ProcessNotFound);
-    told(output(&both, "", one.process).await, Reason::InvalidField);
+    assert_rejected(file((&workers, &both), ids[0], two.volume).await, Reason::VolumeNotFound);
+    assert_rejected(output(&both, &ids[0].to_string(), two.process).await, Reason::ProcessNotFound);
+    assert_rejected(output(&both, "", one.process).await, Reason::InvalidField);
     assert_eq!(output(&other, "", three.process).await.expect("the gateway has only one worker"), "three\n");
 
     let third = ids[2].to_string();
     for refused in [
-        told(file((&workers, &both), ids[2], three.volume).await, Reason::NotAttended),
-        told(output(&both, &third, three.process).await, Reason::NotAttended),
+        assert_rejected(file((&workers, &both), ids[2], three.volume).await, Reason::NotAttended),
+        assert_rejected(output(&both, &third, three.process).await, Reason::NotAttended),
     ] {
         assert_eq!(refused.about.get("worker_id"), Some(&third));
         assert_eq!(refused.about.get("gateway_endpoint"), Some(&other.endpoint));
     }
-    let refused = told(output(&other, &WorkerId::new().to_string(), one.process).await, Reason::NotAttended);
+    let refused =
+        assert_rejected(output(&other, &WorkerId::new().to_string(), one.process).await, Reason::NotAttended);
     assert_eq!(refused.about.get("gateway_endpoint"), None, "no gateway knows the worker");
 
     // A proxy ticket is for one worker, and must be signed.
     let request = scheduler_pb::IssueProxyTicketRequest { worker_id: ids[0].to_string() };
     let issued = workers.clone().issue_proxy_ticket(request).await.expect("a ticket").into_inner();
     assert_eq!(issued.gateway_endpoint, both.endpoint);
-    let through =
-        async |id: WorkerId, process, ticket| passed_on(&both, &id.to_string(), process, Some(ticket)).await;
+    let through = async |id: WorkerId, process, ticket| {
+        output_by_ticket(&both, &id.to_string(), process, Some(ticket)).await
+    };
     assert_eq!(through(ids[0], one.process, &issued.ticket).await.expect("it may"), "one\n");
-    told(through(ids[1], two.process, &issued.ticket).await, Reason::NotAttended);
-    told(through(ids[0], one.process, "forged").await, Reason::InvalidToken);
+    assert_rejected(through(ids[1], two.process, &issued.ticket).await, Reason::NotAttended);
+    assert_rejected(through(ids[0], one.process, "forged").await, Reason::InvalidToken);
     let request = scheduler_pb::IssueTicketRequest {
         team: "main".to_owned(),
         worker_id: ids[0].to_string(),
@@ -305,10 +307,10 @@ async fn call_reaches_worker_or_is_redirected() {
         operation: scheduler_pb::TicketOperation::Read.into(),
     };
     let transfer = workers.clone().issue_ticket(request).await.expect("a ticket").into_inner().ticket;
-    told(through(ids[0], one.process, &transfer).await, Reason::InvalidToken);
+    assert_rejected(through(ids[0], one.process, &transfer).await, Reason::InvalidToken);
     let unknown = scheduler_pb::IssueProxyTicketRequest { worker_id: WorkerId::new().to_string() };
     let refused = workers.clone().issue_proxy_ticket(unknown).await.map_err(Refusal::from);
-    told(refused.map(|_| ()), Reason::WorkerNotFound);
+    assert_rejected(refused.map(|_| ()), Reason::WorkerNotFound);
 
     both.end().await;
     other.end().await;

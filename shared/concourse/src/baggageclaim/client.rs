@@ -24,8 +24,8 @@ use crate::exchange::{self, Answer, AnswerBody, Payload};
 pub struct Timeouts {
     /// Timeout of a connection attempt.
     pub connect: Duration,
-    /// Timeout of an answer, counted from the end of the request. A request with an archive has no
-    /// timeout. Callers limit transfers between workers themselves.
+    /// Timeout of an answer, counted from the end of the request. Sending an archive has no timeout.
+    /// Callers limit transfers between workers themselves.
     pub answer: Duration,
     /// Timeout of the creation of a volume, which may copy a large one.
     pub creation: Duration,
@@ -62,7 +62,7 @@ pub struct CreationOutcome {
 impl CreationOutcome {
     /// Deletes the outcome on the worker. If the call is dropped, the worker keeps a small amount
     /// of memory.
-    pub async fn forget(self) {
+    pub async fn delete(self) {
         self.client.drop_outcome(&self.handle).await;
     }
 }
@@ -109,8 +109,8 @@ impl Client {
     /// cancel it with [`Client::cancel_creation`]. After [`Timeouts::creation`] the client cancels
     /// the creation. The handle must not be used again then.
     pub async fn create(&self, request: &VolumeRequest) -> Result<Volume, Error> {
-        let (volume, remembered) = self.create_with_outcome(request).await?;
-        remembered.forget().await;
+        let (volume, outcome) = self.create_with_outcome(request).await?;
+        outcome.delete().await;
         Ok(volume)
     }
 
@@ -122,13 +122,13 @@ impl Client {
     ) -> Result<(Volume, CreationOutcome), Error> {
         let handle = &request.handle;
         let alone = self.creation_of(handle).lock_owned().await;
-        let remembered = CreationOutcome { client: self.clone(), handle: handle.clone(), _alone: alone };
+        let outcome = CreationOutcome { client: self.clone(), handle: handle.clone(), _alone: alone };
         match self.get(handle).await {
             Err(Error::NotFound) => {}
             Err(error) => return Err(error),
             // The volume may come from an earlier call that did not delete the outcome.
             Ok(volume) => match self.outcome(handle).await {
-                Ok(Some(_)) => return Ok((volume, remembered)),
+                Ok(Some(_)) => return Ok((volume, outcome)),
                 _ => return Err(Error::AlreadyExists),
             },
         }
@@ -143,9 +143,9 @@ impl Client {
         }
         let waited = tokio::time::timeout(self.timeouts.creation, self.wait_for(handle)).await;
         match waited.unwrap_or_else(|late| Err(Error::Lost(late.into()))) {
-            Ok(volume) => Ok((volume, remembered)),
+            Ok(volume) => Ok((volume, outcome)),
             Err(error) => {
-                remembered.forget().await;
+                outcome.delete().await;
                 Err(error)
             }
         }
@@ -284,7 +284,7 @@ impl Client {
             StatusCode::NO_CONTENT => Ok(()),
             _ => tokio::time::timeout(self.timeouts.answer, success(answer, MOST_MESSAGE))
                 .await
-                .map_err(late)?
+                .map_err(timeout_error)?
                 .and_then(|(status, _)| Err(unexpected(status))),
         }
     }
@@ -306,7 +306,8 @@ impl Client {
                 _ => success(answer, MOST_MESSAGE).await.and_then(|(status, _)| Err(unexpected(status))),
             }
         };
-        let body: AnswerBody = tokio::time::timeout(self.timeouts.answer, head).await.map_err(late)??;
+        let body: AnswerBody =
+            tokio::time::timeout(self.timeouts.answer, head).await.map_err(timeout_error)??;
         Ok(Archive::new(encoding, body))
     }
 
@@ -350,7 +351,7 @@ impl Client {
             request = request.header(header::CONTENT_TYPE, "application/json");
         }
         let call = async { success(self.send(request, Payload::Whole(body.into())).await?, most).await };
-        tokio::time::timeout(self.timeouts.answer, call).await.map_err(late)?
+        tokio::time::timeout(self.timeouts.answer, call).await.map_err(timeout_error)?
     }
 
     async fn send(&self, request: http::request::Builder, payload: Payload) -> Result<Answer, Error> {
@@ -383,7 +384,7 @@ impl<A: AsyncRead + Unpin> AsyncRead for CompletionReader<A> {
     }
 }
 
-fn late(late: tokio::time::error::Elapsed) -> Error {
+fn timeout_error(late: tokio::time::error::Elapsed) -> Error {
     Error::Lost(late.into())
 }
 

@@ -119,7 +119,7 @@ impl Client {
 
     /// Checks that the server answers, and on a containerd worker the daemon behind it.
     pub async fn ping(&self) -> Result<(), Error> {
-        self.done(Method::GET, "/ping".to_owned(), None).await
+        self.execute(Method::GET, "/ping".to_owned(), None).await
     }
 
     /// Returns the capacity of the worker.
@@ -198,7 +198,7 @@ impl Client {
     /// Kills the processes of a container, and removes it. Meanwhile another attempt fails with
     /// [`Error::BeingDestroyed`].
     pub async fn destroy(&self, handle: &str) -> Result<(), Error> {
-        self.done(Method::DELETE, call::path(&["containers", handle])?, None).await
+        self.execute(Method::DELETE, call::path(&["containers", handle])?, None).await
     }
 
     /// Stops the processes of a container, with SIGTERM and after 10 s SIGKILL, or with SIGKILL at
@@ -206,7 +206,7 @@ impl Client {
     /// later.
     pub async fn stop(&self, handle: &str, kill: bool) -> Result<(), Error> {
         let kill = body(&serde_json::json!({ "kill": kill }))?;
-        self.done(Method::PUT, call::path(&["containers", handle, "stop"])?, kill).await
+        self.execute(Method::PUT, call::path(&["containers", handle, "stop"])?, kill).await
     }
 
     /// Sets the time without a call that names the container, after which the server destroys it.
@@ -216,7 +216,7 @@ impl Client {
             return Err(Error::Refused("a grace time of zero would destroy the container"));
         }
         let grace = i64::try_from(grace.as_nanos()).unwrap_or(i64::MAX);
-        self.done(Method::PUT, call::path(&["containers", handle, "grace_time"])?, body(&grace)?).await
+        self.execute(Method::PUT, call::path(&["containers", handle, "grace_time"])?, body(&grace)?).await
     }
 
     /// Returns all properties of a container, including some of the server. A guardian worker
@@ -246,12 +246,12 @@ impl Client {
     pub async fn set_property(&self, handle: &str, name: &str, value: &str) -> Result<(), Error> {
         key(name)?;
         let target = call::path(&["containers", handle, "properties", name])?;
-        self.done(Method::PUT, target, body(&serde_json::json!({ "value": value }))?).await
+        self.execute(Method::PUT, target, body(&serde_json::json!({ "value": value }))?).await
     }
 
     /// Removes a property of a container. Containerd workers do not implement this.
     pub async fn remove_property(&self, handle: &str, key: &str) -> Result<(), Error> {
-        self.done(Method::DELETE, call::path(&["containers", handle, "properties", key])?, None).await
+        self.execute(Method::DELETE, call::path(&["containers", handle, "properties", key])?, None).await
     }
 
     /// Returns the bandwidth limits of a container.
@@ -354,7 +354,7 @@ impl Client {
         }
     }
 
-    async fn done(&self, method: Method, target: String, body: Option<Bytes>) -> Result<(), Error> {
+    async fn execute(&self, method: Method, target: String, body: Option<Bytes>) -> Result<(), Error> {
         self.read::<IgnoredAny>(method, target, body).await.map(|_| ())
     }
 

@@ -33,7 +33,7 @@ async fn creation_outcome_can_be_deleted_later() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let request = VolumeRequest::new(handle("volume"), Strategy::Empty);
-    let (volume, remembered) = client.create_with_outcome(&request).await.expect("a volume");
+    let (volume, outcome) = client.create_with_outcome(&request).await.expect("a volume");
     assert_eq!(volume.path, server.path("volume").display().to_string());
     let forgets = || server.requests().iter().filter(|line| line.starts_with("DELETE ")).count();
     assert_eq!(forgets(), 0, "{:?}", server.requests());
@@ -43,7 +43,7 @@ async fn creation_outcome_can_be_deleted_later() {
     let mut again = std::pin::pin!(client.create(&request));
     let soon = tokio::time::timeout(Duration::from_millis(100), &mut again).await;
     assert!(soon.is_err(), "{soon:?}");
-    remembered.forget().await;
+    outcome.delete().await;
     assert_eq!(forgets(), 1);
     let again = again.await;
     assert!(matches!(again, Err(Error::AlreadyExists)), "{again:?}");

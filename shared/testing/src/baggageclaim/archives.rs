@@ -64,7 +64,7 @@ fn ended_well(mut child: Child) -> bool {
 }
 
 /// Copies all bytes and counts them. `false`: the source failed before its end.
-fn pour(mut from: impl Read, mut into: impl Write) -> (u64, bool) {
+fn copy_all(mut from: impl Read, mut into: impl Write) -> (u64, bool) {
     let (mut buffer, mut count, mut takes) = (vec![0; PIECE], 0, true);
     loop {
         match from.read(&mut buffer) {
@@ -86,16 +86,16 @@ pub(super) fn unpack(encoding: &str, body: impl Read + Send, into: &Path) -> boo
     let mut tar = start(Command::new("tar").args(["--numeric-owner", "-x", "-C"]).arg(into), Stdio::piped());
     let stdin = tar.stdin.take().expect("a pipe");
     let (count, whole) = match encoding {
-        "raw" => pour(body, stdin),
-        "zstd" => zstd::Decoder::new(body).map_or((0, false), |decoder| pour(decoder, stdin)),
-        "s2" => pour(minlz::Reader::new(body), stdin),
+        "raw" => copy_all(body, stdin),
+        "zstd" => zstd::Decoder::new(body).map_or((0, false), |decoder| copy_all(decoder, stdin)),
+        "s2" => copy_all(minlz::Reader::new(body), stdin),
         _ => {
             let mut gzip = start(Command::new("gzip").arg("-dc"), Stdio::piped());
             let feed = gzip.stdin.take().expect("a pipe");
             let decoded = gzip.stdout.take().expect("a pipe");
             let (fed, poured) = std::thread::scope(|scope| {
-                let fed = scope.spawn(|| pour(body, feed).1);
-                let poured = pour(decoded, stdin);
+                let fed = scope.spawn(|| copy_all(body, feed).1);
+                let poured = copy_all(decoded, stdin);
                 (fed.join().expect("no panic"), poured)
             });
             (poured.0, fed & poured.1 & ended_well(gzip))
@@ -107,7 +107,7 @@ pub(super) fn unpack(encoding: &str, body: impl Read + Send, into: &Path) -> boo
 }
 
 /// Copies the output of a program. The program ends when its reader is gone.
-fn pass(mut from: impl Read, into: &mut impl Write) -> io::Result<bool> {
+fn copy_output(mut from: impl Read, into: &mut impl Write) -> io::Result<bool> {
     io::copy(&mut from, into).map(|_| true)
 }
 
@@ -130,7 +130,7 @@ pub(super) fn pack(encoding: &str, path: &Path, owners: Option<&Path>, out: impl
     let packed = BufReader::with_capacity(PIECE, tar.stdout.take().expect("a pipe"));
     let mut out = BufWriter::with_capacity(PIECE, out);
     let copied = match encoding {
-        "raw" => pass(packed, &mut out),
+        "raw" => copy_output(packed, &mut out),
         "gzip" => {
             let packed = Stdio::from(packed.into_inner());
             let mut gzip = start(Command::new("gzip").arg("-c"), packed);
@@ -143,7 +143,7 @@ pub(super) fn pack(encoding: &str, path: &Path, owners: Option<&Path>, out: impl
         "zstd" => zstd::stream::copy_encode(packed, &mut out, 0).map(|()| true),
         "s2" => {
             let mut encoder = minlz::Writer::new(&mut out);
-            pass(packed, &mut encoder).and_then(|well| encoder.flush().map(|()| well))
+            copy_output(packed, &mut encoder).and_then(|well| encoder.flush().map(|()| well))
         }
         _ => Err(io::ErrorKind::Unsupported.into()),
     };

@@ -185,7 +185,7 @@ impl Server {
 }
 
 impl Faults {
-    fn knows(&self, encoding: &str) -> bool {
+    fn supports(&self, encoding: &str) -> bool {
         let all = ["raw", "gzip", "zstd", "s2"].contains(&encoding);
         all && self.encodings.as_ref().is_none_or(|some| some.iter().any(|known| known == encoding))
     }

@@ -133,7 +133,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
         },
         ("GET", ["volumes-async", handle]) => match lock(&state.volumes).futures.get(*handle) {
             None => nothing(404),
-            Some(_) if state.goes_on() => nothing(204),
+            Some(_) if state.is_pending() => nothing(204),
             Some(None) => nothing(204),
             Some(Some(Ok(volume))) => object(200, volume),
             Some(Some(Err(status))) => error(*status, "failed to create volume"),
@@ -277,7 +277,7 @@ async fn stream_in(
     let Some(privileged) = state.privilege(handle) else { return Ok(error(404, text)) };
     let encoding =
         headers.get(header::CONTENT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    if !faults.knows(encoding) {
+    if !faults.supports(encoding) {
         return Ok(error(400, text));
     }
     let root = state.path(handle);
@@ -349,7 +349,7 @@ fn stream_out(state: &State, handle: &str, query: &Query, headers: &HeaderMap, f
     let encoding =
         headers.get(header::ACCEPT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let Some(privileged) = state.privilege(handle) else { return error(404, text) };
-    if !faults.knows(encoding) {
+    if !faults.supports(encoding) {
         return error(400, text);
     }
     // The path is not confined, as in the genuine server.
@@ -400,9 +400,9 @@ async fn stream_p2p_out(state: &Arc<State>, handle: &str, query: &Query) -> Answ
         _ = told.send(transfer(&sending, &handle, &path, &url, &encoding).await);
     });
     let outcome = outcome.await.unwrap_or_else(|_| Err("it broke off".to_owned()));
-    let said = outcome.map_or_else(|cause| format!("{text}: {cause}"), |()| "ok".to_owned());
+    let result = outcome.map_or_else(|cause| format!("{text}: {cause}"), |()| "ok".to_owned());
     // The genuine server sends newlines while it works.
-    let frames = ["\n".to_owned(), "\n".to_owned(), said].map(|text| Ok(Frame::data(Bytes::from(text))));
+    let frames = ["\n".to_owned(), "\n".to_owned(), result].map(|text| Ok(Frame::data(Bytes::from(text))));
     let mut answer = Response::new(BodyExt::boxed(StreamBody::new(futures::stream::iter(frames))));
     answer.headers_mut().insert(header::CONTENT_TYPE, "plain/text".parse().expect("a header"));
     answer.headers_mut().insert("x-content-type-options", "nosniff".parse().expect("a header"));
@@ -452,11 +452,11 @@ async fn transfer(
     if status == StatusCode::NO_CONTENT {
         return Ok(());
     }
-    let said = serde_json::from_slice::<Value>(&body)
+    let message = serde_json::from_slice::<Value>(&body)
         .ok()
         .and_then(|value| Some(value["error"].as_str()?.to_owned()));
-    let said = said.unwrap_or_else(|| "json: cannot unmarshal".to_owned());
-    Err(format!("p2p-stream-in {}: {said}", status.as_u16()))
+    let message = message.unwrap_or_else(|| "json: cannot unmarshal".to_owned());
+    Err(format!("p2p-stream-in {}: {message}", status.as_u16()))
 }
 
 /// The archive of a directory. It pauses after its first piece while transfers are held.

@@ -115,11 +115,11 @@ impl State {
     }
 
     /// Whether a creation is reported as unfinished.
-    pub(super) fn goes_on(&self) -> bool {
+    pub(super) fn is_pending(&self) -> bool {
         let mut faults = lock(&self.faults);
-        let goes_on = faults.slow_creations > 0;
+        let is_pending = faults.slow_creations > 0;
         faults.slow_creations = faults.slow_creations.saturating_sub(1);
-        goes_on
+        is_pending
     }
 
     /// Destroys a volume. The error is an HTTP status. The volume is unlisted before its first file

@@ -92,8 +92,8 @@ pub async fn nested_mounts_are_visible(subject: impl Subject) {
     let mounts = vec![mount(inner, "/outer/inner", false), mount(outer, "/outer", false)];
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/outer/file", "/outer/inner/file"] {
-        let said = runtime.run(spec.clone(), process(&programs::append(path))).await;
-        assert_eq!(said.ended, Some(exited(0)), "{path}");
+        let output = runtime.run(spec.clone(), process(&programs::append(path))).await;
+        assert_eq!(output.ended, Some(exited(0)), "{path}");
     }
     assert_eq!(lines(&*runtime, outer, "file").await, 1);
     assert_eq!(lines(&*runtime, inner, "file").await, 1);
@@ -134,8 +134,8 @@ pub async fn volume_mounts_at_two_paths(subject: impl Subject) {
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/first/file", "/second/file"] {
         let waiting = programs::append_and_wait_for_another(path);
-        let said = runtime.run(spec.clone(), process(&waiting)).await;
-        assert_eq!(said.ended, Some(exited(7)), "{path}");
+        let output = runtime.run(spec.clone(), process(&waiting)).await;
+        assert_eq!(output.ended, Some(exited(7)), "{path}");
     }
 }
 
@@ -153,8 +153,8 @@ pub async fn user_owns_writable_mounts(subject: impl Subject) {
         user: Some("1234:2345".to_owned()),
         ..on_root(&subject).await
     };
-    let said = runtime.run(spec.clone(), process(&programs::whereabouts())).await;
-    assert_eq!(said.text(), "/workspace\n1234\n2345\n1234\n");
+    let output = runtime.run(spec.clone(), process(&programs::whereabouts())).await;
+    assert_eq!(output.text(), "/workspace\n1234\n2345\n1234\n");
     assert_eq!(runtime.run(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
 }
 
@@ -175,8 +175,8 @@ pub async fn process_receives_its_environment(subject: impl Subject) {
     ];
     for (environment, expected) in cases {
         let spec = ProcessSpec { environment, ..process(&programs::environment()) };
-        let said = runtime.run(on_root(&subject).await, spec).await;
-        let mut found: Vec<_> = said.text().lines().collect();
+        let output = runtime.run(on_root(&subject).await, spec).await;
+        let mut found: Vec<_> = output.text().lines().collect();
         found.sort_unstable();
         if has(&*runtime, "exact-environment") {
             assert_eq!(found, expected);

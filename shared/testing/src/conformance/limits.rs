@@ -11,7 +11,7 @@ const MUCH: u64 = 128 << 20;
 const MANY: u64 = 40;
 
 /// Whether a test must check a limit.
-fn keeps(subject: &impl Subject, runtime: &dyn Runtime, limit: &str) -> bool {
+fn must_check(subject: &impl Subject, runtime: &dyn Runtime, limit: &str) -> bool {
     if !claims(runtime, limit) {
         return false;
     }
@@ -25,14 +25,14 @@ fn keeps(subject: &impl Subject, runtime: &dyn Runtime, limit: &str) -> bool {
 /// process succeeds.
 pub async fn memory_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
-    if !keeps(&subject, &*runtime, "limits-memory") {
+    if !must_check(&subject, &*runtime, "limits-memory") {
         return;
     }
     let spec = on_root(&subject).await;
-    assert_eq!(runtime.run(spec.clone(), process(&programs::greedy(MUCH))).await.ended, Some(exited(0)));
+    assert_eq!(runtime.run(spec.clone(), process(&programs::allocate(MUCH))).await.ended, Some(exited(0)));
     let limits = Limits { memory_bytes: Some(MUCH / 4), ..Limits::default() };
     let spec = ContainerSpec { limits, ..on_root(&subject).await };
-    let ended = runtime.run(spec, process(&programs::greedy(MUCH))).await.ended;
+    let ended = runtime.run(spec, process(&programs::allocate(MUCH))).await.ended;
     let told = |exit| ended == Some(Ended::Exited { exit, stopped: false });
     // Without `exit-signals`, the end looks like that of any killed process.
     let killed = !has(&*runtime, "exit-signals") && told(Exit::Code(128 + 9));
@@ -42,7 +42,7 @@ pub async fn memory_limit_applies_to_container(subject: impl Subject) {
 /// A container cannot start more processes than its limit.
 pub async fn process_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
-    if !keeps(&subject, &*runtime, "limits-pids") {
+    if !must_check(&subject, &*runtime, "limits-pids") {
         return;
     }
     let all = runtime.run(on_root(&subject).await, process(&programs::fork(MANY))).await;
@@ -57,7 +57,7 @@ pub async fn process_limit_applies_to_container(subject: impl Subject) {
 /// A container gets no more processor time than its limit.
 pub async fn cpu_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
-    if !keeps(&subject, &*runtime, "limits-cpu") {
+    if !must_check(&subject, &*runtime, "limits-cpu") {
         return;
     }
     let limits = Limits { cpu_millis: Some(100), ..Limits::default() };

@@ -99,7 +99,7 @@ pub async fn process_continues_after_detach(subject: impl Subject) {
 pub async fn dropped_readers_and_waiters_change_nothing(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
-    let id = runtime.started(handle, process(&programs::stubborn())).await;
+    let id = runtime.started(handle, process(&programs::ignore_term())).await;
     for _ in 0..20 {
         let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
         read_until(&mut attachment.events, "ready").await;
@@ -188,7 +188,7 @@ pub async fn unread_input_blocks_its_writer(subject: impl Subject) {
     runtime.stop(id, Duration::from_secs(10)).await.expect("stop");
     in_time("input for an ended process", attachment.input.stdin(0, much.clone())).await.expect("input");
 
-    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::deaf()) };
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::close_input()) };
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, spec).await;
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");

@@ -32,13 +32,13 @@ pub async fn exit_codes_and_signals_are_reported(subject: impl Subject) {
 pub async fn unrunnable_programs_are_reported(subject: impl Subject) {
     let runtime = subject.runtime();
     let cases = [
-        (programs::not_there(), FailureReason::ProgramNotFound),
+        (programs::missing(), FailureReason::ProgramNotFound),
         (vec!["/no/such/program".to_owned()], FailureReason::ProgramNotFound),
         (programs::not_executable(), FailureReason::ProgramNotExecutable),
     ];
     for (command, expected) in cases {
-        let said = runtime.run(on_root(&subject).await, process(&command)).await;
-        let ended = said.ended.expect("an end");
+        let output = runtime.run(on_root(&subject).await, process(&command)).await;
+        let ended = output.ended.expect("an end");
         assert!(matches!(ended, Ended::NotStarted(_)), "{ended:?}");
         assert_eq!(reason(&ended), Some(expected), "{command:?}");
     }
@@ -96,8 +96,8 @@ pub async fn process_survives_its_runtime(mut subject: impl Subject) {
     assert_eq!(runtime.ended(id).await, exited(7));
     drop(runtime);
     subject.reopen().await;
-    let said = subject.runtime().read_output(id).await;
-    assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&exited(7))));
+    let output = subject.runtime().read_output(id).await;
+    assert_eq!((output.text(), output.ended.as_ref()), ("over\n", Some(&exited(7))));
 }
 
 /// The team of a process is known while its container exists, also to another runtime.

@@ -61,7 +61,7 @@ pub fn sleep() -> Vec<String> {
 
 /// Prints `ready` on standard output, and ignores TERM for longer than any test.
 #[must_use]
-pub fn stubborn() -> Vec<String> {
+pub fn ignore_term() -> Vec<String> {
     shell(STUBBORN, &[])
 }
 
@@ -91,7 +91,7 @@ pub fn cat() -> Vec<String> {
 
 /// Prints `ready` and closes standard input without reading it. Ends on TERM.
 #[must_use]
-pub fn deaf() -> Vec<String> {
+pub fn close_input() -> Vec<String> {
     shell(DEAF, &[])
 }
 
@@ -129,7 +129,7 @@ pub fn whereabouts() -> Vec<String> {
 
 /// Allocates at least `bytes` bytes of memory, and exits.
 #[must_use]
-pub fn greedy(bytes: u64) -> Vec<String> {
+pub fn allocate(bytes: u64) -> Vec<String> {
     shell(GREEDY, &[&bytes.to_string()])
 }
 
@@ -167,6 +167,6 @@ pub fn not_executable() -> Vec<String> {
 
 /// A file that does not exist.
 #[must_use]
-pub fn not_there() -> Vec<String> {
+pub fn missing() -> Vec<String> {
     vec!["gantry-no-such-program".to_owned()]
 }

@@ -47,7 +47,7 @@ pub async fn process_is_killed_after_grace_period(subject: impl Subject) {
     let runtime = subject.runtime();
     for graces in [&[50][..], &[1_000_000, 50][..], &[50, 1_000_000][..], &[0][..]] {
         let handle = runtime.made(on_root(&subject).await).await;
-        let id = runtime.started(handle, process(&programs::stubborn())).await;
+        let id = runtime.started(handle, process(&programs::ignore_term())).await;
         let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
         read_until(&mut attachment.events, "ready").await;
         for grace in graces {
@@ -97,8 +97,8 @@ pub async fn stop_prevents_start_or_ends_process(subject: impl Subject) {
             Ended::NotStarted(failure) => assert_eq!(failure.reason, FailureReason::StoppedBeforeStart),
             ended => assert!(matches!(ended, Ended::Exited { stopped: true, .. }), "{ended:?}"),
         }
-        let said = runtime.read_output(id).await;
-        assert_eq!(said.ended, Some(runtime.ended(id).await));
+        let output = runtime.read_output(id).await;
+        assert_eq!(output.ended, Some(runtime.ended(id).await));
         runtime.destroy_container(handle).await.expect("destroy");
     }
 }
@@ -117,7 +117,7 @@ pub async fn process_ends_when_contact_is_lost(subject: impl Subject) {
     };
     let (first, second) =
         (runtime.made(on_root(&subject).await).await, runtime.made(on_root(&subject).await).await);
-    let kept = runtime.started(first, process(&programs::stubborn())).await;
+    let kept = runtime.started(first, process(&programs::ignore_term())).await;
     let mut attachment = runtime.attach(kept, Offsets::default()).await.expect("attach");
     read_until(&mut attachment.events, "ready").await;
     runtime.contact(since_boot(), Duration::from_secs(600)).await.expect("contact");

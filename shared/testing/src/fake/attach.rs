@@ -21,7 +21,7 @@ pub(super) fn attach(
 ) -> Result<Attachment, RuntimeError> {
     let at = [from.stdout, from.stderr];
     let stdin_offset = {
-        let inner = process.look();
+        let inner = process.lock();
         for (output, offset) in inner.outputs.iter().zip(at) {
             if offset > output.head {
                 return Err(RuntimeError::OffsetOutOfRange { offset, limit: output.head });
@@ -29,7 +29,7 @@ pub(super) fn attach(
         }
         inner.stdin_taken()
     };
-    let cursor = EventCursor { at, stdin_said: stdin_offset, next_output: 0, said: EventPhase::Output };
+    let cursor = EventCursor { at, reported_stdin: stdin_offset, next_output: 0, phase: EventPhase::Output };
     let reader = Reader { worker: worker.clone(), process: process.clone(), cursor };
     let events = stream::unfold(Some(reader), |reader| async move {
         let mut reader = reader?;
@@ -63,10 +63,10 @@ impl Reader {
 struct EventCursor {
     /// The reader's offset in each output.
     at: [u64; 2],
-    stdin_said: u64,
+    reported_stdin: u64,
     /// Index of the output to read first. It alternates, so that neither output starves.
     next_output: usize,
-    said: EventPhase,
+    phase: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
@@ -80,8 +80,8 @@ impl EventCursor {
     /// Returns the next event. `None`: there is none yet. `Some(None)`: the events are complete.
     fn next(&mut self, inner: &Inner) -> Option<Option<ProcessEvent>> {
         let taken = inner.stdin_taken();
-        if self.said == EventPhase::Output && self.stdin_said != taken {
-            self.stdin_said = taken;
+        if self.phase == EventPhase::Output && self.reported_stdin != taken {
+            self.reported_stdin = taken;
             return Some(Some(ProcessEvent::StdinAccepted(taken)));
         }
         if let Some(event) = self.output(inner) {
@@ -89,12 +89,12 @@ impl EventCursor {
         }
         let ended = inner.ended()?;
         let [stdout, stderr] = self.at;
-        let (said, event) = match self.said {
+        let (phase, event) = match self.phase {
             EventPhase::Output => (EventPhase::Ended, Some(ProcessEvent::Ended(ended))),
             EventPhase::Ended => (EventPhase::Done, Some(ProcessEvent::Done(Offsets { stdout, stderr }))),
             EventPhase::Done => (EventPhase::Done, None),
         };
-        self.said = said;
+        self.phase = phase;
         Some(event)
     }
 

@@ -234,7 +234,7 @@ impl FakeWorker {
         let container =
             state.containers.get(&handle).cloned().ok_or(RuntimeError::ContainerNotFound(handle))?;
         let mut others = state.processes.values().filter(|(of, _)| *of == handle);
-        if others.any(|(_, other)| other.look().ended().is_none()) {
+        if others.any(|(_, other)| other.lock().ended().is_none()) {
             return Err(RuntimeError::Unsupported(format!("a second process in container {handle}")));
         }
         let process = Process::new(id, spec, SPOOL_BYTES);
@@ -430,7 +430,7 @@ impl Runtime for FakeRuntime {
 
     async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
         self.worker.faults.reach()?;
-        Ok(self.worker.find(process)?.look().state.clone())
+        Ok(self.worker.find(process)?.lock().state.clone())
     }
 
     async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {

@@ -144,7 +144,7 @@ pub(super) struct Process {
     changes: watch::Sender<()>,
     spool_bytes: u64,
     /// Held while input is written, so that each write stays contiguous.
-    next_output: tokio::sync::Mutex<()>,
+    input_lock: tokio::sync::Mutex<()>,
 }
 
 impl Process {
@@ -170,15 +170,15 @@ impl Process {
             lost: false,
         };
         let (inner, changes) = (Mutex::new(inner), watch::Sender::new(()));
-        Arc::new(Self { id, inner, changes, spool_bytes, next_output: tokio::sync::Mutex::default() })
+        Arc::new(Self { id, inner, changes, spool_bytes, input_lock: tokio::sync::Mutex::default() })
     }
 
-    pub(super) fn look(&self) -> MutexGuard<'_, Inner> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
-        let changed = change(&mut self.look());
+        let changed = change(&mut self.lock());
         self.changes.send_replace(());
         changed
     }
@@ -187,7 +187,7 @@ impl Process {
     pub(super) async fn until<T>(&self, mut attempt: impl FnMut(&mut Inner) -> Option<T>) -> T {
         let mut changes = self.changes.subscribe();
         loop {
-            let done = attempt(&mut self.look());
+            let done = attempt(&mut self.lock());
             if let Some(done) = done {
                 self.changes.send_replace(());
                 return done;
@@ -201,7 +201,7 @@ impl Process {
     pub(super) async fn wait<T>(&self, mut attempt: impl FnMut(&Inner) -> Option<T>) -> T {
         let mut changes = self.changes.subscribe();
         loop {
-            let done = attempt(&self.look());
+            let done = attempt(&self.lock());
             if let Some(done) = done {
                 return done;
             }
@@ -334,7 +334,7 @@ impl Process {
     }
 
     pub(super) async fn send(&self, offset: u64, data: &[u8]) -> Result<(), RuntimeError> {
-        let _turn = self.next_output.lock().await;
+        let _guard = self.input_lock.lock().await;
         let end = offset + data.len() as u64;
         loop {
             let done = self.until(|inner| {
@@ -364,7 +364,7 @@ impl Process {
 
     /// Closes standard input after the writes in progress.
     pub(super) async fn close_stdin(&self) {
-        let _turn = self.next_output.lock().await;
+        let _guard = self.input_lock.lock().await;
         self.change(|inner| inner.input.closed = true);
     }
 
@@ -415,12 +415,12 @@ impl Process {
     }
 
     pub(super) fn window(&self) -> Option<TerminalSize> {
-        self.look().window
+        self.lock().window
     }
 
     /// Whether a signal is about to end the process.
     pub(super) fn is_dying(&self) -> bool {
-        self.look().fatal.is_some()
+        self.lock().fatal.is_some()
     }
 }
 

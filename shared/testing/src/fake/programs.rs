@@ -187,7 +187,7 @@ impl Program {
                 system.process.write(Stdout, &lines.collect::<Vec<u8>>()).await;
                 0
             }
-            Self::Whereabouts => system.tell_whereabouts().await,
+            Self::Whereabouts => system.print_whereabouts().await,
             Self::Trap => {
                 system.process.catch(&[HUP, INT, USR1]);
                 system.say(Stdout, "ready\n").await;
@@ -202,7 +202,7 @@ impl Program {
                     }
                 }
             }
-            Self::TerminalSize => system.tell_window().await,
+            Self::TerminalSize => system.print_window().await,
         }
     }
 }
@@ -253,7 +253,7 @@ impl System {
         read.map_or(0, |_| contents.iter().filter(|byte| **byte == b'\n').count())
     }
 
-    async fn tell_whereabouts(&self) -> u8 {
+    async fn print_whereabouts(&self) -> u8 {
         let directory = self.container.directory();
         let owner = self.container.open(&directory, OFlags::PATH).and_then(|file| file.metadata());
         let owner = owner.map_or_else(|error| error.to_string(), |found| found.uid().to_string());
@@ -262,7 +262,7 @@ impl System {
         0
     }
 
-    async fn tell_window(&self) -> u8 {
+    async fn print_window(&self) -> u8 {
         let tell = async || {
             let text = match self.process.window() {
                 Some(window) => format!("{} {}\n", window.rows, window.columns),

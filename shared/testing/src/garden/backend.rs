@@ -229,7 +229,7 @@ impl Container {
         };
         let (container, state, manner) = (Arc::clone(self), Arc::clone(state), state.manner);
         let process = Process::start(start, manner, attachment, move |process, exit| {
-            state.until_let_go();
+            state.wait_until_released();
             container.ended(process, exit, manner)
         });
         let process = process.map_err(|error| match error.kind() {
@@ -301,7 +301,7 @@ impl Container {
 
 impl State {
     /// Waits while ended processes are held.
-    fn until_let_go(&self) {
+    fn wait_until_released(&self) {
         let mut ended = lock(&self.ended);
         ended.held += 1;
         let let_go = self.let_go.wait_while(ended, |ended| ended.hold);

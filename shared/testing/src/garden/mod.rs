@@ -9,7 +9,7 @@
 //! rejected or answered with zeros.
 //!
 //! [`Server::inject`], [`Server::break_attachments`], [`Server::hold_ended`], [`Server::lose`],
-//! [`Server::forget_exits`] and [`Server::take_no_more`] inject failures.
+//! [`Server::forget_exits`] and [`Server::limit_containers`] inject failures.
 
 mod attach;
 mod backend;
@@ -229,7 +229,7 @@ impl Server {
     }
 
     /// Limits the number of containers, including the existing ones.
-    pub fn take_no_more(&self, containers: usize) {
+    pub fn limit_containers(&self, containers: usize) {
         self.state.most_containers.store(containers, Ordering::SeqCst);
     }
 

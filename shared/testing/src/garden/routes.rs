@@ -205,15 +205,16 @@ fn bulk(state: &State, handles: &str, info: bool) -> Result<Value, Failure> {
     let entries = handles.map(|handle| {
         let found = state.lookup(handle);
         let name = if info { "Info" } else { "Metrics" };
-        let value =
-            found.as_ref().map_or_else(|_| json!({}), |found| if info { about(found) } else { json!({}) });
+        let value = found
+            .as_ref()
+            .map_or_else(|_| json!({}), |found| if info { container_info(found) } else { json!({}) });
         let error = found.err().map_or(Value::Null, |failure| json!(failure));
         (handle.to_owned(), json!({name: value, "Err": error}))
     });
     Ok(Value::Object(entries.collect()))
 }
 
-fn about(container: &Container) -> Value {
+fn container_info(container: &Container) -> Value {
     let properties = lock(&container.properties).clone();
     let events = container.groups.ran_out_of_memory().then_some(["oom"]);
     json!({"State": "active", "Events": events, "HostIP": "", "ContainerIP": "", "ContainerIPv6": "", "ExternalIP": "",
@@ -289,7 +290,7 @@ fn ordinary(state: &Arc<State>, method: &str, pattern: &str, request: &Request) 
                 _ => Ok(json!({})),
             }
         }
-        ("GET", "/containers/:/info") if !containerd => Ok(about(&container)),
+        ("GET", "/containers/:/info") if !containerd => Ok(container_info(&container)),
         ("GET", "/containers/:/metrics") if !containerd => Ok(json!({})),
         ("GET", _) if pattern.starts_with("/containers/:/limits/") => {
             let limits = &container.limits[format!("{key}_limits")];

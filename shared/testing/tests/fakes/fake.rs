@@ -71,7 +71,7 @@ async fn reboot_loses_processes_and_keeps_contents() {
     let over = runtime.started(first, process(&programs::append("/volume/file"))).await;
     let ended = runtime.ended(over).await;
     let second = runtime.made(container()).await;
-    let running = runtime.started(second, process(&programs::stubborn())).await;
+    let running = runtime.started(second, process(&programs::ignore_term())).await;
     let mut attachment = runtime.attach(running, Offsets::default()).await.expect("attach");
     conformance::read_until(&mut attachment.events, "ready").await;
     let third = runtime.made(container()).await;
@@ -93,9 +93,9 @@ async fn reboot_loses_processes_and_keeps_contents() {
     assert_eq!(reason(runtime.ended(running).await), FailureReason::ExitUnknown);
     assert_eq!(runtime.process(starting).await.expect("a state"), ProcessState::StartUnknown);
     assert_eq!(reason(runtime.ended(starting).await), FailureReason::StartUnknown);
-    let said = conformance::in_time("the rest", conformance::read_all(attachment)).await;
+    let output = conformance::in_time("the rest", conformance::read_all(attachment)).await;
     assert_eq!(
-        said.ended.map(reason),
+        output.ended.map(reason),
         Some(FailureReason::ExitUnknown),
         "the attached reader receives the end"
     );
@@ -156,8 +156,8 @@ async fn unreachable_worker_keeps_running() {
     std::fs::write(worker.path(volume).join("file"), "line\nline\n").expect("write");
 
     worker.faults.set_unreachable(false);
-    let said = runtime.read_output(id).await;
-    assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&runtime.ended(id).await)));
+    let output = runtime.read_output(id).await;
+    assert_eq!((output.text(), output.ended.as_ref()), ("over\n", Some(&runtime.ended(id).await)));
 }
 
 #[tokio::test]
@@ -198,8 +198,8 @@ async fn parent_stays_while_it_has_children() {
 async fn unsupported_program_is_reported() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
-    let said = runtime.run(container(), process(&["sh", "-c", "echo hello"].map(str::to_owned))).await;
-    let Some(Ended::NotStarted(failure)) = said.ended else { panic!("{said:?}") };
+    let output = runtime.run(container(), process(&["sh", "-c", "echo hello"].map(str::to_owned))).await;
+    let Some(Ended::NotStarted(failure)) = output.ended else { panic!("{output:?}") };
     assert_eq!(failure.reason, FailureReason::StartFailed);
     assert!(failure.message.contains("echo hello"), "{}", failure.message);
 }
@@ -214,8 +214,8 @@ async fn programs_stay_inside_their_container() {
     for path in ["/volume/link", "/volume/../volume/link"] {
         let mounts = vec![conformance::mount(volume, "/volume", false)];
         let spec = ContainerSpec { mounts, ..container() };
-        let said = runtime.run(spec, process(&programs::append(path))).await;
-        assert!(!said.stderr.is_empty(), "{said:?}");
+        let output = runtime.run(spec, process(&programs::append(path))).await;
+        assert!(!output.stderr.is_empty(), "{output:?}");
     }
     assert_eq!(std::fs::read_to_string(outside.path()).expect("read"), "");
 }

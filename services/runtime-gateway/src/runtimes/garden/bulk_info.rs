@@ -63,11 +63,11 @@ impl Worker {
         for handles in self.list_containers().await?.chunks(AT_ONCE) {
             let names: Vec<_> = handles.iter().map(ToString::to_string).collect();
             let names: Vec<_> = names.iter().map(String::as_str).collect();
-            let told = self.garden.bulk_info(&names).await;
-            let mut told = told.map_err(|error| errors::garden("report its containers", error))?;
+            let infos = self.garden.bulk_info(&names).await;
+            let mut infos = infos.map_err(|error| errors::garden("report its containers", error))?;
             for handle in handles {
                 // A container without information is queried separately.
-                let Some(Ok(info)) = told.remove(&handle.to_string()) else { continue };
+                let Some(Ok(info)) = infos.remove(&handle.to_string()) else { continue };
                 let made = ContainerProperties::read(*handle, &info.properties);
                 if let Some(process) = made.and_then(|made| made.process) {
                     containers.insert(process, (*handle, info.properties));

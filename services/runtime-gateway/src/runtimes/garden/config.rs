@@ -333,12 +333,12 @@ mod tests {
             };
             let given = GardenWorker { name: "given".to_owned(), ..GardenWorker::default() };
             let common = Config::for_worker("", "", "", "", "", PathBuf::new());
-            let said: Vec<_> = args
+            let enabled: Vec<_> = args
                 .workers(given)?
                 .iter()
                 .map(|worker| worker.config(&common, Path::new("/state")).1.peer_to_peer)
                 .collect();
-            assert_eq!(said, [flag, true, false, flag]);
+            assert_eq!(enabled, [flag, true, false, flag]);
         }
         Ok(())
     }

@@ -102,7 +102,10 @@ fn process_request(
 
 impl Worker {
     /// Returns the properties of a container, from memory or from the worker.
-    async fn made(&self, container: ContainerHandle) -> Result<ContainerProperties, RuntimeError> {
+    async fn container_properties(
+        &self,
+        container: ContainerHandle,
+    ) -> Result<ContainerProperties, RuntimeError> {
         let known = lock(&self.containers).get(&container).cloned();
         if let Some(known) = known {
             return Ok(known);
@@ -123,7 +126,7 @@ impl Worker {
             return Ok(());
         }
         let term = self.term();
-        let made = self.made(container).await?;
+        let made = self.container_properties(container).await?;
         match made.process {
             Some(process) if process == id => return self.find(id).await.map(|_| ()),
             Some(_) => {
@@ -279,8 +282,8 @@ impl Worker {
                 return self.adopt(handle, made, &properties, term).await;
             }
         }
-        let wanted = BTreeMap::from([(properties::PROCESS.to_owned(), id.to_string())]);
-        let listed = self.garden.list(&wanted).await;
+        let filter = BTreeMap::from([(properties::PROCESS.to_owned(), id.to_string())]);
+        let listed = self.garden.list(&filter).await;
         let listed = listed.map_err(|error| errors::garden("list containers", error))?;
         for handle in listed.iter().filter_map(|handle| handle.parse().ok()) {
             let Some(properties) = self.raw_properties(handle).await? else { continue };

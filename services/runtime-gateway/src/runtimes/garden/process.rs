@@ -9,7 +9,7 @@
 //! ```text
 //! <state directory>/processes/<id>/stdout stderr   spools
 //!                                 /gaps            a line for each gap: the output and the offset
-//!                                 /reader          the owner of the spools, see [`super::output_offsets`]
+//!                                 /reader          the owner of the spools, see `output_offsets`
 //! ```
 
 use std::io::{self, Write};
@@ -242,7 +242,7 @@ impl Process {
             // A known end stays valid.
             biased;
             over = seen.wait_for(over) => over.map(|seen| seen.phase.clone()),
-            () = self.term.cancelled() => return Err(self.taken_over()),
+            () = self.term.cancelled() => return Err(self.takeover_error()),
         };
         match over {
             Ok(Phase::Ended(ended)) => Ok(ended),
@@ -250,7 +250,7 @@ impl Process {
         }
     }
 
-    fn taken_over(&self) -> RuntimeError {
+    fn takeover_error(&self) -> RuntimeError {
         RuntimeError::TakenOver(format!("the worker of process {}", self.id))
     }
 
@@ -303,10 +303,10 @@ pub(super) fn attach(
         process,
         seen,
         at,
-        told: [0, 0],
-        stdin_said: stdin_offset,
+        passed_gaps: [0, 0],
+        reported_stdin: stdin_offset,
         next_output: 0,
-        said: EventPhase::Output,
+        phase: EventPhase::Output,
     };
     let events = stream::unfold(Some(events), |events| async move {
         let mut events = events?;
@@ -326,11 +326,11 @@ struct Events {
     /// Offset of the reader in each output.
     at: [u64; 2],
     /// Number of gaps that the reader has passed in each output.
-    told: [usize; 2],
-    stdin_said: u64,
+    passed_gaps: [usize; 2],
+    reported_stdin: u64,
     /// Index of the output to read first. It alternates, so that neither output starves.
     next_output: usize,
-    said: EventPhase,
+    phase: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
@@ -343,24 +343,24 @@ enum EventPhase {
 impl Events {
     async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
         loop {
-            if self.said == EventPhase::Done {
+            if self.phase == EventPhase::Done {
                 return Ok(None);
             }
             let seen = self.seen.borrow_and_update().clone();
-            if seen.stdin_taken != self.stdin_said {
-                self.stdin_said = seen.stdin_taken;
-                return Ok(Some(ProcessEvent::StdinAccepted(self.stdin_said)));
+            if seen.stdin_taken != self.reported_stdin {
+                self.reported_stdin = seen.stdin_taken;
+                return Ok(Some(ProcessEvent::StdinAccepted(self.reported_stdin)));
             }
             if let Some(event) = self.output(&seen).await? {
                 return Ok(Some(event));
             }
             match seen.phase {
-                Phase::Ended(ended) if self.said == EventPhase::Output => {
-                    self.said = EventPhase::Ended;
+                Phase::Ended(ended) if self.phase == EventPhase::Output => {
+                    self.phase = EventPhase::Ended;
                     return Ok(Some(ProcessEvent::Ended(ended)));
                 }
                 Phase::Ended(_) => {
-                    self.said = EventPhase::Done;
+                    self.phase = EventPhase::Done;
                     let [stdout, stderr] = self.at;
                     return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
                 }
@@ -370,7 +370,7 @@ impl Events {
                         changed = self.seen.changed() => if changed.is_err() {
                             return Err(RuntimeError::ProcessNotFound(self.process.id));
                         },
-                        () = self.process.term.cancelled() => return Err(self.process.taken_over()),
+                        () = self.process.term.cancelled() => return Err(self.process.takeover_error()),
                     }
                 }
             }
@@ -385,16 +385,16 @@ impl Events {
             let gaps = &seen.gaps[which];
             if self.at[which] < base {
                 self.at[which] = base;
-                self.told[which] = gaps.iter().take_while(|gap| **gap <= base).count();
+                self.passed_gaps[which] = gaps.iter().take_while(|gap| **gap <= base).count();
                 return Ok(Some(ProcessEvent::Truncated { stream, from: base, to: base }));
             }
             let offset = self.at[which];
-            while gaps.get(self.told[which]).is_some_and(|gap| *gap < offset) {
-                self.told[which] += 1;
+            while gaps.get(self.passed_gaps[which]).is_some_and(|gap| *gap < offset) {
+                self.passed_gaps[which] += 1;
             }
-            let gap = gaps.get(self.told[which]).copied();
+            let gap = gaps.get(self.passed_gaps[which]).copied();
             if gap == Some(offset) {
-                self.told[which] += 1;
+                self.passed_gaps[which] += 1;
                 return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to: offset }));
             }
             if offset >= seen.heads[which] {
@@ -473,7 +473,7 @@ impl Input {
             tokio::select! {
                 _ = changed.changed() => {}
                 _ = seen.wait_for(|seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone)) => {}
-                () = self.process.term.cancelled() => return Err(self.process.taken_over()),
+                () = self.process.term.cancelled() => return Err(self.process.takeover_error()),
             }
         }
     }
@@ -481,17 +481,17 @@ impl Input {
 
 impl Process {
     /// Awaits a write, or the end of the process, after which input has no receiver.
-    async fn until_ended<T>(&self, saying: impl Future<Output = T>) -> Option<T> {
+    async fn unless_ended<T>(&self, writing: impl Future<Output = T>) -> Option<T> {
         let mut seen = self.seen.subscribe();
         tokio::select! {
-            said = saying => Some(said),
+            written = writing => Some(written),
             _ = seen.wait_for(|seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone)) => None,
         }
     }
 
     /// Sends `data`, which begins at `offset`. The future must not be dropped, because sent bytes
     /// would not be counted.
-    async fn say(
+    async fn write(
         &self,
         mut stdin: OwnedMutexGuard<Stdin>,
         control: Control,
@@ -509,7 +509,7 @@ impl Process {
             let message = "standard input that is not UTF-8";
             return Err(RuntimeError::Unsupported(message.to_owned()));
         };
-        match self.until_ended(control.write(text)).await {
+        match self.unless_ended(control.write(text)).await {
             None => return Ok(()),
             // The process has ended, or the connection broke. The task that follows the process
             // finds out which.
@@ -534,13 +534,13 @@ impl ProcessInput for Input {
             // The lock is held until the data is sent, so that writes stay in order.
             let Some((stdin, control)) = self.line().await? else { return Ok(()) };
             let (process, stopping) = (Arc::clone(&self.process), self.worker.stopping.clone());
-            let saying = self.worker.tasks.spawn(async move {
+            let writing = self.worker.tasks.spawn(async move {
                 tokio::select! {
-                    said = process.say(stdin, control, at, part) => said,
+                    sent = process.write(stdin, control, at, part) => sent,
                     () = stopping.cancelled() => Err(RuntimeError::Other("the gateway is stopping".to_owned())),
                 }
             });
-            saying.await.unwrap_or_else(|error| Err(RuntimeError::Other(error.to_string())))?;
+            writing.await.unwrap_or_else(|error| Err(RuntimeError::Other(error.to_string())))?;
             at += length;
             if rest.is_empty() {
                 return Ok(());
@@ -561,13 +561,13 @@ impl ProcessInput for Input {
         // A terminal stays open: the end of input is a character, and the terminal may be resized
         // later.
         if self.process.terminal {
-            if let Some(Err(error)) = self.process.until_ended(control.write("\u{4}")).await {
+            if let Some(Err(error)) = self.process.unless_ended(control.write("\u{4}")).await {
                 return Err(RuntimeError::Other(domain::error_chain(&error)));
             }
             return Ok(());
         }
         // No message may be sent after this one.
-        if let Some(Ok(())) = self.process.until_ended(control.close_stdin()).await {
+        if let Some(Ok(())) = self.process.unless_ended(control.close_stdin()).await {
             stdin.line = InputLink::Closed;
             let handle = self.process.container.to_string();
             // Without this property, another gateway would report the end of input as a broken
@@ -614,7 +614,7 @@ impl ProcessInput for Input {
         }
         let Some((_stdin, control)) = self.line().await? else { return Ok(()) };
         let size = WindowSize { columns: window.columns, rows: window.rows };
-        match self.process.until_ended(control.resize(size)).await {
+        match self.process.unless_ended(control.resize(size)).await {
             None | Some(Ok(())) => Ok(()),
             Some(Err(error)) => Err(RuntimeError::Other(domain::error_chain(&error))),
         }

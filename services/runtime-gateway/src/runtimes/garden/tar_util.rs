@@ -15,7 +15,7 @@ pub(super) fn empty() -> Vec<u8> {
 }
 
 /// An archive of one file.
-pub(super) fn of_file(name: &str, contents: &[u8]) -> Vec<u8> {
+pub(super) fn archive_of_file(name: &str, contents: &[u8]) -> Vec<u8> {
     let mut head = [0; BLOCK];
     let mut put = |at: usize, text: &str| head[at..at + text.len()].copy_from_slice(text.as_bytes());
     put(0, name);
@@ -82,7 +82,7 @@ mod tests {
     async fn archive_round_trip_works_with_tar() {
         for size in [0, 1, 511, 512, 513, 100_000] {
             let contents: Vec<u8> = (0..size).map(|at: usize| u8::try_from(at % 251).unwrap_or(0)).collect();
-            let archive = of_file("manifest", &contents);
+            let archive = archive_of_file("manifest", &contents);
             let found = file(stream(archive.clone()), size).await.expect("an archive");
             assert_eq!(found.as_deref(), Some(&contents[..]));
 
@@ -94,7 +94,7 @@ mod tests {
             assert!(status.success());
             assert_eq!(std::fs::read(directory.path().join("manifest")).expect("read"), contents);
         }
-        let too_large = file(stream(of_file("manifest", b"12345")), 4).await.expect("an archive");
+        let too_large = file(stream(archive_of_file("manifest", b"12345")), 4).await.expect("an archive");
         assert_eq!(too_large, None);
     }
 }

@@ -69,7 +69,7 @@ impl RemoteVolume for Volume {
             }
             Err(error) => return Err(failed(error)),
         }
-        let archive = tar_util::stream(tar_util::of_file(volumes::MANIFEST, &manifest));
+        let archive = tar_util::stream(tar_util::archive_of_file(volumes::MANIFEST, &manifest));
         let encoded = Encoded::new(self.worker.encoding, archive)
             .map_err(|error| RuntimeError::io("encode an archive", error))?;
         client.stream_in(&name, &StreamIn::new(self.worker.encoding), encoded).await.map_err(failed)?;

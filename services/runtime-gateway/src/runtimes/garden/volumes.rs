@@ -151,12 +151,12 @@ impl Worker {
         let created = self.volumes.create_with_outcome(&request).await;
         lock(&self.creating).remove(&handle);
         match (created, parent) {
-            (Ok((volume, remembered)), _) => {
+            (Ok((volume, outcome)), _) => {
                 // The call does not wait for the deletion of the outcome.
                 let stopping = self.stopping.clone();
                 self.tasks.spawn(async move {
                     tokio::select! {
-                        () = remembered.forget() => {}
+                        () = outcome.delete() => {}
                         () = stopping.cancelled() => {}
                     }
                 });

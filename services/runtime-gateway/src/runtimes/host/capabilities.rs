@@ -64,8 +64,9 @@ pub(super) fn capabilities(
         ("limits-cpu", Limits { cpu_millis: ALL_LIMITS.cpu_millis, ..none }),
         ("limits-pids", Limits { pids: ALL_LIMITS.pids, ..none }),
     ];
-    features
-        .extend(limits.iter().filter(|(_, limit)| cgroups.missing(limit).is_none()).map(|(name, _)| *name));
+    features.extend(
+        limits.iter().filter(|(_, limit)| cgroups.first_missing(limit).is_none()).map(|(name, _)| *name),
+    );
     Capabilities {
         image_kinds,
         features: features.into_iter().map(str::to_owned).collect(),

@@ -70,14 +70,14 @@ impl Cgroups {
     }
 
     /// The first of these limits that the machine cannot enforce.
-    pub(super) fn missing(&self, limits: &Limits) -> Option<&'static str> {
-        let wanted = [
+    pub(super) fn first_missing(&self, limits: &Limits) -> Option<&'static str> {
+        let needed = [
             ("memory", limits.memory_bytes.is_some()),
             ("cpu", limits.cpu_millis.is_some()),
             ("pids", limits.pids.is_some()),
         ];
-        let missing = |(name, wanted): &(&'static str, bool)| *wanted && self.controller(name).is_none();
-        wanted.into_iter().find(missing).map(|(name, _)| name)
+        let missing = |(name, needed): &(&'static str, bool)| *needed && self.controller(name).is_none();
+        needed.into_iter().find(missing).map(|(name, _)| name)
     }
 
     /// CPU capacity of all groups together, in thousandths of a processor: the processors of this
@@ -137,7 +137,7 @@ impl Cgroups {
 
     /// Creates the groups of this name whose limits programs usually read. Returns them with their
     /// paths in the container.
-    pub(super) fn visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
+    pub(super) fn create_visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
         let mut seen = Vec::new();
         if let Some((root, controllers)) = &self.v2 {
             enable(root, controllers);
@@ -219,9 +219,9 @@ impl Cgroups {
     pub(super) fn kept_memory(&self, name: &str) -> u64 {
         let Some(group) = self.controller("memory").map(|memory| memory.join(name)) else { return 0 };
         let text = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-        let value = |wanted: &str| {
+        let value = |key: &str| {
             let mut rows = text.lines().filter_map(|line| line.split_once(' '));
-            let value = rows.find(|(name, _)| *name == wanted).map(|(_, value)| value);
+            let value = rows.find(|(name, _)| *name == key).map(|(_, value)| value);
             value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
         };
         if self.v2.is_some() {
@@ -351,11 +351,11 @@ mod tests {
             read_only: false,
         };
         let found = Cgroups::find(&[mount("/c/cpu", "rw,cpu,cpuacct"), mount("/c/pids", "rw,pids")]);
-        assert_eq!(found.missing(&Limits::default()), None);
+        assert_eq!(found.first_missing(&Limits::default()), None);
         let limits = Limits { cpu_millis: Some(1), memory_bytes: None, pids: Some(1) };
-        assert_eq!(found.missing(&limits), None);
-        assert_eq!(found.missing(&Limits { memory_bytes: Some(1), ..limits }), Some("memory"));
-        assert_eq!(Cgroups::default().missing(&limits), Some("cpu"));
+        assert_eq!(found.first_missing(&limits), None);
+        assert_eq!(found.first_missing(&Limits { memory_bytes: Some(1), ..limits }), Some("memory"));
+        assert_eq!(Cgroups::default().first_missing(&limits), Some("cpu"));
     }
 
     #[test]

@@ -133,7 +133,7 @@ impl Host {
             self.cgroups
                 .remove(&process.cgroup())
                 .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
-            self.forget(&process)?;
+            self.undo_start(&process)?;
             lock(&self.processes).remove(&id);
         }
         Ok(())
@@ -215,33 +215,33 @@ impl Host {
             return Ok(());
         }
         self.check_policy(&spec)?;
-        let root = self.root_of(&spec.root)?;
+        let root = self.open_root(&spec.root)?;
         if let Root::Volume(_) = spec.root {
             check_image(root.as_fd())?;
         }
         let user = find_user(root.as_fd(), spec.user.as_deref())?;
-        let mapped = !spec.privileged && self.volumes.owners_fixed().is_none();
+        let mapped = !spec.privileged && self.volumes.fixed_owners_reason().is_none();
         if mapped && [user.uid, user.gid].iter().chain(&user.groups).any(|id| *id >= user_namespace::IDS) {
-            let wanted = spec.user.unwrap_or_default();
+            let requested = spec.user.unwrap_or_default();
             return Err(RuntimeError::UserNotFound(format!(
-                "{wanted} (the largest id is {})",
+                "{requested} (the largest id is {})",
                 user_namespace::IDS - 1
             )));
         }
-        if let Some(missing) = self.cgroups.missing(&spec.limits) {
+        if let Some(missing) = self.cgroups.first_missing(&spec.limits) {
             return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
         }
         if !spec.privileged && !self.cgroups.restricts_devices() {
             return Err(RuntimeError::CgroupUnavailable("devices".to_owned()));
         }
         let pids = Limits { pids: Some(self.config.policy.container_pids()), ..Limits::default() };
-        if self.cgroups.missing(&pids).is_none() {
+        if self.cgroups.first_missing(&pids).is_none() {
             // With a limit, a fork bomb fails alone and not the machine.
             spec.limits.pids = spec.limits.pids.or(pids.pids);
         }
         let memory = self.cgroups.memory_bytes().map(|bytes| self.config.policy.container_memory(bytes));
         let memory = Limits { memory_bytes: memory, ..Limits::default() };
-        if self.cgroups.missing(&memory).is_none() {
+        if self.cgroups.first_missing(&memory).is_none() {
             // With a limit, a memory leak ends before the machine is out of memory.
             spec.limits.memory_bytes = spec.limits.memory_bytes.or(memory.memory_bytes);
         }
@@ -254,9 +254,9 @@ impl Host {
         let directory = path(&spec.directory);
         if make_directory
             && spec.root != Root::Host
-            && fresh(directory).is_none()
+            && find_fresh(directory).is_none()
             && !spec.mounts.iter().any(|mount| directory.starts_with(path(&mount.path)))
-            && let Some(why) = not_a_place(root.as_fd(), directory)?
+            && let Some(why) = find_obstacle(root.as_fd(), directory)?
         {
             let directory = directory.display();
             return Err(RuntimeError::InvalidImage(format!("`{directory}` cannot be a directory: {why}")));
@@ -266,7 +266,7 @@ impl Host {
         }
         if user.uid != 0 {
             for (mount, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
-                own_tree(path, user.uid, user.gid).map_err(|error| not_given(error, mount, path))?;
+                own_tree(path, user.uid, user.gid).map_err(|error| owner_change_error(error, mount, path))?;
             }
         }
         let record = Container::new(handle, spec, user, make_directory);
@@ -307,7 +307,7 @@ impl Host {
     }
 
     /// Opens the root file system of a container, before anything is mounted in it.
-    fn root_of(&self, root: &Root) -> Result<OwnedFd, RuntimeError> {
+    fn open_root(&self, root: &Root) -> Result<OwnedFd, RuntimeError> {
         let (path, flags) = match root {
             Root::Host => (PathBuf::from("/"), OFlags::empty()),
             Root::Volume(volume) => (self.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
@@ -366,7 +366,7 @@ impl Host {
         while process.is_alive()? {
             let kill = async {
                 let mut connection = self.sockets.connect(&process.id.to_string()).await?;
-                connection.ask(&super::supervisor_protocol::Request::Stop(Duration::ZERO)).await?;
+                connection.request(&super::supervisor_protocol::Request::Stop(Duration::ZERO)).await?;
                 connection.closed().await;
                 Ok::<_, io::Error>(())
             };
@@ -433,7 +433,7 @@ fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
 }
 
 /// Looks up a user in the image.
-fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, RuntimeError> {
+fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result<User, RuntimeError> {
     let read = |path: &str| {
         let path = Path::new(path);
         let contents = match mounts::open_in(root, path, OFlags::PATH) {
@@ -442,7 +442,7 @@ fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, Runtime
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 Vec::new()
             }
-            Err(error) if is_of_content(&error) => {
+            Err(error) if is_content_error(&error) => {
                 return Err(RuntimeError::InvalidImage(format!("`{}`: {error}", path.display())));
             }
             Err(error) => return Err(at("read", path)(error)),
@@ -450,8 +450,8 @@ fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, Runtime
         Ok::<_, RuntimeError>(String::from_utf8_lossy(&contents).into_owned())
     };
     let (passwd, group) = (read("/etc/passwd")?, read("/etc/group")?);
-    let found = Users { passwd: &passwd, group: &group }.find(wanted);
-    found.ok_or_else(|| RuntimeError::UserNotFound(wanted.unwrap_or_default().to_owned()))
+    let found = Users { passwd: &passwd, group: &group }.find(requested);
+    found.ok_or_else(|| RuntimeError::UserNotFound(requested.unwrap_or_default().to_owned()))
 }
 
 /// Reads an account file from a path descriptor. Returns nothing unless it is a regular file,
@@ -481,7 +481,7 @@ fn must_make(spec: &ContainerSpec) -> bool {
 
 /// Whether `path` is in a directory that is fresh in every container. The value tells whether
 /// `path` exists there.
-fn fresh(path: &Path) -> Option<bool> {
+fn find_fresh(path: &Path) -> Option<bool> {
     let (_, there) = FRESH.iter().find(|(fresh, _)| path.starts_with(fresh))?;
     Some(there.iter().any(|there| path == Path::new(there)))
 }
@@ -507,10 +507,10 @@ fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec, host: Image<'_>) -> 
         if others.any(|other| at == other) {
             return refuse(at, "another volume is mounted at this path");
         }
-        let why = match (fresh(at), &spec.root) {
+        let why = match (find_fresh(at), &spec.root) {
             (Some(_), _) => None,
-            (None, Root::Host) => host.not_a_place(at),
-            (None, Root::Volume(_) | Root::WholeVolume(_)) => not_a_place(root, at)?,
+            (None, Root::Host) => host.find_obstacle(at),
+            (None, Root::Volume(_) | Root::WholeVolume(_)) => find_obstacle(root, at)?,
         };
         if let Some(why) = why {
             return refuse(at, why);
@@ -520,7 +520,7 @@ fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec, host: Image<'_>) -> 
 }
 
 /// The reason why no directory can be created at `path` of the image.
-fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>, RuntimeError> {
+fn find_obstacle(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>, RuntimeError> {
     let mut parents: Vec<_> = path.ancestors().collect();
     parents.reverse();
     for parent in parents {
@@ -533,7 +533,7 @@ fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
                 return Ok(Some("a parent of the path is not a directory"));
             }
-            Err(error) if is_of_content(&error) => {
+            Err(error) if is_content_error(&error) => {
                 return Ok(Some("the path is too long, or has a loop of symbolic links"));
             }
             Err(error) => return Err(at("check", parent)(error)),
@@ -546,7 +546,7 @@ fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>
 /// Missing directories are created later.
 fn check_image(root: BorrowedFd<'_>) -> Result<(), RuntimeError> {
     for (place, _) in FRESH {
-        if let Some(why) = not_a_place(root, Path::new(place))? {
+        if let Some(why) = find_obstacle(root, Path::new(place))? {
             return Err(RuntimeError::InvalidImage(format!("`{place}` cannot be a directory: {why}")));
         }
     }
@@ -572,7 +572,7 @@ fn is_link(found: &rustix::fs::Stat) -> bool {
 }
 
 /// Whether the contents of a tree caused an error of the operating system, and not the worker.
-pub(super) fn is_of_content(error: &io::Error) -> bool {
+pub(super) fn is_content_error(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let of_content = [
         Errno::LOOP,
@@ -590,8 +590,8 @@ pub(super) fn is_of_content(error: &io::Error) -> bool {
 }
 
 /// The error for a volume that cannot be given to the user of a container.
-fn not_given(error: io::Error, mount: &runtime::Mount, volume: &Path) -> RuntimeError {
-    if is_of_content(&error) {
+fn owner_change_error(error: io::Error, mount: &runtime::Mount, volume: &Path) -> RuntimeError {
+    if is_content_error(&error) {
         let path = path(&mount.path).to_string_lossy().into_owned();
         return RuntimeError::InvalidMount {
             path,
@@ -614,7 +614,7 @@ fn check_directory(
     });
     // The innermost of nested mounts is visible.
     let within = within.min_by_key(|(_, inside)| inside.as_os_str().len());
-    let there = match (within, fresh(directory)) {
+    let there = match (within, find_fresh(directory)) {
         _ if !directory.is_absolute() => false,
         (None, Some(there)) => there,
         (None, None) if spec.root == Root::Host => host.has_directory(directory),

@@ -119,7 +119,7 @@ impl HostRuntime {
         tracing::warn!(process.id = %id, reason = message, "ending a container to keep the disk usable");
         let process = self.host.find(id)?;
         // No file is written here, because the disk is full.
-        self.host.tell(&process, &Request::EndForDisk(message)).await?;
+        self.host.send_request(&process, &Request::EndForDisk(message)).await?;
         match Host::wait(&self.host, id).await? {
             Ended::Unknown(failure) if failure.reason == FailureReason::DiskFull => {}
             // The process ended before the request arrived. Its outputs are published.
@@ -155,8 +155,8 @@ impl Host {
             return Ok(None);
         }
         let mut most = None;
-        for process in self.started() {
-            let taken = self.taken(&process)?;
+        for process in self.running_processes() {
+            let taken = self.disk_usage(&process)?;
             most = most.max(Some((if missing > 0 { taken.bytes } else { taken.inodes }, process.id)));
         }
         // A container that has written less than the missing space is not the cause.
@@ -174,13 +174,13 @@ impl Host {
     }
 
     /// Lists the running processes.
-    pub(super) fn started(&self) -> Vec<Process> {
+    pub(super) fn running_processes(&self) -> Vec<Process> {
         let all = lock(&self.processes).clone();
         let all = all.into_iter().map(|(id, container)| Process::new(self, container, id));
         all.filter(|process| matches!(self.status(process), Ok(Status::Started))).collect()
     }
 
-    fn taken(&self, process: &Process) -> Result<DiskUsage, RuntimeError> {
+    fn disk_usage(&self, process: &Process) -> Result<DiskUsage, RuntimeError> {
         let state = &self.config.state_dir;
         let device = rustix::fs::stat(state).map_err(|error| at("check", state)(error.into()))?.st_dev;
         let mut taken = DiskUsage { device, ..DiskUsage::default() };

@@ -153,7 +153,7 @@ impl Image<'_> {
     }
 
     /// The reason why no directory can be created at `path`.
-    pub(super) fn not_a_place(self, path: &Path) -> Option<&'static str> {
+    pub(super) fn find_obstacle(self, path: &Path) -> Option<&'static str> {
         let is_file = |name: &&str| path.starts_with(Path::new("/etc").join(name));
         match self.place(path) {
             Place::Shown if !self.has_directory(path) => Some("this part of the image is read-only"),
@@ -163,7 +163,7 @@ impl Image<'_> {
     }
 
     /// The directories and files of this machine that are bound read-only, parents first.
-    pub(super) fn bound(self) -> io::Result<Vec<PathBuf>> {
+    pub(super) fn bound_paths(self) -> io::Result<Vec<PathBuf>> {
         let mut bound: Vec<_> =
             PROGRAMS.iter().map(PathBuf::from).filter(|tree| is_directory(tree)).collect();
         for entry in fs::read_dir("/etc")? {
@@ -197,7 +197,7 @@ impl Image<'_> {
         for name in ETC_FILES {
             copy(&Path::new("/etc").join(name), &below("/etc").join(name))?;
         }
-        for path in self.bound()? {
+        for path in self.bound_paths()? {
             let place = at.join(path.strip_prefix("/").unwrap_or(&path));
             fs::DirBuilder::new().recursive(true).mode(0o755).create(place.parent().unwrap_or(at))?;
             if is_directory(&path) {
@@ -231,11 +231,11 @@ pub(super) fn unreadable(tree: &Path) -> io::Result<Vec<PathBuf>> {
 ///
 /// Several mounts of one file system may show a directory at several paths. Therefore the search
 /// starts at `ours`, and compares the device and inode of its parents with those of `tree`.
-pub(super) fn within(tree: &Path, ours: &Path) -> Option<PathBuf> {
+pub(super) fn find_inside(tree: &Path, ours: &Path) -> Option<PathBuf> {
     let identity = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    let wanted = identity(tree)?;
+    let target = identity(tree)?;
     let real = fs::canonicalize(ours).ok()?;
-    let parent = real.ancestors().find(|parent| identity(parent) == Some(wanted))?;
+    let parent = real.ancestors().find(|parent| identity(parent) == Some(target))?;
     real.strip_prefix(parent).ok().map(Path::to_owned)
 }
 
@@ -295,9 +295,9 @@ mod tests {
         assert!(
             !image.has_directory(Path::new("/usr/bin/env")) && !image.has_directory(Path::new("/var/spool"))
         );
-        assert!(image.not_a_place(Path::new("/usr/none")).is_some(), "it cannot be created");
-        assert!(image.not_a_place(Path::new("/etc/passwd/x")).is_some());
-        assert!(image.not_a_place(Path::new("/srv/data")).is_none());
+        assert!(image.find_obstacle(Path::new("/usr/none")).is_some(), "it cannot be created");
+        assert!(image.find_obstacle(Path::new("/etc/passwd/x")).is_some());
+        assert!(image.find_obstacle(Path::new("/srv/data")).is_none());
     }
 
     #[test]
@@ -348,9 +348,9 @@ mod tests {
         fs::create_dir_all(tree.join("a/state"))?;
         fs::create_dir(&other)?;
         symlink(tree.join("a/state"), directory.path().join("link"))?;
-        assert_eq!(within(&tree, &directory.path().join("link")), Some("a/state".into()));
-        assert_eq!(within(&tree, &tree), Some(PathBuf::new()));
-        assert_eq!(within(&other, &tree.join("a/state")), None);
+        assert_eq!(find_inside(&tree, &directory.path().join("link")), Some("a/state".into()));
+        assert_eq!(find_inside(&tree, &tree), Some(PathBuf::new()));
+        assert_eq!(find_inside(&other, &tree.join("a/state")), None);
         Ok(())
     }
 }

@@ -60,9 +60,10 @@ impl HostRuntime {
 
     async fn end_for_memory(&self, process: AttemptId) -> Result<(), RuntimeError> {
         let process = self.host.find(process)?;
-        let told = tokio::time::timeout(ANSWER, self.host.tell(&process, &Request::EndForMemory)).await;
-        match told {
-            Ok(told) => _ = told?,
+        let answer =
+            tokio::time::timeout(ANSWER, self.host.send_request(&process, &Request::EndForMemory)).await;
+        match answer {
+            Ok(answer) => _ = answer?,
             Err(_) => {
                 let killed = self.host.cgroups.kill(&process.cgroup());
                 killed.map_err(|error| RuntimeError::io("kill a container", error))?;
@@ -83,7 +84,7 @@ impl Host {
             return Ok(None);
         }
         let mut most = None;
-        for process in self.started() {
+        for process in self.running_processes() {
             // In the network of the machine, other programs have sockets too.
             let is_alone = self
                 .read_container(process.container)?

@@ -225,7 +225,7 @@ impl HostRuntime {
     }
 
     fn opened(host: Host) -> Result<Arc<Self>, RuntimeError> {
-        if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
+        if let Some(missing) = host.cgroups.first_missing(&ALL_LIMITS) {
             tracing::warn!(missing, "cannot enforce all limits of containers");
         }
         for (limit, value) in server::inherited::limits_out_of_reach() {
@@ -237,7 +237,7 @@ impl HostRuntime {
         }
         let mut capabilities =
             capabilities(&host.config.policy, host.network_pool, &host.cgroups, host.volumes.copy_on_write());
-        match host.volumes.owners_fixed() {
+        match host.volumes.fixed_owners_reason() {
             None => capabilities.features.push("user-namespace".to_owned()),
             Some(why) => {
                 tracing::warn!(why, "cannot use user namespaces: root of a container is root of this machine")

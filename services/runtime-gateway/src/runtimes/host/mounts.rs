@@ -99,7 +99,7 @@ impl Overlay<'_> {
         // backslash is passed as a descriptor.
         let mut layer = |path: &Path| {
             if path.as_os_str().as_bytes().contains(&b'\\') {
-                short(path, &mut opened)
+                short_path(path, &mut opened)
             } else {
                 Ok(path.to_owned())
             }
@@ -113,8 +113,11 @@ impl Overlay<'_> {
         } else {
             // The string has at most 255 bytes, so the paths must be short.
             let mut opened = Vec::new();
-            let layers =
-                self.lower.iter().map(|lower| short(lower, &mut opened)).collect::<Result<Vec<_>, _>>()?;
+            let layers = self
+                .lower
+                .iter()
+                .map(|lower| short_path(lower, &mut opened))
+                .collect::<Result<Vec<_>, _>>()?;
             let layers: Vec<_> = layers.iter().map(|layer| layer.as_os_str()).collect();
             rustix::mount::fsconfig_set_string(&fs, "lowerdir", layers.join(OsStr::new(":")))?;
         }
@@ -141,7 +144,7 @@ impl Overlay<'_> {
 
 /// A short path without special characters for a directory. It is valid while the descriptors in
 /// `opened` are open.
-fn short(directory: &Path, opened: &mut Vec<OwnedFd>) -> io::Result<PathBuf> {
+fn short_path(directory: &Path, opened: &mut Vec<OwnedFd>) -> io::Result<PathBuf> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let descriptor = rustix::fs::open(directory, flags, Mode::empty())?;
     let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd()).into();

@@ -167,8 +167,8 @@ mod tests {
 
     #[test]
     fn operator_overrides_default() {
-        let said = Policy { allow: Some(Permissions::new()), ..Policy::default() };
-        assert!(!said.or([Permission::HostImage]).allows(Permission::HostImage));
+        let explicit = Policy { allow: Some(Permissions::new()), ..Policy::default() };
+        assert!(!explicit.or([Permission::HostImage]).allows(Permission::HostImage));
         assert!(Policy::default().or([Permission::HostImage]).allows(Permission::HostImage));
         assert!(!Policy::default().allows(Permission::Privileged));
     }

@@ -83,7 +83,7 @@ impl Host {
     /// The range of ids for a container. `None`: ids are those of the machine, because the
     /// container is privileged or the worker cannot map owners.
     pub(super) fn range(&self, container: &Container) -> Option<Range> {
-        let confined = !container.privileged && self.volumes.owners_fixed().is_none();
+        let confined = !container.privileged && self.volumes.fixed_owners_reason().is_none();
         confined.then(|| Range::of(container.handle))
     }
 

@@ -246,19 +246,19 @@ impl Sockets {
     }
 
     /// A short path of a socket, valid in this process.
-    fn short(&self, name: &str) -> PathBuf {
+    fn short_path(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}/{name}", self.directory.as_raw_fd()))
     }
 
     /// Listens on a socket. Fails if the socket exists, because it may belong to a runtime that has
     /// taken the state directory over.
     pub(super) fn listen(&self, name: &str) -> io::Result<std::os::unix::net::UnixListener> {
-        std::os::unix::net::UnixListener::bind(self.short(name))
+        std::os::unix::net::UnixListener::bind(self.short_path(name))
     }
 
     /// Connects to a socket. Fails if no process listens on it.
     pub(super) async fn connect(&self, name: &str) -> io::Result<Connection> {
-        Ok(Connection { stream: UnixStream::connect(self.short(name)).await? })
+        Ok(Connection { stream: UnixStream::connect(self.short_path(name)).await? })
     }
 }
 
@@ -271,7 +271,7 @@ pub(super) struct Connection {
 impl Connection {
     /// Sends a request, and waits for the answer. Not cancel safe: after a cancelled request the
     /// connection must be dropped.
-    pub(super) async fn ask(&mut self, request: &Request) -> io::Result<Answer> {
+    pub(super) async fn request(&mut self, request: &Request) -> io::Result<Answer> {
         self.stream.write_all(&request.encode()).await?;
         let mut answer = [0; ANSWER];
         self.stream.read_exact(&mut answer).await?;
@@ -280,7 +280,7 @@ impl Connection {
 
     /// Sends a request whose answer is the progress.
     pub(super) async fn progress(&mut self, request: &Request) -> io::Result<Progress> {
-        match self.ask(request).await? {
+        match self.request(request).await? {
             Answer::Progress(progress) => Ok(progress),
             Answer::StdinGap(_) => Err(io::ErrorKind::InvalidData.into()),
         }

@@ -64,7 +64,7 @@ impl Range {
 
     /// Creates files as root of the container from now on. In a mapped mount, only mapped users can
     /// create files.
-    pub(super) fn act(self) -> io::Result<ContainerRootGuard> {
+    pub(super) fn act_as_root(self) -> io::Result<ContainerRootGuard> {
         let acting = ContainerRootGuard;
         set_file_ids(self.first)?;
         // The change of user has dropped the capabilities for files, which are still needed.

@@ -48,10 +48,10 @@ impl<'a> Users<'a> {
 
     /// Finds a user. `None` is root. A numeric id may be missing in the image, but a name must
     /// exist.
-    pub(super) fn find(&self, wanted: Option<&str>) -> Option<User> {
-        let (user, group) = match wanted.unwrap_or("0").split_once(':') {
+    pub(super) fn find(&self, requested: Option<&str>) -> Option<User> {
+        let (user, group) = match requested.unwrap_or("0").split_once(':') {
             Some((user, group)) => (user, Some(group)),
-            None => (wanted.unwrap_or("0"), None),
+            None => (requested.unwrap_or("0"), None),
         };
         // Digits that are also a user name count as a name, as in container engines.
         let account = self
@@ -96,8 +96,8 @@ mod tests {
         group: "root:x:0:\nann:x:1001:\naudio:x:29:bob,ann\nwheel:x:30:annie\n",
     };
 
-    fn found(wanted: Option<&str>) -> Option<(u32, u32, Vec<u32>, String)> {
-        USERS.find(wanted).map(|user| (user.uid, user.gid, user.groups, user.home))
+    fn found(requested: Option<&str>) -> Option<(u32, u32, Vec<u32>, String)> {
+        USERS.find(requested).map(|user| (user.uid, user.gid, user.groups, user.home))
     }
 
     #[test]

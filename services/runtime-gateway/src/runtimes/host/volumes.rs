@@ -50,7 +50,7 @@ pub(super) struct Volumes {
     directory: PathBuf,
     copy_on_write: CopyOnWrite,
     /// The reason why containers cannot see mapped owners of volumes, if they cannot.
-    owners_fixed: Option<String>,
+    fixed_owners_reason: Option<String>,
     /// For each volume that is a layer of others: the volumes directly above it.
     children: Mutex<HashMap<VolumeHandle, HashSet<VolumeHandle>>>,
 }
@@ -78,8 +78,8 @@ impl Volumes {
         left.iter().for_each(|path| filesystem::remove_or_leave(path));
         let copy_on_write = probe(&directory).map_err(at("test overlays in", &directory))?;
         let owners = probe_owners(&directory, copy_on_write.options());
-        let owners_fixed = owners.err().map(|error| error.to_string());
-        let volumes = Self { directory, copy_on_write, owners_fixed, children: Mutex::default() };
+        let fixed_owners_reason = owners.err().map(|error| error.to_string());
+        let volumes = Self { directory, copy_on_write, fixed_owners_reason, children: Mutex::default() };
         for child in volumes.list()? {
             if let Some(parent) = volumes.parent(child)? {
                 lock(&volumes.children).entry(parent).or_default().insert(child);
@@ -99,8 +99,8 @@ impl Volumes {
     }
 
     /// The reason why containers cannot see mapped owners of volumes. `None`: they can.
-    pub(super) fn owners_fixed(&self) -> Option<&str> {
-        self.owners_fixed.as_deref()
+    pub(super) fn fixed_owners_reason(&self) -> Option<&str> {
+        self.fixed_owners_reason.as_deref()
     }
 
     /// The method for children, as text for people.
@@ -142,7 +142,7 @@ impl Volumes {
             if let Err(error) = filesystem::remove_tree(&new) {
                 tracing::warn!(volume.handle = %handle, %error, "cannot remove an incomplete volume");
             }
-            self.forget_child(handle);
+            self.unregister_child(handle);
         }
         made
     }
@@ -190,7 +190,7 @@ impl Volumes {
     }
 
     /// Removes a destroyed volume from the children of its parent.
-    fn forget_child(&self, child: VolumeHandle) {
+    fn unregister_child(&self, child: VolumeHandle) {
         lock(&self.children).retain(|_, children| {
             children.remove(&child);
             !children.is_empty()
@@ -207,18 +207,18 @@ impl Volumes {
         handle: VolumeHandle,
         artifact: ArtifactId,
     ) -> Result<(), RuntimeError> {
-        let path = self.existing(handle)?.join("artifact");
+        let path = self.existing_path(handle)?.join("artifact");
         fs::write(&path, artifact.to_string()).map_err(at("write", &path))
     }
 
     pub(super) fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
-        let path = self.existing(handle)?.join("artifact");
+        let path = self.existing_path(handle)?.join("artifact");
         let artifact = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         let artifact = artifact.and_then(|text| String::from_utf8(text).ok()?.parse().ok());
         Ok(Notes { parent: self.parent(handle)?, artifact })
     }
 
-    fn existing(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+    fn existing_path(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
         let volume = self.volume(handle);
         let exists = filesystem::exists(&volume).map_err(at("check", &volume))?;
         exists.then_some(volume).ok_or(RuntimeError::VolumeNotFound(handle))
@@ -338,7 +338,7 @@ impl Volumes {
         for path in [gone, new] {
             filesystem::remove_tree(&path).map_err(at("remove", &path))?;
         }
-        self.forget_child(handle);
+        self.unregister_child(handle);
         Ok(())
     }
 }
@@ -381,7 +381,7 @@ pub(super) fn overlay(
         return Overlay { lower: layers, upper: None, options: &options, attributes }.make();
     };
     let work = upper.with_file_name("work");
-    forget_volatile(&work)?;
+    remove_volatile_mark(&work)?;
     let upper = Some(Upper { upper, work: &work });
     Overlay { lower, upper, options: &options, attributes }.make()
 }
@@ -407,7 +407,7 @@ fn copy_owner_and_mode(directory: &Path, model: &Path) -> io::Result<()> {
 
 /// Removes the mark of a `volatile` mount, which prevents another mount. The callers decide whether
 /// the contents are valid after a crash.
-pub(super) fn forget_volatile(work: &Path) -> io::Result<()> {
+pub(super) fn remove_volatile_mark(work: &Path) -> io::Result<()> {
     filesystem::remove_tree(&work.join("work/incompat"))
 }
 
@@ -423,7 +423,7 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     }
     fs::write(lower.join("file"), "below")?;
     let attempt = |options: &'static [&'static str]| {
-        forget_volatile(&work)?;
+        remove_volatile_mark(&work)?;
         let (lower, attributes) = (std::slice::from_ref(&lower), mounts::CONFINED);
         let upper = Some(Upper { upper: &upper, work: &work });
         let mount = Overlay { lower, upper, options, attributes }.make()?;
@@ -453,7 +453,7 @@ fn probe_owners(directory: &Path, options: Option<&[&str]>) -> io::Result<()> {
         let mount = mounts::clone_of(&place.join("volumes"), mounts::CONFINED)?;
         mounts::map_owners(mount.as_fd(), range.namespace()?.as_fd())?;
         mounts::attach_at(mount.as_fd(), &mapped)?;
-        let _acting = range.act()?;
+        let _root_guard = range.act_as_root()?;
         let Some(options) = options else { return fs::write(mapped.join("lower/new"), "") };
         let (lower, attributes) = (&[mapped.join("lower")], mounts::CONFINED);
         let upper = Some(Upper { upper: &mapped.join("upper"), work: &mapped.join("work") });

@@ -41,9 +41,9 @@ async fn many_small_writes_are_not_lost() {
     let handle = bench.runtime.made(bench.spec.clone()).await;
     let id = bench.runtime.started(handle, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
     bench.runtime.ended(id).await;
-    let said = bench.runtime.read_output(id).await;
-    assert_eq!((said.text().lines().count(), said.gone), (6000, 0));
-    assert_eq!(said.ended, Some(Ended::Exited { exit: Exit::Code(7), stopped: false }));
+    let output = bench.runtime.read_output(id).await;
+    assert_eq!((output.text().lines().count(), output.gone), (6000, 0));
+    assert_eq!(output.ended, Some(Ended::Exited { exit: Exit::Code(7), stopped: false }));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -51,7 +51,7 @@ async fn concurrent_destructions_of_container_both_succeed() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
-        let id = bench.runtime.started(handle, process(&programs::stubborn())).await;
+        let id = bench.runtime.started(handle, process(&programs::ignore_term())).await;
         bench.runtime.process(id).await.expect("a state");
         let other = bench.subject.another(|config| config).await.expect("another gateway");
         // The second call fails at once while the first one continues.

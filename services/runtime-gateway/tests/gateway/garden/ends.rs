@@ -62,12 +62,12 @@ async fn guardian_reports_out_of_memory_others_a_kill() {
         let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
         let spec = ContainerSpec { limits, ..bench.spec.clone() };
         let told = |exit| Some(Ended::Exited { exit, stopped: false });
-        let said = bench.runtime.run(spec.clone(), process(&programs::greedy(128 << 20))).await;
+        let output = bench.runtime.run(spec.clone(), process(&programs::allocate(128 << 20))).await;
         let out_of_memory = if manner == Manner::Guardian { Exit::OutOfMemory } else { Exit::Code(137) };
-        assert_eq!(said.ended, told(out_of_memory), "{manner:?}");
+        assert_eq!(output.ended, told(out_of_memory), "{manner:?}");
         // A process that was killed for another reason, in a separate container.
-        let said = bench.runtime.run(spec, shell("kill -9 $$")).await;
-        assert_eq!(said.ended, told(Exit::Code(137)), "{manner:?}");
+        let output = bench.runtime.run(spec, shell("kill -9 $$")).await;
+        assert_eq!(output.ended, told(Exit::Code(137)), "{manner:?}");
     }
 }
 
@@ -80,7 +80,7 @@ async fn out_of_memory_end_survives_missing_container_info() {
     let Some(mut bench) = Bench::new(Manner::Guardian).await else { return };
     let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
     let handle = bench.runtime.made(ContainerSpec { limits, ..bench.spec.clone() }).await;
-    let id = bench.runtime.started(handle, process(&programs::greedy(128 << 20))).await;
+    let id = bench.runtime.started(handle, process(&programs::allocate(128 << 20))).await;
     let ended = bench.runtime.ended(id).await;
     assert_eq!(ended, Ended::Exited { exit: Exit::OutOfMemory, stopped: false });
     drop(bench.runtime);
@@ -156,7 +156,7 @@ async fn end_is_unknown_when_container_vanished() {
         for stopped in [false, true] {
             let Some(bench) = Bench::new(manner).await else { return };
             let handle = bench.runtime.made(bench.spec.clone()).await;
-            let id = bench.runtime.started(handle, process(&programs::stubborn())).await;
+            let id = bench.runtime.started(handle, process(&programs::ignore_term())).await;
             until_started(&bench.runtime, id).await;
             if stopped {
                 bench.runtime.stop(id, Duration::from_secs(1000)).await.expect("stop");
@@ -197,19 +197,19 @@ async fn full_worker_takes_container_after_another_is_destroyed() {
         let at_once = |config| GardenConfig { full_patience: Duration::ZERO, ..config };
         let hasty: Arc<dyn Runtime> = bench.subject.another(at_once).await.expect("a gateway");
         let first = bench.runtime.made(bench.spec.clone()).await;
-        bench.subject.server().take_no_more(1);
+        bench.subject.server().limit_containers(1);
         let second = ContainerHandle::new();
         let refused = hasty.create_container(second, bench.spec.clone()).await;
         let Err(error @ RuntimeError::WorkerFull(_)) = &refused else { panic!("{manner:?}: {refused:?}") };
         assert_eq!(error.reason(), FailureReason::WorkerFull);
         assert_eq!(bench.runtime.list().await.expect("list").containers, [first], "{manner:?}");
         // A gateway with patience waits for a container to be destroyed.
-        let asked =
+        let creations =
             || bench.subject.server().requests().iter().filter(|line| *line == "POST /containers").count();
-        let before = asked();
+        let before = creations();
         let made = bench.runtime.create_container(second, bench.spec.clone());
         let goes = async {
-            until("an attempt", || asked() > before).await;
+            until("an attempt", || creations() > before).await;
             hasty.destroy_container(first).await.expect("destroy");
         };
         let (made, ()) = in_time("room", async { tokio::join!(made, goes) }).await;
@@ -230,9 +230,9 @@ async fn process_outlasts_the_request_timeout() {
         let runtime: Arc<dyn Runtime> = bench.subject.another(soon).await.expect("a gateway");
         let handle = runtime.made(bench.spec.clone()).await;
         let id = runtime.started(handle, shell("echo early; sleep 1.5; echo late; exit 7")).await;
-        let said = runtime.read_output(id).await;
-        assert_eq!((said.text(), said.gone), ("early\nlate\n", 0), "{manner:?}");
-        assert!(said.ended.is_some_and(|ended| is_exit(&ended, 7)), "{manner:?}");
+        let output = runtime.read_output(id).await;
+        assert_eq!((output.text(), output.gone), ("early\nlate\n", 0), "{manner:?}");
+        assert!(output.ended.is_some_and(|ended| is_exit(&ended, 7)), "{manner:?}");
         let attached =
             |line: &&String| line.starts_with("GET") && line.ends_with(&format!("/processes/{id}"));
         let attached = bench.subject.server().requests().iter().filter(attached).count();

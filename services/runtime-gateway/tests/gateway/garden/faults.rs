@@ -168,9 +168,9 @@ async fn input_is_rejected_after_possible_loss() {
     read_until(&mut attachment.events, "\u{20ac}").await;
 
     bench.subject.server().break_attachments(Break::End);
-    let said = in_time("the end", read_all(attachment)).await;
+    let output = in_time("the end", read_all(attachment)).await;
     assert_eq!(
-        said.ended.as_ref().map(|ended| is_exit(ended, 0)),
+        output.ended.as_ref().map(|ended| is_exit(ended, 0)),
         Some(true),
         "cat sees the end of its input"
     );

@@ -209,7 +209,7 @@ async fn container_properties_may_be_long() {
 }
 
 /// Number of requests since `before` that contain this text.
-fn asked(bench: &Bench, before: usize, what: &str) -> usize {
+fn count_requests(bench: &Bench, before: usize, what: &str) -> usize {
     let requests = bench.subject.server().requests();
     requests[before..].iter().filter(|line| line.starts_with("GET") && line.contains(what)).count()
 }
@@ -236,12 +236,12 @@ async fn guardian_containers_are_queried_in_bulk() {
     for state in futures::future::join_all(states).await {
         assert_eq!(state.expect("a state"), ProcessState::Started);
     }
-    assert_eq!(asked(&bench, before, "/containers/bulk_info?"), 1);
-    assert_eq!(asked(&bench, before, "/properties"), 0, "no container is queried separately");
+    assert_eq!(count_requests(&bench, before, "/containers/bulk_info?"), 1);
+    assert_eq!(count_requests(&bench, before, "/properties"), 0, "no container is queried separately");
     // Changes by another gateway in between would not be known.
     next.taken_over().await;
     next.process(all[0].1).await.expect("a state");
-    assert_eq!(asked(&bench, before, "/containers/bulk_info?"), 2);
+    assert_eq!(count_requests(&bench, before, "/containers/bulk_info?"), 2);
     let unknown = next.process(AttemptId::new()).await;
     assert!(matches!(unknown, Err(RuntimeError::ProcessNotFound(_))), "{unknown:?}");
     // A container that was destroyed before its process was looked up does not count as lost.
@@ -249,7 +249,7 @@ async fn guardian_containers_are_queried_in_bulk() {
     next.destroy_container(handle).await.expect("destroy");
     let gone = next.process(id).await;
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(_))), "{gone:?}");
-    assert_eq!(asked(&bench, before, "/containers/bulk_info?"), 2);
+    assert_eq!(count_requests(&bench, before, "/containers/bulk_info?"), 2);
     assert_eq!(bench.runs(), all.len());
 }
 
@@ -265,8 +265,8 @@ async fn containers_are_queried_separately_without_bulk_support() {
             assert_eq!(next.process(*id).await.expect("a state"), ProcessState::Started, "{manner:?}");
         }
         let told_of_all = usize::from(manner == Manner::Guardian);
-        assert_eq!(asked(&bench, before, "bulk_info"), told_of_all, "{manner:?}");
-        assert_eq!(asked(&bench, before, "/properties"), all.len(), "{manner:?}");
+        assert_eq!(count_requests(&bench, before, "bulk_info"), told_of_all, "{manner:?}");
+        assert_eq!(count_requests(&bench, before, "/properties"), all.len(), "{manner:?}");
     }
 }
 

@@ -23,7 +23,7 @@ fn knowing(encodings: &[Encoding]) -> Faults {
 }
 
 /// Number of requests since `before` that start with this text.
-fn asked(volumes: &Server, before: usize, prefix: &str) -> usize {
+fn count_requests(volumes: &Server, before: usize, prefix: &str) -> usize {
     volumes.requests()[before..].iter().filter(|request| request.starts_with(prefix)).count()
 }
 
@@ -104,11 +104,11 @@ async fn volumes_are_destroyed_together_but_after_children() {
     assert!(runtime.destroy_volumes(&[child, other, parent]).await.is_empty());
     assert!(gone(&[parent, child, other]), "including the manifest: {:?}", volumes.handles());
     assert_eq!(
-        asked(volumes, before, "DELETE /volumes/destroy"),
+        count_requests(volumes, before, "DELETE /volumes/destroy"),
         2,
         "the parent is destroyed after its child"
     );
-    assert_eq!(asked(volumes, before, "DELETE /volumes/"), 2, "no volume is destroyed separately");
+    assert_eq!(count_requests(volumes, before, "DELETE /volumes/"), 2, "no volume is destroyed separately");
 
     // Otherwise the worker would destroy the parent, and empty its child.
     let (parent, child, other) = family().await;
@@ -147,11 +147,11 @@ async fn creation_continues_until_outcome_is_known() {
     let before = volumes.requests().len();
     volumes.set_faults(Faults { slow_creations: 4, ..Faults::default() });
     let slow = runtime.volume().await;
-    assert_eq!(asked(volumes, before, "POST /volumes-async"), 1);
-    assert!(asked(volumes, before, &format!("GET /volumes-async/{slow}")) > 4);
+    assert_eq!(count_requests(volumes, before, "POST /volumes-async"), 1);
+    assert!(count_requests(volumes, before, &format!("GET /volumes-async/{slow}")) > 4);
     let forgotten = format!("DELETE /volumes-async/{slow}");
     in_time("the deletion of the outcome", async {
-        while asked(volumes, before, &forgotten) == 0 {
+        while count_requests(volumes, before, &forgotten) == 0 {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
     })
@@ -163,7 +163,7 @@ async fn creation_continues_until_outcome_is_known() {
     let (parent, child) = (bench.volume, VolumeHandle::new());
     let mut creating = Box::pin(runtime.create_volume(child, VolumeSource::CopyOnWrite { parent }));
     in_time("a question", async {
-        while asked(volumes, before, &format!("GET /volumes-async/{child}")) < 2 {
+        while count_requests(volumes, before, &format!("GET /volumes-async/{child}")) < 2 {
             assert!(futures::poll!(&mut creating).is_pending());
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
@@ -179,7 +179,7 @@ async fn creation_continues_until_outcome_is_known() {
     volumes.set_faults(Faults::default());
     let next = bench.subject.another(|config| config).await.expect("the next gateway");
     next.create_volume(child, VolumeSource::CopyOnWrite { parent }).await.expect("take it over");
-    assert_eq!(asked(volumes, before, "POST /volumes-async"), 1);
+    assert_eq!(count_requests(volumes, before, "POST /volumes-async"), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -206,7 +206,11 @@ async fn volumes_get_the_ids_of_their_container() {
         assert_eq!(is_privileged(written).await, privileged);
         assert_eq!(bench.subject.server().is_privileged(&handle.to_string()), privileged);
         assert!(!is_privileged(read).await, "a shared volume is unchanged");
-        assert_eq!(asked(volumes, before, &switch), 1, "a volume with the right owners is unchanged");
+        assert_eq!(
+            count_requests(volumes, before, &switch),
+            1,
+            "a volume with the right owners is unchanged"
+        );
         runtime.destroy_container(handle).await.expect("destroy");
     }
 }

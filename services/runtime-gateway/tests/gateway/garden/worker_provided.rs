@@ -34,8 +34,8 @@ async fn gateway(bench: &Bench, directory: &Path, mut own: Value) -> Result<Arc<
         own["name"] = "w1".into();
         own["addr"] = config.garden.clone().into();
         own["baggageclaim_url"] = format!("http://{}", config.baggageclaim).into();
-        let said = registered(directory, &own);
-        let GardenConfig { environment, certs_path, resource_types, .. } = said;
+        let output = registered(directory, &own);
+        let GardenConfig { environment, certs_path, resource_types, .. } = output;
         GardenConfig { environment, certs_path, resource_types, ..config }
     });
     Ok(runtime.await?)
@@ -45,8 +45,8 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-fn lines(said: &ProcessOutput) -> Vec<&str> {
-    said.text().lines().collect()
+fn lines(output: &ProcessOutput) -> Vec<&str> {
+    output.text().lines().collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -60,8 +60,8 @@ async fn worker_proxies_are_in_process_environment() {
             environment: vec![EnvironmentVariable { name: b"http_proxy".to_vec(), value: b"ours".to_vec() }],
             ..shell("echo $http_proxy; echo $https_proxy; echo $no_proxy")
         };
-        let said = runtime.run(bench.spec.clone(), spec).await;
-        assert_eq!(lines(&said), ["http://proxy:3128", "http://proxy:3129", "localhost"], "{manner:?}");
+        let output = runtime.run(bench.spec.clone(), spec).await;
+        assert_eq!(lines(&output), ["http://proxy:3128", "http://proxy:3129", "localhost"], "{manner:?}");
     }
 }
 
@@ -94,8 +94,8 @@ async fn worker_certificates_follow_links() {
     assert!(runtime.list().await.expect("list").volumes.contains(&volume), "the volume is listed");
     let script = "cat /etc/ssl/certs/ca.crt; touch /etc/ssl/certs/mine 2>/dev/null || echo refused";
     let spec = ContainerSpec { mounts: vec![mount(volume, "/etc/ssl/certs", true)], ..bench.spec.clone() };
-    let said = runtime.run(spec, shell(script)).await;
-    assert_eq!(lines(&said), ["trusted", "refused"], "the target of the link is visible and read-only");
+    let output = runtime.run(spec, shell(script)).await;
+    assert_eq!(lines(&output), ["trusted", "refused"], "the target of the link is visible and read-only");
 
     // A missing directory is an error at its use, but the gateway still serves the worker.
     let before = bench.subject.volumes.handles();
@@ -156,8 +156,8 @@ async fn resource_type_images_are_container_roots() {
             let root = made(&runtime, parent).await;
             let spec = ContainerSpec { root: Root::WholeVolume(root), user, ..container() };
             let home = if spec.user.is_some() { "/home/nobody" } else { "/root" };
-            let said = runtime.run(spec, shell(release)).await;
-            assert_eq!(lines(&said), ["first", home], "{manner:?}: each container has a separate layer");
+            let output = runtime.run(spec, shell(release)).await;
+            assert_eq!(lines(&output), ["first", home], "{manner:?}: each container has a separate layer");
         }
 
         // The worker was replaced by a newer one with the same volumes.

@@ -26,12 +26,12 @@ async fn hard_links_stay_linked_in_children() {
         runtime.create_volume(child, source).await.expect("a child");
         let spec = ContainerSpec { mounts: vec![mount(child, "/child", false)], ..container() };
         let script = "cd /child && printf 2 >> two && cat d/e/one && stat -c ' %h %i' two d/e/one";
-        let said = runtime.run(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
-        let said = said.text();
-        let mut lines = said.lines();
-        assert_eq!(lines.next().map(|first| first.split(' ').next()), Some(Some(expected)), "{said}");
-        let inodes: Vec<_> = said.lines().map(|line| line.rsplit(' ').next()).collect();
-        assert_eq!(inodes[0], inodes[1], "{said}");
+        let output = runtime.run(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
+        let output = output.text();
+        let mut lines = output.lines();
+        assert_eq!(lines.next().map(|first| first.split(' ').next()), Some(Some(expected)), "{output}");
+        let inodes: Vec<_> = output.lines().map(|line| line.rsplit(' ').next()).collect();
+        assert_eq!(inodes[0], inodes[1], "{output}");
         below = child;
     }
     assert_eq!(fs::read_to_string(contents.join("two")).expect("read"), "1", "the parent is unchanged");

@@ -57,9 +57,9 @@ async fn host_names_resolve_in_any_image() {
         for network in [Network::None, Network::Private] {
             let spec = ContainerSpec { root: Root::Volume(image), network, ..container() };
             let script = "cat /proc/sys/kernel/hostname /etc/hosts; echo more >> /etc/hosts";
-            let said = runtime.run(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
-            assert_eq!(said.stderr, b"", "{kind}");
-            let (name, lines) = said.text().split_once('\n').expect("lines");
+            let output = runtime.run(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
+            assert_eq!(output.stderr, b"", "{kind}");
+            let (name, lines) = output.text().split_once('\n').expect("lines");
             assert!(lines.contains("127.0.0.1\tlocalhost\n"), "{kind}: {lines}");
             assert!(lines.contains(&format!("127.0.1.1\t{name}\n")), "{kind}: {lines}");
             let kept = matches!(kind, "read-only" | "link to own");

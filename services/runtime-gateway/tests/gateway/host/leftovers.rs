@@ -118,11 +118,11 @@ async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> Atte
     let id = AttemptId::new();
     let command = match ending {
         Ending::Exit => programs::leave_behind("/out/file"),
-        Ending::NotFound => programs::not_there(),
+        Ending::NotFound => programs::missing(),
         Ending::Signal => programs::signal_itself(11),
         Ending::OutOfMemory => ["awk", "BEGIN { s = \"x\"; while (1) s = s s }"].map(str::to_owned).to_vec(),
         Ending::HeldBack => programs::count(100 << 20),
-        _ => programs::stubborn(),
+        _ => programs::ignore_term(),
     };
     if !matches!(ending, Ending::Never) {
         runtime.start(handle, id, process(&command)).await.expect("start");

@@ -20,7 +20,7 @@ fn shell(script: &str) -> ProcessSpec {
 }
 
 /// Converts a runtime for the helpers of the conformance suite.
-fn any(runtime: &Arc<HostRuntime>) -> Arc<dyn Runtime> {
+fn as_dyn(runtime: &Arc<HostRuntime>) -> Arc<dyn Runtime> {
     runtime.clone()
 }
 
@@ -60,8 +60,8 @@ async fn processes_continue_and_old_holder_is_inactive() {
     let old = HostRuntime::open(config(dir.path())).expect("open");
     let volume = VolumeHandle::new();
     old.create_volume(volume, VolumeSource::Empty).await.expect("a volume");
-    let handle = any(&old).made(container()).await;
-    let process = any(&old).started(handle, shell("sleep 1000")).await;
+    let handle = as_dyn(&old).made(container()).await;
+    let process = as_dyn(&old).started(handle, shell("sleep 1000")).await;
     in_time("the start", async {
         while !matches!(old.process(process).await, Ok(ProcessState::Started)) {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -91,7 +91,7 @@ async fn processes_continue_and_old_holder_is_inactive() {
     );
 
     new.stop(process, Duration::ZERO).await.expect("stop");
-    any(&new).ended(process).await;
+    as_dyn(&new).ended(process).await;
     clean(new).await;
 }
 
@@ -101,8 +101,8 @@ async fn unfinished_start_is_revoked_and_can_be_repeated() {
     let go = dir.path().join("go");
     let wait = format!("while [ ! -e {} ]; do sleep 0.02; done", go.display());
     let old = HostRuntime::open(slow(dir.path(), &wait)).expect("open");
-    let handle = any(&old).made(container()).await;
-    let process = any(&old).started(handle, shell("echo once")).await;
+    let handle = as_dyn(&old).made(container()).await;
+    let process = as_dyn(&old).started(handle, shell("echo once")).await;
     assert!(matches!(old.process(process).await, Ok(ProcessState::Starting)));
 
     let new = HostRuntime::take_over(config(dir.path())).expect("taken over");
@@ -111,8 +111,8 @@ async fn unfinished_start_is_revoked_and_can_be_repeated() {
     new.start(handle, process, shell("echo once")).await.expect("the process can be started again");
     // The supervisor of the old runtime continues, and finds no intent.
     fs::write(&go, "").expect("go");
-    let said = any(&new).read_output(process).await;
-    assert_eq!(said.text(), "once\n");
+    let output = as_dyn(&new).read_output(process).await;
+    assert_eq!(output.text(), "once\n");
     clean(new).await;
 }
 
@@ -122,8 +122,8 @@ async fn supervisor_of_replaced_holder_starts_nothing() {
     let (go, began) = (dir.path().join("go"), dir.path().join("began"));
     let wait = format!("touch {}; while [ ! -e {} ]; do sleep 0.02; done", began.display(), go.display());
     let old = HostRuntime::open(slow(dir.path(), &wait)).expect("open");
-    let handle = any(&old).made(container()).await;
-    let process = any(&old).started(handle, shell("true")).await;
+    let handle = as_dyn(&old).made(container()).await;
+    let process = as_dyn(&old).started(handle, shell("true")).await;
     until("the supervisor", || began.exists()).await;
 
     // Another runtime has just taken the directory over, and has not revoked intents yet.

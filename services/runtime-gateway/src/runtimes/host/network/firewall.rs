@@ -147,13 +147,13 @@ impl Rule {
     }
 
     /// Matches packets of established and related connections.
-    fn answers(self) -> Self {
+    fn replies(self) -> Self {
         const ESTABLISHED_OR_RELATED: u32 = 2 | 4;
         self.state(ESTABLISHED_OR_RELATED)
     }
 
     /// Matches the first packet of a connection if its container has more than `most` connections.
-    fn beyond(self, most: u32) -> Self {
+    fn over_limit(self, most: u32) -> Self {
         const NEW: u32 = 8;
         const ABOVE: u32 = 1;
         self.state(NEW).meta(Meta::InputName).expression("dynset", |add| {
@@ -220,7 +220,7 @@ impl Firewall {
     /// Errors: the kernel has no `nf_tables`, or this process may not change them
     /// (`CAP_NET_ADMIN`).
     pub(super) fn install(&self, pool: Pool) -> io::Result<()> {
-        self.0.send(&table(pool, share()))
+        self.0.send(&table(pool, connection_limit()))
     }
 
     /// Creates the table if another program has removed it.
@@ -239,7 +239,7 @@ fn name(pool: Pool) -> String {
 }
 
 /// Limit of connections per container: 1/32 of the machine's connection tracking table.
-fn share() -> u32 {
+fn connection_limit() -> u32 {
     const USUAL: u32 = 262_144;
     let most = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max");
     // Without the setting, connection tracking is not loaded yet.
@@ -273,7 +273,7 @@ fn table(pool: Pool, connections: u32) -> Messages {
         set.text(1, &name).text(2, CONNECTIONS).big_endian(3, CHANGED_BY_RULES).big_endian(4, INTERFACE_NAME);
         set.big_endian(5, NAME_LENGTH).nested(9, |size| _ = size.big_endian(1, 1 << 16)).big_endian(10, 1);
     });
-    let beyond = || Rule::default().input_is_container().beyond(connections).reject();
+    let beyond = || Rule::default().input_is_container().over_limit(connections).reject();
     let names = |protocol| {
         Rule::default()
             .input_is_container()
@@ -283,7 +283,7 @@ fn table(pool: Pool, connections: u32) -> Messages {
     };
     let udp = u8::try_from(libc::IPPROTO_UDP).unwrap_or(17);
     let tcp = u8::try_from(libc::IPPROTO_TCP).unwrap_or(6);
-    let answers = Rule::default().input_is_container().answers().accept();
+    let answers = Rule::default().input_is_container().replies().accept();
     let input =
         vec![answers, beyond(), names(udp), names(tcp), Rule::default().input_is_container().reject()];
     chain(&mut messages, "input", "filter", INPUT, 0, input);
@@ -296,12 +296,12 @@ fn table(pool: Pool, connections: u32) -> Messages {
     );
     forward.extend([
         beyond(),
-        Rule::default().output_is_container(true).answers().accept(),
+        Rule::default().output_is_container(true).replies().accept(),
         Rule::default().output_is_container(true).reject(),
     ]);
     chain(&mut messages, "forward", "filter", FORWARD, 0, forward);
     let output = vec![
-        Rule::default().output_is_container(true).answers().accept(),
+        Rule::default().output_is_container(true).replies().accept(),
         Rule::default().output_is_container(true).reject(),
     ];
     chain(&mut messages, "output", "filter", OUTPUT, 0, output);

@@ -127,7 +127,7 @@ pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
     firewall::Firewall::open()
         .and_then(|firewall| firewall.install(pool))
         .map_err(failed("install the packet filter"))?;
-    pass_other_filter(&uplinks());
+    admit_through_other_filter(&uplinks());
     Ok(())
 }
 
@@ -136,7 +136,7 @@ pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
 pub(super) fn keep_filter(pool: Pool, known: &mut Vec<String>) -> io::Result<()> {
     let now = uplinks();
     if *known != now {
-        pass_other_filter(&now);
+        admit_through_other_filter(&now);
         *known = now;
     }
     firewall::Firewall::open()?.ensure(pool)
@@ -157,7 +157,7 @@ fn forward() -> io::Result<()> {
 ///
 /// A newer filter cannot admit packets that an older filter drops, so the rule is written with the
 /// tool of the older filter.
-fn pass_other_filter(uplinks: &[String]) {
+fn admit_through_other_filter(uplinks: &[String]) {
     let iptables = |arguments: &[&str]| Command::new("iptables").arg("--wait").args(arguments).output();
     // Without the tool, no older filter is in use.
     let Ok(rules) = iptables(&["-S", "FORWARD"]) else { return };
@@ -254,7 +254,7 @@ pub(super) fn open_low_ports() {
 }
 
 fn raise_loopback(own: &Connection) -> io::Result<()> {
-    raise(own, own.index_of("lo")?)
+    enable_interface(own, own.index_of("lo")?)
 }
 
 /// The name of the machine's interface to a container.
@@ -338,7 +338,7 @@ fn remove_link(routes: &Connection, name: &str) -> io::Result<()> {
     routes.send(&messages)
 }
 
-fn raise(routes: &Connection, index: u32) -> io::Result<()> {
+fn enable_interface(routes: &Connection, index: u32) -> io::Result<()> {
     let up = u32::try_from(libc::IFF_UP).unwrap_or(1);
     let mut messages = Messages::default();
     messages.add(libc::RTM_NEWLINK, 0, &link(index, up, up), |_| {});
@@ -369,7 +369,7 @@ fn set_up(routes: &Connection, index: u32, mtu: Option<u32>) -> io::Result<()> {
         });
         routes.send(&messages)?;
     }
-    raise(routes, index)
+    enable_interface(routes, index)
 }
 
 const IPV4: u8 = 2;

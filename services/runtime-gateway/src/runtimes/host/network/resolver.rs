@@ -113,8 +113,8 @@ impl Drop for OperationPermit {
 /// the address.
 pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
     let questions =
-        tokio::net::UdpSocket::from_std(UdpSocket::from(bound(pool.resolver(), libc::SOCK_DGRAM)?))?;
-    let listener = std::net::TcpListener::from(bound(pool.resolver(), libc::SOCK_STREAM)?);
+        tokio::net::UdpSocket::from_std(UdpSocket::from(bind_socket(pool.resolver(), libc::SOCK_DGRAM)?))?;
+    let listener = std::net::TcpListener::from(bind_socket(pool.resolver(), libc::SOCK_STREAM)?);
     let connections = tokio::net::TcpListener::from_std(listener)?;
     let (questions, tasks) = (Arc::new(questions), TaskTracker::new());
     let (asking, connected) = (OperationLimits::new(QUESTIONS), OperationLimits::new(CONNECTIONS));
@@ -130,7 +130,7 @@ pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
                     let (question, questions) = (buffer[..length].to_vec(), Arc::clone(&questions));
                     tasks.spawn(async move {
                         let _share = share;
-                        let Some(answer) = ask(&question).await else { return };
+                        let Some(answer) = query_servers(&question).await else { return };
                         if let Err(error) = questions.send_to(&answer, from).await {
                             tracing::debug!(%error, %from, "cannot answer a DNS query");
                         }
@@ -147,7 +147,7 @@ pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
                     let Some(share) = connected.take(from.ip()) else { continue };
                     tasks.spawn(async move {
                         let _share = share;
-                        let passed = tokio::time::timeout(CONNECTION, pass_on(&mut connection)).await;
+                        let passed = tokio::time::timeout(CONNECTION, forward_queries(&mut connection)).await;
                         if let Ok(Err(error)) = passed {
                             tracing::debug!(%error, %from, "cannot forward DNS queries");
                         }
@@ -169,9 +169,9 @@ fn servers() -> Vec<SocketAddr> {
     found.into_iter().map(|server| SocketAddr::new(server, PORT)).collect()
 }
 
-async fn ask(question: &[u8]) -> Option<Vec<u8>> {
+async fn query_servers(question: &[u8]) -> Option<Vec<u8>> {
     for server in servers() {
-        let asked = tokio::time::timeout(PATIENCE, ask_one(server, question)).await;
+        let asked = tokio::time::timeout(PATIENCE, query_server(server, question)).await;
         if let Ok(Ok(answer)) = asked {
             return Some(answer);
         }
@@ -179,7 +179,7 @@ async fn ask(question: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-async fn ask_one(server: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
+async fn query_server(server: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
     let any: IpAddr =
         if server.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { std::net::Ipv6Addr::UNSPECIFIED.into() };
     let socket = tokio::net::UdpSocket::bind((any, 0)).await?;
@@ -192,7 +192,7 @@ async fn ask_one(server: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
 }
 
 /// Forwards TCP queries in order. Each has its length in front.
-async fn pass_on(connection: &mut tokio::net::TcpStream) -> io::Result<()> {
+async fn forward_queries(connection: &mut tokio::net::TcpStream) -> io::Result<()> {
     let mut upstream = None;
     while let Some(question) = read_message(connection).await? {
         if !is_question(&question) {
@@ -256,7 +256,7 @@ fn is_question(message: &[u8]) -> bool {
 
 /// A socket at the resolver's address, which may not exist yet, and which other processes may
 /// share.
-fn bound(address: Ipv4Addr, kind: libc::c_int) -> io::Result<OwnedFd> {
+fn bind_socket(address: Ipv4Addr, kind: libc::c_int) -> io::Result<OwnedFd> {
     let call = |result: libc::c_int| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) };
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: the call takes no pointers, and the descriptor is new.

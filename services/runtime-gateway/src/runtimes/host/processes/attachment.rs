@@ -39,9 +39,9 @@ impl Host {
             }
         }
         let mut events = Events::new(Arc::clone(self), process.clone(), spools, from);
-        events.catch_up().await?;
+        events.update_progress().await?;
         let stdin_offset = events.seen.stdin_taken;
-        events.stdin_said = stdin_offset;
+        events.reported_stdin = stdin_offset;
         let events = stream::unfold(Some(events), |events| async move {
             let mut events = events?;
             match events.next().await {
@@ -64,12 +64,12 @@ struct Events {
     at: [u64; 2],
     /// The last known progress of the process.
     seen: Progress,
-    stdin_said: u64,
+    reported_stdin: u64,
     connection: Option<Connection>,
     /// Index of the output to read first. It alternates, so that neither output starves.
     next_output: usize,
     ended: Option<Ended>,
-    said: EventPhase,
+    phase: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
@@ -87,37 +87,37 @@ impl Events {
             spools,
             at: [from.stdout, from.stderr],
             seen: Progress::default(),
-            stdin_said: 0,
+            reported_stdin: 0,
             connection: None,
             next_output: 0,
             ended: None,
-            said: EventPhase::Output,
+            phase: EventPhase::Output,
         }
     }
 
     async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
         loop {
-            if self.said == EventPhase::Done {
+            if self.phase == EventPhase::Done {
                 return Ok(None);
             }
-            if self.seen.stdin_taken != self.stdin_said {
-                self.stdin_said = self.seen.stdin_taken;
-                return Ok(Some(ProcessEvent::StdinAccepted(self.stdin_said)));
+            if self.seen.stdin_taken != self.reported_stdin {
+                self.reported_stdin = self.seen.stdin_taken;
+                return Ok(Some(ProcessEvent::StdinAccepted(self.reported_stdin)));
             }
             if let Some(event) = self.output().await? {
                 return Ok(Some(event));
             }
             match &self.ended {
-                Some(ended) if self.said == EventPhase::Output => {
-                    self.said = EventPhase::Ended;
+                Some(ended) if self.phase == EventPhase::Output => {
+                    self.phase = EventPhase::Ended;
                     return Ok(Some(ProcessEvent::Ended(ended.clone())));
                 }
                 Some(_) => {
-                    self.said = EventPhase::Done;
+                    self.phase = EventPhase::Done;
                     let [stdout, stderr] = self.at;
                     return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
                 }
-                None => self.news().await?,
+                None => self.wait_for_change().await?,
             }
         }
     }
@@ -155,8 +155,8 @@ impl Events {
     }
 
     /// Waits until the progress changes.
-    async fn news(&mut self) -> Result<(), RuntimeError> {
-        let Some(connection) = &mut self.connection else { return self.catch_up().await };
+    async fn wait_for_change(&mut self) -> Result<(), RuntimeError> {
+        let Some(connection) = &mut self.connection else { return self.update_progress().await };
         match connection.progress(&Request::Watch(self.seen)).await {
             Ok(seen) if seen.phase != Phase::Ended => self.seen = seen,
             _ => self.connection = None,
@@ -165,7 +165,7 @@ impl Events {
     }
 
     /// Updates the progress, from the supervisor while there is one.
-    async fn catch_up(&mut self) -> Result<(), RuntimeError> {
+    async fn update_progress(&mut self) -> Result<(), RuntimeError> {
         loop {
             if let Some(ended) = ended(self.host.status_of(&self.process).await?) {
                 for (spool, head) in self.spools.iter().zip([&mut self.seen.stdout, &mut self.seen.stderr]) {
@@ -197,17 +197,17 @@ struct Input {
 
 impl Input {
     /// Sends a request to the supervisor. `None`: the process has ended.
-    async fn tell(&self, request: &Request) -> Result<Option<Answer>, RuntimeError> {
+    async fn send_request(&self, request: &Request) -> Result<Option<Answer>, RuntimeError> {
         let mut kept = self.connection.lock().await;
         if let Some(mut connection) = kept.take()
-            && let Ok(answer) = connection.ask(request).await
+            && let Ok(answer) = connection.request(request).await
         {
             *kept = Some(connection);
             return Ok(Some(answer));
         }
         loop {
             if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
-                && let Ok(answer) = connection.ask(request).await
+                && let Ok(answer) = connection.request(request).await
             {
                 *kept = Some(connection);
                 return Ok(Some(answer));
@@ -228,7 +228,7 @@ impl ProcessInput for Input {
         loop {
             let part = rest.split_to(rest.len().min(MAX_STDIN));
             let length = part.len() as u64;
-            let answer = self.tell(&Request::Stdin { offset: at, data: part }).await?;
+            let answer = self.send_request(&Request::Stdin { offset: at, data: part }).await?;
             if let Some(Answer::StdinGap(limit)) = answer {
                 return Err(RuntimeError::OffsetOutOfRange { offset: at, limit });
             }
@@ -240,16 +240,16 @@ impl ProcessInput for Input {
     }
 
     async fn close_stdin(&self) -> Result<(), RuntimeError> {
-        self.tell(&Request::CloseStdin).await.map(|_| ())
+        self.send_request(&Request::CloseStdin).await.map(|_| ())
     }
 
     async fn signal(&self, number: u8) -> Result<(), RuntimeError> {
-        self.tell(&Request::Signal(number)).await.map(|_| ())
+        self.send_request(&Request::Signal(number)).await.map(|_| ())
     }
 
     async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError> {
         let Offsets { stdout, stderr } = up_to;
-        self.tell(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
+        self.send_request(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
     }
 
     async fn resize(&self, _window: TerminalSize) -> Result<(), RuntimeError> {
@@ -257,6 +257,6 @@ impl ProcessInput for Input {
     }
 
     async fn detach(&self) -> Result<(), RuntimeError> {
-        self.tell(&Request::Detach).await.map(|_| ())
+        self.send_request(&Request::Detach).await.map(|_| ())
     }
 }

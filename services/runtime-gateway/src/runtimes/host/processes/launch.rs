@@ -29,9 +29,9 @@ impl Host {
         id: AttemptId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
-        let (turn, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
+        let (guard, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
         blocking(move || {
-            let _turn = turn;
+            let _guard = guard;
             host.hold.check()?;
             host.start_process(container, id, spec)
         })
@@ -86,7 +86,7 @@ impl Host {
             }
             // A gateway that took over may have replaced the files of the process.
             Err(_) if !self.hold.is_ours()? => {}
-            Err(_) => self.forget(&process)?,
+            Err(_) => self.undo_start(&process)?,
         }
         launched
     }

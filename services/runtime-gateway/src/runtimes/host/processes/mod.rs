@@ -105,8 +105,8 @@ impl Process {
     /// gateway may have a copy of it. A supervisor that is still starting finds no intent.
     pub(super) fn supervisor_ended(&self) -> Result<bool, RuntimeError> {
         let path = self.file(paths::ALIVE);
-        let said = filesystem::read_if_exists(&path).map_err(at("read", &path))?.unwrap_or_default();
-        let Some(pid) = String::from_utf8(said).ok().and_then(|text| text.trim().parse::<u32>().ok()) else {
+        let text = filesystem::read_if_exists(&path).map_err(at("read", &path))?.unwrap_or_default();
+        let Some(pid) = String::from_utf8(text).ok().and_then(|text| text.trim().parse::<u32>().ok()) else {
             return Ok(true);
         };
         // A process without a readable `stat` does not exist.
@@ -265,7 +265,7 @@ impl Host {
     }
 
     /// Undoes a start that failed before it was in progress.
-    pub(super) fn forget(&self, process: &Process) -> Result<(), RuntimeError> {
+    pub(super) fn undo_start(&self, process: &Process) -> Result<(), RuntimeError> {
         process.revoke()?;
         let socket = self.sockets.path(&process.id.to_string());
         filesystem::remove_file(&socket).map_err(at("remove", &socket))?;
@@ -317,18 +317,18 @@ impl Host {
         if blocking(revoke).await? {
             return Ok(());
         }
-        self.tell(&process, &Request::Stop(grace)).await.map(|_| ())
+        self.send_request(&process, &Request::Stop(grace)).await.map(|_| ())
     }
 
     /// Sends a request to the supervisor of a process. `None`: the process has ended.
-    pub(super) async fn tell(
+    pub(super) async fn send_request(
         self: &Arc<Self>,
         process: &Process,
         request: &Request,
     ) -> Result<Option<Answer>, RuntimeError> {
         loop {
             let answer = match self.sockets.connect(&process.id.to_string()).await {
-                Ok(mut connection) => connection.ask(request).await,
+                Ok(mut connection) => connection.request(request).await,
                 Err(error) => Err(error),
             };
             if let Ok(answer) = answer {
@@ -356,13 +356,13 @@ impl Host {
         let processes: Vec<_> =
             lock(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
         let request = Request::Contact { sent, stop_after };
-        let told = processes.into_iter().map(|(id, container)| {
+        let requests = processes.into_iter().map(|(id, container)| {
             let process = Process::new(self, container, id);
             let request = &request;
             async move {
                 // Most processes have ended, and have no socket any more.
                 let Ok(mut connection) = self.sockets.connect(&process.id.to_string()).await else { return };
-                match tokio::time::timeout(CONTACT, connection.ask(request)).await {
+                match tokio::time::timeout(CONTACT, connection.request(request)).await {
                     Ok(Ok(_)) => {}
                     // The supervisor is ending.
                     Ok(Err(_)) => {}
@@ -370,7 +370,7 @@ impl Host {
                 }
             }
         });
-        futures::future::join_all(told).await;
+        futures::future::join_all(requests).await;
         Ok(())
     }
 }

@@ -179,7 +179,7 @@ impl RunningContainer {
         loop {
             let ready = self.wait(&listener)?;
             if ready.reported {
-                self.take_report()?;
+                self.read_report()?;
             }
             self.update_timer()?;
             let held = self.held_back;
@@ -248,7 +248,7 @@ impl RunningContainer {
         matches!(self.report, None | Some(Report::Started))
     }
 
-    fn take_report(&mut self) -> io::Result<()> {
+    fn read_report(&mut self) -> io::Result<()> {
         let mut bytes = [0; REPORT];
         match rustix::net::recv(&self.reports, &mut bytes, rustix::net::RecvFlags::DONTWAIT) {
             Ok((_, REPORT)) => {}
@@ -413,7 +413,7 @@ impl RunningContainer {
         for client in &mut clients {
             if let Some(Waiting::Stdin { offset, data }) = &mut client.waiting {
                 let gap = *offset > self.stdin_taken;
-                if gap || self.take_stdin(*offset, data)? {
+                if gap || self.write_stdin(*offset, data)? {
                     client.waiting = None;
                     let taken = self.stdin_taken;
                     client.answer(if gap {
@@ -446,7 +446,7 @@ impl RunningContainer {
     }
 
     /// Writes input, as much as the process accepts. `true`: all of it was accepted.
-    fn take_stdin(&mut self, offset: u64, data: &Bytes) -> io::Result<bool> {
+    fn write_stdin(&mut self, offset: u64, data: &Bytes) -> io::Result<bool> {
         let end = offset + data.len() as u64;
         while self.stdin_taken < end {
             let Some(stdin) = &self.stdin else {
@@ -472,11 +472,11 @@ impl RunningContainer {
     /// exit record.
     fn finish(mut self, listener: &OwnedFd) -> io::Result<()> {
         if self.report_due() {
-            self.take_report()?;
+            self.read_report()?;
         }
         // Two reports may be pending: the start, and the end.
         if self.report_due() {
-            self.take_report()?;
+            self.read_report()?;
         }
         let init_signal = self.reap()?;
         // All writers are dead, so this ends. The spool has extra room for the contents of the

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use rustix::fs::{FileType, OFlags};
 
-use crate::runtimes::host::containers::is_of_content;
+use crate::runtimes::host::containers::is_content_error;
 use crate::runtimes::host::mounts;
 
 const HOSTS: &str = "/etc/hosts";
@@ -62,7 +62,7 @@ fn read(root: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
 }
 
 fn is_missing(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound || is_of_content(error)
+    error.kind() == io::ErrorKind::NotFound || is_content_error(error)
 }
 
 /// The lines that are missing in `contents`.

@@ -178,9 +178,9 @@ impl Init {
         if child == 0 {
             let (step, error) = self.become_program();
             let report = Report::Failed(step, error.raw_os_error().unwrap_or(libc::EIO)).encode();
-            let told = rustix::io::write(&failed, &report).is_ok();
+            let reported = rustix::io::write(&failed, &report).is_ok();
             // SAFETY: ends this process without running destructors or handlers of the supervisor.
-            unsafe { libc::_exit(if told { 127 } else { 126 }) };
+            unsafe { libc::_exit(if reported { 127 } else { 126 }) };
         }
         let Some(child) = Pid::from_raw(child) else {
             report(Report::Failed(Step::Fork, io::Error::last_os_error().raw_os_error().unwrap_or(0)))?;

@@ -233,7 +233,7 @@ fn start(
     let cgroups = Cgroups::find(&mounted);
 
     let places = rootfs::make(launch, &container)?;
-    let seen = cgroups.visible(&launch.cgroup).map_err(StartError::while_doing("create cgroups"))?;
+    let seen = cgroups.create_visible(&launch.cgroup).map_err(StartError::while_doing("create cgroups"))?;
     if !container.privileged {
         cgroups
             .restrict_devices(&launch.cgroup)
@@ -280,7 +280,7 @@ fn start(
             if let Err(error) = cgroups.remove(&launch.cgroup) {
                 eprintln!("supervisor: cannot remove the cgroups: {error}");
             }
-            let reason = if cgroups.missing(&container.limits()).is_some() {
+            let reason = if cgroups.first_missing(&container.limits()).is_some() {
                 FailureReason::CgroupUnavailable
             } else {
                 FailureReason::StartFailed
@@ -301,7 +301,7 @@ fn start(
             cause: "the container has no first process".to_owned(),
         });
     };
-    protect();
+    lower_oom_score();
     let restricted = container.privileged
         || cgroups
             .are_devices_restricted(&launch.cgroup)
@@ -456,7 +456,7 @@ fn held_capabilities() -> io::Result<u64> {
 
 /// Lowers the OOM score of this process. Must follow the creation of the container, which would
 /// inherit it.
-fn protect() {
+fn lower_oom_score() {
     if let Err(error) = fs::write("/proc/self/oom_score_adj", "-900") {
         // Only some processes may do this. Without it, the supervisor has the score of an ordinary
         // process.

@@ -130,8 +130,8 @@ pub(super) struct Worker<'a> {
 /// The capabilities of an unprivileged container.
 pub(super) fn default_capabilities() -> CapabilitySet {
     let known = ALL_CAPABILITIES.iter().enumerate();
-    let wanted = known.filter(|(_, name)| CAPABILITIES.contains(name));
-    CapabilitySet::from_bits_retain(wanted.map(|(number, _)| 1 << number).sum())
+    let requested = known.filter(|(_, name)| CAPABILITIES.contains(name));
+    CapabilitySet::from_bits_retain(requested.map(|(number, _)| 1 << number).sum())
 }
 
 /// The host name of a container.
@@ -140,13 +140,13 @@ pub(super) fn hostname(container: &Container) -> String {
 }
 
 pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value {
-    let wanted = if container.privileged { ALL_CAPABILITIES } else { CAPABILITIES };
+    let requested = if container.privileged { ALL_CAPABILITIES } else { CAPABILITIES };
     let known = ALL_CAPABILITIES.iter().enumerate();
     let held = known.filter(|(number, _)| worker.capabilities & (1 << number) != 0).map(|(_, name)| *name);
     // Init enters the user namespace, which needs this capability. There it drops all capabilities
     // except the requested ones.
     let extra = worker.range.map(|_| "CAP_SYS_ADMIN");
-    let capabilities: Vec<_> = held.filter(|name| wanted.contains(name) || extra == Some(*name)).collect();
+    let capabilities: Vec<_> = held.filter(|name| requested.contains(name) || extra == Some(*name)).collect();
     let user = match worker.range {
         Some(_) => json!({ "uid": 0, "gid": 0, "additionalGids": [] }),
         None => json!({

@@ -78,9 +78,9 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         .transpose()
         .map_err(StartError::while_doing("create a user namespace"))?;
     let private = private(launch);
-    let _acting = launch
+    let _root_guard = launch
         .range
-        .map(user_namespace::Range::act)
+        .map(user_namespace::Range::act_as_root)
         .transpose()
         .map_err(StartError::while_doing("act as root"))?;
     make_private(&private).map_err(at("mount on", &private))?;
@@ -125,7 +125,11 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
     let directory = container.directory.as_path();
     let make_directory = || {
         let (opened, made) = mounts::directory_in(root.as_fd(), directory).map_err(at("make", directory))?;
-        if made { own(opened.as_fd(), launch, container).map_err(at("own", directory)) } else { Ok(()) }
+        if made {
+            give_to_user(opened.as_fd(), launch, container).map_err(at("own", directory))
+        } else {
+            Ok(())
+        }
     };
     if container.make_directory {
         make_directory()?;
@@ -145,7 +149,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         make_directory()?;
     }
     drop(root);
-    forget_volumes(&mounted, &launch.state_dir).map_err(StartError::while_doing("unmount volumes"))?;
+    detach_volumes(&mounted, &launch.state_dir).map_err(StartError::while_doing("unmount volumes"))?;
     Ok(places)
 }
 
@@ -188,7 +192,7 @@ fn worker_root(
 
     let unmapped =
         user_namespace::without_owners().map_err(StartError::while_doing("create a user namespace"))?;
-    let bound = image.bound().map_err(StartError::while_doing("list the parts of the image `host`"))?;
+    let bound = image.bound_paths().map_err(StartError::while_doing("list the parts of the image `host`"))?;
     for path in bound {
         let tree = mounts::clone_of(&path, mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY)
             .map_err(at("show", &path))?;
@@ -205,9 +209,10 @@ fn worker_root(
         } else {
             host_image::unreadable(&path).map_err(at("check", &path))?
         };
-        let ours = launch.hidden.iter().filter_map(|ours| Some(path.join(host_image::within(&path, ours)?)));
+        let ours =
+            launch.hidden.iter().filter_map(|ours| Some(path.join(host_image::find_inside(&path, ours)?)));
         for hidden in closed.into_iter().chain(ours) {
-            cover(root.as_fd(), &hidden).map_err(at("hide", &hidden))?;
+            replace_with_empty(root.as_fd(), &hidden).map_err(at("hide", &hidden))?;
         }
     }
     Ok(root)
@@ -299,7 +304,7 @@ fn make_private(at: &Path) -> io::Result<()> {
 }
 
 /// Replaces the entry at `path` by an empty file or directory, if it exists.
-fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+fn replace_with_empty(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
     let target = match mounts::open_in(root, path, OFlags::PATH) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(());
@@ -354,7 +359,7 @@ fn write_in_etc(root: BorrowedFd<'_>, name: &str, contents: &[u8]) -> io::Result
 }
 
 /// Gives a directory to the container's user.
-fn own(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io::Result<()> {
+fn give_to_user(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io::Result<()> {
     let (uid, gid) =
         (Uid::from_raw(launch.id(container.user.uid)?), Gid::from_raw(launch.id(container.user.gid)?));
     Ok(rustix::fs::chownat(directory, "", Some(uid), Some(gid), AtFlags::EMPTY_PATH)?)
@@ -362,7 +367,7 @@ fn own(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io:
 
 /// Unmounts this namespace's copies of volume mounts, so that volumes can be destroyed while this
 /// process lives.
-fn forget_volumes(mounted: &[MountEntry], state_dir: &Path) -> io::Result<()> {
+fn detach_volumes(mounted: &[MountEntry], state_dir: &Path) -> io::Result<()> {
     let volumes = mounted.iter().rev().filter(|mount| mount.at.starts_with(state_dir.join("volumes")));
     volumes.map(|mount| mount.at.as_path()).try_for_each(mounts::unmount)
 }

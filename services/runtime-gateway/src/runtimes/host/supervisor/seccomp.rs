@@ -122,7 +122,7 @@ fn instruction(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
     sock_filter { code, jt, jf, k }
 }
 
-const fn refused_with(errno: libc::c_int) -> u32 {
+const fn errno_action(errno: libc::c_int) -> u32 {
     libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()
 }
 
@@ -134,7 +134,7 @@ fn unknown() -> BpfProgram {
         instruction(AT_LEAST, 2, 0, NEWEST + 1),
         instruction(EQUAL, 1, 0, number(libc::SYS_io_setup)),
         instruction(EQUAL, 0, 1, number(libc::SYS_clone3)),
-        instruction(RETURN, 0, 0, refused_with(libc::ENOSYS)),
+        instruction(RETURN, 0, 0, errno_action(libc::ENOSYS)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
@@ -160,7 +160,7 @@ fn sockets() -> BpfProgram {
         instruction(LOAD, 0, 0, argument(2)),
         instruction(EQUAL, 2, 0, family(libc::NETLINK_ROUTE)),
         instruction(EQUAL, 1, 0, family(libc::NETLINK_SOCK_DIAG)),
-        instruction(RETURN, 0, 0, refused_with(libc::EAFNOSUPPORT)),
+        instruction(RETURN, 0, 0, errno_action(libc::EAFNOSUPPORT)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
@@ -184,7 +184,7 @@ fn btrfs() -> BpfProgram {
         instruction(EQUAL, 3, 0, DEDUPLICATE),
         instruction(MASK, 0, 0, KIND),
         instruction(EQUAL, 0, 1, BTRFS),
-        instruction(RETURN, 0, 0, refused_with(libc::ENOTTY)),
+        instruction(RETURN, 0, 0, errno_action(libc::ENOTTY)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
