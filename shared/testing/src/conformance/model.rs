@@ -1,8 +1,12 @@
 //! Conformance test with random operations against a model of a worker.
 //!
-//! The test checks after every step that the worker lists exactly the containers and volumes of the
-//! model, that each volume has the expected lines, and that each process has the expected state and
-//! end. After the last step, the worker is empty.
+//! The test checks after every step:
+//!
+//! - The worker lists exactly the containers and volumes of the model.
+//! - Each volume has the expected lines.
+//! - Each process has the expected state and end.
+//!
+//! After the last step, the worker is empty.
 //!
 //! `GANTRY_SEED` repeats one seed. `GANTRY_STEPS` sets the number of steps.
 

@@ -3,8 +3,8 @@
 //! On a full disk, all containers and transfers of the worker fail. The guard polls the free space.
 //! It walks the trees of containers only when less is free than transfers leave
 //! ([`crate::util::disk_reserve::reserve`]). First it deletes the root layers of containers whose
-//! process has ended. Then it ends the container that has written the most, and deletes the data of
-//! that container: this data is not published, and would fill the disk until it is collected.
+//! process has ended. Then it ends the container that has written the most, and deletes its data.
+//! The data is not published, and would fill the disk until it is collected.
 //!
 //! Unlinked files count if a process has them open or mapped. A file whose only descriptor is in
 //! the queue of a socket does not count.

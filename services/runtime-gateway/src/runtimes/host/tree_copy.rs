@@ -122,8 +122,8 @@ fn leave(source: &mut Descent, target: &mut Descent, levels: usize) -> io::Resul
     Ok(())
 }
 
-/// Copied files with further names. Each has an extra name in a directory at the top of the copy,
-/// because the path of its first name may exceed the limit of the kernel.
+/// Copied files with further names. Each has an extra name in a directory at the top of the copy.
+/// The path of its first name may exceed the limit of the kernel.
 struct Links {
     top: OwnedFd,
     /// Created for the first such file.

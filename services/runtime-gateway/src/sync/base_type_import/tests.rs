@@ -118,7 +118,7 @@ async fn each_thing_is_copied_read_back_and_completed_one_after_the_other() {
         assert_eq!((complete.volume_handle, complete.size_bytes), (volume.to_string(), 8));
         assert_eq!(complete.digest, held.tree_digest().as_bytes()[..]);
         assert_eq!(suite.wanted(&what).await, Ok(artifact));
-        let copy = std::fs::read_to_string(suite.machine.path(volume).join("brought"));
+        let copy = std::fs::read_to_string(suite.machine.path(volume).join("provided"));
         assert_eq!(copy.expect("a copy"), "original");
         let notes = || async { suite.worker.runtime.notes(volume).await.expect("it is there").artifact };
         within("the note", async {

@@ -4,9 +4,9 @@
 //! filter. Only the machine's native calling convention is allowed.
 //!
 //! 1. The first filter allows the listed calls, and returns `EPERM` for all others.
-//! 2. The second returns `ENOSYS` for `clone3`, whose flags a filter cannot inspect, for
-//!    `io_setup`, whose limit all processes of the machine share, and for calls newer than the
-//!    list. Libraries then use an older call.
+//! 2. The second returns `ENOSYS`, so that libraries use an older call. It covers `clone3`, whose
+//!    flags a filter cannot inspect, and `io_setup`, whose limit all processes of the machine
+//!    share. It also covers calls newer than the list.
 //! 3. The third returns `EAFNOSUPPORT` for sockets of unlisted families.
 //! 4. The fourth returns `ENOTTY` for requests of btrfs.
 
