@@ -373,7 +373,7 @@ mod tests {
             feed(&mut writer, &[b'x'; 50_000])?;
             written += 50_000;
         }
-        let ReadResult::Lost(oldest) = reader.read(1)? else { panic!("not told as gone") };
+        let ReadResult::Lost(oldest) = reader.read(1)? else { panic!("not reported as lost") };
         assert_eq!(oldest, written - ring);
         let mut offset = oldest;
         while let ReadResult::Data(bytes) = reader.read(offset)? {
@@ -397,7 +397,7 @@ mod tests {
         writer.push(&all[..1000])?;
         writer.push(&all[1000..usize::try_from(ring).unwrap_or(0) + 5000])?;
         writer.push(&all[usize::try_from(ring).unwrap_or(0) + 5000..])?;
-        let ReadResult::Lost(mut offset) = reader.read(0)? else { panic!("not told as gone") };
+        let ReadResult::Lost(mut offset) = reader.read(0)? else { panic!("not reported as lost") };
         assert_eq!(offset, ring + 7);
         while let ReadResult::Data(bytes) = reader.read(offset)? {
             assert!((offset..).zip(&bytes).all(|(offset, found)| byte(offset) == *found));

@@ -149,7 +149,7 @@ fn waiting(server: &Server, script: &str) -> Raw {
 }
 
 #[test]
-fn bytes_after_the_end_of_stdin_turn_the_close_into_a_reset() {
+fn bytes_after_stdin_end_cause_a_reset() {
     let server = with_container(Manner::Containerd);
     let mut main = waiting(&server, "cat; until [ -e go ]; do sleep 0.01; done");
     main.send("{\"process_id\":\"p1\",\"source\":0}\n");

@@ -192,7 +192,7 @@ async fn container_holding_most_memory_is_ended() {
         // Simulates a machine without available memory.
         let guard = subject.host().guard_available_memory(u64::MAX);
         let ended = tokio::select! {
-            () = guard => panic!("the guard never ends"),
+            () = guard => panic!("the guard runs forever"),
             ended = runtime.ended(greedy) => ended,
         };
         assert!(matches!(ended, Ended::Exited { exit: Exit::OutOfMemory, stopped: false }), "{ended:?}");

@@ -66,7 +66,7 @@ async fn deep_trees_of_a_container_are_destroyed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn deep_volume_is_copied_and_given_to_a_user() {
+async fn deep_volume_is_copied_and_changes_owner() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let original = runtime.volume().await;

@@ -318,7 +318,11 @@ async fn only_container_that_fills_disk_is_ended() {
         let failed = async |process| match runtime.ended(process).await {
             Ended::Unknown(failure) => {
                 assert_eq!(failure.reason, FailureReason::DiskFull);
-                assert!(failure.message.contains("this container wrote the most"), "{}", failure.message);
+                assert!(
+                    failure.message.contains("this container has written the most"),
+                    "{}",
+                    failure.message
+                );
             }
             ended => panic!("{ended:?}"),
         };
