@@ -565,7 +565,7 @@ fn full_concourse_worker_is_not_quarantined() {
         let suite = Suite::with(kind, &[("GANTRY_GC_GRACE", "0s")]);
         let (mut holds, _stdout) =
             started(suite.cluster.gantry(suite.job(&[], "echo ready; exec sleep 1000")));
-        suite.garden.take_no_more(1);
+        suite.garden.limit_containers(1);
         let asked = containers_asked_for(&suite);
         let waits = suite.cluster.gantry(suite.job(&[], "exit 7")).stderr(Stdio::piped()).spawn();
         let waits = waits.expect("gantry");

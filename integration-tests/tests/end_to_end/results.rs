@@ -288,7 +288,7 @@ fn exit_code_is_reported_when_output_fails() {
         let output = cluster.output(["run", "-o", "bad=bad", "-o", "good=good", "--", "perl", "-e", &script]);
         let printed = describe(&output);
         assert_eq!(code(&output), expected, "{printed}");
-        assert!(printed.contains("output \"bad\": it cannot be kept: \"ccc"), "{printed}");
+        assert!(printed.contains("output \"bad\": cannot store the directory: \"ccc"), "{printed}");
         assert!(printed.contains(&format!("the command itself ended with exit code {exit}")), "{printed}");
     }
 }
@@ -328,7 +328,7 @@ fn invalid_cache_version_is_discarded() {
     let (ended, printed) = run(&format!("unlink '/cache/first'; chdir '/cache' or die; {TOO_LONG}"));
     assert_eq!(ended, 0, "{printed}");
     assert!(
-        printed.contains("cache /cache stays as it was before this run: it cannot be kept: \"ccc"),
+        printed.contains("cache /cache stays as it was before this run: cannot store the directory: \"ccc"),
         "{printed}"
     );
     let (ended, printed) = run("exit(join(' ', glob '/cache/*') ne '/cache/first')");

@@ -133,7 +133,8 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
 
     // SQLite allows one replica only, so there is no other replica to notify.
     let config = Arc::new(Config { share_hints: config.share_hints && !is_only_replica, ..config });
-    let granting = db.with_own_connections(own).await.context("cannot open the dispatcher's database connections")?;
+    let granting =
+        db.with_own_connections(own).await.context("cannot open the dispatcher's database connections")?;
     if !is_only_replica {
         host.add_cleanup(granting.clone().close());
     }

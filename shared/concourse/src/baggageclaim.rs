@@ -1,7 +1,8 @@
-//! Volumes of a worker.
+//! Client of a Baggageclaim server, which stores the volumes of a worker.
 //!
-//! [`Client`] speaks to one Baggageclaim server: plain HTTP/1.1 without authentication, a new connection for each request. Archives are read
-//! through [`Archive`], which knows whether the worker sent all of one: an answer's status does not tell.
+//! [`Client`] uses plain HTTP/1.1 without authentication, with a new connection for each request.
+//! The HTTP status does not tell whether an archive is complete. [`Archive`] detects an incomplete
+//! one.
 
 mod archive;
 mod client;
@@ -10,7 +11,7 @@ mod error;
 mod messages;
 
 pub use archive::{Archive, ArchiveError};
-pub use client::{Client, Remembered, Timeouts};
+pub use client::{Client, CreationOutcome, Timeouts};
 pub use encoding::{Encoded, Encoding, UnknownEncoding};
 pub use error::Error;
 pub use messages::{Handle, InvalidHandle, P2pUrl, Strategy, StreamIn, Volume, VolumeRequest};

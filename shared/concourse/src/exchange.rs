@@ -1,6 +1,7 @@
-//! One request and its answer over a connection of its own, as both servers of a worker are asked.
+//! An HTTP request and its response on a new connection, for both servers of a worker.
 //!
-//! There is no task: whoever waits for the answer, or reads its body, drives the connection, and dropping either closes it.
+//! There is no background task. The future of the response and the reader of its body drive the
+//! connection. Dropping either of them closes it.
 
 use std::io;
 use std::pin::Pin;
@@ -21,28 +22,28 @@ use tokio::net::TcpStream;
 const KEEP_ALIVE: Duration = Duration::from_secs(30);
 const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
-/// `text` as a part of a path or of a query.
+/// Percent-encodes `text` for a path or a query.
 pub(crate) fn encoded(text: &str) -> String {
     utf8_percent_encode(text, PLAIN).to_string()
 }
 
-/// Why there is no answer.
+/// The reason why a request has no response.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The connection broke: what was asked may have been done.
+    /// The connection broke. The worker may have executed the request.
     Lost(io::Error),
-    /// What was to be sent cannot be read.
+    /// The source of the request body failed.
     Source(io::Error),
-    /// What came is no HTTP, or is larger than any such answer.
-    Nonsense(String),
-    /// Nothing was sent: the address is none.
+    /// The response is not HTTP, or exceeds a size limit.
+    Malformed(String),
+    /// The address is invalid, and nothing was sent.
     Address,
 }
 
-/// A new connection. It may idle for hours while a process runs or a volume is copied, so the kernel probes whether the worker is still
-/// there.
+/// Opens a connection. It may be idle for hours while a process runs or a volume is copied, so TCP
+/// keepalive detects a lost worker.
 pub(crate) async fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
-    let late = || io::Error::new(io::ErrorKind::TimedOut, "no connection in time");
+    let late = || io::Error::new(io::ErrorKind::TimedOut, "timeout while connecting");
     let stream = tokio::time::timeout(within, TcpStream::connect(address)).await.map_err(|_| late())??;
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(&stream, true)?;
@@ -51,11 +52,11 @@ pub(crate) async fn connect(address: &str, within: Duration) -> io::Result<TcpSt
     Ok(stream)
 }
 
-/// What a request carries.
+/// The body of a request.
 pub(crate) enum Payload {
-    /// The whole of it, maybe nothing.
+    /// A complete body, possibly empty.
     Whole(Bytes),
-    /// As it comes, in chunks.
+    /// A stream, sent in chunks.
     Stream(Pin<Box<dyn AsyncRead + Send>>),
 }
 
@@ -90,8 +91,9 @@ impl Body for Payload {
     }
 }
 
-/// A connection on which failure to write is no failure: the worker may have answered and closed before it had read everything, and its answer
-/// is still to be read. If there is none, reading says so.
+/// A connection that ignores write errors. The worker may have answered and closed the connection
+/// before it had read the whole request, and its answer must still be read. Without an answer,
+/// reading fails.
 struct Socket {
     stream: TcpStream,
     unheard: bool,
@@ -133,13 +135,13 @@ impl AsyncWrite for Socket {
 
 type Connection = Pin<Box<http1::Connection<TokioIo<Socket>, Payload>>>;
 
-/// An answer whose body has yet to be read.
+/// A response with an unread body.
 pub(crate) struct Answer {
     pub(crate) status: StatusCode,
     pub(crate) body: AnswerBody,
 }
 
-/// The body of an answer, and the connection that it comes over.
+/// The body of a response, and its connection.
 pub(crate) struct AnswerBody {
     connection: Option<Connection>,
     incoming: Incoming,
@@ -163,12 +165,12 @@ impl AsyncRead for AnswerBody {
             if let Some(connection) = &mut this.connection
                 && connection.as_mut().poll(cx).is_ready()
             {
-                // What went wrong on it, if anything, the body says too.
+                // The body reports errors of the connection as well.
                 this.connection = None;
             }
             match ready!(Pin::new(&mut this.incoming).poll_frame(cx)) {
                 None => return Poll::Ready(Ok(())),
-                Some(Err(error)) => return Poll::Ready(Err(broken_off(error))),
+                Some(Err(error)) => return Poll::Ready(Err(connection_error(error))),
                 Some(Ok(frame)) => this.chunk = frame.into_data().unwrap_or_default(),
             }
         }
@@ -176,18 +178,19 @@ impl AsyncRead for AnswerBody {
 }
 
 impl AnswerBody {
-    /// The whole body, if it has at most `limit` bytes.
+    /// Reads the whole body, if it has at most `limit` bytes.
     pub(crate) async fn whole(self, limit: u64) -> Result<Vec<u8>, Failure> {
         let mut bytes = Vec::new();
         self.take(limit + 1).read_to_end(&mut bytes).await.map_err(Failure::Lost)?;
         if bytes.len() as u64 > limit {
-            return Err(Failure::Nonsense(format!("a body of more than {limit} bytes")));
+            return Err(Failure::Malformed(format!("a body of more than {limit} bytes")));
         }
         Ok(bytes)
     }
 }
 
-/// Sends `request` to the server at `authority` over `stream`, and waits for the head of the answer.
+/// Sends `request` to the server at `authority` over `stream`, and waits for the head of the
+/// response.
 pub(crate) async fn send(
     stream: TcpStream,
     authority: &str,
@@ -203,7 +206,7 @@ pub(crate) async fn send(
         if let Some(open) = &mut connection
             && open.as_mut().poll(cx).is_ready()
         {
-            // It has delivered what there was, or the reason why there is nothing.
+            // The connection has delivered its data or its error.
             connection = None;
         }
         answer.as_mut().poll(cx)
@@ -212,10 +215,10 @@ pub(crate) async fn send(
     Ok(Answer { status: head.status, body: AnswerBody { connection, incoming, chunk: Bytes::new() } })
 }
 
-fn broken_off(error: hyper::Error) -> io::Error {
+fn connection_error(error: hyper::Error) -> io::Error {
     match failure(error) {
         Failure::Lost(error) | Failure::Source(error) => error,
-        Failure::Nonsense(text) => io::Error::other(text),
+        Failure::Malformed(text) => io::Error::other(text),
         Failure::Address => io::ErrorKind::Other.into(),
     }
 }
@@ -226,7 +229,7 @@ fn failure(error: hyper::Error) -> Failure {
         Some(source) if error.is_user() => {
             return Failure::Source(io::Error::new(source.kind(), source.to_string()));
         }
-        _ if error.is_parse() => return Failure::Nonsense(error.to_string()),
+        _ if error.is_parse() => return Failure::Malformed(error.to_string()),
         Some(source) => source.kind(),
         None if error.is_incomplete_message() => io::ErrorKind::UnexpectedEof,
         None => io::ErrorKind::Other,
@@ -242,7 +245,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_that_idles_is_probed() {
+    async fn idle_connection_is_probed() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let stream = connect(&address, Duration::from_secs(10)).await.unwrap();
@@ -252,7 +255,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_is_read_after_the_peer_has_closed_on_what_is_written() {
+    async fn answer_is_read_after_peer_closed_early() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let mut socket = Socket { stream, unheard: false };
@@ -260,7 +263,7 @@ mod tests {
         socket.write_all(&[0; 1000]).await.unwrap();
         peer.readable().await.unwrap();
         peer.write_all(b"answer").await.unwrap();
-        drop(peer); // With bytes it has not read: the connection is reset.
+        drop(peer); // Unread bytes make the close a reset.
 
         while !socket.unheard {
             socket.write_all(&[0; 1000]).await.expect("to fail to be heard is no failure");

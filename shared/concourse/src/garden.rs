@@ -1,10 +1,11 @@
-//! Containers and processes of a worker: a client of its Garden server.
+//! Client of a Garden server, which runs the containers and processes of a worker.
 //!
-//! All three runtimes of a worker (`containerd`, `guardian`, `houdini`) answer through the same HTTP server, so routes and framing are the
-//! same. What differs is how they fail; [`Error`] brings that together.
+//! All three runtimes of a worker (`containerd`, `guardian`, `houdini`) use the same HTTP server,
+//! with the same routes and framing. Their error messages differ. [`Error`] unifies them.
 //!
-//! Ordinary calls are HTTP, one connection each. Run and Attach take the connection over after an HTTP answer, for JSON messages in both
-//! directions, and use two more connections for what the process writes: see [`Process`].
+//! Ordinary calls are HTTP requests, one connection each. Run and Attach hijack the connection
+//! after an HTTP response, for JSON messages in both directions. Two more connections carry the
+//! output of the process: see [`Process`].
 
 mod call;
 mod client;

@@ -1,7 +1,8 @@
-//! The wire of an unmodified Concourse worker: a Garden server, which runs containers, and a Baggageclaim server, which keeps volumes.
+//! Clients for the two servers of an unmodified Concourse worker: Garden, which runs containers,
+//! and Baggageclaim, which stores volumes.
 //!
-//! What is here are their messages, as they stand on the wire, and a client of each. It decides nothing; the gateway's `garden` runtime makes a
-//! worker of it.
+//! The crate has the messages of both protocols and a client for each. It makes no decisions. The
+//! `garden` runtime of the gateway uses it.
 
 pub mod baggageclaim;
 mod exchange;

@@ -1,4 +1,4 @@
-//! The bytes of a volume, near or far.
+//! Access to the bytes of a volume: a local directory, or archives through the worker.
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -9,61 +9,66 @@ use tokio::io::AsyncRead;
 
 use crate::RuntimeError;
 
-/// How the bytes of a volume are reached.
+/// Access to the bytes of a volume.
 #[derive(Clone)]
 pub enum Contents {
-    /// As a directory of this machine, mounted when it has to be. Valid until the volume is destroyed.
+    /// A directory of this machine, mounted if necessary. Valid until the volume is destroyed.
     Directory(PathBuf),
-    /// As archives, through its worker.
+    /// Tar archives through the worker.
     Remote(std::sync::Arc<dyn RemoteVolume>),
 }
 
-/// A tar archive as it arrives. One that ends without an error is whole.
+/// A stream of a tar archive. An archive that ends without an error is complete.
 pub type Archive = Pin<Box<dyn AsyncRead + Send>>;
 
-/// A volume that another worker of the same kind can fill.
+/// A volume on a worker that another worker of the same kind can write to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inlet {
-    /// Where its worker is reached: `http://host:port`.
+    /// Address of the worker: `http://host:port`.
     pub address: String,
     /// The volume.
     pub volume: VolumeHandle,
-    /// How archives go in best, in the words of such workers.
+    /// The preferred compression of archives, in the names of Baggageclaim.
     pub encoding: String,
 }
 
 /// A volume whose bytes are on another machine.
 #[async_trait]
 pub trait RemoteVolume: Send + Sync {
-    /// Streams out the directory at `path` (relative; empty: the whole volume): its entries, with names relative to it. Of a regular
-    /// file: one entry.
+    /// Reads the directory at `path` (relative; empty: the whole volume) as an archive, with names
+    /// relative to `path`. If `path` is a regular file, the archive has one entry.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::PathNotFound`].
     async fn read(&self, path: &Path) -> Result<Archive, RuntimeError>;
 
-    /// Unpacks `archive` in the directory at `path` (relative, made when it is missing; empty: the whole volume), over what is there.
-    /// Returns when everything is there. An archive that ends with an error may leave a part of it.
+    /// Unpacks `archive` over the directory at `path` (relative; empty: the whole volume). A
+    /// missing directory is created. The call returns when all bytes are on the worker. An archive
+    /// that ends with an error may leave a part of its entries.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::DiskFull`].
     async fn write(&self, path: &Path, archive: Archive) -> Result<(), RuntimeError>;
 
-    /// Keeps `manifest`, which describes the final contents of the volume, on the worker for as long as the volume is there.
-    async fn keep_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError>;
+    /// Stores `manifest`, which describes the final contents of the volume, on the worker. The
+    /// worker keeps it until the volume is destroyed.
+    async fn store_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError>;
 
-    /// What [`RemoteVolume::keep_manifest`] kept, whole. `None`: nothing.
-    async fn kept_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError>;
+    /// Returns the complete manifest of [`RemoteVolume::store_manifest`], or `None` if none is
+    /// stored.
+    async fn read_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError>;
 
-    /// Where workers of the same kind reach this volume, to fill it with one of theirs. `None`: nowhere, or nobody said that they may.
+    /// The address at which workers of the same kind can write to this volume. `None`: the worker
+    /// has no such address, or its operator did not permit transfers between workers.
     async fn inlet(&self) -> Result<Option<Inlet>, RuntimeError> {
         Ok(None)
     }
 
-    /// Has the worker itself send the whole volume to `to`. Returns when everything is there. To drop this ends the call, but maybe not what
-    /// the worker does.
+    /// Requests that the worker sends the whole volume to `to`, and returns when the transfer is
+    /// complete. Dropping the future ends the call; the worker may continue to send.
     ///
-    /// Errors: [`RuntimeError::NoPeers`] if nothing was sent; [`RuntimeError::Peer`] if something may have been, and nothing more comes; after
-    /// any other, more may come.
+    /// Errors: [`RuntimeError::NoPeers`] if no byte was sent. [`RuntimeError::Peer`] if some bytes
+    /// may have been sent and the transfer has ended. After any other error the worker may still be
+    /// sending.
     async fn send(&self, _to: &Inlet) -> Result<(), RuntimeError> {
-        Err(RuntimeError::NoPeers("it is of no kind that does"))
+        Err(RuntimeError::NoPeers("this kind of worker does not support it"))
     }
 }

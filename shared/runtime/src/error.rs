@@ -1,90 +1,90 @@
-//! What can go wrong on a worker.
+//! Errors of a worker's runtime.
 
 use std::io;
 
 use domain::workload::{Failure, FailureReason};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 
-/// What went wrong on a worker.
+/// Error of an operation on a worker.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
     /// The worker has no such volume.
-    #[error("no volume {0}")]
+    #[error("volume {0} does not exist")]
     VolumeNotFound(VolumeHandle),
-    /// A copy-on-write child of the volume exists.
+    /// The volume has a copy-on-write child.
     #[error("volume {0} has children")]
     HasChildren(VolumeHandle),
     /// The worker has no such container.
-    #[error("no container {0}")]
+    #[error("container {0} does not exist")]
     ContainerNotFound(ContainerHandle),
     /// The worker has no such process.
-    #[error("no process {0}")]
+    #[error("process {0} does not exist")]
     ProcessNotFound(AttemptId),
     /// The image has no such user or group.
-    #[error("no user or group {0:?} in the image")]
+    #[error("user or group {0:?} does not exist in the image")]
     UserNotFound(String),
-    /// The working directory does not exist in the image, or is no directory.
+    /// The working directory does not exist in the image, or is not a directory.
     #[error("working directory {0:?} is missing, or is not a directory")]
     DirectoryMissing(String),
-    /// An image is not laid out as one.
-    #[error("the image cannot be used: {0}")]
+    /// The volume does not have the layout of an image.
+    #[error("cannot use the image: {0}")]
     InvalidImage(String),
-    /// The volume has nothing at this path.
-    #[error("{0:?} is missing in the volume")]
+    /// The volume has no entry at this path.
+    #[error("{0:?} does not exist in the volume")]
     PathNotFound(String),
-    /// A directory that shall become an output is not there, or is no directory.
+    /// The directory of an output is missing, or is not a directory.
     #[error("{0:?} is missing, or is not a directory")]
     OutputMissing(String),
-    /// What a process left as an output, or in a cache, is nothing that can be kept.
-    #[error("it cannot be kept: {0}")]
+    /// The directory of an output or a cache has entries that an artifact cannot store.
+    #[error("cannot store the directory: {0}")]
     InvalidOutput(String),
-    /// Part of what a process left as an output, or in a cache, cannot be read.
-    #[error("it cannot be read: {0}")]
+    /// The directory of an output or a cache has entries that cannot be read.
+    #[error("cannot read the directory: {0}")]
     UnreadableOutput(String),
-    /// A mount cannot be made where it was asked for.
-    #[error("cannot mount at {path:?}: {why}")]
+    /// A mount cannot be made at its path.
+    #[error("cannot mount at {path:?}: {reason}")]
     InvalidMount {
-        /// Where.
+        /// The path of the mount.
         path: String,
-        /// Why not.
-        why: String,
+        /// The reason.
+        reason: String,
     },
-    /// The runtime cannot do this.
-    #[error("this worker cannot do it: {0}")]
+    /// The runtime does not support the request.
+    #[error("the worker does not support the request: {0}")]
     Unsupported(String),
-    /// A cgroup hierarchy that a limit needs is not there.
-    #[error("no usable cgroup hierarchy for {0}")]
+    /// The cgroup hierarchy that a limit needs does not exist.
+    #[error("the worker has no usable cgroup hierarchy for {0}")]
     CgroupUnavailable(String),
-    /// The file system that holds the volumes is full.
+    /// The file system of the volumes is full.
     #[error("the worker's disk is full")]
     DiskFull(#[source] io::Error),
-    /// The worker has as many containers as it takes.
-    #[error("the worker has no room for another container: {0}")]
-    Full(String),
-    /// An offset lies beyond what was written, or leaves a gap.
-    #[error("offset {offset} is out of range, {limit} is the end")]
+    /// The worker has reached its number of containers.
+    #[error("the worker cannot take another container: {0}")]
+    WorkerFull(String),
+    /// An offset is beyond the end of the output, or leaves a gap in the input.
+    #[error("offset {offset} is out of range: the end is {limit}")]
     OffsetOutOfRange {
-        /// The offset given.
+        /// The offset of the request.
         offset: u64,
-        /// The largest that would do.
+        /// The largest valid offset.
         limit: u64,
     },
-    /// The worker did not do what it should.
-    #[error("{doing} failed on the worker")]
+    /// A system call or a call to the worker failed.
+    #[error("cannot {operation} on the worker")]
     Io {
-        /// What was being done, to which path.
-        doing: String,
-        /// What the system said.
+        /// The operation, with the path that it works on.
+        operation: String,
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// It does not send volumes to other workers, and has not begun.
-    #[error("this worker does not send volumes to others: {0}")]
+    /// The worker does not send volumes to other workers. No byte was sent.
+    #[error("the worker does not send volumes to other workers: {0}")]
     NoPeers(&'static str),
-    /// It has sent a volume to another worker, and not all arrived there. Nothing more comes.
-    #[error("the other worker did not take it all: {0}")]
+    /// A transfer to another worker ended before all bytes arrived.
+    #[error("the other worker did not receive the whole volume: {0}")]
     Peer(String),
-    /// Another gateway speaks for this worker now, and this one is not to touch it any more.
+    /// Another gateway speaks for this worker. This gateway must not change the worker any more.
     #[error("another gateway has taken over {0}")]
     TakenOver(String),
     /// Another failure of the worker.
@@ -93,15 +93,16 @@ pub enum RuntimeError {
 }
 
 impl RuntimeError {
-    /// Wraps what the system said while `doing` something; a full disk becomes [`Self::DiskFull`].
-    pub fn io(doing: impl Into<String>, source: io::Error) -> Self {
+    /// Wraps an error of the operating system during the operation `operation`. A full disk becomes
+    /// [`Self::DiskFull`].
+    pub fn io(operation: impl Into<String>, source: io::Error) -> Self {
         match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::DiskFull(source),
-            _ => Self::Io { doing: doing.into(), source },
+            _ => Self::Io { operation: operation.into(), source },
         }
     }
 
-    /// Whether this process, or the whole machine, has as many open files as it may have.
+    /// Whether this process or the machine has reached its limit of open files.
     #[must_use]
     pub fn is_out_of_files(&self) -> bool {
         let Self::Io { source, .. } = self else { return false };
@@ -109,11 +110,11 @@ impl RuntimeError {
         matches!(source.raw_os_error(), Some(24 | 23))
     }
 
-    /// Its reason, where it is why a workload failed.
+    /// The failure reason of a workload that ends with this error.
     #[must_use]
     pub fn reason(&self) -> FailureReason {
         match self {
-            // Its processes go with it.
+            // A destroyed container has no processes.
             Self::ContainerNotFound(_) | Self::ProcessNotFound(_) => FailureReason::ContainerNotFound,
             Self::UserNotFound(_) => FailureReason::UserNotFound,
             Self::DirectoryMissing(_) => FailureReason::WorkingDirectoryMissing,
@@ -125,7 +126,7 @@ impl RuntimeError {
             Self::Unsupported(_) => FailureReason::Unsupported,
             Self::CgroupUnavailable(_) => FailureReason::CgroupUnavailable,
             Self::DiskFull(_) => FailureReason::DiskFull,
-            Self::Full(_) => FailureReason::WorkerFull,
+            Self::WorkerFull(_) => FailureReason::WorkerFull,
             Self::VolumeNotFound(_)
             | Self::PathNotFound(_)
             | Self::HasChildren(_)
@@ -138,7 +139,8 @@ impl RuntimeError {
         }
     }
 
-    /// As the failure of a workload: the reason, and the whole chain of causes.
+    /// The failure of a workload that ends with this error. The message contains the whole chain of
+    /// causes.
     #[must_use]
     pub fn failure(&self) -> Failure {
         Failure { reason: self.reason(), message: domain::error_chain(self) }

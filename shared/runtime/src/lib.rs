@@ -1,21 +1,24 @@
-//! The edge to one worker: the one abstraction of the suite that has several real implementations.
+//! The interface between a gateway and the runtime of one worker.
 //!
-//! A runtime makes volumes and containers under handles that it is given, starts processes, keeps their output and the
-//! record of their end, and destroys. It decides nothing: what to make, and what is garbage, it is told.
+//! A runtime creates and destroys volumes and containers under handles that the gateway chooses. It
+//! starts processes, and keeps their output and the record of their exit. A runtime makes no
+//! decisions: the gateway decides what to create, and the artifact store decides what is garbage.
 //!
-//! Rules that every implementation keeps, and that the conformance suite in `shared/testing` holds it to:
+//! Every implementation keeps these rules. The conformance suite in `shared/testing` checks them.
 //!
-//! - Creating under a handle that exists changes nothing and succeeds; destroying what does not exist succeeds. So every
-//!   step can be repeated after a crash.
-//! - [`Runtime::list`] names everything that occupies the worker, half-made things included.
-//! - A process is started at most once per id. The intent to start is durable before the start; an intent without proof of
-//!   a start is answered as [`ProcessState::StartUnknown`], never started again.
-//! - Processes and the record of their end survive the gateway that started them; so does their output, with the capability
-//!   `durable-output`.
-//! - When the process of a container has ended, every other process in that container is dead before the end is told, with the capability
-//!   `ends-whole`.
+//! - Creation under an existing handle changes nothing and succeeds. Destruction of a missing
+//!   handle succeeds. So every step can be repeated after a crash.
+//! - [`Runtime::list`] names everything that occupies the worker, including incomplete containers
+//!   and volumes.
+//! - A process is started at most once per id. The intent to start is durable before the start. An
+//!   intent without proof of a start is reported as [`ProcessState::StartUnknown`], and the process
+//!   is never started again.
+//! - Processes and the record of their exit survive the gateway that started them. With the
+//!   capability `durable-output`, so does their output.
+//! - With the capability `ends-whole`, every other process in the container is dead before the exit
+//!   of its main process is reported.
 //!
-//! What not every kind of worker can do is a capability, by name: see [`Capabilities`].
+//! Features that not every worker has are named in [`Capabilities`].
 
 mod contents;
 mod error;
@@ -32,44 +35,50 @@ use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
 pub use contents::{Archive, Contents, Inlet, RemoteVolume};
 pub use error::RuntimeError;
 pub use process::{
-    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState, Window,
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
+    TerminalSize,
 };
 
-/// What a runtime can do.
+/// The features and resources of a runtime.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Kinds of image that it can run, such as `host`.
+    /// Kinds of image that the runtime can run, such as `host`.
     pub image_kinds: Vec<String>,
-    /// What else it can do, by name: `privileged`, `network-private`, `stop-after`, `terminal`, and
+    /// Names of optional features: `privileged`, `network-private`, `stop-after`, `terminal`, and
     ///
-    /// - `limits-memory`, `limits-cpu`, `limits-pids`: that limit of [`ContainerSpec::limits`] holds for everything in a container;
-    /// - `replaceable-outputs`: [`Runtime::take_directory`], so that outputs need not be mounts;
-    /// - `owned-mounts`: the user of a container comes to own its writable mounts;
-    /// - `durable-output`: output is kept, and nothing of it lost, while no gateway is there;
-    /// - `held-output`: a process is held back rather than lose output that nobody has acknowledged;
-    /// - `complete-output`: nothing of what a process writes just before its end is lost;
-    /// - `binary-input`: standard input may be any bytes; elsewhere only text in UTF-8;
-    /// - `signals`: every signal can be sent; elsewhere TERM and KILL only;
-    /// - `durable-input`: standard input goes on where it was when another gateway takes over;
-    /// - `exit-signals`: an end by a signal, or for lack of memory, is told as that; elsewhere it may be a code above 128;
-    /// - `ends-whole`: when a process has ended, nothing else in its container runs any more; elsewhere it may until the container is
-    ///   destroyed;
-    /// - `image-checks`: users, directories and mount points are looked up in the image when a container is made; elsewhere when its process
-    ///   is started;
-    /// - `exact-environment`: nothing is added to the environment but PATH and HOME.
+    /// - `limits-memory`, `limits-cpu`, `limits-pids`: this limit of [`ContainerSpec::limits`]
+    ///   applies to all processes of a container;
+    /// - `replaceable-outputs`: the runtime has [`Runtime::take_directory`], so outputs need not be
+    ///   mounts;
+    /// - `owned-mounts`: the user of a container becomes the owner of its writable mounts;
+    /// - `durable-output`: no output is lost while no gateway is attached;
+    /// - `held-output`: a process is blocked rather than that unacknowledged output is lost;
+    /// - `complete-output`: output that a process writes just before its exit is not lost;
+    /// - `binary-input`: standard input may be any bytes; without it only UTF-8 text;
+    /// - `signals`: every signal can be sent; without it only TERM and KILL;
+    /// - `durable-input`: standard input continues at its offset when another gateway takes over;
+    /// - `exit-signals`: an exit by a signal or for lack of memory is reported as such; without it
+    ///   as an exit code above 128;
+    /// - `ends-whole`: when the main process has exited, no other process of its container runs;
+    ///   without it others may run until the container is destroyed;
+    /// - `image-checks`: users, directories and mount points are checked when a container is
+    ///   created; without it when its process is started;
+    /// - `exact-environment`: the runtime adds only PATH and HOME to the environment.
     pub features: Vec<String>,
-    /// What it brings along: each thing once.
+    /// Images and certificates that the worker provides, without duplicates.
     pub worker_provided: Vec<WorkerProvidedPath>,
-    /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
+    /// How copy-on-write children are made, as text for people: `overlay` or `copy`, with the
+    /// reason.
     pub copy_on_write: String,
-    /// Thousandths of a processor that its containers can have in all. `None`: it does not say.
+    /// CPU capacity for all containers, in thousandths of a processor. `None`: the worker does not
+    /// report it.
     pub cpu_millis: Option<u64>,
-    /// Bytes of memory that its containers can have in all. `None`: it does not say.
+    /// Memory capacity for all containers, in bytes. `None`: the worker does not report it.
     pub memory_bytes: Option<u64>,
 }
 
 impl Capabilities {
-    /// The resource types whose images it brings along.
+    /// The resource types whose images the worker provides.
     pub fn resource_types(&self) -> Vec<ResourceType> {
         let of = |worker_provided: &WorkerProvidedPath| match &worker_provided.what {
             WorkerProvided::ResourceType(name) => {
@@ -81,50 +90,56 @@ impl Capabilities {
     }
 }
 
-/// Something that a worker may bring along.
+/// Contents that a worker can provide from its own disk.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WorkerProvided {
-    /// The image of the resource type of this name: the root file system of a container, as it is.
+    /// The image of the resource type of this name. The tree is the root file system of a
+    /// container.
     ResourceType(String),
-    /// The certificates that it trusts.
+    /// The certificates that the worker trusts.
     Certs,
 }
 
-/// Something that a worker brings along. It is what it was as long as version and path are.
+/// Contents that a worker provides. They do not change while the version and the path stay the
+/// same.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerProvidedPath {
-    /// What it is.
+    /// The kind of contents.
     pub what: WorkerProvided,
-    /// Its version, for people.
+    /// The version, as text for people.
     pub version: String,
-    /// Where on the worker it is.
+    /// The path on the worker.
     pub path: String,
 }
 
-/// Where a new volume's contents come from.
+/// Initial contents of a new volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VolumeSource {
-    /// It is empty.
+    /// No contents.
     Empty,
-    /// It starts with the contents of `parent`, which must not be written to any more, and which it never changes.
+    /// The contents of `parent`. The parent must not be written to any more, and writes to the
+    /// child never change it.
     CopyOnWrite {
-        /// The volume it is a child of.
+        /// The parent volume.
         parent: VolumeHandle,
     },
-    /// It starts as a copy-on-write child does. Each of these files has several names there, and stays one file when it
-    /// is written to by one of them, where the worker's way of making children would break the link.
+    /// The contents of `parent`, as with [`VolumeSource::CopyOnWrite`]. Each hard link of `names`
+    /// stays one file when it is written to under one of its names. A plain copy-on-write child
+    /// could break such a link.
     CopyOnWriteLinked {
-        /// The volume it is a child of.
+        /// The parent volume.
         parent: VolumeHandle,
-        /// All names of the files that have several, relative to the root, in the order of a manifest.
+        /// All names of the files that have several names, relative to the root, in the order of a
+        /// manifest.
         names: Vec<PathBuf>,
     },
-    /// It is a copy of all that is in `original` now, which nobody writes to meanwhile, and needs neither that nor its parents.
+    /// A full copy of the present contents of `original`. No process may write to `original`
+    /// meanwhile. The new volume depends on neither `original` nor its parents.
     Copy {
-        /// The volume whose contents it has.
+        /// The volume to copy.
         original: VolumeHandle,
     },
-    /// It starts with a copy of what the worker brings along, which is made where that is.
+    /// A copy of contents that the worker provides. The copy is made on the worker.
     WorkerProvided(WorkerProvided),
 }
 
@@ -133,115 +148,122 @@ pub enum VolumeSource {
 pub struct Mount {
     /// The volume.
     pub volume: VolumeHandle,
-    /// Where it appears: absolute. Made when it is missing.
+    /// The absolute path in the container. A missing path is created.
     pub path: Bytes,
-    /// Whether writing fails.
+    /// Whether the mount is read-only.
     pub read_only: bool,
 }
 
 /// The root file system of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Root {
-    /// The worker's own, read-only, with a layer for writes.
+    /// The file system of the worker, read-only, with a layer for writes.
     Host,
-    /// The directory `rootfs` of this volume, which is the container's own: it may write there.
+    /// The directory `rootfs` of this volume. The volume belongs to the container, which may write
+    /// to it.
     Volume(VolumeHandle),
-    /// This volume, all of it, which is the container's own: it may write there.
-    Whole(VolumeHandle),
+    /// The whole of this volume. The volume belongs to the container, which may write to it.
+    WholeVolume(VolumeHandle),
 }
 
-/// What a container is.
+/// The specification of a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerSpec {
-    /// Whose it is.
+    /// The team that the container belongs to.
     pub team: String,
-    /// Its root file system.
+    /// The root file system.
     pub root: Root,
-    /// Volumes in it, each at a path of its own. One whose path lies below another's appears inside of it.
+    /// The volumes, each at a different path. A mount below the path of another mount appears
+    /// inside that mount.
     pub mounts: Vec<Mount>,
-    /// Where its process starts: absolute. Made when it is `/workspace`, or when a mount lies at or below it; otherwise it must exist.
+    /// The absolute working directory of the process. A missing directory is created if it is
+    /// `/workspace`, or if a mount lies at or below it. Otherwise the directory must exist.
     pub directory: Bytes,
-    /// Who runs in it: `name`, `uid`, `name:group`, `uid:gid`, looked up in the image. `None`: root. Comes to own the writable
-    /// mounts and what is in them.
+    /// The user: `name`, `uid`, `name:group` or `uid:gid`, looked up in the image. `None`: root.
+    /// The user becomes the owner of the writable mounts and their contents.
     pub user: Option<String>,
-    /// What it may use at most.
+    /// Limits of the container.
     pub limits: Limits,
-    /// Whether it may do what root on the worker may do.
+    /// Whether the container has the privileges of root on the worker.
     pub privileged: bool,
-    /// Which network it sees.
+    /// The network of the container.
     pub network: Network,
 }
 
-/// Everything that occupies a worker, half-made things included.
+/// All containers and volumes on a worker, including incomplete ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Holdings {
-    /// Containers.
+    /// The containers.
     pub containers: Vec<ContainerHandle>,
-    /// Volumes.
+    /// The volumes.
     pub volumes: Vec<VolumeHandle>,
 }
 
-/// What a worker keeps with a volume, so that it can be known again by whoever lost all else about it.
+/// Facts that a worker stores with a volume. An artifact store that was restored from a backup
+/// identifies the volume by them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Notes {
-    /// The volume that it is a copy-on-write child of, and needs.
+    /// The copy-on-write parent, which the volume needs.
     pub parent: Option<VolumeHandle>,
-    /// The artifact whose bytes it holds, as was noted.
+    /// The artifact whose bytes the volume holds, as stored by [`Runtime::note_artifact`].
     pub artifact: Option<ArtifactId>,
 }
 
-/// The file system that holds a worker's volumes.
+/// Capacity of the file system of a worker's volumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Disk {
-    /// Its size.
+    /// Total size.
     pub total_bytes: u64,
-    /// What is free for volumes.
+    /// Space that is available to volumes.
     pub free_bytes: u64,
 }
 
-/// One worker, as its gateway reaches it.
+/// The interface to one worker.
 #[async_trait]
 pub trait Runtime: Send + Sync + 'static {
-    /// What it can do.
+    /// The features and resources of the worker.
     fn capabilities(&self) -> &Capabilities;
 
-    /// What identifies this life of what the worker holds. Made, durably, when it is missing.
+    /// The marker of the worker's incarnation. If none exists, the runtime creates one durably.
     async fn marker(&self) -> Result<Marker, RuntimeError>;
 
-    /// What is kept beside the marker of the artifact store that the volumes belong to. `None`: nothing, or nothing that makes sense.
+    /// The mark of the artifact store that owns the volumes, which is stored with the marker.
+    /// `None`: no mark is stored, or it cannot be parsed.
     async fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError>;
 
-    /// Keeps that, durably and for as long as the marker.
+    /// Stores the mark of the artifact store durably, for the lifetime of the marker.
     async fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError>;
 
-    /// The file system that holds the volumes. `None`: the worker does not say.
+    /// The capacity of the file system of the volumes. `None`: the worker does not report it.
     async fn disk(&self) -> Result<Option<Disk>, RuntimeError>;
 
-    /// Everything that occupies the worker.
+    /// Lists all containers and volumes on the worker.
     async fn list(&self) -> Result<Holdings, RuntimeError>;
 
-    /// Makes a volume.
+    /// Creates a volume.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent or the original does not exist, [`RuntimeError::Unsupported`] when nothing of the
-    /// kind is brought along, [`RuntimeError::DiskFull`]. What is brought along and cannot be read leaves no volume.
+    /// Errors: [`RuntimeError::VolumeNotFound`] if the parent or the original does not exist.
+    /// [`RuntimeError::Unsupported`] if the worker does not provide the contents.
+    /// [`RuntimeError::DiskFull`]. If provided contents cannot be read, no volume remains.
     async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError>;
 
-    /// How the bytes of a volume are reached.
+    /// Returns access to the bytes of a volume.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`].
     async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError>;
 
-    /// Notes whose bytes a volume holds. It is kept with the volume; a crash of the machine may lose it.
+    /// Stores with a volume which artifact it holds. A crash of the machine may lose this note.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`].
     async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError>;
 
-    /// What is kept with a volume.
+    /// Returns the facts that are stored with a volume.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`].
     async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError>;
 
-    /// Makes these directories (relative, with those above them) in a volume. What exists stays.
+    /// Creates directories (relative paths) and their parents in a volume. Existing directories
+    /// stay.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::DiskFull`].
     async fn make_directories(
@@ -250,11 +272,12 @@ pub trait Runtime: Send + Sync + 'static {
         directories: &[PathBuf],
     ) -> Result<(), RuntimeError>;
 
-    /// Makes the directory at `path` (relative) in the volume `from` the contents of the empty volume `into`. Nothing of `from` is in use
-    /// any more. Done twice, the second time changes nothing.
+    /// Moves the directory at `path` (relative) of the volume `from` into the empty volume `into`.
+    /// No process may use `from` any more. A repeated call changes nothing.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`]; [`RuntimeError::OutputMissing`] when there is no directory at `path`, or a symbolic link
-    /// leads to it; [`RuntimeError::Unsupported`] without the capability `replaceable-outputs`.
+    /// Errors: [`RuntimeError::VolumeNotFound`]. [`RuntimeError::OutputMissing`] if `path` is not a
+    /// directory, or has a symbolic link in it. [`RuntimeError::Unsupported`] without the
+    /// capability `replaceable-outputs`.
     async fn take_directory(
         &self,
         from: VolumeHandle,
@@ -264,15 +287,17 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Destroys a volume.
     ///
-    /// Errors: [`RuntimeError::HasChildren`] as long as a copy-on-write child of it exists.
+    /// Errors: [`RuntimeError::HasChildren`] while a copy-on-write child exists.
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError>;
 
-    /// How many volumes a sweep should give to [`Runtime::destroy_volumes`] at a time: several, where each call to the worker is a journey.
-    fn destroyed_at_once(&self) -> usize {
+    /// Number of volumes that a sweep should pass to one call of [`Runtime::destroy_volumes`]. More
+    /// than 1 if each call to the worker is a network round trip.
+    fn destroy_batch_size(&self) -> usize {
         1
     }
 
-    /// Destroys volumes, of which children stand before their parents. Answers those that are still there, and why.
+    /// Destroys volumes. Children must precede their parents in `handles`. Returns the volumes that
+    /// were not destroyed, with the error of each.
     async fn destroy_volumes(&self, handles: &[VolumeHandle]) -> Vec<(VolumeHandle, RuntimeError)> {
         let mut left = Vec::new();
         for handle in handles {
@@ -283,21 +308,24 @@ pub trait Runtime: Send + Sync + 'static {
         left
     }
 
-    /// Makes a container, in which nothing runs yet. Its volumes must exist.
+    /// Creates a container without a process. Its volumes must exist.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::InvalidImage`], [`RuntimeError::UserNotFound`],
-    /// [`RuntimeError::DirectoryMissing`], [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
+    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::InvalidImage`],
+    /// [`RuntimeError::UserNotFound`], [`RuntimeError::DirectoryMissing`],
+    /// [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
     async fn create_container(
         &self,
         handle: ContainerHandle,
         spec: ContainerSpec,
     ) -> Result<(), RuntimeError>;
 
-    /// Destroys a container: kills everything in it, and returns when nothing of it is left.
+    /// Destroys a container. The runtime kills all its processes, and the call returns when nothing
+    /// of the container is left.
     async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError>;
 
-    /// Starts the process of a container. Returns when the intent is durable and the start is under way; how it went is told by
-    /// [`Runtime::wait`]. Starting an id that exists does nothing and succeeds.
+    /// Starts the process of a container. The call returns when the intent is durable and the start
+    /// is in progress. [`Runtime::wait`] reports the result of the start. Starting an existing id
+    /// does nothing and succeeds.
     ///
     /// Errors: [`RuntimeError::ContainerNotFound`].
     async fn start(
@@ -307,46 +335,51 @@ pub trait Runtime: Send + Sync + 'static {
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError>;
 
-    /// How far a process is.
+    /// Returns the state of a process.
     ///
-    /// Errors: [`RuntimeError::ProcessNotFound`] when it was never asked for, or its container is gone.
+    /// Errors: [`RuntimeError::ProcessNotFound`] if [`Runtime::start`] was never called for it, or
+    /// its container is destroyed.
     async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError>;
 
-    /// Whose container a process is in.
+    /// Returns the team of the container of a process.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn team(&self, process: AttemptId) -> Result<String, RuntimeError>;
 
-    /// Waits until a process has ended, everything in its container is dead (with the capability `ends-whole`), and its output is complete.
+    /// Waits until a process has exited and its output is complete. With the capability
+    /// `ends-whole`, all other processes in its container are dead too.
     ///
     /// Cancel safe. Errors: [`RuntimeError::ProcessNotFound`].
     async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError>;
 
-    /// What a process that has ended has used, with everything in its container: how long it ran, processor time, memory. What the worker does
-    /// not know is missing.
+    /// Returns the resource usage of an exited process and of all other processes in its container:
+    /// run time, processor time, memory. Values that the worker does not know are missing.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn usage(&self, process: AttemptId) -> Result<Usage, RuntimeError> {
         self.process(process).await.map(|_| Usage::default())
     }
 
-    /// Asks a process to end: TERM, after `grace` KILL with everything in the container. A process that was not started yet never will
-    /// be. Returns when the request is under way. A later call can only shorten the grace.
+    /// Stops a process: sends TERM, and after `grace` kills all processes in the container. A
+    /// process that has not started yet will never start. The call returns when the stop is in
+    /// progress. A later call can only shorten the grace period.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError>;
 
-    /// Attaches to the output and input of a process, from these offsets on.
+    /// Attaches to the output and input of a process, starting at these offsets.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`], [`RuntimeError::OffsetOutOfRange`].
     async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError>;
 
-    /// Tells the worker that its gateway was in contact with the scheduler: processes may go on for `stop_after`, counted from `sent`,
-    /// which is when the answered message was sent (by `CLOCK_BOOTTIME`).
+    /// Records a contact between the gateway and the scheduler. Processes may continue for
+    /// `stop_after` from `sent` on. `sent` is the `CLOCK_BOOTTIME` at which the gateway sent the
+    /// message that the scheduler answered.
     async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError>;
 
-    /// Another gateway speaks for the worker from now on. What is remembered of its processes is forgotten, for when this one speaks again
-    /// they may have been read, stopped and destroyed by others; whoever waits for one is told so ([`RuntimeError::TakenOver`]). Nothing ends
-    /// by it.
+    /// Discards the state of processes, because another gateway now speaks for the worker. That
+    /// gateway may read, stop and destroy the processes before this gateway speaks for the worker
+    /// again. Pending calls of [`Runtime::wait`] fail with [`RuntimeError::TakenOver`]. No process
+    /// ends.
     async fn taken_over(&self) {}
 }

@@ -1,4 +1,4 @@
-//! Processes: what starts them, what they say, how they end.
+//! Processes: their specification, state, events and input.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -8,56 +8,61 @@ use domain::workload::{Bytes, EnvironmentVariable, Exit, Failure, OutputMode, St
 
 use crate::RuntimeError;
 
-/// What a process is.
+/// The specification of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProcessSpec {
-    /// Program and arguments, at least one. A program without a slash is looked up in the PATH of `environment`.
+    /// Program and arguments, at least one. A program without a slash is looked up in the PATH of
+    /// `environment`.
     pub command: Vec<Bytes>,
-    /// All of its environment but PATH and HOME, which the runtime sets where they are missing (HOME from the image's passwd).
+    /// The environment. The runtime adds PATH and HOME if they are missing (HOME from the passwd
+    /// file of the image).
     pub environment: Vec<EnvironmentVariable>,
-    /// Where standard input comes from.
+    /// The source of standard input.
     pub stdin: Stdin,
-    /// Whether it is held back rather than lose output that nobody has acknowledged.
+    /// Whether unacknowledged output blocks the process or is dropped.
     pub output: OutputMode,
-    /// The size of its terminal. `None`: it has none, and its outputs are two. Needs the capability `terminal`.
-    pub terminal: Option<Window>,
+    /// The size of the terminal. `None`: the process has no terminal, and its two outputs are
+    /// separate. A terminal needs the capability `terminal`.
+    pub terminal: Option<TerminalSize>,
 }
 
 /// The size of a terminal, in characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Window {
-    /// Its width.
+pub struct TerminalSize {
+    /// The width.
     pub columns: u16,
-    /// Its height.
+    /// The height.
     pub rows: u16,
 }
 
-/// How far a process is.
+/// The state of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ProcessState {
-    /// It is being started: nothing of it has run yet.
+    /// The start is in progress. No code of the process has run.
     Starting,
-    /// It runs.
+    /// The process runs.
     Started,
-    /// It has ended.
+    /// The process has ended.
     Ended(Ended),
-    /// The intent to start it is there, and neither proof nor disproof of a start.
+    /// The intent to start exists, but neither a proof nor a disproof of the start.
     StartUnknown,
 }
 
-/// How a process ended.
+/// The end of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
-    /// It ran, and ended by itself or by a signal.
+    /// The process ran, and exited with a code or by a signal.
     Exited {
-        /// How.
+        /// The exit code or signal.
         exit: Exit,
-        /// Whether it was asked to end, or was out of contact for too long, before it did.
+        /// Whether the process was stopped, or was out of contact for too long, before its exit.
         stopped: bool,
     },
-    /// It never ran, and why: `PROGRAM_NOT_FOUND`, `PROGRAM_NOT_EXECUTABLE`, `CGROUP_UNAVAILABLE`, `STOPPED_BEFORE_START`, `START_FAILED` …
+    /// The process never ran: `PROGRAM_NOT_FOUND`, `PROGRAM_NOT_EXECUTABLE`, `CGROUP_UNAVAILABLE`,
+    /// `STOPPED_BEFORE_START`, `START_FAILED` or another reason.
     NotStarted(Failure),
-    /// It ran, or may have run, and its end was not recorded: the machine or the supervisor died (`START_UNKNOWN`, `EXIT_UNKNOWN`).
+    /// The process ran or may have run, and its exit was not recorded, because the machine or the
+    /// supervisor died (`START_UNKNOWN`, `EXIT_UNKNOWN`).
     Unknown(Failure),
 }
 
@@ -70,7 +75,7 @@ pub enum OutputStream {
     Stderr,
 }
 
-/// How far a reader is in each output.
+/// Positions of a reader in the two outputs, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Offsets {
     /// Bytes of standard output.
@@ -79,68 +84,71 @@ pub struct Offsets {
     pub stderr: u64,
 }
 
-/// What a process says to whoever is attached.
+/// An event of a process for an attached reader.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ProcessEvent {
-    /// So much standard input has been taken in all.
-    StdinTaken(u64),
-    /// Some output.
+    /// The total number of bytes of standard input that the worker has accepted.
+    StdinAccepted(u64),
+    /// A part of the output.
     Output {
-        /// Which.
+        /// The output stream.
         stream: OutputStream,
-        /// Where it stands in the whole of that output.
+        /// The position of the part in the output stream.
         offset: u64,
         /// The bytes, at most 1 MiB.
         data: bytes::Bytes,
     },
-    /// Output that is gone. Where `to` is `from`, some may be missing there, and nobody knows how much: offsets count what was got.
+    /// Lost output. If `to` equals `from`, an unknown number of bytes may be missing at this
+    /// position. Offsets then count only the bytes that arrived.
     Truncated {
-        /// Which.
+        /// The output stream.
         stream: OutputStream,
-        /// The first byte that is gone.
+        /// The position of the first lost byte.
         from: u64,
-        /// The first byte after it that is not.
+        /// The position after the last lost byte.
         to: u64,
     },
-    /// The process has ended. Output may follow.
+    /// The process has ended. More output may follow.
     Ended(Ended),
-    /// All output was said. Nothing follows.
+    /// All output was delivered. No event follows.
     Done(Offsets),
 }
 
-/// A live connection to a process. Dropping it detaches this reader and changes nothing for the process.
+/// A live connection to a process. Dropping the attachment does not affect the process.
 pub struct Attachment {
-    /// How much standard input had been taken before.
+    /// Bytes of standard input that the worker had accepted before the attachment.
     pub stdin_offset: u64,
-    /// What the process says. Read no further ahead than it is polled.
+    /// The events of the process. The runtime reads ahead only as far as the stream is polled.
     pub events: Pin<Box<dyn futures_core::Stream<Item = Result<ProcessEvent, RuntimeError>> + Send>>,
-    /// What is said to the process.
+    /// The input of the process.
     pub input: Arc<dyn ProcessInput>,
 }
 
-/// What can be said to a process.
+/// The input side of an attached process.
 #[async_trait]
 pub trait ProcessInput: Send + Sync {
-    /// Standard input from `offset` on; bytes that were taken before are skipped. Returns when the worker has taken them, so that
-    /// a process that does not read holds its writer back. Input for a process that no longer reads is thrown away.
+    /// Writes standard input at `offset`. The runtime skips bytes that the worker has accepted
+    /// before. The call returns when the worker has accepted the bytes, so a process that does not
+    /// read blocks its writer. Input for a process that no longer reads is discarded.
     ///
-    /// Errors: [`RuntimeError::OffsetOutOfRange`] when `offset` leaves a gap.
+    /// Errors: [`RuntimeError::OffsetOutOfRange`] if `offset` leaves a gap.
     async fn stdin(&self, offset: u64, data: bytes::Bytes) -> Result<(), RuntimeError>;
 
-    /// No more input comes.
+    /// Closes standard input.
     async fn close_stdin(&self) -> Result<(), RuntimeError>;
 
-    /// Sends the process a signal.
+    /// Sends a signal to the process.
     async fn signal(&self, number: u8) -> Result<(), RuntimeError>;
 
-    /// Changes the size of its terminal.
+    /// Changes the size of the terminal.
     ///
-    /// Errors: [`RuntimeError::Unsupported`] where it has none.
-    async fn resize(&self, window: Window) -> Result<(), RuntimeError>;
+    /// Errors: [`RuntimeError::Unsupported`] if the process has no terminal.
+    async fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError>;
 
-    /// So much output has arrived for good and need not be kept.
+    /// Acknowledges output up to these positions. The worker may discard acknowledged output.
     async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError>;
 
-    /// Nobody is meant to be attached from now on: drop the oldest output rather than hold the process back.
+    /// Allows the runtime to drop the oldest output rather than block the process, because no
+    /// reader is attached any more.
     async fn detach(&self) -> Result<(), RuntimeError>;
 }

@@ -1,8 +1,8 @@
-//! Bad input: every call of a package, with everything that may be wrong with what it is told.
+//! Tests of invalid requests: every RPC of a package, with every kind of invalid field.
 //!
-//! A table has a request that is fine for each call, and beside it what is wrong with another: a field, a value for it, and the answer that
-//! the protos list. Nothing of that may change a row of any table. A call, or a field of a request, that the table does not name fails the
-//! test: what callers may say about it, and what comes of it, has to be decided first.
+//! A table has a valid request for each RPC, and a list of changes to it. Each change names a
+//! field, a value and the answer that the proto documents. An invalid request must not change a row
+//! of any database table. The test fails if an RPC or a request field is missing from the table.
 
 pub mod wrong;
 
@@ -25,20 +25,21 @@ use tonic_types::StatusExt;
 
 use crate::tables::{Tables, unchanged};
 
-/// How long a call may take to be answered.
+/// Timeout of one RPC.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A call, a request that is fine, and what may be wrong with others.
+/// An RPC, a valid request for it, and invalid variants.
 pub struct Call {
     name: &'static str,
-    /// Encoded; more than one message where the caller streams.
+    /// The encoded request. A streaming request has several messages.
     good: Vec<Vec<u8>>,
     bad: Vec<Bad>,
     is_silent: bool,
 }
 
 impl Call {
-    /// `name`: such as `Pins.Settle`. `good`: one message, or all that the caller streams.
+    /// Describes the RPC `name`, such as `Pins.Settle`. `good` has one message, or all messages of
+    /// a streaming request.
     pub fn new<M: Message>(
         name: &'static str,
         good: impl IntoIterator<Item = M>,
@@ -52,40 +53,43 @@ impl Call {
         }
     }
 
-    /// Its stream may have nothing to say for long: that it begins is all that is waited for, unless it shall be refused.
+    /// Marks a response stream that may stay empty for long. The test then waits only for the start
+    /// of the stream, unless it expects an error.
     #[must_use]
     pub fn silent(self) -> Self {
         Self { is_silent: true, ..self }
     }
 }
 
-/// What is wrong with a request.
+/// An invalid variant of a request.
 pub struct Bad {
-    /// Its field, such as `outputs.digest`.
+    /// The path of the field, such as `outputs.digest`.
     field: String,
     what: String,
     change: Change,
     expected: Expected,
-    /// How many messages of a stream are taken and answered before it goes wrong. What they change is none of its business.
+    /// Number of stream messages that are accepted before the invalid one. The test ignores the
+    /// changes that they make.
     answered: usize,
 }
 
-/// Makes the messages of a good request those of a bad one, in the field that is named.
+/// Changes the messages of a valid request at the given field path.
 type Change = Box<dyn Fn(&mut Vec<DynamicMessage>, &str) + Send + Sync>;
 
-/// What comes of it.
+/// The expected answer to an invalid request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Expected {
-    /// This error, and the field that it names, for those that name one.
+    /// This error, with the field that it names, or an empty name.
     Refused(Reason, String),
-    /// The same answer as if there were no such thing, and nothing else.
+    /// The answer that the request would get if the resource did not exist.
     Nothing,
-    /// It is strange and all the same fine. What is changed then is for other tests.
+    /// Success, because the value is unusual but valid. The test does not check what changes.
     Taken,
 }
 
-/// Makes all calls of `package` as `table` says, and fails with all of which something else comes than that. `tables`: of the service behind
-/// `peer`. `is_quiet`: with these rows it changes nothing by itself, and otherwise it will have done so soon.
+/// Makes all calls of `package` in `table`, and fails if an answer differs from the expectation.
+/// `tables` are the database tables of the service behind `peer`. `is_quiet` tells whether the
+/// service, with these rows, makes no more changes in the background.
 pub async fn check(
     package: &str,
     peer: &Peer,
@@ -101,11 +105,11 @@ pub async fn check(
         .collect();
     let known: BTreeSet<_> = methods.iter().map(name).collect();
     let tried: BTreeSet<_> = table.iter().map(|call| call.name.to_owned()).collect();
-    assert_eq!(known, tried, "the table has every call, and no more");
+    assert_eq!(known, tried, "the table has exactly the RPCs of the package");
 
     let quiet = || quiet(tables, &is_quiet);
     let mut wrong = 0;
-    // Said at once: it may be why nothing is answered later.
+    // Printed at once, because it may explain a later timeout.
     let mut complain = |what: String| {
         eprintln!("{what}");
         wrong += 1;
@@ -116,7 +120,7 @@ pub async fn check(
         let tried: BTreeSet<_> = call.bad.iter().map(|bad| bad.field.as_str()).collect();
         let mut untried = leaves(&method.input());
         untried.retain(|field| !tried.contains(field.as_str()));
-        assert!(untried.is_empty(), "{}: nobody tried what is wrong with {untried:?}", call.name);
+        assert!(untried.is_empty(), "{}: the table has no invalid value for {untried:?}", call.name);
 
         let good: Vec<_> = call.good.iter().map(|message| decoded(&method.input(), message)).collect();
         for bad in &call.bad {
@@ -142,19 +146,19 @@ pub async fn check(
                 before = quiet().await;
             }
         }
-        // So it was indeed what was wrong that was refused.
+        // The valid request succeeds, so the invalid field was the reason for the rejection.
         let answer = within(call.name, send(peer, method, None, good, call.is_silent)).await;
         if let Err(status) = answer {
             complain(format!("{}: {status:?}", call.name));
         }
         before = quiet().await;
     }
-    assert_eq!(wrong, 0, "so many times something else came of it, as is said above");
+    assert_eq!(wrong, 0, "number of unexpected answers, printed above");
     let count: usize = table.iter().map(|call| call.bad.len()).sum();
-    eprintln!("{package}: {} calls, {count} requests with something wrong", table.len());
+    eprintln!("{package}: {} calls, {count} invalid requests", table.len());
 }
 
-/// Such as `Pins.Settle`.
+/// The service and method name, such as `Pins.Settle`.
 fn name(method: &MethodDescriptor) -> String {
     format!("{}.{}", method.parent_service().name(), method.name())
 }
@@ -163,7 +167,7 @@ fn decoded(descriptor: &MessageDescriptor, encoded: &[u8]) -> DynamicMessage {
     DynamicMessage::decode(descriptor.clone(), encoded).expect("the request of this call")
 }
 
-/// The fields of a message and of those in it that are of its package, by their paths.
+/// The paths of the fields of a message, including those of nested messages of the same package.
 fn leaves(message: &MessageDescriptor) -> BTreeSet<String> {
     let mut paths = BTreeSet::new();
     for field in message.fields() {
@@ -180,13 +184,13 @@ fn leaves(message: &MessageDescriptor) -> BTreeSet<String> {
 async fn within<T>(what: impl Display, answer: impl Future<Output = T>) -> T {
     match tokio::time::timeout(PATIENCE, answer).await {
         Ok(answer) => answer,
-        Err(_) => panic!("{what}: waited in vain for an answer"),
+        Err(_) => panic!("{what}: timeout while waiting for an answer"),
     }
 }
 
-/// The rows of a service once it changes nothing by itself any more.
+/// Waits until the service makes no more changes in the background, and returns its rows.
 async fn quiet(tables: &Tables, is_quiet: &impl Fn(&BTreeSet<String>) -> bool) -> BTreeSet<String> {
-    within("nothing is changed any more", async {
+    within("the service becomes quiet", async {
         loop {
             let rows = tables.rows().await;
             if is_quiet(&rows) {
@@ -198,25 +202,25 @@ async fn quiet(tables: &Tables, is_quiet: &impl Fn(&BTreeSet<String>) -> bool) -
     .await
 }
 
-/// What is answered is none of this test's business.
+/// The content of the answers is ignored.
 type Answers = Streaming<()>;
 
-/// A call both sides of which stream, and whose caller has not said all yet.
+/// A bidirectional call whose request stream is still open.
 struct Open {
-    said: mpsc::Sender<DynamicMessage>,
+    requests: mpsc::Sender<DynamicMessage>,
     answers: Answers,
 }
 
 impl Open {
-    /// Says `messages`, of which each is answered.
+    /// Sends `messages`, and waits for one answer to each.
     async fn begin(
         peer: &Peer,
         method: &MethodDescriptor,
         messages: Vec<DynamicMessage>,
     ) -> Result<Self, Status> {
-        let (said, heard) = mpsc::channel(16);
-        let answers = call(peer, method, ReceiverStream::new(heard)).await?;
-        let mut open = Self { said, answers };
+        let (requests, receiver) = mpsc::channel(16);
+        let answers = call(peer, method, ReceiverStream::new(receiver)).await?;
+        let mut open = Self { requests, answers };
         for message in messages {
             open.say(message).await;
             let answer = open.answers.message().await?;
@@ -225,23 +229,24 @@ impl Open {
         Ok(open)
     }
 
-    /// Who was refused already does not listen any more.
+    /// Sends a message. A call that was rejected no longer receives it.
     async fn say(&self, message: DynamicMessage) {
-        self.said.send(message).await.ok();
+        self.requests.send(message).await.ok();
     }
 
-    /// Says the rest, and answers how it ended.
+    /// Sends the remaining messages, and returns the result of the call.
     async fn end(mut self, messages: Vec<DynamicMessage>) -> Result<(), Status> {
         for message in messages {
             self.say(message).await;
         }
-        drop(self.said);
+        drop(self.requests);
         while self.answers.message().await?.is_some() {}
         Ok(())
     }
 }
 
-/// Makes the call, or goes on with one that is open. Answers how it went: up to its first answer, or to its end where both sides stream.
+/// Makes a call, or continues an open one. Returns the result up to the first answer, or up to the
+/// end of a bidirectional call.
 async fn send(
     peer: &Peer,
     method: &MethodDescriptor,
@@ -276,13 +281,15 @@ async fn call(
     Ok(client.streaming(Request::new(messages), path, codec).await?.into_inner())
 }
 
-/// Or what is answered instead.
+/// Compares an answer with the expectation. The error describes the difference.
 fn is_as_expected(expected: &Expected, answer: Result<(), Status>) -> Result<(), String> {
     let (reason, field, status) = match (expected, answer) {
-        (Expected::Refused(reason, _), Ok(())) => return Err(format!("expected {reason}, and it was taken")),
+        (Expected::Refused(reason, _), Ok(())) => {
+            return Err(format!("expected {reason}, and the request was accepted"));
+        }
         (Expected::Refused(reason, field), Err(status)) => (reason, field, status),
         (Expected::Nothing | Expected::Taken, answer) => {
-            return answer.map_err(|status| format!("it was refused: {status:?}"));
+            return answer.map_err(|status| format!("the request was rejected: {status:?}"));
         }
     };
     let info = status.get_details_error_info().ok_or_else(|| format!("no reason: {status:?}"))?;
@@ -293,12 +300,13 @@ fn is_as_expected(expected: &Expected, answer: Result<(), Status>) -> Result<(),
     let named = named.and_then(|request| Some(request.field_violations.first()?.field.clone()));
     let named = named.unwrap_or_default();
     if named != *field {
-        return Err(format!("names {named:?} and not {field:?}: {status:?}"));
+        return Err(format!("expected field {field:?}, found {named:?}: {status:?}"));
     }
     Ok(())
 }
 
-/// Sets a field, or clears it. Of what is repeated, the first one's; a single value is all that is left of a repeated field.
+/// Sets or clears a field. In a repeated message field, changes the first element. A single value
+/// replaces all elements of a repeated field.
 pub fn set(message: &mut DynamicMessage, path: &[&str], value: Option<&Value>) {
     let (name, rest) = path.split_first().expect("a path");
     let field = message.descriptor().get_field_by_name(name).unwrap_or_else(|| panic!("no field {name}"));
@@ -314,7 +322,7 @@ pub fn set(message: &mut DynamicMessage, path: &[&str], value: Option<&Value>) {
     }
 }
 
-/// The message in a field, or the first of those in it.
+/// The message in a field, or the first message of a repeated field.
 fn inner<'m>(message: &'m mut DynamicMessage, name: &str) -> &'m mut DynamicMessage {
     match message.get_field_by_name_mut(name) {
         Some(Value::Message(inner)) => inner,

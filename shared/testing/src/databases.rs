@@ -1,7 +1,9 @@
-//! Databases for tests: a SQLite file, and a database on a real PostgreSQL server that lives as long as the test process.
+//! Databases for tests: SQLite files, and databases on a PostgreSQL server that runs as long as the
+//! test process.
 //!
-//! The server is the machine's own (`pg_config --bindir`), in a temporary directory, on a free port of the loopback, without
-//! fsync. It dies with the process that started it, by the parent-death signal.
+//! The server comes from the installed PostgreSQL (`pg_config --bindir`). It uses a temporary
+//! directory and a free loopback port, without fsync. The parent-death signal ends it with the
+//! process that started it.
 
 use std::net::TcpListener;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -16,30 +18,30 @@ use sea_orm::ConnectionTrait;
 use tempfile::TempDir;
 use tokio::sync::OnceCell;
 
-/// An unprivileged user: PostgreSQL refuses to run as root.
-const NOBODY: u32 = 65534;
+/// User id of the server. PostgreSQL refuses to run as root.
+const UNPRIVILEGED_ID: u32 = 65534;
 
-/// Memory that databases may take.
+/// Free memory, in bytes, from which databases are kept in memory.
 const PLENTY: u64 = 6 << 30;
 
 static SERVER: OnceCell<u16> = OnceCell::const_new();
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-/// A fresh, empty database. Keep it as long as it is used.
+/// A new, empty database. The value must be kept while the database is used.
 pub struct TestDatabase {
-    /// What `db::Database::connect` takes.
+    /// The URL for `db::Database::connect`.
     pub url: String,
     _directory: Option<TempDir>,
 }
 
 impl TestDatabase {
-    /// What a backup that is taken now has. Nobody may write meanwhile.
+    /// Copies the database, like a backup. No connection may write meanwhile.
     pub async fn copy(&self) -> Self {
         if self.url.starts_with("sqlite://") {
             let copy = sqlite();
             let to = copy.url.strip_prefix("sqlite://").expect("a file");
-            // Not the files themselves: a connection that is still closing moves what was written last from one
-            // of them to the other.
+            // Not a copy of the files: a connection that is being closed moves the last writes from
+            // one file to another.
             let connection = sea_orm::Database::connect(&self.url).await.expect("the file opens");
             connection.execute_unprepared(&format!("VACUUM INTO '{to}'")).await.expect("copy a database");
             connection.close().await.expect("close");
@@ -50,7 +52,7 @@ impl TestDatabase {
         let port = SERVER.get_or_init(start_server).await;
         let admin = sea_orm::Database::connect(url(*port, "postgres")).await.expect("the server answers");
         let name = format!("test_{}", NEXT.fetch_add(1, Ordering::Relaxed));
-        // Connections that were closed may still be there for a moment.
+        // Closed connections may still exist for a moment.
         while let Err(error) =
             admin.execute_unprepared(&format!("CREATE DATABASE {name} TEMPLATE {from}")).await
         {
@@ -62,14 +64,15 @@ impl TestDatabase {
     }
 }
 
-/// Where databases are made: in memory, if there is plenty. What tests wait for is the disk, most of all.
+/// The directory for databases: in memory, if enough is free, because tests mostly wait for the
+/// disk.
 fn place() -> PathBuf {
     let memory = Path::new("/dev/shm");
     let has_plenty = rustix::fs::statvfs(memory).is_ok_and(|found| found.f_bavail * found.f_frsize >= PLENTY);
     if has_plenty { memory.to_owned() } else { std::env::temp_dir() }
 }
 
-/// A fresh SQLite file.
+/// Creates a SQLite file.
 #[must_use]
 pub fn sqlite() -> TestDatabase {
     let directory = tempfile::tempdir_in(place()).expect("a temporary directory");
@@ -79,7 +82,7 @@ pub fn sqlite() -> TestDatabase {
     }
 }
 
-/// A fresh database on this process's PostgreSQL server.
+/// Creates a database on the PostgreSQL server of this process.
 pub async fn postgres() -> TestDatabase {
     let port = SERVER.get_or_init(start_server).await;
     let name = format!("test_{}", NEXT.fetch_add(1, Ordering::Relaxed));
@@ -115,7 +118,7 @@ async fn start_server() -> u16 {
                 connection.close().await.expect("close");
                 return port;
             }
-            Err(error) if Instant::now() > deadline => panic!("PostgreSQL does not answer: {error}"),
+            Err(error) if Instant::now() > deadline => panic!("cannot connect to PostgreSQL: {error}"),
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
         }
     }
@@ -132,7 +135,7 @@ fn spawn_server() -> (u16, Child) {
     (port, spawn(&bin, &root, port, &fast))
 }
 
-/// Where the server's programs are.
+/// The directory of the PostgreSQL programs.
 fn binaries() -> PathBuf {
     let bin =
         Command::new("pg_config").arg("--bindir").output().ok().filter(|output| output.status.success());
@@ -141,32 +144,32 @@ fn binaries() -> PathBuf {
 }
 
 fn is_root() -> bool {
-    // SAFETY: it only asks.
+    // SAFETY: geteuid has no preconditions.
     unsafe { libc::geteuid() == 0 }
 }
 
-/// A program of PostgreSQL, which refuses to run as root.
+/// A command for a PostgreSQL program, which must not run as root.
 fn unprivileged(program: PathBuf) -> Command {
     let mut command = Command::new(program);
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     if is_root() {
-        command.uid(NOBODY).gid(NOBODY);
+        command.uid(UNPRIVILEGED_ID).gid(UNPRIVILEGED_ID);
     }
     command
 }
 
-/// Makes an empty server in the directory `root`.
+/// Initializes a server in the directory `root`.
 fn initialize(bin: &Path, root: &Path) {
     std::fs::set_permissions(root, std::fs::Permissions::from_mode(0o700)).expect("chmod");
     if is_root() {
-        chown(root, Some(NOBODY), Some(NOBODY)).expect("chown");
+        chown(root, Some(UNPRIVILEGED_ID), Some(UNPRIVILEGED_ID)).expect("chown");
     }
     let mut initdb = unprivileged(bin.join("initdb"));
     initdb.args(["--no-sync", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "-D"]);
     assert!(initdb.arg(root.join("data")).status().expect("initdb runs").success(), "initdb failed");
 }
 
-/// Starts a server, which ends with the thread that calls this.
+/// Starts a server that ends with the calling thread.
 fn spawn(bin: &Path, root: &Path, port: u16, more: &[&str]) -> Child {
     let mut server = unprivileged(bin.join("postgres"));
     server.arg("-D").arg(root.join("data")).args(["-p", &port.to_string()]).args(more);
@@ -184,8 +187,8 @@ fn spawn(bin: &Path, root: &Path, port: u16, more: &[&str]) -> Child {
     server.spawn().expect("postgres runs")
 }
 
-/// A PostgreSQL server of its own, which can be stopped and started again, and is durable. It is gone when this is dropped, and at the
-/// latest when the thread ends that started it.
+/// A separate, durable PostgreSQL server that can be stopped and started again. It ends when the
+/// value is dropped or when the starting thread ends.
 pub struct Server {
     bin: PathBuf,
     root: TempDir,
@@ -194,7 +197,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Makes one, and waits until it answers.
+    /// Creates a server, and waits until it answers.
     #[must_use]
     pub fn new() -> Self {
         let root = tempfile::Builder::new().prefix("gantry-postgres-").tempdir().expect("a directory");
@@ -205,22 +208,22 @@ impl Server {
         server
     }
 
-    /// Starts it, where it was stopped, and waits until it answers.
+    /// Starts a stopped server, and waits until it answers.
     pub fn start(&mut self) {
         let deadline = Instant::now() + Duration::from_secs(60);
         self.server = Some(spawn(&self.bin, self.root.path(), self.port, &[]));
         while !self.asked("SELECT 1").status().expect("psql runs").success() {
-            assert!(Instant::now() < deadline, "PostgreSQL does not answer");
+            assert!(Instant::now() < deadline, "cannot connect to PostgreSQL");
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
-    /// Stops it as an operator would who does not wait for its clients.
+    /// Stops the server without waiting for its clients.
     pub fn stop(&mut self) {
         self.end_with(libc::SIGINT);
     }
 
-    /// Stops it at once, in the middle of whatever it is at: when it is started again, it recovers.
+    /// Kills the server. The next start recovers the data.
     pub fn crash(&mut self) {
         self.end_with(libc::SIGQUIT);
     }
@@ -228,32 +231,33 @@ impl Server {
     fn end_with(&mut self, signal: libc::c_int) {
         if let Some(mut server) = self.server.take() {
             let pid = libc::pid_t::try_from(server.id()).expect("a pid");
-            // SAFETY: kill has no memory to be unsafe about.
+            // SAFETY: kill accesses no memory.
             assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
             server.wait().expect("it ends");
         }
     }
 
-    /// Its database `postgres`, as its superuser has it.
+    /// The database `postgres`, as its superuser.
     #[must_use]
     pub fn database(&self) -> TestDatabase {
         TestDatabase { url: self.url("postgres"), _directory: None }
     }
 
-    /// Carries out SQL as its superuser, in the database `postgres`.
+    /// Executes SQL as superuser in the database `postgres`.
     pub fn execute(&self, sql: &str) {
         let mut psql = self.asked(sql);
         let output = psql.stderr(Stdio::piped()).output().expect("psql runs");
         assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// The rows that SQL answers, each as a line, asked for as its superuser in the database `postgres`.
+    /// Returns the result rows of a query, one per line, as superuser in the database `postgres`.
     #[must_use]
     pub fn query(&self, sql: &str) -> Vec<String> {
         self.try_query(sql).unwrap_or_else(|why| panic!("{sql}: {why}"))
     }
 
-    /// The same. An error is what `psql` says, such as that the server does not answer, or takes more than some seconds to.
+    /// Returns the result rows of a query, one per line. The error is the message of `psql`, for
+    /// example after a timeout.
     pub fn try_query(&self, sql: &str) -> Result<Vec<String>, String> {
         let mut psql = self.asked(sql);
         psql.args(["-A", "-t"]).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -266,7 +270,7 @@ impl Server {
         Ok(text(&output.stdout).lines().map(str::to_owned).collect())
     }
 
-    /// What `db::Settings` take, for `user` in the database `postgres`.
+    /// The URL for `db::Settings`, for `user` in the database `postgres`.
     #[must_use]
     pub fn url(&self, user: &str) -> String {
         format!("postgres://{user}@127.0.0.1:{}/postgres", self.port)
@@ -292,7 +296,7 @@ impl Drop for Server {
     }
 }
 
-/// Where Debian keeps servers, the newest first.
+/// The directory of the newest installed server on Debian.
 fn newest_server() -> PathBuf {
     let mut found: Vec<_> = std::fs::read_dir("/usr/lib/postgresql")
         .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path().join("bin"))).collect())
@@ -301,7 +305,7 @@ fn newest_server() -> PathBuf {
     found.pop().expect("a PostgreSQL server: install the package `postgresql`")
 }
 
-/// Removes what earlier test processes, which are gone, left behind.
+/// Removes the directories of earlier test processes that have ended.
 fn remove_stale() {
     let Ok(entries) = std::fs::read_dir(place()) else { return };
     for entry in entries.flatten() {
@@ -323,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_answers_rows() {
+    fn server_returns_rows() {
         assert_eq!(Server::new().query("VALUES (1), (2)"), ["1", "2"]);
     }
 
@@ -340,7 +344,7 @@ mod tests {
                 connection
                     .execute_unprepared("CREATE TABLE fresh (n BIGINT)")
                     .await
-                    .expect("nobody made it before");
+                    .expect("the table does not exist yet");
             }
         }
     }

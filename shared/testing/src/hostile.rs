@@ -1,6 +1,6 @@
-//! Bytes that others may send: valid ones with changes, and any at all, each drawn from the number of a case.
+//! Random and mutated bytes for parser tests. Each input is derived from the number of a case.
 //!
-//! `GANTRY_SEED` runs one case again; `GANTRY_SOAK` goes on for so many hours with new ones (`make fuzz`).
+//! `GANTRY_SEED` repeats one case. `GANTRY_SOAK` runs new cases for this many hours (`make fuzz`).
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -10,12 +10,12 @@ use uuid::Uuid;
 
 use crate::seeds;
 
-/// Numbers drawn from a case (SplitMix64).
+/// A random generator that is seeded with the number of a case (SplitMix64).
 #[derive(Debug)]
 pub struct Draws(u64);
 
 impl Draws {
-    /// Any number.
+    /// A random number.
     pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut number = self.0;
@@ -24,29 +24,29 @@ impl Draws {
         number ^ (number >> 31)
     }
 
-    /// A number below `end`.
+    /// A random number below `end`.
     pub fn below(&mut self, end: usize) -> usize {
         let end = u64::try_from(end.max(1)).unwrap_or(u64::MAX);
         usize::try_from(self.number() % end).unwrap_or_default()
     }
 
-    /// Any byte.
+    /// A random byte.
     pub fn byte(&mut self) -> u8 {
         self.number().to_le_bytes()[0]
     }
 
-    /// Any UUID.
+    /// A random UUID.
     pub fn uuid(&mut self) -> Uuid {
         Uuid::from_u64_pair(self.number(), self.number())
     }
 
-    /// Up to `most` characters of which each way of writing text has something to say.
+    /// A random text of up to `most` characters, with characters that encodings treat specially.
     pub fn text(&mut self, most: usize) -> String {
         const CHARACTERS: [char; 12] = ['a', 'Z', '7', '=', '"', '\\', '\n', ' ', 'é', '€', '😀', '\u{1}'];
         (0..self.below(most + 1)).map(|_| CHARACTERS[self.below(CHARACTERS.len())]).collect()
     }
 
-    /// `valid` with some changes; in one of eight cases any bytes at all.
+    /// A mutation of `valid`. One of eight cases is random bytes.
     pub fn changed(&mut self, valid: &[u8]) -> Vec<u8> {
         if self.below(8) == 0 {
             return (0..self.below(300)).map(|_| self.byte()).collect();
@@ -65,10 +65,10 @@ impl Draws {
                     let to = self.below(bytes.len());
                     bytes.splice(to..to, piece);
                 }
-                // Large numbers, in some of the ways in which they are written.
+                // Large numbers in several encodings.
                 5 => drop(bytes.splice(at..at, [0xff, 0xff, 0xff, 0xff, 0x7f])),
                 6 => bytes[at..at + length].fill(b'9'),
-                // Values that nest deeper than a recursive reader can follow.
+                // Nesting deeper than a recursive parser can follow.
                 _ => drop(bytes.splice(at..at, std::iter::repeat_n(b'[', 1 + self.below(2000)))),
             }
         }
@@ -76,10 +76,11 @@ impl Draws {
     }
 }
 
-/// Runs `check` for so many cases, or for as long as `GANTRY_SOAK` says, and says which one failed.
+/// Runs `check` for `cases` cases, or for as long as `GANTRY_SOAK` says. Prints the case that
+/// failed.
 pub fn each(cases: u64, mut check: impl FnMut(&mut Draws)) {
-    struct Says(u64);
-    impl Drop for Says {
+    struct CasePrinter(u64);
+    impl Drop for CasePrinter {
         fn drop(&mut self) {
             if std::thread::panicking() {
                 eprintln!("GANTRY_SEED={}", self.0);
@@ -87,7 +88,7 @@ pub fn each(cases: u64, mut check: impl FnMut(&mut Draws)) {
         }
     }
     let mut one = |case| {
-        let _says = Says(case);
+        let _says = CasePrinter(case);
         check(&mut Draws(case));
     };
     if let Some(case) = seeds::repeated() {
@@ -105,11 +106,12 @@ thread_local! {
     static MOST: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The allocator of the system, which counts what each thread has allocated. For the binary of a test.
+/// The system allocator with a count of allocated bytes per thread. For test binaries.
 #[derive(Debug)]
 pub struct Counting;
 
-/// Runs `parse`, and answers also how many bytes this thread had allocated at most meanwhile. Where [`Counting`] is not the allocator: 0.
+/// Runs `parse`, and returns the peak of bytes that this thread had allocated meanwhile. The peak
+/// is 0 if [`Counting`] is not the allocator.
 pub fn most_allocated<T>(parse: impl FnOnce() -> T) -> (T, usize) {
     let before = ALLOCATED.get();
     MOST.set(before);
@@ -118,7 +120,8 @@ pub fn most_allocated<T>(parse: impl FnOnce() -> T) -> (T, usize) {
 }
 
 fn count(freed: usize, allocated: usize) {
-    // A thread that ends counts no more. What another thread allocated may be freed here, so the difference counts.
+    // A thread that ends does not count any more. This thread may free bytes that another thread
+    // allocated, so the count may be negative.
     _ = ALLOCATED.try_with(|bytes| {
         bytes.set(bytes.get().wrapping_add(allocated).wrapping_sub(freed));
         MOST.try_with(|most| {
@@ -129,29 +132,29 @@ fn count(freed: usize, allocated: usize) {
     });
 }
 
-// SAFETY: the system's allocator does all of it.
+// SAFETY: all calls are forwarded to the system allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(0, layout.size());
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller keeps the contract of the trait.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(0, layout.size());
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller keeps the contract of the trait.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, bytes: *mut u8, layout: Layout) {
         count(layout.size(), 0);
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller keeps the contract of the trait.
         unsafe { System.dealloc(bytes, layout) }
     }
 
     unsafe fn realloc(&self, bytes: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(layout.size(), size);
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller keeps the contract of the trait.
         unsafe { System.realloc(bytes, layout, size) }
     }
 }

@@ -1,4 +1,5 @@
-//! What tests of several crates share. It panics where a test would: a test that cannot be set up has failed.
+//! Test support that several crates share. The helpers panic on failure, because a test whose setup
+//! fails has failed.
 
 pub mod bad_input;
 pub mod baggageclaim;

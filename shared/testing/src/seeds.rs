@@ -1,7 +1,8 @@
-//! Where random tests begin: a seed is printed by whoever draws from it, and a run is repeated with it.
+//! Seeds of random tests. Each test prints its seed, so that a run can be repeated.
 //!
-//! `GANTRY_SEED` is the one seed that a test draws from. Without it, `GANTRY_FIRST_SEED` is the first of several, each one more than the last:
-//! who derives it from a commit runs the same for it wherever it is checked. Without both they are new each time.
+//! `GANTRY_SEED` sets the one seed of a test. Without it, `GANTRY_FIRST_SEED` sets the first of
+//! several consecutive seeds, for example derived from a commit. Without both, the seeds are
+//! random.
 
 use std::env;
 
@@ -10,16 +11,16 @@ pub fn seed() -> u64 {
     repeated().unwrap_or_else(|| nth(0))
 }
 
-/// The one seed that shall be run again.
+/// The seed of the run to repeat, if `GANTRY_SEED` is set.
 pub fn repeated() -> Option<u64> {
     setting("GANTRY_SEED")
 }
 
-/// The seed of run `run` of a test that makes several, from 0.
+/// The seed of run `run`, counted from 0, of a test with several runs.
 pub fn nth(run: u64) -> u64 {
     match setting("GANTRY_FIRST_SEED") {
         Some(first) => first.wrapping_add(run),
-        // Short enough to be read aloud.
+        // Short enough to be typed.
         None => rand::random_range(0..u64::MAX >> 16),
     }
 }

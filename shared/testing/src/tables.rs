@@ -1,18 +1,18 @@
-//! All that a service remembers: the rows of all tables of its database.
+//! Snapshots of all tables of a service's database.
 
 use std::collections::BTreeSet;
 
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement};
 
-/// A look at the tables of a database, from beside its service.
+/// A separate connection to the database of a service.
 pub struct Tables {
     connection: DatabaseConnection,
-    /// For each table, what answers its rows as text.
+    /// For each table, its name and a query for its rows as text.
     selects: Vec<(String, String)>,
 }
 
 impl Tables {
-    /// The database at `url`, which a service has made its tables in.
+    /// Opens the database at `url`. The service must have created its tables.
     pub async fn open(url: &str) -> Self {
         let connection = sea_orm::Database::connect(url).await.expect("the database");
         let is_sqlite = connection.get_database_backend() == DbBackend::Sqlite;
@@ -37,7 +37,7 @@ impl Tables {
         Self { connection, selects }
     }
 
-    /// Every row, each with the name of its table. No table has the same row twice.
+    /// All rows, each with the name of its table. No table may have two equal rows.
     pub async fn rows(&self) -> BTreeSet<String> {
         let mut rows = BTreeSet::new();
         for (name, select) in &self.selects {
@@ -48,14 +48,14 @@ impl Tables {
         rows
     }
 
-    /// The database has these rows and no others.
+    /// Asserts that the rows did not change.
     #[track_caller]
     pub fn assert_unchanged(before: &BTreeSet<String>, after: &BTreeSet<String>, what: &str) {
         unchanged(before, after).unwrap_or_else(|changes| panic!("{what} {changes}"));
     }
 }
 
-/// Or what has changed.
+/// Compares the rows. The error describes the differences.
 pub(crate) fn unchanged(before: &BTreeSet<String>, after: &BTreeSet<String>) -> Result<(), String> {
     let went: Vec<_> = before.difference(after).collect();
     let came: Vec<_> = after.difference(before).collect();

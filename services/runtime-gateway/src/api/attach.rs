@@ -182,7 +182,7 @@ fn attach_answer(event: ProcessEvent) -> (AttachAnswer, bool) {
         OutputStream::Stderr => pb::Stream::Stderr.into(),
     };
     match event {
-        ProcessEvent::StdinTaken(offset) => (AttachAnswer::StdinAck(pb::StdinAck { offset }), false),
+        ProcessEvent::StdinAccepted(offset) => (AttachAnswer::StdinAck(pb::StdinAck { offset }), false),
         ProcessEvent::Output { stream, offset, data } => {
             (AttachAnswer::Output(pb::Output { stream: wire(stream), offset, data }), false)
         }

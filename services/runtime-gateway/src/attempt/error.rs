@@ -46,7 +46,7 @@ impl AttemptError {
             Self::Worker(error) if error.is_out_of_files() => {
                 let why = "the gateway has too many open files; raise its hard limit of open files";
                 tracing::warn!(error = error_chain(&error), "cannot start a workload: too many open files");
-                Self::Worker(RuntimeError::Full(why.to_owned()))
+                Self::Worker(RuntimeError::WorkerFull(why.to_owned()))
             }
             other => other,
         }

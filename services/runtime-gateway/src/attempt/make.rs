@@ -55,7 +55,7 @@ pub(super) async fn make(
             ));
         };
         if let PlannedImage::WorkerProvided(_) = plan.image {
-            return Ok((Root::Whole(volume), ProcessDefaults::default()));
+            return Ok((Root::WholeVolume(volume), ProcessDefaults::default()));
         }
         let manifest = verify(transfers, replica, &task.spec.team, digest).await?;
         Ok((Root::Volume(volume), images.load(transfers, replica, manifest).await?))

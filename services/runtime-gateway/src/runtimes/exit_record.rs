@@ -1,4 +1,4 @@
-//! The end of a process, as it is written down.
+//! The durable record of the end of a process.
 
 use domain::workload::{Exit, Failure, FailureReason};
 use runtime::Ended;

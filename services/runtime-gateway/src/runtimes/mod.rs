@@ -1,4 +1,4 @@
-//! Implementations of the [`runtime::Runtime`] trait.
+//! Implementations of the [`runtime::Runtime`] trait: Garden and host.
 
 pub(crate) mod exit_record;
 pub mod garden;

@@ -1,15 +1,19 @@
-//! Output on disk: one ring file per stream.
+//! Output spools on disk: one ring file per stream.
 //!
-//! A page with the marks, the spare, then the ring. `head` counts every byte that the process ever wrote; `tail` is the oldest byte
-//! that is still there. There is one writer; readers need no lock:
+//! The file has a page with the marks, then the spare, then the ring. `head` counts every byte that
+//! the process ever wrote. `tail` is the offset of the oldest stored byte. There is one writer.
+//! Readers need no lock:
 //!
-//! - `tail` is raised *before* what lies below it is overwritten, and `head` after what lies below it is written.
-//! - So a reader that reads marks, data, and `tail` again knows which of the data it may believe.
+//! - The writer raises `tail` *before* it overwrites bytes below it, and `head` after it has
+//!   written bytes below it.
+//! - A reader reads the marks, the data, and `tail` again. So it knows which of the data is valid.
 //!
-//! The spare has its blocks from the beginning. On a full disk it takes what the ring cannot: what a program says of a full disk is not
-//! lost, and with a reader that keeps up nothing is. Its place in the ring is a hole then.
+//! The blocks of the spare are allocated at creation. On a full disk, the spare takes the output
+//! that the ring cannot. So the error messages of a program about a full disk are not lost, and a
+//! reader that keeps up loses nothing. The ring then has a hole in this place.
 //!
-//! Nothing is mapped: a full disk, or a file that was cut, is an error and not a signal.
+//! The file is not mapped into memory, so that a full disk or a truncated file is an error and not
+//! a signal.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,34 +27,36 @@ use rustix::pipe::SpliceFlags;
 
 /// Offset of the spare in the file, in bytes.
 const SPARE: u64 = 4096;
-/// Bytes in the spare.
+/// Size of the spare, in bytes.
 const SPARE_BYTES: u64 = 64 << 10;
 /// Offset of the ring in the file, in bytes.
 const RING: u64 = SPARE + SPARE_BYTES;
 const MAGIC: u64 = u64::from_le_bytes(*b"gantryS2");
-/// Most that one read returns.
+/// Largest result of one read, in bytes.
 pub(crate) const CHUNK: u64 = 1 << 20;
-/// Room in the ring beyond what an unread process may fill: what is still in its pipe when it ends must fit.
+/// Extra size of the ring, in bytes. The contents of the pipe at the end of a process must fit even
+/// if the process was never read.
 pub(crate) const PIPE: u64 = 1 << 20;
 
-/// How far a stream is.
+/// Positions of a stream, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Marks {
-    /// Bytes in all.
+    /// Total bytes that were written.
     pub(crate) head: u64,
-    /// The oldest that is there.
+    /// Offset of the oldest stored byte.
     pub(crate) tail: u64,
 }
 
-/// Makes an empty spool that holds `limit` bytes.
+/// Creates an empty spool that holds `limit` bytes.
 pub(crate) fn create(path: &Path, limit: u64) -> io::Result<()> {
     create_at(path, limit, 0)
 }
 
-/// The same, whose first byte stands at `base`: what was before is not here.
+/// Creates an empty spool that holds `limit` bytes and starts at the offset `base`. Earlier bytes
+/// are not stored.
 pub(crate) fn create_at(path: &Path, limit: u64, base: u64) -> io::Result<()> {
     let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
-    // Written, not only allocated: not every file system can do that.
+    // The blocks are written, because not every file system can only allocate them.
     file.write_all_at(&vec![0; usize::try_from(SPARE_BYTES).unwrap_or_default()], SPARE)?;
     file.write_all_at(&fields([MAGIC, limit + PIPE, limit, base, base, base, base]), 0)
 }
@@ -66,7 +72,7 @@ struct Header {
     limit: u64,
 }
 
-/// Where the marks are in the file.
+/// Offset of the marks in the file, in bytes.
 const MARKS: u64 = 24;
 
 fn header(file: &File) -> io::Result<Header> {
@@ -84,16 +90,16 @@ fn header(file: &File) -> io::Result<Header> {
     Ok(Header { marks: Marks { head, tail }, spare: start..end, ring, limit })
 }
 
-/// The writing end.
+/// The writer of a spool.
 pub(crate) struct Writer {
     file: File,
     ring: u64,
     limit: u64,
     marks: Marks,
-    /// What is in the spare.
+    /// The range of offsets that the spare holds.
     spare: Range<u64>,
     acknowledged: u64,
-    /// The disk is full, and what is in the spare was not read yet.
+    /// Whether the disk is full and a reader has not read the spare yet.
     waits_for_reader: bool,
 }
 
@@ -108,19 +114,19 @@ impl Writer {
         self.marks.head
     }
 
-    /// Bytes that may be taken in: when `held` back, no more than leaves everything unacknowledged in place.
+    /// Bytes that the writer may take. If `held`, the writer keeps all unacknowledged bytes.
     pub(crate) fn room(&self, held: bool) -> u64 {
         let limit = if held { self.limit } else { return self.ring };
         let unread = self.marks.head - self.acknowledged;
         if self.waits_for_reader && unread > 0 { 0 } else { limit.saturating_sub(unread) }
     }
 
-    /// Whether the disk was full: a process that is held back may have to wait until what is there was read.
+    /// Whether the disk was full. A held process may then have to wait for its reader.
     pub(crate) fn was_disk_full(&self) -> bool {
         !self.spare.is_empty()
     }
 
-    /// Bytes that the spare takes behind what is in it: none, where the ring has gone on behind that.
+    /// Bytes that fit into the spare after its contents. Zero if the ring has continued after them.
     fn spare_room(&self) -> u64 {
         let is_end = self.spare.is_empty() || self.spare.end == self.marks.head;
         if is_end { SPARE_BYTES - (self.spare.end - self.spare.start) } else { 0 }
@@ -130,17 +136,18 @@ impl Writer {
         self.acknowledged = self.acknowledged.max(up_to.min(self.marks.head));
     }
 
-    /// Moves what is in `pipe` into the ring, at most `room` and at most up to the ring's end.
+    /// Moves bytes from `pipe` into the ring, at most `room` and at most up to the end of the ring.
     ///
-    /// Returns how much: 0 when all writers have closed it, `WouldBlock` when it is empty and they have not, or when the process is `held`
-    /// back and has to wait for its reader.
-    /// What finds no room on the disk goes into the spare. When that is full, and the process is not held back for its reader, it is lost,
-    /// and told as such to readers.
+    /// Returns the number of bytes. 0: all writers have closed the pipe. `WouldBlock`: the pipe is
+    /// empty and open, or the process is `held` and must wait for its reader.
+    ///
+    /// On a full disk the bytes go into the spare. If the spare is full too, and the process is not
+    /// held, the bytes are lost and readers receive a loss.
     pub(crate) fn fill(&mut self, pipe: BorrowedFd<'_>, room: u64, held: bool) -> io::Result<u64> {
-        // Asked first, so that no more of the old is given up than the new needs.
+        // Queried first, so that the ring drops no more old bytes than necessary.
         let waiting = rustix::io::ioctl_fionread(pipe)?;
         if waiting == 0 {
-            return ended(pipe);
+            return check_end(pipe);
         }
         let at = self.marks.head % self.ring;
         let want = waiting.min(room).min(self.ring - at);
@@ -151,7 +158,7 @@ impl Writer {
         let moved = match rustix::pipe::splice(pipe, None, &self.file, Some(&mut offset), length, flags) {
             Ok(moved) => moved as u64,
             Err(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT | rustix::io::Errno::FBIG) => {
-                return self.save_from(pipe, want, held);
+                return self.fill_spare(pipe, want, held);
             }
             Err(error) => return Err(error.into()),
         };
@@ -163,9 +170,10 @@ impl Writer {
         Ok(moved)
     }
 
-    /// Takes in `bytes`, and gives up the oldest where there is no room.
+    /// Stores `bytes`, and drops the oldest bytes if necessary.
     ///
-    /// What finds no room on the disk goes into the spare. When that is full, it is lost, and told as such to readers.
+    /// On a full disk the bytes go into the spare. If the spare is full too, they are lost and
+    /// readers receive a loss.
     pub(crate) fn push(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let at = self.marks.head % self.ring;
@@ -177,7 +185,7 @@ impl Writer {
                     self.marks.head += length;
                     self.store_marks()?;
                 }
-                Err(error) if is_full(&error) => self.save(part)?,
+                Err(error) if is_full(&error) => self.push_to_spare(part)?,
                 Err(error) => return Err(error),
             }
             bytes = rest;
@@ -185,7 +193,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Raises the tail over what the next `length` bytes will overwrite.
+    /// Raises `tail` above the bytes that the next `length` bytes will overwrite.
     fn make_room(&mut self, length: u64) -> io::Result<()> {
         let oldest = (self.marks.head + length).saturating_sub(self.ring);
         if oldest > self.marks.tail {
@@ -195,8 +203,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Moves what is in `pipe` into the spare, at most `want`.
-    fn save_from(&mut self, pipe: BorrowedFd<'_>, want: u64, held: bool) -> io::Result<u64> {
+    /// Moves bytes from `pipe` into the spare, at most `want`.
+    fn fill_spare(&mut self, pipe: BorrowedFd<'_>, want: u64, held: bool) -> io::Result<u64> {
         let room = self.spare_room();
         self.waits_for_reader = held && room == 0 && self.acknowledged < self.marks.head;
         if self.waits_for_reader {
@@ -206,13 +214,13 @@ impl Writer {
         let most = if room == 0 { want } else { want.min(room) };
         let most = usize::try_from(most).unwrap_or(usize::MAX).min(taken.len());
         let read = rustix::io::read(pipe, &mut taken[..most])?;
-        self.save(&taken[..read])?;
+        self.push_to_spare(&taken[..read])?;
         Ok(read as u64)
     }
 
-    /// Takes in `bytes` where the ring cannot: into the spare, which is begun again when it is full, or not the end of what there is. What
-    /// was in it, and everything before, is gone then.
-    fn save(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    /// Stores `bytes` in the spare, because the ring cannot. A spare that is full, or that does not
+    /// hold the newest bytes, is restarted. Its contents and all earlier bytes are then dropped.
+    fn push_to_spare(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             if self.spare_room() == 0 {
                 if !self.spare.is_empty() {
@@ -246,8 +254,8 @@ fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }
 
-/// Tells the end of an empty pipe from a pause.
-fn ended(pipe: BorrowedFd<'_>) -> io::Result<u64> {
+/// Distinguishes the end of an empty pipe from a pause.
+fn check_end(pipe: BorrowedFd<'_>) -> io::Result<u64> {
     use rustix::event::{PollFd, PollFlags};
     let mut poll = [PollFd::from_borrowed_fd(pipe, PollFlags::IN)];
     rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -258,20 +266,20 @@ fn ended(pipe: BorrowedFd<'_>) -> io::Result<u64> {
     Err(io::ErrorKind::WouldBlock.into())
 }
 
-/// The reading end; outlives the writer.
+/// The reader of a spool. It may outlive the writer.
 #[derive(Debug)]
 pub(crate) struct Reader {
     file: File,
 }
 
-/// What a reader finds at an offset.
+/// The result of a read at an offset.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Found {
-    /// Bytes from there on.
+pub(crate) enum ReadResult {
+    /// Bytes from the offset on.
     Data(Bytes),
-    /// They are gone, up to here.
-    Gone(u64),
-    /// Nothing was written there yet.
+    /// Bytes up to this offset are lost.
+    Lost(u64),
+    /// No byte was written at the offset yet.
     Nothing,
 }
 
@@ -284,30 +292,30 @@ impl Reader {
         Ok(header(&self.file)?.marks)
     }
 
-    pub(crate) fn read(&self, offset: u64) -> io::Result<Found> {
+    pub(crate) fn read(&self, offset: u64) -> io::Result<ReadResult> {
         loop {
             let header = header(&self.file)?;
             let (spare, found) = (header.spare.clone(), self.read_with(header, offset)?);
             let Header { marks, spare: spare_now, .. } = self::header(&self.file)?;
             if offset < marks.tail {
-                return Ok(Found::Gone(marks.tail));
+                return Ok(ReadResult::Lost(marks.tail));
             }
-            // Marks are not read in one piece: the ring may have a hole there.
+            // The marks are not read atomically: the ring may have a hole there.
             if spare.contains(&offset) == spare_now.contains(&offset) {
                 return Ok(found);
             }
         }
     }
 
-    fn read_with(&self, header: Header, offset: u64) -> io::Result<Found> {
+    fn read_with(&self, header: Header, offset: u64) -> io::Result<ReadResult> {
         let Header { marks, spare, ring, .. } = header;
         if offset < marks.tail {
-            return Ok(Found::Gone(marks.tail));
+            return Ok(ReadResult::Lost(marks.tail));
         }
         if offset >= marks.head {
-            return Ok(Found::Nothing);
+            return Ok(ReadResult::Nothing);
         }
-        // In the spare, or in the ring up to where the spare takes its place.
+        // The bytes are in the spare, or in the ring up to the start of the spare.
         let (place, end) = if spare.contains(&offset) {
             (SPARE + (offset - spare.start), spare.end)
         } else if !spare.is_empty() && offset < spare.start {
@@ -329,7 +337,7 @@ impl Reader {
             // SAFETY: `pread` has just written these bytes of the spare capacity.
             unsafe { buffer.set_len(buffer.len() + filled) };
         }
-        Ok(Found::Data(buffer.freeze()))
+        Ok(ReadResult::Data(buffer.freeze()))
     }
 }
 
@@ -348,16 +356,16 @@ mod tests {
     }
 
     #[test]
-    fn what_was_overwritten_is_told_as_gone_and_the_rest_is_read() -> io::Result<()> {
+    fn overwritten_output_is_reported_as_lost() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("stdout");
         create(&path, 4096)?;
         let mut writer = Writer::open(&path)?;
         let reader = Reader::open(&path)?;
-        assert_eq!(reader.read(0)?, Found::Nothing);
+        assert_eq!(reader.read(0)?, ReadResult::Nothing);
 
         feed(&mut writer, b"hello")?;
-        assert_eq!(reader.read(1)?, Found::Data(Bytes::from_static(b"ello")));
+        assert_eq!(reader.read(1)?, ReadResult::Data(Bytes::from_static(b"ello")));
 
         let ring = 4096 + PIPE;
         let mut written = 5;
@@ -365,10 +373,10 @@ mod tests {
             feed(&mut writer, &[b'x'; 50_000])?;
             written += 50_000;
         }
-        let Found::Gone(oldest) = reader.read(1)? else { panic!("not told as gone") };
+        let ReadResult::Lost(oldest) = reader.read(1)? else { panic!("not reported as lost") };
         assert_eq!(oldest, written - ring);
         let mut offset = oldest;
-        while let Found::Data(bytes) = reader.read(offset)? {
+        while let ReadResult::Data(bytes) = reader.read(offset)? {
             assert!(bytes.iter().all(|byte| *byte == b'x'));
             offset += bytes.len() as u64;
         }
@@ -377,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_pushed_is_read_around_the_end_of_the_ring() -> io::Result<()> {
+    fn pushed_output_wraps_around_the_ring() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("stdout");
         create(&path, 10)?;
@@ -385,13 +393,13 @@ mod tests {
         let ring = 10 + PIPE;
         let byte = |offset: u64| u8::try_from(offset % 251).unwrap_or(0);
         let all: Vec<u8> = (0..2 * ring + 7).map(byte).collect();
-        // More than a ring at once, and in parts that end nowhere in particular.
+        // More than one ring at once, in parts that end at arbitrary positions.
         writer.push(&all[..1000])?;
         writer.push(&all[1000..usize::try_from(ring).unwrap_or(0) + 5000])?;
         writer.push(&all[usize::try_from(ring).unwrap_or(0) + 5000..])?;
-        let Found::Gone(mut offset) = reader.read(0)? else { panic!("not told as gone") };
+        let ReadResult::Lost(mut offset) = reader.read(0)? else { panic!("not reported as lost") };
         assert_eq!(offset, ring + 7);
-        while let Found::Data(bytes) = reader.read(offset)? {
+        while let ReadResult::Data(bytes) = reader.read(offset)? {
             assert!((offset..).zip(&bytes).all(|(offset, found)| byte(offset) == *found));
             offset += bytes.len() as u64;
         }
@@ -399,11 +407,11 @@ mod tests {
         Ok(())
     }
 
-    /// A small file system of its own, unmounted when dropped.
-    struct Small(tempfile::TempDir);
+    /// A small file system, unmounted when dropped.
+    struct SmallFileSystem(tempfile::TempDir);
 
-    impl Small {
-        /// `None` where this machine does not let us mount.
+    impl SmallFileSystem {
+        /// `None` if this process may not mount.
         fn new() -> io::Result<Option<Self>> {
             use rustix::mount::{MountFlags, mount};
             let directory = tempfile::tempdir()?;
@@ -418,14 +426,15 @@ mod tests {
         }
     }
 
-    impl Drop for Small {
+    impl Drop for SmallFileSystem {
         fn drop(&mut self) {
             rustix::mount::unmount(self.0.path(), rustix::mount::UnmountFlags::DETACH).ok();
         }
     }
 
-    /// A spool on a file system that is filled after `before` was written, and what fills it.
-    fn on_full_disk(small: &Small) -> io::Result<(Writer, Reader, File)> {
+    /// A spool on a file system that is filled after `before` was written, and the file that fills
+    /// it.
+    fn on_full_disk(small: &SmallFileSystem) -> io::Result<(Writer, Reader, File)> {
         let (path, filler) = (small.0.path().join("stdout"), small.0.path().join("filler"));
         create(&path, 1 << 20)?;
         let (mut writer, reader) = (Writer::open(&path)?, Reader::open(&path)?);
@@ -436,30 +445,31 @@ mod tests {
     }
 
     #[test]
-    fn spare_takes_what_a_full_disk_does_not() -> io::Result<()> {
-        let Some(small) = Small::new()? else { return Ok(()) };
+    fn spare_takes_output_on_full_disk() -> io::Result<()> {
+        let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, filler) = on_full_disk(&small)?;
-        // Up to the end of its page the ring takes it.
+        // The ring takes bytes up to the end of its page.
         let (page, full) = ([b'x'; 4090], [b'y'; 5000]);
         feed(&mut writer, &page)?;
         feed(&mut writer, &full)?;
-        // Cut, not only removed: a process that another test starts at this moment may hold the file open too.
+        // The file is truncated and not only removed, because a process of another test may have
+        // inherited it.
         filler.set_len(0)?;
         feed(&mut writer, b"after")?;
         let all = [&b"before"[..], &page, &full, b"after"].concat();
         let mut read = Vec::new();
-        while let Found::Data(bytes) = reader.read(read.len() as u64)? {
+        while let ReadResult::Data(bytes) = reader.read(read.len() as u64)? {
             read.extend_from_slice(&bytes);
         }
         assert!(read == all, "{} of {} bytes", read.len(), all.len());
-        let Found::Data(bytes) = reader.read(4096 + 4999)? else { panic!("not there") };
-        assert_eq!(bytes, b"y"[..], "also from within the spare");
+        let ReadResult::Data(bytes) = reader.read(4096 + 4999)? else { panic!("no data") };
+        assert_eq!(bytes, b"y"[..], "a read can start inside the spare");
         Ok(())
     }
 
     #[test]
-    fn held_process_waits_on_a_full_disk_until_its_output_is_read() -> io::Result<()> {
-        let Some(small) = Small::new()? else { return Ok(()) };
+    fn held_process_waits_for_reader_on_full_disk() -> io::Result<()> {
+        let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, _filler) = on_full_disk(&small)?;
         writer.acknowledge(6);
         let (pipe, write) = rustix::pipe::pipe()?;
@@ -476,8 +486,8 @@ mod tests {
                 if filled.is_ok_and(|filled| filled > 0) {
                     continue;
                 }
-                // Nothing is left to take, or the spare is full.
-                let Found::Data(bytes) = reader.read(read)? else { break };
+                // No bytes remain to be written, or the spare is full.
+                let ReadResult::Data(bytes) = reader.read(read)? else { break };
                 let expected = |offset: u64| b'a' + u8::try_from((offset - 6) / 10_000 % 26).unwrap_or(0);
                 assert!((read..).zip(&bytes).all(|(offset, found)| expected(offset) == *found));
                 read += bytes.len() as u64;
@@ -489,8 +499,8 @@ mod tests {
     }
 
     #[test]
-    fn output_beyond_the_spare_is_told_as_gone() -> io::Result<()> {
-        let Some(small) = Small::new()? else { return Ok(()) };
+    fn output_beyond_the_spare_is_reported_lost() -> io::Result<()> {
+        let Some(small) = SmallFileSystem::new()? else { return Ok(()) };
         let (mut writer, reader, filler) = on_full_disk(&small)?;
         let mut written = 6;
         for _ in 0..8 {
@@ -498,18 +508,18 @@ mod tests {
             written += 50_000;
         }
         assert_eq!(writer.head(), written, "every byte that was written counts");
-        let Found::Gone(oldest) = reader.read(0)? else { panic!("nothing is told that is not there") };
-        let Found::Data(bytes) = reader.read(oldest)? else { panic!("not there") };
-        assert_eq!(oldest + bytes.len() as u64, written, "the youngest is there");
-        assert_eq!(reader.read(written)?, Found::Nothing);
+        let ReadResult::Lost(oldest) = reader.read(0)? else { panic!("the lost bytes were not reported") };
+        let ReadResult::Data(bytes) = reader.read(oldest)? else { panic!("no data") };
+        assert_eq!(oldest + bytes.len() as u64, written, "the newest bytes are stored");
+        assert_eq!(reader.read(written)?, ReadResult::Nothing);
         filler.set_len(0)?;
         feed(&mut writer, b"after")?;
-        assert_eq!(reader.read(written)?, Found::Data(Bytes::from_static(b"after")));
+        assert_eq!(reader.read(written)?, ReadResult::Data(Bytes::from_static(b"after")));
         Ok(())
     }
 
     #[test]
-    fn a_writer_held_back_leaves_room_only_for_what_is_acknowledged() -> io::Result<()> {
+    fn held_writer_keeps_unacknowledged_output() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("stdout");
         create(&path, 10)?;

@@ -156,7 +156,7 @@ async fn destroy(
         .await;
     // The order has children before parents. A worker rejects the destruction of a parent whose
     // child remains.
-    for volumes in volumes.chunks(worker.runtime.destroyed_at_once().max(1)) {
+    for volumes in volumes.chunks(worker.runtime.destroy_batch_size().max(1)) {
         // The gateway of the new session receives the orders again.
         if !worker.session.is_exclusive() {
             all.store(false, Ordering::Relaxed);

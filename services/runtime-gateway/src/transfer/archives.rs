@@ -124,7 +124,7 @@ async fn unpack(
 /// then, the contents are kept in an unlinked spool file, each extent once. Then they are copied,
 /// or shared if the file system supports that.
 fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVolumeError> {
-    let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
+    let spool = spool(root).map_err(|error| RuntimeError::io("create a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
     let mut guard = ReserveGuard::new(&spool);
     let manifest = ArchiveReader::new(archive).read(Limits::of_process(), |passing| {
@@ -140,7 +140,7 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
     let options = WriteOptions { devices: true, ..WriteOptions::default() };
     let mut writer = TreeWriter::new(root, manifest.clone(), options)?;
     for located in manifest.extents() {
-        let full = |error| RuntimeError::io("unpacking an archive", error);
+        let full = |error| RuntimeError::io("unpack an archive", error);
         guard.check(located.extent.length).map_err(full)?;
         let place = places.get(&located.extent.digest).copied().unwrap_or_default();
         writer.copy_extent(located.ordinal, &spool, place, Trust::Trusted)?;

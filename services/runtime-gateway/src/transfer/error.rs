@@ -98,7 +98,7 @@ pub(crate) enum WriteVolumeError {
 impl From<ArchiveError> for ReadVolumeError {
     fn from(error: ArchiveError) -> Self {
         match error {
-            ArchiveError::Sink(source) => RuntimeError::io("unpacking an archive", source).into(),
+            ArchiveError::Sink(source) => RuntimeError::io("unpack an archive", source).into(),
             error => Self::Archive(error),
         }
     }
@@ -107,7 +107,7 @@ impl From<ArchiveError> for ReadVolumeError {
 impl From<ArchiveError> for WriteVolumeError {
     fn from(error: ArchiveError) -> Self {
         match error {
-            ArchiveError::Sink(source) => RuntimeError::io("unpacking an archive", source).into(),
+            ArchiveError::Sink(source) => RuntimeError::io("unpack an archive", source).into(),
             error => Self::Archive(error),
         }
     }

@@ -200,7 +200,7 @@ impl Manifests {
     pub(crate) async fn begin_filling(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
         let path = self.path(volume).with_extension(FILLING_SUFFIX);
         let written = tokio::fs::write(&path, b"").await;
-        written.map_err(|error| RuntimeError::io("marking a volume that is filled", error))?;
+        written.map_err(|error| RuntimeError::io("mark a volume that is being filled", error))?;
         self.state().filling.insert(volume);
         Ok(())
     }
@@ -287,7 +287,7 @@ impl Manifests {
         manifest: Arc<Manifest>,
     ) -> Result<(), RuntimeError> {
         let (owner_team, stored) = (team.to_owned(), manifest.clone());
-        let failed = |error| RuntimeError::io("keeping a manifest", error);
+        let failed = |error| RuntimeError::io("store a manifest", error);
         let is_local = match runtime.contents(volume).await? {
             Contents::Directory(_) => {
                 let (path, boot) = (self.path(volume), self.boot.clone());
@@ -298,7 +298,7 @@ impl Manifests {
                 // The marker of the worker covers crashes of its machine, so there is no boot to
                 // compare.
                 let file = blocking(move || encode("", &owner_team, &stored).map_err(failed)).await?;
-                remote.keep_manifest(file).await?;
+                remote.store_manifest(file).await?;
                 false
             }
         };
@@ -323,13 +323,13 @@ impl Manifests {
             // destroyed.
             Err(error) => return Err(error),
         };
-        let Some(file) = remote.kept_manifest().await? else { return Ok(None) };
+        let Some(file) = remote.read_manifest().await? else { return Ok(None) };
         let decoded = blocking(move || match decode(&file) {
             Ok(decoded) => Ok(Some(decoded)),
             // An error must not look like a missing manifest, because a volume without one is
             // destroyed.
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
-                Err(RuntimeError::io("reading a manifest", error))
+                Err(RuntimeError::io("read a manifest", error))
             }
             // An invalid file counts as missing.
             Err(_) => Ok(None),
@@ -359,7 +359,7 @@ impl Manifests {
             }
             // An error must not look like a missing manifest, because a volume without one is
             // destroyed.
-            Err(error) => Err(RuntimeError::io("reading a manifest", error)),
+            Err(error) => Err(RuntimeError::io("read a manifest", error)),
         });
         let Some((boot, team, manifest)) = loaded.await? else { return Ok(None) };
         let (manifest, this_boot) = (Arc::new(manifest), boot == self.boot);
@@ -377,7 +377,7 @@ impl Manifests {
             let (directory, boot) = (self.directory.clone(), self.boot.clone());
             let recalled = blocking(move || {
                 load_recent(&directory, &boot, MAX_MANIFEST_BYTES)
-                    .map_err(|error| RuntimeError::io("reading manifests", error))
+                    .map_err(|error| RuntimeError::io("read manifests", error))
             });
             match recalled.await {
                 Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {

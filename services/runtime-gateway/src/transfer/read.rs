@@ -58,7 +58,7 @@ pub(crate) async fn read_file(
         Contents::Remote(remote) => return remote::read_file(&remote, &manifest, path, chunks).await,
     };
     blocking(move || {
-        let failed = |source| RuntimeError::io(format!("reading {}", path.display()), source);
+        let failed = |source| RuntimeError::io(format!("read {}", path.display()), source);
         let root = File::open(&root).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;

@@ -94,7 +94,10 @@ mod tests {
         let refused = scan(directory.path()).expect_err("too deep");
         assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
         let message = refused.to_string();
-        assert!(message.starts_with("it cannot be kept: \"d/d/") && message.len() < 400, "{message}");
+        assert!(
+            message.starts_with("cannot store the directory: \"d/d/") && message.len() < 400,
+            "{message}"
+        );
         assert!(message.ends_with("has a path of more than 4096 bytes, which is not supported"), "{message}");
         transfer::remove_tree(&directory.path().join("d")).expect("removed");
     }

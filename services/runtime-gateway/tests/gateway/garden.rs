@@ -1,4 +1,4 @@
-//! The Garden runtime, over servers that speak as a Concourse worker's do.
+//! Tests of the Garden runtime with simulated and genuine servers of a Concourse worker.
 
 mod containers;
 mod ends;

@@ -1,4 +1,4 @@
-//! The host runtime, on this machine.
+//! Tests of the host runtime on this machine.
 
 mod children;
 mod containment;

@@ -1,4 +1,4 @@
-//! Gateways with real runtimes, and the runtimes themselves, held to what every runtime is held to.
+//! Tests of runtimes, and of gateways with real runtimes.
 
 mod garden;
 mod host;

@@ -1,4 +1,5 @@
-//! Gateways with several workers: each call reaches the worker that it names, and one for a worker that is attended elsewhere is told where.
+//! Gateways with several workers: each call reaches the worker that it names. A call for a worker
+//! of another gateway is rejected with its address.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,10 +26,10 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tonic::{Request, Response, Status};
 
-/// An address where nobody listens.
-const NOBODY: &str = "http://127.0.0.1:9";
+/// An address without a server.
+const UNUSED_ADDRESS: &str = "http://127.0.0.1:9";
 
-/// A server on a port of its own.
+/// A server on a free port.
 struct Served {
     endpoint: String,
     stop: oneshot::Sender<()>,
@@ -55,7 +56,7 @@ impl Served {
 
     async fn end(self) {
         self.stop.send(()).expect("it is served");
-        in_time("the end of a server", self.served).await.expect("no panic").expect("it ends well");
+        in_time("the end of a server", self.served).await.expect("no panic").expect("the server succeeds");
     }
 }
 
@@ -80,7 +81,7 @@ impl Machine {
         Self { name, worker, volume, process }
     }
 
-    /// As a gateway at `endpoint` attends it.
+    /// The configuration and runtime of the worker at a gateway with the address `endpoint`.
     fn pair(&self, scheduler: &str, endpoint: &str) -> (Config, Arc<dyn Runtime>) {
         let config = Config {
             platform: "linux".to_owned(),
@@ -91,8 +92,8 @@ impl Machine {
             ephemeral: false,
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),
-            artifact_store: NOBODY.to_owned(),
-            streamer: NOBODY.to_owned(),
+            artifact_store: UNUSED_ADDRESS.to_owned(),
+            streamer: UNUSED_ADDRESS.to_owned(),
             token: None,
             manifest_dir: self.worker.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
@@ -104,7 +105,7 @@ impl Machine {
     }
 }
 
-/// The id of the worker with this name, once it is attended.
+/// The id of the worker with this name, after its registration.
 async fn id(workers: &WorkersClient<Peer>, name: &str) -> WorkerId {
     in_time("a worker", async {
         loop {
@@ -119,7 +120,7 @@ async fn id(workers: &WorkersClient<Peer>, name: &str) -> WorkerId {
     .await
 }
 
-/// The file in `volume`, as `gateway` has it of `worker`.
+/// Reads the file in `volume` of `worker` through `gateway`.
 async fn file(
     (workers, gateway): (&WorkersClient<Peer>, &Served),
     worker: WorkerId,
@@ -144,13 +145,13 @@ async fn file(
     in_time("a file", read).await
 }
 
-/// The output of `process`, as `gateway` has it of `worker`.
+/// Reads the output of `process` of `worker` through `gateway`.
 async fn output(gateway: &Served, worker: &str, process: AttemptId) -> Result<String, Refusal> {
-    passed_on(gateway, worker, process, None).await
+    output_by_ticket(gateway, worker, process, None).await
 }
 
-/// The same, with the ticket of a proxy.
-async fn passed_on(
+/// Reads the output of `process` with a proxy ticket.
+async fn output_by_ticket(
     gateway: &Served,
     worker: &str,
     process: AttemptId,
@@ -180,17 +181,17 @@ async fn passed_on(
     in_time("the output", heard).await
 }
 
-fn told<T: std::fmt::Debug>(answer: Result<T, Refusal>, reason: Reason) -> Refusal {
-    let refusal = answer.expect_err("it is refused");
+fn assert_rejected<T: std::fmt::Debug>(answer: Result<T, Refusal>, reason: Reason) -> Refusal {
+    let refusal = answer.expect_err("the call is rejected");
     assert!(refusal.is(reason), "{refusal}");
     refusal
 }
 
-/// An artifact store that has planned every transfer.
+/// An artifact store that accepts every transfer.
 struct EverythingIsPlanned;
 
 fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+    Err(Status::unimplemented("not part of this test"))
 }
 
 #[tonic::async_trait]
@@ -239,7 +240,7 @@ impl Replicas for EverythingIsPlanned {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
+async fn call_reaches_worker_or_is_redirected() {
     let directory = tempfile::tempdir().expect("a directory");
     let url = format!("sqlite://{}", directory.path().join("scheduler.db").display());
     let store = Served::start(async |host: &mut Host, _| {
@@ -272,31 +273,33 @@ async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
         let said = output(&both, &id.to_string(), machine.process).await;
         assert_eq!(said.expect("it said it"), format!("{}\n", machine.name));
     }
-    told(file((&workers, &both), ids[0], two.volume).await, Reason::VolumeNotFound);
-    told(output(&both, &ids[0].to_string(), two.process).await, Reason::ProcessNotFound);
-    told(output(&both, "", one.process).await, Reason::InvalidField);
-    assert_eq!(output(&other, "", three.process).await.expect("there is only one"), "three\n");
+    assert_rejected(file((&workers, &both), ids[0], two.volume).await, Reason::VolumeNotFound);
+    assert_rejected(output(&both, &ids[0].to_string(), two.process).await, Reason::ProcessNotFound);
+    assert_rejected(output(&both, "", one.process).await, Reason::InvalidField);
+    assert_eq!(output(&other, "", three.process).await.expect("the gateway has only one worker"), "three\n");
 
     let third = ids[2].to_string();
     for refused in [
-        told(file((&workers, &both), ids[2], three.volume).await, Reason::NotAttended),
-        told(output(&both, &third, three.process).await, Reason::NotAttended),
+        assert_rejected(file((&workers, &both), ids[2], three.volume).await, Reason::NotAttended),
+        assert_rejected(output(&both, &third, three.process).await, Reason::NotAttended),
     ] {
         assert_eq!(refused.about.get("worker_id"), Some(&third));
         assert_eq!(refused.about.get("gateway_endpoint"), Some(&other.endpoint));
     }
-    let refused = told(output(&other, &WorkerId::new().to_string(), one.process).await, Reason::NotAttended);
-    assert_eq!(refused.about.get("gateway_endpoint"), None, "nobody knows it");
+    let refused =
+        assert_rejected(output(&other, &WorkerId::new().to_string(), one.process).await, Reason::NotAttended);
+    assert_eq!(refused.about.get("gateway_endpoint"), None, "no gateway knows the worker");
 
-    // What a proxy may pass on is for one worker, and has to be signed.
+    // A proxy ticket is for one worker, and must be signed.
     let request = scheduler_pb::IssueProxyTicketRequest { worker_id: ids[0].to_string() };
     let issued = workers.clone().issue_proxy_ticket(request).await.expect("a ticket").into_inner();
     assert_eq!(issued.gateway_endpoint, both.endpoint);
-    let through =
-        async |id: WorkerId, process, ticket| passed_on(&both, &id.to_string(), process, Some(ticket)).await;
+    let through = async |id: WorkerId, process, ticket| {
+        output_by_ticket(&both, &id.to_string(), process, Some(ticket)).await
+    };
     assert_eq!(through(ids[0], one.process, &issued.ticket).await.expect("it may"), "one\n");
-    told(through(ids[1], two.process, &issued.ticket).await, Reason::NotAttended);
-    told(through(ids[0], one.process, "forged").await, Reason::InvalidToken);
+    assert_rejected(through(ids[1], two.process, &issued.ticket).await, Reason::NotAttended);
+    assert_rejected(through(ids[0], one.process, "forged").await, Reason::InvalidToken);
     let request = scheduler_pb::IssueTicketRequest {
         team: "main".to_owned(),
         worker_id: ids[0].to_string(),
@@ -304,10 +307,10 @@ async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
         operation: scheduler_pb::TicketOperation::Read.into(),
     };
     let transfer = workers.clone().issue_ticket(request).await.expect("a ticket").into_inner().ticket;
-    told(through(ids[0], one.process, &transfer).await, Reason::InvalidToken);
-    let nobody = scheduler_pb::IssueProxyTicketRequest { worker_id: WorkerId::new().to_string() };
-    let refused = workers.clone().issue_proxy_ticket(nobody).await.map_err(Refusal::from);
-    told(refused.map(|_| ()), Reason::WorkerNotFound);
+    assert_rejected(through(ids[0], one.process, &transfer).await, Reason::InvalidToken);
+    let unknown = scheduler_pb::IssueProxyTicketRequest { worker_id: WorkerId::new().to_string() };
+    let refused = workers.clone().issue_proxy_ticket(unknown).await.map_err(Refusal::from);
+    assert_rejected(refused.map(|_| ()), Reason::WorkerNotFound);
 
     both.end().await;
     other.end().await;

@@ -1,4 +1,4 @@
-//! An archive that comes out of a volume.
+//! Reader of an archive from a volume.
 
 use std::io;
 use std::ops::Range;
@@ -10,33 +10,35 @@ use transfer::ArchiveEnd;
 
 use super::encoding::{Decoder, Encoding};
 
-/// Why an archive cannot be trusted. Comes inside an [`io::Error`].
+/// The reason why an archive is invalid. Wrapped in an [`io::Error`].
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
-    /// The worker says, behind the archive, that it could not make all of it.
-    #[error("the worker failed while it made the archive: {0}")]
+    /// The worker reports, after the archive, that the archive is incomplete.
+    #[error("the worker cannot create the archive: {0}")]
     Failed(String),
-    /// It breaks off.
-    #[error("the archive is cut off")]
+    /// The archive ends too early.
+    #[error("the archive is truncated")]
     Truncated,
-    /// It is no archive of this encoding, or something follows it.
-    #[error("the archive is broken: {0}")]
+    /// The archive is not in this encoding, or is followed by other bytes.
+    #[error("the archive is invalid: {0}")]
     Broken(String),
 }
 
-/// Reads the tar archive out of an encoded one, and answers an error at its end unless it was complete and the last there was.
+/// Decodes a compressed tar archive. Returns an error at its end unless the archive is complete and
+/// no bytes follow it.
 ///
-/// What it reads is to be trusted only once it has said that it is at its end: do not stop at the blocks that end a tar archive. Decoding is done
-/// where it is read, some tens of KiB at a time.
+/// The decoded bytes are valid only once the reader has returned its end. A caller must not stop at
+/// the blocks that end a tar archive. Decoding happens in the reading task, some tens of KiB at a
+/// time.
 pub struct Archive<R> {
     source: R,
     decoder: Decoder,
     end: ArchiveEnd,
     state: State,
     buffer: Box<[u8]>,
-    /// What of the buffer was not decoded yet.
+    /// The part of the buffer that is not decoded yet.
     encoded: Range<usize>,
-    /// Whether the decoder puts out nothing more before more is pushed.
+    /// Whether the decoder needs more input for more output.
     is_drained: bool,
     decoded: Vec<u8>,
     taken: usize,
@@ -45,7 +47,7 @@ pub struct Archive<R> {
 
 enum State {
     Reading,
-    /// It is broken, but the reason may yet follow.
+    /// The archive is invalid, and the message of the worker may follow.
     Draining {
         error: ArchiveError,
         left: usize,
@@ -53,12 +55,12 @@ enum State {
     Ended,
 }
 
-/// How much of the end is looked at for a message.
+/// Size of the end of the stream that may hold a message, in bytes.
 const TAIL: usize = 4 * 1024;
 const MOST_DRAINED: usize = 256 * 1024;
 
 impl<R> Archive<R> {
-    /// Reads `source`, which is in this encoding.
+    /// Reads `source`, which has this encoding.
     pub fn new(encoding: Encoding, source: R) -> Self {
         Self {
             source,
@@ -80,7 +82,7 @@ impl<R> Archive<R> {
         self.tail.drain(..surplus);
     }
 
-    /// Decodes some of what came; `at_end`: the end of the stream, once everything was decoded.
+    /// Decodes a part of the input. `at_end`: the input has ended.
     fn decode(&mut self, at_end: bool) -> Result<(), ArchiveError> {
         let broken = |error: io::Error| ArchiveError::Broken(error.to_string());
         self.decoded.clear();
@@ -105,7 +107,7 @@ impl<R> Archive<R> {
         checked
     }
 
-    /// What the worker wrote behind the archive, if that is why it is broken.
+    /// Replaces `error` with the message of the worker after the archive, if there is one.
     fn explain(&self, error: ArchiveError) -> io::Error {
         #[derive(serde::Deserialize)]
         struct Message {
@@ -169,11 +171,12 @@ mod tests {
     use super::*;
     use crate::baggageclaim::encoding::Encoded;
 
-    /// Zeroes, which are an archive without entries.
+    /// Size of the test archive, in bytes. It consists of zeros, which are an archive without
+    /// entries.
     const BYTES: u64 = 64 << 20;
 
     #[tokio::test]
-    async fn small_archive_that_decodes_to_much_takes_little_memory() {
+    async fn small_archive_bomb_takes_little_memory() {
         for encoding in Encoding::ALL {
             let mut encoded = Vec::new();
             let zeroes = tokio::io::repeat(0).take(BYTES);

@@ -1,4 +1,4 @@
-//! What a Baggageclaim server is asked.
+//! Requests to a Baggageclaim server.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,15 +19,15 @@ use super::encoding::Encoding;
 use super::messages::{Handle, P2pUrl, StreamIn, Volume, VolumeRequest, escape, path_or_root};
 use crate::exchange::{self, Answer, AnswerBody, Payload};
 
-/// How long a client waits.
+/// Timeouts of a client.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
-    /// For a connection.
+    /// Timeout of a connection attempt.
     pub connect: Duration,
-    /// For an answer: from when the last of the request was sent, which an archive takes as long as it takes. Not for those to transfers between
-    /// workers: their callers limit them.
+    /// Timeout of an answer, counted from the end of the request. Sending an archive has no timeout.
+    /// Callers limit transfers between workers themselves.
     pub answer: Duration,
-    /// For a volume to be made. It may be a copy of a large one.
+    /// Timeout of the creation of a volume, which may copy a large one.
     pub creation: Duration,
 }
 
@@ -41,48 +41,50 @@ impl Default for Timeouts {
     }
 }
 
-/// A client of one Baggageclaim server. Copies share what they know.
+/// A client of one Baggageclaim server. Clones share their state.
 #[derive(Clone)]
 pub struct Client {
     authority: Arc<str>,
     timeouts: Timeouts,
-    /// One creation of a handle at a time: see [`Client::create`].
+    /// Locks that serialize the creations of each handle: see [`Client::create`].
     creating: Arc<Mutex<HashMap<Handle, Weak<tokio::sync::Mutex<()>>>>>,
 }
 
-/// How a creation went, which the worker remembers until it is told to forget it. Meanwhile nobody else makes a volume of this handle here.
-#[must_use = "the worker remembers it until it is forgotten"]
-pub struct Remembered {
+/// The outcome of a creation, which the worker keeps until it is deleted. Until then this client
+/// creates no other volume of this handle.
+#[must_use = "the worker keeps the outcome until it is deleted"]
+pub struct CreationOutcome {
     client: Client,
     handle: Handle,
     _alone: OwnedMutexGuard<()>,
 }
 
-impl Remembered {
-    /// Has the worker forget it. To drop this call costs the worker a little memory.
-    pub async fn forget(self) {
+impl CreationOutcome {
+    /// Deletes the outcome on the worker. If the call is dropped, the worker keeps a small amount
+    /// of memory.
+    pub async fn delete(self) {
         self.client.drop_outcome(&self.handle).await;
     }
 }
 
-/// Copy-on-write volumes are made in a few milliseconds.
+/// First poll interval of a creation. Copy-on-write volumes take a few milliseconds.
 const FIRST_POLL: Duration = Duration::from_millis(2);
 const SLOWEST_POLL: Duration = Duration::from_secs(1);
 const MOST_MESSAGE: u64 = 64 * 1024;
 const MOST_VOLUMES: u64 = 32 << 20;
 
 impl Client {
-    /// A client of the server at `authority`, which is a host and a port.
+    /// Creates a client of the server at `authority`, a host and a port.
     pub fn new(authority: &str, timeouts: Timeouts) -> Self {
         Self { authority: authority.into(), timeouts, creating: Arc::default() }
     }
 
-    /// All volumes with these properties. Those half made are left out.
+    /// Lists the volumes with these properties. Incomplete volumes are not listed.
     pub async fn list(&self, properties: &[(&str, &str)]) -> Result<Vec<Volume>, Error> {
         let mut target = "/volumes".to_owned();
         for (i, (name, value)) in properties.iter().enumerate() {
             if properties[..i].iter().any(|(other, _)| other == name) {
-                return Err(Error::Invalid("a property is asked for once"));
+                return Err(Error::Invalid("each property may appear only once in a query"));
             }
             let sign = if i == 0 { '?' } else { '&' };
             target += &format!("{sign}{}={}", escape(name), escape(value));
@@ -90,52 +92,60 @@ impl Client {
         json(&self.call(Method::GET, &target, Vec::new(), MOST_VOLUMES).await?.1)
     }
 
-    /// One volume.
+    /// Returns one volume.
     pub async fn get(&self, handle: &Handle) -> Result<Volume, Error> {
         json(&self.call(Method::GET, &format!("/volumes/{handle}"), Vec::new(), MOST_MESSAGE).await?.1)
     }
 
-    /// Makes a volume, and waits for it.
+    /// Creates a volume, and waits for its completion.
     ///
-    /// Creation over a volume that exists may destroy what is in it. So this client asks first whether there is one, creates no handle twice at a
-    /// time, and after a lost answer asks again only for the outcome; that no other client creates the same handle is the caller's duty. A creation
-    /// of this handle that an earlier call left behind is taken over, whatever it was asked to make: a handle is for one volume.
+    /// Creation over an existing volume may destroy its contents. Therefore the client first checks
+    /// that the volume does not exist, and runs one creation per handle at a time. After a lost
+    /// answer it queries only the outcome. The caller must ensure that no other client creates the
+    /// same handle. The client adopts an earlier pending creation of the handle with any
+    /// request, because a handle names one volume only.
     ///
-    /// To drop this call leaves the creation with the worker, to be taken over or given up with [`Client::cancel_creation`]. After
-    /// [`Timeouts::creation`] the worker is told to cancel it; the handle is not to be used again then.
+    /// Dropping this call leaves the creation pending on the worker. A later call can adopt it or
+    /// cancel it with [`Client::cancel_creation`]. After [`Timeouts::creation`] the client cancels
+    /// the creation. The handle must not be used again then.
     pub async fn create(&self, request: &VolumeRequest) -> Result<Volume, Error> {
-        let (volume, remembered) = self.create_remembered(request).await?;
-        remembered.forget().await;
+        let (volume, outcome) = self.create_with_outcome(request).await?;
+        outcome.delete().await;
         Ok(volume)
     }
 
-    /// The same, but that the worker still remembers how it went when this returns: forgetting it need not be waited for.
-    pub async fn create_remembered(&self, request: &VolumeRequest) -> Result<(Volume, Remembered), Error> {
+    /// Creates a volume as [`Client::create`] does, but leaves the outcome on the worker. The
+    /// caller deletes the outcome separately.
+    pub async fn create_with_outcome(
+        &self,
+        request: &VolumeRequest,
+    ) -> Result<(Volume, CreationOutcome), Error> {
         let handle = &request.handle;
         let alone = self.creation_of(handle).lock_owned().await;
-        let remembered = Remembered { client: self.clone(), handle: handle.clone(), _alone: alone };
+        let outcome = CreationOutcome { client: self.clone(), handle: handle.clone(), _alone: alone };
         match self.get(handle).await {
             Err(Error::NotFound) => {}
             Err(error) => return Err(error),
-            // It may be that of an earlier call, whose outcome nobody has dropped yet.
+            // The volume may come from an earlier call that did not delete the outcome.
             Ok(volume) => match self.outcome(handle).await {
-                Ok(Some(_)) => return Ok((volume, remembered)),
+                Ok(Some(_)) => return Ok((volume, outcome)),
                 _ => return Err(Error::AlreadyExists),
             },
         }
 
         let body = serde_json::to_vec(request).map_err(|error| Error::Protocol(error.to_string()))?;
         match self.call(Method::POST, "/volumes-async", body, MOST_MESSAGE).await {
-            // Lost: it may have arrived. Failed: there may be one already. The outcome tells.
+            // After a lost answer the request may have arrived. After a failure a creation may be
+            // pending. The outcome tells.
             Ok(_) | Err(Error::Lost(_)) => {}
             Err(Error::Failed { message, .. }) if message == "promise already exists in list" => {}
             Err(error) => return Err(error),
         }
         let waited = tokio::time::timeout(self.timeouts.creation, self.wait_for(handle)).await;
         match waited.unwrap_or_else(|late| Err(Error::Lost(late.into()))) {
-            Ok(volume) => Ok((volume, remembered)),
+            Ok(volume) => Ok((volume, outcome)),
             Err(error) => {
-                remembered.forget().await;
+                outcome.delete().await;
                 Err(error)
             }
         }
@@ -158,10 +168,10 @@ impl Client {
             match self.outcome(handle).await {
                 Ok(Some(volume)) => return Ok(volume),
                 Ok(None) | Err(Error::Lost(_) | Error::Unreachable(_)) => {}
-                // The worker was restarted, or was never asked.
+                // The worker was restarted, or did not receive the request.
                 Err(Error::NotFound) => match self.get(handle).await {
                     Err(Error::NotFound) => {
-                        let text = "the worker knows nothing of the creation";
+                        let text = "the worker has no record of the creation";
                         return Err(Error::Lost(io::Error::other(text)));
                     }
                     Err(Error::Lost(_) | Error::Unreachable(_)) => {}
@@ -174,7 +184,7 @@ impl Client {
         }
     }
 
-    /// The volume that was to be made, or none while it is being made.
+    /// Returns the created volume, or `None` while the creation is pending.
     async fn outcome(&self, handle: &Handle) -> Result<Option<Volume>, Error> {
         let target = format!("/volumes-async/{handle}");
         match self.call(Method::GET, &target, Vec::new(), MOST_MESSAGE).await? {
@@ -183,7 +193,8 @@ impl Client {
         }
     }
 
-    /// An outcome that stays costs the worker a little memory, and nothing else: no failure of the creation.
+    /// Deletes an outcome. A failure is ignored, because an outcome costs the worker only a small
+    /// amount of memory.
     async fn drop_outcome(&self, handle: &Handle) {
         let until = Instant::now() + self.timeouts.answer;
         while let Err(Error::Lost(_) | Error::Unreachable(_)) = self.cancel_creation(handle).await {
@@ -194,17 +205,18 @@ impl Client {
         }
     }
 
-    /// Drops what the worker remembers of a creation. One that is under way is cancelled: the worker destroys the volume when it is made.
+    /// Deletes the outcome of a creation. If the creation is pending, the worker cancels it and
+    /// destroys the volume when it is complete.
     pub async fn cancel_creation(&self, handle: &Handle) -> Result<(), Error> {
         self.call(Method::DELETE, &format!("/volumes-async/{handle}"), Vec::new(), MOST_MESSAGE)
             .await
             .map(drop)
     }
 
-    /// Marks a volume.
+    /// Sets a property of a volume.
     pub async fn set_property(&self, handle: &Handle, name: &str, value: &str) -> Result<(), Error> {
         if matches!(name, "" | "." | "..") {
-            return Err(Error::Invalid("a property has a name"));
+            return Err(Error::Invalid("the name of a property must not be empty, `.` or `..`"));
         }
         let target = format!("/volumes/{handle}/properties/{}", escape(name));
         let body = serde_json::json!({ "value": value }).to_string().into_bytes();
@@ -217,26 +229,29 @@ impl Client {
         json(&self.call(Method::GET, &target, Vec::new(), MOST_MESSAGE).await?.1)
     }
 
-    /// Changes that. The worker walks the whole volume.
+    /// Sets whether ids in a volume are those of the host. The worker changes every file of the
+    /// volume.
     pub async fn set_privileged(&self, handle: &Handle, privileged: bool) -> Result<(), Error> {
         let target = format!("/volumes/{handle}/privileged");
         let body = serde_json::json!({ "value": privileged }).to_string().into_bytes();
         self.call(Method::PUT, &target, body, MOST_MESSAGE).await.map(drop)
     }
 
-    /// Destroys a volume. Children go first, which is the caller's duty: those that are left may become empty.
+    /// Destroys a volume. The caller must destroy its children first, because remaining children
+    /// may become empty.
     pub async fn destroy(&self, handle: &Handle) -> Result<(), Error> {
         self.call(Method::DELETE, &format!("/volumes/{handle}"), Vec::new(), MOST_MESSAGE).await.map(drop)
     }
 
-    /// Destroys volumes, all at the same time: no children together with their parents. Those unknown are no error, and after an error others may
-    /// have been destroyed.
+    /// Destroys volumes concurrently, so `handles` must not contain children together with their
+    /// parents. Unknown volumes are ignored. After an error, other volumes may have been destroyed.
     pub async fn destroy_many(&self, handles: &[Handle]) -> Result<(), Error> {
         let body = serde_json::to_vec(handles).map_err(|error| Error::Protocol(error.to_string()))?;
         self.call(Method::DELETE, "/volumes/destroy", body, MOST_MESSAGE).await.map(drop)
     }
 
-    /// Has leftovers of volumes removed. Workers before 8.1 cannot, which is no error.
+    /// Requests the removal of leftovers of volumes. Workers before 8.1 do not support this, which
+    /// is not an error.
     pub async fn clean_up(&self) -> Result<(), Error> {
         match self.call(Method::POST, "/volumes/cleanup-orphans", Vec::new(), MOST_MESSAGE).await {
             Ok(_) => Ok(()),
@@ -245,8 +260,8 @@ impl Client {
         }
     }
 
-    /// Unpacks an archive, already encoded as `how` says, into a volume. Nothing there is removed first, and after any failure, or when this call
-    /// is dropped, part of the archive may stay.
+    /// Unpacks an archive that is encoded as `how` says into a volume. Existing files are not
+    /// removed first. After a failure, or if the call is dropped, a part of the archive may stay.
     pub async fn stream_in(
         &self,
         handle: &Handle,
@@ -256,7 +271,7 @@ impl Client {
         let target = format!("/volumes/{handle}/stream-in?{}", how.query()?);
         let request = Request::put(target).header(header::CONTENT_ENCODING, how.encoding.as_str());
         let sent = Arc::new(Notify::new());
-        let archive = Sent { archive: Box::pin(archive), at_its_end: sent.clone() };
+        let archive = CompletionReader { archive: Box::pin(archive), at_its_end: sent.clone() };
         let is_late = async {
             sent.notified().await;
             tokio::time::sleep(self.timeouts.answer).await;
@@ -269,12 +284,13 @@ impl Client {
             StatusCode::NO_CONTENT => Ok(()),
             _ => tokio::time::timeout(self.timeouts.answer, success(answer, MOST_MESSAGE))
                 .await
-                .map_err(late)?
+                .map_err(timeout_error)?
                 .and_then(|(status, _)| Err(unexpected(status))),
         }
     }
 
-    /// The archive of a directory in a volume, or of one file. An empty path is the whole volume.
+    /// Returns the archive of a directory in a volume, or of one file. An empty path is the whole
+    /// volume.
     pub async fn stream_out(
         &self,
         handle: &Handle,
@@ -290,18 +306,20 @@ impl Client {
                 _ => success(answer, MOST_MESSAGE).await.and_then(|(status, _)| Err(unexpected(status))),
             }
         };
-        let body: AnswerBody = tokio::time::timeout(self.timeouts.answer, head).await.map_err(late)??;
+        let body: AnswerBody =
+            tokio::time::timeout(self.timeouts.answer, head).await.map_err(timeout_error)??;
         Ok(Archive::new(encoding, body))
     }
 
-    /// Where other workers reach this one, as far as it knows: it need not listen there.
+    /// Returns the address at which other workers reach this worker, as configured. The worker may
+    /// not listen there.
     pub async fn p2p_url(&self) -> Result<P2pUrl, Error> {
         let (_, body) = self.call(Method::GET, "/p2p-url", Vec::new(), MOST_MESSAGE).await?;
         P2pUrl::parse(&String::from_utf8_lossy(&body))
     }
 
-    /// Has this worker send a directory of a volume to another worker, whose [`P2pUrl::stream_in`] is the destination. To drop this call does not
-    /// stop the transfer.
+    /// Requests that this worker sends a directory of a volume to another worker. The destination
+    /// is [`P2pUrl::stream_in`] of that worker. Dropping this call does not stop the transfer.
     pub async fn stream_p2p_out(
         &self,
         handle: &Handle,
@@ -333,23 +351,25 @@ impl Client {
             request = request.header(header::CONTENT_TYPE, "application/json");
         }
         let call = async { success(self.send(request, Payload::Whole(body.into())).await?, most).await };
-        tokio::time::timeout(self.timeouts.answer, call).await.map_err(late)?
+        tokio::time::timeout(self.timeouts.answer, call).await.map_err(timeout_error)?
     }
 
     async fn send(&self, request: http::request::Builder, payload: Payload) -> Result<Answer, Error> {
-        let request = request.body(payload).map_err(|_| Error::Invalid("this makes no request"))?;
+        let request = request
+            .body(payload)
+            .map_err(|_| Error::Invalid("the method, path and headers form no valid request"))?;
         let connected = exchange::connect(&self.authority, self.timeouts.connect).await;
         Ok(exchange::send(connected.map_err(Error::Unreachable)?, &self.authority, request).await?)
     }
 }
 
-/// An archive that says when all of it was read.
-struct Sent<A> {
+/// A reader that signals when the whole archive was read.
+struct CompletionReader<A> {
     archive: A,
     at_its_end: Arc<Notify>,
 }
 
-impl<A: AsyncRead + Unpin> AsyncRead for Sent<A> {
+impl<A: AsyncRead + Unpin> AsyncRead for CompletionReader<A> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -364,18 +384,18 @@ impl<A: AsyncRead + Unpin> AsyncRead for Sent<A> {
     }
 }
 
-fn late(late: tokio::time::error::Elapsed) -> Error {
+fn timeout_error(late: tokio::time::error::Elapsed) -> Error {
     Error::Lost(late.into())
 }
 
 fn unexpected(status: StatusCode) -> Error {
-    Error::Protocol(format!("status {status} where none such is"))
+    Error::Protocol(format!("status {status} is unexpected"))
 }
 
-/// The worker does not confine paths to the volume.
+/// Checks that a path stays inside the volume, which the worker does not.
 fn confined(path: &str) -> Result<&str, Error> {
     if path.starts_with('/') || path.contains('\0') || path.split('/').any(|part| part == "..") {
-        return Err(Error::Invalid("a path must stay in its volume"));
+        return Err(Error::Invalid("the path must stay inside its volume"));
     }
     Ok(path_or_root(path))
 }
@@ -384,7 +404,8 @@ fn json<T: DeserializeOwned>(body: &[u8]) -> Result<T, Error> {
     serde_json::from_slice(body).map_err(|error| Error::Protocol(error.to_string()))
 }
 
-/// The body of a good answer, or what a bad one means: by its status, since its content type is mostly wrong and its body may be missing.
+/// Returns the body of a success, or maps a failure to an error. The status decides, because the
+/// content type is mostly wrong and the body may be missing.
 async fn success(answer: Answer, most: u64) -> Result<(StatusCode, Vec<u8>), Error> {
     #[derive(serde::Deserialize)]
     struct Message {
@@ -394,7 +415,7 @@ async fn success(answer: Answer, most: u64) -> Result<(StatusCode, Vec<u8>), Err
     if status.is_success() {
         return Ok((status, answer.body.whole(most).await?));
     }
-    // A status is known even if its explanation is cut off.
+    // A truncated explanation does not hide the status.
     let body = answer.body.whole(MOST_MESSAGE).await.unwrap_or_default();
     let message = match serde_json::from_slice::<Message>(&body) {
         Ok(message) => message.error,

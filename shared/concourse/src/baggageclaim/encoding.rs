@@ -1,4 +1,4 @@
-//! How archives are compressed on their way.
+//! Compression of archives in transit.
 
 use std::io::{self, Write};
 use std::pin::Pin;
@@ -7,25 +7,25 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, ReadBuf};
 use zstd::stream::raw::Operation;
 
-/// How an archive is encoded.
+/// The compression of an archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Encoding {
-    /// Not at all. Workers know it since 7.10.
+    /// No compression. Supported since worker version 7.10.
     Raw,
-    /// Every worker knows it.
+    /// gzip, which every worker supports.
     Gzip,
-    /// Much faster than gzip.
+    /// zstd, much faster than gzip.
     Zstd,
-    /// Faster still. Workers know it since 8.0.
+    /// S2, faster than zstd. Supported since worker version 8.0.
     S2,
 }
 
 impl Encoding {
-    /// All of them.
+    /// All encodings.
     pub const ALL: [Self; 4] = [Self::Raw, Self::Gzip, Self::Zstd, Self::S2];
 
-    /// The word for it on the wire.
+    /// The name in the protocol.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -36,9 +36,9 @@ impl Encoding {
     }
 }
 
-/// A word that is no encoding.
+/// The name of an unknown encoding.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is no encoding: `raw`, `gzip`, `zstd` and `s2` are")]
+#[error("unknown encoding {0:?}: use `raw`, `gzip`, `zstd` or `s2`")]
 pub struct UnknownEncoding(String);
 
 impl std::str::FromStr for Encoding {
@@ -50,10 +50,10 @@ impl std::str::FromStr for Encoding {
     }
 }
 
-/// Encodes what comes from `R`, an archive in plain tar.
+/// Encodes the plain tar archive of `R`.
 pub struct Encoded<R> {
     source: R,
-    /// None once the end has been written.
+    /// `None` once the end has been written.
     encoder: Option<Encoder>,
     buffer: Box<[u8]>,
     encoded: Vec<u8>,
@@ -138,26 +138,27 @@ impl<R: AsyncRead + Unpin> AsyncRead for Encoded<R> {
     }
 }
 
-/// After so many decoded bytes, a decoder waits until they were taken. A step adds a block at most.
+/// Decoded bytes after which a decoder waits for its reader. One step adds at most one block.
 ///
-/// Some KiB decode to GiB, so how much was pushed says nothing about how much comes out.
+/// A few KiB can decode to GiB, so a limit of the input is not enough.
 const MOST_DECODED: usize = 1 << 20;
 
-/// Largest window of zstd, as a power of two: 32 MiB, which is the most that the encoders of workers use.
+/// Largest window of zstd, as a power of two: 32 MiB, which is the maximum of the encoders of
+/// workers.
 const ZSTD_WINDOW_LOG: u32 = 25;
 
-/// How far a decoder came with what was pushed.
+/// The result of one decoding step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Pushed {
-    /// Bytes that it took.
+pub(super) struct DecodeProgress {
+    /// Bytes of input that were consumed.
     pub(super) taken: usize,
-    /// Whether nothing more comes out before more is pushed.
+    /// Whether the decoder needs more input for more output.
     pub(super) is_drained: bool,
 }
 
-/// Decodes what is pushed, and refuses whatever follows the end of the stream.
+/// Decodes the input, and rejects bytes after the end of the stream.
 ///
-/// Invariant: one push puts out [`MOST_DECODED`] bytes and one block at most, whatever was pushed.
+/// Invariant: one call produces at most [`MOST_DECODED`] bytes and one block, for any input.
 pub(super) enum Decoder {
     Raw,
     Gzip(flate2::write::GzDecoder<Vec<u8>>),
@@ -165,7 +166,7 @@ pub(super) enum Decoder {
     S2 { begun: bool, pending: Vec<u8> },
 }
 
-/// The largest block of S2, and what the worst data adds to it.
+/// The largest block of S2 with the maximum overhead of incompressible data, in bytes.
 const S2_BLOCK: usize = 4 << 20;
 const S2_CHUNK: usize = S2_BLOCK + S2_BLOCK / 6 + 64;
 
@@ -183,11 +184,12 @@ impl Decoder {
         }
     }
 
-    /// Decodes some of `bytes`, and says how far it came. To be called again with the rest, also if that is nothing, until it is drained.
-    pub(super) fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<Pushed> {
+    /// Decodes a part of `bytes`. The caller must call again with the rest, even if the rest is
+    /// empty, until the decoder is drained.
+    pub(super) fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<DecodeProgress> {
         let all = bytes.len();
         let mut bytes = bytes;
-        let pushed = |rest: &[u8], is_drained| Ok(Pushed { taken: all - rest.len(), is_drained });
+        let pushed = |rest: &[u8], is_drained| Ok(DecodeProgress { taken: all - rest.len(), is_drained });
         match self {
             Self::Raw => {
                 out.extend_from_slice(bytes);
@@ -197,7 +199,7 @@ impl Decoder {
                 while !bytes.is_empty() && out.len() < MOST_DECODED {
                     let taken = decoder.write(bytes)?;
                     if taken == 0 {
-                        return Err(broken("something follows the end of the gzip stream"));
+                        return Err(broken("extra bytes follow the end of the gzip stream"));
                     }
                     bytes = &bytes[taken..];
                     out.append(decoder.get_mut());
@@ -209,7 +211,7 @@ impl Decoder {
                 let mut piece = vec![0; 128 * 1024];
                 loop {
                     if *ended {
-                        let trailing = Err(broken("something follows the end of the zstd stream"));
+                        let trailing = Err(broken("extra bytes follow the end of the zstd stream"));
                         return if bytes.is_empty() { pushed(bytes, true) } else { trailing };
                     }
                     if out.len() >= MOST_DECODED {
@@ -234,19 +236,19 @@ impl Decoder {
                     }
                     let size = u32::from_le_bytes([*a, *b, *c, 0]) as usize;
                     if *kind < 0x80 && (*kind > 1 || size > S2_CHUNK) {
-                        return Err(broken("no chunk of S2"));
+                        return Err(broken("not a chunk of S2"));
                     }
                     let Some(chunk) = rest.get(..size) else { break };
                     if *begun != (*kind != 0xff) && !*begun {
-                        return Err(broken("no stream of S2"));
+                        return Err(broken("not a stream of S2"));
                     }
                     match kind {
                         0xff if chunk != b"S2sTwO" && chunk != b"sNaPpY" => {
-                            return Err(broken("no stream of S2"));
+                            return Err(broken("not a stream of S2"));
                         }
                         0xff => *begun = true,
                         0 | 1 => s2_block(*kind == 0, chunk, out)?,
-                        _ => {} // Padding, an index, or what else may be skipped.
+                        _ => {} // Padding, an index, or another skippable chunk.
                     }
                     read += 4 + size;
                 }

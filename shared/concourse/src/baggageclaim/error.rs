@@ -1,4 +1,4 @@
-//! What a call may end in.
+//! Errors of requests to a Baggageclaim server.
 
 use std::io;
 
@@ -6,53 +6,55 @@ use http::StatusCode;
 
 use crate::exchange::Failure;
 
-/// Why a call failed. Statuses decide; the worker's sentence, where it sent one, is only for people.
+/// Error of a request. The status decides the variant. The message of the worker is for people
+/// only.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The worker was not reached: nothing has happened there, and the call may be repeated.
-    #[error("the worker cannot be reached")]
+    /// The worker was not reached. It executed nothing, and the request may be repeated.
+    #[error("the worker is unreachable")]
     Unreachable(#[source] io::Error),
-    /// The connection broke, or no answer came in time: what was asked may have been done.
-    #[error("the worker's answer was lost")]
+    /// The connection broke, or the answer timed out. The worker may have executed the request.
+    #[error("the answer of the worker was lost")]
     Lost(#[source] io::Error),
-    /// The archive to be sent could not be read. What had been sent may stay in the volume.
-    #[error("the archive to be sent cannot be read")]
+    /// The source of the archive failed. The bytes that were sent may stay in the volume.
+    #[error("cannot read the archive to send")]
     Source(#[source] io::Error),
-    /// There is no such volume.
-    #[error("no such volume")]
+    /// The volume does not exist.
+    #[error("the volume does not exist")]
     NotFound,
-    /// The volume has no such path.
-    #[error("no such path in the volume")]
+    /// The path does not exist in the volume.
+    #[error("the path does not exist in the volume")]
     NoSuchPath,
-    /// A volume of this handle exists already. Nothing was asked of the worker: creation over it could destroy it.
-    #[error("a volume of this handle exists already")]
+    /// A volume of this handle exists. Nothing was sent, because creation over the volume could
+    /// destroy it.
+    #[error("a volume with this handle already exists")]
     AlreadyExists,
-    /// The archive is larger, as encoded, than the limit. What had been unpacked stays.
-    #[error("the archive is over the limit: {0}")]
+    /// The encoded archive is larger than the limit. The bytes that were unpacked stay.
+    #[error("the archive exceeds the limit: {0}")]
     LimitExceeded(String),
-    /// The worker will not do this, however often it is asked.
-    #[error("the worker refused ({status}): {message}")]
+    /// The worker rejected the request. A repetition would be rejected too.
+    #[error("the worker rejected the request ({status}): {message}")]
     Refused {
-        /// A status of the four hundreds.
+        /// A status of the range 4xx.
         status: StatusCode,
-        /// What the worker said, maybe nothing.
+        /// The message of the worker, possibly empty.
         message: String,
     },
-    /// The worker could not do it.
+    /// The worker could not execute the request.
     #[error("the worker failed ({status}): {message}")]
     Failed {
         /// Any other status.
         status: StatusCode,
-        /// What the worker said, maybe nothing.
+        /// The message of the worker, possibly empty.
         message: String,
     },
     /// A transfer from worker to worker failed. Part of the archive may stay in the destination.
     #[error("the transfer between workers failed: {0}")]
     Transfer(String),
-    /// The answer is none of Baggageclaim.
-    #[error("the worker's answer makes no sense: {0}")]
+    /// The answer does not follow the protocol of Baggageclaim.
+    #[error("the answer of the worker is invalid: {0}")]
     Protocol(String),
-    /// The worker was not asked: this must not be sent.
+    /// The request must not be sent, and nothing was sent.
     #[error("invalid argument: {0}")]
     Invalid(&'static str),
 }
@@ -62,8 +64,8 @@ impl From<Failure> for Error {
         match failure {
             Failure::Lost(error) => Self::Lost(error),
             Failure::Source(error) => Self::Source(error),
-            Failure::Nonsense(text) => Self::Protocol(text),
-            Failure::Address => Self::Invalid("the worker's address is no authority"),
+            Failure::Malformed(text) => Self::Protocol(text),
+            Failure::Address => Self::Invalid("the address of the worker is not a host and a port"),
         }
     }
 }

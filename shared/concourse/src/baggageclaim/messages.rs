@@ -1,4 +1,4 @@
-//! What stands on the wire.
+//! Messages of the Baggageclaim protocol.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,20 +10,20 @@ use super::Error;
 use super::encoding::Encoding;
 pub(super) use crate::exchange::encoded as escape;
 
-/// The name of a volume that may be given to a worker.
+/// A valid handle of a volume.
 ///
-/// The worker makes directories of handles without a look at them, so this has letters, digits, `-`, `_` and `.` only, and is none of the names
-/// that mean something else.
+/// The worker uses handles as directory names without validation. Therefore a handle has only
+/// letters, digits, `-`, `_` and `.`, and is not a reserved name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct Handle(String);
 
-/// A name that is no safe handle.
+/// A name that is not a valid handle.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} cannot be the handle of a volume")]
+#[error("invalid volume handle {0:?}: use letters, digits, `-`, `_` and `.`")]
 pub struct InvalidHandle(String);
 
 impl Handle {
-    /// Checks a name.
+    /// Validates a name.
     pub fn new(name: impl Into<String>) -> Result<Self, InvalidHandle> {
         let name = name.into();
         let plain = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'_' | b'.');
@@ -46,39 +46,39 @@ impl fmt::Display for Handle {
     }
 }
 
-/// What a new volume starts from.
+/// The initial contents of a new volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename_all = "lowercase")]
 pub enum Strategy {
-    /// Nothing.
+    /// No contents.
     Empty,
-    /// A live volume, which must stay until the child is gone.
+    /// The contents of an existing volume, which must stay until the child is destroyed.
     Cow {
-        /// The parent.
+        /// The parent volume.
         volume: Handle,
     },
-    /// A path on the worker's host: the contents of a directory, or a gzip'ed tar file.
+    /// A path on the worker's host: the contents of a directory, or of a gzip'ed tar file.
     Import {
-        /// Absolute.
+        /// The absolute path.
         path: String,
-        /// Copy what links point to instead of the links.
+        /// Copies the targets of symbolic links instead of the links.
         follow_symlinks: bool,
     },
 }
 
-/// A volume to be made.
+/// A request to create a volume.
 #[derive(Clone, Debug, Serialize)]
 pub struct VolumeRequest {
-    /// Its name, chosen by the caller and used once.
+    /// The handle, chosen by the caller and used once.
     pub handle: Handle,
-    /// What it starts from.
+    /// The initial contents.
     pub strategy: Strategy,
-    /// Never null on the wire: the worker would crash over it later.
+    /// Properties. Never null on the wire, because null would crash the worker later.
     pub properties: BTreeMap<String, String>,
-    /// Whether ids in it are those of the host.
+    /// Whether ids in the volume are those of the host.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub privileged: bool,
-    /// User and group of every file in it. Older workers ignore this.
+    /// User and group of every file. Older workers ignore this.
     #[serde(flatten, serialize_with = "owner")]
     pub owner: Option<(u32, u32)>,
 }
@@ -95,17 +95,18 @@ impl VolumeRequest {
     }
 }
 
-/// A volume as a worker describes it.
+/// A volume as reported by a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct Volume {
-    /// Its name. Not a [`Handle`]: others may have made it.
+    /// The handle. It may not be a valid [`Handle`], because other clients may have created the
+    /// volume.
     pub handle: String,
     /// The directory on the worker's host.
     pub path: String,
-    /// What it was marked with.
+    /// The properties.
     #[serde(default, deserialize_with = "null_is_empty")]
     pub properties: BTreeMap<String, String>,
-    /// Whether ids in it are those of the host.
+    /// Whether ids in the volume are those of the host.
     #[serde(default)]
     pub privileged: bool,
 }
@@ -114,43 +115,44 @@ fn null_is_empty<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
-/// How an archive goes into a volume.
+/// Options for unpacking an archive into a volume.
 #[derive(Clone, Debug)]
 pub struct StreamIn {
-    /// The directory inside the volume to unpack into, made when missing. Empty: the volume itself.
+    /// The directory inside the volume, created if missing. Empty: the whole volume.
     pub path: String,
-    /// How the archive is encoded.
+    /// The encoding of the archive.
     pub encoding: Encoding,
-    /// The most MiB it may have as encoded. Zero: any number.
+    /// Limit of the encoded archive, in MiB. Zero: no limit.
     pub limit_mib: f64,
 }
 
 impl StreamIn {
-    /// Into the whole volume, without limit.
+    /// Unpacks into the whole volume, without a limit.
     pub fn new(encoding: Encoding) -> Self {
         Self { path: String::new(), encoding, limit_mib: 0.0 }
     }
 
     pub(super) fn query(&self) -> Result<String, Error> {
-        // The worker deletes each `..` from the path, also within a name: the archive would land somewhere else.
+        // The worker deletes each `..` from the path, also inside a name, so the archive would
+        // arrive elsewhere.
         if self.path.contains("..") || self.path.contains('\0') {
-            return Err(Error::Invalid("a path to stream into must not contain `..`"));
+            return Err(Error::Invalid("the path of an archive must not contain `..`"));
         }
         if !self.limit_mib.is_finite() || self.limit_mib < 0.0 {
-            return Err(Error::Invalid("a limit is a number and not negative"));
+            return Err(Error::Invalid("a limit must be a number and not negative"));
         }
         Ok(format!("path={}&limit={:.6}", escape(path_or_root(&self.path)), self.limit_mib))
     }
 }
 
-/// Where other workers reach a worker.
+/// The address at which other workers reach a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct P2pUrl(String);
 
 impl P2pUrl {
-    /// Reads what a worker says, and adds the brackets it forgets around IPv6 addresses.
+    /// Parses the answer of a worker, and adds the missing brackets of an IPv6 address.
     pub fn parse(text: &str) -> Result<Self, Error> {
-        let bad = || Error::Protocol(format!("{text:?} is no address of a worker"));
+        let bad = || Error::Protocol(format!("{text:?} is not the address of a worker"));
         let rest = text.trim().strip_prefix("http://").ok_or_else(bad)?.trim_end_matches('/');
         let (host, port) = rest.rsplit_once(':').ok_or_else(bad)?;
         let port: u16 = port.parse().map_err(|_| bad())?;
@@ -167,12 +169,12 @@ impl P2pUrl {
         Ok(Self(format!("http://{host}:{port}")))
     }
 
-    /// The address itself.
+    /// The address as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// Where an archive for volume `handle` of that worker is to be sent.
+    /// The URL for an archive for volume `handle` of that worker.
     pub fn stream_in(&self, handle: &Handle, how: &StreamIn) -> Result<String, Error> {
         Ok(format!("{}/volumes/{handle}/stream-in?{}", self.0, how.query()?))
     }
@@ -187,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_stand_on_the_wire_as_workers_read_them() {
+    fn volume_requests_have_expected_json() {
         let wire = |request: &VolumeRequest| serde_json::to_value(request).unwrap();
         let handle = Handle::new("v").unwrap();
         let mut request = VolumeRequest::new(handle.clone(), Strategy::Empty);
@@ -209,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_that_are_null_are_none() {
+    fn null_properties_parse_as_empty() {
         let json = r#"{"handle":"v","path":"/p","properties":null,"privileged":true,"uid":1}"#;
         let volume: Volume = serde_json::from_str(json).unwrap();
         assert!(volume.properties.is_empty() && volume.privileged);

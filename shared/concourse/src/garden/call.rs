@@ -1,4 +1,4 @@
-//! HTTP/1.1 as a Garden server speaks it: ordinary exchanges, and those after whose answer the connection is a raw stream.
+//! HTTP/1.1 with a Garden server: ordinary requests, and requests that hijack the connection.
 
 use std::io;
 use std::time::Duration;
@@ -12,32 +12,34 @@ use tokio::net::TcpStream;
 use super::error::Error;
 use crate::exchange::{self, Failure, Payload, encoded};
 
-/// Of an ordinary answer. The largest are lists of containers and their metrics.
+/// Limit of the body of an ordinary response, in bytes. The largest are lists of containers and
+/// their metrics.
 const MOST_BODY: u64 = 32 << 20;
-/// Of an error's answer where a stream was expected.
+/// Limit of the body of an error response, in bytes, for a request that hijacks the connection.
 const MOST_ERROR: usize = 1 << 20;
 const MOST_HEAD: usize = 64 << 10;
-/// What a call sends is small.
+/// Size of the kernel's send buffer, in bytes. Requests are small.
 const SEND_BUFFER: usize = 128 << 10;
 
-/// `/` before each of `parts`. An empty one would name another route.
+/// Joins `parts` into a path. An empty part would name another route, and is rejected.
 pub(super) fn path(parts: &[&str]) -> Result<String, Error> {
     if parts.contains(&"") {
-        return Err(Error::Refused("an empty name in a path"));
+        return Err(Error::Refused("a name must not be empty"));
     }
     Ok(parts.iter().flat_map(|part| ["/".to_owned(), encoded(part)]).collect())
 }
 
-/// A new connection, for a call or a stream.
+/// Opens a connection for a call or a stream.
 pub(super) async fn connect(address: &str, within: Duration) -> Result<TcpStream, Error> {
     let stream = exchange::connect(address, within).await.map_err(Error::unsent)?;
-    // Input that a process does not read shall hold back who writes it, and not lie here by the megabyte.
+    // A process that does not read must block its writer. Without this limit, megabytes of input
+    // would wait in the buffer.
     let bounded = sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER);
     bounded.map_err(|error| Error::unsent(error.into()))?;
     Ok(stream)
 }
 
-/// One ordinary call on a connection of its own. Returns the body of a success.
+/// Makes an ordinary call on a new connection. Returns the body of a success.
 pub(super) async fn call(
     stream: TcpStream,
     address: &str,
@@ -51,7 +53,8 @@ pub(super) async fn call(
         request = request.header(hyper::header::CONTENT_TYPE, "application/json");
     }
     let request = request.body(Payload::Whole(body.cloned().unwrap_or_default()));
-    let request = request.map_err(|_| Error::Refused("this makes no request"))?;
+    let request =
+        request.map_err(|_| Error::Refused("the method, path and headers form no valid request"))?;
     let answer = exchange::send(stream, address, request).await.map_err(failed)?;
     let status = answer.status;
     let body = answer.body.whole(MOST_BODY).await.map_err(failed)?;
@@ -61,14 +64,16 @@ pub(super) async fn call(
 fn failed(failure: Failure) -> Error {
     match failure {
         Failure::Lost(error) | Failure::Source(error) => Error::broken(error),
-        Failure::Nonsense(text) => Error::Protocol(text),
-        Failure::Address => Error::Refused("an address that is no host and port"),
+        Failure::Malformed(text) => Error::Protocol(text),
+        Failure::Address => Error::Refused("the address is not a host and a port"),
     }
 }
 
-/// Sends a request after whose answer the connection is a raw stream, and returns what was read beyond the head of that answer.
+/// Sends a request that hijacks the connection. Returns the bytes that were read after the head of
+/// the response.
 ///
-/// The head claims `Transfer-Encoding: chunked`, which is false for a stream and true for a long error.
+/// The head claims `Transfer-Encoding: chunked`. This is wrong for a stream, and correct for a long
+/// error.
 pub(super) async fn take_over(
     stream: &mut TcpStream,
     address: &str,
@@ -101,7 +106,7 @@ pub(super) async fn take_over(
         return Ok(beyond);
     }
     if (200..300).contains(&head.status) {
-        return Err(Error::Protocol(format!("status {} in place of {expected}", head.status)));
+        return Err(Error::Protocol(format!("status {} instead of {expected}", head.status)));
     }
     let body = error_body(stream, &mut beyond, &head).await?;
     Err(Error::from_answer(head.status, &body))
@@ -120,9 +125,9 @@ fn parse_head(read: &[u8]) -> Result<Option<Head>, Error> {
     let length = match response.parse(read) {
         Ok(httparse::Status::Complete(length)) => length,
         Ok(httparse::Status::Partial) => return Ok(None),
-        Err(error) => return Err(Error::Protocol(format!("no HTTP answer: {error}"))),
+        Err(error) => return Err(Error::Protocol(format!("not an HTTP response: {error}"))),
     };
-    let status = response.code.ok_or_else(|| Error::Protocol("no status".to_owned()))?;
+    let status = response.code.ok_or_else(|| Error::Protocol("the response has no status".to_owned()))?;
     let named = |name: &str| {
         let header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));
         header.and_then(|header| std::str::from_utf8(header.value).ok())
@@ -137,7 +142,9 @@ fn parse_head(read: &[u8]) -> Result<Option<Head>, Error> {
 
 async fn more(stream: &mut TcpStream, read: &mut BytesMut) -> Result<(), Error> {
     match stream.read_buf(read).await {
-        Ok(0) => Err(Error::broken(io::Error::new(io::ErrorKind::UnexpectedEof, "the answer is cut off"))),
+        Ok(0) => {
+            Err(Error::broken(io::Error::new(io::ErrorKind::UnexpectedEof, "the response is truncated")))
+        }
         Ok(_) => Ok(()),
         Err(error) => Err(Error::broken(error)),
     }
@@ -146,7 +153,7 @@ async fn more(stream: &mut TcpStream, read: &mut BytesMut) -> Result<(), Error> 
 async fn error_body(stream: &mut TcpStream, read: &mut BytesMut, head: &Head) -> Result<BytesMut, Error> {
     let too_long = || Error::Protocol(format!("an error of more than {MOST_ERROR} bytes"));
     if !head.chunked {
-        // A Go server gives every short answer a length.
+        // A Go server sends a length with every short response.
         let length = head.content_length.unwrap_or(0);
         if length > MOST_ERROR {
             return Err(too_long());

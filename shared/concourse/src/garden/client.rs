@@ -1,4 +1,4 @@
-//! The calls.
+//! Requests to a Garden server.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,15 +23,16 @@ use crate::exchange::encoded;
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(16);
 
-/// How patient a client is. The defaults are those of Concourse.
+/// Timeouts of a client. The defaults are those of Concourse.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// For a call, with all its attempts; for Run and Attach, until the process's streams are open.
+    /// Timeout of a call with all its attempts. For Run and Attach, until the streams of the
+    /// process are open.
     pub request_timeout: Duration,
-    /// For one attempt at a connection.
+    /// Timeout of one connection attempt.
     pub connect_timeout: Duration,
-    /// How long failed connections are tried anew; zero for one attempt. Only what the worker cannot have got, or what changes nothing, is
-    /// sent again.
+    /// Time for which failed connections are retried. Zero: one attempt. A request is repeated only
+    /// if the worker cannot have received it, or if it changes nothing.
     pub retry_for: Duration,
 }
 
@@ -42,7 +43,7 @@ impl Default for Settings {
     }
 }
 
-/// Of one worker's Garden server. Holds no connection.
+/// A client of one worker's Garden server. Has no open connection.
 #[derive(Clone, Debug)]
 pub struct Client {
     address: String,
@@ -82,23 +83,25 @@ struct MetricsEntry {
     error: Option<ErrorBody>,
 }
 
-/// Most bytes of the name of a container or process that every kind of worker takes.
+/// Longest name of a container or process, in bytes, that every kind of worker accepts.
 const LONGEST_NAME: usize = 76;
-/// Most bytes of the name of a property that every kind of worker takes. Its value has no such limit.
+/// Longest name of a property, in bytes, that every kind of worker accepts. The value has no such
+/// limit.
 const LONGEST_KEY: usize = 2048;
 
-/// A name that every kind of worker takes: letters and digits, with single `-`, `_` or `.` between.
+/// Checks that every kind of worker accepts a name: letters and digits, with single `-`, `_` or `.`
+/// between them.
 fn named(name: &str) -> Result<(), Error> {
     let plain = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_alphanumeric());
     if name.len() > LONGEST_NAME || !name.split(['-', '_', '.']).all(plain) {
-        return Err(Error::Refused("a name that not every kind of worker takes"));
+        return Err(Error::Refused("some kinds of workers do not accept this name"));
     }
     Ok(())
 }
 
 fn key(name: &str) -> Result<(), Error> {
     if name.len() > LONGEST_KEY {
-        return Err(Error::Refused("the name of a property is too long for some kinds of workers"));
+        return Err(Error::Refused("some kinds of workers do not accept a property name of this length"));
     }
     Ok(())
 }
@@ -109,24 +112,26 @@ fn body(value: &impl serde::Serialize) -> Result<Option<Bytes>, Error> {
 }
 
 impl Client {
-    /// Of the server at `address`, a host and a port.
+    /// Creates a client of the server at `address`, a host and a port.
     pub fn new(address: impl Into<String>, settings: Settings) -> Self {
         Self { address: address.into(), settings }
     }
 
-    /// Whether the server, and on a containerd worker the daemon behind it, answers.
+    /// Checks that the server answers, and on a containerd worker the daemon behind it.
     pub async fn ping(&self) -> Result<(), Error> {
-        self.done(Method::GET, "/ping".to_owned(), None).await
+        self.execute(Method::GET, "/ping".to_owned(), None).await
     }
 
-    /// What the worker has.
+    /// Returns the capacity of the worker.
     pub async fn capacity(&self) -> Result<Capacity, Error> {
         self.read(Method::GET, "/capacity".to_owned(), None).await
     }
 
-    /// Handles of the containers that have `properties`, in no order. The surest way to learn whether a container exists.
+    /// Lists the handles of the containers that have `properties`, unordered. This is the most
+    /// reliable check whether a container exists.
     ///
-    /// A containerd worker lists those that have *any* of them, and refuses an empty value.
+    /// A containerd worker lists containers with *any* of the properties, and rejects an empty
+    /// value.
     pub async fn list(&self, properties: &BTreeMap<String, String>) -> Result<Vec<String>, Error> {
         let filter = properties.iter().map(|(key, value)| format!("{}={}", encoded(key), encoded(value)));
         let filter = filter.collect::<Vec<_>>().join("&");
@@ -135,9 +140,10 @@ impl Client {
         Ok(self.read::<Handles>(Method::GET, target, None).await?.handles)
     }
 
-    /// Creates a container, and returns its handle. One that failed may exist all the same: destroy it.
+    /// Creates a container, and returns its handle. After an error the container may exist, so the
+    /// caller must destroy it.
     ///
-    /// Names of it and of its properties that some kind of worker does not take are refused, and nothing is sent.
+    /// Names that some kind of worker does not accept are rejected, and nothing is sent.
     pub async fn create(&self, spec: &ContainerSpec) -> Result<String, Error> {
         if !spec.handle.is_empty() {
             named(&spec.handle)?;
@@ -147,12 +153,12 @@ impl Client {
         Ok(created.handle)
     }
 
-    /// What is known of a container.
+    /// Returns information about a container.
     pub async fn info(&self, handle: &str) -> Result<ContainerInfo, Error> {
         self.read(Method::GET, call::path(&["containers", handle, "info"])?, None).await
     }
 
-    /// What is known of each of `handles`.
+    /// Returns information about each of `handles`.
     pub async fn bulk_info(
         &self,
         handles: &[&str],
@@ -162,7 +168,7 @@ impl Client {
         Ok(entries.into_iter().map(|(handle, info)| (handle, entry(info))).collect())
     }
 
-    /// What each of `handles` uses.
+    /// Returns the resource usage of each of `handles`.
     pub async fn bulk_metrics(
         &self,
         handles: &[&str],
@@ -173,7 +179,7 @@ impl Client {
         Ok(entries.into_iter().map(|(handle, metrics)| (handle, entry(metrics))).collect())
     }
 
-    /// Asks about `handles`. The server hangs up when asked about none.
+    /// Makes a bulk request. The server closes the connection if the list is empty.
     async fn bulk<T: DeserializeOwned>(
         &self,
         what: &str,
@@ -183,41 +189,45 @@ impl Client {
             return Ok(BTreeMap::new());
         }
         if handles.iter().any(|handle| handle.is_empty() || handle.contains(',')) {
-            return Err(Error::Refused("a handle that a list of handles cannot hold"));
+            return Err(Error::Refused("a handle in a list must not be empty or contain a comma"));
         }
         let target = format!("/containers/{what}?handles={}", encoded(&handles.join(",")));
         self.read(Method::GET, target, None).await
     }
 
-    /// Ends a container's processes, and removes it. While this is under way another attempt fails with [`Error::BeingDestroyed`].
+    /// Kills the processes of a container, and removes it. Meanwhile another attempt fails with
+    /// [`Error::BeingDestroyed`].
     pub async fn destroy(&self, handle: &str) -> Result<(), Error> {
-        self.done(Method::DELETE, call::path(&["containers", handle])?, None).await
+        self.execute(Method::DELETE, call::path(&["containers", handle])?, None).await
     }
 
-    /// Ends what was run in a container: with SIGTERM and after 10 s SIGKILL, or with SIGKILL at once. Returns when they are gone, or fails with
-    /// [`Error::DoesNotEnd`] when they are not after 10 s more.
+    /// Stops the processes of a container, with SIGTERM and after 10 s SIGKILL, or with SIGKILL at
+    /// once. Returns when all have ended. Fails with [`Error::DoesNotEnd`] if some still run 10 s
+    /// later.
     pub async fn stop(&self, handle: &str, kill: bool) -> Result<(), Error> {
         let kill = body(&serde_json::json!({ "kill": kill }))?;
-        self.done(Method::PUT, call::path(&["containers", handle, "stop"])?, kill).await
+        self.execute(Method::PUT, call::path(&["containers", handle, "stop"])?, kill).await
     }
 
-    /// Destroys the container after `grace` without a call that names it. Zero would destroy it at once, and is refused.
+    /// Sets the time without a call that names the container, after which the server destroys it.
+    /// Zero would destroy it at once, and is rejected.
     pub async fn set_grace_time(&self, handle: &str, grace: Duration) -> Result<(), Error> {
         if grace.is_zero() {
-            return Err(Error::Refused("no grace at all destroys the container"));
+            return Err(Error::Refused("a grace time of zero would destroy the container"));
         }
         let grace = i64::try_from(grace.as_nanos()).unwrap_or(i64::MAX);
-        self.done(Method::PUT, call::path(&["containers", handle, "grace_time"])?, body(&grace)?).await
+        self.execute(Method::PUT, call::path(&["containers", handle, "grace_time"])?, body(&grace)?).await
     }
 
-    /// All properties of a container, and some of the server's own. A guardian worker has none for a container that does not exist.
+    /// Returns all properties of a container, including some of the server. A guardian worker
+    /// returns none for a container that does not exist.
     pub async fn properties(&self, handle: &str) -> Result<BTreeMap<String, String>, Error> {
         let target = call::path(&["containers", handle, "properties"])?;
         let properties: Option<_> = self.read(Method::GET, target, None).await?;
         Ok(properties.unwrap_or_default())
     }
 
-    /// A property of a container, if it has it. A containerd worker has none with an empty value.
+    /// Returns a property of a container, if it exists. A containerd worker stores no empty values.
     pub async fn property(&self, handle: &str, key: &str) -> Result<Option<String>, Error> {
         let target = call::path(&["containers", handle, "properties", key])?;
         match self.read::<Value>(Method::GET, target, None).await {
@@ -232,41 +242,42 @@ impl Client {
         }
     }
 
-    /// Sets a property of a container. A name that is too long for some kind of worker is refused.
+    /// Sets a property of a container. A name that is too long for some kind of worker is rejected.
     pub async fn set_property(&self, handle: &str, name: &str, value: &str) -> Result<(), Error> {
         key(name)?;
         let target = call::path(&["containers", handle, "properties", name])?;
-        self.done(Method::PUT, target, body(&serde_json::json!({ "value": value }))?).await
+        self.execute(Method::PUT, target, body(&serde_json::json!({ "value": value }))?).await
     }
 
-    /// Removes a property of a container. Containerd workers do not implement it.
+    /// Removes a property of a container. Containerd workers do not implement this.
     pub async fn remove_property(&self, handle: &str, key: &str) -> Result<(), Error> {
-        self.done(Method::DELETE, call::path(&["containers", handle, "properties", key])?, None).await
+        self.execute(Method::DELETE, call::path(&["containers", handle, "properties", key])?, None).await
     }
 
-    /// Limits of a container.
+    /// Returns the bandwidth limits of a container.
     pub async fn bandwidth_limits(&self, handle: &str) -> Result<BandwidthLimits, Error> {
         self.read(Method::GET, call::path(&["containers", handle, "limits", "bandwidth"])?, None).await
     }
 
-    /// Limits of a container.
+    /// Returns the CPU limits of a container.
     pub async fn cpu_limits(&self, handle: &str) -> Result<CpuLimits, Error> {
         self.read(Method::GET, call::path(&["containers", handle, "limits", "cpu"])?, None).await
     }
 
-    /// Limits of a container.
+    /// Returns the disk limits of a container.
     pub async fn disk_limits(&self, handle: &str) -> Result<DiskLimits, Error> {
         self.read(Method::GET, call::path(&["containers", handle, "limits", "disk"])?, None).await
     }
 
-    /// Limits of a container.
+    /// Returns the memory limits of a container.
     pub async fn memory_limits(&self, handle: &str) -> Result<MemoryLimits, Error> {
         self.read(Method::GET, call::path(&["containers", handle, "limits", "memory"])?, None).await
     }
 
-    /// Runs a process. After an error of a connection that had been used it may run all the same: attach to its id.
+    /// Runs a process. If a used connection failed, the process may run: the caller should attach
+    /// to its id.
     ///
-    /// An id that some kind of worker does not take is refused, and nothing is sent.
+    /// An id that some kind of worker does not accept is rejected, and nothing is sent.
     pub async fn run(&self, handle: &str, spec: &ProcessSpec) -> Result<Process, Error> {
         if !spec.id.is_empty() {
             named(&spec.id)?;
@@ -275,10 +286,11 @@ impl Client {
         self.process(handle, Method::POST, target, body(spec)?, StatusCode::CREATED).await
     }
 
-    /// Attaches to a process. What was written while nobody was attached may be gone.
+    /// Attaches to a process. Output that was written without an attachment may be lost.
     ///
-    /// A success proves nothing on a containerd worker: once any process of the container has ended, it answers with the exit of the last
-    /// that did, whatever was asked for. Between an end and that it fails with [`Error::EndedUnreaped`].
+    /// On a containerd worker a success proves nothing. Once any process of the container has
+    /// ended, the worker answers every attach with the exit of the process that ended last. Between
+    /// the end of a process and its reaping, the call fails with [`Error::EndedUnreaped`].
     pub async fn attach(&self, handle: &str, process: &str) -> Result<Process, Error> {
         let target = call::path(&["containers", handle, "processes", process])?;
         self.process(handle, Method::GET, target, None, StatusCode::OK).await
@@ -306,7 +318,7 @@ impl Client {
         .await
     }
 
-    /// Both streams of what a process writes, at once: a server that is full drops what is newest.
+    /// Opens both output streams at once, because a server with a full buffer drops new output.
     async fn output_streams(
         &self,
         handle: &str,
@@ -317,7 +329,7 @@ impl Client {
         let open = async |name| {
             let target =
                 call::path(&["containers", handle, "processes", &process, "attaches", &stream, name])?;
-            // The process is there already, so nothing that fails from here on is as if it had not been sent.
+            // The process exists already, so a later error must not count as unsent.
             let mut stream = self.connect(until).await.map_err(|error| match error {
                 Error::Connection { source, .. } => Error::broken(source),
                 other => other,
@@ -342,7 +354,7 @@ impl Client {
         }
     }
 
-    async fn done(&self, method: Method, target: String, body: Option<Bytes>) -> Result<(), Error> {
+    async fn execute(&self, method: Method, target: String, body: Option<Bytes>) -> Result<(), Error> {
         self.read::<IgnoredAny>(method, target, body).await.map(|_| ())
     }
 
@@ -396,7 +408,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_and_maps_that_are_null_are_empty() {
+    fn null_lists_and_maps_parse_as_empty() {
         let handles: Handles = serde_json::from_str(r#"{"Handles":null}"#).unwrap();
         assert!(handles.handles.is_empty());
         let json =

@@ -1,77 +1,80 @@
-//! How a call fails, told apart by what a caller may do about it.
+//! Errors of calls to a Garden server, grouped by what the caller can do.
 
 use std::io;
 
 use serde::Deserialize;
 
-/// Why a call failed.
+/// Error of a call.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no such container. A guardian worker never says so: it acts on any name.
-    #[error("no such container: {0}")]
+    /// The container does not exist. A guardian worker never reports this, because it accepts any
+    /// name.
+    #[error("the container does not exist: {0}")]
     ContainerNotFound(String),
-    /// There is no such process, or it has ended and was forgotten.
-    #[error("no such process: {0}")]
+    /// The process does not exist, or it has ended and was forgotten.
+    #[error("the process does not exist: {0}")]
     ProcessNotFound(String),
-    /// The process has ended, and the worker has not learned how yet. It may never: ask again, and not for ever.
-    #[error("it has ended, and the worker does not know how: {0}")]
+    /// The process has ended, but the worker has not reaped it yet. It may never do so: the caller
+    /// should retry for a limited time.
+    #[error("the process has ended, and the worker has no exit of it yet: {0}")]
     EndedUnreaped(String),
-    /// What was to be stopped does not end, not even by SIGKILL. It may later.
-    #[error("it does not end: {0}")]
+    /// The processes do not end, not even by SIGKILL. They may end later.
+    #[error("the processes do not end: {0}")]
     DoesNotEnd(String),
-    /// The container has no such program, or not where it should start.
-    #[error("no such program: {0}")]
+    /// The program or its working directory does not exist in the container.
+    #[error("the program does not exist: {0}")]
     ExecutableNotFound(String),
-    /// A container or process of that name exists.
-    #[error("exists already: {0}")]
+    /// A container or process of that name already exists.
+    #[error("the name is in use: {0}")]
     Exists(String),
-    /// Someone is destroying the container: wait until it is gone from the list.
+    /// The container is being destroyed. The caller should wait until it is no longer listed.
     #[error("{0}")]
     BeingDestroyed(String),
-    /// The worker has as many containers as it takes.
+    /// The worker has reached its number of containers.
     #[error("{0}")]
     Full(String),
-    /// Not by this kind of worker.
-    #[error("the worker does not implement it")]
+    /// This kind of worker does not implement the call.
+    #[error("the worker does not implement the call")]
     NotImplemented,
-    /// The worker asks to try later.
-    #[error("the worker is not available: {0}")]
+    /// The worker is temporarily unavailable.
+    #[error("the worker is unavailable: {0}")]
     ServiceUnavailable(String),
-    /// The worker is broken for good.
-    #[error("the worker is broken: {0}")]
+    /// The worker has failed permanently.
+    #[error("the worker has failed permanently: {0}")]
     Unrecoverable(String),
-    /// The worker refused, in its own words.
+    /// The worker rejected the call with its own message.
     #[error("the worker answered {status}: {message}")]
     Other {
         /// The HTTP status.
         status: u16,
-        /// The words.
+        /// The message.
         message: String,
     },
     /// The connection failed.
     #[error("the connection to the worker failed")]
     Connection {
-        /// Whether the worker may have got the request, and may be acting on it.
+        /// Whether the worker may have received the request, and may be executing it.
         sent: bool,
-        /// How.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// What came back is not what such a server sends.
-    #[error("not what a Garden server answers: {0}")]
+    /// The response does not follow the protocol of Garden.
+    #[error("the response is not valid for a Garden server: {0}")]
     Protocol(String),
-    /// The call was not made, since it would not do what it says.
-    #[error("refused: {0}")]
+    /// The call was not made, because its arguments are invalid.
+    #[error("invalid argument: {0}")]
     Refused(&'static str),
 }
 
 impl Error {
-    /// Whether the worker cannot have got the request, so that any call may be made again.
+    /// Whether the worker cannot have received the request, so that any call may be repeated.
     pub fn is_safe_to_repeat(&self) -> bool {
         matches!(self, Self::Connection { sent: false, .. })
     }
 
-    /// Whether the worker itself said that it did not do it. What it is said to have tried may have left something.
+    /// Whether the worker itself reported the failure. A failed attempt may have left something
+    /// behind.
     pub fn is_answer(&self) -> bool {
         !matches!(self, Self::Connection { .. } | Self::Protocol(_) | Self::Refused(_))
     }
@@ -85,21 +88,21 @@ impl Error {
     }
 
     pub(super) fn timed_out(sent: bool) -> Self {
-        let source = io::Error::new(io::ErrorKind::TimedOut, "the worker did not answer in time");
+        let source = io::Error::new(io::ErrorKind::TimedOut, "timeout while waiting for the worker");
         Self::Connection { sent, source }
     }
 
-    /// Of an answer with a status that is no success.
+    /// Maps a response with an error status.
     pub(super) fn from_answer(status: u16, body: &[u8]) -> Self {
         match serde_json::from_slice::<ErrorBody>(body) {
             Ok(error) => error.into_error(status),
-            // The router's own answers are text.
+            // The HTTP router answers with plain text.
             Err(_) => Self::Other { status, message: String::from_utf8_lossy(body).trim().to_owned() },
         }
     }
 }
 
-/// An error as it stands on the wire, in answers and in bulk answers.
+/// An error on the wire, in responses and in bulk responses.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub(super) struct ErrorBody {
@@ -119,13 +122,14 @@ impl ErrorBody {
             "ExecutableNotFoundError" => Error::ExecutableNotFound(self.message),
             "ServiceUnavailableError" => Error::ServiceUnavailable(self.message),
             "UnrecoverableError" => Error::Unrecoverable(self.message),
-            _ => from_words(status, self.message),
+            _ => from_message(status, self.message),
         }
     }
 }
 
-/// Workers that run containerd give most errors no type; their words have not changed in years.
-fn from_words(status: u16, message: String) -> Error {
+/// Maps the message of an error without a type. Containerd workers send no type for most errors.
+/// Their messages have been stable for years.
+fn from_message(status: u16, message: String) -> Error {
     let has = |words: &str| message.contains(words);
     let ends = |words: &str| message.ends_with(words);
     if message == "not implemented" {
@@ -167,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn words_of_workers_without_types_are_recognized() {
+    fn untyped_error_messages_are_recognized() {
         let missing = of("get container: container \"c-42\" in namespace \"concourse\": not found");
         assert!(matches!(missing, Error::ContainerNotFound(_)), "{missing:?}");
         let missing = of("load proc: no running process found: process does not exist p9: not found");
@@ -191,12 +195,12 @@ mod tests {
         assert!(matches!(of("not implemented"), Error::NotImplemented));
         assert!(matches!(of("max containers reached"), Error::Full(_)));
         assert!(matches!(of("container already being destroyed"), Error::BeingDestroyed(_)));
-        // A property that is not found is no container that is not found.
+        // A missing property is not a missing container.
         assert!(matches!(of("not found: user"), Error::Other { status: 500, .. }));
     }
 
     #[test]
-    fn an_answer_that_is_no_json_is_told_in_its_words() {
+    fn plain_text_error_keeps_its_message() {
         let Error::Other { status: 405, message } = Error::from_answer(405, b"Method Not Allowed\n") else {
             panic!("not told")
         };

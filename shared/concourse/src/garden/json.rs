@@ -1,4 +1,4 @@
-//! JSON values one after another on a connection, however it is cut into segments.
+//! A stream of consecutive JSON values on a connection, independent of its segments.
 
 use std::io;
 
@@ -6,36 +6,36 @@ use bytes::BytesMut;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// More than any message that a server sends.
+/// Limit of one value, in bytes. Servers send smaller messages.
 const MOST: usize = 1 << 20;
 
-/// Why there is no next value.
+/// The reason why there is no next value.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NextError {
-    /// Between two values, or in the middle of one: a peer that goes away stops anywhere.
+    /// The connection ended between two values, or inside one: a peer can stop anywhere.
     #[error("the connection ended")]
     Ended,
     #[error("the connection broke")]
     Broken(#[source] io::Error),
-    #[error("not a message: {0}")]
+    #[error("invalid message: {0}")]
     Malformed(String),
 }
 
-/// What was read and not yet understood.
+/// Bytes that were read and not yet parsed.
 #[derive(Debug)]
 pub(super) struct Values {
     buffer: BytesMut,
 }
 
 impl Values {
-    /// Starts with what was read beyond the head of the answer.
+    /// Starts with the bytes that were read after the head of the response.
     pub(super) fn new(beyond: BytesMut) -> Self {
         Self { buffer: beyond }
     }
 
-    /// The next value.
+    /// Returns the next value.
     ///
-    /// Cancel safe: what was read stays in the buffer.
+    /// Cancel safe: unparsed bytes stay in the buffer.
     pub(super) async fn next<T: DeserializeOwned>(
         &mut self,
         from: &mut (impl AsyncRead + Unpin),
@@ -55,7 +55,7 @@ impl Values {
         }
     }
 
-    /// A value that is complete, if there is one.
+    /// Returns a complete value from the buffer, if there is one.
     fn take<T: DeserializeOwned>(&mut self) -> Result<Option<T>, NextError> {
         let mut values = serde_json::Deserializer::from_slice(&self.buffer).into_iter::<T>();
         let (value, taken) = match values.next() {
@@ -79,7 +79,7 @@ mod tests {
         b"{\"process_id\":\"p\\u00e9\xc3\xa9\",\"stream_id\":\"1\"}{\"exit_status\":0} \n\t{}";
 
     #[tokio::test]
-    async fn values_are_whole_wherever_they_are_cut() {
+    async fn values_parse_across_segment_boundaries() {
         let expected = vec![
             json!({"process_id": "p\u{e9}\u{e9}", "stream_id": "1"}),
             json!({"exit_status": 0}),
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_end_within_a_value_is_an_end_and_rubbish_is_not() {
+    async fn truncated_value_is_end_and_garbage_malformed() {
         let mut half = &b"{\"exit_sta"[..];
         assert!(matches!(Values::new(BytesMut::new()).next::<Value>(&mut half).await, Err(NextError::Ended)));
         let mut rubbish = &b"1f\r\n{}"[..];
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_without_end_is_given_up() {
+    async fn overlong_message_is_rejected() {
         let mut endless = b"\"".chain(tokio::io::repeat(b'a'));
         let error = Values::new(BytesMut::new()).next::<Value>(&mut endless).await.unwrap_err();
         assert!(matches!(error, NextError::Malformed(_)), "{error:?}");

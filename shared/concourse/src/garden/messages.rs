@@ -1,12 +1,13 @@
-//! Bodies of requests and answers, named as they stand on the wire.
+//! Bodies of Garden requests and responses, named as on the wire.
 //!
-//! A Go server writes `null` for a list or map that it does not have, and leaves zeros out; both read as empty here.
+//! A Go server writes `null` for a missing list or map, and omits zeros. Both are parsed as empty
+//! values.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// `null` reads as the empty value.
+/// Parses `null` as the empty value.
 pub(super) fn nullable<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where
     D: Deserializer<'de>,
@@ -22,38 +23,41 @@ fn is_zero<T: Default + PartialEq>(value: &T) -> bool {
 /// A container to create.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ContainerSpec {
-    /// Names the container, and its host. A containerd worker insists on one: letters and digits, with single `-`, `_` or `.` between.
+    /// The handle, which is also the hostname. Required by containerd workers: letters and digits,
+    /// with single `-`, `_` or `.` between them.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub handle: String,
-    /// Nanoseconds without a call until the server destroys it; 0 is never. Only guardian heeds it.
+    /// Time without a call, in nanoseconds, after which the server destroys the container. 0:
+    /// never. Only guardian implements this.
     #[serde(skip_serializing_if = "is_zero")]
     pub grace_time: u64,
-    /// `raw://` and an absolute path.
+    /// The root directory: `raw://` and an absolute path.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub rootfs: String,
     /// An alternative to `rootfs` that Concourse does not use.
     pub image: Image,
-    /// Directories of the host to show inside.
+    /// Directories of the host to mount in the container.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bind_mounts: Vec<BindMount>,
-    /// A network to ask for, as a CIDR.
+    /// The requested network, as a CIDR.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub network: String,
-    /// A containerd worker loses those with an empty value.
+    /// Properties. A containerd worker drops those with an empty value.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub properties: BTreeMap<String, String>,
-    /// `NAME=value` for every process.
+    /// Environment of every process, as `NAME=value`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub env: Vec<String>,
-    /// Whether its root is root of the host.
+    /// Whether root of the container is root of the host.
     #[serde(skip_serializing_if = "is_zero")]
     pub privileged: bool,
-    /// What it may use.
+    /// Resource limits.
     pub limits: Limits,
-    /// None at all means no network on a containerd worker; any means that there is one.
+    /// Rules for outgoing connections. On a containerd worker, a container without rules has no
+    /// network.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub netout_rules: Vec<NetOutRule>,
-    /// Ports of the host that lead inside.
+    /// Ports of the host that are forwarded to the container.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub netin: Vec<NetIn>,
 }
@@ -61,44 +65,44 @@ pub struct ContainerSpec {
 /// An image to fetch, for a container or a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Image {
-    /// Where from.
+    /// The URI of the image.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub uri: String,
-    /// As whom.
+    /// The user name for the registry.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub username: String,
-    /// With which password.
+    /// The password for the registry.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub password: String,
 }
 
-/// A directory of the host that is seen inside.
+/// A directory of the host that is mounted in a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct BindMount {
-    /// On the host.
+    /// The path on the host.
     pub src_path: String,
-    /// Inside.
+    /// The path in the container.
     pub dst_path: String,
-    /// 0 is read-only, 1 is read-write.
+    /// 0: read-only. 1: read-write.
     #[serde(skip_serializing_if = "is_zero")]
     pub mode: u8,
-    /// 0 is the host. A containerd worker refuses anything else.
+    /// 0: the path is on the host. A containerd worker rejects other values.
     #[serde(skip_serializing_if = "is_zero")]
     pub origin: u8,
 }
 
-/// What a container may use; 0 is no limit.
+/// Resource limits of a container. 0: no limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Limits {
-    /// Of the network.
+    /// Network limits.
     pub bandwidth_limits: BandwidthLimits,
-    /// Of processors.
+    /// CPU limits.
     pub cpu_limits: CpuLimits,
-    /// Of its root file system.
+    /// Disk limits of the root file system.
     pub disk_limits: DiskLimits,
-    /// Of memory.
+    /// Memory limits.
     pub memory_limits: MemoryLimits,
-    /// Of processes.
+    /// Process limits.
     pub pid_limits: PidLimits,
 }
 
@@ -114,100 +118,101 @@ macro_rules! numbers {
 }
 
 numbers! {
-    /// Bytes per second.
+    /// Network limits, in bytes per second.
     BandwidthLimits {
-        /// Sustained.
+        /// Sustained rate.
         rate: u64,
-        /// At most.
+        /// Peak rate.
         burst: u64,
     }
-    /// Shares of processors.
+    /// CPU limits, in shares.
     CpuLimits {
-        /// Wins over `limit_in_shares` when given.
+        /// CPU weight. Overrides `limit_in_shares`.
         weight: u64,
         /// Shares of the cgroup.
         limit_in_shares: u64,
     }
-    /// Inodes and bytes.
+    /// Disk limits, in inodes and bytes.
     DiskLimits {
-        /// Inodes, soft.
+        /// Soft limit of inodes.
         inode_soft: u64,
-        /// Inodes, hard.
+        /// Hard limit of inodes.
         inode_hard: u64,
-        /// Bytes, soft.
+        /// Soft limit, in bytes.
         byte_soft: u64,
-        /// Bytes, hard.
+        /// Hard limit, in bytes.
         byte_hard: u64,
-        /// 0 counts the image, 1 does not.
+        /// 0: the image counts. 1: the image does not count.
         scope: u8,
     }
-    /// Memory.
+    /// Memory limits.
     MemoryLimits {
-        /// Bytes.
+        /// Limit, in bytes.
         limit_in_bytes: u64,
     }
-    /// Processes.
+    /// Process limits.
     PidLimits {
-        /// At most as many.
+        /// Maximum number of processes.
         max: u64,
     }
-    /// What a worker has. Only guardian knows: containerd does not implement it, houdini answers zeros.
+    /// The capacity of a worker. Only guardian reports it: containerd does not implement the call,
+    /// and houdini reports zeros.
     Capacity {
-        /// Memory.
+        /// Memory, in bytes.
         memory_in_bytes: u64,
-        /// Disk.
+        /// Disk space, in bytes.
         disk_in_bytes: u64,
-        /// Disk that may be promised.
+        /// Disk space that can be promised to containers, in bytes.
         schedulable_disk_in_bytes: u64,
-        /// Containers.
+        /// Maximum number of containers.
         max_containers: u64,
     }
 }
 
-/// A port of the host that leads inside.
+/// A port of the host that is forwarded to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct NetIn {
-    /// Of the host; 0 lets the server choose.
+    /// The port of the host. 0: the server chooses one.
     pub host_port: u32,
-    /// Of the container; 0 is the same.
+    /// The port of the container. 0: the same as that of the host.
     pub container_port: u32,
 }
 
-/// Where a container may connect to.
+/// A rule for outgoing connections of a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct NetOutRule {
-    /// 0 all, 1 TCP, 2 UDP, 3 ICMP, 4 ICMPv6.
+    /// 0: all protocols, 1: TCP, 2: UDP, 3: ICMP, 4: ICMPv6.
     #[serde(skip_serializing_if = "is_zero")]
     pub protocol: u8,
-    /// Addresses.
+    /// Permitted address ranges.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub networks: Vec<IpRange>,
-    /// Ports.
+    /// Permitted port ranges.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ports: Vec<PortRange>,
-    /// Whether it is logged.
+    /// Whether connections are logged.
     #[serde(skip_serializing_if = "is_zero")]
     pub log: bool,
 }
 
-/// Addresses from the first to the last.
+/// An inclusive range of addresses.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct IpRange {
-    /// The first.
+    /// The first address.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub start: String,
-    /// The last.
+    /// The last address.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub end: String,
 }
 
-/// Ports from the first to the last.
+/// An inclusive range of ports.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PortRange {
-    /// The first.
+    /// The first port.
     #[serde(skip_serializing_if = "is_zero")]
     pub start: u16,
-    /// The last.
+    /// The last port.
     #[serde(skip_serializing_if = "is_zero")]
     pub end: u16,
 }
@@ -215,51 +220,51 @@ pub struct PortRange {
 /// A process to run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ProcessSpec {
-    /// What to attach by. The server makes one up for an empty one.
+    /// The id for attachments. If empty, the server chooses one.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub id: String,
-    /// The program, looked for in the container's `PATH` unless it has a slash.
+    /// The program. Without a slash, the server looks it up in the container's `PATH`.
     pub path: String,
-    /// Without the program's name.
+    /// The arguments, without the name of the program.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub args: Vec<String>,
-    /// `NAME=value`, after the container's.
+    /// Environment as `NAME=value`, in addition to that of the container.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub env: Vec<String>,
-    /// Where it starts; made if missing.
+    /// The working directory, created if missing.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub dir: String,
-    /// A name, `uid`, or `uid:gid`.
+    /// The user: a name, `uid`, or `uid:gid`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub user: String,
-    /// Ignored by containerd workers.
+    /// Resource limits of the process. Ignored by containerd workers.
     pub rlimits: Rlimits,
-    /// Of this process alone; guardian only.
+    /// Cgroup limits of this process. Only guardian implements them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<ProcessLimits>,
-    /// A terminal, if it shall have one.
+    /// The terminal, if the process has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tty: Option<Tty>,
-    /// Of its own; guardian only.
+    /// A separate image. Only guardian implements it.
     pub image: Image,
-    /// Of its own; guardian only.
+    /// Separate mounts. Only guardian implements them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bind_mounts: Vec<BindMount>,
 }
 
-/// Limits of a process alone.
+/// Cgroup limits of one process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ProcessLimits {
-    /// Of processors.
+    /// CPU limits.
     pub cpu_limits: CpuLimits,
-    /// Of memory.
+    /// Memory limits.
     pub memory_limits: MemoryLimits,
 }
 
-/// What `setrlimit` takes; what is absent stays as it is.
+/// Limits for `setrlimit`. Missing limits stay unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Rlimits {
-    /// By name, as in `nofile`.
+    /// Limits by name, as in `nofile`.
     #[serde(flatten)]
     pub by_name: BTreeMap<String, u64>,
 }
@@ -267,21 +272,22 @@ pub struct Rlimits {
 /// A terminal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Tty {
-    /// The server's choice if absent.
+    /// The size. If missing, the server chooses one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub window_size: Option<WindowSize>,
 }
 
-/// Of a terminal.
+/// The size of a terminal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct WindowSize {
-    /// Characters in a line.
+    /// Characters per line.
     pub columns: u16,
-    /// Lines.
+    /// Number of lines.
     pub rows: u16,
 }
 
-/// The signals that travel. Containerd workers ignore both: [`Client::stop`](super::Client::stop) works everywhere.
+/// Signals of the protocol. Containerd workers ignore both. [`Client::stop`](super::Client::stop)
+/// works with every kind of worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
     /// SIGTERM.
@@ -290,138 +296,138 @@ pub enum Signal {
     Kill,
 }
 
-/// What is known of a container. Containerd workers do not implement it.
+/// Information about a container. Containerd workers do not implement it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct ContainerInfo {
     /// `active` or `stopped`.
     pub state: String,
-    /// Only `oom` is used.
+    /// Events. Only `oom` is used.
     #[serde(deserialize_with = "nullable")]
     pub events: Vec<String>,
-    /// Of the host, as the container sees it.
+    /// Address of the host, as seen from the container.
     #[serde(rename = "HostIP")]
     pub host_ip: String,
-    /// Of the container.
+    /// Address of the container.
     #[serde(rename = "ContainerIP")]
     pub container_ip: String,
-    /// Of the container.
+    /// IPv6 address of the container.
     #[serde(rename = "ContainerIPv6")]
     pub container_ipv6: String,
-    /// Of the worker.
+    /// Address of the worker.
     #[serde(rename = "ExternalIP")]
     pub external_ip: String,
-    /// Of its files.
+    /// Path of the container's files.
     pub container_path: String,
-    /// Of running processes.
+    /// Ids of the running processes.
     #[serde(rename = "ProcessIDs", deserialize_with = "nullable")]
     pub process_ids: Vec<String>,
-    /// As set, and the server's own.
+    /// Properties, including those of the server.
     #[serde(deserialize_with = "nullable")]
     pub properties: BTreeMap<String, String>,
-    /// Ports of the host that lead inside.
+    /// Ports of the host that are forwarded to the container.
     #[serde(deserialize_with = "nullable")]
     pub mapped_ports: Vec<MappedPort>,
 }
 
-/// A port of the host that leads inside.
+/// A port of the host that is forwarded to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct MappedPort {
-    /// Of the host.
+    /// The port of the host.
     pub host_port: u32,
-    /// Of the container.
+    /// The port of the container.
     pub container_port: u32,
 }
 
-/// What a container uses.
+/// Resource usage of a container.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Metrics {
-    /// Memory.
+    /// Memory usage.
     #[serde(rename = "MemoryStat")]
     pub memory: MemoryStat,
-    /// Processors.
+    /// CPU usage.
     #[serde(rename = "CPUStat")]
     pub cpu: CpuStat,
-    /// Disk.
+    /// Disk usage.
     #[serde(rename = "DiskStat")]
     pub disk: DiskStat,
-    /// Network.
+    /// Network usage.
     #[serde(rename = "NetworkStat")]
     pub network: Option<NetworkStat>,
-    /// Processes.
+    /// Number of processes.
     #[serde(rename = "PidStat", deserialize_with = "nullable")]
     pub pids: PidStat,
-    /// Nanoseconds since it was created.
+    /// Time since the creation of the container, in nanoseconds.
     #[serde(rename = "Age")]
     pub age: u64,
-    /// Nanoseconds of processors that it is entitled to.
+    /// CPU time that the container is entitled to, in nanoseconds.
     #[serde(rename = "CPUEntitlement")]
     pub cpu_entitlement: u64,
 }
 
-/// Bytes of memory, of the many members those that the kernel's newer and older accounting share.
+/// Memory usage, in bytes: a selection of the fields of cgroup versions 1 and 2.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct MemoryStat {
-    /// What counts toward the limit.
+    /// Memory that counts toward the limit.
     #[serde(rename = "TotalUsageTowardLimit")]
     pub total_usage_toward_limit: u64,
-    /// Resident.
+    /// Resident memory (version 1).
     pub total_rss: u64,
-    /// Of files.
+    /// Page cache (version 1).
     pub total_cache: u64,
-    /// Swapped out.
+    /// Swapped memory.
     pub total_swap: u64,
-    /// Resident, newer accounting.
+    /// Resident memory (version 2).
     pub anon: u64,
-    /// Of files, newer accounting.
+    /// Page cache (version 2).
     pub file: u64,
 }
 
-/// Nanoseconds of processors.
+/// CPU usage, in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct CpuStat {
-    /// Both.
+    /// User and system time together.
     pub usage: u64,
-    /// Of programs.
+    /// User time.
     pub user: u64,
-    /// Of the kernel.
+    /// System time.
     pub system: u64,
 }
 
-/// Of its root file system.
+/// Disk usage of the root file system.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct DiskStat {
-    /// With the image.
+    /// Bytes, including the image.
     pub total_bytes_used: u64,
-    /// With the image.
+    /// Inodes, including the image.
     pub total_inodes_used: u64,
-    /// Without the image.
+    /// Bytes, without the image.
     pub exclusive_bytes_used: u64,
-    /// Without the image.
+    /// Inodes, without the image.
     pub exclusive_inodes_used: u64,
 }
 
-/// Bytes of network.
+/// Network usage, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct NetworkStat {
-    /// Received.
+    /// Received bytes.
     pub rx_bytes: u64,
-    /// Sent.
+    /// Sent bytes.
     pub tx_bytes: u64,
 }
 
-/// Processes.
+/// Number of processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct PidStat {
-    /// Now.
+    /// The present number.
     pub current: u64,
-    /// Allowed.
+    /// The limit.
     pub max: u64,
 }

@@ -1,14 +1,16 @@
-//! A process to which a client is attached.
+//! An attachment to a process of a Garden server.
 //!
 //! ```text
-//! main    client ──stdin, terminal size, signals──▶ server      until stdin is closed: the server reads nothing after that
-//!         client ◀──exit, or nothing if the server goes── server
+//! main    client ──stdin, terminal size, signals──▶ server      until stdin is closed: the server
+//! reads nothing after that
+//!         client ◀──exit, or nothing if the server stops── server
 //! stdout  client ◀──bytes── server      ends after the exit is known
 //! stderr  client ◀──bytes── server
 //! ```
 //!
-//! Invariants: nothing is sent once stdin is closed (the server would answer with a reset, and the exit be lost), and the sending side of the
-//! main connection is never shut alone (the server would take the client for gone).
+//! Invariants: the client sends nothing after it has closed standard input, because the server
+//! would reset the connection and the exit would be lost. The client never shuts down only the
+//! sending side of the main connection, because the server would treat it as gone.
 
 use std::io;
 use std::pin::Pin;
@@ -28,63 +30,64 @@ use super::error::Error;
 use super::json::{NextError, Values};
 use super::messages::{Signal, WindowSize};
 
-/// As Go clients do. A server takes any.
+/// Largest message of standard input, in bytes. Go clients use this size, and servers accept any.
 const MOST_STDIN: usize = 32 << 10;
 
-/// An attachment to a process. Dropping it detaches, and the process goes on.
+/// An attachment to a process. Dropping it detaches, and the process continues.
 ///
-/// What of its output nobody takes, [`Process::wait`] throws away.
+/// [`Process::wait`] discards output streams that the caller has not taken.
 #[derive(Debug)]
 pub struct Process {
-    /// What to attach by.
+    /// The id for attachments.
     pub id: String,
-    /// Of this attachment.
+    /// The id of the output streams of this attachment.
     pub stream_id: String,
-    /// What it writes to its standard output, or to its terminal. Read it without pause: the server holds 4000 writes and drops what is newer.
+    /// Standard output or the terminal of the process. It must be read without pause: the server
+    /// buffers 4000 writes and drops newer ones.
     pub stdout: Option<Output>,
-    /// What it writes to its standard error.
+    /// Standard error of the process.
     pub stderr: Option<Output>,
     both_ended: [CancellationToken; 2],
     main: OwnedReadHalf,
     values: Values,
-    sending: Arc<Mutex<Sending>>,
+    sending: Arc<Mutex<MessageWriter>>,
     outcome: Option<Result<Exit, String>>,
 }
 
-/// How a process ended.
+/// The exit of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exit {
-    /// Of one killed by a signal, 128 and the signal; from houdini, -1.
+    /// The exit code. For a process killed by a signal, 128 plus the signal, or -1 with houdini.
     pub status: i32,
 }
 
-/// Why the end of a process is not known.
+/// The reason why the end of a process is unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum WaitError {
-    /// The server went away. The process may well run on: attach again.
-    #[error("the server let go of the process")]
+    /// The server closed the connection. The process may still run: the caller should attach again.
+    #[error("the server closed the attachment")]
     Detached,
     /// The connection broke.
     #[error("the connection to the process broke")]
     Connection(#[source] io::Error),
-    /// The server could not find out.
-    #[error("the worker could not wait for the process: {0}")]
+    /// The worker could not determine the exit.
+    #[error("the worker cannot wait for the process: {0}")]
     Failed(String),
-    /// What came is not what such a server sends.
-    #[error("not what a Garden server sends: {0}")]
+    /// The message does not follow the protocol of Garden.
+    #[error("the message is not valid for a Garden server: {0}")]
     Protocol(String),
 }
 
-/// Why nothing was sent to a process.
+/// The reason why a message was not sent to a process.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// The process is no longer attached to.
-    #[error("the process is no longer attached to")]
+    /// The attachment has ended.
+    #[error("the attachment to the process has ended")]
     Detached,
-    /// Nothing can be sent once stdin is closed, not even a signal.
-    #[error("its stdin is closed")]
+    /// Standard input is closed. After that no message can be sent, not even a signal.
+    #[error("standard input of the process is closed")]
     StdinClosed,
-    /// The connection broke, perhaps because the process ended.
+    /// The connection broke, possibly because the process ended.
     #[error("the connection to the process broke")]
     Connection(#[from] io::Error),
 }
@@ -104,7 +107,7 @@ struct Message {
 }
 
 impl Process {
-    /// Reads the first message on `main`, then has both outputs opened.
+    /// Reads the first message on `main`, then opens both outputs.
     pub(super) async fn open<Opening>(
         main: TcpStream,
         beyond: BytesMut,
@@ -114,7 +117,7 @@ impl Process {
         Opening: Future<Output = Result<[(TcpStream, BytesMut); 2], Error>>,
     {
         let (mut main, half) = main.into_split();
-        let sending = Sending { half, pending: BytesMut::new(), stdin_closed: false };
+        let sending = MessageWriter { half, pending: BytesMut::new(), stdin_closed: false };
         let mut values = Values::new(beyond);
         let First { process_id: id, stream_id } =
             values.next(&mut main).await.map_err(|error| match error {
@@ -141,12 +144,13 @@ impl Process {
         })
     }
 
-    /// What sends to the process. It does not keep the attachment.
+    /// Returns a handle that sends messages to the process. It does not keep the attachment open.
     pub fn control(&self) -> Control {
         Control { process: self.id.clone(), sending: Arc::downgrade(&self.sending) }
     }
 
-    /// Waits for the end of the process, and then for the end of its output: whoever took a stream has to read it to its end, or to drop it.
+    /// Waits for the end of the process, and then for the end of its output. The caller must read
+    /// each stream that it took to its end, or drop it.
     ///
     /// Cancel safe.
     pub async fn wait(&mut self) -> Result<Exit, WaitError> {
@@ -187,7 +191,7 @@ async fn discard(output: &mut Option<Output>) {
     }
 }
 
-/// The message that ends a wait; others are passed over.
+/// Reads up to the message that ends a wait, and ignores other messages.
 async fn read_outcome(
     main: &mut OwnedReadHalf,
     values: &mut Values,
@@ -204,12 +208,12 @@ async fn read_outcome(
     }
 }
 
-/// What a process writes, until its end.
+/// An output stream of a process.
 #[derive(Debug)]
 pub struct Output {
     stream: TcpStream,
     beyond: BytesMut,
-    /// Until the end was read.
+    /// Present until the end was read.
     reading: Option<DropGuard>,
 }
 
@@ -232,25 +236,27 @@ impl AsyncRead for Output {
 }
 
 #[derive(Debug)]
-struct Sending {
-    /// Dropping it shuts the sending side, so it goes with the attachment and not before: the process alone keeps it.
+struct MessageWriter {
+    /// Dropping this half shuts down the sending side. Only the process owns it, so it is dropped
+    /// with the attachment and not before.
     half: OwnedWriteHalf,
-    /// Messages that were begun. A message is never left half sent because somebody lost patience: the next call sends the rest first.
+    /// Messages that were begun. If a call is cancelled in the middle of a message, the next call
+    /// sends the rest first.
     pending: BytesMut,
     stdin_closed: bool,
 }
 
-impl Sending {
+impl MessageWriter {
     async fn flush(&mut self) -> io::Result<()> {
         while !self.pending.is_empty() {
-            // Takes what it wrote out of the buffer.
+            // `write_buf` removes the written bytes from the buffer.
             self.half.write_buf(&mut self.pending).await?;
         }
         Ok(())
     }
 
     async fn send(&mut self, message: &serde_json::Value, closes: bool) -> Result<(), ControlError> {
-        // What a cancelled call left goes first, even the closing message.
+        // Bytes of a cancelled call are sent first, even those of the closing message.
         self.flush().await?;
         if self.stdin_closed {
             return Err(ControlError::StdinClosed);
@@ -262,17 +268,18 @@ impl Sending {
     }
 }
 
-/// Sends to a process.
+/// Sends messages to a process.
 #[derive(Clone, Debug)]
 pub struct Control {
     process: String,
-    sending: Weak<Mutex<Sending>>,
+    sending: Weak<Mutex<MessageWriter>>,
 }
 
 impl Control {
-    /// Writes `text` to stdin. Only text travels: a server turns every byte that is not UTF-8 into U+FFFD, so bytes have no place here.
+    /// Writes `text` to standard input. Only text can be sent, because a server replaces every byte
+    /// that is not UTF-8 by U+FFFD.
     ///
-    /// Cut short, it has sent a part of `text`, ended between two characters.
+    /// A cancelled call has sent a part of `text` that ends between two characters.
     pub async fn write(&self, text: &str) -> Result<(), ControlError> {
         let sending = self.sending.upgrade().ok_or(ControlError::Detached)?;
         let mut sending = sending.lock().await;
@@ -285,17 +292,18 @@ impl Control {
         Ok(())
     }
 
-    /// Closes stdin. After that nothing can be sent, so whoever may have to signal or resize had better not.
+    /// Closes standard input. After that no message can be sent. A caller that may have to signal
+    /// or resize must not close it.
     pub async fn close_stdin(&self) -> Result<(), ControlError> {
         self.send(json!({"process_id": self.process, "source": 0}), true).await
     }
 
-    /// The terminal has another size.
+    /// Changes the size of the terminal.
     pub async fn resize(&self, size: WindowSize) -> Result<(), ControlError> {
         self.send(json!({"process_id": self.process, "tty": {"window_size": size}}), false).await
     }
 
-    /// Signals the process. A containerd worker does nothing.
+    /// Sends a signal to the process. A containerd worker ignores it.
     pub async fn signal(&self, signal: Signal) -> Result<(), ControlError> {
         let signal = match signal {
             Signal::Terminate => 0,

@@ -1,4 +1,4 @@
-//! The client, against a server with the quirks of the genuine one.
+//! Tests of the Baggageclaim client against a simulated server with the quirks of the genuine one.
 
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,7 +12,7 @@ use gantry_concourse::baggageclaim::{
 use testing::baggageclaim::{Driver, Faults, Server};
 use tokio::io::AsyncReadExt as _;
 
-/// Who is root in unprivileged volumes, outside of them.
+/// Id of root in unprivileged volumes, on the host.
 const MAPPED_ROOT: u32 = 4_294_967_294;
 
 fn client(server: &Server) -> Client {
@@ -29,20 +29,21 @@ async fn empty(client: &Client, name: &str) -> Handle {
 }
 
 #[tokio::test]
-async fn how_a_creation_went_may_be_forgotten_later() {
+async fn creation_outcome_can_be_deleted_later() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let request = VolumeRequest::new(handle("volume"), Strategy::Empty);
-    let (volume, remembered) = client.create_remembered(&request).await.expect("a volume");
+    let (volume, outcome) = client.create_with_outcome(&request).await.expect("a volume");
     assert_eq!(volume.path, server.path("volume").display().to_string());
     let forgets = || server.requests().iter().filter(|line| line.starts_with("DELETE ")).count();
     assert_eq!(forgets(), 0, "{:?}", server.requests());
 
-    // Meanwhile nobody here makes it again: to forget would then be to cancel that.
+    // Meanwhile the client must not create the volume again, because deleting the outcome would
+    // cancel that creation.
     let mut again = std::pin::pin!(client.create(&request));
     let soon = tokio::time::timeout(Duration::from_millis(100), &mut again).await;
     assert!(soon.is_err(), "{soon:?}");
-    remembered.forget().await;
+    outcome.delete().await;
     assert_eq!(forgets(), 1);
     let again = again.await;
     assert!(matches!(again, Err(Error::AlreadyExists)), "{again:?}");
@@ -60,7 +61,7 @@ fn tar(directory: &Path) -> Vec<u8> {
     tar.expect("tar is installed").stdout
 }
 
-/// Two blocks of zeros within are not the end of an archive.
+/// Contents with two blocks of zeros, which are not the end of the archive.
 fn contents() -> Vec<u8> {
     let mut contents = vec![0; 4096];
     contents.extend((0..300_000_u32).flat_map(|i| (i / 7).to_le_bytes()));
@@ -99,7 +100,7 @@ async fn archives_survive_a_round_trip_in_every_encoding() {
 }
 
 #[tokio::test]
-async fn an_archive_is_unpacked_below_a_path_of_its_volume() {
+async fn archive_is_unpacked_below_a_path() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -110,14 +111,14 @@ async fn an_archive_is_unpacked_below_a_path_of_its_volume() {
 }
 
 #[tokio::test]
-async fn an_error_behind_an_archive_is_one_in_every_encoding() {
+async fn trailing_error_is_detected_in_every_encoding() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
     fill(&client, &volume, Encoding::Raw, &contents()).await.expect("unpacked");
     server.set_faults(Faults { fail_archives: true, ..Faults::default() });
     for encoding in Encoding::ALL {
-        let error = read(&client, &volume, "", encoding).await.expect_err("it failed");
+        let error = read(&client, &volume, "", encoding).await.expect_err("the archive failed");
         let text = "failed to stream out from volume";
         assert!(
             matches!(why(&error), Some(ArchiveError::Failed(message)) if message == text),
@@ -127,14 +128,14 @@ async fn an_error_behind_an_archive_is_one_in_every_encoding() {
 }
 
 #[tokio::test]
-async fn an_archive_that_is_cut_off_is_an_error_in_every_encoding() {
+async fn truncated_archive_is_detected_in_every_encoding() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
     fill(&client, &volume, Encoding::Raw, &contents()).await.expect("unpacked");
     server.set_faults(Faults { cut_archives: true, ..Faults::default() });
     for encoding in Encoding::ALL {
-        read(&client, &volume, "", encoding).await.expect_err("it is not whole");
+        read(&client, &volume, "", encoding).await.expect_err("the archive is truncated");
     }
 }
 
@@ -144,7 +145,7 @@ async fn every_shorter_archive_is_truncated() {
         let mut whole = Vec::new();
         let tar = io::Cursor::new(archive(b"some contents"));
         Encoded::new(encoding, tar).unwrap().read_to_end(&mut whole).await.unwrap();
-        // The padding behind the two blocks of zeros may be short.
+        // The padding after the two blocks of zeros may be short.
         let least = if encoding == Encoding::Raw { 512 * 4 } else { whole.len() };
         for length in (0..least).step_by(13) {
             let mut archive = Archive::new(encoding, &whole[..length]);
@@ -157,14 +158,14 @@ async fn every_shorter_archive_is_truncated() {
 }
 
 #[tokio::test]
-async fn archives_end_where_tar_ends_them() {
+async fn decoded_archives_end_like_tar() {
     let directory = tempfile::tempdir().unwrap();
     let long = directory.path().join("d".repeat(120)).join("e".repeat(120));
     std::fs::create_dir_all(&long).unwrap();
     std::fs::write(long.join("file"), contents()).unwrap();
     std::os::unix::fs::symlink("x".repeat(150), directory.path().join("link")).unwrap();
     std::fs::hard_link(long.join("file"), directory.path().join("other")).unwrap();
-    // Many holes: their map has blocks of its own.
+    // A sparse file with many holes has extra map blocks.
     let sparse = std::fs::File::create(directory.path().join("sparse")).unwrap();
     for i in 0..100 {
         std::os::unix::fs::FileExt::write_at(&sparse, &[1; 4096], i * 65536).unwrap();
@@ -192,7 +193,7 @@ async fn archives_end_where_tar_ends_them() {
 }
 
 #[tokio::test]
-async fn creation_over_a_volume_is_refused_before_the_worker_empties_it() {
+async fn creation_over_existing_volume_is_rejected() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -205,7 +206,7 @@ async fn creation_over_a_volume_is_refused_before_the_worker_empties_it() {
 }
 
 #[tokio::test]
-async fn two_creations_at_once_make_one_volume() {
+async fn concurrent_creations_create_one_volume() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     let request = VolumeRequest::new(handle("v"), Strategy::Empty);
@@ -215,7 +216,7 @@ async fn two_creations_at_once_make_one_volume() {
 }
 
 #[tokio::test]
-async fn a_lost_answer_to_creation_is_not_asked_for_twice() {
+async fn creation_with_lost_answer_is_not_repeated() {
     let server = Server::start(Driver::Overlay).await;
     let client = client(&server);
     for lost in ["POST /volumes-async", "GET /volumes-async", "DELETE /volumes-async"] {
@@ -224,14 +225,14 @@ async fn a_lost_answer_to_creation_is_not_asked_for_twice() {
         empty(&client, name).await;
         assert!(
             matches!(client.cancel_creation(&handle(name)).await, Err(Error::NotFound)),
-            "it was dropped"
+            "the outcome was deleted"
         );
     }
     assert_eq!(server.requests().iter().filter(|request| request.starts_with("POST")).count(), 3);
 }
 
 #[tokio::test]
-async fn a_creation_that_never_ends_is_cancelled() {
+async fn endless_creation_is_cancelled() {
     let server = Server::start(Driver::Naive).await;
     server.set_faults(Faults { never_create: true, ..Faults::default() });
     let timeouts = Timeouts { creation: Duration::from_millis(200), ..Timeouts::default() };
@@ -242,7 +243,7 @@ async fn a_creation_that_never_ends_is_cancelled() {
 }
 
 #[tokio::test]
-async fn a_creation_that_a_restart_forgets_is_lost() {
+async fn creation_is_lost_when_server_restarts() {
     let server = Server::start(Driver::Naive).await;
     server.set_faults(Faults { never_create: true, ..Faults::default() });
     let client = client(&server);
@@ -259,17 +260,17 @@ async fn a_creation_that_a_restart_forgets_is_lost() {
 }
 
 #[tokio::test]
-async fn an_unknown_parent_is_refused() {
+async fn unknown_parent_is_rejected() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
-    let strategy = Strategy::Cow { volume: handle("nobody") };
+    let strategy = Strategy::Cow { volume: handle("missing") };
     let made = client.create(&VolumeRequest::new(handle("v"), strategy)).await;
     assert!(matches!(&made, Err(Error::Refused { status, .. }) if status.as_u16() == 422), "{made:?}");
     assert!(server.requests().contains(&"DELETE /volumes-async/v".to_owned()), "its outcome is dropped");
 }
 
 #[tokio::test]
-async fn the_answer_to_an_archive_over_the_limit_is_read_while_more_could_be_written() {
+async fn limit_error_is_read_during_upload() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -280,11 +281,11 @@ async fn the_answer_to_an_archive_over_the_limit_is_read_while_more_could_be_wri
 }
 
 #[tokio::test]
-async fn a_limit_is_of_what_travels() {
+async fn limit_applies_to_encoded_bytes() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
-    // A tenth of it as encoded.
+    // A tenth of the size before compression.
     let how = |encoding| StreamIn { limit_mib: 0.1, ..StreamIn::new(encoding) };
     let sent = async |encoding| {
         let archive = Encoded::new(encoding, io::Cursor::new(archive(&[7; 1 << 20]))).expect("an encoder");
@@ -298,7 +299,7 @@ async fn a_limit_is_of_what_travels() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_answer_is_given_up() {
+async fn unresponsive_server_times_out() {
     let server = Server::start(Driver::Naive).await;
     let timeouts = Timeouts { answer: Duration::from_millis(100), ..Timeouts::default() };
     let client = Client::new(&server.address().to_string(), timeouts);
@@ -316,7 +317,7 @@ async fn a_server_that_does_not_answer_is_given_up() {
     let sent =
         client.stream_in(&volume, &StreamIn::new(Encoding::Raw), tokio::io::repeat(0).take(10_240)).await;
     assert!(matches!(sent, Err(Error::Lost(_))), "it may have been unpacked: {sent:?}");
-    // Nothing was created by the answer that did not come, and nothing is created twice.
+    // The lost answer created nothing, and no volume is created twice.
     stalled("GET /volumes-async/w");
     let timeouts = Timeouts { creation: Duration::from_millis(500), ..timeouts };
     let client = Client::new(&server.address().to_string(), timeouts);
@@ -327,7 +328,7 @@ async fn a_server_that_does_not_answer_is_given_up() {
 }
 
 #[tokio::test]
-async fn an_empty_archive_is_refused_and_an_unreadable_one_is_our_fault() {
+async fn empty_and_unreadable_archives_have_distinct_errors() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -340,7 +341,7 @@ async fn an_empty_archive_is_refused_and_an_unreadable_one_is_our_fault() {
     assert!(matches!(sent, Err(Error::Source(_))), "{sent:?}");
 }
 
-/// A thousand bytes, and an error.
+/// Returns a thousand bytes, and then an error.
 fn failing() -> impl tokio::io::AsyncRead + Send + 'static {
     struct Broken;
     impl tokio::io::AsyncRead for Broken {
@@ -375,7 +376,7 @@ async fn paths_stay_in_their_volume() {
 }
 
 #[tokio::test]
-async fn a_missing_path_and_a_missing_volume_differ() {
+async fn missing_path_and_missing_volume_differ() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let volume = empty(&client, "v").await;
@@ -387,7 +388,7 @@ async fn a_missing_path_and_a_missing_volume_differ() {
 }
 
 #[tokio::test]
-async fn properties_and_privilege() {
+async fn properties_and_privilege_can_be_changed() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     let (one, _other) = (empty(&client, "one").await, empty(&client, "other").await);
@@ -406,14 +407,14 @@ async fn properties_and_privilege() {
     assert!(matches!(client.destroy(&one).await, Err(Error::NotFound)));
 }
 
-/// Whose a file is, on the disk.
+/// The owner of a file on disk.
 fn owner(path: &Path) -> (u32, u32) {
     let metadata = path.symlink_metadata().expect("it is there");
     (metadata.uid(), metadata.gid())
 }
 
 #[tokio::test]
-async fn a_volume_is_given_to_a_user_and_a_group_together() {
+async fn volume_owner_needs_user_and_group() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
         return;
@@ -422,7 +423,7 @@ async fn a_volume_is_given_to_a_user_and_a_group_together() {
     let client = client(&server);
     let parent = empty(&client, "parent").await;
     fill(&client, &parent, Encoding::Raw, b"contents").await.expect("unpacked");
-    // Root of a container is another one outside of it.
+    // Root of the container has another id on the host.
     for (name, given, on_disk) in [
         ("user", (1000, 2000), (1000, 2000)),
         ("root", (0, 0), (MAPPED_ROOT, MAPPED_ROOT)),
@@ -439,7 +440,7 @@ async fn a_volume_is_given_to_a_user_and_a_group_together() {
             (asked["uid"].as_u64(), asked["gid"].as_u64()),
             (Some(given.0.into()), Some(given.1.into()))
         );
-        // What comes later belongs to whom its archive says, for nobody remembers.
+        // Later files have the owner of their archive, because the server does not store the owner.
         fill(&client, &handle(name), Encoding::Raw, b"later").await.expect("unpacked");
         assert_eq!(owner(&server.path(name).join("file")), (MAPPED_ROOT, MAPPED_ROOT), "{name}");
     }
@@ -449,7 +450,7 @@ async fn a_volume_is_given_to_a_user_and_a_group_together() {
 }
 
 #[tokio::test]
-async fn an_old_worker_has_no_clean_up() {
+async fn clean_up_succeeds_on_old_worker() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     client.clean_up().await.expect("cleaned up");
@@ -458,7 +459,7 @@ async fn an_old_worker_has_no_clean_up() {
 }
 
 #[tokio::test]
-async fn a_transfer_between_workers_is_judged_by_its_text() {
+async fn peer_transfer_result_comes_from_text() {
     let (source, destination) = (Server::start(Driver::Naive).await, Server::start(Driver::Naive).await);
     let (from, to) = (client(&source), client(&destination));
     let volume = empty(&from, "s").await;
@@ -476,7 +477,7 @@ async fn a_transfer_between_workers_is_judged_by_its_text() {
 }
 
 #[tokio::test]
-async fn addresses_get_the_brackets_they_lack() {
+async fn ipv6_addresses_get_missing_brackets() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
     for (said, meant) in [

@@ -1,4 +1,4 @@
-//! The Garden client against a server with the manners of each backend, and what their traps do to it.
+//! Tests of the Garden client against a simulated server with the behavior of each backend.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -34,7 +34,7 @@ fn shell(id: &str, script: &str) -> ProcessSpec {
     }
 }
 
-/// What it writes to both, and how it ends.
+/// Reads both outputs and waits for the exit.
 async fn finish(process: &mut Process) -> (String, String, Exit) {
     let (mut stdout, mut stderr) = (process.stdout.take().unwrap(), process.stderr.take().unwrap());
     let (mut out, mut err) = (String::new(), String::new());
@@ -87,19 +87,19 @@ async fn calls_understand_each_backend() {
 }
 
 #[tokio::test]
-async fn a_process_is_fed_read_and_waited_for() {
+async fn process_input_output_and_exit_work() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let (_server, client) = with_container(manner).await;
         let mut process = client.run("c", &shell("p", "cat; echo err >&2; exit 3")).await.unwrap();
         assert_eq!(process.id, "p");
         let control = process.control();
-        // Characters that lie across the bounds of messages.
+        // Characters that span the boundaries of messages.
         let text = format!("four{}", "h\u{e9}\0\u{1f600}<&>".repeat(9000));
         let feed = async {
             control.write("").await.unwrap();
             control.write(&text).await.unwrap();
             control.close_stdin().await.unwrap();
-            // Anything more would reset the connection under the exit.
+            // Any further message would reset the connection and lose the exit.
             assert!(matches!(control.signal(Signal::Kill).await, Err(ControlError::StdinClosed)));
             assert!(matches!(control.write("more").await, Err(ControlError::StdinClosed)));
         };
@@ -112,9 +112,9 @@ async fn a_process_is_fed_read_and_waited_for() {
 }
 
 #[tokio::test]
-async fn a_wait_ends_after_the_output_whoever_reads_it() {
+async fn wait_ends_after_output_with_any_reader() {
     let (_server, client) = with_container(Manner::Containerd).await;
-    // More than sockets hold, read by nobody.
+    // More output than socket buffers hold, and no reader.
     let mut untaken = client.run("c", &shell("p1", "head -c 9000000 /dev/zero; exit 4")).await.unwrap();
     assert_eq!(untaken.wait().await.unwrap().status, 4);
     assert_eq!(untaken.wait().await.unwrap().status, 4);
@@ -122,7 +122,7 @@ async fn a_wait_ends_after_the_output_whoever_reads_it() {
     let mut process = client.run("c", &shell("p2", "echo out")).await.unwrap();
     let mut stdout = process.stdout.take().unwrap();
     stdout.read_exact(&mut [0; 4]).await.unwrap();
-    // Its exit is known once an attachment is told.
+    // The exit is known once an attachment receives it.
     while client.attach("c", "p2").await.unwrap().wait().await.unwrap().status != 0 {}
     let mut wait = Box::pin(process.wait());
     let early = tokio::time::timeout(Duration::from_millis(200), &mut wait).await;
@@ -132,7 +132,7 @@ async fn a_wait_ends_after_the_output_whoever_reads_it() {
 }
 
 #[tokio::test]
-async fn an_end_without_exit_is_detached_and_the_process_can_be_attached_to() {
+async fn end_without_exit_detaches_and_allows_attach() {
     let (server, client) = with_container(Manner::Guardian).await;
     let mut process = client.run("c", &shell("p", "read line; echo got $line; exit 5")).await.unwrap();
     server.break_attachments(Break::End);
@@ -146,7 +146,7 @@ async fn an_end_without_exit_is_detached_and_the_process_can_be_attached_to() {
 }
 
 #[tokio::test]
-async fn a_server_that_shuts_down_detaches_and_a_reset_is_an_error() {
+async fn shutdown_detaches_and_reset_is_error() {
     let (server, client) = with_container(Manner::Containerd).await;
     let mut process = client.run("c", &shell("p", "sleep 600")).await.unwrap();
     server.break_attachments(Break::Reset);
@@ -159,7 +159,7 @@ async fn a_server_that_shuts_down_detaches_and_a_reset_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_containerd_worker_answers_an_attach_with_somebody_elses_exit() {
+async fn containerd_answers_attach_with_last_exit() {
     let (_server, client) = with_container(Manner::Containerd).await;
     client.run("c", &shell("p", "exit 9")).await.unwrap().wait().await.unwrap();
     let mut other = client.attach("c", "never-was").await.unwrap();
@@ -183,7 +183,7 @@ async fn signals_and_their_exits_differ() {
 }
 
 #[tokio::test]
-async fn a_stop_ends_what_runs_and_leaves_the_container() {
+async fn stop_ends_processes_but_keeps_container() {
     let (_server, client) = with_container(Manner::Containerd).await;
     let mut gentle = client.run("c", &shell("p1", "exec sleep 600")).await.unwrap();
     client.stop("c", false).await.unwrap();
@@ -195,7 +195,7 @@ async fn a_stop_ends_what_runs_and_leaves_the_container() {
 }
 
 #[tokio::test]
-async fn a_second_destroy_fails_at_once() {
+async fn second_destroy_fails_immediately() {
     let (server, client) = with_container(Manner::Guardian).await;
     let mut process = client.run("c", &shell("p", "trap 'until [ -e go ]; do sleep 0.01; done; exit' TERM; echo on; while :; do sleep 0.01; done")).await.unwrap();
     let mut on = [0; 3];
@@ -203,7 +203,7 @@ async fn a_second_destroy_fails_at_once() {
     let destroy = async || {
         let destroyed = client.destroy("c").await;
         if let Err(Error::BeingDestroyed(_)) = destroyed {
-            // The other one waits for this.
+            // Lets the other process end.
             client.run("c", &shell("q", "touch go")).await.unwrap();
         }
         destroyed.is_ok()
@@ -214,7 +214,7 @@ async fn a_second_destroy_fails_at_once() {
 }
 
 #[tokio::test]
-async fn what_would_do_something_else_is_not_sent() {
+async fn ambiguous_requests_are_not_sent() {
     let (server, client) = with_container(Manner::Guardian).await;
     let before = server.requests().len();
     assert!(client.bulk_info(&[]).await.unwrap().is_empty());
@@ -235,7 +235,7 @@ async fn what_would_do_something_else_is_not_sent() {
 }
 
 #[tokio::test]
-async fn only_what_changes_nothing_is_sent_again() {
+async fn only_idempotent_requests_are_repeated() {
     let (server, _) = with_container(Manner::Guardian).await;
     let client = Client::new(server.address(), Settings::default());
     server.inject("GET /ping", Fault::Drop);
@@ -257,7 +257,7 @@ async fn only_what_changes_nothing_is_sent_again() {
 }
 
 #[tokio::test]
-async fn a_slow_server_is_given_up_and_a_halting_one_is_understood() {
+async fn stalled_server_times_out_and_slow_one_works() {
     let (server, client) = with_container(Manner::Guardian).await;
     let settings = Settings { request_timeout: Duration::from_millis(50), ..Settings::default() };
     server.inject("/ping", Fault::Delay(Duration::from_secs(2)));
@@ -271,7 +271,7 @@ async fn a_slow_server_is_given_up_and_a_halting_one_is_understood() {
     let (out, _, exit) = finish(&mut process).await;
     assert_eq!((out.as_str(), exit.status), ("out\n", 2));
 
-    // Longer than Go's buffer, and therefore truly chunked.
+    // Longer than the buffer of Go, so the response is really chunked.
     let long = "word ".repeat(1000);
     for pattern in ["POST", "GET /ping"] {
         server.inject(pattern, Fault::Answer(long.clone()));
@@ -285,7 +285,7 @@ async fn a_slow_server_is_given_up_and_a_halting_one_is_understood() {
 }
 
 #[tokio::test]
-async fn names_are_taken_once() {
+async fn names_must_be_unique() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let (_server, client) = with_container(manner).await;
         let spec =
@@ -298,7 +298,7 @@ async fn names_are_taken_once() {
 }
 
 #[tokio::test]
-async fn a_terminal_has_its_size_and_no_stderr() {
+async fn terminal_has_size_and_no_stderr() {
     let (_server, client) = with_container(Manner::Containerd).await;
     let spec = ProcessSpec {
         tty: Some(Tty { window_size: Some(WindowSize { columns: 500, rows: 400 }) }),
@@ -316,7 +316,7 @@ async fn a_terminal_has_its_size_and_no_stderr() {
 }
 
 #[tokio::test]
-async fn a_newer_attachment_takes_the_output_over_or_shares_it() {
+async fn newer_attachment_takes_or_shares_output() {
     for manner in [Manner::Containerd, Manner::Houdini] {
         let (_server, client) = with_container(manner).await;
         let mut old = client.run("c", &shell("p", "read line; echo out; read line; exit 2")).await.unwrap();
@@ -337,14 +337,14 @@ async fn a_newer_attachment_takes_the_output_over_or_shares_it() {
 }
 
 #[tokio::test]
-async fn a_dropped_process_goes_on_and_at_containerd_its_stdin_ends() {
+async fn dropped_attachment_leaves_process_running() {
     let (_server, client) = with_container(Manner::Containerd).await;
     drop(client.run("c", &shell("p", "cat; exit 8")).await.unwrap());
     assert_eq!(client.attach("c", "p").await.unwrap().wait().await.unwrap().status, 8);
 }
 
 #[tokio::test]
-async fn a_wait_that_failed_at_the_worker_is_told_in_its_words() {
+async fn failed_wait_reports_worker_message() {
     let (server, client) = with_container(Manner::Guardian).await;
     let mut process = client.run("c", &shell("p", "sleep 600")).await.unwrap();
     server.break_attachments(Break::Fail("no such shim"));
@@ -353,7 +353,7 @@ async fn a_wait_that_failed_at_the_worker_is_told_in_its_words() {
 }
 
 #[tokio::test]
-async fn names_that_some_kind_of_worker_does_not_take_are_not_sent() {
+async fn invalid_names_are_not_sent() {
     let (server, client) = with_container(Manner::Guardian).await;
     let before = server.requests().len();
     let long = "x".repeat(77);
@@ -375,7 +375,7 @@ async fn names_that_some_kind_of_worker_does_not_take_are_not_sent() {
     assert!(matches!(client.create(&spec).await, Err(Error::Refused(_))));
     assert_eq!(server.requests().len(), before);
 
-    // What is as long as can be is taken by the strictest.
+    // The strictest backend accepts names of the maximum length.
     let (_server, client) = with_container(Manner::Containerd).await;
     let (name, key) = ("x".repeat(76), "k".repeat(2048));
     let spec = ContainerSpec {
@@ -390,7 +390,7 @@ async fn names_that_some_kind_of_worker_does_not_take_are_not_sent() {
 }
 
 #[tokio::test]
-async fn an_end_that_the_worker_has_not_learned_and_a_stop_in_vain_are_told() {
+async fn unreaped_end_and_failed_stop_are_reported() {
     let times = Times { stop: Duration::from_millis(50), ..Times::default() };
     let server = Server::with_times(Manner::Containerd, times);
     let client = client(&server);
@@ -414,7 +414,7 @@ async fn an_end_that_the_worker_has_not_learned_and_a_stop_in_vain_are_told() {
 }
 
 #[tokio::test]
-async fn a_create_that_failed_can_leave_a_container() {
+async fn failed_create_can_leave_a_container() {
     let (server, client) = with_container(Manner::Containerd).await;
     let spec = ContainerSpec { handle: "half".into(), rootfs: "raw:///nowhere".into(), ..Default::default() };
     server.inject("POST /containers", Fault::FailAfter("starting task: no".into()));
@@ -426,7 +426,7 @@ async fn a_create_that_failed_can_leave_a_container() {
 }
 
 #[tokio::test]
-async fn a_worker_takes_no_more_than_its_containers() {
+async fn worker_rejects_containers_beyond_its_limit() {
     let (_server, client) = with_container(Manner::Containerd).await;
     for number in 1..250 {
         let spec = ContainerSpec {
@@ -441,7 +441,7 @@ async fn a_worker_takes_no_more_than_its_containers() {
     assert!(matches!(error, Error::Full(_)), "{error:?}");
 }
 
-/// A server's handler, which may move between threads, can do all of it.
+/// Calls work in a task that may move between threads, as in a server handler.
 #[tokio::test]
 async fn calls_can_be_made_from_a_task() {
     fn on_any_thread<T>(call: impl Future<Output = T> + Send + 'static) -> impl Future<Output = T> + Send {

@@ -1,4 +1,4 @@
-//! Bytes of the Garden server that the client is tested against: they are those of a worker.
+//! Wire tests of the simulated Garden server: its bytes are those of a genuine worker.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -29,7 +29,7 @@ impl Raw {
         self.send(&format!("{line} HTTP/1.1\r\n{host}{length}\r\n{body}"));
     }
 
-    /// All up to and including `mark`.
+    /// Reads up to and including `mark`.
     fn until(&mut self, mark: &str) -> String {
         let found = loop {
             if let Some(at) = self.read.windows(mark.len()).position(|part| part == mark.as_bytes()) {
@@ -43,7 +43,7 @@ impl Raw {
         String::from_utf8(self.read.drain(..found).collect()).unwrap()
     }
 
-    /// The head of an answer, with its date taken out.
+    /// Reads the head of a response, and removes its date.
     fn head(&mut self) -> String {
         let head = self.until("\r\n\r\n");
         let (before, rest) = head.split_once("Date: ").unwrap();
@@ -78,7 +78,7 @@ const ATTACH_HEAD: &str =
 const OUTPUT_HEAD: &str = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
 
 #[test]
-fn cat_runs_and_is_attached_to_afterwards() {
+fn cat_runs_and_can_be_attached() {
     let server = with_container(Manner::Containerd);
     let mut main = Raw::connect(&server);
     let spec = "{\"id\":\"p1\",\"path\":\"sh\",\"args\":[\"-c\",\"cat; echo err \\u003e\\u00262; exit 3\"],\"rlimits\":{},\"image\":{}}\n";
@@ -108,9 +108,9 @@ fn cat_runs_and_is_attached_to_afterwards() {
 }
 
 #[test]
-fn what_is_not_there_is_told_as_by_each_router_and_backend() {
+fn missing_routes_and_objects_match_genuine_errors() {
     let server = with_container(Manner::Guardian);
-    // All on one connection: errors leave it open.
+    // All requests use one connection, because errors leave it open.
     let mut raw = Raw::connect(&server);
     raw.request("GET /nowhere", "");
     assert!(raw.head().starts_with("HTTP/1.1 404 Not Found\r\nContent-Type: text/plain; charset=utf-8\r\n"));
@@ -138,7 +138,7 @@ fn what_is_not_there_is_told_as_by_each_router_and_backend() {
     assert_eq!(raw.rest().unwrap(), b"");
 }
 
-/// A process that waits for its stdin to end, by its main connection.
+/// Runs a process that waits for the end of its standard input. Returns its main connection.
 fn waiting(server: &Server, script: &str) -> Raw {
     let mut main = Raw::connect(server);
     let spec = serde_json::json!({"id": "p1", "path": "sh", "args": ["-c", script]});
@@ -149,11 +149,11 @@ fn waiting(server: &Server, script: &str) -> Raw {
 }
 
 #[test]
-fn bytes_after_the_end_of_stdin_turn_the_close_into_a_reset() {
+fn bytes_after_stdin_end_cause_a_reset() {
     let server = with_container(Manner::Containerd);
     let mut main = waiting(&server, "cat; until [ -e go ]; do sleep 0.01; done");
     main.send("{\"process_id\":\"p1\",\"source\":0}\n");
-    // The server reads no more, so this waits in the kernel, whether it comes in the same segment or not.
+    // The server reads no more input, so these bytes wait in the kernel.
     main.send("{\"process_id\":\"p1\",\"signal\":0}\n");
     let mut other = Raw::connect(&server);
     other.request("POST /containers/c-42/processes", r#"{"path":"touch","args":["go"]}"#);
@@ -163,7 +163,7 @@ fn bytes_after_the_end_of_stdin_turn_the_close_into_a_reset() {
 }
 
 #[test]
-fn a_client_that_shuts_its_side_gets_no_exit() {
+fn half_closed_client_gets_no_exit() {
     let server = with_container(Manner::Containerd);
     let main = waiting(&server, "sleep 0.1; cat");
     main.socket.shutdown(std::net::Shutdown::Write).unwrap();
@@ -189,7 +189,7 @@ fn fetch(server: &Server, stream: &str) -> Raw {
 }
 
 #[test]
-fn output_is_fetched_late_and_once_and_that_of_no_stream_is_empty() {
+fn output_is_fetched_once_and_unknown_stream_empty() {
     let server = with_container(Manner::Containerd);
     let main = waiting(&server, "echo late");
     assert_eq!(main.rest().unwrap(), b"{\"process_id\":\"p1\",\"exit_status\":0}\n");
@@ -200,7 +200,7 @@ fn output_is_fetched_late_and_once_and_that_of_no_stream_is_empty() {
 }
 
 #[test]
-fn output_is_gone_when_its_stream_has_expired() {
+fn output_is_lost_when_stream_expires() {
     let server =
         with_times(Manner::Containerd, Times { stream_validity: Duration::ZERO, ..Times::default() });
     waiting(&server, "echo late").rest().unwrap();
@@ -221,7 +221,7 @@ fn two_readers_of_a_stream_share_it() {
 }
 
 #[test]
-fn an_expired_grace_time_destroys_and_calls_put_it_off() {
+fn grace_time_destroys_container_unless_called() {
     let server = Server::start(Manner::Guardian);
     let mut raw = Raw::connect(&server);
     raw.request("POST /containers", r#"{"handle":"c","grace_time":50000000}"#);
@@ -234,11 +234,11 @@ fn an_expired_grace_time_destroys_and_calls_put_it_off() {
     raw.request("POST /containers", r#"{"handle":"c-42","grace_time":50000000}"#);
     raw.until("}\n");
     let mut main = waiting(&server, "sleep 0.3; exit 7");
-    // An attachment keeps it.
+    // An attachment keeps the container.
     assert!(main.until("\n").contains("\"exit_status\":7"));
 }
 
-/// What an ordinary request is answered, from the error's text on.
+/// Returns the rest of an error response, starting at the text of the error.
 fn refused(server: &Server, line: &str, body: &str) -> String {
     let mut raw = Raw::connect(server);
     raw.request(line, body);
@@ -247,7 +247,7 @@ fn refused(server: &Server, line: &str, body: &str) -> String {
 }
 
 #[test]
-fn containerd_takes_names_of_its_own_form_only() {
+fn containerd_rejects_invalid_names() {
     let server = with_container(Manner::Containerd);
     let long = "x".repeat(77);
     for name in [long.as_str(), "a..b", "-a", "a b"] {
@@ -261,7 +261,7 @@ fn containerd_takes_names_of_its_own_form_only() {
 }
 
 #[test]
-fn what_has_ended_and_is_not_reaped_is_neither_attached_to_nor_stopped() {
+fn unreaped_process_rejects_attach_and_stop() {
     let times = Times { stop: Duration::from_millis(50), ..Times::default() };
     let server = with_times(Manner::Containerd, times);
     server.hold_ended(true);

@@ -1,6 +1,8 @@
-//! Answers from Garden and Baggageclaim servers that are broken or hostile: each is refused or understood, in bounded memory.
+//! Tests with malformed responses of Garden and Baggageclaim servers. Each response is rejected or
+//! parsed in bounded memory.
 //!
-//! Each case changes some bytes of a valid answer, head and all, drawn from a number: see `testing::hostile`.
+//! Each case changes some bytes of a valid response, including its head. The changes are derived
+//! from a number: see `testing::hostile`.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -14,11 +16,12 @@ use tokio::task::JoinSet;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Cases of each call that the tests run without `GANTRY_SOAK`.
+/// Number of cases per call without `GANTRY_SOAK`.
 const CASES: u64 = 500;
-/// Most memory that a call takes whose answer has some KiB, in bytes. A declared length is no reason to allocate it.
+/// Memory limit of a call whose response has a few KiB, in bytes. A declared length must not be
+/// allocated in advance.
 const MOST: usize = 2 << 20;
-/// No call takes so long.
+/// Timeout of each call.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn answer(status: &str, body: &str) -> Vec<u8> {
@@ -27,17 +30,17 @@ fn answer(status: &str, body: &str) -> Vec<u8> {
     format!("{head}\r\n\r\n{body}").into_bytes()
 }
 
-/// An answer with this status and body, in two chunks.
+/// A response with this status and body, in two chunks.
 fn chunked(status: &str, body: &str) -> Vec<u8> {
     let (first, second) = body.split_at(body.len() / 2);
     let chunks = format!("{:x}\r\n{first}\r\n{:x}\r\n{second}\r\n0\r\n\r\n", first.len(), second.len());
     format!("HTTP/1.1 {status}\r\nTransfer-Encoding: chunked\r\n\r\n{chunks}").into_bytes()
 }
 
-/// Makes a call whose answer these bytes are, on each of its connections, and then the end of the connection.
+/// Makes a call. The server sends these bytes on each of its connections, and closes it.
 async fn answered<T>(listener: &TcpListener, bytes: &[u8], call: impl Future<Output = T>) -> T {
     let serve = async {
-        // They end with the call.
+        // The connections end with the call.
         let mut connections = JoinSet::new();
         loop {
             let (mut stream, _) = listener.accept().await.expect("a caller");
@@ -54,13 +57,13 @@ async fn answered<T>(listener: &TcpListener, bytes: &[u8], call: impl Future<Out
     let answered = async {
         tokio::select! {
             answered = call => answered,
-            () = serve => unreachable!("it serves for ever"),
+            () = serve => unreachable!("the server runs forever"),
         }
     };
     tokio::time::timeout(PATIENCE, answered).await.expect("every call ends")
 }
 
-/// Runs a call for each case, after once with the valid answer.
+/// Runs a call once with the valid response, and then for each case.
 fn each_call<T, F, C>(valid: &[u8], client: impl Fn(String) -> C, call: impl Fn(C) -> F, check: impl Fn(T))
 where
     F: Future<Output = T>,
@@ -87,7 +90,7 @@ fn baggageclaim(address: String) -> baggageclaim::Client {
 }
 
 #[test]
-fn changed_answer_of_garden_is_refused_or_understood() {
+fn mutated_garden_response_is_rejected_or_parsed() {
     let info = r#"{"State":"active","Events":["oom"],"HostIP":"10.0.0.1","ProcessIDs":["p"],"Properties":{"a":"é\n"},"MappedPorts":[{"HostPort":7,"ContainerPort":8}]}"#;
     let whole = |found: Result<ContainerInfo, _>| {
         let found = found.expect("it is valid");
@@ -120,8 +123,8 @@ fn changed_answer_of_garden_is_refused_or_understood() {
 }
 
 #[test]
-fn changed_messages_of_a_process_of_garden_are_refused_or_understood() {
-    // The same bytes answer the calls for both streams of output.
+fn mutated_process_messages_are_rejected_or_parsed() {
+    // The same bytes answer the requests for both output streams.
     let process = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n\
                    {\"process_id\":\"p\",\"stream_id\":\"1\"}\n{\"process_id\":\"p\",\"exit_status\":3}\n";
     let attach = async |client: garden::Client| {
@@ -132,7 +135,7 @@ fn changed_messages_of_a_process_of_garden_are_refused_or_understood() {
 }
 
 #[test]
-fn changed_answer_of_baggageclaim_is_refused_or_understood() {
+fn mutated_baggageclaim_response_is_rejected_or_parsed() {
     let volume = r#"{"handle":"v","path":"/p","properties":{"a":"b"},"privileged":true}"#;
     let handle = Handle::new("v").expect("a handle");
     for valid in [answer("200 OK", volume), chunked("200 OK", volume)] {

@@ -1,17 +1,17 @@
-//! Archives from a server that is broken or hostile: each is refused or decoded, in bounded memory.
+//! Tests with malformed archives. Each archive is rejected or decoded in bounded memory.
 //!
-//! Each case changes some bytes of a valid archive, drawn from a number. `GANTRY_SEED` runs one case again; `GANTRY_SOAK` goes on for so many
-//! hours with new ones.
+//! Each case changes some bytes of a valid archive. The changes are derived from a number.
+//! `GANTRY_SEED` repeats one case. `GANTRY_SOAK` runs new cases for this many hours.
 use std::env;
 use std::time::{Duration, Instant};
 
 use gantry_concourse::baggageclaim::{Archive, Encoded, Encoding};
 use tokio::io::AsyncReadExt;
 
-/// Cases of each encoding that the test runs without `GANTRY_SOAK`.
+/// Number of cases per encoding without `GANTRY_SOAK`.
 const CASES: u64 = 1000;
 
-/// A sequence of numbers (SplitMix64).
+/// A random generator (SplitMix64).
 struct Draws(u64);
 
 impl Draws {
@@ -24,7 +24,7 @@ impl Draws {
     }
 }
 
-/// An archive of one file, whose content compresses in part.
+/// An archive with one partly compressible file.
 fn plain() -> Vec<u8> {
     let directory = tempfile::tempdir().expect("a directory");
     let mut draws = Draws(1);
@@ -53,11 +53,11 @@ async fn check(case: u64, encoding: Encoding, valid: &[u8]) {
     let (mut read, mut buffer) = (0_u64, vec![0; 64 << 10]);
     loop {
         match archive.read(&mut buffer).await {
-            // It is whole, or refused.
+            // The archive is complete or was rejected.
             Ok(0) | Err(_) => break,
             Ok(length) => read += length as u64,
         }
-        // The most that so few bytes decode to is read piece by piece; there is no need to read all of it.
+        // A small input can decode to a large archive. Reading a part of it is enough.
         if read > 64 << 20 {
             break;
         }
@@ -65,7 +65,7 @@ async fn check(case: u64, encoding: Encoding, valid: &[u8]) {
 }
 
 #[tokio::test]
-async fn changed_archive_is_refused_or_decoded() {
+async fn mutated_archive_is_rejected_or_decoded() {
     let setting = |name| env::var(name).ok().map(|text: String| text.parse::<u64>().expect("a number"));
     let until = setting("GANTRY_SOAK").map(|hours| Instant::now() + Duration::from_secs(hours * 3600));
     let plain = plain();

@@ -1,4 +1,4 @@
-//! Garden and Baggageclaim over the wire.
+//! Tests of the Garden and Baggageclaim clients over the wire.
 
 mod baggageclaim;
 mod garden_client;

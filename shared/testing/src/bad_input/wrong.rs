@@ -1,4 +1,4 @@
-//! What may be wrong with a request, by the kinds of fields that requests have.
+//! Invalid variants of requests, by kind of field.
 
 use domain::WorkloadId;
 use prost_reflect::{DynamicMessage, Value};
@@ -15,60 +15,60 @@ fn change_by(
     Bad { field: field.to_owned(), what: what.to_owned(), change: Box::new(change), expected, answered: 0 }
 }
 
-/// The message of a request that has `field`, or the first one.
+/// The first message of a request that has `field`, or the first message.
 fn message_with<'m>(messages: &'m mut [DynamicMessage], field: &str) -> &'m mut DynamicMessage {
     let has_it = messages.iter().position(|message| message.has_field_by_name(field));
     &mut messages[has_it.unwrap_or(0)]
 }
 
-/// Puts `value` where `path` says, in the message that has it.
+/// Sets `value` at `path`, in the message that has this field.
 pub fn put(messages: &mut [DynamicMessage], path: &str, value: Option<&Value>) {
     let path: Vec<_> = path.split('.').collect();
     set(message_with(messages, path[0]), &path, value);
 }
 
-/// `value` in `field`.
+/// Sets `field` to `value`.
 fn bad(field: &str, what: &str, value: Option<Value>, expected: Expected) -> Bad {
     change_by(field, what, expected, move |messages, path| put(messages, path, value.as_ref()))
 }
 
-/// `value` in `field`, of which comes what is `expected`.
+/// Sets `field` to `value`, and expects `expected`.
 #[must_use]
 pub fn change(field: &str, what: &str, value: Value, expected: Expected) -> Vec<Bad> {
     vec![bad(field, what, Some(value), expected)]
 }
 
-/// A text that is refused for `reason`, which names no field.
+/// A text that is rejected with `reason`. The error names no field.
 #[must_use]
 pub fn but(field: &str, what: &str, value: impl ToString, reason: Reason) -> Vec<Bad> {
     change(field, what, text(value), Expected::Refused(reason, String::new()))
 }
 
-/// A value that is refused because of `named`.
+/// A value that is rejected with an error that names `named`.
 #[must_use]
 pub fn invalid(field: &str, what: &str, value: Value, named: &str) -> Vec<Bad> {
     change(field, what, value, refused(named))
 }
 
-/// A value of which nothing comes.
+/// A value with the same answer as if the resource did not exist.
 #[must_use]
 pub fn nothing(field: &str, what: &str, value: Value) -> Vec<Bad> {
     change(field, what, value, Expected::Nothing)
 }
 
-/// A value that is fine, strange as it is.
+/// A value that is unusual but valid.
 #[must_use]
 pub fn taken(field: &str, what: &str, value: Value) -> Vec<Bad> {
     change(field, what, value, Expected::Taken)
 }
 
-/// Nothing in a field that must be there.
+/// Clears a required field.
 #[must_use]
 pub fn cleared(field: &str, named: &str) -> Bad {
     bad(field, "missing", None, refused(named))
 }
 
-/// Something is wrong with `field` that is no value of it alone.
+/// An invalid variant that is not a value of `field` alone.
 #[must_use]
 pub fn otherwise(
     field: &str,
@@ -79,7 +79,7 @@ pub fn otherwise(
     vec![change_by(field, what, expected, move |messages, _| change(messages))]
 }
 
-/// The messages of a call whose caller streams are not those that they should be.
+/// An invalid variant of the messages of a streaming request.
 #[must_use]
 pub fn messages(
     what: &str,
@@ -89,13 +89,13 @@ pub fn messages(
     otherwise("messages", what, expected, change)
 }
 
-/// A field that is missing or malformed is named.
+/// An error that names the missing or malformed field `named`.
 #[must_use]
 pub fn refused(named: &str) -> Expected {
     Expected::Refused(InvalidField, named.to_owned())
 }
 
-/// The same of requests that were changed otherwise before.
+/// The variants `bad` of requests that were changed by another function before.
 #[must_use]
 pub fn given(
     before: impl Fn(&mut Vec<DynamicMessage>) + Clone + Send + Sync + 'static,
@@ -112,7 +112,8 @@ pub fn given(
     changed.collect()
 }
 
-/// What may be wrong with a message, where it is in another: `field` in requests, and `named` in errors.
+/// The variants of a nested message: `field` is its path in requests, and `named` its name in
+/// errors.
 #[must_use]
 pub fn within(field: &str, named: &str, bad: impl IntoIterator<Item = Vec<Bad>>) -> Vec<Bad> {
     let of_it = bad.into_iter().flatten().map(|bad| {
@@ -127,13 +128,14 @@ pub fn within(field: &str, named: &str, bad: impl IntoIterator<Item = Vec<Bad>>)
     of_it.collect()
 }
 
-/// Goes wrong once the first message of a stream was taken and answered.
+/// The variants are sent after the first message of a stream was answered.
 #[must_use]
 pub fn later(bad: impl IntoIterator<Item = Vec<Bad>>) -> Vec<Bad> {
     bad.into_iter().flatten().map(|bad| Bad { answered: 1, ..bad }).collect()
 }
 
-/// What comes of these where they are refused for what has its own answer: nothing.
+/// Variants in a list whose other elements get separate answers. A rejection becomes
+/// [`Expected::Nothing`].
 #[must_use]
 pub fn of_several(bad: Vec<Bad>) -> Vec<Bad> {
     let answered = bad.into_iter().map(|bad| match bad.expected {
@@ -143,7 +145,7 @@ pub fn of_several(bad: Vec<Bad>) -> Vec<Bad> {
     answered.collect()
 }
 
-/// What is no UUID: some text, and very much of it, which no answer may repeat.
+/// Values that are not a UUID: a short text, and a very long one, which no answer may repeat.
 #[must_use]
 pub fn malformed(field: &str) -> Vec<Bad> {
     let mut bad = invalid(field, "malformed", text("x"), field);
@@ -151,13 +153,13 @@ pub fn malformed(field: &str) -> Vec<Bad> {
     bad
 }
 
-/// An id that may be missing.
+/// Invalid values of an optional id.
 #[must_use]
 pub fn optional_id(field: &str) -> Vec<Bad> {
     malformed(field)
 }
 
-/// An id.
+/// Invalid values of a required id.
 #[must_use]
 pub fn id(field: &str) -> Vec<Bad> {
     let mut bad = malformed(field);
@@ -165,13 +167,13 @@ pub fn id(field: &str) -> Vec<Bad> {
     bad
 }
 
-/// Ids, at most 1000.
+/// Invalid lists of at most 1000 ids.
 #[must_use]
 pub fn ids(field: &str) -> Vec<Bad> {
     ids_at_most(field, 1000)
 }
 
-/// Ids, at most `most`.
+/// Invalid lists of at most `most` ids.
 #[must_use]
 pub fn ids_at_most(field: &str, most: usize) -> Vec<Bad> {
     let mut bad = id(field);
@@ -180,13 +182,13 @@ pub fn ids_at_most(field: &str, most: usize) -> Vec<Bad> {
     bad
 }
 
-/// Too many of what a good request has one of.
+/// Repeats the single element of a valid request `count` times.
 #[must_use]
 pub fn many(field: &str, count: usize) -> Vec<Bad> {
     vec![repeated(field, &format!("{count} times"), count, refused(field))]
 }
 
-/// The same twice.
+/// Repeats an element.
 #[must_use]
 pub fn twice(field: &str, named: &str) -> Vec<Bad> {
     vec![repeated(field, "twice", 2, refused(named))]
@@ -206,14 +208,14 @@ fn repeated(field: &str, what: &str, count: usize, expected: Expected) -> Bad {
     })
 }
 
-/// A team.
+/// Invalid values of a team.
 #[must_use]
 pub fn team(field: &str) -> Vec<Bad> {
     let texts = ["", "No Team", "a\0", &"a".repeat(65), &"a".repeat(100_000)];
     texts.into_iter().flat_map(|team| invalid(field, "malformed", text(team), field)).collect()
 }
 
-/// A digest.
+/// Invalid values of a digest.
 #[must_use]
 pub fn digests(field: &str) -> Vec<Bad> {
     let bytes = |length: usize| Value::Bytes(vec![1; length].into());
@@ -223,13 +225,13 @@ pub fn digests(field: &str) -> Vec<Bad> {
         .collect()
 }
 
-/// A name for people, which may be missing.
+/// Invalid values of an optional display name.
 #[must_use]
 pub fn label(field: &str) -> Vec<Bad> {
     longest(field, 1024)
 }
 
-/// A text of at most `most` bytes, which may be missing.
+/// Invalid values of an optional text of at most `most` bytes.
 #[must_use]
 pub fn longest(field: &str, most: usize) -> Vec<Bad> {
     let mut bad = invalid(field, "overlong", text("x".repeat(most + 1)), field);
@@ -237,7 +239,7 @@ pub fn longest(field: &str, most: usize) -> Vec<Bad> {
     bad
 }
 
-/// The same, which must be there.
+/// Invalid values of a required text of at most `most` bytes.
 #[must_use]
 pub fn named(field: &str, most: usize) -> Vec<Bad> {
     let mut bad = longest(field, most);
@@ -245,7 +247,7 @@ pub fn named(field: &str, most: usize) -> Vec<Bad> {
     bad
 }
 
-/// A value that is none of the enum's.
+/// A value that the enum does not have.
 #[must_use]
 pub fn filter(field: &str) -> Vec<Bad> {
     [-1, 99]
@@ -254,7 +256,7 @@ pub fn filter(field: &str) -> Vec<Bad> {
         .collect()
 }
 
-/// The same, or none at all.
+/// A value that the enum does not have, and no value.
 #[must_use]
 pub fn choice(field: &str) -> Vec<Bad> {
     let mut bad = filter(field);
@@ -262,7 +264,7 @@ pub fn choice(field: &str) -> Vec<Bad> {
     bad
 }
 
-/// Less than no time, and more than `most` seconds.
+/// A negative duration, and one of more than `most` seconds.
 #[must_use]
 pub fn seconds(field: &str, most: i64) -> Vec<Bad> {
     let mut bad = negative(field);
@@ -270,7 +272,7 @@ pub fn seconds(field: &str, most: i64) -> Vec<Bad> {
     bad
 }
 
-/// Less than no time, and parts of a second that are none.
+/// A negative duration, and an invalid fraction of a second.
 #[must_use]
 pub fn negative(field: &str) -> Vec<Bad> {
     [(-1, 0), (i64::MIN, 0), (0, -1), (0, i32::MIN), (0, 1_000_000_000)]
@@ -278,7 +280,7 @@ pub fn negative(field: &str) -> Vec<Bad> {
         .into()
 }
 
-/// A duration or an instant.
+/// Sets a duration or a timestamp.
 #[must_use]
 pub fn time(field: &str, seconds: i64, nanos: i32, expected: Expected) -> Bad {
     change_by(field, &format!("{seconds} s and {nanos} ns"), expected, move |messages, path| {
@@ -287,7 +289,7 @@ pub fn time(field: &str, seconds: i64, nanos: i32, expected: Expected) -> Bad {
     })
 }
 
-/// A text, as a value.
+/// A text as a field value.
 #[must_use]
 pub fn text(value: impl ToString) -> Value {
     Value::String(value.to_string())

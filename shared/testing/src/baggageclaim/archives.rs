@@ -1,4 +1,4 @@
-//! Archives, made and unpacked by the host's `tar` while they pass by.
+//! Streaming tar archives, packed and unpacked by the `tar` of the host.
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::Path;
@@ -7,13 +7,14 @@ use std::process::{Child, Command, Stdio};
 use bytes::{Buf, Bytes};
 use tokio::sync::mpsc;
 
-/// What is known.
+/// The supported encodings.
 pub(super) const ENCODINGS: [&str; 4] = ["raw", "gzip", "zstd", "s2"];
 
-/// Bytes at a time.
+/// Buffer size, in bytes.
 const PIECE: usize = 256 << 10;
 
-/// What comes from a connection, for a thread. A sender that goes away ends it.
+/// Bytes from a connection, as a reader for a thread. The end of the sender is the end of the
+/// stream.
 pub(super) struct Incoming {
     pieces: mpsc::Receiver<io::Result<Bytes>>,
     piece: Bytes,
@@ -39,7 +40,7 @@ impl Read for Incoming {
     }
 }
 
-/// What a thread makes, for a connection.
+/// Bytes of a thread, for a connection.
 pub(super) struct Outgoing(pub(super) mpsc::Sender<io::Result<Bytes>>);
 
 impl Write for Outgoing {
@@ -62,15 +63,16 @@ fn ended_well(mut child: Child) -> bool {
     child.wait().expect("a program that can be waited for").success()
 }
 
-/// Copies it all, and counts. `false`: it could not be read to its end.
-fn pour(mut from: impl Read, mut into: impl Write) -> (u64, bool) {
+/// Copies all bytes and counts them. `false`: the source failed before its end.
+fn copy_all(mut from: impl Read, mut into: impl Write) -> (u64, bool) {
     let (mut buffer, mut count, mut takes) = (vec![0; PIECE], 0, true);
     loop {
         match from.read(&mut buffer) {
             Ok(0) => return (count, true),
             Ok(length) => {
                 count += length as u64;
-                // A program that has seen enough reads no more. The rest passes by.
+                // A program that has read enough closes its input. The remaining bytes are
+                // discarded.
                 takes = takes && into.write_all(&buffer[..length]).is_ok();
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -79,39 +81,41 @@ fn pour(mut from: impl Read, mut into: impl Write) -> (u64, bool) {
     }
 }
 
-/// Unpacks what comes as it comes, and says whether it was an archive.
+/// Unpacks a stream. Returns whether it was a valid archive.
 pub(super) fn unpack(encoding: &str, body: impl Read + Send, into: &Path) -> bool {
     let mut tar = start(Command::new("tar").args(["--numeric-owner", "-x", "-C"]).arg(into), Stdio::piped());
     let stdin = tar.stdin.take().expect("a pipe");
     let (count, whole) = match encoding {
-        "raw" => pour(body, stdin),
-        "zstd" => zstd::Decoder::new(body).map_or((0, false), |decoder| pour(decoder, stdin)),
-        "s2" => pour(minlz::Reader::new(body), stdin),
+        "raw" => copy_all(body, stdin),
+        "zstd" => zstd::Decoder::new(body).map_or((0, false), |decoder| copy_all(decoder, stdin)),
+        "s2" => copy_all(minlz::Reader::new(body), stdin),
         _ => {
             let mut gzip = start(Command::new("gzip").arg("-dc"), Stdio::piped());
             let feed = gzip.stdin.take().expect("a pipe");
             let decoded = gzip.stdout.take().expect("a pipe");
             let (fed, poured) = std::thread::scope(|scope| {
-                let fed = scope.spawn(|| pour(body, feed).1);
-                let poured = pour(decoded, stdin);
+                let fed = scope.spawn(|| copy_all(body, feed).1);
+                let poured = copy_all(decoded, stdin);
                 (fed.join().expect("no panic"), poured)
             });
             (poured.0, fed & poured.1 & ended_well(gzip))
         }
     };
     let unpacked = ended_well(tar);
-    // GNU tar takes nothing at all for an empty archive, where it is a plain one; the worker's does not.
+    // GNU tar accepts empty input as an empty plain archive. The genuine worker does not.
     whole && unpacked && count > 0
 }
 
-/// Copies what a program says. One that is not heard to the end ends then.
-fn pass(mut from: impl Read, into: &mut impl Write) -> io::Result<bool> {
+/// Copies the output of a program. The program ends when its reader is gone.
+fn copy_output(mut from: impl Read, into: &mut impl Write) -> io::Result<bool> {
     io::copy(&mut from, into).map(|_| true)
 }
 
-/// Makes an archive of a directory's contents, or of one file. Answers whether all of it could be read, or why it could not be written.
+/// Packs the contents of a directory, or one file. Returns whether everything was readable, or the
+/// error of the output.
 ///
-/// Compresses with the host's programs, and with a library where the host has none. `owners` has whose files are whose.
+/// Compresses with programs of the host, or with a library if there is none. `owners` is the map of
+/// user and group ids.
 pub(super) fn pack(encoding: &str, path: &Path, owners: Option<&Path>, out: impl Write) -> io::Result<bool> {
     let mut tar = Command::new("tar");
     tar.arg("--numeric-owner");
@@ -126,7 +130,7 @@ pub(super) fn pack(encoding: &str, path: &Path, owners: Option<&Path>, out: impl
     let packed = BufReader::with_capacity(PIECE, tar.stdout.take().expect("a pipe"));
     let mut out = BufWriter::with_capacity(PIECE, out);
     let copied = match encoding {
-        "raw" => pass(packed, &mut out),
+        "raw" => copy_output(packed, &mut out),
         "gzip" => {
             let packed = Stdio::from(packed.into_inner());
             let mut gzip = start(Command::new("gzip").arg("-c"), packed);
@@ -139,7 +143,7 @@ pub(super) fn pack(encoding: &str, path: &Path, owners: Option<&Path>, out: impl
         "zstd" => zstd::stream::copy_encode(packed, &mut out, 0).map(|()| true),
         "s2" => {
             let mut encoder = minlz::Writer::new(&mut out);
-            pass(packed, &mut encoder).and_then(|well| encoder.flush().map(|()| well))
+            copy_output(packed, &mut encoder).and_then(|well| encoder.flush().map(|()| well))
         }
         _ => Err(io::ErrorKind::Unsupported.into()),
     };

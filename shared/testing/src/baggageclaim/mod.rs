@@ -1,8 +1,9 @@
-//! A Baggageclaim server for tests: what a Concourse worker answers, quirks included, over volumes in a temporary directory.
+//! A simulated Baggageclaim server of a Concourse worker, with volumes in a temporary directory.
 //!
-//! It keeps to the statuses, bodies and content types of the genuine one, so that a client that gets on with it gets on with a worker. Ids are
-//! left alone, as with `--disable-user-namespaces`, unless it was started [`with_ids`](Server::with_ids). Archives are packed and unpacked as
-//! they pass by. [`Faults`] make it fail on request.
+//! The server reproduces the status codes, bodies, content types and quirks of the genuine one. A
+//! client that works with it works with a worker. User ids are not mapped, as with
+//! `--disable-user-namespaces`, unless the server is started [`with_ids`](Server::with_ids).
+//! Archives are packed and unpacked while they are transferred. [`Faults`] inject failures.
 
 mod archives;
 mod owners;
@@ -21,65 +22,68 @@ use tokio::task::JoinSet;
 
 use volumes::Volumes;
 
-/// How volumes behave.
+/// The volume driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Driver {
-    /// A child is a copy.
+    /// Children are copies.
     Naive,
-    /// As with overlay mounts: creation over a volume empties it, and so does the loss of its parent.
+    /// Children are overlay mounts. Creation over an existing volume empties it, and so does the
+    /// loss of its parent.
     Overlay,
 }
 
-/// What goes wrong, until it is set otherwise. Counts go down with each time that it did.
+/// Injected faults. Each fault stays until it is changed. Counts decrease with each failure.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// Do as asked, and close the connection instead of answering: for this many requests whose method and path begin with the text.
+    /// Number of requests that are executed but closed without an answer. The text is the beginning
+    /// of their method and path.
     pub lose_answers: Option<(String, usize)>,
-    /// Close the connection in the middle of an archive.
+    /// Close connections in the middle of an archive.
     pub cut_archives: bool,
     /// Append an error to archives.
     pub fail_archives: bool,
-    /// Creations do not end.
+    /// Creations never finish.
     pub never_create: bool,
-    /// As before 8.1, there is no clean-up.
+    /// There is no clean-up of orphans, as before Concourse 8.1.
     pub no_cleanup: bool,
-    /// As an older worker, it knows only these encodings. None: all.
+    /// Encodings that the server supports, as an older worker. `None`: all.
     pub encodings: Option<Vec<String>>,
-    /// Requests whose method and path begin with this are never answered.
+    /// Requests whose method and path begin with this text are never answered.
     pub stalls: Option<String>,
-    /// Creations are said to go on when they are asked about, for this many times.
+    /// Number of queries for a creation that report it as unfinished.
     pub slow_creations: usize,
-    /// These volumes cannot be destroyed.
+    /// Volumes whose destruction fails.
     pub stuck: Vec<String>,
-    /// So many destructions fail when the volume is out of sight already.
+    /// Number of destructions that fail after the volume has been unlisted.
     pub half_destroyed: usize,
-    /// Volumes are destroyed one by one only.
+    /// Volumes can be destroyed only one by one.
     pub no_destroy_many: bool,
-    /// Archives that come in are refused once they have begun, this many of them, and a part of them stays.
+    /// Number of incoming archives that are rejected after a part has been unpacked.
     pub refuse_archives: usize,
-    /// The file at this path changes as soon as an archive with it was unpacked: so often.
+    /// A path, and the number of times that the file there changes after an archive with it was
+    /// unpacked.
     pub spoil_archives: Option<(String, usize)>,
-    /// Transfers to other workers stop when they have begun, and go on when this is no more.
+    /// Transfers to other workers pause after their first bytes while this is set.
     pub hold_transfers: bool,
-    /// What `/p2p-url` says instead of the truth.
+    /// A wrong answer for `/p2p-url`.
     pub p2p_url: Option<String>,
 }
 
-/// A file beside the volumes, for `tar`.
+/// The name of the file with the id map for `tar`.
 const OWNERS: &str = "owners";
 
 struct State {
     root: tempfile::TempDir,
     address: SocketAddr,
     driver: Driver,
-    /// Whether unprivileged volumes have ids of their own.
+    /// Whether unprivileged volumes have mapped ids.
     ids: bool,
     volumes: Mutex<Volumes>,
     faults: Mutex<Faults>,
     requests: Mutex<Vec<String>>,
-    /// What volumes were asked for.
+    /// The requests to create volumes.
     creations: Mutex<Vec<serde_json::Value>>,
-    /// Transfers to other workers: they go on when nobody waits for them any more.
+    /// Transfers to other workers. They continue after their client has gone.
     transfers: Mutex<JoinSet<()>>,
 }
 
@@ -94,17 +98,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Server {
-    /// Starts one on a port of its own.
+    /// Starts a server on a free port.
     pub async fn start(driver: Driver) -> Self {
         Self::start_at(Ipv4Addr::LOCALHOST.into(), driver).await
     }
 
-    /// Starts one whose unprivileged volumes have the ids of unprivileged containers, as by default. Only root can.
+    /// Starts a server whose unprivileged volumes have the ids of unprivileged containers, as by
+    /// default. Needs root.
     pub async fn with_ids(driver: Driver) -> Self {
         Self::listen(Ipv4Addr::LOCALHOST.into(), driver, true).await
     }
 
-    /// Starts one at this address of the machine, where others may reach it.
+    /// Starts a server at this address, where other machines may reach it.
     pub async fn start_at(address: IpAddr, driver: Driver) -> Self {
         Self::listen(address, driver, false).await
     }
@@ -143,44 +148,44 @@ impl Server {
         Self { state, _serving: serving }
     }
 
-    /// Where it listens.
+    /// The address of the server.
     pub fn address(&self) -> SocketAddr {
         self.state.address
     }
 
-    /// Where the files of a volume are.
+    /// The directory of a volume.
     pub fn path(&self, handle: &str) -> PathBuf {
         self.state.path(handle)
     }
 
-    /// Handles of the volumes that there are.
+    /// The handles of all volumes.
     pub fn handles(&self) -> Vec<String> {
         lock(&self.state.volumes).live.keys().cloned().collect()
     }
 
-    /// Sets what goes wrong from now on.
+    /// Replaces the injected faults.
     pub fn set_faults(&self, faults: Faults) {
         *lock(&self.state.faults) = faults;
     }
 
-    /// Method and path, with its query, of each request so far.
+    /// Method, path and query of all requests so far.
     pub fn requests(&self) -> Vec<String> {
         lock(&self.state.requests).clone()
     }
 
-    /// The bodies of all requests so far to make a volume.
+    /// Bodies of all requests so far that create a volume.
     pub fn creations(&self) -> Vec<serde_json::Value> {
         lock(&self.state.creations).clone()
     }
 
-    /// Forgets all creations, as a restarted server has.
+    /// Forgets all creations, as after a restart.
     pub fn restart(&self) {
         lock(&self.state.volumes).futures.clear();
     }
 }
 
 impl Faults {
-    fn knows(&self, encoding: &str) -> bool {
+    fn supports(&self, encoding: &str) -> bool {
         let all = ["raw", "gzip", "zstd", "s2"].contains(&encoding);
         all && self.encodings.as_ref().is_none_or(|some| some.iter().any(|known| known == encoding))
     }
@@ -191,7 +196,7 @@ impl State {
         self.root.path().join("live")
     }
 
-    /// Where volumes are while they are being removed.
+    /// The directory of volumes that are being destroyed.
     fn dead(&self) -> PathBuf {
         self.root.path().join("dead")
     }
@@ -200,13 +205,13 @@ impl State {
         self.live().join(handle).join("volume")
     }
 
-    /// What says whose files are whose in archives of a volume. None: they are those of the disk.
+    /// The id map for archives of a volume. `None`: ids are those of the disk.
     fn owners(&self, privileged: bool) -> Option<PathBuf> {
         (self.ids && !privileged).then(|| self.root.path().join(OWNERS))
     }
 }
 
-/// Empties a directory, as an overlay mount whose layers are gone.
+/// Empties a directory, like an overlay mount that lost its layers.
 fn empty(directory: &Path) {
     _ = std::fs::remove_dir_all(directory);
     std::fs::create_dir_all(directory).expect("a directory for a volume");

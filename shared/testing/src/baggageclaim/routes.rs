@@ -1,4 +1,4 @@
-//! What is asked, and what is answered.
+//! HTTP routes of the simulated Baggageclaim server.
 
 use std::convert::Infallible;
 use std::io;
@@ -18,15 +18,15 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{Faults, State, archives, lock};
 
-/// Pieces of an archive that wait.
+/// Capacity of the channel for pieces of an archive.
 const PIECES: usize = 4;
 
 type Answer = Response<BoxBody<Bytes, io::Error>>;
 
-/// No answer: the connection is closed.
+/// The error that closes the connection without an answer.
 #[derive(Debug, thiserror::Error)]
 #[error("no answer")]
-pub(super) struct Silence;
+pub(super) struct NoAnswer;
 
 fn answer(status: u16, kind: Option<&str>, body: impl Into<Bytes>) -> Answer {
     let body = Full::new(body.into()).map_err(|never: Infallible| match never {}).boxed();
@@ -46,7 +46,7 @@ fn object(status: u16, value: &Value) -> Answer {
     answer(status, Some("application/json"), format!("{value}\n"))
 }
 
-/// JSON that is said to be text.
+/// A JSON error with the content type of plain text, as the genuine server sends it.
 fn error(status: u16, text: &str) -> Answer {
     answer(status, Some("text/plain; charset=utf-8"), format!("{}\n", json!({ "error": text })))
 }
@@ -85,12 +85,12 @@ impl Query {
     }
 }
 
-pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Result<Answer, Silence> {
+pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Result<Answer, NoAnswer> {
     let asked = format!("{} {}", request.method(), request.uri());
     lock(&state.requests).push(asked.clone());
     let stalled = lock(&state.faults).stalls.as_ref().is_some_and(|prefix| asked.starts_with(prefix));
     if stalled {
-        // Until the client has gone.
+        // Waits until the client is gone.
         std::future::pending::<()>().await;
     }
     let answer = route(&state, request).await?;
@@ -98,13 +98,13 @@ pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Resu
     match &mut faults.lose_answers {
         Some((prefix, left)) if *left > 0 && asked.starts_with(&*prefix) => {
             *left -= 1;
-            Err(Silence)
+            Err(NoAnswer)
         }
         _ => Ok(answer),
     }
 }
 
-async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer, Silence> {
+async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer, NoAnswer> {
     let (head, mut body) = request.into_parts();
     let query = Query::of(head.uri.query().unwrap_or_default());
     let path = head.uri.path().to_owned();
@@ -116,7 +116,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
         return stream_in(state, handle, &query, &head.headers, (&mut body, &faults)).await;
     }
 
-    let body = body.collect().await.map_err(|_| Silence)?.to_bytes();
+    let body = body.collect().await.map_err(|_| NoAnswer)?.to_bytes();
     let value = serde_json::from_slice::<Value>(&body);
     Ok(match (method, &parts[..]) {
         ("GET", ["volumes"]) => list(state, &query),
@@ -133,7 +133,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
         },
         ("GET", ["volumes-async", handle]) => match lock(&state.volumes).futures.get(*handle) {
             None => nothing(404),
-            Some(_) if state.goes_on() => nothing(204),
+            Some(_) if state.is_pending() => nothing(204),
             Some(None) => nothing(204),
             Some(Some(Ok(volume))) => object(200, volume),
             Some(Some(Err(status))) => error(*status, "failed to create volume"),
@@ -146,7 +146,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
             let text = "failed to destroy volume";
             match serde_json::from_slice::<Vec<String>>(&body) {
                 Ok(handles) => {
-                    // Those that can be are, whatever becomes of the others.
+                    // A failed destruction does not prevent the others.
                     let destroyed: Vec<_> = handles.iter().map(|handle| state.destroy(handle)).collect();
                     if destroyed.contains(&Err(500)) { error(500, text) } else { nothing(204) }
                 }
@@ -175,8 +175,8 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
                 (None, _) => error(400, text),
                 (_, None) => error(404, text),
                 (Some(value), Some(volume)) => {
-                    // Null crashes the genuine handler.
-                    volume.properties.as_mut().ok_or(Silence)?.insert((*name).to_owned(), value.into());
+                    // Properties that are null crash the genuine handler.
+                    volume.properties.as_mut().ok_or(NoAnswer)?.insert((*name).to_owned(), value.into());
                     nothing(204)
                 }
             }
@@ -264,7 +264,7 @@ async fn stream_in(
     query: &Query,
     headers: &HeaderMap,
     (body, faults): (&mut Incoming, &Faults),
-) -> Result<Answer, Silence> {
+) -> Result<Answer, NoAnswer> {
     let text = "failed to stream in to volume";
     let limit = match query.get("limit") {
         "" => 0.0,
@@ -277,7 +277,7 @@ async fn stream_in(
     let Some(privileged) = state.privilege(handle) else { return Ok(error(404, text)) };
     let encoding =
         headers.get(header::CONTENT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    if !faults.knows(encoding) {
+    if !faults.supports(encoding) {
         return Ok(error(400, text));
     }
     let root = state.path(handle);
@@ -303,7 +303,7 @@ async fn stream_in(
         if over {
             bytes.truncate(bytes.len() - (received - limit));
         }
-        // Who takes no more knows why.
+        // The receiver has ended, and knows the reason.
         if pieces.send(Ok(bytes)).await.is_err() || over {
             break;
         }
@@ -315,7 +315,7 @@ async fn stream_in(
     let whole = unpacking.await.expect("unpacking does not panic");
     state.align(handle, privileged);
     if cut {
-        return Err(Silence);
+        return Err(NoAnswer);
     }
     let refused = {
         let mut faults = lock(&state.faults);
@@ -349,10 +349,10 @@ fn stream_out(state: &State, handle: &str, query: &Query, headers: &HeaderMap, f
     let encoding =
         headers.get(header::ACCEPT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let Some(privileged) = state.privilege(handle) else { return error(404, text) };
-    if !faults.knows(encoding) {
+    if !faults.supports(encoding) {
         return error(400, text);
     }
-    // Not confined, as the genuine one.
+    // The path is not confined, as in the genuine server.
     let path = state.path(handle).join(query.get("path").trim_start_matches('/'));
     if !path.exists() {
         return error(404, "no such file or directory");
@@ -395,14 +395,14 @@ async fn stream_p2p_out(state: &Arc<State>, handle: &str, query: &Query) -> Answ
     let (told, outcome) = oneshot::channel();
     let sending = state.clone();
     let [handle, path, url, encoding] = [handle, path, url, encoding].map(str::to_owned);
-    // As the genuine one, it goes on when nobody waits for it any more.
+    // Like the genuine server, the transfer continues after the client has gone.
     lock(&state.transfers).spawn(async move {
         _ = told.send(transfer(&sending, &handle, &path, &url, &encoding).await);
     });
     let outcome = outcome.await.unwrap_or_else(|_| Err("it broke off".to_owned()));
-    let said = outcome.map_or_else(|cause| format!("{text}: {cause}"), |()| "ok".to_owned());
-    // The genuine one sends a newline now and then while it works.
-    let frames = ["\n".to_owned(), "\n".to_owned(), said].map(|text| Ok(Frame::data(Bytes::from(text))));
+    let result = outcome.map_or_else(|cause| format!("{text}: {cause}"), |()| "ok".to_owned());
+    // The genuine server sends newlines while it works.
+    let frames = ["\n".to_owned(), "\n".to_owned(), result].map(|text| Ok(Frame::data(Bytes::from(text))));
     let mut answer = Response::new(BodyExt::boxed(StreamBody::new(futures::stream::iter(frames))));
     answer.headers_mut().insert(header::CONTENT_TYPE, "plain/text".parse().expect("a header"));
     answer.headers_mut().insert("x-content-type-options", "nosniff".parse().expect("a header"));
@@ -452,14 +452,14 @@ async fn transfer(
     if status == StatusCode::NO_CONTENT {
         return Ok(());
     }
-    let said = serde_json::from_slice::<Value>(&body)
+    let message = serde_json::from_slice::<Value>(&body)
         .ok()
         .and_then(|value| Some(value["error"].as_str()?.to_owned()));
-    let said = said.unwrap_or_else(|| "json: cannot unmarshal".to_owned());
-    Err(format!("p2p-stream-in {}: {said}", status.as_u16()))
+    let message = message.unwrap_or_else(|| "json: cannot unmarshal".to_owned());
+    Err(format!("p2p-stream-in {}: {message}", status.as_u16()))
 }
 
-/// The archive of a directory. It stops after its first piece, for as long as transfers are held.
+/// The archive of a directory. It pauses after its first piece while transfers are held.
 fn sent(
     state: &Arc<State>,
     source: PathBuf,

@@ -1,4 +1,4 @@
-//! Volumes as directories, and creations that are remembered until they are dropped.
+//! Volumes as directories, and pending creations.
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Driver, State, empty, lock, owners};
 
-/// A program whose complaints nobody reads: that it failed is what is told.
+/// A program with its error output discarded. Only its failure is reported.
 fn quiet(program: &str) -> Command {
     let mut command = Command::new(program);
     command.stderr(Stdio::null());
@@ -17,12 +17,12 @@ fn quiet(program: &str) -> Command {
 #[derive(Default)]
 pub(super) struct Volumes {
     pub(super) live: BTreeMap<String, Volume>,
-    /// Each creation that has not been dropped: none while it goes on, or its outcome.
+    /// Each creation that was not deleted. `None` while it is pending, or its result.
     pub(super) futures: BTreeMap<String, Option<Result<Value, u16>>>,
 }
 
 pub(super) struct Volume {
-    /// None: it was created with null.
+    /// `None`: the volume was created with null properties.
     pub(super) properties: Option<Map<String, Value>>,
     pub(super) privileged: bool,
     parent: Option<String>,
@@ -38,19 +38,20 @@ impl State {
         })
     }
 
-    /// Whether a volume has the ids of the host. None: there is no such volume.
+    /// Whether a volume has the ids of the host. `None`: the volume does not exist.
     pub(super) fn privilege(&self, handle: &str) -> Option<bool> {
         lock(&self.volumes).live.get(handle).map(|volume| volume.privileged)
     }
 
-    /// Brings owners in line with the privilege of a volume. As with the genuine one, nobody hears when that fails.
+    /// Adapts the owners of a volume to its privilege. Like the genuine server, this ignores
+    /// errors.
     pub(super) fn align(&self, handle: &str, privileged: bool) {
         if self.ids {
             _ = owners::align(&self.path(handle), privileged);
         }
     }
 
-    /// Makes a volume, or answers a status.
+    /// Creates a volume. The error is an HTTP status.
     pub(super) fn create(&self, handle: &str, request: &Value) -> Result<Value, u16> {
         lock(&self.creations).push(request.clone());
         let mut volumes = lock(&self.volumes);
@@ -113,15 +114,16 @@ impl State {
         Ok(answer)
     }
 
-    /// Whether a creation is said to go on.
-    pub(super) fn goes_on(&self) -> bool {
+    /// Whether a creation is reported as unfinished.
+    pub(super) fn is_pending(&self) -> bool {
         let mut faults = lock(&self.faults);
-        let goes_on = faults.slow_creations > 0;
+        let is_pending = faults.slow_creations > 0;
         faults.slow_creations = faults.slow_creations.saturating_sub(1);
-        goes_on
+        is_pending
     }
 
-    /// Destroys a volume, or answers a status. It is out of sight before anything of it goes, and stays so when not all of it can go.
+    /// Destroys a volume. The error is an HTTP status. The volume is unlisted before its first file
+    /// is removed, and stays unlisted if the removal fails.
     pub(super) fn destroy(&self, handle: &str) -> Result<(), u16> {
         let mut volumes = lock(&self.volumes);
         if !volumes.live.contains_key(handle) {
@@ -142,11 +144,11 @@ impl State {
             faults.half_destroyed -= 1;
             return Err(500);
         }
-        // An archive that is still being unpacked puts things there meanwhile.
+        // An archive that is still being unpacked may add files meanwhile.
         std::fs::remove_dir_all(dead).map_err(|_| 500)
     }
 
-    /// Removes what destroyed volumes have left.
+    /// Removes the remains of destroyed volumes.
     pub(super) fn clean_up(&self) {
         let _turn = lock(&self.volumes);
         empty(&self.dead());

@@ -1,4 +1,4 @@
-//! Containers.
+//! Conformance tests of containers.
 
 use std::path::Path;
 
@@ -10,11 +10,12 @@ use super::{
     RuntimeExt, Subject, claims, directory, exited, has, lines, mount, on_root, process, programs, put,
 };
 
-/// Making and destroying may be repeated, and what never was cannot be started in.
-pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
+/// Creation and destruction can be repeated. A process cannot start in a container that does not
+/// exist.
+pub async fn container_creation_and_destruction_are_idempotent(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
-    runtime.create_container(handle, on_root(&subject).await).await.expect("make it again");
+    runtime.create_container(handle, on_root(&subject).await).await.expect("create it again");
     assert_eq!(runtime.list().await.expect("list").containers, [handle]);
     runtime.destroy_container(handle).await.expect("destroy");
     runtime.destroy_container(handle).await.expect("destroy again");
@@ -23,8 +24,9 @@ pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
     assert!(matches!(refused, Err(RuntimeError::ContainerNotFound(_))), "{refused:?}");
 }
 
-/// What cannot be made is refused when the container is made, and leaves nothing behind.
-pub async fn impossible_containers_are_refused(subject: impl Subject) {
+/// A container with an invalid specification is rejected at its creation, and leaves nothing
+/// behind.
+pub async fn invalid_containers_are_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let unknown = VolumeHandle::new();
@@ -56,8 +58,8 @@ pub async fn impossible_containers_are_refused(subject: impl Subject) {
     assert_eq!(runtime.list().await.expect("list").containers, []);
 }
 
-/// A root of a kind that the runtime does not run is refused.
-pub async fn only_known_images_are_run(subject: impl Subject) {
+/// A root of a kind that the runtime does not support is rejected.
+pub async fn unsupported_root_kinds_are_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let kinds = runtime.capabilities().image_kinds.clone();
     if !kinds.iter().any(|kind| kind == "host") {
@@ -68,38 +70,39 @@ pub async fn only_known_images_are_run(subject: impl Subject) {
     assert_eq!(runtime.list().await.expect("list").containers, []);
 }
 
-/// Volumes appear where they were asked for, and read-only ones cannot be written to.
-pub async fn volumes_are_mounted(subject: impl Subject) {
+/// Volumes appear at their paths. Read-only volumes cannot be written to.
+pub async fn volumes_mount_read_only_and_writable(subject: impl Subject) {
     let runtime = subject.runtime();
     let (written, read) = (runtime.volume().await, runtime.volume().await);
     let mounts = vec![mount(written, "/new/deep/out", false), mount(read, "/in", true)];
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     assert_eq!(
-        runtime.ran(spec.clone(), process(&programs::append("/new/deep/out/file"))).await.ended,
+        runtime.run(spec.clone(), process(&programs::append("/new/deep/out/file"))).await.ended,
         Some(exited(0))
     );
     assert_eq!(lines(&*runtime, written, "file").await, 1);
-    assert_ne!(runtime.ran(spec, process(&programs::append("/in/file"))).await.ended, Some(exited(0)));
+    assert_ne!(runtime.run(spec, process(&programs::append("/in/file"))).await.ended, Some(exited(0)));
     assert_eq!(lines(&*runtime, read, "file").await, 0);
 }
 
-/// A volume whose path lies below another's appears inside of it, whatever the order.
-pub async fn volumes_appear_in_volumes(subject: impl Subject) {
+/// A mount below the path of another mount appears inside it, in any order of the mounts.
+pub async fn nested_mounts_are_visible(subject: impl Subject) {
     let runtime = subject.runtime();
     let (outer, inner) = (runtime.volume().await, runtime.volume().await);
     let mounts = vec![mount(inner, "/outer/inner", false), mount(outer, "/outer", false)];
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/outer/file", "/outer/inner/file"] {
-        let said = runtime.ran(spec.clone(), process(&programs::append(path))).await;
-        assert_eq!(said.ended, Some(exited(0)), "{path}");
+        let output = runtime.run(spec.clone(), process(&programs::append(path))).await;
+        assert_eq!(output.ended, Some(exited(0)), "{path}");
     }
     assert_eq!(lines(&*runtime, outer, "file").await, 1);
     assert_eq!(lines(&*runtime, inner, "file").await, 1);
     assert_eq!(lines(&*runtime, outer, "inner/file").await, 0);
 }
 
-/// A directory of one volume becomes the contents of another; what is not a directory there is refused.
-pub async fn directories_are_taken(subject: impl Subject) {
+/// A directory of one volume becomes the contents of another volume. A path that is not a directory
+/// is rejected.
+pub async fn take_directory_moves_a_directory(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "replaceable-outputs") {
         return;
@@ -122,8 +125,8 @@ pub async fn directories_are_taken(subject: impl Subject) {
     assert!(root.join("file").exists());
 }
 
-/// One volume may be in a container several times.
-pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
+/// A container can mount one volume several times.
+pub async fn volume_mounts_at_two_paths(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     put(&*runtime, volume, "file", "line\nline\n").await;
@@ -131,13 +134,13 @@ pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
     let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/first/file", "/second/file"] {
         let waiting = programs::append_and_wait_for_another(path);
-        let said = runtime.ran(spec.clone(), process(&waiting)).await;
-        assert_eq!(said.ended, Some(exited(7)), "{path}");
+        let output = runtime.run(spec.clone(), process(&waiting)).await;
+        assert_eq!(output.ended, Some(exited(7)), "{path}");
     }
 }
 
-/// A user of the image comes to own the working directory and the writable volumes.
-pub async fn users_own_what_they_write(subject: impl Subject) {
+/// The user of a container owns the working directory and the writable volumes.
+pub async fn user_owns_writable_mounts(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "owned-mounts") {
         return;
@@ -150,13 +153,13 @@ pub async fn users_own_what_they_write(subject: impl Subject) {
         user: Some("1234:2345".to_owned()),
         ..on_root(&subject).await
     };
-    let said = runtime.ran(spec.clone(), process(&programs::whereabouts())).await;
-    assert_eq!(said.text(), "/workspace\n1234\n2345\n1234\n");
-    assert_eq!(runtime.ran(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
+    let output = runtime.run(spec.clone(), process(&programs::whereabouts())).await;
+    assert_eq!(output.text(), "/workspace\n1234\n2345\n1234\n");
+    assert_eq!(runtime.run(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
 }
 
-/// A process has the environment that it was given, and PATH and HOME.
-pub async fn the_environment_is_what_was_given(subject: impl Subject) {
+/// A process has exactly the given environment, plus PATH and HOME.
+pub async fn process_receives_its_environment(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "complete-output") {
         return;
@@ -172,13 +175,13 @@ pub async fn the_environment_is_what_was_given(subject: impl Subject) {
     ];
     for (environment, expected) in cases {
         let spec = ProcessSpec { environment, ..process(&programs::environment()) };
-        let said = runtime.ran(on_root(&subject).await, spec).await;
-        let mut found: Vec<_> = said.text().lines().collect();
+        let output = runtime.run(on_root(&subject).await, spec).await;
+        let mut found: Vec<_> = output.text().lines().collect();
         found.sort_unstable();
         if has(&*runtime, "exact-environment") {
             assert_eq!(found, expected);
         }
-        // Elsewhere the worker adds to it.
+        // Without `exact-environment` the worker may add variables.
         assert!(expected.iter().all(|line| found.contains(line)), "{found:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! What a container may use at most.
+//! Conformance tests of limits.
 
 use std::time::Instant;
 
@@ -10,53 +10,54 @@ use super::{RuntimeExt, Subject, claims, exited, has, on_root, process, programs
 const MUCH: u64 = 128 << 20;
 const MANY: u64 = 40;
 
-/// Whether a limit is to be looked for.
-fn keeps(subject: &impl Subject, runtime: &dyn Runtime, limit: &str) -> bool {
+/// Whether a test must check a limit.
+fn must_check(subject: &impl Subject, runtime: &dyn Runtime, limit: &str) -> bool {
     if !claims(runtime, limit) {
         return false;
     }
     if !subject.keeps_limits() {
-        eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+        eprintln!("not applicable: this worker is simulated and enforces no limits");
     }
     subject.keeps_limits()
 }
 
-/// What wants more memory than its container may have is killed; as much without a limit is none too much.
-pub async fn memory_is_limited(subject: impl Subject) {
+/// A process that exceeds the memory limit of its container is killed. Without a limit, the same
+/// process succeeds.
+pub async fn memory_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
-    if !keeps(&subject, &*runtime, "limits-memory") {
+    if !must_check(&subject, &*runtime, "limits-memory") {
         return;
     }
     let spec = on_root(&subject).await;
-    assert_eq!(runtime.ran(spec.clone(), process(&programs::greedy(MUCH))).await.ended, Some(exited(0)));
+    assert_eq!(runtime.run(spec.clone(), process(&programs::allocate(MUCH))).await.ended, Some(exited(0)));
     let limits = Limits { memory_bytes: Some(MUCH / 4), ..Limits::default() };
     let spec = ContainerSpec { limits, ..on_root(&subject).await };
-    let ended = runtime.ran(spec, process(&programs::greedy(MUCH))).await.ended;
+    let ended = runtime.run(spec, process(&programs::allocate(MUCH))).await.ended;
     let told = |exit| ended == Some(Ended::Exited { exit, stopped: false });
-    // Where it is not told why, as of any process that was killed.
+    // Without `exit-signals`, the end looks like that of any killed process.
     let killed = !has(&*runtime, "exit-signals") && told(Exit::Code(128 + 9));
     assert!(told(Exit::OutOfMemory) || killed, "{ended:?}");
 }
 
-/// No more processes are started than a container may have.
-pub async fn processes_are_limited(subject: impl Subject) {
+/// A container cannot start more processes than its limit.
+pub async fn process_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
-    if !keeps(&subject, &*runtime, "limits-pids") {
+    if !must_check(&subject, &*runtime, "limits-pids") {
         return;
     }
-    let all = runtime.ran(on_root(&subject).await, process(&programs::fork(MANY))).await;
+    let all = runtime.run(on_root(&subject).await, process(&programs::fork(MANY))).await;
     assert_eq!(all.text().lines().count() as u64, MANY);
     let limits = Limits { pids: Some(MANY / 2), ..Limits::default() };
     let spec = ContainerSpec { limits, ..on_root(&subject).await };
-    let some = runtime.ran(spec, process(&programs::fork(MANY))).await;
+    let some = runtime.run(spec, process(&programs::fork(MANY))).await;
     let started = some.text().lines().count() as u64;
     assert!((MANY / 4..=MANY / 2).contains(&started), "{some:?}");
 }
 
-/// A container gets no more of the processors than it may have.
-pub async fn processors_are_limited(subject: impl Subject) {
+/// A container gets no more processor time than its limit.
+pub async fn cpu_limit_applies_to_container(subject: impl Subject) {
     let runtime = subject.runtime();
-    if !keeps(&subject, &*runtime, "limits-cpu") {
+    if !must_check(&subject, &*runtime, "limits-cpu") {
         return;
     }
     let limits = Limits { cpu_millis: Some(100), ..Limits::default() };
@@ -66,7 +67,7 @@ pub async fn processors_are_limited(subject: impl Subject) {
     assert_eq!(runtime.ended(id).await, exited(0));
     let took = before.elapsed();
     let Some(computed) = runtime.usage(id).await.expect("what it used").cpu_time else {
-        eprintln!("not applicable: this worker does not count processor time");
+        eprintln!("not applicable: this worker does not report processor time");
         return;
     };
     assert!(computed * 3 < took, "{computed:?} of {took:?}");

@@ -1,14 +1,14 @@
-//! What every [`Runtime`] is held to.
+//! Conformance tests for every implementation of [`Runtime`].
 //!
 //! ```text
 //! mod host { testing::runtime_conformance!(HostSubject::new()); }
 //! ```
 //!
-//! Each test gets a worker of its own. The programs that they run are all in [`programs`], so that a runtime which cannot run
-//! real ones knows what to imitate. They wait for conditions, and give up after [`PATIENCE`].
+//! Each test gets a separate worker. The tests run only the programs in [`programs`], so that a
+//! fake runtime can imitate them. The tests wait for conditions and fail after [`PATIENCE`].
 //!
-//! What a runtime does not claim by a name in [`runtime::Capabilities::features`] it is not held to; a test that says nothing else then prints
-//! `not applicable: …`.
+//! A test checks a feature only if the runtime claims it in [`runtime::Capabilities::features`]. A
+//! test without other checks then prints `not applicable: …`.
 
 mod containers;
 mod limits;
@@ -37,69 +37,74 @@ use runtime::{
 };
 
 pub use containers::{
-    a_volume_is_mounted_twice, containers_are_made_and_destroyed_once, directories_are_taken,
-    impossible_containers_are_refused, only_known_images_are_run, the_environment_is_what_was_given,
-    users_own_what_they_write, volumes_appear_in_volumes, volumes_are_mounted,
+    container_creation_and_destruction_are_idempotent, invalid_containers_are_rejected,
+    nested_mounts_are_visible, process_receives_its_environment, take_directory_moves_a_directory,
+    unsupported_root_kinds_are_rejected, user_owns_writable_mounts, volume_mounts_at_two_paths,
+    volumes_mount_read_only_and_writable,
 };
-pub use limits::{memory_is_limited, processes_are_limited, processors_are_limited};
-pub use model::a_worker_holds_what_it_was_told_to;
+pub use limits::{
+    cpu_limit_applies_to_container, memory_limit_applies_to_container, process_limit_applies_to_container,
+};
+pub use model::worker_matches_model_after_random_operations;
 pub use output::{
-    detaching_lets_a_process_go_on, input_is_taken_once, input_that_is_no_text_arrives_or_is_refused,
-    input_that_is_not_read_waits, output_is_read_from_any_offset, readers_and_waiters_come_and_go,
-    spooled_output_keeps_the_end, unread_output_holds_a_process_back,
+    binary_input_arrives_or_is_rejected, dropped_readers_and_waiters_change_nothing,
+    output_is_readable_from_any_offset, process_continues_after_detach, repeated_input_arrives_once,
+    spooled_output_drops_its_beginning, unread_input_blocks_its_writer, unread_output_blocks_its_process,
 };
 pub use processes::{
-    a_process_starts_once, destroying_a_container_kills, exits_are_told, nothing_outlives_its_process,
-    processes_keep_their_team, processes_outlive_the_runtime, programs_that_cannot_be_run_are_told,
-    unknown_processes_are_not_found,
+    container_destruction_kills_its_processes, container_processes_end_with_main_process,
+    exit_codes_and_signals_are_reported, process_starts_once, process_survives_its_runtime,
+    process_team_survives_reopening, unknown_process_is_not_found, unrunnable_programs_are_reported,
 };
 pub use signals::{
-    a_stop_is_never_lost, every_signal_arrives_or_is_refused, processes_out_of_contact_end,
-    term_ends_a_plain_program, the_stubborn_are_killed,
+    plain_program_ends_on_term, process_ends_when_contact_is_lost, process_is_killed_after_grace_period,
+    signals_arrive_or_are_rejected, stop_prevents_start_or_ends_process,
 };
-pub use terminals::{terminals_have_a_size_that_changes, terminals_outlive_the_runtime};
+pub use terminals::{terminal_size_can_change, terminal_survives_its_runtime};
 pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
-    a_child_of_nothing_is_refused, a_copy_stands_by_itself, children_leave_their_parents_alone,
-    children_lose_what_their_parents_keep, directories_are_made, manifests_are_kept,
-    parents_outlive_their_children, the_marker_stays, volumes_are_made_and_destroyed_once,
-    what_a_store_must_know_again_is_kept, what_is_brought_along_is_copied, worker_provided,
+    child_of_missing_parent_is_rejected, copy_does_not_depend_on_original,
+    deletions_in_child_do_not_change_parent, make_directories_creates_parents,
+    manifest_is_stored_with_remote_volume, marker_survives_reopening,
+    parent_is_not_destroyed_before_children, store_mark_and_notes_survive_reopening,
+    volume_creation_and_destruction_are_idempotent, worker_provided, worker_provided_contents_are_copied,
+    writes_to_child_do_not_change_parent,
 };
 
-/// How long anything may take.
+/// Timeout of each wait in a test.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A worker of its own, with a runtime for it.
+/// A worker for one test, with a runtime for it.
 #[async_trait]
 pub trait Subject: Send + Sync {
     /// The runtime.
     fn runtime(&self) -> Arc<dyn Runtime>;
 
-    /// Ends the runtime as its gateway would by being killed, and opens another for the same worker.
+    /// Drops the runtime, as if its gateway was killed, and opens a new one for the same worker.
     ///
-    /// Everything that was got from the old one has been dropped.
+    /// The test must have dropped everything that it got from the old runtime.
     async fn reopen(&mut self);
 
-    /// How much output of one stream a process may write before it is held back, or loses some.
+    /// Output of one stream, in bytes, after which a process blocks or loses output.
     fn spool_bytes(&self) -> u64;
 
-    /// The root file system of a container, which has the programs in [`programs`].
+    /// The root file system of a container that has the programs in [`programs`].
     async fn root(&self) -> Root {
         Root::Host
     }
 
-    /// Whether the worker keeps containers to limits that its runtime claims. Not so, where it is a stand-in for one that does.
+    /// Whether the worker enforces the limits that its runtime claims. A simulated worker may not.
     fn keeps_limits(&self) -> bool {
         true
     }
 
-    /// Volumes that the subject made for [`Subject::root`].
+    /// The volumes that the subject created for [`Subject::root`].
     fn roots(&self) -> Vec<VolumeHandle> {
         Vec::new()
     }
 }
 
-/// Whether a runtime claims what it is about to be held to. Says so where it does not.
+/// Whether a runtime claims a feature. If not, prints that the test is not applicable.
 pub fn claims(runtime: &dyn Runtime, feature: &str) -> bool {
     let claimed = has(runtime, feature);
     if !claimed {
@@ -112,20 +117,20 @@ fn has(runtime: &dyn Runtime, feature: &str) -> bool {
     runtime.capabilities().features.iter().any(|claimed| claimed == feature)
 }
 
-/// The volumes that are there beside the roots of containers.
+/// Lists the volumes, without the roots of containers.
 pub async fn volumes(subject: &impl Subject) -> Vec<VolumeHandle> {
     let (listed, roots) = (subject.runtime().list().await.expect("list").volumes, subject.roots());
     listed.into_iter().filter(|volume| !roots.contains(volume)).collect()
 }
 
-/// A container on the subject's root with nothing in it.
+/// An empty container on the subject's root.
 pub async fn on_root(subject: &impl Subject) -> ContainerSpec {
     let private = has(&*subject.runtime(), "network-private");
     let network = if private { Network::Private } else { Network::Host };
     ContainerSpec { root: subject.root().await, network, ..container() }
 }
 
-/// A container of the image `host` with nothing in it.
+/// An empty container of the image `host`.
 #[must_use]
 pub fn container() -> ContainerSpec {
     ContainerSpec {
@@ -140,13 +145,13 @@ pub fn container() -> ContainerSpec {
     }
 }
 
-/// A volume in a container.
+/// A mount of a volume.
 #[must_use]
 pub fn mount(volume: VolumeHandle, path: &str, read_only: bool) -> Mount {
     Mount { volume, path: path.as_bytes().to_vec(), read_only }
 }
 
-/// A process without input, whose output is kept until it is acknowledged.
+/// A process without input. Its output is kept until it is acknowledged.
 #[must_use]
 pub fn process(command: &[String]) -> ProcessSpec {
     ProcessSpec {
@@ -158,67 +163,67 @@ pub fn process(command: &[String]) -> ProcessSpec {
     }
 }
 
-/// Everything that a process said.
+/// The complete output of a process, and its end.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Said {
-    /// On standard output.
+pub struct ProcessOutput {
+    /// Standard output.
     pub stdout: Vec<u8>,
-    /// On standard error.
+    /// Standard error.
     pub stderr: Vec<u8>,
-    /// Bytes of standard output that were gone.
+    /// Lost bytes of standard output.
     pub gone: u64,
-    /// How it ended.
+    /// The end of the process.
     pub ended: Option<Ended>,
 }
 
-impl Said {
+impl ProcessOutput {
     /// Standard output as text.
     ///
     /// # Panics
     ///
-    /// When it is none.
+    /// If standard output is not UTF-8.
     #[must_use]
     pub fn text(&self) -> &str {
         std::str::from_utf8(&self.stdout).expect("text")
     }
 }
 
-/// Operations that a test needs to succeed.
+/// Operations that panic on failure.
 #[async_trait]
 pub trait RuntimeExt {
-    /// Makes an empty volume.
+    /// Creates an empty volume.
     async fn volume(&self) -> VolumeHandle;
-    /// Makes a child of a volume.
+    /// Creates a child of a volume.
     async fn child(&self, parent: VolumeHandle) -> VolumeHandle;
-    /// Makes a container.
+    /// Creates a container.
     async fn made(&self, spec: ContainerSpec) -> ContainerHandle;
     /// Starts a process in a container.
     async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> AttemptId;
-    /// Runs a process in a container of its own, and returns what it said.
-    async fn ran(&self, container: ContainerSpec, spec: ProcessSpec) -> Said;
-    /// How a process ended.
+    /// Runs a process in a new container, and returns its output.
+    async fn run(&self, container: ContainerSpec, spec: ProcessSpec) -> ProcessOutput;
+    /// Waits for the end of a process.
     async fn ended(&self, process: AttemptId) -> Ended;
-    /// Everything that a process says from the beginning to its end, acknowledged as it is read.
-    async fn said(&self, process: AttemptId) -> Said;
+    /// Reads and acknowledges the output of a process from the beginning to its end.
+    async fn read_output(&self, process: AttemptId) -> ProcessOutput;
 }
 
 #[async_trait]
 impl RuntimeExt for Arc<dyn Runtime> {
     async fn volume(&self) -> VolumeHandle {
         let handle = VolumeHandle::new();
-        self.create_volume(handle, VolumeSource::Empty).await.expect("make a volume");
+        self.create_volume(handle, VolumeSource::Empty).await.expect("create a volume");
         handle
     }
 
     async fn child(&self, parent: VolumeHandle) -> VolumeHandle {
         let handle = VolumeHandle::new();
-        self.create_volume(handle, VolumeSource::CopyOnWrite { parent }).await.expect("make a child");
+        self.create_volume(handle, VolumeSource::CopyOnWrite { parent }).await.expect("create a child");
         handle
     }
 
     async fn made(&self, spec: ContainerSpec) -> ContainerHandle {
         let handle = ContainerHandle::new();
-        self.create_container(handle, spec).await.expect("make a container");
+        self.create_container(handle, spec).await.expect("create a container");
         handle
     }
 
@@ -228,26 +233,26 @@ impl RuntimeExt for Arc<dyn Runtime> {
         id
     }
 
-    async fn ran(&self, container: ContainerSpec, spec: ProcessSpec) -> Said {
+    async fn run(&self, container: ContainerSpec, spec: ProcessSpec) -> ProcessOutput {
         let container = self.made(container).await;
         let process = self.started(container, spec).await;
-        self.said(process).await
+        self.read_output(process).await
     }
 
     async fn ended(&self, process: AttemptId) -> Ended {
         in_time("the end of a process", self.wait(process)).await.expect("wait for a process")
     }
 
-    async fn said(&self, process: AttemptId) -> Said {
+    async fn read_output(&self, process: AttemptId) -> ProcessOutput {
         let attachment = self.attach(process, Offsets::default()).await.expect("attach");
-        in_time("everything a process says", read_all(attachment)).await
+        in_time("the output of a process", read_all(attachment)).await
     }
 }
 
-/// Reads, acknowledging, until everything was said.
-pub async fn read_all(attachment: Attachment) -> Said {
+/// Reads and acknowledges all output.
+pub async fn read_all(attachment: Attachment) -> ProcessOutput {
     let Attachment { mut events, input, .. } = attachment;
-    let mut said = Said::default();
+    let mut said = ProcessOutput::default();
     let mut at = Offsets::default();
     while let Some(event) = events.next().await {
         match event.expect("an event") {
@@ -262,26 +267,26 @@ pub async fn read_all(attachment: Attachment) -> Said {
             }
             ProcessEvent::Truncated { from, to, .. } => said.gone += to - from,
             ProcessEvent::Ended(ended) => said.ended = Some(ended),
-            ProcessEvent::StdinTaken(_) => {}
+            ProcessEvent::StdinAccepted(_) => {}
             ProcessEvent::Done(_) => return said,
         }
     }
-    panic!("the events ended without being done: {said:?}");
+    panic!("the events ended before the event Done: {said:?}");
 }
 
-/// Waits, but not for ever.
+/// Awaits `work` with a timeout.
 ///
 /// # Panics
 ///
-/// When it takes longer than [`PATIENCE`].
+/// After [`PATIENCE`].
 pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
     match tokio::time::timeout(PATIENCE, work).await {
         Ok(value) => value,
-        Err(_) => panic!("waited in vain for {what}"),
+        Err(_) => panic!("timeout while waiting for {what}"),
     }
 }
 
-/// Waits until a file has so many lines.
+/// Waits until a file has at least `count` lines.
 pub async fn until_lines(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, count: usize) {
     in_time("lines in a file", async {
         while lines(runtime, volume, path).await < count {
@@ -303,7 +308,7 @@ pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
 
 type Events = Pin<Box<dyn Stream<Item = Result<ProcessEvent, RuntimeError>> + Send>>;
 
-/// Reads standard output until it holds `text`.
+/// Reads standard output until it contains `text`.
 pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
     let mut read = Vec::new();
     in_time(text, async {
@@ -312,7 +317,7 @@ pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
                 ProcessEvent::Output { stream: OutputStream::Stdout, data, .. } => {
                     read.extend_from_slice(&data)
                 }
-                ProcessEvent::Ended(ended) => panic!("it ended: {ended:?}"),
+                ProcessEvent::Ended(ended) => panic!("the process ended: {ended:?}"),
                 _ => {}
             }
         }
@@ -321,7 +326,8 @@ pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
     read
 }
 
-/// Whether this is how an end by a signal is told. Without the capability `exit-signals`, as the status that a shell would make of it, or as 255.
+/// Whether `ended` reports an end by the signal `number`. Without the capability `exit-signals`,
+/// the exit code of a shell or 255 counts too.
 fn is_signal(runtime: &dyn Runtime, ended: &Ended, number: u8, stopped: bool) -> bool {
     let told = |exit| *ended == Ended::Exited { exit, stopped };
     if has(runtime, "exit-signals") {
@@ -335,11 +341,11 @@ fn exited(code: u8) -> Ended {
     Ended::Exited { exit: Exit::Code(code), stopped: false }
 }
 
-/// The directory with the contents of a volume that is near.
+/// The directory of a local volume.
 pub async fn directory(runtime: &dyn Runtime, volume: VolumeHandle) -> PathBuf {
     match runtime.contents(volume).await.expect("the contents of a volume") {
         Contents::Directory(path) => path,
-        Contents::Remote(_) => panic!("its volumes are far"),
+        Contents::Remote(_) => panic!("the volume is remote"),
     }
 }
 
@@ -350,27 +356,28 @@ fn reason(ended: &Ended) -> Option<FailureReason> {
     }
 }
 
-/// Tests a runtime: `$subject` evaluates, for each test, to an `Option` of a new [`Subject`]; `None` where it cannot run.
+/// Defines the conformance tests of a runtime. For each test, `$subject` evaluates to an `Option`
+/// of a new [`Subject`]. `None` skips the test.
 #[macro_export]
 macro_rules! runtime_conformance {
     ($subject:expr) => {
         $crate::runtime_conformance! { @each ($subject)
-            volumes_are_made_and_destroyed_once a_child_of_nothing_is_refused children_leave_their_parents_alone
-            children_lose_what_their_parents_keep parents_outlive_their_children a_copy_stands_by_itself directories_are_made
-            manifests_are_kept what_a_store_must_know_again_is_kept what_is_brought_along_is_copied
-            the_marker_stays containers_are_made_and_destroyed_once impossible_containers_are_refused
-            only_known_images_are_run
-            volumes_are_mounted volumes_appear_in_volumes directories_are_taken a_volume_is_mounted_twice
-            users_own_what_they_write
-            the_environment_is_what_was_given exits_are_told programs_that_cannot_be_run_are_told
-            unknown_processes_are_not_found a_process_starts_once processes_outlive_the_runtime
-            processes_keep_their_team
-            nothing_outlives_its_process destroying_a_container_kills term_ends_a_plain_program
-            the_stubborn_are_killed every_signal_arrives_or_is_refused memory_is_limited processes_are_limited processors_are_limited a_stop_is_never_lost processes_out_of_contact_end
-            output_is_read_from_any_offset unread_output_holds_a_process_back spooled_output_keeps_the_end
-            detaching_lets_a_process_go_on readers_and_waiters_come_and_go input_is_taken_once
-            input_that_is_no_text_arrives_or_is_refused input_that_is_not_read_waits terminals_have_a_size_that_changes terminals_outlive_the_runtime
-            a_worker_holds_what_it_was_told_to
+            volume_creation_and_destruction_are_idempotent child_of_missing_parent_is_rejected writes_to_child_do_not_change_parent
+            deletions_in_child_do_not_change_parent parent_is_not_destroyed_before_children copy_does_not_depend_on_original make_directories_creates_parents
+            manifest_is_stored_with_remote_volume store_mark_and_notes_survive_reopening worker_provided_contents_are_copied
+            marker_survives_reopening container_creation_and_destruction_are_idempotent invalid_containers_are_rejected
+            unsupported_root_kinds_are_rejected
+            volumes_mount_read_only_and_writable nested_mounts_are_visible take_directory_moves_a_directory volume_mounts_at_two_paths
+            user_owns_writable_mounts
+            process_receives_its_environment exit_codes_and_signals_are_reported unrunnable_programs_are_reported
+            unknown_process_is_not_found process_starts_once process_survives_its_runtime
+            process_team_survives_reopening
+            container_processes_end_with_main_process container_destruction_kills_its_processes plain_program_ends_on_term
+            process_is_killed_after_grace_period signals_arrive_or_are_rejected memory_limit_applies_to_container process_limit_applies_to_container cpu_limit_applies_to_container stop_prevents_start_or_ends_process process_ends_when_contact_is_lost
+            output_is_readable_from_any_offset unread_output_blocks_its_process spooled_output_drops_its_beginning
+            process_continues_after_detach dropped_readers_and_waiters_change_nothing repeated_input_arrives_once
+            binary_input_arrives_or_is_rejected unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime
+            worker_matches_model_after_random_operations
         }
     };
     (@each ($subject:expr) $($name:ident)*) => {$(

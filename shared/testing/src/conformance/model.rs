@@ -1,9 +1,14 @@
-//! Random operations, in any order and repeated, against a model of what a worker holds.
+//! Conformance test with random operations against a model of a worker.
 //!
-//! What must hold after every step: the worker lists what the model has, and nothing else; a volume has the lines that the model says;
-//! a process is as far as it must be, and ends as it was going to. And in the end, nothing is left.
+//! The test checks after every step:
 //!
-//! `GANTRY_SEED` runs one seed again, `GANTRY_STEPS` more or fewer steps.
+//! - The worker lists exactly the containers and volumes of the model.
+//! - Each volume has the expected lines.
+//! - Each process has the expected state and end.
+//!
+//! After the last step, the worker is empty.
+//!
+//! `GANTRY_SEED` repeats one seed. `GANTRY_STEPS` sets the number of steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -21,12 +26,12 @@ use super::{
 };
 use crate::seeds;
 
-/// What fits on every worker that a test has.
+/// Limits that fit on every worker of the tests.
 const MOST_VOLUMES: usize = 8;
 const MOST_CONTAINERS: usize = 3;
 
-/// Whatever is done in whatever order, a worker holds what it was told to hold.
-pub async fn a_worker_holds_what_it_was_told_to(subject: impl Subject) {
+/// A worker matches the model after any sequence of operations.
+pub async fn worker_matches_model_after_random_operations(subject: impl Subject) {
     let seed = seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut model = Model {
@@ -34,7 +39,7 @@ pub async fn a_worker_holds_what_it_was_told_to(subject: impl Subject) {
         random: StdRng::seed_from_u64(seed),
         volumes: BTreeMap::new(),
         containers: BTreeMap::new(),
-        gone: Gone::default(),
+        gone: DestroyedHandles::default(),
     };
     for _ in 0..seeds::setting("GANTRY_STEPS").unwrap_or(60) {
         model.step().await;
@@ -43,7 +48,7 @@ pub async fn a_worker_holds_what_it_was_told_to(subject: impl Subject) {
     model.clear().await;
 }
 
-/// A volume: the lines of its file, and where they came from.
+/// A volume: the number of lines of its file, and its parent.
 #[derive(Debug, Clone)]
 struct Volume {
     lines: usize,
@@ -62,13 +67,13 @@ struct Container {
 struct Process {
     id: AttemptId,
     command: Vec<String>,
-    /// Of one that has ended.
+    /// The end, if the process has ended.
     ended: Option<Ended>,
 }
 
-/// What there was.
+/// Handles that were destroyed.
 #[derive(Default)]
-struct Gone {
+struct DestroyedHandles {
     volumes: Vec<VolumeHandle>,
     containers: Vec<ContainerHandle>,
     processes: Vec<AttemptId>,
@@ -79,7 +84,7 @@ struct Model<S> {
     random: StdRng,
     volumes: BTreeMap<VolumeHandle, Volume>,
     containers: BTreeMap<ContainerHandle, Container>,
-    gone: Gone,
+    gone: DestroyedHandles,
 }
 
 impl<S: Subject> Model<S> {
@@ -145,7 +150,7 @@ impl<S: Subject> Model<S> {
             );
             return;
         }
-        // What may still be written to is no parent.
+        // A volume that may still be written to cannot be a parent.
         let parent = self.any_volume(|model, volume| !model.is_mounted_writable(volume));
         if let Some(parent) = parent.filter(|_| self.volumes.len() < MOST_VOLUMES) {
             let handle = runtime.child(parent).await;
@@ -187,7 +192,7 @@ impl<S: Subject> Model<S> {
         if self.containers.len() >= MOST_CONTAINERS {
             return;
         }
-        // What has children must not change.
+        // A volume with children must not change.
         let read_only = self.has_children(volume) || self.random.random();
         let team = format!("team-{}", self.random.random_range(0..3));
         let handle = self.subject.runtime().made(self.spec(&team, volume, read_only).await).await;
@@ -199,7 +204,8 @@ impl<S: Subject> Model<S> {
         ContainerSpec { team: team.to_owned(), mounts, ..on_root(&self.subject).await }
     }
 
-    /// Starts a process that ends by itself or one that does not, and waits until it has written what it will.
+    /// Starts a process, and waits until its file has the expected lines. Some of the programs run
+    /// until they are ended.
     async fn start(&mut self) {
         let runtime = self.subject.runtime();
         if let Some(gone) = self.gone.containers.iter().choose(&mut self.random) {
@@ -212,7 +218,7 @@ impl<S: Subject> Model<S> {
         let (command, ended) = match self.random.random_range(0..3) {
             0 => (programs::exit(code), Some(exited(code))),
             1 if !read_only => (programs::append("/volume/file"), Some(exited(0))),
-            // Of these lines, there are never two where it starts.
+            // The program waits for a second line, so the file must be empty at the start.
             _ if !read_only && self.volumes[&volume].lines == 0 => {
                 (programs::append_and_wait_for_another("/volume/file"), None)
             }
@@ -231,7 +237,7 @@ impl<S: Subject> Model<S> {
         container.process = Some(Process { id, command, ended });
     }
 
-    /// Ends a process that does not by itself.
+    /// Ends a process that would run forever.
     async fn end(&mut self) {
         let runtime = self.subject.runtime();
         let runs =
@@ -271,15 +277,15 @@ impl<S: Subject> Model<S> {
         self.gone.containers.push(handle);
     }
 
-    /// Does everything again that was done, which changes nothing.
+    /// Repeats all operations of existing objects, which changes nothing.
     async fn repeat(&mut self) {
         let runtime = self.subject.runtime();
         for handle in self.volumes.keys() {
-            runtime.create_volume(*handle, VolumeSource::Empty).await.expect("make it again");
+            runtime.create_volume(*handle, VolumeSource::Empty).await.expect("create it again");
         }
         for (handle, container) in &self.containers {
             let spec = self.spec(&container.team, container.volume, container.read_only).await;
-            runtime.create_container(*handle, spec).await.expect("make it again");
+            runtime.create_container(*handle, spec).await.expect("create it again");
             if let Some(Process { id, command, .. }) = &container.process {
                 runtime.start(*handle, *id, process(command)).await.expect("start it again");
             }

@@ -1,4 +1,4 @@
-//! Output and input.
+//! Conformance tests of output and input.
 
 use std::time::Duration;
 
@@ -12,15 +12,15 @@ use super::{
     read_until,
 };
 
-/// Both outputs are read to their ends, from any offset, by any number of readers, also after the end.
-pub async fn output_is_read_from_any_offset(subject: impl Subject) {
+/// Each reader can read both outputs completely, from any offset, also after the end.
+pub async fn output_is_readable_from_any_offset(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "complete-output") {
         return;
     }
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::say("0123456789", "abcdef"))).await;
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     assert_eq!((said.stdout.as_slice(), said.stderr.as_slice()), (&b"0123456789"[..], &b"abcdef"[..]));
     assert_eq!(said.ended, Some(exited(0)));
 
@@ -34,8 +34,8 @@ pub async fn output_is_read_from_any_offset(subject: impl Subject) {
     }
 }
 
-/// A process whose output nobody acknowledges is held back, and nothing of it is lost.
-pub async fn unread_output_holds_a_process_back(mut subject: impl Subject) {
+/// A process whose output is not acknowledged is blocked, and no output is lost.
+pub async fn unread_output_blocks_its_process(mut subject: impl Subject) {
     let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
     let runtime = subject.runtime();
     if !claims(&*runtime, "held-output") {
@@ -43,13 +43,13 @@ pub async fn unread_output_holds_a_process_back(mut subject: impl Subject) {
     }
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::count(total))).await;
-    // Everything that can be read without acknowledging it; then the runtime is another.
+    // Read everything that is readable without an acknowledgement. Then reopen the runtime.
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
     let mut read = 0;
     while let Ok(Some(event)) =
         tokio::time::timeout(Duration::from_millis(500), attachment.events.next()).await
     {
-        let ProcessEvent::Output { data, .. } = event.expect("an event") else { panic!("it ended") };
+        let ProcessEvent::Output { data, .. } = event.expect("an event") else { panic!("the process ended") };
         read += data.len() as u64;
     }
     assert!(subject.spool_bytes() <= read && read < total, "{read} of {total}");
@@ -58,15 +58,16 @@ pub async fn unread_output_holds_a_process_back(mut subject: impl Subject) {
     drop(runtime);
     subject.reopen().await;
 
-    let said = subject.runtime().said(id).await;
+    let said = subject.runtime().read_output(id).await;
     assert_eq!((said.gone, said.stdout.len() as u64), (0, total));
     let wrong = (0..).zip(&said.stdout).find(|(offset, byte)| programs::counted(*offset) != **byte);
     assert_eq!(wrong, None);
     assert_eq!(said.ended, Some(exited(0)));
 }
 
-/// Output beyond the spool is dropped from its beginning, which readers are told.
-pub async fn spooled_output_keeps_the_end(subject: impl Subject) {
+/// Output beyond the spool is dropped from its beginning, and readers receive an event for the
+/// loss.
+pub async fn spooled_output_drops_its_beginning(subject: impl Subject) {
     let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
     let runtime = subject.runtime();
     if !claims(&*runtime, "complete-output") {
@@ -75,16 +76,16 @@ pub async fn spooled_output_keeps_the_end(subject: impl Subject) {
     let spec = ProcessSpec { output: OutputMode::Spooled, ..process(&programs::count(total)) };
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, spec).await;
-    assert_eq!(runtime.ended(id).await, exited(0), "nobody reads, and it ends all the same");
-    let said = runtime.said(id).await;
+    assert_eq!(runtime.ended(id).await, exited(0), "the process ends without a reader");
+    let said = runtime.read_output(id).await;
     assert_eq!(said.gone + said.stdout.len() as u64, total);
     assert!(said.gone > 0 && said.stdout.len() as u64 >= subject.spool_bytes());
     let wrong = (said.gone..).zip(&said.stdout).find(|(offset, byte)| programs::counted(*offset) != **byte);
     assert_eq!(wrong, None);
 }
 
-/// A process that is held back goes on when nobody is meant to read any more.
-pub async fn detaching_lets_a_process_go_on(subject: impl Subject) {
+/// A blocked process continues after a detach.
+pub async fn process_continues_after_detach(subject: impl Subject) {
     let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
@@ -94,11 +95,11 @@ pub async fn detaching_lets_a_process_go_on(subject: impl Subject) {
     assert_eq!(runtime.ended(id).await, exited(0));
 }
 
-/// Readers that leave change nothing, and a wait that is given up neither.
-pub async fn readers_and_waiters_come_and_go(subject: impl Subject) {
+/// Dropping a reader or a wait changes nothing.
+pub async fn dropped_readers_and_waiters_change_nothing(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
-    let id = runtime.started(handle, process(&programs::stubborn())).await;
+    let id = runtime.started(handle, process(&programs::ignore_term())).await;
     for _ in 0..20 {
         let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
         read_until(&mut attachment.events, "ready").await;
@@ -110,8 +111,8 @@ pub async fn readers_and_waiters_come_and_go(subject: impl Subject) {
     assert!(is_signal(&*runtime, &ended, 9, true), "{ended:?}");
 }
 
-/// Input arrives once, in order, however often it is said, and ends when it is closed.
-pub async fn input_is_taken_once(mut subject: impl Subject) {
+/// Repeated input arrives once and in order, and ends when it is closed.
+pub async fn repeated_input_arrives_once(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
@@ -125,7 +126,7 @@ pub async fn input_is_taken_once(mut subject: impl Subject) {
     assert!(matches!(gap, Err(RuntimeError::OffsetOutOfRange { offset: 100, limit: 8 })), "{gap:?}");
     read_until(&mut attachment.events, "one two ").await;
     if !claims(&*runtime, "durable-input") {
-        // Where it ends with its gateway, all of it comes from one.
+        // Without `durable-input`, one runtime sends all input.
         attachment.input.stdin(4, Bytes::from_static(b"two three")).await.expect("input");
         attachment.input.close_stdin().await.expect("close");
         assert_eq!(runtime.ended(id).await, exited(0));
@@ -144,8 +145,9 @@ pub async fn input_is_taken_once(mut subject: impl Subject) {
     assert_eq!((said.text(), said.ended.as_ref()), ("one two three", Some(&exited(0))));
 }
 
-/// Input of any bytes arrives as it is, or is refused as what the worker cannot send; then none of it has arrived, and what follows does.
-pub async fn input_that_is_no_text_arrives_or_is_refused(subject: impl Subject) {
+/// Binary input arrives unchanged, or is rejected. After a rejection nothing of it has arrived, and
+/// later input arrives.
+pub async fn binary_input_arrives_or_is_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
     let handle = runtime.made(on_root(&subject).await).await;
@@ -167,12 +169,13 @@ pub async fn input_that_is_no_text_arrives_or_is_refused(subject: impl Subject) 
     attachment.input.close_stdin().await.expect("close");
     assert_eq!(runtime.ended(id).await, exited(0));
     if has(&*runtime, "complete-output") {
-        assert_eq!(runtime.said(id).await.stdout, [b"text", &taken[..], b" more"].concat());
+        assert_eq!(runtime.read_output(id).await.stdout, [b"text", &taken[..], b" more"].concat());
     }
 }
 
-/// A process that does not read holds its writer back; what it will never read is thrown away.
-pub async fn input_that_is_not_read_waits(subject: impl Subject) {
+/// A process that does not read blocks its writer. Input for an ended process, or after the process
+/// closed its input, is discarded.
+pub async fn unread_input_blocks_its_writer(subject: impl Subject) {
     let runtime = subject.runtime();
     let much = Bytes::from(vec![b'x'; 4 << 20]);
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::sleep()) };
@@ -183,14 +186,16 @@ pub async fn input_that_is_not_read_waits(subject: impl Subject) {
         tokio::time::timeout(Duration::from_millis(300), attachment.input.stdin(0, much.clone())).await;
     assert!(waited.is_err(), "{waited:?}");
     runtime.stop(id, Duration::from_secs(10)).await.expect("stop");
-    in_time("input of what has ended", attachment.input.stdin(0, much.clone())).await.expect("input");
+    in_time("input for an ended process", attachment.input.stdin(0, much.clone())).await.expect("input");
 
-    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::deaf()) };
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::close_input()) };
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, spec).await;
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
     read_until(&mut attachment.events, "ready").await;
-    in_time("input that nobody reads", attachment.input.stdin(0, much)).await.expect("input");
+    in_time("input for a process that closed its input", attachment.input.stdin(0, much))
+        .await
+        .expect("input");
     assert_eq!(runtime.process(id).await.expect("a state"), ProcessState::Started);
     runtime.destroy_container(handle).await.expect("destroy");
 }

@@ -1,4 +1,4 @@
-//! Processes.
+//! Conformance tests of processes.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use super::{
     reason, until_lines,
 };
 
-/// Codes and signals are told as they are.
-pub async fn exits_are_told(subject: impl Subject) {
+/// Exit codes and signals are reported unchanged.
+pub async fn exit_codes_and_signals_are_reported(subject: impl Subject) {
     let runtime = subject.runtime();
     for code in [0, 1, 42, 255] {
         let handle = runtime.made(on_root(&subject).await).await;
@@ -28,24 +28,24 @@ pub async fn exits_are_told(subject: impl Subject) {
     }
 }
 
-/// What is no program is told as that, not as an exit.
-pub async fn programs_that_cannot_be_run_are_told(subject: impl Subject) {
+/// A program that cannot be run is reported as not started, with the reason.
+pub async fn unrunnable_programs_are_reported(subject: impl Subject) {
     let runtime = subject.runtime();
     let cases = [
-        (programs::not_there(), FailureReason::ProgramNotFound),
+        (programs::missing(), FailureReason::ProgramNotFound),
         (vec!["/no/such/program".to_owned()], FailureReason::ProgramNotFound),
         (programs::not_executable(), FailureReason::ProgramNotExecutable),
     ];
     for (command, expected) in cases {
-        let said = runtime.ran(on_root(&subject).await, process(&command)).await;
-        let ended = said.ended.expect("an end");
+        let output = runtime.run(on_root(&subject).await, process(&command)).await;
+        let ended = output.ended.expect("an end");
         assert!(matches!(ended, Ended::NotStarted(_)), "{ended:?}");
         assert_eq!(reason(&ended), Some(expected), "{command:?}");
     }
 }
 
-/// What was never asked for is not found.
-pub async fn unknown_processes_are_not_found(subject: impl Subject) {
+/// A process that was never started is not found.
+pub async fn unknown_process_is_not_found(subject: impl Subject) {
     let (runtime, id) = (subject.runtime(), AttemptId::new());
     let not_found =
         |error: RuntimeError| matches!(error, RuntimeError::ProcessNotFound(unknown) if unknown == id);
@@ -56,8 +56,8 @@ pub async fn unknown_processes_are_not_found(subject: impl Subject) {
     assert!(runtime.attach(id, Offsets::default()).await.is_err_and(not_found));
 }
 
-/// However often a process is started, it starts once; also by another runtime, and after its end.
-pub async fn a_process_starts_once(mut subject: impl Subject) {
+/// A process that is started repeatedly runs once, also with another runtime and after its end.
+pub async fn process_starts_once(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let handle = runtime
@@ -78,7 +78,7 @@ pub async fn a_process_starts_once(mut subject: impl Subject) {
 }
 
 /// A process, its output and its end outlive the runtime that started it.
-pub async fn processes_outlive_the_runtime(mut subject: impl Subject) {
+pub async fn process_survives_its_runtime(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let handle = runtime
@@ -96,12 +96,12 @@ pub async fn processes_outlive_the_runtime(mut subject: impl Subject) {
     assert_eq!(runtime.ended(id).await, exited(7));
     drop(runtime);
     subject.reopen().await;
-    let said = subject.runtime().said(id).await;
-    assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&exited(7))));
+    let output = subject.runtime().read_output(id).await;
+    assert_eq!((output.text(), output.ended.as_ref()), ("over\n", Some(&exited(7))));
 }
 
-/// Whose a process is, is known as long as its container is there; also to another runtime.
-pub async fn processes_keep_their_team(mut subject: impl Subject) {
+/// The team of a process is known while its container exists, also to another runtime.
+pub async fn process_team_survives_reopening(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(ContainerSpec { team: "other".to_owned(), ..on_root(&subject).await }).await;
     let id = runtime.started(handle, process(&programs::exit(0))).await;
@@ -116,8 +116,8 @@ pub async fn processes_keep_their_team(mut subject: impl Subject) {
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(unknown)) if unknown == id), "{gone:?}");
 }
 
-/// When a process has ended, nothing of its container runs any more.
-pub async fn nothing_outlives_its_process(subject: impl Subject) {
+/// When a process has ended, no other process of its container runs.
+pub async fn container_processes_end_with_main_process(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "ends-whole") {
         return;
@@ -133,8 +133,8 @@ pub async fn nothing_outlives_its_process(subject: impl Subject) {
     assert_eq!(lines(&*runtime, volume, "file").await, before);
 }
 
-/// Destroying a container kills what is in it, and its process is not found any more.
-pub async fn destroying_a_container_kills(subject: impl Subject) {
+/// The destruction of a container kills its processes. Its main process is not found any more.
+pub async fn container_destruction_kills_its_processes(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..on_root(&subject).await };

@@ -1,7 +1,7 @@
-//! The programs that the suite runs.
+//! The programs that the conformance tests run.
 //!
-//! Those that are scripts give them a name as `$0`, and what varies as arguments, so that a runtime which cannot run real programs
-//! can recognize them by [`script`].
+//! A script gets its name as `$0` and its parameters as arguments. A fake runtime recognizes
+//! scripts by [`script`].
 
 macro_rules! scripts {
     ($($name:ident = $text:expr;)+) => {
@@ -32,7 +32,8 @@ fn shell((name, text): (&str, &str), arguments: &[&str]) -> Vec<String> {
     ["/bin/sh", "-c", text, name].iter().chain(arguments).map(|part| (*part).to_owned()).collect()
 }
 
-/// The name of the script that a command runs, in capitals, and its arguments. `None`: it runs none of these.
+/// The name of the script that a command runs, in capitals, and its arguments. `None`: the command
+/// runs none of these scripts.
 #[must_use]
 pub fn script<'c>(command: &[&'c str]) -> Option<(&'static str, Vec<&'c str>)> {
     let ["/bin/sh", "-c", text, name, arguments @ ..] = command else { return None };
@@ -40,27 +41,27 @@ pub fn script<'c>(command: &[&'c str]) -> Option<(&'static str, Vec<&'c str>)> {
     Some((name, arguments.to_vec()))
 }
 
-/// Does nothing, and exits with this.
+/// Exits with this code.
 #[must_use]
 pub fn exit(code: u8) -> Vec<String> {
     shell(EXIT, &[&code.to_string()])
 }
 
-/// Sends itself this signal.
+/// Sends this signal to itself.
 #[must_use]
 pub fn signal_itself(number: u8) -> Vec<String> {
     shell(SIGNAL_ITSELF, &[&number.to_string()])
 }
 
-/// Runs for longer than any test, and ends by TERM.
+/// Runs for longer than any test, and ends on TERM.
 #[must_use]
 pub fn sleep() -> Vec<String> {
     ["sleep", "1000"].map(str::to_owned).to_vec()
 }
 
-/// Says `ready` on standard output, and ignores TERM for longer than any test.
+/// Prints `ready` on standard output, and ignores TERM for longer than any test.
 #[must_use]
-pub fn stubborn() -> Vec<String> {
+pub fn ignore_term() -> Vec<String> {
     shell(STUBBORN, &[])
 }
 
@@ -70,13 +71,13 @@ pub fn say(out: &str, err: &str) -> Vec<String> {
     shell(SAY, &[out, err])
 }
 
-/// Writes so many bytes to standard output: the digits of 0, 1, 2 …, each on a line of ten bytes.
+/// Writes `bytes` bytes to standard output: the numbers 0, 1, 2 …, each on a line of ten bytes.
 #[must_use]
 pub fn count(bytes: u64) -> Vec<String> {
     shell(COUNT, &[&bytes.to_string()])
 }
 
-/// What byte `offset` of [`count`] is.
+/// The byte at `offset` of the output of [`count`].
 #[must_use]
 pub fn counted(offset: u64) -> u8 {
     format!("{:09}\n", offset / 10).as_bytes()[usize::try_from(offset % 10).unwrap_or(0)]
@@ -88,80 +89,84 @@ pub fn cat() -> Vec<String> {
     vec!["cat".to_owned()]
 }
 
-/// Says `ready`, and closes standard input unread; ends by TERM.
+/// Prints `ready` and closes standard input without reading it. Ends on TERM.
 #[must_use]
-pub fn deaf() -> Vec<String> {
+pub fn close_input() -> Vec<String> {
     shell(DEAF, &[])
 }
 
-/// Adds a line to a file, and exits.
+/// Appends a line to a file, and exits.
 #[must_use]
 pub fn append(path: &str) -> Vec<String> {
     shell(APPEND, &[path])
 }
 
-/// Adds a line to a file, and runs until it has another line, then exits with 7.
+/// Appends a line to a file, waits until the file has another line, and exits with 7.
 #[must_use]
 pub fn append_and_wait_for_another(path: &str) -> Vec<String> {
     shell(APPEND_AND_WAIT_FOR_ANOTHER, &[path])
 }
 
-/// Leaves something behind that adds lines to a file for ever, and exits when there is one.
+/// Starts a background process that appends lines to a file forever. Exits when the file has a
+/// line.
 #[must_use]
 pub fn leave_behind(path: &str) -> Vec<String> {
     shell(LEAVE_BEHIND, &[path])
 }
 
-/// Writes its environment to standard output, a line for each variable.
+/// Prints its environment, one variable per line.
 #[must_use]
 pub fn environment() -> Vec<String> {
     vec!["env".to_owned()]
 }
 
-/// Writes its working directory, its user and group, and the owner of the working directory, a line for each.
+/// Prints its working directory, its user, its group and the owner of the working directory, one
+/// per line.
 #[must_use]
 pub fn whereabouts() -> Vec<String> {
     shell(WHEREABOUTS, &[])
 }
 
-/// Holds so many bytes in memory, at least, and exits.
+/// Allocates at least `bytes` bytes of memory, and exits.
 #[must_use]
-pub fn greedy(bytes: u64) -> Vec<String> {
+pub fn allocate(bytes: u64) -> Vec<String> {
     shell(GREEDY, &[&bytes.to_string()])
 }
 
-/// Starts so many processes that it leaves behind, and says how many there are after each.
+/// Starts `processes` background processes. Prints the number of processes after each start.
 #[must_use]
 pub fn fork(processes: u64) -> Vec<String> {
     shell(FORK, &[&processes.to_string()])
 }
 
-/// Counts so far, and exits.
+/// Counts to `rounds`, and exits.
 #[must_use]
 pub fn compute(rounds: u64) -> Vec<String> {
     shell(COMPUTE, &[&rounds.to_string()])
 }
 
-/// Says `ready`, then `INT` and `HUP` when it gets these signals, and goes on; by USR1 it says `USR1`, and exits with 3.
+/// Prints `ready`. Prints `INT` and `HUP` on these signals and continues. On USR1 prints `USR1`,
+/// and exits with 3.
 #[must_use]
 pub fn trap() -> Vec<String> {
     shell(TRAP, &[])
 }
 
-/// Says the size of its terminal, rows first, and says it again for each line that it reads, until one is `end`; then exits with 5.
+/// Prints the size of its terminal, rows first, at the start and for each line of input. The line
+/// `end` makes it exit with 5.
 #[must_use]
 pub fn window() -> Vec<String> {
     shell(WINDOW, &[])
 }
 
-/// Something that is there and cannot be executed.
+/// A file that exists and is not executable.
 #[must_use]
 pub fn not_executable() -> Vec<String> {
     vec!["/etc/passwd".to_owned()]
 }
 
-/// Something that is not there.
+/// A file that does not exist.
 #[must_use]
-pub fn not_there() -> Vec<String> {
+pub fn missing() -> Vec<String> {
     vec!["gantry-no-such-program".to_owned()]
 }

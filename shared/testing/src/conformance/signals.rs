@@ -1,4 +1,4 @@
-//! Signals and stopping.
+//! Conformance tests of signals and stops.
 
 use std::time::Duration;
 
@@ -9,8 +9,9 @@ use super::{
     RuntimeExt, Subject, claims, exited, in_time, is_signal, on_root, process, programs, read_until,
 };
 
-/// A program that does nothing about TERM ends by it, though it is alone in its container.
-pub async fn term_ends_a_plain_program(subject: impl Subject) {
+/// A program without a handler for TERM ends on TERM, although it is the first process of its
+/// container.
+pub async fn plain_program_ends_on_term(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::sleep())).await;
@@ -36,16 +37,17 @@ pub async fn term_ends_a_plain_program(subject: impl Subject) {
     runtime.stop(id, Duration::from_secs(1000)).await.expect("stop");
     let ended = runtime.ended(id).await;
     assert!(is_signal(&*runtime, &ended, 15, true), "{ended:?}");
-    runtime.stop(id, Duration::ZERO).await.expect("stopping what has ended does nothing");
+    runtime.stop(id, Duration::ZERO).await.expect("stopping an ended process does nothing");
     assert_eq!(runtime.ended(id).await, ended);
 }
 
-/// One that ignores TERM is killed after the grace, which a later call can shorten and not lengthen.
-pub async fn the_stubborn_are_killed(subject: impl Subject) {
+/// A process that ignores TERM is killed after the grace period. A later call can shorten the
+/// period but not lengthen it.
+pub async fn process_is_killed_after_grace_period(subject: impl Subject) {
     let runtime = subject.runtime();
     for graces in [&[50][..], &[1_000_000, 50][..], &[50, 1_000_000][..], &[0][..]] {
         let handle = runtime.made(on_root(&subject).await).await;
-        let id = runtime.started(handle, process(&programs::stubborn())).await;
+        let id = runtime.started(handle, process(&programs::ignore_term())).await;
         let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
         read_until(&mut attachment.events, "ready").await;
         for grace in graces {
@@ -56,8 +58,9 @@ pub async fn the_stubborn_are_killed(subject: impl Subject) {
     }
 }
 
-/// Every signal reaches the process, or is refused as one that the worker cannot send; then the process goes on, and nothing that it says is lost.
-pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
+/// Every signal reaches the process or is rejected. After a rejection the process continues, and no
+/// output is lost.
+pub async fn signals_arrive_or_are_rejected(subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::trap())).await;
@@ -80,11 +83,11 @@ pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
     runtime.stop(id, Duration::ZERO).await.expect("stop");
     let ended = runtime.ended(id).await;
     assert!(is_signal(&*runtime, &ended, 9, true), "{ended:?}");
-    assert_eq!(runtime.said(id).await.text(), "ready\n");
+    assert_eq!(runtime.read_output(id).await.text(), "ready\n");
 }
 
-/// A stop that comes before the start prevents it; one that comes later ends the process. Never neither.
-pub async fn a_stop_is_never_lost(subject: impl Subject) {
+/// A stop before the start prevents the start. A stop after the start ends the process.
+pub async fn stop_prevents_start_or_ends_process(subject: impl Subject) {
     let runtime = subject.runtime();
     for _ in 0..10 {
         let handle = runtime.made(on_root(&subject).await).await;
@@ -94,14 +97,14 @@ pub async fn a_stop_is_never_lost(subject: impl Subject) {
             Ended::NotStarted(failure) => assert_eq!(failure.reason, FailureReason::StoppedBeforeStart),
             ended => assert!(matches!(ended, Ended::Exited { stopped: true, .. }), "{ended:?}"),
         }
-        let said = runtime.said(id).await;
-        assert_eq!(said.ended, Some(runtime.ended(id).await));
+        let output = runtime.read_output(id).await;
+        assert_eq!(output.ended, Some(runtime.ended(id).await));
         runtime.destroy_container(handle).await.expect("destroy");
     }
 }
 
-/// Without contact, a process is ended; with it, it goes on.
-pub async fn processes_out_of_contact_end(subject: impl Subject) {
+/// A process ends when contact is lost, and continues while there is contact.
+pub async fn process_ends_when_contact_is_lost(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "stop-after") {
         return;
@@ -114,7 +117,7 @@ pub async fn processes_out_of_contact_end(subject: impl Subject) {
     };
     let (first, second) =
         (runtime.made(on_root(&subject).await).await, runtime.made(on_root(&subject).await).await);
-    let kept = runtime.started(first, process(&programs::stubborn())).await;
+    let kept = runtime.started(first, process(&programs::ignore_term())).await;
     let mut attachment = runtime.attach(kept, Offsets::default()).await.expect("attach");
     read_until(&mut attachment.events, "ready").await;
     runtime.contact(since_boot(), Duration::from_secs(600)).await.expect("contact");

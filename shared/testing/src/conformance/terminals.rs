@@ -1,18 +1,18 @@
-//! Terminals.
+//! Conformance tests of terminals.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 use domain::AttemptId;
 use domain::workload::Stdin;
-use runtime::{Attachment, Offsets, ProcessSpec, Runtime, Window};
+use runtime::{Attachment, Offsets, ProcessSpec, Runtime, TerminalSize};
 
 use super::{RuntimeExt, Subject, claims, exited, on_root, process, programs, read_until};
 
-/// A process in a terminal, attached to, that has said which size it found.
+/// Starts a process in a terminal, attaches to it, and waits until it has printed the size.
 async fn in_a_terminal(subject: &impl Subject, runtime: &Arc<dyn Runtime>) -> (AttemptId, Attachment) {
     let handle = runtime.made(on_root(subject).await).await;
-    let terminal = Some(Window { columns: 91, rows: 37 });
+    let terminal = Some(TerminalSize { columns: 91, rows: 37 });
     let spec = ProcessSpec { stdin: Stdin::Attached, terminal, ..process(&programs::window()) };
     let id = runtime.started(handle, spec).await;
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
@@ -20,18 +20,18 @@ async fn in_a_terminal(subject: &impl Subject, runtime: &Arc<dyn Runtime>) -> (A
     (id, attachment)
 }
 
-/// Changes the size, and has the process say so and end.
+/// Changes the size, waits until the process has printed it, and ends the process.
 async fn resize_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId, mut attachment: Attachment) {
     let typed = attachment.stdin_offset;
-    attachment.input.resize(Window { columns: 120, rows: 50 }).await.expect("resize");
+    attachment.input.resize(TerminalSize { columns: 120, rows: 50 }).await.expect("resize");
     attachment.input.stdin(typed, Bytes::from_static(b"again\n")).await.expect("type");
     read_until(&mut attachment.events, "50 120").await;
     attachment.input.stdin(typed + 6, Bytes::from_static(b"end\n")).await.expect("type");
     assert_eq!(runtime.ended(id).await, exited(5));
 }
 
-/// A process finds the size that its terminal was given, and the one that it was changed to; what is typed reaches it.
-pub async fn terminals_have_a_size_that_changes(subject: impl Subject) {
+/// A process sees the initial and the changed size of its terminal, and receives typed input.
+pub async fn terminal_size_can_change(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "terminal") {
         return;
@@ -40,8 +40,9 @@ pub async fn terminals_have_a_size_that_changes(subject: impl Subject) {
     resize_and_end(&runtime, id, attachment).await;
 }
 
-/// A terminal stays open when the runtime that its process was started by is gone: what is typed to the next one reaches it.
-pub async fn terminals_outlive_the_runtime(mut subject: impl Subject) {
+/// A terminal stays open when its runtime is replaced. Input through the new runtime reaches the
+/// process.
+pub async fn terminal_survives_its_runtime(mut subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "terminal") {
         return;

@@ -1,4 +1,4 @@
-//! Files in volumes, near or far.
+//! Files in local and remote volumes, for the conformance tests.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -7,15 +7,15 @@ use domain::VolumeHandle;
 use runtime::{Contents, RemoteVolume, Runtime, RuntimeError};
 use tokio::io::AsyncReadExt;
 
-/// A tree beside a volume that is far: what goes into it, or came out of it.
-struct Beside(tempfile::TempDir);
+/// A temporary directory for the contents of a remote volume.
+struct ScratchTree(tempfile::TempDir);
 
-impl Beside {
+impl ScratchTree {
     fn new() -> Self {
         Self(tempfile::tempdir().expect("a directory"))
     }
 
-    /// As an archive of what is in it.
+    /// Packs the contents into an archive.
     fn pack(&self) -> Vec<u8> {
         let names =
             std::fs::read_dir(self.0.path()).expect("list").map(|entry| entry.expect("an entry").file_name());
@@ -32,10 +32,10 @@ impl Beside {
     }
 }
 
-/// How often a volume is asked for what is being written to meanwhile: that makes no whole archive.
+/// Number of attempts to read a volume. A concurrent write makes an archive incomplete.
 const ATTEMPTS: usize = 50;
 
-async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<Beside> {
+async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<ScratchTree> {
     let mut last = None;
     for _ in 0..ATTEMPTS {
         let mut archive = match volume.read(path).await {
@@ -46,7 +46,7 @@ async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<Beside> {
         let mut bytes = Vec::new();
         match archive.read_to_end(&mut bytes).await {
             Ok(_) => {
-                let beside = Beside::new();
+                let beside = ScratchTree::new();
                 beside.unpack(&bytes);
                 return Some(beside);
             }
@@ -54,10 +54,10 @@ async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<Beside> {
         }
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
     }
-    panic!("no whole archive: {last:?}")
+    panic!("no complete archive: {last:?}")
 }
 
-/// Writes a file, with the directories above it.
+/// Writes a file, and creates its parent directories.
 pub async fn put(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, contents: &str) {
     let write = |root: &Path| {
         let path = root.join(path);
@@ -67,7 +67,7 @@ pub async fn put(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, conten
     match runtime.contents(volume).await.expect("the contents of a volume") {
         Contents::Directory(root) => write(&root),
         Contents::Remote(remote) => {
-            let beside = Beside::new();
+            let beside = ScratchTree::new();
             write(beside.0.path());
             let archive = Box::pin(std::io::Cursor::new(beside.pack()));
             remote.write(Path::new(""), archive).await.expect("write into a volume");
@@ -75,7 +75,7 @@ pub async fn put(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, conten
     }
 }
 
-/// Reads a file. `None`: there is none.
+/// Reads a file. `None`: the file does not exist.
 pub async fn get(runtime: &dyn Runtime, volume: VolumeHandle, path: &str) -> Option<String> {
     let read = |path: PathBuf| std::fs::read_to_string(path).ok();
     match runtime.contents(volume).await.expect("the contents of a volume") {
@@ -87,7 +87,7 @@ pub async fn get(runtime: &dyn Runtime, volume: VolumeHandle, path: &str) -> Opt
     }
 }
 
-/// Whether a directory is there.
+/// Whether a directory exists.
 pub async fn is_directory(runtime: &dyn Runtime, volume: VolumeHandle, path: &str) -> bool {
     match runtime.contents(volume).await.expect("the contents of a volume") {
         Contents::Directory(root) => root.join(path).is_dir(),
@@ -98,7 +98,7 @@ pub async fn is_directory(runtime: &dyn Runtime, volume: VolumeHandle, path: &st
     }
 }
 
-/// How many lines a file has. None, where there is none.
+/// Counts the lines of a file. A missing file has none.
 pub async fn lines(runtime: &dyn Runtime, volume: VolumeHandle, path: &str) -> usize {
     get(runtime, volume, path).await.map_or(0, |text| text.lines().count())
 }

@@ -1,4 +1,4 @@
-//! Volumes.
+//! Conformance tests of volumes.
 
 use std::path::{Path, PathBuf};
 
@@ -8,16 +8,16 @@ use runtime::{Contents, Notes, RuntimeError, VolumeSource, WorkerProvided, Worke
 
 use super::{RuntimeExt, Subject, get, is_directory, put, volumes};
 
-/// Making and destroying may be repeated.
-pub async fn volumes_are_made_and_destroyed_once(subject: impl Subject) {
+/// Creation and destruction can be repeated.
+pub async fn volume_creation_and_destruction_are_idempotent(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     put(&*runtime, volume, "file", "kept").await;
-    runtime.create_volume(volume, VolumeSource::Empty).await.expect("make it again");
+    runtime.create_volume(volume, VolumeSource::Empty).await.expect("create it again");
     assert_eq!(
         get(&*runtime, volume, "file").await.as_deref(),
         Some("kept"),
-        "making it again changes nothing"
+        "a repeated creation changes nothing"
     );
     assert_eq!(volumes(&subject).await, [volume]);
 
@@ -28,25 +28,26 @@ pub async fn volumes_are_made_and_destroyed_once(subject: impl Subject) {
     assert!(matches!(gone, Some(RuntimeError::VolumeNotFound(handle)) if handle == volume), "{gone:?}");
 }
 
-/// A child needs its parent.
-pub async fn a_child_of_nothing_is_refused(subject: impl Subject) {
+/// A child needs an existing parent.
+pub async fn child_of_missing_parent_is_rejected(subject: impl Subject) {
     let (runtime, parent) = (subject.runtime(), VolumeHandle::new());
     let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::CopyOnWrite { parent }).await;
     assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == parent), "{refused:?}");
-    assert_eq!(volumes(&subject).await, [], "and leaves nothing behind");
+    assert_eq!(volumes(&subject).await, [], "no volume remains");
 }
 
-/// What a worker brings along is copied into a volume, which is there from then on whatever becomes of the original. What is not brought along is
-/// refused, and what cannot be read leaves nothing behind.
-pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
+/// Contents that a worker provides are copied into a volume, which does not change with the
+/// original. Contents that the worker does not provide are rejected. Unreadable contents leave no
+/// volume.
+pub async fn worker_provided_contents_are_copied(subject: impl Subject) {
     let runtime = subject.runtime();
-    let unknown = WorkerProvided::ResourceType("nobody-brings-it".to_owned());
+    let unknown = WorkerProvided::ResourceType("not-provided".to_owned());
     let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::WorkerProvided(unknown)).await;
     assert!(matches!(refused, Err(RuntimeError::Unsupported(_))), "{refused:?}");
     assert_eq!(volumes(&subject).await, []);
     let provided = runtime.capabilities().worker_provided.clone();
     if provided.is_empty() {
-        eprintln!("not applicable: this runtime brings nothing along");
+        eprintln!("not applicable: this worker provides no contents");
         return;
     }
     for WorkerProvidedPath { what, path, .. } in provided {
@@ -54,15 +55,15 @@ pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
         let volume = VolumeHandle::new();
         let make = || runtime.create_volume(volume, VolumeSource::WorkerProvided(what.clone()));
         if what == WorkerProvided::ResourceType(MISSING.to_owned()) {
-            make().await.expect_err("it is not there");
-            assert_eq!(volumes(&subject).await, [], "and nothing is left of it");
+            make().await.expect_err("the original does not exist");
+            assert_eq!(volumes(&subject).await, [], "no volume remains");
             continue;
         }
         let text = std::fs::read_to_string(&original).expect("the original");
-        make().await.expect("make a volume");
+        make().await.expect("create a volume");
         assert_eq!(volumes(&subject).await, [volume]);
         std::fs::write(&original, "changed since").expect("write");
-        make().await.expect("make it again");
+        make().await.expect("create it again");
         assert_eq!(get(&*runtime, volume, PROVIDED_FILE).await.as_deref(), Some(text.as_str()), "{what:?}");
         std::fs::write(&original, text).expect("write");
         let child = runtime.child(volume).await;
@@ -75,12 +76,13 @@ pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
     }
 }
 
-/// The file in what a subject brings along.
-const PROVIDED_FILE: &str = "brought";
-/// The resource type whose image a subject does not have where it says so.
+/// The file in the provided contents of a subject.
+const PROVIDED_FILE: &str = "provided";
+/// The resource type whose image does not exist at its path.
 const MISSING: &str = "missing";
 
-/// What a subject brings along, made in `directory`: an image, certificates, and an image that is not there.
+/// Creates the provided contents of a subject in `directory`: an image, certificates, and an image
+/// that does not exist.
 #[must_use]
 pub fn worker_provided(directory: &Path) -> Vec<WorkerProvidedPath> {
     let along = |what, name: &str| {
@@ -88,7 +90,7 @@ pub fn worker_provided(directory: &Path) -> Vec<WorkerProvidedPath> {
         WorkerProvidedPath { what, version: "1".to_owned(), path }
     };
     let image = |name: &str| along(WorkerProvided::ResourceType(name.to_owned()), name);
-    let provided = vec![image("brought"), along(WorkerProvided::Certs, "certs"), image(MISSING)];
+    let provided = vec![image("provided"), along(WorkerProvided::Certs, "certs"), image(MISSING)];
     for along in &provided[..2] {
         std::fs::create_dir_all(&along.path).expect("make a directory");
         std::fs::write(Path::new(&along.path).join(PROVIDED_FILE), "original").expect("write");
@@ -96,8 +98,8 @@ pub fn worker_provided(directory: &Path) -> Vec<WorkerProvidedPath> {
     provided
 }
 
-/// Directories are made with those above them, and what is there stays.
-pub async fn directories_are_made(subject: impl Subject) {
+/// Directories are created with their parents, and existing files stay.
+pub async fn make_directories_creates_parents(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     put(&*runtime, volume, "a/file", "kept").await;
@@ -114,32 +116,33 @@ pub async fn directories_are_made(subject: impl Subject) {
     assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == unknown), "{refused:?}");
 }
 
-/// A volume that is far keeps the manifest that it is given, whole, apart from its contents, until it is gone.
-pub async fn manifests_are_kept(mut subject: impl Subject) {
+/// A remote volume keeps its complete manifest, separate from its contents, until the volume is
+/// destroyed.
+pub async fn manifest_is_stored_with_remote_volume(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else { return };
-    assert_eq!(remote.kept_manifest().await.expect("none"), None);
-    remote.keep_manifest(b"first, and longer".to_vec()).await.expect("keep");
-    remote.keep_manifest(b"second".to_vec()).await.expect("keep another");
+    assert_eq!(remote.read_manifest().await.expect("none"), None);
+    remote.store_manifest(b"first, and longer".to_vec()).await.expect("keep");
+    remote.store_manifest(b"second".to_vec()).await.expect("keep another");
     drop(remote);
     drop(runtime);
     subject.reopen().await;
     let runtime = subject.runtime();
     let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
-        panic!("it was far")
+        panic!("the volume was remote")
     };
-    assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"second"[..]));
-    assert_eq!(volumes(&subject).await, [volume], "it is no volume of ours");
+    assert_eq!(remote.read_manifest().await.expect("a manifest").as_deref(), Some(&b"second"[..]));
+    assert_eq!(volumes(&subject).await, [volume], "the manifest is not listed as a volume");
     let missing = remote.read(Path::new("second")).await.err();
     assert!(matches!(missing, Some(RuntimeError::PathNotFound(_))), "{missing:?}");
     runtime.destroy_volume(volume).await.expect("destroy");
-    runtime.create_volume(volume, VolumeSource::Empty).await.expect("make another of this name");
-    assert_eq!(remote.kept_manifest().await.expect("none"), None);
+    runtime.create_volume(volume, VolumeSource::Empty).await.expect("create a new volume of this name");
+    assert_eq!(remote.read_manifest().await.expect("none"), None);
 }
 
-/// Of which life of the artifact store the volumes are, and whose each of them is, survives the gateway.
-pub async fn what_a_store_must_know_again_is_kept(mut subject: impl Subject) {
+/// The mark of the artifact store and the notes of volumes survive the gateway.
+pub async fn store_mark_and_notes_survive_reopening(mut subject: impl Subject) {
     let runtime = subject.runtime();
     assert_eq!(runtime.store_mark().await.expect("none yet"), None);
     let mut mark = StoreMark { life: StoreLife::new(), sequence: 1, receipt: None };
@@ -158,7 +161,7 @@ pub async fn what_a_store_must_know_again_is_kept(mut subject: impl Subject) {
     assert_eq!(runtime.marker().await.expect("a marker").id, marker.id);
     let notes = runtime.notes(parent).await.expect("notes");
     assert_eq!(notes, Notes { parent: None, artifact: Some(artifact) });
-    // A child that needs its parent says so; what was made from it holds other bytes soon.
+    // The child of a parent names it. A new child has no artifact, because its contents may change.
     let notes = runtime.notes(child).await.expect("notes");
     assert!(notes.artifact.is_none() && notes.parent.is_none_or(|found| found == parent), "{notes:?}");
     let kept = runtime.destroy_volume(parent).await;
@@ -172,8 +175,9 @@ pub async fn what_a_store_must_know_again_is_kept(mut subject: impl Subject) {
     }
 }
 
-/// A child, and a child of a child, see what was there before them and change nothing of it.
-pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
+/// A child and a grandchild see the contents of their ancestors, and their writes do not change
+/// these.
+pub async fn writes_to_child_do_not_change_parent(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
     put(&*runtime, parent, "dir/below/deep", "parent").await;
@@ -205,8 +209,9 @@ pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
     assert_eq!(volumes(&subject).await, []);
 }
 
-/// What is taken away or moved in a child stays where it was in its parent: where volumes are near, as only there it can be done from here.
-pub async fn children_lose_what_their_parents_keep(mut subject: impl Subject) {
+/// Deleting and moving files in a child does not change its parent. Only local volumes can be
+/// tested in this way.
+pub async fn deletions_in_child_do_not_change_parent(mut subject: impl Subject) {
     use std::os::unix::fs::PermissionsExt;
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
@@ -235,8 +240,8 @@ pub async fn children_lose_what_their_parents_keep(mut subject: impl Subject) {
     assert_eq!(get(&*runtime, parent, "doomed").await.as_deref(), Some("parent"));
 }
 
-/// A parent is refused as long as a child needs its bytes, and loses none of them; also by another runtime.
-pub async fn parents_outlive_their_children(mut subject: impl Subject) {
+/// A parent with children is not destroyed and loses no bytes, also with another runtime.
+pub async fn parent_is_not_destroyed_before_children(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
     put(&*runtime, parent, "file", "parent").await;
@@ -244,7 +249,7 @@ pub async fn parents_outlive_their_children(mut subject: impl Subject) {
     drop(runtime);
     subject.reopen().await;
     let runtime = subject.runtime();
-    // A runtime that copies what it makes children of needs no parent for them.
+    // A runtime that copies parents can destroy them before their children.
     match runtime.destroy_volume(parent).await {
         Ok(()) => {}
         Err(RuntimeError::HasChildren(refused)) => assert_eq!(refused, parent),
@@ -257,13 +262,14 @@ pub async fn parents_outlive_their_children(mut subject: impl Subject) {
     assert_eq!(volumes(&subject).await, []);
 }
 
-/// A copy has all that its original has, of all layers, and needs none of them; one of nothing is refused.
-pub async fn a_copy_stands_by_itself(mut subject: impl Subject) {
+/// A copy has the contents of all layers of its original, and needs none of them. A copy of a
+/// missing volume is rejected.
+pub async fn copy_does_not_depend_on_original(mut subject: impl Subject) {
     let (runtime, missing) = (subject.runtime(), VolumeHandle::new());
     let copy = VolumeHandle::new();
     let refused = runtime.create_volume(copy, VolumeSource::Copy { original: missing }).await;
     assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == missing), "{refused:?}");
-    assert_eq!(volumes(&subject).await, [], "and leaves nothing behind");
+    assert_eq!(volumes(&subject).await, [], "no volume remains");
 
     let parent = runtime.volume().await;
     for path in ["dir/below/deep", "dir/file", "gone"] {
@@ -282,12 +288,12 @@ pub async fn a_copy_stands_by_itself(mut subject: impl Subject) {
     };
     let source = || VolumeSource::Copy { original: child };
     runtime.create_volume(copy, source()).await.expect("copy");
-    assert_eq!(runtime.notes(copy).await.expect("notes"), Notes::default(), "it says that it needs nothing");
+    assert_eq!(runtime.notes(copy).await.expect("notes"), Notes::default(), "the copy has no parent");
     put(&*runtime, copy, "own", "copy").await;
     runtime.create_volume(copy, source()).await.expect("copy again");
-    // The layers go, the topmost first.
+    // Destroy the layers, the topmost first.
     for volume in [child, parent] {
-        runtime.destroy_volume(volume).await.expect("nothing needs it");
+        runtime.destroy_volume(volume).await.expect("no volume needs it");
     }
     assert_eq!(volumes(&subject).await, [copy]);
     drop(runtime);
@@ -303,8 +309,8 @@ pub async fn a_copy_stands_by_itself(mut subject: impl Subject) {
     assert_eq!(volumes(&subject).await, []);
 }
 
-/// The marker is of the worker, not of the runtime.
-pub async fn the_marker_stays(mut subject: impl Subject) {
+/// The marker belongs to the worker, not to the runtime.
+pub async fn marker_survives_reopening(mut subject: impl Subject) {
     let before = subject.runtime().marker().await.expect("the marker");
     subject.reopen().await;
     assert_eq!(subject.runtime().marker().await.expect("the marker"), before);

@@ -1,19 +1,19 @@
-//! Who is attached to a process: what is read of it, and what is said to it.
+//! Attachments to a process of the fake worker: its events and its input.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream;
-use runtime::{Attachment, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, Window};
+use runtime::{Attachment, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, TerminalSize};
 
 use super::FakeWorker;
 use super::process::{Inner, Process};
 
-/// Most that is said at once.
+/// Largest size of one output event, in bytes.
 const CHUNK: usize = 1 << 20;
 
-/// Attaches from these offsets on.
+/// Attaches to a process at these offsets.
 pub(super) fn attach(
     worker: &Arc<FakeWorker>,
     process: &Arc<Process>,
@@ -21,7 +21,7 @@ pub(super) fn attach(
 ) -> Result<Attachment, RuntimeError> {
     let at = [from.stdout, from.stderr];
     let stdin_offset = {
-        let inner = process.look();
+        let inner = process.lock();
         for (output, offset) in inner.outputs.iter().zip(at) {
             if offset > output.head {
                 return Err(RuntimeError::OffsetOutOfRange { offset, limit: output.head });
@@ -29,8 +29,8 @@ pub(super) fn attach(
         }
         inner.stdin_taken()
     };
-    let speech = Speech { at, stdin_said: stdin_offset, turn: 0, said: Said::Output };
-    let reader = Reader { worker: worker.clone(), process: process.clone(), speech };
+    let cursor = EventCursor { at, reported_stdin: stdin_offset, next_output: 0, phase: EventPhase::Output };
+    let reader = Reader { worker: worker.clone(), process: process.clone(), cursor };
     let events = stream::unfold(Some(reader), |reader| async move {
         let mut reader = reader?;
         match reader.next().await {
@@ -46,7 +46,7 @@ pub(super) fn attach(
 struct Reader {
     worker: Arc<FakeWorker>,
     process: Arc<Process>,
-    speech: Speech,
+    cursor: EventCursor,
 }
 
 impl Reader {
@@ -54,52 +54,52 @@ impl Reader {
         tokio::select! {
             biased;
             error = self.worker.faults.unreachable() => Err(error),
-            event = self.process.wait(|inner| self.speech.next(inner)) => Ok(event),
+            event = self.process.wait(|inner| self.cursor.next(inner)) => Ok(event),
         }
     }
 }
 
-/// What was said to a reader so far.
-struct Speech {
-    /// How far it has read.
+/// Progress of one reader through the events of a process.
+struct EventCursor {
+    /// The reader's offset in each output.
     at: [u64; 2],
-    stdin_said: u64,
-    /// Which output is looked at first, so that neither waits for the other.
-    turn: usize,
-    said: Said,
+    reported_stdin: u64,
+    /// Index of the output to read first. It alternates, so that neither output starves.
+    next_output: usize,
+    phase: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
-enum Said {
+enum EventPhase {
     Output,
     Ended,
     Done,
 }
 
-impl Speech {
-    /// What is to be said next. `None`: nothing yet. `Some(None)`: nothing any more.
+impl EventCursor {
+    /// Returns the next event. `None`: there is none yet. `Some(None)`: the events are complete.
     fn next(&mut self, inner: &Inner) -> Option<Option<ProcessEvent>> {
         let taken = inner.stdin_taken();
-        if self.said == Said::Output && self.stdin_said != taken {
-            self.stdin_said = taken;
-            return Some(Some(ProcessEvent::StdinTaken(taken)));
+        if self.phase == EventPhase::Output && self.reported_stdin != taken {
+            self.reported_stdin = taken;
+            return Some(Some(ProcessEvent::StdinAccepted(taken)));
         }
         if let Some(event) = self.output(inner) {
             return Some(Some(event));
         }
         let ended = inner.ended()?;
         let [stdout, stderr] = self.at;
-        let (said, event) = match self.said {
-            Said::Output => (Said::Ended, Some(ProcessEvent::Ended(ended))),
-            Said::Ended => (Said::Done, Some(ProcessEvent::Done(Offsets { stdout, stderr }))),
-            Said::Done => (Said::Done, None),
+        let (phase, event) = match self.phase {
+            EventPhase::Output => (EventPhase::Ended, Some(ProcessEvent::Ended(ended))),
+            EventPhase::Ended => (EventPhase::Done, Some(ProcessEvent::Done(Offsets { stdout, stderr }))),
+            EventPhase::Done => (EventPhase::Done, None),
         };
-        self.said = said;
+        self.phase = phase;
         Some(event)
     }
 
     fn output(&mut self, inner: &Inner) -> Option<ProcessEvent> {
-        for which in [self.turn, 1 - self.turn] {
+        for which in [self.next_output, 1 - self.next_output] {
             let (output, offset) = (&inner.outputs[which], self.at[which]);
             let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
             if offset < output.tail() {
@@ -109,7 +109,7 @@ impl Speech {
             if offset < output.head {
                 let data = Bytes::from(output.from(offset, CHUNK));
                 self.at[which] += data.len() as u64;
-                self.turn = 1 - which;
+                self.next_output = 1 - which;
                 return Some(ProcessEvent::Output { stream, offset, data });
             }
         }
@@ -144,7 +144,7 @@ impl ProcessInput for Input {
         Ok(())
     }
 
-    async fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+    async fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
         self.process.resize(window)
     }

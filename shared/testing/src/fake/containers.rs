@@ -1,4 +1,4 @@
-//! Containers: what is checked when one is made, and what its process sees.
+//! Containers of the fake worker: validation, and the files that a process sees.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -14,10 +14,10 @@ use rustix::fs::OFlags;
 use super::programs::open_in;
 use super::volumes::copy;
 
-/// Where a working directory need not be there.
+/// The working directory that is created if it is missing.
 const WORKSPACE: &str = "/workspace";
 
-/// Who runs in a container.
+/// The user of a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct User {
     pub(super) uid: u32,
@@ -25,16 +25,17 @@ pub(super) struct User {
     pub(super) home: String,
 }
 
-/// A container, and where what it sees is.
+/// A container, with the paths of its files on the host.
 pub(super) struct Container {
     pub(super) spec: ContainerSpec,
     pub(super) user: User,
     root: PathBuf,
-    /// Where each volume appears and where it is, and whether writing fails.
+    /// Per volume: the path in the container, the path on the host, and whether the mount is
+    /// read-only.
     mounts: Vec<(PathBuf, PathBuf, bool)>,
 }
 
-/// As text, for people and for programs that know no other.
+/// Converts bytes to text. Invalid UTF-8 is replaced.
 pub(super) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
@@ -44,32 +45,33 @@ fn path(bytes: &Bytes) -> &Path {
 }
 
 impl Container {
-    /// Checks a container, and makes what it has of its own in `own`.
+    /// Validates a container and creates its own files in `own`.
     ///
-    /// `image` is the root file system of the worker itself.
+    /// `image` is the root file system of the worker.
     pub(super) fn make(
         handle: ContainerHandle,
         spec: ContainerSpec,
         (image, own): (&Path, &Path),
         volume: impl Fn(VolumeHandle) -> Result<PathBuf, RuntimeError>,
     ) -> Result<Self, RuntimeError> {
-        let unsupported = |what: &str| Err(RuntimeError::Unsupported(format!("the fake has no {what}")));
+        let unsupported =
+            |what: &str| Err(RuntimeError::Unsupported(format!("the fake worker does not support {what}")));
         if spec.privileged {
-            return unsupported("privileges to give");
+            return unsupported("privileged containers");
         }
         if spec.limits != Limits::default() {
             return unsupported("limits");
         }
         if spec.network != Network::Private {
-            return unsupported("networks to choose from");
+            return unsupported("a choice of networks");
         }
         let seen = match spec.root {
             Root::Host => image.to_owned(),
             Root::Volume(root) => volume(root)?.join("rootfs"),
-            Root::Whole(root) => volume(root)?,
+            Root::WholeVolume(root) => volume(root)?,
         };
         if !fs::symlink_metadata(&seen).is_ok_and(|found| found.is_dir()) {
-            return Err(RuntimeError::InvalidImage("it has no directory `rootfs`".to_owned()));
+            return Err(RuntimeError::InvalidImage("the volume has no directory `rootfs`".to_owned()));
         }
         let user = find_user(&seen, spec.user.as_deref())?;
         check_mounts(&seen, &spec)?;
@@ -84,7 +86,7 @@ impl Container {
             return Err(RuntimeError::DirectoryMissing(made.directory().display().to_string()));
         }
         let made = Self { root, ..made };
-        made.fill(image, must_make).map_err(|error| RuntimeError::io("making a container", error))?;
+        made.fill(image, must_make).map_err(|error| RuntimeError::io("create a container", error))?;
         Ok(made)
     }
 
@@ -98,7 +100,7 @@ impl Container {
             places.push(&directory);
         }
         for place in places {
-            // What lies in a volume is made there, as a mount would want it.
+            // Mount points that lie inside a volume are created in that volume.
             let (root, inside, read_only) = self.find(place, false);
             if read_only {
                 continue;
@@ -114,12 +116,13 @@ impl Container {
         Ok(())
     }
 
-    /// Where its process starts.
+    /// The working directory of the process.
     pub(super) fn directory(&self) -> PathBuf {
         path(&self.spec.directory).to_owned()
     }
 
-    /// In which directory `path` is, at which path there, and whether writing fails. With `itself`, what is mounted at it counts.
+    /// Finds the host directory that holds `path`, the path inside it, and whether it is read-only.
+    /// With `itself`, a volume that is mounted at `path` counts.
     fn find(&self, path: &Path, itself: bool) -> (PathBuf, PathBuf, bool) {
         let path = self.directory().join(path);
         let within = self.mounts.iter().filter_map(|(at, volume, read_only)| {
@@ -127,13 +130,13 @@ impl Container {
                 path.strip_prefix(at).ok().filter(|inside| itself || !inside.as_os_str().is_empty())?;
             Some((volume.clone(), inside.to_owned(), *read_only))
         });
-        // Of volumes in volumes, the innermost is what is seen.
+        // The innermost of nested mounts is visible.
         let innermost = within.min_by_key(|(_, inside, _)| inside.as_os_str().len());
         innermost
             .unwrap_or_else(|| (self.root.clone(), path.strip_prefix("/").unwrap_or(&path).to_owned(), false))
     }
 
-    /// Opens what its process sees at `path`.
+    /// Opens the file that the process sees at `path`.
     pub(super) fn open(&self, path: &Path, flags: OFlags) -> io::Result<File> {
         let (root, inside, read_only) = self.find(path, true);
         if read_only && flags.intersects(OFlags::WRONLY | OFlags::RDWR) {
@@ -142,13 +145,13 @@ impl Container {
         open_in(&root, &inside, flags)
     }
 
-    /// Removes what it has of its own.
+    /// Removes the container's own files.
     pub(super) fn remove(&self) -> io::Result<()> {
         if self.spec.root == Root::Host { fs::remove_dir_all(&self.root) } else { Ok(()) }
     }
 }
 
-/// Whether the working directory is made when it is missing.
+/// Whether a missing working directory is created.
 fn must_make(spec: &ContainerSpec) -> bool {
     let directory = path(&spec.directory);
     directory == Path::new(WORKSPACE)
@@ -159,23 +162,23 @@ fn check_mounts(root: &Path, spec: &ContainerSpec) -> Result<(), RuntimeError> {
     for (index, mount) in spec.mounts.iter().enumerate() {
         let at = path(&mount.path);
         let refuse = |why: &str| {
-            Err(RuntimeError::InvalidMount { path: at.display().to_string(), why: why.to_owned() })
+            Err(RuntimeError::InvalidMount { path: at.display().to_string(), reason: why.to_owned() })
         };
         let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
         if !at.is_absolute() || !at.components().all(plain) || mount.path.contains(&0) {
-            return refuse("it is no plain absolute path");
+            return refuse("the path is not absolute, or contains `.`, `..` or NUL");
         }
         if at == Path::new("/") {
-            return refuse("nothing may be mounted there");
+            return refuse("the root cannot be a mount point");
         }
         if spec.mounts[..index].iter().any(|other| at == path(&other.path)) {
-            return refuse("another volume is mounted there");
+            return refuse("another volume is mounted at this path");
         }
         for parent in at.ancestors() {
             let inside = parent.strip_prefix("/").unwrap_or(parent);
             match open_in(root, inside, OFlags::PATH | OFlags::DIRECTORY) {
                 Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-                    return refuse("something that is no directory is in the way");
+                    return refuse("a parent of the path is not a directory");
                 }
                 _ => {}
             }
@@ -184,9 +187,10 @@ fn check_mounts(root: &Path, spec: &ContainerSpec) -> Result<(), RuntimeError> {
     Ok(())
 }
 
-/// Looks up `name`, `uid`, `name:group` or `uid:gid` in the image; `None` is root. An id that it does not know is taken as it is.
+/// Looks up `name`, `uid`, `name:group` or `uid:gid` in the image. `None` is root. A numeric id
+/// that the image does not list is used as it is.
 fn find_user(root: &Path, wanted: Option<&str>) -> Result<User, RuntimeError> {
-    // An image need not have accounts.
+    // An image may have no account files.
     let accounts = |file: &str| {
         let opened = open_in(root, Path::new(file), OFlags::RDONLY);
         opened.and_then(io::read_to_string).unwrap_or_default()

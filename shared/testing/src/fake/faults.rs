@@ -1,4 +1,4 @@
-//! What a test makes go wrong on a worker.
+//! Faults that a test injects into a fake worker.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,7 @@ use domain::{ContainerHandle, VolumeHandle};
 use runtime::RuntimeError;
 use tokio::sync::watch;
 
-/// Something that happens only while nobody holds it up.
+/// A gate that operations pass only while no test holds it closed.
 #[derive(Debug, Clone)]
 pub(super) struct Gate(watch::Sender<usize>);
 
@@ -16,31 +16,31 @@ impl Gate {
         Self(watch::Sender::new(0))
     }
 
-    /// Resolves when nobody holds it up.
+    /// Resolves when the gate is open.
     pub(super) async fn open(&self) {
-        // Its sender is here.
+        // The sender is alive, because `self` owns it.
         self.0.subscribe().wait_for(|holders| *holders == 0).await.ok();
     }
 
-    fn hold(&self) -> Held {
+    fn hold(&self) -> FaultGuard {
         self.0.send_modify(|holders| *holders += 1);
-        Held(self.clone())
+        FaultGuard(self.clone())
     }
 }
 
-/// Holds something up until it is dropped.
+/// Holds a gate closed until it is dropped.
 #[must_use]
 #[derive(Debug)]
-pub struct Held(Gate);
+pub struct FaultGuard(Gate);
 
-impl Drop for Held {
+impl Drop for FaultGuard {
     fn drop(&mut self) {
         self.0.0.send_modify(|holders| *holders -= 1);
     }
 }
 
-/// Something is being destroyed until it is dropped.
-pub(super) struct Destroying<'a>(&'a watch::Sender<Destroys>);
+/// Counts one destruction until it is dropped.
+pub(super) struct Destroying<'a>(&'a watch::Sender<DestructionCounts>);
 
 impl Drop for Destroying<'_> {
     fn drop(&mut self) {
@@ -48,28 +48,28 @@ impl Drop for Destroying<'_> {
     }
 }
 
-/// How much is destroyed at once.
+/// Counts of concurrent destructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Destroys {
-    /// Just now.
+pub struct DestructionCounts {
+    /// Destructions in progress.
     pub under_way: usize,
-    /// Of all that there was at any time.
+    /// Highest number of destructions in progress so far.
     pub most: usize,
 }
 
-/// What goes wrong on a worker: nothing, until a test says so.
+/// Faults of a worker. There are none until a test injects them.
 #[derive(Debug)]
 pub struct Faults {
     pub(super) volumes: Gate,
     pub(super) starts: Gate,
     destroys: Gate,
-    destroying: watch::Sender<Destroys>,
+    destroying: watch::Sender<DestructionCounts>,
     gone: watch::Sender<bool>,
-    what: Mutex<What>,
+    state: Mutex<FaultState>,
 }
 
 #[derive(Debug, Default)]
-struct What {
+struct FaultState {
     panics: bool,
     unstoppable: usize,
     stuck_volumes: BTreeSet<VolumeHandle>,
@@ -78,7 +78,7 @@ struct What {
 }
 
 fn fault(what: &str) -> RuntimeError {
-    RuntimeError::Other(format!("{what}, as the test asked for"))
+    RuntimeError::Other(format!("{what}, injected by the test"))
 }
 
 impl Faults {
@@ -87,38 +87,38 @@ impl Faults {
             volumes: Gate::new(),
             starts: Gate::new(),
             destroys: Gate::new(),
-            destroying: watch::Sender::new(Destroys::default()),
+            destroying: watch::Sender::new(DestructionCounts::default()),
             gone: watch::Sender::new(false),
-            what: Mutex::default(),
+            state: Mutex::default(),
         }
     }
 
-    fn what(&self) -> MutexGuard<'_, What> {
-        self.what.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, FaultState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// No volume is finished meanwhile: those that are being made are there by halves.
-    pub fn hold_volumes(&self) -> Held {
+    /// Holds back the completion of volumes. Volumes in creation stay incomplete meanwhile.
+    pub fn hold_volumes(&self) -> FaultGuard {
         self.volumes.hold()
     }
 
-    /// No process is started meanwhile: those that are asked for are starting.
-    pub fn hold_starts(&self) -> Held {
+    /// Holds back the start of processes. New processes stay in the state starting meanwhile.
+    pub fn hold_starts(&self) -> FaultGuard {
         self.starts.hold()
     }
 
-    /// Nothing is destroyed meanwhile: what was asked for is under way.
-    pub fn hold_destroys(&self) -> Held {
+    /// Holds back destructions. They stay in progress meanwhile.
+    pub fn hold_destroys(&self) -> FaultGuard {
         self.destroys.hold()
     }
 
-    /// How much is destroyed at once, as it changes.
+    /// Watches the counts of concurrent destructions.
     #[must_use]
-    pub fn destroys(&self) -> watch::Receiver<Destroys> {
+    pub fn destroys(&self) -> watch::Receiver<DestructionCounts> {
         self.destroying.subscribe()
     }
 
-    /// Resolves when something that is counted from now on may be destroyed.
+    /// Counts a destruction, and resolves when it may proceed.
     pub(super) async fn destroy(&self) -> Destroying<'_> {
         self.destroying.send_modify(|destroys| {
             destroys.under_way += 1;
@@ -129,80 +129,89 @@ impl Faults {
         counted
     }
 
-    /// Whether the worker cannot be reached: calls fail, and so does what is attached. What runs there goes on.
-    pub fn set_gone(&self, gone: bool) {
+    /// Sets whether the worker is unreachable. While it is, calls and attachments fail, and
+    /// processes continue.
+    pub fn set_unreachable(&self, gone: bool) {
         self.gone.send_replace(gone);
     }
 
-    /// Who is asked next to stop a process panics.
+    /// Makes the next call that stops a process panic.
     pub fn panic_at_stop(&self) {
-        self.what().panics = true;
+        self.state().panics = true;
     }
 
-    /// Stopping a process fails so often from now on.
+    /// Makes the next `times` calls that stop a process fail.
     pub fn fail_to_stop(&self, times: usize) {
-        self.what().unstoppable = times;
+        self.state().unstoppable = times;
     }
 
-    /// How often stopping a process is still to fail.
+    /// Number of remaining calls that will fail to stop a process.
     #[must_use]
-    pub fn stops_that_fail(&self) -> usize {
-        self.what().unstoppable
+    pub fn remaining_stop_failures(&self) -> usize {
+        self.state().unstoppable
     }
 
-    /// Whether destroying a volume fails.
+    /// Sets whether the destruction of a volume fails.
     pub fn set_stuck(&self, volume: VolumeHandle, stuck: bool) {
-        let volumes = &mut self.what().stuck_volumes;
+        let volumes = &mut self.state().stuck_volumes;
         _ = if stuck { volumes.insert(volume) } else { volumes.remove(&volume) };
     }
 
-    /// Whether destroying a container fails.
+    /// Sets whether the destruction of a container fails.
     pub fn set_stuck_container(&self, container: ContainerHandle, stuck: bool) {
-        let containers = &mut self.what().stuck_containers;
+        let containers = &mut self.state().stuck_containers;
         _ = if stuck { containers.insert(container) } else { containers.remove(&container) };
     }
 
-    /// What is kept with a volume cannot be read.
-    pub fn set_illegible(&self, volume: VolumeHandle) {
-        self.what().illegible.insert(volume);
+    /// Makes the notes of a volume unreadable.
+    pub fn set_notes_unreadable(&self, volume: VolumeHandle) {
+        self.state().illegible.insert(volume);
     }
 
     pub(super) fn read_notes(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
         self.reach()?;
-        if self.what().illegible.contains(&volume) { Err(fault("the notes are illegible")) } else { Ok(()) }
+        if self.state().illegible.contains(&volume) {
+            Err(fault("cannot read the notes of the volume"))
+        } else {
+            Ok(())
+        }
     }
 
     pub(super) fn reach(&self) -> Result<(), RuntimeError> {
-        if *self.gone.borrow() { Err(fault("the worker cannot be reached")) } else { Ok(()) }
+        if *self.gone.borrow() { Err(fault("the worker is unreachable")) } else { Ok(()) }
     }
 
-    /// Resolves, with what to say then, when the worker cannot be reached.
+    /// Resolves with an error when the worker becomes unreachable.
     pub(super) async fn unreachable(&self) -> RuntimeError {
-        // Its sender is here.
+        // The sender is alive, because `self` owns it.
         self.gone.subscribe().wait_for(|gone| *gone).await.ok();
-        fault("the worker cannot be reached")
+        fault("the worker is unreachable")
     }
 
     pub(super) fn stop(&self) -> Result<(), RuntimeError> {
-        let panics = std::mem::take(&mut self.what().panics);
-        assert!(!panics, "as the test asked for");
-        let mut what = self.what();
-        match what.unstoppable.checked_sub(1) {
+        let panics = std::mem::take(&mut self.state().panics);
+        assert!(!panics, "injected by the test");
+        let mut state = self.state();
+        match state.unstoppable.checked_sub(1) {
             Some(less) => {
-                what.unstoppable = less;
-                Err(fault("the process cannot be stopped"))
+                state.unstoppable = less;
+                Err(fault("cannot stop the process"))
             }
             None => Ok(()),
         }
     }
 
     pub(super) fn destroy_volume(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
-        if self.what().stuck_volumes.contains(&volume) { Err(fault("the volume stays")) } else { Ok(()) }
+        if self.state().stuck_volumes.contains(&volume) {
+            Err(fault("cannot destroy the volume"))
+        } else {
+            Ok(())
+        }
     }
 
     pub(super) fn destroy_container(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
-        if self.what().stuck_containers.contains(&container) {
-            Err(fault("the container stays"))
+        if self.state().stuck_containers.contains(&container) {
+            Err(fault("cannot destroy the container"))
         } else {
             Ok(())
         }

@@ -1,11 +1,14 @@
-//! A worker that behaves, for tests of what surrounds a runtime: fast, without root, and the same on every machine.
+//! A fake worker for tests of the code around a runtime. It is fast, needs no root, and behaves the
+//! same on every machine.
 //!
-//! A [`FakeWorker`] is the worker itself, with what it holds and runs; it outlives the [`Runtime`]s that attend it, as a machine does. Its
-//! volumes are directories below a temporary one. Its processes run the programs of the conformance suite
-//! ([`crate::conformance::programs`]) and nothing else, as tasks of this process, which see the files that a container would show them.
-//! What it cannot do is what takes a kernel: users, limits, privileges and networks are not told apart.
+//! A [`FakeWorker`] is the worker with its volumes, containers and processes. Like a machine, it
+//! outlives the [`Runtime`]s that use it. Volumes are subdirectories of a temporary directory.
+//! Processes are tasks of the test process. They run only the programs of the conformance suite
+//! ([`crate::conformance::programs`]), and see the files of their container. The fake does not
+//! simulate the kernel: users, limits, privileges and networks have no effect.
 //!
-//! It passes the conformance suite, near and far. What a test wants to go wrong on it, it says by [`Faults`].
+//! The fake passes the conformance suite, with local and with remote volumes. Tests inject faults
+//! by [`Faults`].
 
 mod attach;
 mod containers;
@@ -31,20 +34,20 @@ use runtime::{
 use tempfile::TempDir;
 use tokio::sync::watch;
 
-pub use faults::{Destroys, Faults, Held};
+pub use faults::{DestructionCounts, FaultGuard, Faults};
 
 use containers::Container;
 use process::{Contact, Process};
 use programs::{Program, System};
 use volumes::Volume;
 
-/// How much output of one stream a process may write before it is held back, or loses some.
+/// Output of one stream, in bytes, after which a process blocks or loses output.
 pub const SPOOL_BYTES: u64 = 256 * 1024;
 
-/// What a process has in its environment unless it is told otherwise.
+/// Default PATH of a process.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What a near one can do beside what a far one can.
+/// The feature that only workers with local volumes have.
 const NEAR: &str = "replaceable-outputs";
 const FEATURES: [&str; 13] = [
     "network-private",
@@ -62,7 +65,7 @@ const FEATURES: [&str; 13] = [
     "exact-environment",
 ];
 
-/// What it holds.
+/// The contents of the worker.
 struct State {
     boot: u32,
     store: Option<StoreMark>,
@@ -71,9 +74,9 @@ struct State {
     processes: BTreeMap<AttemptId, (ContainerHandle, Arc<Process>)>,
 }
 
-/// A worker in memory and a temporary directory.
+/// A worker in memory and in a temporary directory.
 pub struct FakeWorker {
-    /// What goes wrong on it.
+    /// The injected faults.
     pub faults: Faults,
     directory: TempDir,
     is_far: bool,
@@ -85,19 +88,19 @@ pub struct FakeWorker {
 }
 
 impl FakeWorker {
-    /// One whose volumes are directories of this machine.
+    /// Creates a worker whose volumes are local directories.
     #[must_use]
     pub fn near() -> Arc<Self> {
         Self::new(false, Vec::new())
     }
 
-    /// One that brings these along.
+    /// Creates a worker that provides these images and certificates.
     #[must_use]
-    pub fn bringing(worker_provided: Vec<WorkerProvidedPath>, is_far: bool) -> Arc<Self> {
+    pub fn providing(worker_provided: Vec<WorkerProvidedPath>, is_far: bool) -> Arc<Self> {
         Self::new(is_far, worker_provided)
     }
 
-    /// One as on another machine, whose bytes go through tar.
+    /// Creates a worker whose volumes are remote and are transferred by tar.
     #[must_use]
     pub fn far() -> Arc<Self> {
         Self::new(true, Vec::new())
@@ -116,7 +119,7 @@ impl FakeWorker {
             image_kinds: ["host", "artifact", "resource-type"].map(str::to_owned).to_vec(),
             features: features.map(str::to_owned).collect(),
             worker_provided,
-            copy_on_write: "copy, as it is a fake".to_owned(),
+            copy_on_write: "copy, because the worker is a fake".to_owned(),
             cpu_millis: None,
             memory_bytes: None,
         };
@@ -139,13 +142,13 @@ impl FakeWorker {
         })
     }
 
-    /// As a gateway attends it.
+    /// Opens a runtime for the worker, as a gateway does.
     #[must_use]
     pub fn runtime(self: &Arc<Self>) -> Arc<dyn Runtime> {
         Arc::new(FakeRuntime { worker: self.clone() })
     }
 
-    /// Goes down and comes up again: processes are gone, what it holds is not.
+    /// Simulates a reboot. Processes are lost, and volumes and containers stay.
     pub async fn reboot(&self) {
         let running: Vec<_> = self.state().processes.values().map(|(_, process)| process.clone()).collect();
         for process in running {
@@ -155,27 +158,28 @@ impl FakeWorker {
         self.state().boot += 1;
     }
 
-    /// What it was told of contact: when each message was sent, and for how long processes may go on from then.
+    /// The recorded contacts: the send time of each message, and for how long processes may
+    /// continue from then on.
     #[must_use]
     pub fn contacts(&self) -> Vec<(Duration, Duration)> {
         self.contacts.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    // Its disk, for tests that look at it or tamper with it.
+    // Access to the disk, for tests that inspect or change it.
 
-    /// Where a volume is.
+    /// The path of a volume.
     #[must_use]
     pub fn path(&self, volume: VolumeHandle) -> PathBuf {
         self.directory("volumes").join(volume.to_string())
     }
 
-    /// Whether a volume is there.
+    /// Whether a volume exists.
     #[must_use]
     pub fn has(&self, volume: VolumeHandle) -> bool {
         self.state().volumes.contains_key(&volume) || self.path(volume).exists()
     }
 
-    /// Makes a volume with the file `file` in it.
+    /// Creates a volume that contains the file `file`.
     pub async fn volume(&self, text: &str) -> VolumeHandle {
         let volume = VolumeHandle::new();
         self.make_volume(volume, VolumeSource::Empty).await.expect("make a volume");
@@ -183,13 +187,13 @@ impl FakeWorker {
         volume
     }
 
-    /// The file `file` in a volume.
+    /// Reads the file `file` of a volume.
     #[must_use]
     pub fn read(&self, volume: VolumeHandle) -> String {
         fs::read_to_string(self.path(volume).join("file")).expect("read a file")
     }
 
-    /// Changes the file `file` in a volume, without a trace in its times.
+    /// Changes the file `file` of a volume, and keeps its modification time.
     pub fn overwrite(&self, volume: VolumeHandle, text: &str) {
         let path = self.path(volume).join("file");
         let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).expect("its time");
@@ -197,7 +201,7 @@ impl FakeWorker {
         fs::File::options().write(true).open(&path).expect("open").set_modified(modified).expect("set it");
     }
 
-    /// Where its gateways may keep what is theirs.
+    /// The directory for state of the gateways.
     #[must_use]
     pub fn gateway_directory(&self) -> PathBuf {
         self.directory("gateway")
@@ -207,7 +211,7 @@ impl FakeWorker {
         self.directory.path().join(name)
     }
 
-    /// Where the manifest of a volume that is far is kept.
+    /// The path of the stored manifest of a remote volume.
     fn kept(&self, volume: VolumeHandle) -> PathBuf {
         self.directory("kept").join(volume.to_string())
     }
@@ -230,7 +234,7 @@ impl FakeWorker {
         let container =
             state.containers.get(&handle).cloned().ok_or(RuntimeError::ContainerNotFound(handle))?;
         let mut others = state.processes.values().filter(|(of, _)| *of == handle);
-        if others.any(|(_, other)| other.look().ended().is_none()) {
+        if others.any(|(_, other)| other.lock().ended().is_none()) {
             return Err(RuntimeError::Unsupported(format!("a second process in container {handle}")));
         }
         let process = Process::new(id, spec, SPOOL_BYTES);
@@ -247,7 +251,7 @@ impl FakeWorker {
         let running = process.run(self.faults.starts.clone(), self.contact.subscribe(), program, system);
         #[expect(
             clippy::disallowed_methods,
-            reason = "it ends when the worker does, which nobody waits for"
+            reason = "the task ends with the worker, and no caller waits for it"
         )]
         tokio::spawn(running);
         Ok(())
@@ -269,7 +273,7 @@ impl FakeWorker {
         }
         match state.containers.remove(&handle) {
             Some(container) => {
-                container.remove().map_err(|error| RuntimeError::io("destroying a container", error))
+                container.remove().map_err(|error| RuntimeError::io("destroy a container", error))
             }
             None => Ok(()),
         }
@@ -277,7 +281,7 @@ impl FakeWorker {
 }
 
 impl Drop for FakeWorker {
-    /// Nothing of it goes on.
+    /// Ends all processes.
     fn drop(&mut self) {
         for (_, process) in self.state().processes.values() {
             process.abandon();
@@ -285,7 +289,7 @@ impl Drop for FakeWorker {
     }
 }
 
-/// A gateway's view of the worker.
+/// The runtime of a gateway on the fake worker.
 struct FakeRuntime {
     worker: Arc<FakeWorker>,
 }
@@ -336,7 +340,7 @@ impl Runtime for FakeRuntime {
         if !self.worker.is_far {
             return Ok(Contents::Directory(path));
         }
-        Ok(Contents::Remote(Arc::new(far::Tarred { handle, path, kept })))
+        Ok(Contents::Remote(Arc::new(far::TarVolume { handle, path, kept })))
     }
 
     async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError> {
@@ -364,7 +368,7 @@ impl Runtime for FakeRuntime {
         self.worker.find_volume(handle)?;
         for directory in directories {
             fs::create_dir_all(self.worker.path(handle).join(directory))
-                .map_err(|error| RuntimeError::io("making a directory", error))?;
+                .map_err(|error| RuntimeError::io("create a directory", error))?;
         }
         Ok(())
     }
@@ -377,7 +381,7 @@ impl Runtime for FakeRuntime {
     ) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
         if self.worker.is_far {
-            return Err(RuntimeError::Unsupported("its outputs are mounts".to_owned()));
+            return Err(RuntimeError::Unsupported("outputs of this worker are mounts".to_owned()));
         }
         self.worker.take(from, path, into)
     }
@@ -426,7 +430,7 @@ impl Runtime for FakeRuntime {
 
     async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
         self.worker.faults.reach()?;
-        Ok(self.worker.find(process)?.look().state.clone())
+        Ok(self.worker.find(process)?.lock().state.clone())
     }
 
     async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
@@ -461,7 +465,7 @@ impl Runtime for FakeRuntime {
         self.worker.faults.reach()?;
         self.worker.contacts.lock().unwrap_or_else(PoisonError::into_inner).push((sent, stop_after));
         self.worker.contact.send_if_modified(|known| {
-            // Messages may overtake each other.
+            // Messages may arrive out of order.
             let newer = known.is_none_or(|(earlier, _)| earlier <= sent);
             if newer {
                 *known = Some((sent, stop_after));

@@ -1,13 +1,13 @@
-//! One process: what it was told and has said, how it is stopped and how it ended.
+//! A process of the fake worker: its input, its output, its stop and its end.
 //!
 //! ```text
 //! starting ──▶ started ──▶ ended
 //!    ├─ stop ─────────────▶ ended (never started)
-//!    └─ reboot ───────────▶ nobody knows
+//!    └─ reboot ───────────▶ start unknown
 //! ```
 //!
-//! Its program runs as a task. Only that task tells the end of what was started, after it has dropped the program, so that nothing of it
-//! goes on afterwards.
+//! The program runs as a task. Only that task reports the end of a started process, after it has
+//! dropped the program. So no code of the program runs after the reported end.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use domain::AttemptId;
 use domain::workload::{Exit, Failure, FailureReason, OutputMode, Stdin};
-use runtime::{Ended, OutputStream, ProcessSpec, ProcessState, RuntimeError, Window};
+use runtime::{Ended, OutputStream, ProcessSpec, ProcessState, RuntimeError, TerminalSize};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -24,31 +24,32 @@ use super::programs::{Program, System};
 
 const KILL: u8 = 9;
 const TERM: u8 = 15;
-/// CHLD, CONT, URG and WINCH do nothing; nothing is ever suspended.
+/// Signals that have no effect: 0, CHLD, CONT, URG, WINCH and those that suspend a process.
 const HARMLESS: [u8; 9] = [0, 17, 18, 19, 20, 21, 22, 23, 28];
-/// How much input waits for a process that does not read.
+/// Capacity of standard input for a process that does not read, in bytes.
 const PIPE: usize = 64 * 1024;
 
-/// When the gateway was last in contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
+/// The last contact of the gateway, by `CLOCK_BOOTTIME`, and for how long processes may continue
+/// from then on.
 pub(super) type Contact = Option<(Duration, Duration)>;
 
-/// The time since the boot.
+/// The time since boot.
 pub(super) fn since_boot() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
-/// What is kept of one output.
+/// The stored part of one output.
 #[derive(Default)]
 pub(super) struct Output {
     kept: VecDeque<u8>,
-    /// Every byte that was ever written.
+    /// Total bytes that were written.
     pub(super) head: u64,
     acknowledged: u64,
 }
 
 impl Output {
-    /// The oldest byte that is there.
+    /// Offset of the oldest stored byte.
     pub(super) fn tail(&self) -> u64 {
         self.head - self.kept.len() as u64
     }
@@ -57,7 +58,7 @@ impl Output {
         self.acknowledged = self.acknowledged.max(up_to.min(self.head));
     }
 
-    /// What is there from `offset` on, which is neither gone nor still to come.
+    /// Returns up to `most` stored bytes from `offset` on.
     pub(super) fn from(&self, offset: u64, most: usize) -> Vec<u8> {
         let from = usize::try_from(offset - self.tail()).unwrap_or(usize::MAX);
         let to = self.kept.len().min(from.saturating_add(most));
@@ -74,13 +75,13 @@ impl Output {
     }
 }
 
-/// Standard input on its way.
+/// Pending standard input.
 struct Input {
     waiting: VecDeque<u8>,
     taken: u64,
-    /// Nothing more comes.
+    /// The writer has closed standard input.
     closed: bool,
-    /// The process has closed it.
+    /// The process has closed standard input.
     unread: bool,
 }
 
@@ -88,18 +89,18 @@ pub(super) struct Inner {
     pub(super) state: ProcessState,
     pub(super) outputs: [Output; 2],
     input: Input,
-    /// Whether it waits rather than lose output that nobody acknowledged.
+    /// Whether the process blocks rather than lose unacknowledged output.
     held_back: bool,
-    window: Option<Window>,
+    window: Option<TerminalSize>,
     ignored: BTreeSet<u8>,
-    /// Signals that it wants to hear of, and those that came and were not heard yet.
+    /// Signals that the program handles, and pending signals.
     caught: BTreeSet<u8>,
     pending: VecDeque<u8>,
-    /// The signal that ends it.
+    /// The signal that ends the process.
     fatal: Option<u8>,
     kill_at: Option<Instant>,
     stopped: bool,
-    /// The machine went down with it.
+    /// Whether the machine went down while the process existed.
     lost: bool,
 }
 
@@ -108,13 +109,13 @@ impl Inner {
         self.input.taken
     }
 
-    /// How it ended, once it has.
+    /// How the process ended, if it has ended.
     pub(super) fn ended(&self) -> Option<Ended> {
         match &self.state {
             ProcessState::Starting | ProcessState::Started => None,
             ProcessState::Ended(ended) => Some(ended.clone()),
             ProcessState::StartUnknown => {
-                let message = "the machine went down between the intent to start it and any proof of a start";
+                let message = "the machine went down after the intent to start the process and before a proof of the start";
                 let reason = FailureReason::StartUnknown;
                 Some(Ended::Unknown(Failure { reason, message: message.to_owned() }))
             }
@@ -142,8 +143,8 @@ pub(super) struct Process {
     inner: Mutex<Inner>,
     changes: watch::Sender<()>,
     spool_bytes: u64,
-    /// Held by who sends input, so that each is taken as a whole.
-    turn: tokio::sync::Mutex<()>,
+    /// Held while input is written, so that each write stays contiguous.
+    input_lock: tokio::sync::Mutex<()>,
 }
 
 impl Process {
@@ -169,38 +170,38 @@ impl Process {
             lost: false,
         };
         let (inner, changes) = (Mutex::new(inner), watch::Sender::new(()));
-        Arc::new(Self { id, inner, changes, spool_bytes, turn: tokio::sync::Mutex::default() })
+        Arc::new(Self { id, inner, changes, spool_bytes, input_lock: tokio::sync::Mutex::default() })
     }
 
-    pub(super) fn look(&self) -> MutexGuard<'_, Inner> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
-        let changed = change(&mut self.look());
+        let changed = change(&mut self.lock());
         self.changes.send_replace(());
         changed
     }
 
-    /// Waits until `attempt` comes to something, which may change the process.
+    /// Waits until `attempt` returns a value. `attempt` may change the process.
     pub(super) async fn until<T>(&self, mut attempt: impl FnMut(&mut Inner) -> Option<T>) -> T {
         let mut changes = self.changes.subscribe();
         loop {
-            let done = attempt(&mut self.look());
+            let done = attempt(&mut self.lock());
             if let Some(done) = done {
                 self.changes.send_replace(());
                 return done;
             }
-            // Its sender is here.
+            // The sender is alive, because `self` owns it.
             changes.changed().await.ok();
         }
     }
 
-    /// The same of something that changes nothing.
+    /// Waits until `attempt` returns a value. `attempt` does not change the process.
     pub(super) async fn wait<T>(&self, mut attempt: impl FnMut(&Inner) -> Option<T>) -> T {
         let mut changes = self.changes.subscribe();
         loop {
-            let done = attempt(&self.look());
+            let done = attempt(&self.lock());
             if let Some(done) = done {
                 return done;
             }
@@ -212,7 +213,7 @@ impl Process {
         self.wait(|inner| inner.ended()).await;
     }
 
-    /// Runs `program` once it may be started, unless it is stopped before.
+    /// Runs `program` when starts are permitted, unless the process is stopped before.
     pub(super) async fn run(
         self: Arc<Self>,
         starts: Gate,
@@ -247,7 +248,7 @@ impl Process {
         };
         self.change(|inner| {
             inner.state = ProcessState::Ended(if inner.lost {
-                let message = "the machine went down while it ran".to_owned();
+                let message = "the machine went down while the process ran".to_owned();
                 Ended::Unknown(Failure { reason: FailureReason::ExitUnknown, message })
             } else {
                 Ended::Exited { exit, stopped: inner.stopped }
@@ -255,7 +256,7 @@ impl Process {
         });
     }
 
-    /// Resolves when its grace is over.
+    /// Resolves when the grace period is over.
     async fn killed(&self) {
         let mut at = self.wait(|inner| inner.kill_at).await;
         let earlier = |at| self.wait(move |inner| inner.kill_at.filter(|new| *new < at));
@@ -267,7 +268,7 @@ impl Process {
     pub(super) fn stop(&self, grace: Duration) {
         self.change(|inner| match inner.state {
             ProcessState::Starting => {
-                inner.end(FailureReason::StoppedBeforeStart, "it was stopped before it was started");
+                inner.end(FailureReason::StoppedBeforeStart, "the process was stopped before it was started");
             }
             ProcessState::Started => {
                 inner.stopped = true;
@@ -281,14 +282,14 @@ impl Process {
         });
     }
 
-    /// Ends it at once, or sees to it that it is never started.
+    /// Ends the process at once, or prevents its start.
     pub(super) async fn destroy(&self) {
         self.stop(Duration::ZERO);
         self.signal(KILL);
         self.ended().await;
     }
 
-    /// Ends it as a machine does that goes down.
+    /// Ends the process as a machine does that goes down.
     pub(super) async fn lose(&self) {
         self.change(|inner| match inner.state {
             ProcessState::Starting => inner.state = ProcessState::StartUnknown,
@@ -298,13 +299,13 @@ impl Process {
         self.ended().await;
     }
 
-    /// Ends it when nobody is there any more to ask for it.
+    /// Ends the process when the worker is dropped.
     pub(super) fn abandon(&self) {
         self.stop(Duration::ZERO);
         self.signal(KILL);
     }
 
-    // What is said to it.
+    // Operations of the attached reader.
 
     pub(super) fn signal(&self, number: u8) {
         self.change(|inner| inner.signal(number));
@@ -322,16 +323,18 @@ impl Process {
         self.change(|inner| inner.held_back = false);
     }
 
-    pub(super) fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+    pub(super) fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError> {
         self.change(|inner| {
-            inner.window.as_mut().map(|size| *size = window).ok_or_else(|| {
-                RuntimeError::Unsupported(format!("a terminal of process {}, which has none", self.id))
-            })
+            inner
+                .window
+                .as_mut()
+                .map(|size| *size = window)
+                .ok_or_else(|| RuntimeError::Unsupported(format!("process {} has no terminal", self.id)))
         })
     }
 
     pub(super) async fn send(&self, offset: u64, data: &[u8]) -> Result<(), RuntimeError> {
-        let _turn = self.turn.lock().await;
+        let _guard = self.input_lock.lock().await;
         let end = offset + data.len() as u64;
         loop {
             let done = self.until(|inner| {
@@ -359,15 +362,15 @@ impl Process {
         }
     }
 
-    /// After what is being sent.
+    /// Closes standard input after the writes in progress.
     pub(super) async fn close_stdin(&self) {
-        let _turn = self.turn.lock().await;
+        let _guard = self.input_lock.lock().await;
         self.change(|inner| inner.input.closed = true);
     }
 
-    // What its program does.
+    // Operations of the program.
 
-    /// Some input: nothing when there is no more.
+    /// Reads some input. Empty if standard input is closed.
     pub(super) async fn read(&self) -> Vec<u8> {
         let read = self.until(|inner| {
             let input = &mut inner.input;
@@ -385,7 +388,7 @@ impl Process {
         while !bytes.is_empty() {
             let limit = self.spool_bytes;
             let written = self.until(|inner| {
-                // A terminal is one thing.
+                // A terminal has only one output.
                 let which = usize::from(stream == OutputStream::Stderr && inner.window.is_none());
                 let (held, output) = (inner.held_back, &mut inner.outputs[which]);
                 let room = if held { limit.saturating_sub(output.head - output.acknowledged) } else { limit };
@@ -406,22 +409,22 @@ impl Process {
         self.change(|inner| inner.caught.extend(numbers));
     }
 
-    /// The next signal of those that are caught.
+    /// Returns the next handled signal.
     pub(super) async fn caught(&self) -> u8 {
         self.until(|inner| inner.pending.pop_front()).await
     }
 
-    pub(super) fn window(&self) -> Option<Window> {
-        self.look().window
+    pub(super) fn window(&self) -> Option<TerminalSize> {
+        self.lock().window
     }
 
-    /// Whether a signal is about to end it.
+    /// Whether a signal is about to end the process.
     pub(super) fn is_dying(&self) -> bool {
-        self.look().fatal.is_some()
+        self.lock().fatal.is_some()
     }
 }
 
-/// Resolves when the gateway has been out of contact for too long.
+/// Resolves when the gateway was out of contact for too long.
 async fn lost(mut contact: watch::Receiver<Contact>) {
     loop {
         let known = *contact.borrow_and_update();
@@ -436,7 +439,7 @@ async fn lost(mut contact: watch::Receiver<Contact>) {
             }
         };
         if changed.is_err() {
-            // The worker itself is gone, which ends the process by another way.
+            // The worker was dropped, which ends the process separately.
             std::future::pending::<()>().await;
         }
     }

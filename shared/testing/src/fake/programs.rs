@@ -1,4 +1,4 @@
-//! The programs that can be run: those of the conformance suite, in Rust.
+//! The programs of the conformance suite, implemented in Rust.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -19,10 +19,10 @@ const HUP: u8 = 1;
 const INT: u8 = 2;
 const USR1: u8 = 10;
 const TERM: u8 = 15;
-/// As a shell exits that cannot write where it should.
+/// Exit code of a shell that cannot write a file.
 const CANNOT_WRITE: u8 = 2;
 
-/// What a process runs, with what varies.
+/// A program of the conformance suite, with its parameters.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Program {
     Exit(u8),
@@ -39,11 +39,11 @@ pub(super) enum Program {
     Environment,
     Whereabouts,
     Trap,
-    Window,
+    TerminalSize,
 }
 
 impl Program {
-    /// The program that a command names, or why none can be started.
+    /// Parses a command. The error is the reason why no process can be started.
     pub(super) fn find(command: &[Bytes], container: &Container) -> Result<Self, Failure> {
         let failure = |reason, message: String| Failure { reason, message };
         let words: Vec<_> = command.iter().map(|word| text(word)).collect();
@@ -65,21 +65,25 @@ impl Program {
         if let Some((name, arguments)) = script(&words) {
             let known = Self::of_script(name, &arguments);
             return known.ok_or_else(|| {
-                failure(FailureReason::StartFailed, format!("the fake cannot run {name} with {arguments:?}"))
+                failure(
+                    FailureReason::StartFailed,
+                    format!("the fake worker cannot run {name} with {arguments:?}"),
+                )
             });
         }
         let program = words.first().copied().unwrap_or_default();
         if matches!(program, "/bin/sh" | "sh" | "cat" | "env" | "sleep") {
-            let message = format!("the fake runs only the programs of the conformance suite, not {words:?}");
+            let message =
+                format!("the fake worker runs only the programs of the conformance suite, not {words:?}");
             return Err(failure(FailureReason::StartFailed, message));
         }
         let found = program.contains('/').then(|| container.open(Path::new(program), OFlags::PATH));
         match found {
             Some(Ok(_)) => Err(failure(
                 FailureReason::ProgramNotExecutable,
-                format!("{program} is no program of the fake"),
+                format!("{program} is not a program of the fake worker"),
             )),
-            _ => Err(failure(FailureReason::ProgramNotFound, format!("there is no {program}"))),
+            _ => Err(failure(FailureReason::ProgramNotFound, format!("program {program} does not exist"))),
         }
     }
 
@@ -97,12 +101,12 @@ impl Program {
             ("LEAVE_BEHIND", [_]) => Self::LeaveBehind(path()?),
             ("WHEREABOUTS", []) => Self::Whereabouts,
             ("TRAP", []) => Self::Trap,
-            ("WINDOW", []) => Self::Window,
+            ("WINDOW", []) => Self::TerminalSize,
             _ => return None,
         })
     }
 
-    /// Runs it to its end, and answers its exit code.
+    /// Runs the program and returns its exit code.
     pub(super) async fn run(&self, system: &System) -> u8 {
         match self {
             Self::Exit(code) => *code,
@@ -148,7 +152,7 @@ impl Program {
                 false => CANNOT_WRITE,
             },
             Self::AppendAndWaitForAnother(path) => {
-                // As a shell does, it goes on where it cannot write.
+                // Like a shell, the program continues if it cannot write the file.
                 system.append(path).await;
                 while system.lines(path) < 2 {
                     tokio::time::sleep(Duration::from_millis(5)).await;
@@ -168,7 +172,7 @@ impl Program {
                         tokio::time::sleep(Duration::from_millis(5)).await;
                     }
                 };
-                // What it left behind ends with it.
+                // Background work of the program ends with the program.
                 tokio::select! {
                     () = left_behind => {}
                     () = itself => {}
@@ -183,7 +187,7 @@ impl Program {
                 system.process.write(Stdout, &lines.collect::<Vec<u8>>()).await;
                 0
             }
-            Self::Whereabouts => system.tell_whereabouts().await,
+            Self::Whereabouts => system.print_whereabouts().await,
             Self::Trap => {
                 system.process.catch(&[HUP, INT, USR1]);
                 system.say(Stdout, "ready\n").await;
@@ -198,12 +202,12 @@ impl Program {
                     }
                 }
             }
-            Self::Window => system.tell_window().await,
+            Self::TerminalSize => system.print_window().await,
         }
     }
 }
 
-/// What a program finds around it.
+/// The environment of a program.
 pub(super) struct System {
     pub(super) process: Arc<Process>,
     pub(super) container: Arc<Container>,
@@ -218,19 +222,20 @@ impl System {
     async fn count(&self, bytes: u64) {
         let mut at = 0;
         while at < bytes {
-            // Whole lines, so that the next begins where one does.
+            // Whole lines, so that the next piece starts at a line start.
             let end = bytes.min(at + 50_000);
             let mut piece = Vec::with_capacity(50_010);
             for line in at / 10..end.div_ceil(10) {
                 writeln!(piece, "{line:09}").expect("there is room");
             }
-            debug_assert_eq!(piece[0], counted(at), "a line begins here");
+            debug_assert_eq!(piece[0], counted(at), "the piece starts at a line start");
             self.process.write(Stdout, &piece[..usize::try_from(end - at).unwrap_or(0)]).await;
             at = end;
         }
     }
 
-    /// Adds a line to a file. Where it cannot, it says so, and answers `false`.
+    /// Appends a line to a file. If the file cannot be written, prints an error and returns
+    /// `false`.
     async fn append(&self, path: &Path) -> bool {
         let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE;
         let added = self.container.open(path, flags).and_then(|mut file| file.write_all(b"line\n"));
@@ -240,7 +245,7 @@ impl System {
         added.is_ok()
     }
 
-    /// How many lines a file has. None, where there is none.
+    /// Counts the lines of a file. A missing file has none.
     fn lines(&self, path: &Path) -> usize {
         let mut contents = Vec::new();
         let read =
@@ -248,7 +253,7 @@ impl System {
         read.map_or(0, |_| contents.iter().filter(|byte| **byte == b'\n').count())
     }
 
-    async fn tell_whereabouts(&self) -> u8 {
+    async fn print_whereabouts(&self) -> u8 {
         let directory = self.container.directory();
         let owner = self.container.open(&directory, OFlags::PATH).and_then(|file| file.metadata());
         let owner = owner.map_or_else(|error| error.to_string(), |found| found.uid().to_string());
@@ -257,7 +262,7 @@ impl System {
         0
     }
 
-    async fn tell_window(&self) -> u8 {
+    async fn print_window(&self) -> u8 {
         let tell = async || {
             let text = match self.process.window() {
                 Some(window) => format!("{} {}\n", window.rows, window.columns),
@@ -284,7 +289,8 @@ impl System {
     }
 }
 
-/// Opens `path`, which is relative, below `root`, following no link that leads out of it.
+/// Opens the relative path `path` below `root`. Symbolic links that lead out of `root` are not
+/// followed.
 pub(super) fn open_in(root: &Path, path: &Path, flags: OFlags) -> io::Result<File> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::open(root, directory, Mode::empty())?;

@@ -1,4 +1,4 @@
-//! Volumes: directories, whose children are copies.
+//! Volumes of the fake worker: directories, whose children are copies.
 
 use std::fs;
 use std::io;
@@ -12,22 +12,24 @@ use rustix::fs::OFlags;
 use super::programs::open_in;
 use super::{FakeWorker, State};
 
-/// What is known of a volume beside its directory.
+/// The state of a volume besides its directory.
 pub(super) struct Volume {
-    /// It is no volume before that, and occupies the worker all the same.
+    /// Whether the volume is complete. An incomplete volume occupies the worker, but no operation
+    /// accepts it.
     pub(super) made: bool,
     pub(super) parent: Option<VolumeHandle>,
     pub(super) artifact: Option<ArtifactId>,
-    /// Its contents were the directory of another.
+    /// Whether the contents were moved in from a directory of another volume.
     taken: bool,
 }
 
-fn io(doing: &str) -> impl FnOnce(io::Error) -> RuntimeError {
-    let doing = doing.to_owned();
-    move |error| RuntimeError::io(doing, error)
+fn io(operation: &str) -> impl FnOnce(io::Error) -> RuntimeError {
+    let operation = operation.to_owned();
+    move |error| RuntimeError::io(operation, error)
 }
 
-/// Copies a tree: directories, files and links, with their permissions and the times of files.
+/// Copies a tree: directories, files and links, with permissions and the modification times of
+/// files.
 pub(super) fn copy(from: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir(to)?;
     for entry in fs::read_dir(from)? {
@@ -56,7 +58,7 @@ impl State {
 }
 
 impl FakeWorker {
-    /// Errors: there is no such volume.
+    /// Errors: the volume does not exist.
     pub(super) fn find_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         if self.state().is_made(handle) { Ok(()) } else { Err(RuntimeError::VolumeNotFound(handle)) }
     }
@@ -91,11 +93,11 @@ impl FakeWorker {
         }
         self.faults.volumes.open().await;
         let (new, path) = (tempfile::tempdir_in(self.directory("new")), self.path(handle));
-        let new = new.map_err(io("making a volume"))?;
+        let new = new.map_err(io("create a volume"))?;
         let filled = new.path().join("volume");
         let filling = match copied.map(|copied| self.path(copied)).or(provided) {
-            None => fs::create_dir(&filled).map_err(io("making a volume")),
-            Some(source) => copy(&source, &filled).map_err(io("copying a volume")),
+            None => fs::create_dir(&filled).map_err(io("create a volume")),
+            Some(source) => copy(&source, &filled).map_err(io("copy a volume")),
         };
         if let Err(error) = filling {
             self.state().volumes.retain(|other, volume| *other != handle || volume.made);
@@ -105,19 +107,19 @@ impl FakeWorker {
         match state.volumes.get_mut(&handle) {
             Some(volume) if volume.made => Ok(()),
             Some(volume) => {
-                fs::rename(filled, path).map_err(io("making a volume"))?;
+                fs::rename(filled, path).map_err(io("create a volume"))?;
                 volume.made = true;
                 Ok(())
             }
-            None => Err(RuntimeError::Other(format!("volume {handle} was destroyed while it was made"))),
+            None => Err(RuntimeError::Other(format!("volume {handle} was destroyed during its creation"))),
         }
     }
 
-    /// Where something is that it brings along.
+    /// The path of contents that the worker provides.
     fn provided(&self, what: &WorkerProvided) -> Result<PathBuf, RuntimeError> {
         let known = self.capabilities.worker_provided.iter().find(|known| known.what == *what);
         let known = known.map(|known| PathBuf::from(&known.path));
-        known.ok_or_else(|| RuntimeError::Unsupported(format!("the fake does not bring along {what:?}")))
+        known.ok_or_else(|| RuntimeError::Unsupported(format!("the fake worker does not provide {what:?}")))
     }
 
     pub(super) fn take(
@@ -147,7 +149,7 @@ impl FakeWorker {
         volume.taken = true;
         fs::remove_dir(&target)
             .and_then(|()| fs::rename(source.join(path), target))
-            .map_err(io("taking a directory"))
+            .map_err(io("move a directory"))
     }
 
     pub(super) fn remove_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
@@ -156,13 +158,13 @@ impl FakeWorker {
         if state.children(handle) {
             return Err(RuntimeError::HasChildren(handle));
         }
-        for (doing, removed) in [
-            ("destroying a volume", fs::remove_dir_all(self.path(handle))),
-            ("destroying a manifest", fs::remove_file(self.kept(handle))),
+        for (operation, removed) in [
+            ("destroy a volume", fs::remove_dir_all(self.path(handle))),
+            ("destroy a manifest", fs::remove_file(self.kept(handle))),
         ] {
             match removed {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(RuntimeError::io(doing, error));
+                    return Err(RuntimeError::io(operation, error));
                 }
                 _ => {}
             }

@@ -1,4 +1,5 @@
-//! Connections that were taken over: the main one of a Run or Attach, and those that fetch output.
+//! Hijacked connections: the main connection of a Run or Attach request, and the connections that
+//! fetch output.
 
 use std::io::{self, Read};
 use std::net::{Shutdown, TcpStream};
@@ -14,28 +15,28 @@ use super::process::{Attachment, Process};
 use super::routes::go_json;
 use super::{Break, Manner, State, lock};
 
-/// The message that ends a main connection.
+/// The last message of a main connection.
 pub(super) fn last(process: &str, exit_status: Option<i32>, error: Option<&str>) -> Vec<u8> {
     #[derive(serde::Serialize)]
-    struct Last<'a> {
+    struct ExitMessage<'a> {
         process_id: &'a str,
         #[serde(skip_serializing_if = "Option::is_none")]
         exit_status: Option<i32>,
         #[serde(skip_serializing_if = "Option::is_none")]
         error: Option<&'a str>,
     }
-    go_json(&Last { process_id: process, exit_status, error })
+    go_json(&ExitMessage { process_id: process, exit_status, error })
 }
 
-/// Whether the server goes on reading.
+/// Whether the server continues to read.
 #[derive(PartialEq, Eq)]
 enum Reading {
     On,
-    /// It leaves unread what comes.
+    /// The server leaves further input unread.
     Done,
 }
 
-/// Go's reading of bytes: each that is not UTF-8 becomes U+FFFD.
+/// Converts bytes to text as Go does. Each invalid UTF-8 byte becomes U+FFFD.
 fn go_text(bytes: &[u8]) -> String {
     let mut text = String::new();
     for chunk in bytes.utf8_chunks() {
@@ -45,7 +46,7 @@ fn go_text(bytes: &[u8]) -> String {
     text
 }
 
-/// The length of the object at the start of `bytes`, if it is whole.
+/// The length of the JSON object at the start of `bytes`, if it is complete.
 fn object_length(bytes: &[u8]) -> Result<Option<usize>, ()> {
     let Some(start) = bytes.iter().position(|byte| !byte.is_ascii_whitespace()) else { return Ok(None) };
     if bytes[start] != b'{' {
@@ -68,7 +69,7 @@ fn object_length(bytes: &[u8]) -> Result<Option<usize>, ()> {
     Ok(None)
 }
 
-fn obey(process: &Process, manner: Manner, message: &Value) -> Reading {
+fn execute_message(process: &Process, manner: Manner, message: &Value) -> Reading {
     if let Some(tty) = message.get("tty").filter(|tty| !tty.is_null()) {
         let side =
             |name| tty["window_size"][name].as_u64().and_then(|side| u16::try_from(side).ok()).unwrap_or(0);
@@ -95,14 +96,14 @@ fn obey(process: &Process, manner: Manner, message: &Value) -> Reading {
             return Reading::Done;
         }
     };
-    // Concourse's containerd backend logs that it cannot, and goes on.
+    // Concourse's containerd backend logs the failure and continues.
     if manner != Manner::Containerd && lock(&process.exit).is_none() {
         process.kill(signal);
     }
     Reading::On
 }
 
-/// Reads messages until stdin is closed, or the client is gone.
+/// Reads messages until standard input is closed or the client is gone.
 fn read_messages(
     mut socket: &TcpStream,
     mut unread: Vec<u8>,
@@ -128,7 +129,7 @@ fn read_messages(
             Err(()) => Err(()),
         };
         match message {
-            Ok(message) if obey(process, manner, &message) == Reading::On => {}
+            Ok(message) if execute_message(process, manner, &message) == Reading::On => {}
             Ok(_) => return,
             Err(()) => return attachment.client_gone.store(true, Ordering::SeqCst),
         }
@@ -136,7 +137,7 @@ fn read_messages(
 }
 
 impl State {
-    /// Makes a stream id, before the process is started that writes to it.
+    /// Creates a stream id before the process starts.
     pub(super) fn new_attachment(&self) -> (u64, Arc<Attachment>) {
         let id = self.next.fetch_add(1, Ordering::SeqCst);
         let attachment = Arc::new(Attachment::default());
@@ -146,7 +147,7 @@ impl State {
         (id, attachment)
     }
 
-    /// The rest of a main connection's life.
+    /// Serves the rest of a main connection.
     pub(super) fn main_connection(
         &self,
         mut connection: Connection,
@@ -180,7 +181,7 @@ impl State {
             }
             if let Some(exit) = *lock(&process.exit) {
                 let _ = connection.write(&last(&process.id, Some(exit), None));
-                // Wakes the reader. What it has not read makes the close a reset, as with any server.
+                // Wakes the reader. Unread input makes the close a reset, as with any server.
                 let _ = connection.socket.shutdown(Shutdown::Read);
                 break;
             }
@@ -192,14 +193,15 @@ impl State {
         }
         process.detach(attachment);
         attachment.close();
-        // It may be stuck in the stdin of a process that lives on.
+        // The reader may be blocked by the standard input of a running process.
         if lock(&process.exit).is_some() {
             let _ = reader.join();
         }
         Ok(())
     }
 
-    /// Sends what a process wrote. Of the path only the stream's id counts, and one that is unknown has no output.
+    /// Sends the output of a process. Only the stream id of the path counts. An unknown stream has
+    /// no output.
     pub(super) fn output_connection(
         &self,
         connection: &Connection,

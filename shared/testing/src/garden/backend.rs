@@ -1,4 +1,4 @@
-//! Containers, and how the three backends differ about them.
+//! Containers, and the differences between the three backends.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ use super::groups::{self, Groups};
 use super::process::{Attachment, Process, Start};
 use super::{Break, Manner, State, lock};
 
-/// As a worker has it by default.
+/// Default limit of containers per worker.
 pub(super) const MOST_CONTAINERS: usize = 250;
-/// Of what containerd calls an identifier.
+/// Maximum length of an identifier in containerd, in bytes.
 const LONGEST_NAME: usize = 76;
-/// Of the name of a property, which containerd keeps as a label.
+/// Maximum length of a property name, which containerd stores as a label, in bytes.
 const LONGEST_KEY: usize = 2048;
 
-/// What a handler fails with, as it stands on the wire.
+/// The error of a handler, as it appears on the wire.
 #[derive(serde::Serialize)]
 #[serde(rename_all = "PascalCase")]
 pub(super) struct Failure {
@@ -55,7 +55,8 @@ impl Failure {
     }
 }
 
-/// What containerd takes for the name of a container or process: letters and digits, with single `-`, `_` or `.` between.
+/// Checks a container or process name as containerd does: letters and digits, with single `-`, `_`
+/// or `.` between them.
 fn identifier(name: &str, manner: Manner) -> Result<(), Failure> {
     if manner != Manner::Containerd {
         return Ok(());
@@ -71,7 +72,7 @@ fn identifier(name: &str, manner: Manner) -> Result<(), Failure> {
     Err(Failure::plain(format!("identifier \"{name}\" must match its pattern: invalid argument")))
 }
 
-/// What a containerd worker takes for the name of a property.
+/// Checks a property name as a containerd worker does.
 pub(super) fn property_name(name: &str, manner: Manner) -> Result<(), Failure> {
     if manner == Manner::Containerd && name.len() > LONGEST_KEY {
         return Err(Failure::plain(format!("property name {:?} is too long", &name[..32])));
@@ -84,11 +85,12 @@ pub(super) struct Container {
     pub properties: Mutex<BTreeMap<String, String>>,
     pub limits: Value,
     pub privileged: bool,
-    /// Whether it reaches anybody: a containerd worker lets a container without rules reach nobody.
+    /// Whether the container has network access. A containerd worker gives none to a container
+    /// without rules.
     pub has_network: bool,
     env: Vec<String>,
     has_rootfs: bool,
-    /// The root to which processes are confined.
+    /// The root directory of confined processes.
     root: Option<PathBuf>,
     mounts: Value,
     pub groups: Groups,
@@ -101,7 +103,7 @@ pub(super) struct Container {
     idle_since: Mutex<Instant>,
 }
 
-/// A call that names a container: its grace time starts anew at the end.
+/// A call that names a container. The grace time of the container restarts at the end of the call.
 pub(super) struct Call(Arc<Container>);
 
 impl Drop for Call {
@@ -128,7 +130,7 @@ impl Container {
         }
     }
 
-    /// Kills what runs in it, of which nobody hears the end.
+    /// Kills the processes of the container. Their end is not reported.
     pub(super) fn abandon(&self) {
         for process in lock(&self.processes).values() {
             process.break_attachments(Break::End);
@@ -171,7 +173,7 @@ impl Container {
         lock(&self.processes).remove(&process.id);
     }
 
-    /// Starts what `spec` says.
+    /// Starts the process of `spec`.
     pub(super) fn run(
         self: &Arc<Self>,
         state: &Arc<State>,
@@ -227,11 +229,11 @@ impl Container {
         };
         let (container, state, manner) = (Arc::clone(self), Arc::clone(state), state.manner);
         let process = Process::start(start, manner, attachment, move |process, exit| {
-            state.until_let_go();
+            state.wait_until_released();
             container.ended(process, exit, manner)
         });
         let process = process.map_err(|error| match error.kind() {
-            // As Go says it.
+            // The error text of Go.
             std::io::ErrorKind::PermissionDenied => {
                 Failure::plain(format!("fork/exec {}: permission denied", program.display()))
             }
@@ -266,11 +268,11 @@ impl Container {
         })
     }
 
-    /// What an attachment to `id` finds: a process, or how one ended.
+    /// Finds the process of an attachment to `id`, or its exit.
     pub(super) fn process(&self, id: &str, state: &State) -> Result<Result<Arc<Process>, i32>, Failure> {
         let manner = state.manner;
         let last_exit = *lock(&self.last_exit);
-        // Of whichever process ended last, whatever was asked for.
+        // containerd reports the exit of the process that ended last, for any id.
         if let (Manner::Containerd, Some(exit), false) =
             (manner, last_exit, state.forgets_exits.load(Ordering::SeqCst))
         {
@@ -298,8 +300,8 @@ impl Container {
 }
 
 impl State {
-    /// Waits as long as those that have ended are held.
-    fn until_let_go(&self) {
+    /// Waits while ended processes are held.
+    fn wait_until_released(&self) {
         let mut ended = lock(&self.ended);
         ended.held += 1;
         let let_go = self.let_go.wait_while(ended, |ended| ended.hold);
@@ -377,7 +379,7 @@ impl State {
         lock(&self.containers).get(handle).cloned().ok_or_else(|| self.no_container(handle))
     }
 
-    /// The same, for what guardian looks for in its depot.
+    /// Finds a container. The error is that of guardian for a missing depot entry.
     pub(super) fn lookup_to_run(&self, handle: &str) -> Result<Arc<Container>, Failure> {
         self.lookup(handle).map_err(|error| match self.manner {
             Manner::Guardian => Failure::plain("does not exist"),
@@ -425,7 +427,7 @@ impl State {
         Ok(containers.values().filter(|container| listed(container)).map(|c| c.handle.clone()).collect())
     }
 
-    /// Destroys what nobody has named for its grace time.
+    /// Destroys containers that no call has named for their grace time.
     pub(super) fn reap(&self) {
         while !self.stopping.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(10));

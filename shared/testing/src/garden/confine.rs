@@ -1,7 +1,8 @@
-//! The root of a container, what is mounted in it, and who runs there, in a mount namespace of each of its processes.
+//! Confinement of processes: root directory, mounts and user, in a mount namespace per process.
 //!
-//! Only where a container has a root that is a directory, and the test is root. An empty directory at the top of it that bears the name of one
-//! of the machine's shows that one, so that an image of empty directories runs the machine's programs.
+//! Used only if the root of the container is a directory and the test is root. A top-level
+//! directory that is empty and named like a directory of the machine shows that directory. So an
+//! image of empty directories runs the programs of the machine.
 
 use std::ffi::CString;
 use std::io;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// Directories of the machine that an image may leave empty.
+/// Directories of the machine that an empty directory of an image shows.
 const SHARED: [&str; 8] = ["usr", "bin", "sbin", "lib", "lib64", "etc", "dev", "proc"];
 
 struct Bind {
@@ -19,7 +20,7 @@ struct Bind {
     read_only: bool,
 }
 
-/// Who a process is.
+/// User and groups of a process.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ids {
     user: u32,
@@ -30,7 +31,8 @@ impl Ids {
     pub(super) const ROOT: Self = Self { user: 0, group: 0 };
 }
 
-/// Who `user` is in a container with this root: a name or number of its users, or two numbers. None: it has no such user.
+/// Looks up `user` in the image: a name or number of a listed user, or two numbers. `None`: the
+/// image has no such user.
 pub(super) fn ids(root: Option<&Path>, user: &str) -> Option<Ids> {
     if user.is_empty() {
         return Some(Ids::ROOT);
@@ -52,7 +54,7 @@ pub(super) fn ids(root: Option<&Path>, user: &str) -> Option<Ids> {
     }
 }
 
-/// What a process sees.
+/// The root, the mounts and the user of a process.
 pub(super) struct Confined {
     root: CString,
     binds: Vec<Bind>,
@@ -64,14 +66,14 @@ fn c(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// The root of a container of this spec, if its processes can be confined to it.
+/// The root directory of a container, if its processes can be confined to it.
 pub(super) fn root(spec: &Value) -> Option<PathBuf> {
     let root = PathBuf::from(spec["rootfs"].as_str()?.strip_prefix("raw://")?);
     (root.is_dir() && rustix::process::geteuid().is_root()).then_some(root)
 }
 
 impl Confined {
-    /// Makes the points where things are mounted, and `dir`.
+    /// Creates the mount points and `dir`.
     pub(super) fn new(root: &Path, mounts: &Value, dir: &str, ids: Ids) -> io::Result<Self> {
         let mut binds = Vec::new();
         for name in SHARED {
@@ -82,7 +84,8 @@ impl Confined {
             }
         }
         let mut mounted: Vec<(PathBuf, PathBuf)> = Vec::new();
-        // Where a path inside is on the machine: in the mount that is nearest above, or in the root.
+        // Maps a path of the container to the machine: to the nearest mount above it, or to the
+        // root.
         let real = |mounted: &[(PathBuf, PathBuf)], inside: &Path| {
             let above =
                 mounted.iter().rev().find_map(|(at, from)| Some(from.join(inside.strip_prefix(at).ok()?)));
@@ -102,11 +105,12 @@ impl Confined {
         Ok(Self { root: c(root)?, binds, dir: c(&dir)?, ids })
     }
 
-    /// Called between fork and exec.
+    /// Must be called between fork and exec.
     pub(super) fn enter(&self) -> io::Result<()> {
         let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
         let none = std::ptr::null();
-        // SAFETY: all strings end with a zero and outlive the calls, each of which is allowed between fork and exec.
+        // SAFETY: all strings are NUL-terminated and outlive the calls. Each call is allowed
+        // between fork and exec.
         unsafe {
             check(libc::unshare(libc::CLONE_NEWNS))?;
             check(libc::mount(none, c"/".as_ptr(), none, libc::MS_REC | libc::MS_PRIVATE, none.cast()))?;

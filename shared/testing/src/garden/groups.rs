@@ -1,4 +1,5 @@
-//! What a container may use at most: control groups of this machine, in both versions, with the limits that containerd and guardian keep.
+//! Resource limits by control groups, versions 1 and 2, with the limits that containerd and
+//! guardian enforce.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -8,12 +9,12 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use serde_json::Value;
 
-/// Where the hierarchies are.
+/// The mount point of the hierarchies.
 const MOUNTED: &str = "/sys/fs/cgroup";
-/// How long the kernel may take to let go of an empty group.
+/// Time for the kernel to release an empty group.
 const REMOVAL: Duration = Duration::from_secs(5);
 
-/// Whether limits of memory and of processes can be kept here.
+/// Whether limits of memory and processes can be enforced on this machine.
 pub(super) fn can_be_made() -> bool {
     geteuid().is_root() && (is_first() || unified().is_ok())
 }
@@ -22,21 +23,21 @@ fn is_first() -> bool {
     ["memory", "pids"].iter().all(|name| Path::new(MOUNTED).join(name).join("cgroup.procs").exists())
 }
 
-/// Has the only hierarchy of version 2 hand the controllers down.
+/// Enables the controllers for children of the root group of version 2.
 fn unified() -> io::Result<()> {
     fs::write(Path::new(MOUNTED).join("cgroup.subtree_control"), "+memory +pids")
 }
 
-/// The groups of a container.
+/// The control groups of a container.
 #[derive(Default)]
 pub(super) struct Groups {
     paths: Vec<PathBuf>,
-    /// Where it is told whether something was killed for want of memory.
+    /// The file that counts processes killed for lack of memory.
     events: Option<PathBuf>,
 }
 
 impl Groups {
-    /// For what `limits` limits; none, where that is nothing.
+    /// Creates groups for `limits`. Without limits there are none.
     pub(super) fn make(name: &str, limits: &Value) -> io::Result<Self> {
         let limit = |of: &str, what: &str| limits[of][what].as_u64().filter(|limit| *limit > 0);
         let (memory, pids) = (limit("memory_limits", "limit_in_bytes"), limit("pid_limits", "max"));
@@ -55,7 +56,7 @@ impl Groups {
                 false => ("memory.max", "memory.events"),
             };
             fs::write(group.join(limit), bytes.to_string())?;
-            // Swap counts, where the kernel counts it.
+            // Includes swap in the limit if the kernel accounts for it.
             match first {
                 true => _ = fs::write(group.join("memory.memsw.limit_in_bytes"), bytes.to_string()),
                 false => _ = fs::write(group.join("memory.swap.max"), "0"),
@@ -81,12 +82,12 @@ impl Groups {
         Ok(path)
     }
 
-    /// What a process that begins writes `0` to, so as to be in them.
+    /// The files to which a starting process writes `0` to enter the groups.
     pub(super) fn entrances(&self) -> io::Result<Vec<File>> {
         self.paths.iter().map(|path| File::options().write(true).open(path.join("cgroup.procs"))).collect()
     }
 
-    /// Whether the kernel has killed something in them for want of memory.
+    /// Whether the kernel has killed a process of the groups for lack of memory.
     pub(super) fn ran_out_of_memory(&self) -> bool {
         let events = self.events.as_ref().and_then(|path| fs::read_to_string(path).ok()).unwrap_or_default();
         let kills = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
@@ -94,13 +95,13 @@ impl Groups {
     }
 }
 
-/// Called between fork and exec.
+/// Must be called between fork and exec.
 pub(super) fn enter(entrances: &[File]) -> io::Result<()> {
     entrances.iter().try_for_each(|mut entrance| entrance.write_all(b"0"))
 }
 
 impl Drop for Groups {
-    /// Kills what is in them.
+    /// Kills the processes of the groups.
     fn drop(&mut self) {
         let until = Instant::now() + REMOVAL;
         for path in &self.paths {

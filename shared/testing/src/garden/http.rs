@@ -1,4 +1,4 @@
-//! HTTP/1.1 as Go's server speaks it, byte for byte.
+//! HTTP/1.1 with the exact bytes of Go's server.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -10,9 +10,9 @@ use rustix::net::sockopt;
 
 pub(super) struct Request {
     pub method: String,
-    /// As it stands on the request line, with the query.
+    /// The target of the request line, with the query.
     pub target: String,
-    /// Decoded parts of the path.
+    /// Decoded segments of the path.
     pub parts: Vec<String>,
     pub query: Vec<(String, String)>,
     pub body: Vec<u8>,
@@ -21,13 +21,13 @@ pub(super) struct Request {
 
 pub(super) struct Connection {
     pub socket: Arc<TcpStream>,
-    /// Read, and not yet part of a request.
+    /// Bytes that were read after the last request.
     pub beyond: Vec<u8>,
-    /// Writes byte for byte.
+    /// Whether answers are written byte by byte.
     pub dribble: bool,
-    /// Writes nothing: the answer gets lost.
+    /// Whether answers are suppressed.
     pub mute: bool,
-    /// The error to answer when the request was carried out.
+    /// The error to return after the request has been executed.
     pub failing: Option<String>,
 }
 
@@ -51,12 +51,12 @@ impl Connection {
         Ok(read > 0)
     }
 
-    /// The next request, or none if the client is done.
+    /// Reads the next request. `None`: the client has closed the connection.
     pub(super) fn request(&mut self) -> io::Result<Option<Request>> {
         loop {
             let mut headers = [httparse::EMPTY_HEADER; 64];
             let mut head = httparse::Request::new(&mut headers);
-            let parsed = head.parse(&self.beyond).map_err(|_| invalid("no HTTP request"))?;
+            let parsed = head.parse(&self.beyond).map_err(|_| invalid("not an HTTP request"))?;
             let httparse::Status::Complete(length) = parsed else {
                 if !self.more()? {
                     return Ok(None);
@@ -99,7 +99,7 @@ impl Connection {
         bytes.chunks(parts).try_for_each(|part| (&*self.socket).write_all(part))
     }
 
-    /// An ordinary answer. Go chunks what is longer than its buffer.
+    /// Sends an ordinary answer. Go chunks a body that is longer than its buffer.
     pub(super) fn answer(&self, status: u16, headers: &str, body: &[u8]) -> io::Result<()> {
         let mut answer =
             format!("HTTP/1.1 {status} {}\r\n{headers}Date: {}\r\n", reason(status), now()).into_bytes();
@@ -116,7 +116,8 @@ impl Connection {
         self.write(&answer)
     }
 
-    /// The head before a raw stream. Its claim to be chunked is false: Go puts it there before the connection is taken over.
+    /// Sends the head of a raw stream. The header for chunked encoding is wrong, as in Go, which
+    /// writes it before the connection is hijacked.
     pub(super) fn raw_head(&self, status: u16, headers: &str, first: &[u8]) -> io::Result<()> {
         let date = now();
         let head = format!(
@@ -126,10 +127,10 @@ impl Connection {
         self.write(&[head.as_bytes(), first].concat())
     }
 
-    /// Ends the connection as a machine that lost it would.
+    /// Resets the connection.
     pub(super) fn reset(&self) {
         let _ = sockopt::set_socket_linger(&*self.socket, Some(std::time::Duration::ZERO));
-        // Wakes whoever reads here, so that the last reference goes, and with it the connection.
+        // Wakes the blocked reader, so that the last reference to the connection is dropped.
         let _ = self.socket.shutdown(Shutdown::Read);
     }
 }
@@ -148,11 +149,11 @@ fn now() -> String {
     date(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
 }
 
-/// As in `Fri, 20 Nov 2026 09:32:17 GMT`.
+/// Formats a date as in `Fri, 20 Nov 2026 09:32:17 GMT`.
 fn date(seconds: u64) -> String {
     let (days, time) = (seconds / 86_400, seconds % 86_400);
     let weekday = ["Thu", "Fri", "Sat", "Sun", "Mon", "Tue", "Wed"][(days % 7) as usize];
-    // Days since March of the year 0, in years that begin in March, so that the leap day comes last.
+    // Days since 1 March of year 0, in years that start in March, so that the leap day comes last.
     let day = days + 719_468;
     let (era, day) = (day / 146_097, day % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
@@ -170,7 +171,7 @@ mod tests {
     use super::date;
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_match_the_calendar() {
         assert_eq!(date(0), "Thu, 01 Jan 1970 00:00:00 GMT");
         assert_eq!(date(1_795_167_137), "Fri, 20 Nov 2026 09:32:17 GMT");
         assert_eq!(date(1_709_251_199), "Thu, 29 Feb 2024 23:59:59 GMT");

@@ -1,12 +1,15 @@
-//! A Garden server, as a Concourse worker has it, on a port of its own.
+//! A simulated Garden server of a Concourse worker, on a free port.
 //!
-//! It speaks the bytes of the real one, and fails in the words of the backend whose [`Manner`] it has. Its containers are directories and
-//! their processes run on this machine: where the test is root and the container has a root that exists, in that root with its bind mounts
-//! and, but for houdini, as the user that was asked for ([`confine`]) and within the limits of memory and processes ([`groups`]); else unconfined and as the test's user. What only guardian implements
-//! for real (files, networks, metrics) is refused, or answered with zeros.
+//! The server reproduces the wire format of the genuine one, and the error messages of the backend
+//! selected by [`Manner`]. Containers are directories, and their processes run on this machine. If
+//! the test is root and the root directory of a container exists, processes are confined to it and
+//! its bind mounts. Except with houdini, they then run as the requested user ([`confine`]) and
+//! within the limits of memory and processes ([`groups`]). Otherwise they run unconfined as the
+//! user of the test. Operations that only guardian implements (files, networks, metrics) are
+//! rejected or answered with zeros.
 //!
-//! [`Server::inject`], [`Server::break_attachments`], [`Server::hold_ended`], [`Server::lose`], [`Server::forget_exits`] and
-//! [`Server::take_no_more`] make it fail.
+//! [`Server::inject`], [`Server::break_attachments`], [`Server::hold_ended`], [`Server::lose`],
+//! [`Server::forget_exits`] and [`Server::limit_containers`] inject failures.
 
 mod attach;
 mod backend;
@@ -25,55 +28,56 @@ use std::time::Duration;
 use backend::Container;
 use process::Attachment;
 
-/// Which backend it behaves like, where they differ.
+/// The backend that the server simulates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Manner {
-    /// Concourse's default.
+    /// The default backend of Concourse.
     Containerd,
-    /// The oldest.
+    /// The original backend of Garden.
     Guardian,
-    /// The one without isolation.
+    /// The backend without isolation.
     Houdini,
 }
 
-/// What goes wrong with a request.
+/// An injected fault of a request.
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// The connection is closed in place of an answer.
+    /// The connection is closed without an answer.
     Drop,
-    /// The connection is reset in place of an answer.
+    /// The connection is reset without an answer.
     Reset,
-    /// The request is carried out, and the connection closed in place of an answer.
+    /// The request is executed, and the connection is closed without an answer.
     LoseAnswer,
-    /// The request is carried out later.
+    /// The request is executed after a delay.
     Delay(Duration),
-    /// The answer is this error, with no type.
+    /// The answer is this error without a type.
     Answer(String),
     /// The answer is an error of this type: `ServiceUnavailableError`, `UnrecoverableError`.
     AnswerAs(&'static str, String),
-    /// The request is carried out, and the answer is this error, with no type: a container that was created and could not be started.
+    /// The request is executed, and the answer is this error without a type. Simulates a container
+    /// that was created and cannot be started.
     FailAfter(String),
-    /// The answer comes byte for byte.
+    /// The answer is sent byte by byte.
     Dribble,
 }
 
-/// What happens to the main connection of an attachment.
+/// A failure of the main connection of an attachment.
 #[derive(Clone, Copy, Debug)]
 pub enum Break {
-    /// It ends without an exit, as when the server goes.
+    /// The connection ends without an exit, as at a shutdown of the server.
     End,
-    /// It is reset.
+    /// The connection is reset.
     Reset,
-    /// It ends with this error in place of an exit.
+    /// The connection ends with this error instead of an exit.
     Fail(&'static str),
 }
 
-/// The times of a real server, or a test's.
+/// Timeouts of the server.
 #[derive(Clone, Debug)]
 pub struct Times {
-    /// From SIGTERM to SIGKILL, and from there until a stop is given up.
+    /// Time from SIGTERM to SIGKILL, and from SIGKILL until the stop fails.
     pub stop: Duration,
-    /// How long a stream can be fetched after its end.
+    /// Time for which a stream can be fetched after its end.
     pub stream_validity: Duration,
 }
 
@@ -83,17 +87,17 @@ impl Default for Times {
     }
 }
 
-/// Whether its containers are kept to their limits here.
+/// Whether limits of containers can be enforced on this machine.
 pub fn keeps_limits() -> bool {
     groups::can_be_made()
 }
 
 /// Processes that have ended.
 #[derive(Default)]
-struct Ended {
-    /// Whether they stay as they are.
+struct EndedProcesses {
+    /// Whether ended processes are held.
     hold: bool,
-    /// How many do.
+    /// Number of held processes.
     held: usize,
 }
 
@@ -109,20 +113,20 @@ struct State {
     faults: Mutex<Vec<(String, Fault)>>,
     requests: Mutex<Vec<String>>,
     sockets: Mutex<Vec<Weak<TcpStream>>>,
-    ended: Mutex<Ended>,
+    ended: Mutex<EndedProcesses>,
     let_go: Condvar,
-    /// Of whichever process ended.
+    /// Whether the server forgets the exits of processes.
     forgets_exits: AtomicBool,
     most_containers: AtomicUsize,
     stopping: AtomicBool,
 }
 
-/// A thread that panicked has failed its test already.
+/// A poisoned lock is ignored, because the test has failed already.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// A running server. Dropping it ends its processes, and closes its connections as a shutdown does.
+/// A running server. Dropping it ends its processes and closes its connections, as at a shutdown.
 pub struct Server {
     address: SocketAddr,
     state: Arc<State>,
@@ -130,17 +134,17 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts one that takes its time as a real one does.
+    /// Starts a server with the timeouts of a genuine one.
     pub fn start(manner: Manner) -> Self {
         Self::with_times(manner, Times::default())
     }
 
-    /// Starts one at this address of the machine, where others may reach it.
+    /// Starts a server at this address, where other machines may reach it.
     pub fn start_at(address: IpAddr, manner: Manner) -> Self {
         Self::listen(address, manner, Times::default())
     }
 
-    /// Starts one with other times.
+    /// Starts a server with other timeouts.
     pub fn with_times(manner: Manner, times: Times) -> Self {
         Self::listen(Ipv4Addr::LOCALHOST.into(), manner, times)
     }
@@ -174,36 +178,38 @@ impl Server {
         Self { address, state, threads }
     }
 
-    /// Where it listens, as a host and a port.
+    /// The host and port of the server.
     pub fn address(&self) -> String {
         self.address.to_string()
     }
 
-    /// Has the next request fail whose method and target contain `pattern`. A request takes one fault at a time, in order.
+    /// Makes the next request fail whose method and target contain `pattern`. A request consumes
+    /// one fault, in the order of injection.
     pub fn inject(&self, pattern: &str, fault: Fault) {
         lock(&self.state.faults).push((pattern.to_owned(), fault));
     }
 
-    /// Breaks the main connection of everyone attached to anything.
+    /// Breaks the main connections of all attachments.
     pub fn break_attachments(&self, how: Break) {
         for attachment in lock(&self.state.streams).values() {
             *lock(&attachment.broken) = Some(how);
         }
     }
 
-    /// Has processes that end from now on stay as they are, known as ended and not reaped, or lets go of those that are held. Nobody is told
-    /// how one ended that is held, a stop waits for it in vain, and a containerd worker attaches nobody to it.
+    /// Holds processes that end from now on in the state ended but not reaped, or releases all held
+    /// processes. The exit of a held process is not reported, a stop waits for it in vain, and
+    /// containerd rejects attachments to it.
     pub fn hold_ended(&self, hold: bool) {
         lock(&self.state.ended).hold = hold;
         self.state.let_go.notify_all();
     }
 
-    /// How many processes are held.
+    /// Number of held processes.
     pub fn held(&self) -> usize {
         lock(&self.state.ended).held
     }
 
-    /// Loses a container with what runs in it, and tells nobody how that ended.
+    /// Loses a container and its processes. The end of the processes is not reported.
     pub fn lose(&self, handle: &str) {
         let lost = lock(&self.state.containers).remove(handle);
         if let Some(container) = lost {
@@ -211,37 +217,38 @@ impl Server {
         }
     }
 
-    /// Has it keep no exits, as one of before Concourse 8.0 with containerd: it attaches nobody to what has ended.
+    /// Makes the server keep no exits, like containerd before Concourse 8.0. Attachments to ended
+    /// processes are then rejected.
     pub fn forget_exits(&self) {
         self.state.forgets_exits.store(true, Ordering::SeqCst);
     }
 
-    /// How many processes run, or have ended and are held.
+    /// Number of processes that run, or that have ended and are held.
     pub fn running(&self) -> usize {
         lock(&self.state.containers).values().map(|container| container.running()).sum()
     }
 
-    /// Has it take no more containers than this, those that it has included.
-    pub fn take_no_more(&self, containers: usize) {
+    /// Limits the number of containers, including the existing ones.
+    pub fn limit_containers(&self, containers: usize) {
         self.state.most_containers.store(containers, Ordering::SeqCst);
     }
 
-    /// Methods and targets of the requests so far.
+    /// Methods and targets of all requests so far.
     pub fn requests(&self) -> Vec<String> {
         lock(&self.state.requests).clone()
     }
 
-    /// Whether a container that is there reaches anybody.
+    /// Whether an existing container has network access.
     pub fn has_network(&self, handle: &str) -> bool {
         lock(&self.state.containers).get(handle).is_some_and(|container| container.has_network)
     }
 
-    /// Whether a container that is there was made as a privileged one.
+    /// Whether an existing container is privileged.
     pub fn is_privileged(&self, handle: &str) -> bool {
         lock(&self.state.containers).get(handle).is_some_and(|container| container.privileged)
     }
 
-    /// Handles of the containers that there are.
+    /// The handles of all containers.
     pub fn handles(&self) -> Vec<String> {
         lock(&self.state.containers).keys().cloned().collect()
     }
@@ -258,7 +265,7 @@ impl Drop for Server {
         for attachment in lock(&self.state.streams).values() {
             attachment.close();
         }
-        // Wakes the one that accepts.
+        // Wakes the accepting thread.
         let _ = TcpStream::connect(self.address);
         for thread in self.threads.drain(..) {
             let _ = thread.join();

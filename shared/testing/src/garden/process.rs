@@ -1,4 +1,4 @@
-//! Local processes in place of a container's, and the attachments to them.
+//! Local processes in place of those in containers, and the attachments to them.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -16,10 +16,10 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use super::confine::Confined;
 use super::{Break, Manner, groups, lock};
 
-/// Writes that a stream holds. What comes after them is dropped.
+/// Number of writes that a stream buffers. Later writes are dropped.
 const QUEUE: usize = 4000;
 
-/// What was written and not yet fetched.
+/// Output that was written and not yet fetched.
 #[derive(Default)]
 pub(super) struct Queue {
     state: Mutex<(VecDeque<Vec<u8>>, bool)>,
@@ -40,7 +40,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// The oldest write: whoever comes first gets it. None at the end.
+    /// Removes the oldest write. Only one reader gets it. `None` at the end.
     pub(super) fn pop(&self) -> Option<Vec<u8>> {
         let state = lock(&self.state);
         let waiting = |state: &mut (VecDeque<_>, bool)| state.0.is_empty() && !state.1;
@@ -50,7 +50,7 @@ impl Queue {
     }
 }
 
-/// Of one Run or Attach.
+/// The attachment of one Run or Attach request.
 #[derive(Default)]
 pub(super) struct Attachment {
     pub stdout: Queue,
@@ -91,7 +91,7 @@ pub(super) struct Start<'a> {
     pub env: Vec<String>,
     pub dir: &'a Path,
     pub confined: Option<Confined>,
-    /// Of the groups that it is to be in.
+    /// Files to enter the control groups of the container.
     pub entrances: Vec<File>,
     pub terminal: Option<(u16, u16)>,
 }
@@ -99,22 +99,22 @@ pub(super) struct Start<'a> {
 fn terminal((columns, rows): (u16, u16)) -> io::Result<(OwnedFd, OwnedFd)> {
     let (mut ours, mut theirs) = (-1, -1);
     let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
-    // SAFETY: the descriptors and the size outlive the call; name and settings may be null.
+    // SAFETY: the descriptors and the size outlive the call. Name and settings may be null.
     let opened =
         unsafe { libc::openpty(&mut ours, &mut theirs, std::ptr::null_mut(), std::ptr::null(), &size) };
     if opened != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: both were opened just now, and nobody else has them.
+    // SAFETY: openpty returned both descriptors, and no other value owns them.
     let (ours, theirs) = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
-    // Otherwise a program started at the same time would keep the terminal open.
+    // Otherwise a program that starts at the same time would keep the terminal open.
     rustix::io::fcntl_setfd(&ours, rustix::io::FdFlags::CLOEXEC)?;
     rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::CLOEXEC)?;
     Ok((ours, theirs))
 }
 
 impl Process {
-    /// Starts it attached to `first`, and calls `when_ended` after its end.
+    /// Starts a process that is attached to `first`, and calls `when_ended` after its end.
     pub(super) fn start(
         start: Start<'_>,
         manner: Manner,
@@ -128,11 +128,11 @@ impl Process {
         }
         if !start.entrances.is_empty() {
             let entrances = start.entrances;
-            // SAFETY: it only writes to files that are open.
+            // SAFETY: the function only writes to open files.
             unsafe { command.pre_exec(move || groups::enter(&entrances)) };
         }
         if let Some(confined) = start.confined {
-            // SAFETY: it makes no calls but such as are allowed between fork and exec.
+            // SAFETY: the function makes only calls that are allowed between fork and exec.
             unsafe { command.pre_exec(move || confined.enter()) };
         }
         command.envs(start.env.iter().filter_map(|pair| pair.split_once('=')));
@@ -209,7 +209,7 @@ impl Process {
             let _attachments = lock(&self.attachments);
             self.attached.notify_all();
         }
-        // houdini does not wait for its own copying.
+        // houdini does not wait for its copy of the output.
         if self.manner != Manner::Houdini {
             for pump in pumps {
                 pump.join().expect("a pump does not panic");
@@ -219,7 +219,7 @@ impl Process {
         *lock(&self.exit) = Some(exit);
     }
 
-    /// Copies output to whoever is attached. While nobody is, it stays in the pipe.
+    /// Copies output to the attachments. Without an attachment, the output stays in the pipe.
     fn pump(&self, mut output: File, is_stderr: bool) {
         let mut part = vec![0; 32 << 10];
         loop {
@@ -231,7 +231,7 @@ impl Process {
             }
             match output.read(&mut part) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // A terminal whose other end is closed is an error.
+                // A terminal with a closed other end returns an error.
                 Ok(0) | Err(_) => return,
                 Ok(read) => {
                     for attachment in &*lock(&self.attachments) {
@@ -243,7 +243,8 @@ impl Process {
         }
     }
 
-    /// houdini gives everyone a copy; elsewhere the newest takes the output over.
+    /// houdini copies output to all attachments. With the other backends, the newest attachment
+    /// gets the output.
     pub(super) fn attach(&self, attachment: Arc<Attachment>) {
         let mut attachments = lock(&self.attachments);
         if self.manner != Manner::Houdini {
@@ -268,7 +269,8 @@ impl Process {
     }
 
     pub(super) fn write_stdin(&self, text: &[u8]) {
-        // Not under the lock: a process that does not read blocks the write, and must not block its end.
+        // Without the lock: a process that does not read blocks the write, which must not block the
+        // end of the process.
         let stdin = lock(&self.stdin).as_ref().and_then(|stdin| stdin.try_clone().ok());
         if let Some(mut stdin) = stdin {
             let _ = stdin.write_all(text);
@@ -279,7 +281,7 @@ impl Process {
         if let Some(mut stdin) = lock(&self.stdin).take()
             && self.terminal.is_some()
         {
-            // A terminal is not closed: its user types the end of input.
+            // A terminal is not closed. The end of input is a character.
             let _ = stdin.write_all(&[4]);
         }
     }
@@ -291,7 +293,7 @@ impl Process {
         }
     }
 
-    /// Whether it has, whatever is known of it.
+    /// Whether the process has ended, reported or not.
     pub(super) fn has_ended(&self) -> bool {
         self.ended.load(Ordering::SeqCst)
     }
@@ -306,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_holds_4000_writes_and_drops_what_is_newer() {
+    fn queue_holds_4000_writes_and_drops_newer() {
         let queue = Queue::default();
         for write in 0..6000_u32 {
             queue.push(&write.to_be_bytes());

@@ -1,4 +1,4 @@
-//! Which request does what.
+//! HTTP routes of the simulated Garden server.
 
 use std::io;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ const ROUTES: &[(&str, &str)] = &[
 const JSON: &str = "Content-Type: application/json\r\n";
 const TEXT: &str = "Content-Type: text/plain; charset=utf-8\r\n";
 
-/// As Go writes it: without what HTML could mistake, and with a new line.
+/// Encodes JSON as Go does: with HTML characters escaped, and with a newline.
 pub(super) fn go_json(value: &impl serde::Serialize) -> Vec<u8> {
     let text = serde_json::to_string(value).expect("a value is written");
     let text = text.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026");
@@ -60,7 +60,7 @@ fn fits(pattern: &str, parts: &[String]) -> bool {
             .all(|(wanted, part)| if *wanted == ":" { !part.is_empty() } else { wanted == part })
 }
 
-/// Answers what comes on a connection, until it ends or is taken over.
+/// Serves a connection until it ends or is hijacked.
 pub(super) fn serve(state: &Arc<State>, mut connection: Connection) {
     while let Ok(Some(request)) = connection.request() {
         let line = format!("{} {}", request.method, request.target);
@@ -102,7 +102,7 @@ pub(super) fn serve(state: &Arc<State>, mut connection: Connection) {
     }
 }
 
-/// Answers one request. Returns the connection unless it was taken over.
+/// Answers one request. Returns the connection unless it was hijacked.
 fn route(
     state: &Arc<State>,
     mut connection: Connection,
@@ -153,7 +153,7 @@ fn route(
         },
         ("GET", "/containers/bulk_info" | "/containers/bulk_metrics") => {
             let Some((_, handles)) = request.query.iter().find(|(key, _)| key == "handles") else {
-                // The handler panics, and the connection ends.
+                // The genuine handler panics, and the connection ends.
                 return Ok(None);
             };
             bulk(state, handles, pattern.ends_with("info"))
@@ -168,7 +168,7 @@ fn route(
     Ok(Some(connection))
 }
 
-/// The first value of a body; what follows is ignored.
+/// Parses the first value of a body and ignores the rest.
 fn body(bytes: &[u8]) -> Result<Value, Failure> {
     match serde_json::Deserializer::from_slice(bytes).into_iter().next() {
         None => Err(Failure::plain("EOF")),
@@ -205,15 +205,16 @@ fn bulk(state: &State, handles: &str, info: bool) -> Result<Value, Failure> {
     let entries = handles.map(|handle| {
         let found = state.lookup(handle);
         let name = if info { "Info" } else { "Metrics" };
-        let value =
-            found.as_ref().map_or_else(|_| json!({}), |found| if info { about(found) } else { json!({}) });
+        let value = found
+            .as_ref()
+            .map_or_else(|_| json!({}), |found| if info { container_info(found) } else { json!({}) });
         let error = found.err().map_or(Value::Null, |failure| json!(failure));
         (handle.to_owned(), json!({name: value, "Err": error}))
     });
     Ok(Value::Object(entries.collect()))
 }
 
-fn about(container: &Container) -> Value {
+fn container_info(container: &Container) -> Value {
     let properties = lock(&container.properties).clone();
     let events = container.groups.ran_out_of_memory().then_some(["oom"]);
     json!({"State": "active", "Events": events, "HostIP": "", "ContainerIP": "", "ContainerIPv6": "", "ExternalIP": "",
@@ -235,7 +236,7 @@ fn ordinary(state: &Arc<State>, method: &str, pattern: &str, request: &Request) 
         ("DELETE", "/containers/:") => return state.destroy(part(1)).map(|()| json!({})),
         _ => {}
     }
-    // guardian acts on a name, whether or not there is such a container.
+    // guardian accepts a name, whether or not the container exists.
     if state.manner == Manner::Guardian && state.lookup(part(1)).is_err() {
         match (method, pattern) {
             ("GET", "/containers/:/properties") => return Ok(Value::Null),
@@ -289,7 +290,7 @@ fn ordinary(state: &Arc<State>, method: &str, pattern: &str, request: &Request) 
                 _ => Ok(json!({})),
             }
         }
-        ("GET", "/containers/:/info") if !containerd => Ok(about(&container)),
+        ("GET", "/containers/:/info") if !containerd => Ok(container_info(&container)),
         ("GET", "/containers/:/metrics") if !containerd => Ok(json!({})),
         ("GET", _) if pattern.starts_with("/containers/:/limits/") => {
             let limits = &container.limits[format!("{key}_limits")];

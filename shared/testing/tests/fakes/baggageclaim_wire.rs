@@ -1,4 +1,5 @@
-//! The server, asked byte by byte: what a genuine one was seen to answer.
+//! Wire tests of the simulated Baggageclaim server: the answers that a genuine server was seen to
+//! give.
 
 use gantry_testing::baggageclaim::{Driver, Faults, Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -16,7 +17,7 @@ impl Answer {
     }
 }
 
-/// None when the connection was closed without an answer.
+/// Sends a request. `None`: the server closed the connection without an answer.
 async fn ask(server: &Server, head: &str, body: &[u8]) -> Option<Answer> {
     let mut stream = TcpStream::connect(server.address()).await.expect("a connection");
     let (line, headers) = head.split_once('\n').unwrap_or((head, ""));
@@ -54,9 +55,9 @@ fn unchunk(mut rest: &[u8]) -> Vec<u8> {
     body
 }
 
-async fn answers(server: &Server, head: &str, body: &str, status: u16, said: &str) {
+async fn assert_answer(server: &Server, head: &str, body: &str, status: u16, expected: &str) {
     let answer = ask(server, head, body.as_bytes()).await.unwrap_or_else(|| panic!("no answer to {head}"));
-    assert_eq!((answer.status, answer.text()), (status, said), "{head} {body}");
+    assert_eq!((answer.status, answer.text()), (status, expected), "{head} {body}");
 }
 
 async fn create(server: &Server, json: &str) {
@@ -70,27 +71,27 @@ const NOT_CREATED: &str = "{\"error\":\"failed to create volume\"}\n";
 async fn futures() {
     let server = Server::start(Driver::Naive).await;
     let json = r#"{"handle":"v","strategy":{"type":"empty"},"properties":{}}"#;
-    answers(&server, "GET /volumes-async/v", "", 404, "").await;
-    answers(&server, "POST /volumes-async", json, 201, "{\"handle\":\"v\"}\n").await;
+    assert_answer(&server, "GET /volumes-async/v", "", 404, "").await;
+    assert_answer(&server, "POST /volumes-async", json, 201, "{\"handle\":\"v\"}\n").await;
     let twice = "{\"error\":\"promise already exists in list\"}\n";
-    answers(&server, "POST /volumes-async", json, 500, twice).await;
+    assert_answer(&server, "POST /volumes-async", json, 500, twice).await;
     assert_eq!(ask(&server, "GET /volumes-async/v", b"").await.unwrap().status, 200);
-    answers(&server, "DELETE /volumes-async/v", "", 204, "").await;
-    answers(&server, "DELETE /volumes-async/v", "", 404, "").await;
+    assert_answer(&server, "DELETE /volumes-async/v", "", 204, "").await;
+    assert_answer(&server, "DELETE /volumes-async/v", "", 404, "").await;
 
-    let orphan = r#"{"handle":"w","strategy":{"type":"cow","volume":"nobody"},"properties":{}}"#;
-    answers(&server, "POST /volumes-async", orphan, 201, "{\"handle\":\"w\"}\n").await;
-    answers(&server, "GET /volumes-async/w", "", 422, NOT_CREATED).await;
+    let orphan = r#"{"handle":"w","strategy":{"type":"cow","volume":"missing"},"properties":{}}"#;
+    assert_answer(&server, "POST /volumes-async", orphan, 201, "{\"handle\":\"w\"}\n").await;
+    assert_answer(&server, "GET /volumes-async/w", "", 422, NOT_CREATED).await;
     server.restart();
-    answers(&server, "GET /volumes-async/w", "", 404, "").await;
+    assert_answer(&server, "GET /volumes-async/w", "", 404, "").await;
 
     server.set_faults(Faults { never_create: true, ..Faults::default() });
-    answers(&server, "POST /volumes-async", orphan, 201, "{\"handle\":\"w\"}\n").await;
-    answers(&server, "GET /volumes-async/w", "", 204, "").await;
+    assert_answer(&server, "POST /volumes-async", orphan, 201, "{\"handle\":\"w\"}\n").await;
+    assert_answer(&server, "GET /volumes-async/w", "", 204, "").await;
 }
 
 #[tokio::test]
-async fn creation_and_its_refusals() {
+async fn creation_and_its_errors_match_genuine_server() {
     let server = Server::start(Driver::Naive).await;
     for (json, status) in [
         ("nonsense", 400),
@@ -100,45 +101,57 @@ async fn creation_and_its_refusals() {
         (r#"{"strategy":{"type":"cow"}}"#, 422),
         (r#"{"strategy":{"type":"import","path":"/nonexistent"}}"#, 500),
     ] {
-        answers(&server, "POST /volumes", json, status, NOT_CREATED).await;
+        assert_answer(&server, "POST /volumes", json, status, NOT_CREATED).await;
     }
     create(&server, r#"{"handle":"v","strategy":{"type":"empty"},"properties":{"k":"v"}}"#).await;
-    answers(&server, "POST /volumes", r#"{"handle":"v","strategy":{"type":"empty"}}"#, 500, NOT_CREATED)
-        .await;
+    assert_answer(
+        &server,
+        "POST /volumes",
+        r#"{"handle":"v","strategy":{"type":"empty"}}"#,
+        500,
+        NOT_CREATED,
+    )
+    .await;
     let two = "{\"error\":\"a property may only have a single value: k has many (v, w)\"}\n";
-    answers(&server, "GET /volumes?k=v&k=w", "", 422, two).await;
-    answers(&server, "GET /volumes?k=w", "", 200, "[]\n").await;
-    answers(&server, "GET /volumes/x", "", 404, "{\"error\":\"failed to get volume\"}\n").await;
+    assert_answer(&server, "GET /volumes?k=v&k=w", "", 422, two).await;
+    assert_answer(&server, "GET /volumes?k=w", "", 200, "[]\n").await;
+    assert_answer(&server, "GET /volumes/x", "", 404, "{\"error\":\"failed to get volume\"}\n").await;
     let kind = ask(&server, "GET /volumes/x", b"").await.unwrap().kind;
-    assert_eq!(kind.as_deref(), Some("text/plain; charset=utf-8"), "wrong, as the genuine one's");
+    assert_eq!(kind.as_deref(), Some("text/plain; charset=utf-8"), "wrong, as that of the genuine server");
 }
 
 #[tokio::test]
-async fn overlay_empties_what_is_created_over_and_children_without_parent() {
+async fn overlay_empties_recreated_volumes_and_orphaned_children() {
     let server = Server::start(Driver::Overlay).await;
     create(&server, r#"{"handle":"p","strategy":{"type":"empty"},"properties":{}}"#).await;
     std::fs::write(server.path("p").join("file"), "x").unwrap();
     create(&server, r#"{"handle":"c","strategy":{"type":"cow","volume":"p"},"properties":{}}"#).await;
     assert!(server.path("c").join("file").exists());
-    answers(&server, "DELETE /volumes/p", "", 204, "").await;
+    assert_answer(&server, "DELETE /volumes/p", "", 204, "").await;
     assert!(!server.path("c").join("file").exists());
 
     std::fs::write(server.path("c").join("file"), "x").unwrap();
-    answers(&server, "POST /volumes", r#"{"handle":"c","strategy":{"type":"empty"}}"#, 500, NOT_CREATED)
-        .await;
+    assert_answer(
+        &server,
+        "POST /volumes",
+        r#"{"handle":"c","strategy":{"type":"empty"}}"#,
+        500,
+        NOT_CREATED,
+    )
+    .await;
     assert!(!server.path("c").join("file").exists());
-    answers(&server, "DELETE /volumes/destroy", r#"["c","unknown"]"#, 204, "").await;
+    assert_answer(&server, "DELETE /volumes/destroy", r#"["c","unknown"]"#, 204, "").await;
 }
 
 #[tokio::test]
-async fn a_property_of_a_volume_made_with_null_crashes_the_request() {
+async fn setting_property_crashes_when_properties_are_null() {
     let server = Server::start(Driver::Naive).await;
     create(&server, r#"{"handle":"v","strategy":{"type":"empty"},"properties":null}"#).await;
     assert!(ask(&server, "PUT /volumes/v/properties/k", br#"{"value":"x"}"#).await.is_none());
 }
 
 #[tokio::test]
-async fn owners_are_pairs_and_archives_have_the_ids_of_the_container() {
+async fn archives_have_the_ids_of_the_container() {
     use std::os::unix::fs::{MetadataExt as _, chown};
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
@@ -162,10 +175,10 @@ async fn owners_are_pairs_and_archives_have_the_ids_of_the_container() {
         create(&server, &json).await;
         assert_eq!(owner(name, ""), expected, "{name}");
         let told = ask(&server, &format!("GET /volumes/{name}"), b"").await.expect("an answer");
-        assert!(!told.text().contains("uid"), "it is not remembered: {}", told.text());
+        assert!(!told.text().contains("uid"), "the server does not store the owner: {}", told.text());
     }
 
-    // What root of a container wrote is root's in the archive; others are who they are.
+    // Files of the container's root belong to root in the archive. Other owners stay unchanged.
     let root = server.path("neither");
     for (name, (uid, gid)) in [("root", (MAPPED_ROOT, MAPPED_ROOT)), ("user", (1000, 50))] {
         std::fs::write(root.join(name), name).expect("write");
@@ -186,7 +199,7 @@ async fn owners_are_pairs_and_archives_have_the_ids_of_the_container() {
     assert_eq!((owner("group", "root"), owner("group", "user")), ((MAPPED_ROOT, MAPPED_ROOT), (1000, 50)));
     for (privileged, expected) in [(true, 0), (false, MAPPED_ROOT)] {
         let body = format!(r#"{{"value":{privileged}}}"#);
-        answers(&server, "PUT /volumes/group/privileged", &body, 204, "").await;
+        assert_answer(&server, "PUT /volumes/group/privileged", &body, 204, "").await;
         assert_eq!((owner("group", "root").0, owner("group", "user").0), (expected, 1000));
     }
 }
@@ -198,10 +211,11 @@ async fn streams() {
     std::fs::write(server.path("v").join("file"), "contents").unwrap();
 
     let refused = "{\"error\":\"failed to stream out from volume\"}\n";
-    answers(&server, "PUT /volumes/v/stream-out", "", 400, refused).await;
-    answers(&server, "PUT /volumes/v/stream-out\nAccept-Encoding: gzip, deflate", "", 400, refused).await;
+    assert_answer(&server, "PUT /volumes/v/stream-out", "", 400, refused).await;
+    assert_answer(&server, "PUT /volumes/v/stream-out\nAccept-Encoding: gzip, deflate", "", 400, refused)
+        .await;
     let missing = "{\"error\":\"no such file or directory\"}\n";
-    answers(&server, "PUT /volumes/v/stream-out?path=x\nAccept-Encoding: raw", "", 404, missing).await;
+    assert_answer(&server, "PUT /volumes/v/stream-out?path=x\nAccept-Encoding: raw", "", 404, missing).await;
     let tar = ask(&server, "PUT /volumes/v/stream-out?path=.\nAccept-Encoding: raw", b"").await.unwrap();
     assert_eq!(&tar.body[..3], b"./\0");
     server.set_faults(Faults { fail_archives: true, ..Faults::default() });
@@ -210,22 +224,23 @@ async fn streams() {
     assert!(failed.body.ends_with(refused.as_bytes()));
 
     let refused = "{\"error\":\"failed to stream in to volume\"}\n";
-    answers(&server, "PUT /volumes/v/stream-in", "", 400, refused).await;
-    answers(&server, "PUT /volumes/v/stream-in\nContent-Encoding: raw", "", 400, refused).await;
-    answers(&server, "PUT /volumes/x/stream-in\nContent-Encoding: raw", "", 404, refused).await;
+    assert_answer(&server, "PUT /volumes/v/stream-in", "", 400, refused).await;
+    assert_answer(&server, "PUT /volumes/v/stream-in\nContent-Encoding: raw", "", 400, refused).await;
+    assert_answer(&server, "PUT /volumes/x/stream-in\nContent-Encoding: raw", "", 404, refused).await;
     let invalid = "{\"error\":\"invalid limit abc\"}\n";
-    answers(&server, "PUT /volumes/v/stream-in?limit=abc\nContent-Encoding: raw", "", 400, invalid).await;
+    assert_answer(&server, "PUT /volumes/v/stream-in?limit=abc\nContent-Encoding: raw", "", 400, invalid)
+        .await;
     let into = "PUT /volumes/v/stream-in?path=../../sub\nContent-Encoding: raw";
     assert_eq!(ask(&server, into, &tar.body).await.unwrap().status, 204);
-    assert!(server.path("v").join("sub/file").exists(), "dots are deleted from the path");
+    assert!(server.path("v").join("sub/file").exists(), "dots are removed from the path");
 
     let over = "PUT /volumes/v/stream-in?path=over&limit=0.002\nContent-Encoding: raw";
     let over = ask(&server, over, &tar.body).await.unwrap();
-    let said = "{\"error\":\"exceeded volume streaming limit of 2097B\"}\n";
-    assert_eq!((over.status, over.text()), (403, said));
-    assert!(server.path("v").join("over/file").exists(), "what was unpacked stays");
+    let expected = "{\"error\":\"exceeded volume streaming limit of 2097B\"}\n";
+    assert_eq!((over.status, over.text()), (403, expected));
+    assert!(server.path("v").join("over/file").exists(), "unpacked files stay");
 
-    answers(
+    assert_answer(
         &server,
         "PUT /volumes/v/stream-p2p-out?path=.",
         "",
@@ -236,6 +251,6 @@ async fn streams() {
     let p2p = "PUT /volumes/v/stream-p2p-out?path=.&streamInURL=nonsense&encoding=raw";
     let p2p = ask(&server, p2p, b"").await.unwrap();
     assert_eq!((p2p.status, p2p.kind.as_deref()), (200, Some("plain/text")));
-    let said = "failed to stream p2p out from volume: parse \"nonsense\": missing protocol scheme";
-    assert_eq!(p2p.text().trim(), said);
+    let expected = "failed to stream p2p out from volume: parse \"nonsense\": missing protocol scheme";
+    assert_eq!(p2p.text().trim(), expected);
 }

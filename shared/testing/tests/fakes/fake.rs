@@ -1,4 +1,4 @@
-//! The fake worker: held to what every runtime is held to, and doing what a test asks of it.
+//! Tests of the fake worker: the conformance tests, and its faults.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,16 +14,16 @@ use runtime::{ContainerSpec, Ended, Holdings, Offsets, ProcessState, Runtime, Ru
 
 struct FakeSubject {
     worker: Arc<FakeWorker>,
-    /// Where that is that it brings along.
-    _brought: tempfile::TempDir,
+    /// The directory of the contents that the worker provides.
+    _provided: tempfile::TempDir,
     runtime: Arc<dyn Runtime>,
 }
 
 impl FakeSubject {
     fn new(is_far: bool) -> Option<Self> {
-        let brought = tempfile::tempdir().expect("a directory");
-        let worker = FakeWorker::bringing(conformance::worker_provided(brought.path()), is_far);
-        Some(Self { runtime: worker.runtime(), worker, _brought: brought })
+        let provided = tempfile::tempdir().expect("a directory");
+        let worker = FakeWorker::providing(conformance::worker_provided(provided.path()), is_far);
+        Some(Self { runtime: worker.runtime(), worker, _provided: provided })
     }
 }
 
@@ -54,7 +54,7 @@ mod far {
     gantry_testing::runtime_conformance!(FakeSubject::new(true));
 }
 
-/// A volume and a container that sees it at `/volume`.
+/// Creates a volume, and a container that mounts it at `/volume`.
 async fn furnished(worker: &Arc<FakeWorker>) -> (VolumeHandle, ContainerHandle) {
     let runtime = worker.runtime();
     let volume = runtime.volume().await;
@@ -63,7 +63,7 @@ async fn furnished(worker: &Arc<FakeWorker>) -> (VolumeHandle, ContainerHandle) 
 }
 
 #[tokio::test]
-async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
+async fn reboot_loses_processes_and_keeps_contents() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let before = runtime.marker().await.expect("the marker");
@@ -71,7 +71,7 @@ async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
     let over = runtime.started(first, process(&programs::append("/volume/file"))).await;
     let ended = runtime.ended(over).await;
     let second = runtime.made(container()).await;
-    let running = runtime.started(second, process(&programs::stubborn())).await;
+    let running = runtime.started(second, process(&programs::ignore_term())).await;
     let mut attachment = runtime.attach(running, Offsets::default()).await.expect("attach");
     conformance::read_until(&mut attachment.events, "ready").await;
     let third = runtime.made(container()).await;
@@ -85,7 +85,7 @@ async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
     let after = runtime.marker().await.expect("the marker");
     assert_eq!(after.id, before.id);
     assert_ne!(after.boot, before.boot);
-    assert_eq!(runtime.ended(over).await, ended, "it had ended before");
+    assert_eq!(runtime.ended(over).await, ended, "the process had ended before");
     let reason = |ended| match ended {
         Ended::Unknown(failure) => failure.reason,
         ended => panic!("{ended:?}"),
@@ -93,14 +93,18 @@ async fn a_reboot_takes_the_processes_and_leaves_what_the_worker_holds() {
     assert_eq!(reason(runtime.ended(running).await), FailureReason::ExitUnknown);
     assert_eq!(runtime.process(starting).await.expect("a state"), ProcessState::StartUnknown);
     assert_eq!(reason(runtime.ended(starting).await), FailureReason::StartUnknown);
-    let said = conformance::in_time("the rest", conformance::read_all(attachment)).await;
-    assert_eq!(said.ended.map(reason), Some(FailureReason::ExitUnknown), "who is attached is told");
-    assert_eq!(conformance::lines(&*runtime, volume, "file").await, 1, "nothing was started since");
+    let output = conformance::in_time("the rest", conformance::read_all(attachment)).await;
+    assert_eq!(
+        output.ended.map(reason),
+        Some(FailureReason::ExitUnknown),
+        "the attached reader receives the end"
+    );
+    assert_eq!(conformance::lines(&*runtime, volume, "file").await, 1, "no process was started since");
     assert_eq!(runtime.list().await.expect("list").containers.len(), 3);
 }
 
 #[tokio::test]
-async fn what_is_held_up_waits_and_is_there_by_halves() {
+async fn held_operations_wait_half_done() {
     let worker = FakeWorker::near();
     let (runtime, volume) = (worker.runtime(), VolumeHandle::new());
     let held = worker.faults.hold_volumes();
@@ -110,7 +114,7 @@ async fn what_is_held_up_waits_and_is_there_by_halves() {
         made = making => panic!("{made:?}"),
         () = tokio::task::yield_now() => {}
     }
-    // Its maker has gone, and what he began is there.
+    // The future was dropped, and the incomplete volume exists.
     assert_eq!(runtime.list().await.expect("list").volumes, [volume]);
     let none = runtime.contents(volume).await.err();
     assert!(matches!(none, Some(RuntimeError::VolumeNotFound(_))), "{none:?}");
@@ -129,12 +133,12 @@ async fn what_is_held_up_waits_and_is_there_by_halves() {
     let id = runtime.started(handle, process(&programs::exit(3))).await;
     runtime.stop(id, Duration::ZERO).await.expect("stop");
     drop(held);
-    let Ended::NotStarted(failure) = runtime.ended(id).await else { panic!("it was started") };
+    let Ended::NotStarted(failure) = runtime.ended(id).await else { panic!("the process was started") };
     assert_eq!(failure.reason, FailureReason::StoppedBeforeStart);
 }
 
 #[tokio::test]
-async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
+async fn unreachable_worker_keeps_running() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let (volume, handle) = furnished(&worker).await;
@@ -143,7 +147,7 @@ async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
     conformance::until_lines(&*runtime, volume, "file", 1).await;
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
 
-    worker.faults.set_gone(true);
+    worker.faults.set_unreachable(true);
     assert!(runtime.marker().await.is_err() && runtime.list().await.is_err());
     assert!(runtime.process(id).await.is_err() && runtime.wait(id).await.is_err());
     assert!(attachment.events.next().await.is_some_and(|event| event.is_err()));
@@ -151,21 +155,21 @@ async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
     assert!(attachment.input.stdin(0, Bytes::new()).await.is_err());
     std::fs::write(worker.path(volume).join("file"), "line\nline\n").expect("write");
 
-    worker.faults.set_gone(false);
-    let said = runtime.said(id).await;
-    assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&runtime.ended(id).await)));
+    worker.faults.set_unreachable(false);
+    let output = runtime.read_output(id).await;
+    assert_eq!((output.text(), output.ended.as_ref()), ("over\n", Some(&runtime.ended(id).await)));
 }
 
 #[tokio::test]
-async fn what_is_stuck_stays_until_it_is_let_go() {
+async fn stuck_objects_stay_until_released() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let (volume, handle) = furnished(&worker).await;
     worker.faults.set_stuck(volume, true);
     worker.faults.set_stuck_container(handle, true);
     for _ in 0..2 {
-        runtime.destroy_container(handle).await.expect_err("it is stuck");
-        runtime.destroy_volume(volume).await.expect_err("it is stuck");
+        runtime.destroy_container(handle).await.expect_err("the container is stuck");
+        runtime.destroy_volume(volume).await.expect_err("the volume is stuck");
     }
     let held = runtime.list().await.expect("list");
     assert_eq!((held.containers, held.volumes), (vec![handle], vec![volume]));
@@ -178,7 +182,7 @@ async fn what_is_stuck_stays_until_it_is_let_go() {
 }
 
 #[tokio::test]
-async fn a_parent_stays_while_it_has_children() {
+async fn parent_stays_while_it_has_children() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let parent = worker.volume("text").await;
@@ -191,17 +195,17 @@ async fn a_parent_stays_while_it_has_children() {
 }
 
 #[tokio::test]
-async fn what_the_fake_cannot_run_is_told_as_that() {
+async fn unsupported_program_is_reported() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
-    let said = runtime.ran(container(), process(&["sh", "-c", "echo hello"].map(str::to_owned))).await;
-    let Some(Ended::NotStarted(failure)) = said.ended else { panic!("{said:?}") };
+    let output = runtime.run(container(), process(&["sh", "-c", "echo hello"].map(str::to_owned))).await;
+    let Some(Ended::NotStarted(failure)) = output.ended else { panic!("{output:?}") };
     assert_eq!(failure.reason, FailureReason::StartFailed);
     assert!(failure.message.contains("echo hello"), "{}", failure.message);
 }
 
 #[tokio::test]
-async fn programs_do_not_get_out_of_their_container() {
+async fn programs_stay_inside_their_container() {
     let worker = FakeWorker::near();
     let runtime = worker.runtime();
     let (volume, _) = furnished(&worker).await;
@@ -210,8 +214,8 @@ async fn programs_do_not_get_out_of_their_container() {
     for path in ["/volume/link", "/volume/../volume/link"] {
         let mounts = vec![conformance::mount(volume, "/volume", false)];
         let spec = ContainerSpec { mounts, ..container() };
-        let said = runtime.ran(spec, process(&programs::append(path))).await;
-        assert!(!said.stderr.is_empty(), "{said:?}");
+        let output = runtime.run(spec, process(&programs::append(path))).await;
+        assert!(!output.stderr.is_empty(), "{output:?}");
     }
     assert_eq!(std::fs::read_to_string(outside.path()).expect("read"), "");
 }

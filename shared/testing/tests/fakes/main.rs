@@ -1,4 +1,4 @@
-//! The fakes, held to what the real ones do.
+//! Tests of the fake worker and the simulated Concourse servers.
 
 mod baggageclaim_wire;
 mod fake;

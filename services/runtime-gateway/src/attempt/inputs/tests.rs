@@ -388,7 +388,7 @@ async fn lost_import_is_imported_again_and_not_copied() {
     let provided_path =
         |what| runtime::WorkerProvidedPath { what, version: "1".to_owned(), path: "/opt".to_owned() };
     let machine =
-        FakeWorker::bringing(vec![provided_path(what.clone()), provided_path(WorkerProvided::Certs)], false);
+        FakeWorker::providing(vec![provided_path(what.clone()), provided_path(WorkerProvided::Certs)], false);
     let mut git = task();
     git.spec.image = Image::ResourceType("git".to_owned());
     git.spec.inputs.clear();

@@ -1,7 +1,7 @@
-//! Which Concourse workers a gateway attends: flags, and a file.
+//! Configuration of the Concourse workers of a gateway: flags and a file.
 //!
-//! An entry of the file is what a Concourse worker says of itself when it registers, as it is: `addr` and `baggageclaim_url` may as well be
-//! called `garden` and `baggageclaim`, and members that mean nothing here are passed over.
+//! An entry of the file has the format of a Concourse worker's registration. The keys `addr` and
+//! `baggageclaim_url` are aliases of `garden` and `baggageclaim`. Unknown keys are ignored.
 
 use std::path::{Path, PathBuf};
 
@@ -9,103 +9,106 @@ use anyhow::{Context, bail, ensure};
 use concourse::baggageclaim::Encoding;
 use serde::{Deserialize, Deserializer};
 
-use super::{BroughtImage, GardenConfig};
+use super::{GardenConfig, ProvidedImage};
 use crate::{Amounts, Config};
 
-/// Concourse workers to attend.
+/// Concourse workers of this gateway.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct GardenArgs {
-    /// Attend the Concourse worker whose Garden server listens here
+    /// Speak for the Concourse worker whose Garden server has this address
     #[arg(long, env = "GANTRY_GARDEN", value_name = "HOST:PORT", requires = "baggageclaim")]
     pub garden: Option<String>,
-    /// Where that worker's Baggageclaim server listens
+    /// Address of the Baggageclaim server of that worker
     #[arg(long, env = "GANTRY_BAGGAGECLAIM", value_name = "HOST:PORT", requires = "garden")]
     pub baggageclaim: Option<String>,
-    /// Attend the Concourse workers in this JSON file: a list of objects with `name`, `garden`, `baggageclaim`, and maybe `platform`, `tags`,
-    /// `team`, `max_tasks`, `max_containers`, `max_volumes`, `cpu`, `memory`, `encoding`, `peer_to_peer`; what such a worker says when it
-    /// registers will do, with the images of its resource types, its certificates and its proxies
+    /// Speak for the Concourse workers in this JSON file: a list of objects with `name`, `garden`,
+    /// `baggageclaim`, and optionally `platform`, `tags`, `team`, `max_tasks`, `max_containers`,
+    /// `max_volumes`, `cpu`, `memory`, `encoding`, `peer_to_peer`. The registration of a Concourse
+    /// worker is a valid entry, with its resource types, certificates and proxies
     #[arg(long, env = "GANTRY_WORKERS_FILE", value_name = "FILE")]
     pub workers_file: Option<PathBuf>,
-    /// How archives travel to and from the worker given by --baggageclaim: raw, gzip, zstd or s2. Default: the best that it knows. In the
-    /// file it is `encoding`
+    /// Compression of archives to and from the worker given by --baggageclaim: raw, gzip, zstd or
+    /// s2. Default: the best that the worker supports. The key in the file is `encoding`
     #[arg(long, env = "GANTRY_BAGGAGECLAIM_ENCODING", value_name = "ENCODING", requires = "baggageclaim")]
     pub baggageclaim_encoding: Option<Encoding>,
-    /// Let the Concourse workers that are attended here send volumes straight to each other, and to those of other gateways that say the same. Only where
-    /// they reach one another at the address of their `/p2p-url`, and nobody else does: Baggageclaim asks nobody who he is
+    /// Let the Concourse workers of this gateway send volumes directly to each other, and to those
+    /// of other gateways with this option. Use it only if the workers reach each other at the
+    /// address of their `/p2p-url`, and no other machine does: Baggageclaim has no authentication
     #[arg(long, env = "GANTRY_PEER_TO_PEER", value_parser = clap::builder::BoolishValueParser::new())]
     pub peer_to_peer: bool,
 }
 
-/// A Concourse worker, as the file has it.
+/// A Concourse worker in the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct GardenWorker {
-    /// Unique in the cluster.
+    /// The name, unique in the cluster.
     #[serde(default)]
     pub name: String,
-    /// Where its Garden server listens.
+    /// Address of the Garden server.
     #[serde(alias = "addr")]
     pub garden: String,
-    /// Where its Baggageclaim server listens: a host and a port, or a URL.
+    /// Address of the Baggageclaim server: a host and a port, or a URL.
     #[serde(alias = "baggageclaim_url")]
     pub baggageclaim: String,
-    /// Default: `linux`.
+    /// Platform. Default: `linux`.
     #[serde(default, deserialize_with = "nullable")]
     pub platform: String,
-    /// With some, it takes only workloads with tags.
+    /// Tags. A worker with tags takes only workloads with tags.
     #[serde(default, deserialize_with = "nullable")]
     pub tags: Vec<String>,
-    /// The only team that may use it. Empty: every team.
+    /// The only team that may use the worker. Empty: every team.
     #[serde(default, deserialize_with = "nullable")]
     pub team: String,
-    /// How much it takes, and has to give.
+    /// Limits and capacity of the worker.
     #[serde(flatten)]
     pub amounts: Amounts,
-    /// Whether it is gone for good once it is lost.
+    /// Whether the worker is pruned automatically once it is lost.
     #[serde(default, deserialize_with = "nullable")]
     pub ephemeral: bool,
-    /// How archives travel. Default: the best that the worker knows.
+    /// Compression of archives. Default: the best that the worker supports.
     #[serde(default)]
     pub encoding: Option<Encoding>,
-    /// Whether it and other such workers send volumes straight to each other. Default: what the flag says.
+    /// Whether the worker exchanges volumes directly with other such workers. Default: the value of
+    /// the flag.
     #[serde(default)]
     pub peer_to_peer: Option<bool>,
-    /// A directory on the worker with certificates, which every container gets.
+    /// A directory of the worker with certificates, which every container gets.
     #[serde(default, deserialize_with = "nullable")]
     pub certs_path: String,
-    /// For every process.
+    /// HTTP proxy of every process.
     #[serde(default, deserialize_with = "nullable")]
     pub http_proxy_url: String,
-    /// For every process.
+    /// HTTPS proxy of every process.
     #[serde(default, deserialize_with = "nullable")]
     pub https_proxy_url: String,
-    /// For every process.
+    /// Hosts that processes reach without a proxy.
     #[serde(default, deserialize_with = "nullable")]
     pub no_proxy: String,
-    /// Images of the worker's own.
+    /// Images that the worker provides.
     #[serde(default, deserialize_with = "nullable")]
     pub resource_types: Vec<AdvertisedType>,
 }
 
-/// An image that a Concourse worker brings along, as it says so.
+/// An image that a Concourse worker provides, as in its registration.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct AdvertisedType {
-    /// Its name.
+    /// The name of the resource type.
     #[serde(rename = "type")]
     pub kind: String,
     /// The archive on the worker.
     pub image: String,
-    /// Of the image.
+    /// The version of the image.
     #[serde(default, deserialize_with = "nullable")]
     pub version: String,
 }
 
 impl AdvertisedType {
-    fn brought(&self) -> BroughtImage {
-        BroughtImage { name: self.kind.clone(), version: self.version.clone(), path: self.image.clone() }
+    fn provided_image(&self) -> ProvidedImage {
+        ProvidedImage { name: self.kind.clone(), version: self.version.clone(), path: self.image.clone() }
     }
 }
 
-/// `null` reads as the empty value.
+/// Parses `null` as the empty value.
 fn nullable<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where
     D: Deserializer<'de>,
@@ -121,29 +124,30 @@ enum File {
     One(Box<GardenWorker>),
 }
 
-/// A host and a port, of an address or of a URL.
+/// Parses an address or a URL into a host and a port.
 fn address(text: &str) -> anyhow::Result<String> {
     let rest = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
     let port = rest.rsplit_once(':').and_then(|(host, port)| (!host.is_empty()).then_some(port));
     ensure!(
         port.is_some_and(|port| port.parse::<u16>().is_ok()) && !rest.contains('/'),
-        "{text:?} is no address of a worker: a host and a port are wanted"
+        "cannot parse the worker address {text:?}: expected a host and a port"
     );
     Ok(rest.to_owned())
 }
 
 impl GardenArgs {
-    /// Whether there are any.
+    /// Whether any worker is configured.
     #[must_use]
     pub fn any(&self) -> bool {
         self.garden.is_some() || self.workers_file.is_some()
     }
 
-    /// Those that are meant. `given` has what flags say of the one that is given by flags.
+    /// Reads the configured workers. `given` has the values of the flags for the worker that is
+    /// given by flags.
     ///
     /// # Errors
     ///
-    /// The file cannot be read, an address is none, or two workers have one name.
+    /// The file cannot be read, an address is invalid, or two workers have the same name.
     pub fn workers(&self, given: GardenWorker) -> anyhow::Result<Vec<GardenWorker>> {
         let mut workers = match &self.workers_file {
             Some(path) => read(path)?,
@@ -158,20 +162,24 @@ impl GardenArgs {
             });
         }
         for worker in &mut workers {
-            ensure!(!worker.name.is_empty(), "a worker at {} has no name", worker.garden);
+            ensure!(!worker.name.is_empty(), "cannot use the worker at {}: it has no name", worker.garden);
             worker.garden = address(&worker.garden)?;
             worker.baggageclaim = address(&worker.baggageclaim)?;
             let types = &worker.resource_types;
             for (i, known) in types.iter().enumerate() {
                 if types[..i].iter().any(|other| other.kind == known.kind) {
-                    bail!("worker {:?} has two images for the resource type {:?}", worker.name, known.kind);
+                    bail!(
+                        "cannot use worker {:?}: it has two images for the resource type {:?}",
+                        worker.name,
+                        known.kind
+                    );
                 }
             }
             worker.peer_to_peer.get_or_insert(self.peer_to_peer);
         }
         for (i, worker) in workers.iter().enumerate() {
             if workers[..i].iter().any(|other| other.name == worker.name) {
-                bail!("two workers are called {:?}", worker.name);
+                bail!("cannot use worker {:?}: two workers have this name", worker.name);
             }
         }
         Ok(workers)
@@ -180,8 +188,8 @@ impl GardenArgs {
 
 fn read(path: &Path) -> anyhow::Result<Vec<GardenWorker>> {
     let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let file: File =
-        serde_json::from_slice(&text).with_context(|| format!("{} is no list of workers", path.display()))?;
+    let file: File = serde_json::from_slice(&text)
+        .with_context(|| format!("cannot parse the list of workers in {}", path.display()))?;
     Ok(match file {
         File::Several(workers) => workers,
         File::One(worker) => vec![*worker],
@@ -189,8 +197,8 @@ fn read(path: &Path) -> anyhow::Result<Vec<GardenWorker>> {
 }
 
 impl GardenWorker {
-    /// Settings of the gateway for this worker; `common` has those that are the same for all. What is kept here is kept below
-    /// `<state directory>/<name>`.
+    /// Settings of the gateway for this worker. `common` has the settings that all workers share.
+    /// State of the worker is stored below `<state directory>/<name>`.
     #[must_use]
     pub fn config(&self, common: &Config, state_dir: &Path) -> (Config, GardenConfig) {
         let state_dir = state_dir.join(&self.name);
@@ -214,7 +222,7 @@ impl GardenWorker {
             environment: environment.map(|(name, value)| (name.to_owned(), value.clone())).collect(),
             certs_path: Some(self.certs_path.clone()).filter(|path| !path.is_empty()),
             encoding: self.encoding,
-            resource_types: self.resource_types.iter().map(AdvertisedType::brought).collect(),
+            resource_types: self.resource_types.iter().map(AdvertisedType::provided_image).collect(),
             peer_to_peer: self.peer_to_peer == Some(true),
             ..GardenConfig::new(&self.garden, &self.baggageclaim, state_dir)
         };
@@ -237,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_concourse_worker_registers_is_accepted_as_it_is() -> anyhow::Result<()> {
+    fn registration_of_concourse_worker_is_a_valid_entry() -> anyhow::Result<()> {
         let workers = file(
             r#"{"addr":"10.0.0.7:7777","baggageclaim_url":"http://10.0.0.7:7788","certs_path":"/etc/ssl/certs",
              "http_proxy_url":"http://proxy:3128","no_proxy":"localhost","active_containers":2,"active_volumes":3,
@@ -281,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn each_worker_has_limits_and_amounts_of_its_own() -> anyhow::Result<()> {
+    fn workers_have_separate_limits_and_amounts() -> anyhow::Result<()> {
         let workers = file(
             r#"[{"name":"one","garden":"h:1","baggageclaim":"h:2","max_tasks":1,"max_containers":2,"max_volumes":3,
                  "cpu":"1.5","memory":"2G"},
@@ -305,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_send_to_each_other_only_where_somebody_says_so() -> anyhow::Result<()> {
+    fn peer_transfers_require_the_setting() -> anyhow::Result<()> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().join("workers.json");
         let entry = |name: &str, more: &str| {
@@ -325,18 +333,18 @@ mod tests {
             };
             let given = GardenWorker { name: "given".to_owned(), ..GardenWorker::default() };
             let common = Config::for_worker("", "", "", "", "", PathBuf::new());
-            let said: Vec<_> = args
+            let enabled: Vec<_> = args
                 .workers(given)?
                 .iter()
                 .map(|worker| worker.config(&common, Path::new("/state")).1.peer_to_peer)
                 .collect();
-            assert_eq!(said, [flag, true, false, flag]);
+            assert_eq!(enabled, [flag, true, false, flag]);
         }
         Ok(())
     }
 
     #[test]
-    fn several_workers_have_names_and_addresses_of_their_own() -> anyhow::Result<()> {
+    fn names_and_addresses_are_validated() -> anyhow::Result<()> {
         let entry = |name: &str, garden: &str| {
             format!(
                 r#"{{"name":"{name}","garden":"{garden}","baggageclaim":"h:7788","team":"a","tags":["t"]}}"#

@@ -1,4 +1,4 @@
-//! Containers.
+//! Containers on a Garden worker.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
@@ -12,28 +12,28 @@ use crate::util::keyed_locks::lock;
 
 use super::{Backend, Worker, errors, properties, volumes};
 
-/// How often a creation is tried again over what an earlier one left.
+/// Number of attempts to create a container over the remains of an earlier one.
 const CREATIONS: usize = 5;
 const PAUSE: Duration = Duration::from_millis(50);
-/// How often a creation is tried on a worker that is full.
+/// Pause between attempts to create a container on a full worker.
 const FULL_PAUSE: Duration = Duration::from_millis(500);
-/// How long one call for the destruction of a container is followed by others.
+/// Number of calls to destroy one container.
 const DESTRUCTIONS: usize = 600;
 
-/// What is needed of a container after it was made: its properties, as far as they are ours.
+/// Properties of a created container that later operations need.
 #[derive(Debug, Clone)]
-pub(super) struct Made {
+pub(super) struct ContainerProperties {
     pub(super) team: String,
     pub(super) directory: String,
     pub(super) user: Option<String>,
     pub(super) root: Option<VolumeHandle>,
-    /// Whether all of that volume is its root.
+    /// Whether the whole volume is the root file system.
     pub(super) whole: bool,
     pub(super) process: Option<AttemptId>,
 }
 
-impl Made {
-    /// `None`: it is not ours, or not this one.
+impl ContainerProperties {
+    /// `None`: the container was not created by Gantry, or has another handle.
     pub(super) fn read(handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Self> {
         if properties.get(properties::HANDLE) != Some(&handle.to_string()) {
             return None;
@@ -50,31 +50,31 @@ impl Made {
     }
 }
 
-/// Absolute, without `.`, `..` and doubled slashes, in UTF-8.
+/// Checks a path: absolute, UTF-8, without `.`, `..` and double slashes.
 fn path(path: &[u8]) -> Result<String, &'static str> {
-    let text = std::str::from_utf8(path).map_err(|_| "a Garden worker takes only paths in UTF-8")?;
+    let text = std::str::from_utf8(path).map_err(|_| "a Garden worker supports only UTF-8 paths")?;
     let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains('\0');
     match text.strip_prefix('/') {
         Some("") => Ok(text.to_owned()),
         Some(rest) if rest.split('/').all(plain) => Ok(text.to_owned()),
-        Some(_) => Err("it is not plain"),
-        None => Err("it is not absolute"),
+        Some(_) => Err("the path contains `.`, `..`, NUL or a double slash"),
+        None => Err("the path is not absolute"),
     }
 }
 
-/// As Garden takes it: a name, or numbers.
+/// Checks a user: Garden supports a name, or numbers.
 fn user(user: &str) -> Result<String, RuntimeError> {
     match user.split_once(':') {
         Some((uid, gid)) if [uid, gid].iter().any(|id| id.parse::<u32>().is_err()) => {
-            let message = format!("the user {user:?}: a Garden worker takes a name, or `uid:gid`");
+            let message = format!("user {user:?}: a Garden worker supports a name or `uid:gid`");
             Err(RuntimeError::Unsupported(message))
         }
         _ => Ok(user.to_owned()),
     }
 }
 
-/// What stands in a spec, checked.
-struct Checked {
+/// The validated parts of a specification.
+struct ValidatedSpec {
     root: VolumeHandle,
     whole: bool,
     mounts: Vec<(VolumeHandle, String, bool)>,
@@ -82,48 +82,48 @@ struct Checked {
     user: Option<String>,
 }
 
-fn check(spec: &ContainerSpec, backend: Backend) -> Result<Checked, RuntimeError> {
+fn check(spec: &ContainerSpec, backend: Backend) -> Result<ValidatedSpec, RuntimeError> {
     let unsupported = |why: &str| RuntimeError::Unsupported(why.to_owned());
     let (root, whole) = match spec.root {
         Root::Volume(root) => (root, false),
-        Root::Whole(root) => (root, true),
+        Root::WholeVolume(root) => (root, true),
         Root::Host => {
-            return Err(unsupported("the root file system of a Garden worker is not for containers"));
+            return Err(unsupported("containers with the root file system of a Garden worker"));
         }
     };
     match (spec.network, backend) {
-        // Houdini isolates nothing.
+        // Houdini has no isolation.
         (Network::Host, Backend::Houdini) => {}
         (Network::Private, Backend::Containerd | Backend::Guardian) => {}
-        (Network::None, _) => return Err(unsupported("a network of its own with loopback only")),
-        (Network::Host, _) => return Err(unsupported("the worker's own network")),
-        (Network::Private, _) => return Err(unsupported("a network of its own")),
+        (Network::None, _) => return Err(unsupported("a private network with loopback only")),
+        (Network::Host, _) => return Err(unsupported("the network of the worker")),
+        (Network::Private, _) => return Err(unsupported("a private network")),
     }
     let mut mounts: Vec<(VolumeHandle, String, bool)> = Vec::new();
     for mount in &spec.mounts {
         let invalid = |why: &str| RuntimeError::InvalidMount {
             path: String::from_utf8_lossy(&mount.path).into_owned(),
-            why: why.to_owned(),
+            reason: why.to_owned(),
         };
         let at = path(&mount.path).map_err(invalid)?;
         if at == "/" {
-            return Err(invalid("it is the root"));
+            return Err(invalid("the path is the root directory"));
         }
         if mounts.iter().any(|(_, other, _)| *other == at) {
-            return Err(invalid("another volume is there"));
+            return Err(invalid("another volume has this path"));
         }
         mounts.push((mount.volume, at, mount.read_only));
     }
-    // Outer ones first: they are mounted in this order.
+    // Outer mounts first, because the worker mounts in this order.
     mounts.sort_by(|one, other| one.1.cmp(&other.1));
     let missing = |_| RuntimeError::DirectoryMissing(String::from_utf8_lossy(&spec.directory).into_owned());
     let directory = path(&spec.directory).map_err(missing)?;
-    Ok(Checked { root, whole, mounts, directory, user: spec.user.as_deref().map(user).transpose()? })
+    Ok(ValidatedSpec { root, whole, mounts, directory, user: spec.user.as_deref().map(user).transpose()? })
 }
 
 fn limits(limits: domain::workload::Limits) -> Limits {
     let mut on_the_wire = Limits::default();
-    // 1024 shares are what one processor counts.
+    // Garden counts 1024 shares per processor.
     on_the_wire.cpu_limits.limit_in_shares =
         limits.cpu_millis.map_or(0, |millis| (millis.saturating_mul(1024) / 1000).max(2));
     on_the_wire.memory_limits.limit_in_bytes = limits.memory_bytes.unwrap_or(0);
@@ -132,10 +132,11 @@ fn limits(limits: domain::workload::Limits) -> Limits {
 }
 
 impl Worker {
-    /// Volumes of a container, by handle: where they are on the worker. Those it may write to, and its root, get its privilege.
+    /// Returns the path of each volume of a container on the worker. Writable volumes and the root
+    /// get the privilege of the container.
     async fn directories(
         &self,
-        checked: &Checked,
+        checked: &ValidatedSpec,
         privileged: bool,
     ) -> Result<HashMap<VolumeHandle, String>, RuntimeError> {
         let writable: BTreeSet<_> = checked
@@ -194,7 +195,7 @@ impl Worker {
             properties.insert(properties::WHOLE.to_owned(), properties::YES.to_owned());
         }
         let below = if checked.whole { "" } else { "/rootfs" };
-        // Any rule is a network on a containerd worker.
+        // On a containerd worker, a container with any rule has a network.
         let everywhere = IpRange { start: "0.0.0.0".to_owned(), end: "255.255.255.255".to_owned() };
         let request = garden::ContainerSpec {
             handle: handle.to_string(),
@@ -207,7 +208,7 @@ impl Worker {
             ..garden::ContainerSpec::default()
         };
         let process = self.make(handle, &request).await?;
-        let made = Made {
+        let made = ContainerProperties {
             team: spec.team,
             directory: checked.directory,
             user: checked.user,
@@ -219,14 +220,15 @@ impl Worker {
         Ok(())
     }
 
-    /// Makes a container. One of this handle in which a process was started, or may have been, stays as it is; another is made anew, for its
-    /// creation may have failed half-way. Answers the process.
+    /// Creates a container, and returns its process. An existing container whose process was or may
+    /// have been started stays as it is. Any other existing container is replaced, because its
+    /// creation may have failed half-way.
     async fn make(
         &self,
         handle: ContainerHandle,
         request: &garden::ContainerSpec,
     ) -> Result<Option<AttemptId>, RuntimeError> {
-        // Houdini would replace it without a word.
+        // Houdini would silently replace an existing container.
         let mut exists = self.backend == Backend::Houdini && self.exists(handle).await?;
         let begun = Instant::now();
         let mut left = CREATIONS;
@@ -241,29 +243,29 @@ impl Worker {
             match self.garden.create(request).await {
                 Ok(_) => return Ok(None),
                 Err(Error::Exists(_)) => exists = true,
-                // Half-made, or made and the answer lost.
+                // The container is incomplete, or it was created and the answer was lost.
                 Err(Error::Connection { sent: true, .. }) => {
                     tokio::time::sleep(PAUSE).await;
                     exists = true;
                 }
-                // One of them may be about to go.
+                // A container may be about to be destroyed.
                 Err(Error::Full(_)) if begun.elapsed() < self.config.full_patience => {
                     tokio::time::sleep(FULL_PAUSE).await;
                     left += 1;
                 }
                 Err(error) => {
-                    // Some workers leave what they could not start.
+                    // Some workers keep a container that they cannot start.
                     self.destroy_on_worker(handle).await?;
-                    return Err(errors::garden("make a container", error));
+                    return Err(errors::garden("create a container", error));
                 }
             }
         }
         Err(RuntimeError::Other(
-            "the worker could not make a container: it always finds one there".to_owned(),
+            "the worker cannot create a container: it always finds an existing one".to_owned(),
         ))
     }
 
-    /// Whether the worker has such a container. Only a list tells, on every kind of worker.
+    /// Whether the container exists on the worker. Only a list is reliable on every kind of worker.
     pub(super) async fn exists(&self, handle: ContainerHandle) -> Result<bool, RuntimeError> {
         let own = BTreeMap::from([(properties::HANDLE.to_owned(), handle.to_string())]);
         let listed = self.garden.list(&own).await;
@@ -271,9 +273,16 @@ impl Worker {
         Ok(listed.contains(&handle.to_string()))
     }
 
-    /// What the worker says of a container. `None`: there is none, or it is not ours.
-    pub(super) async fn properties(&self, handle: ContainerHandle) -> Result<Option<Made>, RuntimeError> {
-        Ok(self.raw_properties(handle).await?.and_then(|properties| Made::read(handle, &properties)))
+    /// Reads the properties of a container. `None`: the container does not exist, or was not
+    /// created by Gantry.
+    pub(super) async fn properties(
+        &self,
+        handle: ContainerHandle,
+    ) -> Result<Option<ContainerProperties>, RuntimeError> {
+        Ok(self
+            .raw_properties(handle)
+            .await?
+            .and_then(|properties| ContainerProperties::read(handle, &properties)))
     }
 
     pub(super) async fn raw_properties(
@@ -283,12 +292,13 @@ impl Worker {
         match self.garden.properties(&handle.to_string()).await {
             Ok(properties) => Ok(Some(properties)),
             Err(Error::ContainerNotFound(_)) => Ok(None),
-            Err(error) => Err(errors::garden("read what is known of a container", error)),
+            Err(error) => Err(errors::garden("read the properties of a container", error)),
         }
     }
 
     pub(super) async fn list_containers(&self) -> Result<Vec<ContainerHandle>, RuntimeError> {
-        // One property only: a containerd worker lists what has any of several.
+        // Only one property, because a containerd worker lists the containers that have any of
+        // several.
         let ours = BTreeMap::from([(properties::KIND.to_owned(), properties::CONTAINER.to_owned())]);
         let listed = self.garden.list(&ours).await;
         let listed = listed.map_err(|error| errors::garden("list containers", error))?;
@@ -304,16 +314,16 @@ impl Worker {
             None => self.properties(handle).await?,
         };
         self.destroy_on_worker(handle).await?;
-        // Only now: as long as the intent is found, nobody begins again.
+        // The intent is removed last. While it exists, the process is not started again.
         if let Some(root) = known.and_then(|made| made.process.and(made.root)) {
             let volume = volumes::name(root.to_string())?;
             match self.volumes.set_property(&volume, properties::PROCESS, properties::NO_PROCESS).await {
                 Ok(()) | Err(concourse::baggageclaim::Error::NotFound) => {}
-                Err(error) => return Err(errors::volume("take back an intent", root, error)),
+                Err(error) => return Err(errors::volume("remove an intent", root, error)),
             }
         }
         lock(&self.containers).remove(&handle);
-        self.forget_found(handle).await;
+        self.forget_bulk_info(handle).await;
         let gone: Vec<_> = {
             let mut processes = lock(&self.processes);
             let ids: Vec<_> = processes
@@ -330,12 +340,13 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns when the worker does not list it any more.
+    /// Destroys a container, and returns when the worker no longer lists it.
     pub(super) async fn destroy_on_worker(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
         for _ in 0..DESTRUCTIONS {
             match self.garden.destroy(&handle.to_string()).await {
                 Ok(()) | Err(Error::ContainerNotFound(_)) => return Ok(()),
-                // Somebody else is at it, or our own call that was lost.
+                // Another client destroys the container, or an earlier call of this gateway whose
+                // answer was lost.
                 Err(Error::BeingDestroyed(_) | Error::Connection { sent: true, .. }) => {
                     if !self.exists(handle).await? {
                         return Ok(());
@@ -345,6 +356,6 @@ impl Worker {
                 Err(error) => return Err(errors::garden("destroy a container", error)),
             }
         }
-        Err(RuntimeError::Other("the worker does not finish destroying a container".to_owned()))
+        Err(RuntimeError::Other("the worker does not complete the destruction of the container".to_owned()))
     }
 }

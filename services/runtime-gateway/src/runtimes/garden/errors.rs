@@ -1,4 +1,4 @@
-//! What a worker refuses, in the words of the trait.
+//! Conversion of worker errors into [`RuntimeError`].
 
 use std::io;
 
@@ -9,35 +9,35 @@ use runtime::RuntimeError;
 
 use crate::runtimes::exit_record::End;
 
-/// A failure of the Garden server while `doing` something.
-pub(super) fn garden(doing: &str, error: garden::Error) -> RuntimeError {
+/// Converts an error of the Garden server. `operation` names the operation.
+pub(super) fn garden(operation: &str, error: garden::Error) -> RuntimeError {
     match error {
         garden::Error::Connection { .. } => {
-            RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
+            RuntimeError::Io { operation: operation.to_owned(), source: io::Error::other(error) }
         }
-        garden::Error::Full(message) => RuntimeError::Full(message),
+        garden::Error::Full(message) => RuntimeError::WorkerFull(message),
         error => {
-            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
+            RuntimeError::Other(format!("the worker cannot {operation}: {}", domain::error_chain(&error)))
         }
     }
 }
 
-/// A failure of the Baggageclaim server while `doing` something with a volume.
-pub(super) fn volume(doing: &str, handle: VolumeHandle, error: baggageclaim::Error) -> RuntimeError {
+/// Converts an error of the Baggageclaim server. `operation` names the operation on the volume.
+pub(super) fn volume(operation: &str, handle: VolumeHandle, error: baggageclaim::Error) -> RuntimeError {
     use baggageclaim::Error;
     match error {
         Error::NotFound => RuntimeError::VolumeNotFound(handle),
         Error::Unreachable(_) | Error::Lost(_) | Error::Source(_) => {
-            RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
+            RuntimeError::Io { operation: operation.to_owned(), source: io::Error::other(error) }
         }
         Error::Invalid(why) => RuntimeError::Unsupported(why.to_owned()),
         error => {
-            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
+            RuntimeError::Other(format!("the worker cannot {operation}: {}", domain::error_chain(&error)))
         }
     }
 }
 
-/// Why a program was not run. `None`: it is not sure that it was not.
+/// The reason why a program was not run. `None`: the program may have run.
 pub(super) fn run(error: &garden::Error) -> Option<End> {
     let not_started = |reason| Some(End::not_started(reason, domain::error_chain(error)));
     match error {
@@ -52,7 +52,7 @@ pub(super) fn run(error: &garden::Error) -> Option<End> {
     }
 }
 
-/// What a worker says about why a program was not run, where its words tell.
+/// The failure reason of a program that was not run, if the message of the worker contains one.
 pub(super) fn reason(error: &garden::Error) -> FailureReason {
     let garden::Error::Other { message, .. } = error else { return FailureReason::StartFailed };
     if message.contains("unable to find user") {

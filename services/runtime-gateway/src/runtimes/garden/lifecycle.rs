@@ -1,8 +1,9 @@
-//! Processes from their start to their end.
+//! Lifecycle of processes on a Garden worker, from start to end.
 //!
 //! ```text
-//! start:  intent → Run ──────────────────▶ attached → end known → survivors killed, end written down → told
-//! found:  intent, no end → Attach ───────▶    │  ▲
+//! start:  intent → Run ──────────────────▶ attached → end known → survivors killed, end stored →
+//! end reported
+//! find:   intent, no end → Attach ───────▶    │  ▲
 //!                            ▲                └──┘ the connection broke: Attach, and a gap
 //!                            └ not there: never started? ended and forgotten? see `Lost`
 //! ```
@@ -25,53 +26,57 @@ use crate::runtimes::exit_record::End;
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
 
-use super::containers::Made;
-use super::output_offsets::{self, Whose};
-use super::process::{Known, Line, Phase, Process};
+use super::containers::ContainerProperties;
+use super::output_offsets::{self, SpoolOwner};
+use super::process::{InitialState, InputLink, Phase, Process};
 use super::{Backend, Worker, errors, process, properties, volumes};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// How long a look at a process of an earlier gateway may take.
+/// Timeout of a query for the process of an earlier gateway.
 const LOOK: Duration = Duration::from_secs(30);
-/// How long a worker may fail to say how a process is before its end counts as unknown.
+/// Time for which a worker may fail to report the state of a process, before its end counts as
+/// unknown.
 const EXPLAIN: Duration = Duration::from_secs(120);
-/// How much more is kept of an output that somebody is meant to read: nothing holds the process back meanwhile.
+/// Factor of the spool size for a process with an expected reader, because a Garden process is
+/// never blocked.
 const ATTACHED: u64 = 16;
-/// Where the offsets of a process begin that was lost with its container, and that another gateway has read: beyond all others.
+/// First offset of a process that was lost with its container and was read by another gateway.
+/// Higher than all other offsets.
 const LOST: u64 = 1 << 62;
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// How it begins.
-enum Begin {
+/// How a gateway begins to follow a process.
+enum StartMode {
     Run(Box<garden::ProcessSpec>, Stdin),
-    /// With whether a start is proven.
+    /// Attach to the process. The flag tells whether its start is proven.
     Attach {
         proven: bool,
     },
 }
 
-/// What an attachment found.
-enum Found {
+/// The result of an attachment.
+enum AttachOutcome {
     Process(Box<garden::Process>),
     End(End),
 }
 
 fn text(bytes: Vec<u8>) -> Result<String, RuntimeError> {
-    let no_text = |_| RuntimeError::Unsupported("a Garden worker takes only text in UTF-8".to_owned());
+    let no_text = |_| RuntimeError::Unsupported("a Garden worker supports only UTF-8 text".to_owned());
     String::from_utf8(bytes).map_err(no_text)
 }
 
-/// The process as it stands on the wire.
-fn on_the_wire(
+/// Converts a process specification into a Garden request.
+fn process_request(
     id: AttemptId,
-    made: &Made,
+    made: &ContainerProperties,
     home: &str,
     spec: ProcessSpec,
 ) -> Result<garden::ProcessSpec, RuntimeError> {
     let mut command = spec.command.into_iter().map(text);
-    let path =
-        command.next().ok_or_else(|| RuntimeError::Other("a process without a program".to_owned()))??;
+    let path = command
+        .next()
+        .ok_or_else(|| RuntimeError::Other("cannot start a process without a program".to_owned()))??;
     let args = command.collect::<Result<Vec<_>, _>>()?;
     let mut env = Vec::new();
     for EnvironmentVariable { name, value } in spec.environment {
@@ -82,7 +87,7 @@ fn on_the_wire(
             env.push(format!("{name}={value}"));
         }
     }
-    let window = |window: runtime::Window| WindowSize { columns: window.columns, rows: window.rows };
+    let window = |window: runtime::TerminalSize| WindowSize { columns: window.columns, rows: window.rows };
     Ok(garden::ProcessSpec {
         id: id.to_string(),
         path,
@@ -96,8 +101,11 @@ fn on_the_wire(
 }
 
 impl Worker {
-    /// What is known of a container, from here or from the worker.
-    async fn made(&self, container: ContainerHandle) -> Result<Made, RuntimeError> {
+    /// Returns the properties of a container, from memory or from the worker.
+    async fn container_properties(
+        &self,
+        container: ContainerHandle,
+    ) -> Result<ContainerProperties, RuntimeError> {
         let known = lock(&self.containers).get(&container).cloned();
         if let Some(known) = known {
             return Ok(known);
@@ -114,15 +122,15 @@ impl Worker {
         id: AttemptId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
-        if self.known(id).is_some() {
+        if self.cached_process(id).is_some() {
             return Ok(());
         }
         let term = self.term();
-        let made = self.made(container).await?;
+        let made = self.container_properties(container).await?;
         match made.process {
             Some(process) if process == id => return self.find(id).await.map(|_| ()),
             Some(_) => {
-                let message = format!("container {container} had its process");
+                let message = format!("container {container} already had its process");
                 return Err(RuntimeError::Other(message));
             }
             None => {}
@@ -130,9 +138,9 @@ impl Worker {
         let terminal = spec.terminal.is_some();
         let (stdin, output) = (spec.stdin, spec.output);
         let home = self.home(&made).await?;
-        let spec = match on_the_wire(id, &made, &home, spec) {
+        let spec = match process_request(id, &made, &home, spec) {
             Ok(mut spec) => {
-                // The last of a name counts.
+                // The last value of a variable counts.
                 let own = self.config.environment.iter().map(|(name, value)| format!("{name}={value}"));
                 spec.env.extend(own);
                 Ok(spec)
@@ -156,27 +164,37 @@ impl Worker {
         let (phase, stopped) = (Phase::Intended, false);
         let team = made.team.clone();
         let closed = false;
-        let known =
-            Known { id, container, team, terminal, closed, stopped, phase, spool_bytes, base: 0, term };
-        let process = self.take_on(known).await?;
+        let known = InitialState {
+            id,
+            container,
+            team,
+            terminal,
+            closed,
+            stopped,
+            phase,
+            spool_bytes,
+            base: 0,
+            term,
+        };
+        let process = self.register_process(known).await?;
         match spec {
-            Ok(spec) => self.follow(process, Begin::Run(Box::new(spec), stdin)),
+            Ok(spec) => self.follow(process, StartMode::Run(Box::new(spec), stdin)),
             Err(end) => self.finish(&process, end).await,
         }
         Ok(())
     }
 
-    /// Writes the intent down, on the container and beside it.
+    /// Stores the intent to start a process, on the container and on the volume of its root.
     async fn intend(
         &self,
         container: ContainerHandle,
-        made: &Made,
+        made: &ContainerProperties,
         id: AttemptId,
         input: Option<&str>,
     ) -> Result<(), RuntimeError> {
         let name = container.to_string();
-        let (id_text, failed) = (id.to_string(), |error| errors::garden("write an intent down", error));
-        // Only after all of it is there is anything sent that could start the process.
+        let (id_text, failed) = (id.to_string(), |error| errors::garden("store an intent", error));
+        // The start request is sent only after all parts of the intent are stored.
         let how_fed = async {
             match input {
                 Some(input) => {
@@ -195,9 +213,9 @@ impl Worker {
             let Some(root) = made.root else { return Ok(()) };
             let volume = volumes::name(root.to_string())?;
             let set = self.volumes.set_property(&volume, properties::PROCESS, &id_text).await;
-            set.map_err(|error| errors::volume("write an intent down", root, error))
+            set.map_err(|error| errors::volume("store an intent", root, error))
         };
-        // A container that is gone is that, whatever its volume says.
+        // A missing container is reported as missing, independent of the result for its volume.
         let (on_container, beside, how_fed) = tokio::join!(on_container, beside, how_fed);
         on_container.and(beside).and(how_fed)?;
         if let Some(made) = lock(&self.containers).get_mut(&container) {
@@ -206,8 +224,8 @@ impl Worker {
         Ok(())
     }
 
-    /// The home of a container's user, as its image has it.
-    async fn home(&self, made: &Made) -> Result<String, RuntimeError> {
+    /// The home directory of the container's user, from the passwd file of the image.
+    async fn home(&self, made: &ContainerProperties) -> Result<String, RuntimeError> {
         let user = made.user.as_deref().unwrap_or("root").split(':').next().unwrap_or_default().to_owned();
         if matches!(user.as_str(), "root" | "0") {
             return Ok("/root".to_owned());
@@ -218,9 +236,9 @@ impl Worker {
         let passwd = match self.volumes.stream_out(&name, passwd, self.encoding).await {
             Ok(archive) => super::tar_util::file(Box::pin(archive), 16 << 20).await,
             Err(concourse::baggageclaim::Error::NoSuchPath) => return Ok("/".to_owned()),
-            Err(error) => return Err(errors::volume("read the users of an image", root, error)),
+            Err(error) => return Err(errors::volume("read the users of the image", root, error)),
         };
-        let passwd = passwd.map_err(|error| RuntimeError::io("read the users of an image", error))?;
+        let passwd = passwd.map_err(|error| RuntimeError::io("read the users of the image", error))?;
         let passwd = String::from_utf8_lossy(&passwd.unwrap_or_default()).into_owned();
         let lines = passwd.lines().map(|line| line.split(':').collect::<Vec<_>>());
         let mut homes = lines.filter_map(|line| match line[..] {
@@ -230,20 +248,21 @@ impl Worker {
         Ok(homes.next().unwrap_or_else(|| "/".to_owned()))
     }
 
-    async fn take_on(self: &Arc<Self>, known: Known) -> Result<Arc<Process>, RuntimeError> {
+    async fn register_process(self: &Arc<Self>, known: InitialState) -> Result<Arc<Process>, RuntimeError> {
         let state_dir = self.config.state_dir.clone();
         let process = blocking(move || Process::open(&state_dir, known)).await?;
         lock(&self.processes).insert(process.id, Arc::clone(&process));
         Ok(process)
     }
 
-    /// The process of this id. One that an earlier gateway started is asked about, and followed from now on.
+    /// Returns the process with this id. A process of an earlier gateway is queried, and followed
+    /// from now on.
     pub(super) async fn find(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
-        let process = match self.known(id) {
+        let process = match self.cached_process(id) {
             Some(process) => process,
             None => {
                 let _turn = self.looking.lock(id.uuid()).await;
-                match self.known(id) {
+                match self.cached_process(id) {
                     Some(process) => process,
                     None => self.look_for(id).await?,
                 }
@@ -257,34 +276,39 @@ impl Worker {
 
     async fn look_for(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
         let term = self.term();
-        if let Some((handle, properties)) = self.found(id).await {
+        if let Some((handle, properties)) = self.bulk_info(id).await {
             let made = self.properties_of(handle, &properties);
             if let Some(made) = made.filter(|made| made.process == Some(id)) {
                 return self.adopt(handle, made, &properties, term).await;
             }
         }
-        let wanted = BTreeMap::from([(properties::PROCESS.to_owned(), id.to_string())]);
-        let listed = self.garden.list(&wanted).await;
+        let filter = BTreeMap::from([(properties::PROCESS.to_owned(), id.to_string())]);
+        let listed = self.garden.list(&filter).await;
         let listed = listed.map_err(|error| errors::garden("list containers", error))?;
         for handle in listed.iter().filter_map(|handle| handle.parse().ok()) {
             let Some(properties) = self.raw_properties(handle).await? else { continue };
-            // What follows depends on its being the one that is meant.
+            // The following steps require that this is the intended container.
             let made = self.properties_of(handle, &properties);
             if let Some(made) = made.filter(|made| made.process == Some(id)) {
                 return self.adopt(handle, made, &properties, term).await;
             }
         }
-        self.look_beside(id, term).await
+        self.find_by_root_volume(id, term).await
     }
 
-    fn properties_of(&self, handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Made> {
-        let made = Made::read(handle, properties)?;
+    fn properties_of(
+        &self,
+        handle: ContainerHandle,
+        properties: &BTreeMap<String, String>,
+    ) -> Option<ContainerProperties> {
+        let made = ContainerProperties::read(handle, properties)?;
         lock(&self.containers).insert(handle, made.clone());
         Some(made)
     }
 
-    /// A process whose container the worker has lost: the volume of its root still has the intent.
-    async fn look_beside(
+    /// Finds a process whose container the worker has lost. The volume of its root still has the
+    /// intent.
+    async fn find_by_root_volume(
         self: &Arc<Self>,
         id: AttemptId,
         term: CancellationToken,
@@ -295,13 +319,14 @@ impl Worker {
             return Err(RuntimeError::ProcessNotFound(id));
         }
         let end = End::unknown(FailureReason::ExitUnknown, "the worker has lost its container");
-        // Who read it last went with the container. Without spools, it was not this gateway.
+        // The property of the last reader was lost with the container. Without spools, the last
+        // reader was another gateway.
         let directory = process::directory(&self.config.state_dir, id);
         let base =
             blocking(move || Ok::<_, RuntimeError>(output_offsets::kept(&directory))).await?.unwrap_or(LOST);
-        self.take_on(Known {
+        self.register_process(InitialState {
             id,
-            // Nobody can ask about it any more.
+            // A placeholder, because the container no longer exists.
             container: ContainerHandle::new(),
             team: String::new(),
             terminal: false,
@@ -318,7 +343,7 @@ impl Worker {
     async fn adopt(
         self: &Arc<Self>,
         container: ContainerHandle,
-        made: Made,
+        made: ContainerProperties,
         properties: &BTreeMap<String, String>,
         term: CancellationToken,
     ) -> Result<Arc<Process>, RuntimeError> {
@@ -328,7 +353,7 @@ impl Worker {
         let ended = phase != Phase::Starting;
         let base = self.base(container, id, properties).await?;
         let process = self
-            .take_on(Known {
+            .register_process(InitialState {
                 id,
                 container,
                 team: made.team,
@@ -338,7 +363,7 @@ impl Worker {
                 closed: properties.get(properties::INPUT).is_none_or(|input| input == properties::CLOSED),
                 stopped: properties.contains_key(properties::STOPPED),
                 phase,
-                // It may be one that somebody is meant to read.
+                // The process may have an expected reader.
                 spool_bytes: self.config.spool_bytes.saturating_mul(ATTACHED),
                 base,
                 term,
@@ -348,17 +373,19 @@ impl Worker {
             return Ok(process);
         }
         let proven = properties.contains_key(properties::STARTED);
-        self.follow(Arc::clone(&process), Begin::Attach { proven });
-        // How far it is depends on what the worker says.
+        self.follow(Arc::clone(&process), StartMode::Attach { proven });
+        // The state of the process depends on the answer of the worker.
         let mut seen = process.seen.subscribe();
         let looked = tokio::time::timeout(LOOK, seen.wait_for(|seen| seen.phase != Phase::Starting)).await;
         match looked {
             Ok(_) => Ok(process),
-            Err(_) => Err(RuntimeError::Other("the worker does not say how a process is".to_owned())),
+            Err(_) => {
+                Err(RuntimeError::Other("the worker does not report the state of the process".to_owned()))
+            }
         }
     }
 
-    /// Where the offsets of a process begin that an earlier gateway started.
+    /// Returns the first offset of a process that an earlier gateway started.
     async fn base(
         &self,
         container: ContainerHandle,
@@ -368,62 +395,65 @@ impl Worker {
         let (directory, last) =
             (process::directory(&self.config.state_dir, id), properties.get(properties::READER));
         let (looked, last) = (directory.clone(), last.cloned());
-        let next =
-            match blocking(move || Ok::<_, RuntimeError>(output_offsets::whose(&looked, last.as_deref())))
-                .await?
-            {
-                Whose::Ours { base } => return Ok(base),
-                Whose::Next(next) => next,
-            };
+        let next = match blocking(move || {
+            Ok::<_, RuntimeError>(output_offsets::spool_owner(&looked, last.as_deref()))
+        })
+        .await?
+        {
+            SpoolOwner::Ours { base } => return Ok(base),
+            SpoolOwner::Next(next) => next,
+        };
         let set = self.garden.set_property(&container.to_string(), properties::READER, &next.text()).await;
-        set.map_err(|error| errors::garden("write down who reads", error))?;
+        set.map_err(|error| errors::garden("store the reader of a process", error))?;
         let base = next.base();
-        let failed = |error| RuntimeError::io("make a place for output", error);
+        let failed = |error| RuntimeError::io("create a directory for output", error);
         blocking(move || next.claim(&directory).map_err(failed)).await?;
         Ok(base)
     }
 
-    fn follow(self: &Arc<Self>, process: Arc<Process>, begin: Begin) {
+    fn follow(self: &Arc<Self>, process: Arc<Process>, begin: StartMode) {
         let worker = Arc::clone(self);
         self.tasks.spawn(async move {
             tokio::select! {
-                () = worker.see_through(&process, begin) => {}
-                () = worker.lets_go_of(&process) => {}
+                () = worker.follow_to_end(&process, begin) => {}
+                () = worker.follow_ends(&process) => {}
             }
         });
     }
 
-    /// Resolves when a process is not this gateway's to follow any more.
-    async fn lets_go_of(&self, process: &Process) {
+    /// Resolves when this gateway must no longer follow a process.
+    async fn follow_ends(&self, process: &Process) {
         tokio::select! {
             () = self.stopping.cancelled() => {}
             () = process.term.cancelled() => {}
         }
     }
 
-    async fn see_through(self: &Arc<Self>, process: &Arc<Process>, begin: Begin) {
+    async fn follow_to_end(self: &Arc<Self>, process: &Arc<Process>, begin: StartMode) {
         let mut proven = true;
         let mut refused = None;
         let mut attached = None;
         match begin {
-            Begin::Attach { proven: was } => {
+            StartMode::Attach { proven: was } => {
                 proven = was;
                 process.add_gaps();
             }
-            Begin::Run(spec, stdin) => {
-                // A stop that came first wins: `Intended` is left only here and there, each by one step.
+            StartMode::Run(spec, stdin) => {
+                // An earlier stop wins. `Intended` is left only here and by a stop, each in one
+                // step.
                 if !self.begin(process) {
                     return;
                 }
                 match self.garden.run(&process.container.to_string(), &spec).await {
                     Ok(run) => {
-                        // Nothing can be said after the end of input, so a terminal, which may be resized, keeps it open.
+                        // Nothing can be sent after the end of input. A terminal may be resized, so
+                        // its input stays open.
                         let line = if stdin == Stdin::None && spec.tty.is_none() {
-                            // Should it fail, the attachment has as well.
+                            // If the call fails, the attachment has failed as well.
                             _ = run.control().close_stdin().await;
-                            Line::Closed
+                            InputLink::Closed
                         } else {
-                            Line::Up(run.control())
+                            InputLink::Up(run.control())
                         };
                         process.set_line(line).await;
                         attached = Some(run);
@@ -443,29 +473,30 @@ impl Worker {
             let run = match attached.take() {
                 Some(run) => run,
                 None => match self.attach_again(process, proven, refused.as_ref()).await {
-                    Found::Process(run) => {
-                        let line = if process.terminal { Line::Up(run.control()) } else { Line::Broken };
+                    AttachOutcome::Process(run) => {
+                        let line =
+                            if process.terminal { InputLink::Up(run.control()) } else { InputLink::Broken };
                         if !process.terminal {
-                            // Whatever was on its way is lost, so what would come next makes no sense.
+                            // Input in transit is lost, so later input would have a gap.
                             _ = run.control().close_stdin().await;
                         }
-                        let over = matches!(process.stdin.lock().await.line, Line::Closed);
-                        process.set_line(if over { Line::Closed } else { line }).await;
+                        let over = matches!(process.stdin.lock().await.line, InputLink::Closed);
+                        process.set_line(if over { InputLink::Closed } else { line }).await;
                         *run
                     }
-                    Found::End(end) => break end,
+                    AttachOutcome::End(end) => break end,
                 },
             };
             let first = !proven || process.phase() != Phase::Started;
             proven = true;
             refused = None;
-            match self.read_out(process, run, first).await {
+            match self.read_output(process, run, first).await {
                 Ok(exit) => break self.end(process, exit).await,
                 Err(error) => {
-                    tracing::info!(process.id = %process.id, error = domain::error_chain(&error), "the worker let go of a process");
+                    tracing::info!(process.id = %process.id, error = domain::error_chain(&error), "the worker closed the attachment to a process");
                     let mut stdin = process.stdin.lock().await;
-                    if !matches!(stdin.line, Line::Closed) {
-                        stdin.line = Line::Down;
+                    if !matches!(stdin.line, InputLink::Closed) {
+                        stdin.line = InputLink::Down;
                     }
                     drop(stdin);
                     process.add_gaps();
@@ -475,7 +506,7 @@ impl Worker {
         self.finish(process, end).await;
     }
 
-    /// Leaves `Intended`. Not if it was asked to end before.
+    /// Leaves `Intended`, unless the process was stopped before.
     fn begin(&self, process: &Process) -> bool {
         process.seen.send_if_modified(|seen| {
             let begins = seen.phase == Phase::Intended;
@@ -486,8 +517,8 @@ impl Worker {
         })
     }
 
-    /// Reads what a process writes and waits for its end.
-    async fn read_out(
+    /// Reads the output of a process and waits for its end.
+    async fn read_output(
         &self,
         process: &Arc<Process>,
         mut run: garden::Process,
@@ -499,59 +530,68 @@ impl Worker {
         let proof = async {
             if first {
                 let handle = process.container.to_string();
-                // Without it another gateway would have to ask the worker, which mostly knows.
+                // Without the record of the start, another gateway must query the worker, which
+                // usually knows.
                 if let Err(error) =
                     self.garden.set_property(&handle, properties::STARTED, properties::YES).await
                 {
-                    tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "a start is not written down");
+                    tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "cannot store the record of a start");
                 }
             }
             std::future::pending::<Infallible>().await
         };
         let ended = async { tokio::join!(run.wait(), spool(process, 0, stdout), spool(process, 1, stderr)) };
-        // Once it has ended, that is what will be written down.
+        // After the end of the process, this is the state that will be stored.
         let (waited, stdout, stderr) = tokio::select! {
             ended = ended => ended,
             never = proof => match never {},
         };
         for spooled in [stdout, stderr] {
             if let Err(error) = spooled {
-                tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "some of its output is lost");
+                tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "lost some output of a process");
                 process.add_gaps();
             }
         }
         waited
     }
 
-    /// Attaches to a process until the worker says something for certain. It is never run again.
-    async fn attach_again(&self, process: &Process, mut proven: bool, refused: Option<&Error>) -> Found {
-        // Since when the worker answers, and does not say it. While it cannot be reached, nobody loses patience.
+    /// Attaches to a process until the worker gives a definite answer. The process is never run
+    /// again.
+    async fn attach_again(
+        &self,
+        process: &Process,
+        mut proven: bool,
+        refused: Option<&Error>,
+    ) -> AttachOutcome {
+        // The time since which the worker answers without a result. It does not count while the
+        // worker is unreachable.
         let mut since = None;
         let mut pause = FIRST_PAUSE;
         loop {
             let handle = process.container.to_string();
             let error = match self.garden.attach(&handle, &process.id.to_string()).await {
-                Ok(run) => return Found::Process(Box::new(run)),
+                Ok(run) => return AttachOutcome::Process(Box::new(run)),
                 Err(error) => error,
             };
             let reachable = !matches!(error, Error::Connection { .. } | Error::ServiceUnavailable(_));
             let missing = matches!(error, Error::ProcessNotFound(_) | Error::ContainerNotFound(_));
             let ended = matches!(error, Error::EndedUnreaped(_));
             if ended {
-                // Whatever was known of its start, it ran. How it ended the worker may learn in a moment.
+                // The process ran, even without proof of its start. The worker may report its end
+                // in a moment.
                 proven = true;
                 process.enter(Phase::Started);
             }
             let lost = reachable && matches!(self.exists(process.container).await, Ok(false));
-            // The worker said that it did not run it, and has nothing of it.
+            // The worker reported that it did not run the process, and does not know it.
             if let Some(refused) = refused.filter(|refused| refused.is_answer() && !proven) {
                 if lost {
                     let message =
-                        format!("the worker has lost its container: {}", domain::error_chain(refused));
-                    return Found::End(End::not_started(FailureReason::ContainerNotFound, message));
+                        format!("the worker has lost the container: {}", domain::error_chain(refused));
+                    return AttachOutcome::End(End::not_started(FailureReason::ContainerNotFound, message));
                 }
                 if missing {
-                    return Found::End(End::not_started(
+                    return AttachOutcome::End(End::not_started(
                         errors::reason(refused),
                         domain::error_chain(refused),
                     ));
@@ -559,11 +599,12 @@ impl Worker {
             }
             if lost {
                 let reason = if proven { FailureReason::ExitUnknown } else { FailureReason::StartUnknown };
-                return Found::End(End::unknown(reason, "the worker has lost its container"));
+                return AttachOutcome::End(End::unknown(reason, "the worker has lost the container"));
             }
             if missing && proven {
-                let message = format!("the worker has forgotten it: {}", domain::error_chain(&error));
-                return Found::End(End::unknown(FailureReason::ExitUnknown, message));
+                let message =
+                    format!("the worker has forgotten the process: {}", domain::error_chain(&error));
+                return AttachOutcome::End(End::unknown(FailureReason::ExitUnknown, message));
             }
             let patience = match (missing, ended) {
                 (true, _) => self.config.start_patience,
@@ -573,21 +614,25 @@ impl Worker {
             since = if reachable { since.or_else(|| Some(Instant::now())) } else { None };
             if since.is_some_and(|since: Instant| since.elapsed() > patience) {
                 let (reason, what) = if proven {
-                    (FailureReason::ExitUnknown, "the worker does not say how it ended")
+                    (FailureReason::ExitUnknown, "the worker does not report how the process ended")
                 } else {
                     (
                         FailureReason::StartUnknown,
-                        "its start was asked for, and the worker does not say whether it ran",
+                        "the start was requested, and the worker does not report whether the process ran",
                     )
                 };
-                return Found::End(End::unknown(reason, format!("{what}: {}", domain::error_chain(&error))));
+                return AttachOutcome::End(End::unknown(
+                    reason,
+                    format!("{what}: {}", domain::error_chain(&error)),
+                ));
             }
             tokio::time::sleep(pause).await;
             pause = LONGEST_PAUSE.min(pause * 2);
         }
     }
 
-    /// What an exit status says. Statuses stay as the worker tells them: which of those above 128 were signals it does not say.
+    /// Converts an exit status. Statuses stay as the worker reports them, because it does not tell
+    /// which ones above 128 were signals.
     async fn end(&self, process: &Process, exit: Exit) -> End {
         let stopped = process.asked_to_end();
         if exit.status == 137 && self.backend == Backend::Guardian {
@@ -596,17 +641,17 @@ impl Worker {
                 return End::OutOfMemory { stopped };
             }
         }
-        // Houdini says -1 of what a signal killed; as a code of eight bits that is 255.
+        // Houdini reports -1 for a process killed by a signal. As a code of eight bits that is 255.
         End::Code { code: u8::try_from(exit.status).unwrap_or(u8::MAX), stopped }
     }
 
-    /// Kills what is left in its container, writes the end down, and tells it.
+    /// Kills the other processes of the container, stores the end, and reports it.
     async fn finish(&self, process: &Process, end: End) {
         let handle = process.container.to_string();
         let ran = !matches!(end, End::NotStarted { .. });
         let survivors = async {
             if ran && let Err(error) = self.garden.stop(&handle, true).await {
-                tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "what it left could not be ended");
+                tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "cannot stop the other processes of a container");
             }
         };
         let written = async {
@@ -617,9 +662,9 @@ impl Worker {
                 }
                 Err(error) => Err(domain::error_chain(&error)),
             };
-            // Another gateway would ask the worker again, which mostly knows.
+            // Without this record, another gateway queries the worker, which usually knows.
             if let Err(error) = written {
-                tracing::warn!(process.id = %process.id, error, "its end is not written down");
+                tracing::warn!(process.id = %process.id, error, "cannot store the end of a process");
             }
         };
         tokio::join!(survivors, written);
@@ -644,14 +689,14 @@ impl Worker {
             revoked
         });
         if revoked {
-            let message = "stopped before it was started";
+            let message = "the process was stopped before it was started";
             self.finish(process, End::not_started(FailureReason::StoppedBeforeStart, message)).await;
             return Ok(());
         }
         let kill_at = Instant::now().checked_add(grace);
         let first = process.kill_at.send_if_modified(|known| match (&known, kill_at) {
             (None, at) => {
-                // A grace without end is one that nobody lives to see.
+                // A grace period that overflows the clock is as good as infinite.
                 *known =
                     Some(at.unwrap_or_else(|| Instant::now() + Duration::from_secs(u64::from(u32::MAX))));
                 true
@@ -667,20 +712,21 @@ impl Worker {
         }
         let handle = process.container.to_string();
         if let Err(error) = self.garden.set_property(&handle, properties::STOPPED, properties::YES).await {
-            tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "a stop is not written down");
+            tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "cannot store the stop of a process");
         }
         self.end_by(process);
         Ok(())
     }
 
-    /// Ends a process by the time that is set: TERM now, KILL then. Each call for a shorter grace has one of these.
+    /// Ends a process within its grace period: TERM now, KILL at its end. Each shorter grace period
+    /// starts another call of this function.
     fn end_by(self: &Arc<Self>, process: &Arc<Process>) {
         let (worker, process) = (Arc::clone(self), Arc::clone(process));
         self.tasks.spawn(async move {
-            let over = |seen: &super::process::Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
+            let over = |seen: &super::process::Progress| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
             let (mut seen, mut ended) = (process.seen.subscribe(), process.seen.subscribe());
             let work = async {
-                // One that does not run yet would not be hit.
+                // A process that does not run yet would not receive the signal.
                 if seen.wait_for(|seen| seen.phase != Phase::Starting).await.is_err() {
                     return;
                 }
@@ -690,16 +736,17 @@ impl Worker {
                     let kill = kill_at <= Instant::now();
                     let stop = worker.garden.stop(&handle, kill);
                     tokio::select! {
-                        // The worker waits until they are gone; without KILL it takes that up by itself after ten seconds.
+                        // The worker waits until the processes have ended. Without KILL it kills
+                        // them itself after ten seconds.
                         stopped = stop => {
                             match stopped {
                                 Ok(()) => {}
-                                // Its slot stays taken. Whatever keeps it may be over later.
+                                // The lease keeps its slot. The cause may pass later.
                                 Err(error @ Error::DoesNotEnd(_)) => {
-                                    tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "a process was killed and has not ended yet");
+                                    tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "a process was killed and has not ended");
                                 }
                                 Err(error) => {
-                                    tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "a stop failed");
+                                    tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "cannot stop a process");
                                 }
                             }
                         }
@@ -711,12 +758,13 @@ impl Worker {
             tokio::select! {
                 () = work => {}
                 _ = ended.wait_for(over) => {}
-                () = worker.lets_go_of(&process) => {}
+                () = worker.follow_ends(&process) => {}
             }
         });
     }
 
-    /// Ends a process once, in the worker's own way, and does not count it as a stop.
+    /// Stops the processes of a container once, by the call of the worker. This does not count as a
+    /// stop of the process.
     pub(super) fn end_processes(self: &Arc<Self>, process: &Arc<Process>, kill: bool) {
         let (worker, process) = (Arc::clone(self), Arc::clone(process));
         self.tasks.spawn(async move {
@@ -724,10 +772,10 @@ impl Worker {
             tokio::select! {
                 stopped = worker.garden.stop(&handle, kill) => {
                     if let Err(error) = stopped {
-                        tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "a signal failed");
+                        tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "cannot send a signal to a process");
                     }
                 }
-                () = worker.lets_go_of(&process) => {}
+                () = worker.follow_ends(&process) => {}
             }
         });
     }
@@ -742,7 +790,7 @@ async fn spool(process: &Process, which: usize, output: Option<Output>) -> io::R
         let read = match output.read(&mut buffer).await {
             Ok(0) => return Ok(()),
             Ok(read) => read,
-            // That it broke is told by the wait.
+            // The wait reports that the connection broke.
             Err(_) => return Ok(()),
         };
         let write = move || {

@@ -1,30 +1,39 @@
-//! The Garden runtime: a Concourse worker, unmodified, reached through its Garden and Baggageclaim servers.
+//! The Garden runtime: an unmodified Concourse worker, reached through its Garden and Baggageclaim
+//! servers.
 //!
 //! ```text
-//! volume handle     a Baggageclaim volume of that handle, with the mark `gantry.kind=volume`
-//!                   <handle>.manifest beside it, once its manifest is kept
+//! volume handle     a Baggageclaim volume of that handle, with the property `gantry.kind=volume`
+//!                   <handle>.manifest beside it, once its manifest is stored
 //! container handle  a Garden container of that handle, root `raw://<path of a volume>/rootfs`
 //! process           the one process of its container, under the attempt's id
-//! gantry-marker     a volume whose properties identify this life of what the worker holds, and that of its artifact store
+//! gantry-marker     a volume whose properties identify the incarnation, and the life of its
+//! artifact store
 //! ```
 //!
-//! What is durable is on the worker, as properties of containers and volumes ([`properties`]): another gateway that is given the same worker
-//! knows everything that this one knew, but the output that this one had read. That is spooled in this gateway's state directory, and what
-//! was written while no gateway was attached is told as gone ([`process`]), as is what another gateway has read ([`output_offsets`]).
+//! All durable state is on the worker, as properties of containers and volumes ([`properties`]).
+//! Another gateway of the same worker knows everything except the output that this gateway has
+//! read. This output is spooled in the state directory of this gateway. Output that was written
+//! without an attached gateway is reported as lost ([`process`]), and so is output that another
+//! gateway has read ([`output_offsets`]).
 //!
 //! Invariants:
 //!
-//! - A container has at most one process ever. So an exit that the worker tells of it is that process's: a containerd worker answers an
-//!   attachment with the exit of whichever process of the container ended last, whatever was asked for.
-//! - `Run` is sent at most once per container, after the intent is a property of the container and of the volume of its root. An answer
-//!   that was lost is followed by attachments, never by another `Run`. Should a worker lose its containers and keep its volumes, the
-//!   intent is still found, and the process's end is unknown.
-//! - A creation is never sent over what exists: on some workers that would empty it.
+//! - A container has at most one process in its lifetime. So an exit that the worker reports for
+//!   the container is the exit of that process. A containerd worker answers every attachment with
+//!   the exit of the process that ended last.
+//! - `Run` is sent at most once per container, after the intent is a property of the container and
+//!   of the volume of its root. After a lost answer the gateway attaches, and never sends another
+//!   `Run`. If a worker loses its containers and keeps its volumes, the intent is still found, and
+//!   the end of the process is unknown.
+//! - A creation is never sent for an existing volume, because some workers would empty it.
 //!
-//! What the protocol does not give, and no capability promises: a `Run` that is on its way when its gateway is given up cannot be called
-//! back; processes go on however long the scheduler is out of reach; what a process leaves behind in its container may live until the
-//! container is destroyed. The boot in the marker never changes: the worker does not tell its boots apart, and each process is asked
-//! for by itself.
+//! The protocol has limits, for which the runtime claims no capability:
+//!
+//! - A `Run` in transit cannot be cancelled when its gateway is replaced.
+//! - Processes continue while the scheduler is out of reach, without a time limit.
+//! - Other processes in a container may run until the container is destroyed.
+//! - The boot id in the marker never changes, because the worker does not report its boots. Each
+//!   process is queried separately.
 
 mod bulk_info;
 mod config;
@@ -56,52 +65,54 @@ use tokio_util::task::TaskTracker;
 
 use crate::util::keyed_locks::{Locks, lock};
 
-use containers::Made;
+use containers::ContainerProperties;
 use process::Process;
 
 pub use config::{AdvertisedType, GardenArgs, GardenWorker};
 
-/// A Concourse worker, and how patient its gateway is.
+/// Configuration of a Concourse worker.
 #[derive(Debug, Clone)]
 pub struct GardenConfig {
-    /// Where its Garden server listens: a host and a port.
+    /// Address of the Garden server: a host and a port.
     pub garden: String,
-    /// Where its Baggageclaim server listens: a host and a port.
+    /// Address of the Baggageclaim server: a host and a port.
     pub baggageclaim: String,
-    /// Where output of processes is kept. It may be lost: then so is the output.
+    /// Directory for the output of processes. If it is lost, the output is lost.
     pub state_dir: PathBuf,
-    /// How much output of each stream is kept, where nobody is meant to read it.
+    /// Output per stream, in bytes, that is kept for a process without an expected reader.
     pub spool_bytes: u64,
-    /// What every process gets in its environment, over what it was given.
+    /// Environment variables that are added to every process and override its own.
     pub environment: Vec<(String, String)>,
-    /// A directory on the worker with certificates. `None`: none.
+    /// Directory of the worker with certificates. `None`: there is none.
     pub certs_path: Option<String>,
-    /// Images that the worker brings along.
-    pub resource_types: Vec<BroughtImage>,
-    /// Whether workers may fill each other's volumes, past their gateways: they reach one another, and nobody else reaches them.
+    /// Images that the worker provides.
+    pub resource_types: Vec<ProvidedImage>,
+    /// Whether workers may write to each other's volumes directly. They must reach each other, and
+    /// no other machine may reach them.
     pub peer_to_peer: bool,
-    /// How archives travel. `None`: the best that the worker knows.
+    /// Compression of archives. `None`: the best that the worker supports.
     pub encoding: Option<baggageclaim::Encoding>,
-    /// How long a process may be unknown to the worker after a `Run` whose answer was lost.
+    /// Time for which a process may be unknown to the worker after a `Run` with a lost answer.
     pub start_patience: Duration,
-    /// How long the worker may know that a process has ended, and not how, before that counts as unknown.
+    /// Time for which the worker may report a process as ended without its exit, before the exit
+    /// counts as unknown.
     pub exit_patience: Duration,
-    /// How long a container waits for room on a worker that has as many as it takes.
+    /// Time for which the creation of a container waits on a full worker.
     pub full_patience: Duration,
-    /// Of the Garden client.
+    /// Timeouts of the Garden client.
     pub settings: garden::Settings,
-    /// Of the Baggageclaim client.
+    /// Timeouts of the Baggageclaim client.
     pub timeouts: baggageclaim::Timeouts,
 }
 
-/// The image that a worker brings along for a resource type.
+/// The image that a worker provides for a resource type.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BroughtImage {
-    /// Of the resource type, such as `git`.
+pub struct ProvidedImage {
+    /// The name of the resource type, such as `git`.
     pub name: String,
-    /// Of the image.
+    /// The version of the image.
     pub version: String,
-    /// Where on the worker it is: a directory, or a gzip'ed tar archive of one.
+    /// The path on the worker: a directory, or a gzip'ed tar archive of one.
     pub path: String,
 }
 
@@ -132,65 +143,69 @@ impl GardenConfig {
     }
 }
 
-/// What kind of Garden server it is, as far as it makes a difference.
+/// The kind of Garden server, as far as the kinds differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Backend {
-    /// Signals reach nothing, a process's end is known by the container, and much is not implemented.
+    /// Ignores signals, reports the end of a process per container, and does not implement many
+    /// calls.
     Containerd,
-    /// Everything is there.
+    /// Implements every call.
     Guardian,
-    /// Containers are hardly more than directories, and a second creation replaces the first.
+    /// Has almost no isolation. A second creation replaces the first.
     Houdini,
 }
 
-/// A Concourse worker.
+/// The runtime of a Concourse worker.
 pub struct GardenRuntime {
     worker: Arc<Worker>,
     capabilities: Capabilities,
-    /// Ends what follows processes. They go on.
+    /// Stops the tasks that follow processes. The processes continue.
     _stop: DropGuard,
 }
 
-/// What its operations share.
+/// State that the operations share.
 struct Worker {
     config: GardenConfig,
     garden: garden::Client,
     volumes: baggageclaim::Client,
     backend: Backend,
     encoding: baggageclaim::Encoding,
-    /// Of volumes and containers.
+    /// Locks of volumes and containers.
     locks: Locks,
-    /// Of processes, taken by who may hold that of a container: in one table the two might be one.
+    /// Locks of processes. A task may take one while it holds the lock of a container. A shared
+    /// table could cause a deadlock.
     looking: Locks,
-    /// Containers that were made, or asked about, and what is needed of them.
-    containers: Mutex<HashMap<ContainerHandle, Made>>,
-    /// Processes that were started, or asked about.
+    /// Properties of containers that were created or queried.
+    containers: Mutex<HashMap<ContainerHandle, ContainerProperties>>,
+    /// Processes that were started or queried.
     processes: Mutex<HashMap<AttemptId, Arc<Process>>>,
-    /// Ends when another gateway takes over, and with it all that is known of processes until then.
+    /// The current term. It ends when another gateway takes over, and with it the validity of all
+    /// state of processes.
     term: Mutex<CancellationToken>,
-    /// What was there when this gateway took the worker on.
-    found: tokio::sync::Mutex<bulk_info::Found>,
-    /// Volumes that are being made, each with its parent: the worker does not list them yet.
+    /// Containers that existed before this gateway took the worker over.
+    bulk_info: tokio::sync::Mutex<bulk_info::BulkInfo>,
+    /// Volumes in creation, each with its parent. The worker does not list them yet.
     creating: Mutex<HashMap<VolumeHandle, Option<VolumeHandle>>>,
-    /// Volumes that were made here, as the worker told of them then, until a container is made with them: it is not asked again.
+    /// Volumes that were created here, until a container uses them. They need no query.
     fresh: Mutex<HashMap<VolumeHandle, baggageclaim::Volume>>,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
 
 impl GardenRuntime {
-    /// Reaches a worker, and learns what kind it is.
+    /// Connects to a worker, and detects its kind.
     ///
-    /// Errors: it cannot be reached, is none, or does not know the encoding that was chosen.
+    /// Errors: the worker is unreachable, is not a Concourse worker, or does not support the
+    /// configured encoding.
     pub async fn open(config: GardenConfig) -> Result<Arc<Self>, RuntimeError> {
         let garden = garden::Client::new(&config.garden, config.settings.clone());
         let volumes = baggageclaim::Client::new(&config.baggageclaim, config.timeouts);
-        // Guardian alone knows what it has; houdini says that it has nothing.
+        // Only guardian reports its capacity. houdini reports zeros.
         let backend = match garden.capacity().await {
             Err(garden::Error::NotImplemented) => Backend::Containerd,
             Ok(capacity) if capacity == garden::Capacity::default() => Backend::Houdini,
             Ok(_) => Backend::Guardian,
-            Err(error) => return Err(errors::garden("ask what the worker has", error)),
+            Err(error) => return Err(errors::garden("report its capacity", error)),
         };
         volumes::make_marker(&volumes).await?;
         let encoding = volumes::encoding(&volumes, config.encoding).await?;
@@ -206,7 +221,7 @@ impl GardenRuntime {
             containers: Mutex::default(),
             processes: Mutex::default(),
             term: Mutex::default(),
-            found: tokio::sync::Mutex::default(),
+            bulk_info: tokio::sync::Mutex::default(),
             creating: Mutex::default(),
             fresh: Mutex::default(),
             tasks: TaskTracker::new(),
@@ -216,8 +231,9 @@ impl GardenRuntime {
     }
 }
 
-/// What holds for every worker of a kind. `limits-cpu` stays away: what Garden takes for processors is a share and no limit. So do
-/// `binary-input` and `signals`: input is text on its wire, and of signals it knows two.
+/// Capabilities of a kind of worker. `limits-cpu` is missing, because Garden's CPU limit is a share
+/// and not a limit. `binary-input` and `signals` are missing, because the protocol has only text
+/// input and two signals.
 fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     let mut features = vec!["terminal"];
     if backend == Backend::Houdini {
@@ -232,7 +248,7 @@ fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     if !config.resource_types.is_empty() {
         image_kinds.push("resource-type");
     }
-    let image = |known: &BroughtImage| WorkerProvidedPath {
+    let image = |known: &ProvidedImage| WorkerProvidedPath {
         what: WorkerProvided::ResourceType(known.name.clone()),
         version: known.version.clone(),
         path: known.path.clone(),
@@ -320,7 +336,7 @@ impl Runtime for GardenRuntime {
         _path: &Path,
         _into: VolumeHandle,
     ) -> Result<(), RuntimeError> {
-        Err(RuntimeError::Unsupported("its volumes cannot be taken apart".to_owned()))
+        Err(RuntimeError::Unsupported("a Garden worker cannot move directories between volumes".to_owned()))
     }
 
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
@@ -331,12 +347,13 @@ impl Runtime for GardenRuntime {
         }
     }
 
-    fn destroyed_at_once(&self) -> usize {
+    fn destroy_batch_size(&self) -> usize {
         volumes::DESTROYED_AT_ONCE
     }
 
     async fn destroy_volumes(&self, handles: &[VolumeHandle]) -> Vec<(VolumeHandle, RuntimeError)> {
-        // What is under way with one of them ends first. To hold so many turns would hold up everything else.
+        // Operations on each volume end first. Locking all volumes at once would block all other
+        // operations.
         for handle in handles {
             drop(self.worker.locks.lock(handle.uuid()).await);
         }
@@ -389,12 +406,13 @@ impl Runtime for GardenRuntime {
         process::attach(&self.worker, found, from)
     }
 
-    /// A Garden server enforces nothing.
+    /// A Garden server does not enforce contact.
     async fn contact(&self, _sent: Duration, _stop_after: Duration) -> Result<(), RuntimeError> {
         Ok(())
     }
 
-    /// Whoever follows processes lets go of them: to attach again would take their output from the gateway that reads it now.
+    /// Stops all tasks that follow processes. Another attachment would take the output from the
+    /// gateway that reads it now.
     async fn taken_over(&self) {
         std::mem::take(&mut *lock(&self.worker.term)).cancel();
         lock(&self.worker.containers).clear();
@@ -404,13 +422,13 @@ impl Runtime for GardenRuntime {
 }
 
 impl Worker {
-    /// The process of this id, if it is known already.
-    fn known(&self, id: AttemptId) -> Option<Arc<Process>> {
-        // One may come into the table just after it was cleared.
+    /// Returns the process of this id, if it is in memory.
+    fn cached_process(&self, id: AttemptId) -> Option<Arc<Process>> {
+        // A process may be added just after the table was cleared.
         lock(&self.processes).get(&id).filter(|process| !process.term.is_cancelled()).cloned()
     }
 
-    /// Until when what is learned of processes holds.
+    /// The term in which the present state of processes is valid.
     fn term(&self) -> CancellationToken {
         lock(&self.term).clone()
     }

@@ -1,14 +1,15 @@
-//! Processes, as readers and writers meet them: state, output from the spools, input.
+//! State, output and input of a process on a Garden worker.
 //!
-//! Output is read from the worker without pause, whoever reads here, because a Garden server drops what is not fetched and never holds a
-//! process back. Offsets count the bytes that this gateway has got. Where it may have missed some (it was not attached, or the connection
-//! broke) there is a *gap*: how much is missing nobody knows, so readers are told of the place alone, as [`ProcessEvent::Truncated`] whose
-//! `from` and `to` are equal.
+//! The gateway reads output from the worker without pause, because a Garden server drops output
+//! that is not fetched, and never blocks a process. Offsets count the bytes that this gateway has
+//! received. If it may have missed some bytes (it was not attached, or the connection broke), the
+//! output has a *gap* of unknown size. Readers receive a gap as [`ProcessEvent::Truncated`] with
+//! equal `from` and `to`.
 //!
 //! ```text
 //! <state directory>/processes/<id>/stdout stderr   spools
-//!                                 /gaps            a line for each gap: which output, and where
-//!                                 /reader          whose they are, see [`super::output_offsets`]
+//!                                 /gaps            a line for each gap: the output and the offset
+//!                                 /reader          the owner of the spools, see `output_offsets`
 //! ```
 
 use std::io::{self, Write};
@@ -23,115 +24,116 @@ use domain::workload::FailureReason;
 use domain::{AttemptId, ContainerHandle};
 use futures::stream;
 use runtime::{
-    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError, Window,
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
+    TerminalSize,
 };
 use tokio::sync::{OwnedMutexGuard, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::runtimes::output_spool::{self, Found, Reader};
+use crate::runtimes::output_spool::{self, ReadResult, Reader};
 use crate::util::blocking::blocking;
 
 use super::{Backend, Worker, properties};
 
 const NAMES: [&str; 2] = ["stdout", "stderr"];
 const GAPS: &str = "gaps";
-/// Most input that is on its way at a time.
+/// Largest message of standard input, in bytes.
 const MOST_STDIN: usize = 32 << 10;
 
-/// How far a process is.
+/// The phase of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Nothing was sent yet.
+    /// No request was sent yet.
     Intended,
-    /// `Run` was sent, or an earlier gateway's is asked about.
+    /// `Run` was sent, or the process of an earlier gateway is being queried.
     Starting,
     Started,
     Ended(Ended),
-    /// With its container.
+    /// The container was destroyed.
     Gone,
 }
 
-/// What readers wait for changes of.
+/// State whose changes readers wait for.
 #[derive(Debug, Clone)]
-pub(super) struct Seen {
+pub(super) struct Progress {
     pub(super) phase: Phase,
-    /// Bytes of each output.
+    /// Bytes that were received of each output.
     pub(super) heads: [u64; 2],
-    /// Where some of each output may be missing.
+    /// Offsets of the gaps of each output.
     pub(super) gaps: [Vec<u64>; 2],
     pub(super) stdin_taken: u64,
 }
 
-/// How input travels.
+/// State of the connection for standard input.
 #[derive(Debug)]
-pub(super) enum Line {
-    /// Nobody is attached: wait.
+pub(super) enum InputLink {
+    /// No attachment is open. The writer must wait.
     Down,
-    /// To the worker.
+    /// Input is sent to the worker.
     Up(Control),
-    /// There is none, or no more.
+    /// The process has no input, or its input is closed.
     Closed,
-    /// It broke while the process ran: what was on its way is lost.
+    /// The connection broke while the process ran, and input in transit is lost.
     Broken,
 }
 
 #[derive(Debug)]
 pub(super) struct Stdin {
-    pub(super) line: Line,
-    /// The beginning of a character whose rest has not come yet.
+    pub(super) line: InputLink,
+    /// The start of a character whose remaining bytes have not arrived.
     partial: Vec<u8>,
 }
 
-/// The process of a container.
+/// A process of a container.
 #[derive(Debug)]
 pub(super) struct Process {
     pub(super) id: AttemptId,
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     dir: PathBuf,
-    /// What comes before was read by another gateway, or by nobody.
+    /// First offset of this gateway. Earlier bytes were read by another gateway, or are lost.
     base: u64,
     pub(super) spools: [Arc<Reader>; 2],
-    pub(super) seen: watch::Sender<Seen>,
+    pub(super) seen: watch::Sender<Progress>,
     pub(super) stdin: Arc<tokio::sync::Mutex<Stdin>>,
-    /// Wakes those who wait for the line.
+    /// Wakes tasks that wait for the connection.
     pub(super) line_changed: watch::Sender<()>,
     pub(super) terminal: bool,
-    /// Whether it was asked to end.
+    /// Whether a stop was requested.
     pub(super) stopped: AtomicBool,
-    /// When it is to be killed, once it was asked to end.
+    /// When the process will be killed, after a stop was requested.
     pub(super) kill_at: watch::Sender<Option<Instant>>,
-    /// Ends when another gateway reads it, and nothing that is known here holds any more.
+    /// Cancelled when another gateway reads the process. All state here is then invalid.
     pub(super) term: CancellationToken,
 }
 
-/// What is known of a process when it is taken on.
-pub(super) struct Known {
+/// State of a process when this gateway begins to follow it.
+pub(super) struct InitialState {
     pub(super) id: AttemptId,
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     pub(super) terminal: bool,
-    /// Whether it gets no input any more.
+    /// Whether standard input is closed.
     pub(super) closed: bool,
     pub(super) stopped: bool,
     pub(super) phase: Phase,
-    /// How much output is kept.
+    /// Spool size, in bytes.
     pub(super) spool_bytes: u64,
-    /// Where its offsets begin.
+    /// First offset of the output.
     pub(super) base: u64,
-    /// Until when this holds: as of before it was learned.
+    /// The term in which the state is valid, which began before the query.
     pub(super) term: CancellationToken,
 }
 
-/// Where the output of a process is kept.
+/// The directory for the output of a process.
 pub(super) fn directory(state_dir: &Path, process: AttemptId) -> PathBuf {
     state_dir.join("processes").join(process.to_string())
 }
 
 impl Process {
-    /// Opens its spools, or makes them. Blocks on the disk.
-    pub(super) fn open(state_dir: &Path, known: Known) -> Result<Arc<Self>, RuntimeError> {
+    /// Opens or creates the spools. Blocks on the disk.
+    pub(super) fn open(state_dir: &Path, known: InitialState) -> Result<Arc<Self>, RuntimeError> {
         let dir = directory(state_dir, known.id);
         let failed = |error| RuntimeError::io(format!("open {}", dir.display()), error);
         std::fs::create_dir_all(&dir).map_err(failed)?;
@@ -140,7 +142,7 @@ impl Process {
             let opened = Reader::open(&path).and_then(|reader| Ok((reader.marks()?, reader)));
             match opened {
                 Ok((marks, reader)) => Ok((reader, marks.head)),
-                // There is none, or one that was cut short when it was made.
+                // The spool does not exist, or its creation was interrupted.
                 Err(_) => {
                     output_spool::create_at(&path, known.spool_bytes, known.base)?;
                     Ok((Reader::open(&path)?, known.base))
@@ -149,8 +151,8 @@ impl Process {
         };
         let [(stdout, out), (stderr, err)] =
             [open(NAMES[0]).map_err(failed)?, open(NAMES[1]).map_err(failed)?];
-        let line = if known.closed { Line::Closed } else { Line::Down };
-        let seen = Seen { phase: known.phase, heads: [out, err], gaps: read_gaps(&dir), stdin_taken: 0 };
+        let line = if known.closed { InputLink::Closed } else { InputLink::Down };
+        let seen = Progress { phase: known.phase, heads: [out, err], gaps: read_gaps(&dir), stdin_taken: 0 };
         Ok(Arc::new(Self {
             id: known.id,
             container: known.container,
@@ -176,7 +178,7 @@ impl Process {
         self.seen.borrow().phase.clone()
     }
 
-    /// Goes on to `phase`, but never back from an end.
+    /// Changes the phase, but never from an end to another phase.
     pub(super) fn enter(&self, phase: Phase) {
         self.seen.send_if_modified(|seen| {
             let on = !matches!(seen.phase, Phase::Ended(_) | Phase::Gone) && seen.phase != phase;
@@ -187,16 +189,16 @@ impl Process {
         });
     }
 
-    /// Its container is destroyed.
+    /// Records that the container was destroyed.
     pub(super) fn gone(&self) {
         self.seen.send_modify(|seen| seen.phase = Phase::Gone);
         self.line_changed.send_replace(());
     }
 
-    /// Some of both outputs may be missing here, nobody knows how much.
+    /// Records a gap of unknown size in both outputs.
     pub(super) fn add_gaps(&self) {
         self.seen.send_modify(|seen| {
-            let Seen { heads, gaps, .. } = seen;
+            let Progress { heads, gaps, .. } = seen;
             for (gaps, head) in gaps.iter_mut().zip(&*heads) {
                 if gaps.last() != Some(head) {
                     gaps.push(*head);
@@ -204,13 +206,14 @@ impl Process {
             }
         });
         let seen = self.seen.borrow().clone();
-        // One that is not written down is told by this gateway and not by the next, which adds its own.
+        // A gap that is not stored is reported only by this gateway. The next gateway adds its own
+        // gap.
         if let Err(error) = write_gaps(&self.dir, &seen.gaps) {
-            tracing::warn!(process.id = %self.id, error = domain::error_chain(&error), "a gap in its output is not written down");
+            tracing::warn!(process.id = %self.id, error = domain::error_chain(&error), "cannot store a gap in the output of a process");
         }
     }
 
-    /// Removes what it wrote. Blocks on the disk.
+    /// Removes the stored output. Blocks on the disk.
     pub(super) fn remove_spools(&self) -> Result<(), RuntimeError> {
         match std::fs::remove_dir_all(&self.dir) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -234,12 +237,12 @@ impl Process {
 
     pub(super) async fn wait(&self) -> Result<Ended, RuntimeError> {
         let mut seen = self.seen.subscribe();
-        let over = |seen: &Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
+        let over = |seen: &Progress| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
         let over = tokio::select! {
-            // An end that is known stays true.
+            // A known end stays valid.
             biased;
             over = seen.wait_for(over) => over.map(|seen| seen.phase.clone()),
-            () = self.term.cancelled() => return Err(self.taken_over()),
+            () = self.term.cancelled() => return Err(self.takeover_error()),
         };
         match over {
             Ok(Phase::Ended(ended)) => Ok(ended),
@@ -247,11 +250,11 @@ impl Process {
         }
     }
 
-    fn taken_over(&self) -> RuntimeError {
+    fn takeover_error(&self) -> RuntimeError {
         RuntimeError::TakenOver(format!("the worker of process {}", self.id))
     }
 
-    pub(super) async fn set_line(&self, line: Line) {
+    pub(super) async fn set_line(&self, line: InputLink) {
         let mut stdin = self.stdin.lock().await;
         stdin.line = line;
         drop(stdin);
@@ -296,8 +299,15 @@ pub(super) fn attach(
         }
     }
     let input = Input { worker: Arc::clone(worker), process: Arc::clone(&process) };
-    let events =
-        Events { process, seen, at, told: [0, 0], stdin_said: stdin_offset, turn: 0, said: Said::Output };
+    let events = Events {
+        process,
+        seen,
+        at,
+        passed_gaps: [0, 0],
+        reported_stdin: stdin_offset,
+        next_output: 0,
+        phase: EventPhase::Output,
+    };
     let events = stream::unfold(Some(events), |events| async move {
         let mut events = events?;
         match events.next().await {
@@ -309,22 +319,22 @@ pub(super) fn attach(
     Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
 }
 
-/// What is said to a reader.
+/// Event stream of a reader.
 struct Events {
     process: Arc<Process>,
-    seen: watch::Receiver<Seen>,
-    /// How far it has read.
+    seen: watch::Receiver<Progress>,
+    /// Offset of the reader in each output.
     at: [u64; 2],
-    /// How many gaps it has passed.
-    told: [usize; 2],
-    stdin_said: u64,
-    /// Which output is looked at first, so that neither waits for the other.
-    turn: usize,
-    said: Said,
+    /// Number of gaps that the reader has passed in each output.
+    passed_gaps: [usize; 2],
+    reported_stdin: u64,
+    /// Index of the output to read first. It alternates, so that neither output starves.
+    next_output: usize,
+    phase: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
-enum Said {
+enum EventPhase {
     Output,
     Ended,
     Done,
@@ -333,24 +343,24 @@ enum Said {
 impl Events {
     async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
         loop {
-            if self.said == Said::Done {
+            if self.phase == EventPhase::Done {
                 return Ok(None);
             }
             let seen = self.seen.borrow_and_update().clone();
-            if seen.stdin_taken != self.stdin_said {
-                self.stdin_said = seen.stdin_taken;
-                return Ok(Some(ProcessEvent::StdinTaken(self.stdin_said)));
+            if seen.stdin_taken != self.reported_stdin {
+                self.reported_stdin = seen.stdin_taken;
+                return Ok(Some(ProcessEvent::StdinAccepted(self.reported_stdin)));
             }
             if let Some(event) = self.output(&seen).await? {
                 return Ok(Some(event));
             }
             match seen.phase {
-                Phase::Ended(ended) if self.said == Said::Output => {
-                    self.said = Said::Ended;
+                Phase::Ended(ended) if self.phase == EventPhase::Output => {
+                    self.phase = EventPhase::Ended;
                     return Ok(Some(ProcessEvent::Ended(ended)));
                 }
                 Phase::Ended(_) => {
-                    self.said = Said::Done;
+                    self.phase = EventPhase::Done;
                     let [stdout, stderr] = self.at;
                     return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
                 }
@@ -360,31 +370,31 @@ impl Events {
                         changed = self.seen.changed() => if changed.is_err() {
                             return Err(RuntimeError::ProcessNotFound(self.process.id));
                         },
-                        () = self.process.term.cancelled() => return Err(self.process.taken_over()),
+                        () = self.process.term.cancelled() => return Err(self.process.takeover_error()),
                     }
                 }
             }
         }
     }
 
-    /// Some output that was not said yet.
-    async fn output(&mut self, seen: &Seen) -> Result<Option<ProcessEvent>, RuntimeError> {
-        for which in [self.turn, 1 - self.turn] {
+    /// Returns the next part of the output.
+    async fn output(&mut self, seen: &Progress) -> Result<Option<ProcessEvent>, RuntimeError> {
+        for which in [self.next_output, 1 - self.next_output] {
             let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
             let base = self.process.base;
             let gaps = &seen.gaps[which];
             if self.at[which] < base {
                 self.at[which] = base;
-                self.told[which] = gaps.iter().take_while(|gap| **gap <= base).count();
+                self.passed_gaps[which] = gaps.iter().take_while(|gap| **gap <= base).count();
                 return Ok(Some(ProcessEvent::Truncated { stream, from: base, to: base }));
             }
             let offset = self.at[which];
-            while gaps.get(self.told[which]).is_some_and(|gap| *gap < offset) {
-                self.told[which] += 1;
+            while gaps.get(self.passed_gaps[which]).is_some_and(|gap| *gap < offset) {
+                self.passed_gaps[which] += 1;
             }
-            let gap = gaps.get(self.told[which]).copied();
+            let gap = gaps.get(self.passed_gaps[which]).copied();
             if gap == Some(offset) {
-                self.told[which] += 1;
+                self.passed_gaps[which] += 1;
                 return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to: offset }));
             }
             if offset >= seen.heads[which] {
@@ -393,21 +403,23 @@ impl Events {
             let spool = Arc::clone(&self.process.spools[which]);
             let read = move || spool.read(offset).map_err(|error| RuntimeError::io("read a spool", error));
             let found = blocking(read).await?;
-            self.turn = 1 - which;
+            self.next_output = 1 - which;
             match found {
-                Found::Data(mut data) => {
+                ReadResult::Data(mut data) => {
                     if let Some(before) = gap.and_then(|gap| usize::try_from(gap - offset).ok()) {
                         data.truncate(before);
                     }
                     self.at[which] += data.len() as u64;
                     return Ok(Some(ProcessEvent::Output { stream, offset, data }));
                 }
-                Found::Gone(to) => {
+                ReadResult::Lost(to) => {
                     self.at[which] = to;
                     return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to }));
                 }
-                Found::Nothing => {
-                    return Err(RuntimeError::Other("a spool holds less than was written".to_owned()));
+                ReadResult::Nothing => {
+                    return Err(RuntimeError::Other(
+                        "the spool has fewer bytes than were written".to_owned(),
+                    ));
                 }
             }
         }
@@ -415,13 +427,13 @@ impl Events {
     }
 }
 
-/// What is said to a process.
+/// The input side of an attachment.
 struct Input {
     worker: Arc<Worker>,
     process: Arc<Process>,
 }
 
-/// The longest prefix of `bytes` that is whole characters. `None`: it is no text.
+/// The longest prefix of `bytes` with complete characters. `None`: the bytes are not UTF-8.
 fn whole_characters(bytes: &[u8]) -> Option<&str> {
     match std::str::from_utf8(bytes) {
         Ok(text) => Some(text),
@@ -434,7 +446,7 @@ fn whole_characters(bytes: &[u8]) -> Option<&str> {
 }
 
 impl Input {
-    /// Waits until input can be said. `None`: nobody would hear it any more.
+    /// Waits for the connection. `None`: the process reads no more input.
     async fn line(&self) -> Result<Option<(OwnedMutexGuard<Stdin>, Control)>, RuntimeError> {
         let mut changed = self.process.line_changed.subscribe();
         loop {
@@ -445,40 +457,41 @@ impl Input {
                 _ if self.process.phase() == Phase::Gone => {
                     return Err(RuntimeError::ProcessNotFound(self.process.id));
                 }
-                Line::Up(control) => {
+                InputLink::Up(control) => {
                     let control = control.clone();
                     return Ok(Some((stdin, control)));
                 }
-                Line::Closed => return Ok(None),
-                Line::Broken => {
-                    let message = "standard input ended when the connection to the worker broke";
+                InputLink::Closed => return Ok(None),
+                InputLink::Broken => {
+                    let message = "standard input was lost when the connection to the worker broke";
                     return Err(RuntimeError::Other(message.to_owned()));
                 }
-                Line::Down => {}
+                InputLink::Down => {}
             }
             drop(stdin);
             let mut seen = self.process.seen.subscribe();
             tokio::select! {
                 _ = changed.changed() => {}
                 _ = seen.wait_for(|seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone)) => {}
-                () = self.process.term.cancelled() => return Err(self.process.taken_over()),
+                () = self.process.term.cancelled() => return Err(self.process.takeover_error()),
             }
         }
     }
 }
 
 impl Process {
-    /// Until it has ended: what is said then has no one to hear it.
-    async fn until_ended<T>(&self, saying: impl Future<Output = T>) -> Option<T> {
+    /// Awaits a write, or the end of the process, after which input has no receiver.
+    async fn unless_ended<T>(&self, writing: impl Future<Output = T>) -> Option<T> {
         let mut seen = self.seen.subscribe();
         tokio::select! {
-            said = saying => Some(said),
+            written = writing => Some(written),
             _ = seen.wait_for(|seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone)) => None,
         }
     }
 
-    /// Says `data`, which begins at `offset`. Is not to be dropped half-way: what was said would not be counted.
-    async fn say(
+    /// Sends `data`, which begins at `offset`. The future must not be dropped, because sent bytes
+    /// would not be counted.
+    async fn write(
         &self,
         mut stdin: OwnedMutexGuard<Stdin>,
         control: Control,
@@ -493,13 +506,14 @@ impl Process {
         let fresh = &data[skip..];
         let bytes = [&stdin.partial[..], fresh].concat();
         let Some(text) = whole_characters(&bytes) else {
-            let message = "standard input that is no text in UTF-8";
+            let message = "standard input that is not UTF-8";
             return Err(RuntimeError::Unsupported(message.to_owned()));
         };
-        match self.until_ended(control.write(text)).await {
+        match self.unless_ended(control.write(text)).await {
             None => return Ok(()),
-            // It has ended, or the line is down: the follower finds out which, and says so to whoever comes next.
-            Some(Err(_)) => stdin.line = Line::Down,
+            // The process has ended, or the connection broke. The task that follows the process
+            // finds out which.
+            Some(Err(_)) => stdin.line = InputLink::Down,
             Some(Ok(())) => stdin.partial = bytes[text.len()..].to_vec(),
         }
         let length = fresh.len() as u64;
@@ -510,22 +524,23 @@ impl Process {
 
 #[async_trait]
 impl ProcessInput for Input {
-    /// Only text travels: a Garden server turns every byte that is not UTF-8 into U+FFFD.
+    /// Only text can be sent, because a Garden server replaces every byte that is not UTF-8 by
+    /// U+FFFD.
     async fn stdin(&self, offset: u64, data: Bytes) -> Result<(), RuntimeError> {
         let (mut at, mut rest) = (offset, data);
         loop {
             let part = rest.split_to(rest.len().min(MOST_STDIN));
             let length = part.len() as u64;
-            // The line is kept until it is said: whoever comes next says what follows.
+            // The lock is held until the data is sent, so that writes stay in order.
             let Some((stdin, control)) = self.line().await? else { return Ok(()) };
             let (process, stopping) = (Arc::clone(&self.process), self.worker.stopping.clone());
-            let saying = self.worker.tasks.spawn(async move {
+            let writing = self.worker.tasks.spawn(async move {
                 tokio::select! {
-                    said = process.say(stdin, control, at, part) => said,
+                    sent = process.write(stdin, control, at, part) => sent,
                     () = stopping.cancelled() => Err(RuntimeError::Other("the gateway is stopping".to_owned())),
                 }
             });
-            saying.await.unwrap_or_else(|error| Err(RuntimeError::Other(error.to_string())))?;
+            writing.await.unwrap_or_else(|error| Err(RuntimeError::Other(error.to_string())))?;
             at += length;
             if rest.is_empty() {
                 return Ok(());
@@ -534,8 +549,8 @@ impl ProcessInput for Input {
     }
 
     async fn close_stdin(&self) -> Result<(), RuntimeError> {
-        // Where the line broke, its end was told already.
-        if matches!(self.process.stdin.lock().await.line, Line::Broken) {
+        // The loss of the connection has already closed standard input.
+        if matches!(self.process.stdin.lock().await.line, InputLink::Broken) {
             return Ok(());
         }
         let Some((mut stdin, control)) = self.line().await? else { return Ok(()) };
@@ -543,35 +558,37 @@ impl ProcessInput for Input {
             let message = "standard input that ends within a character";
             return Err(RuntimeError::Unsupported(message.to_owned()));
         }
-        // A terminal stays: its user types the end of input, and may resize it.
+        // A terminal stays open: the end of input is a character, and the terminal may be resized
+        // later.
         if self.process.terminal {
-            if let Some(Err(error)) = self.process.until_ended(control.write("\u{4}")).await {
+            if let Some(Err(error)) = self.process.unless_ended(control.write("\u{4}")).await {
                 return Err(RuntimeError::Other(domain::error_chain(&error)));
             }
             return Ok(());
         }
-        // Once this is sent, nothing else may be.
-        if let Some(Ok(())) = self.process.until_ended(control.close_stdin()).await {
-            stdin.line = Line::Closed;
+        // No message may be sent after this one.
+        if let Some(Ok(())) = self.process.unless_ended(control.close_stdin()).await {
+            stdin.line = InputLink::Closed;
             let handle = self.process.container.to_string();
-            // Otherwise another gateway would take the end of its input for a break.
+            // Without this property, another gateway would report the end of input as a broken
+            // connection.
             if let Err(error) =
                 self.worker.garden.set_property(&handle, properties::INPUT, properties::CLOSED).await
             {
-                tracing::debug!(process.id = %self.process.id, error = domain::error_chain(&error), "the end of its input is not written down");
+                tracing::debug!(process.id = %self.process.id, error = domain::error_chain(&error), "cannot store the end of the input of a process");
             }
         }
         Ok(())
     }
 
-    /// TERM and KILL are the only signals that travel. Where not even they do, the worker's own way to end a container stands in: TERM, and
-    /// KILL ten seconds later.
+    /// Sends TERM or KILL, the only signals of the protocol. Workers that ignore signals get a stop
+    /// of the container instead, which sends TERM, and KILL ten seconds later.
     async fn signal(&self, number: u8) -> Result<(), RuntimeError> {
         let (signal, kill) = match number {
             9 => (Signal::Kill, true),
             15 => (Signal::Terminate, false),
             _ => {
-                let message = format!("signal {number}: a Garden worker knows only TERM and KILL");
+                let message = format!("signal {number}: a Garden worker supports only TERM and KILL");
                 return Err(RuntimeError::Unsupported(message));
             }
         };
@@ -579,9 +596,9 @@ impl ProcessInput for Input {
             return Ok(());
         }
         if self.worker.backend != Backend::Containerd {
-            // A process that does not read holds up whoever writes to it, and would hold up the signal.
+            // A process that does not read blocks its writer, and must not block the signal.
             if let Ok(stdin) = self.process.stdin.try_lock()
-                && let Line::Up(control) = &stdin.line
+                && let InputLink::Up(control) = &stdin.line
                 && control.signal(signal).await.is_ok()
             {
                 return Ok(());
@@ -591,19 +608,19 @@ impl ProcessInput for Input {
         Ok(())
     }
 
-    async fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+    async fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError> {
         if !self.process.terminal {
-            return Err(RuntimeError::Unsupported("it has no terminal".to_owned()));
+            return Err(RuntimeError::Unsupported("the process has no terminal".to_owned()));
         }
         let Some((_stdin, control)) = self.line().await? else { return Ok(()) };
         let size = WindowSize { columns: window.columns, rows: window.rows };
-        match self.process.until_ended(control.resize(size)).await {
+        match self.process.unless_ended(control.resize(size)).await {
             None | Some(Ok(())) => Ok(()),
             Some(Err(error)) => Err(RuntimeError::Other(domain::error_chain(&error))),
         }
     }
 
-    /// Nothing holds the process back, so nothing depends on it.
+    /// Ignored, because output never blocks a process.
     async fn acknowledge(&self, _up_to: Offsets) -> Result<(), RuntimeError> {
         Ok(())
     }
@@ -614,7 +631,7 @@ impl ProcessInput for Input {
 }
 
 impl Process {
-    /// Marks it as asked to end.
+    /// Records that a stop was requested.
     pub(super) fn ask_to_end(&self) {
         self.stopped.store(true, Ordering::SeqCst);
     }

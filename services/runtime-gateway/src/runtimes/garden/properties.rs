@@ -1,60 +1,63 @@
-//! Properties by which the worker's containers and volumes are known again: all that is durable of this runtime.
+//! Names and values of the properties of containers and volumes: all durable state of the Garden
+//! runtime.
 //!
-//! None is ever empty: a containerd worker loses a property with an empty value.
+//! A value is never empty, because a containerd worker drops properties with an empty value.
 
-/// Of a volume or container that is ours: [`VOLUME`], [`CONTAINER`], [`MARKER`] or [`SIDECAR`].
+/// Kind of a volume or container of Gantry: [`VOLUME`], [`CONTAINER`], [`MARKER`] or [`SIDECAR`].
 pub(super) const KIND: &str = "gantry.kind";
-/// A volume that the trait knows.
+/// A volume with a handle of the runtime interface.
 pub(super) const VOLUME: &str = "volume";
 /// A container.
 pub(super) const CONTAINER: &str = "container";
-/// The volume whose property [`MARKER_ID`] identifies this life of what the worker holds.
+/// The volume whose property [`MARKER_ID`] identifies the incarnation.
 pub(super) const MARKER: &str = "marker";
-/// A volume beside another one, which has its manifest.
+/// A volume that holds the manifest of another volume.
 pub(super) const SIDECAR: &str = "sidecar";
 
 /// Of the marker volume: the marker.
 pub(super) const MARKER_ID: &str = "gantry.marker";
-/// Of the marker volume: of which life of the artifact store the volumes are.
+/// Of the marker volume: the mark of the artifact store that owns the volumes.
 pub(super) const STORE: &str = "gantry.store";
-/// Of a volume: the artifact whose bytes it holds.
+/// Of a volume: the artifact that it holds.
 pub(super) const ARTIFACT: &str = "gantry.artifact";
 /// Of a volume: its parent.
 pub(super) const PARENT: &str = "gantry.parent";
-/// Of a sidecar: how long the manifest in it is, set when it is whole.
+/// Of a sidecar: the length of its manifest in bytes, set when the manifest is complete.
 pub(super) const MANIFEST_BYTES: &str = "gantry.manifest-bytes";
 
-/// Of a container: its own handle, so that it can be asked for by the filter that every kind of worker has.
+/// Of a container: its handle. A filter for one property works on every kind of worker.
 pub(super) const HANDLE: &str = "gantry.handle";
-/// Of a container: whose it is.
+/// Of a container: its team.
 pub(super) const TEAM: &str = "gantry.team";
-/// Of a container: where its process starts.
+/// Of a container: the working directory of its process.
 pub(super) const DIRECTORY: &str = "gantry.directory";
-/// Of a container: who runs in it.
+/// Of a container: the user of its process.
 pub(super) const USER: &str = "gantry.user";
-/// Of a container: the volume that its root file system is in.
+/// Of a container: the volume of its root file system.
 pub(super) const ROOT: &str = "gantry.root";
-/// Of a container: the volume is its root as it is, and not the directory `rootfs` of it.
+/// Of a container: present if its root is the whole volume, and not the directory `rootfs`.
 pub(super) const WHOLE: &str = "gantry.whole";
-/// Of a container, and of the volume that its root is in: the process that is to be started in it. The intent.
+/// Of a container, and of the volume of its root: the process to start. This is the intent.
 pub(super) const PROCESS: &str = "gantry.process";
-/// Of a volume: the process that was to be started is gone with its container.
+/// Of a volume: the process of the intent was destroyed with its container.
 pub(super) const NO_PROCESS: &str = "none";
-/// Of a container: how its process gets input, [`STREAM`], [`CLOSED`] or [`TERMINAL`]. Absent: it gets none.
+/// Of a container: the kind of input of its process: [`STREAM`], [`CLOSED`] or [`TERMINAL`].
+/// Absent: no input.
 pub(super) const INPUT: &str = "gantry.input";
-/// A stream from whoever attaches.
+/// Input from an attached client.
 pub(super) const STREAM: &str = "stream";
-/// It has got all of it.
+/// Input that is closed.
 pub(super) const CLOSED: &str = "closed";
 /// A terminal.
 pub(super) const TERMINAL: &str = "terminal";
-/// Of a container: its process was started. Proof, not intent.
+/// Of a container: proof that its process was started.
 pub(super) const STARTED: &str = "gantry.started";
-/// Of a container: who reads what its process says, after who started it; see [`super::output_offsets`].
+/// Of a container: the last reader of the output, if it is not the gateway that started the
+/// process. See [`super::output_offsets`].
 pub(super) const READER: &str = "gantry.reader";
-/// Of a container: its process was asked to end.
+/// Of a container: a stop of its process was requested.
 pub(super) const STOPPED: &str = "gantry.stopped";
 /// Of a container: how its process ended.
 pub(super) const END: &str = "gantry.end";
-/// Of what is a mark and nothing more.
+/// Value of a property that is only a flag.
 pub(super) const YES: &str = "yes";

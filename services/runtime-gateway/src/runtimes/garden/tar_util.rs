@@ -1,4 +1,4 @@
-//! Small tar archives.
+//! Small tar archives in memory.
 
 use std::io;
 
@@ -6,16 +6,16 @@ use runtime::Archive;
 use tokio::io::AsyncReadExt;
 
 const BLOCK: usize = 512;
-/// Most bytes that may follow the only file of an archive: padding, and blocks of zeroes.
+/// Bytes that may follow the only file of an archive: padding, and blocks of zeros.
 const MOST_REST: u64 = 1 << 20;
 
-/// An archive without entries. Not the same as nothing, which a worker refuses.
+/// An archive without entries. A worker rejects an empty stream.
 pub(super) fn empty() -> Vec<u8> {
     vec![0; 2 * BLOCK]
 }
 
 /// An archive of one file.
-pub(super) fn of_file(name: &str, contents: &[u8]) -> Vec<u8> {
+pub(super) fn archive_of_file(name: &str, contents: &[u8]) -> Vec<u8> {
     let mut head = [0; BLOCK];
     let mut put = |at: usize, text: &str| head[at..at + text.len()].copy_from_slice(text.as_bytes());
     put(0, name);
@@ -37,12 +37,13 @@ pub(super) fn of_file(name: &str, contents: &[u8]) -> Vec<u8> {
     archive
 }
 
-/// As the trait wants it.
+/// Converts an archive into a stream.
 pub(super) fn stream(archive: Vec<u8>) -> Archive {
     Box::pin(io::Cursor::new(archive))
 }
 
-/// The contents of the one file in an archive, at most `most` bytes. `None`: it has no plain file first.
+/// Reads the only file of an archive, of at most `most` bytes. `None`: the first entry is not a
+/// regular file.
 pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option<Vec<u8>>> {
     let mut head = [0; BLOCK];
     archive.read_exact(&mut head).await?;
@@ -50,7 +51,7 @@ pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option
     let size = usize::from_str_radix(size.trim_matches(['\0', ' ']), 8);
     let found = match size {
         Ok(size) if size <= most && matches!(head[156], b'0' | 0) => {
-            // It grows with what comes, not with what the worker claims.
+            // The buffer grows with the received bytes, not with the declared size.
             let mut contents = Vec::new();
             (&mut archive).take(size as u64).read_to_end(&mut contents).await?;
             if contents.len() < size {
@@ -60,14 +61,14 @@ pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option
         }
         _ => None,
     };
-    // It is whole only once its end has been read. One that goes on for longer is none of ours.
+    // The archive is valid only if its end was read. A longer archive was not written by Gantry.
     let passed_over = if found.is_some() { 0 } else { most as u64 };
     let mut end = archive.take(MOST_REST.saturating_add(passed_over));
     tokio::io::copy(&mut end, &mut tokio::io::sink()).await?;
     if end.limit() == 0 {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "too much follows the only file of an archive",
+            "too many bytes follow the only file of the archive",
         ));
     }
     Ok(found)
@@ -78,10 +79,10 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_file_comes_out_as_it_went_in_and_tar_reads_it() {
+    async fn archive_round_trip_works_with_tar() {
         for size in [0, 1, 511, 512, 513, 100_000] {
             let contents: Vec<u8> = (0..size).map(|at: usize| u8::try_from(at % 251).unwrap_or(0)).collect();
-            let archive = of_file("manifest", &contents);
+            let archive = archive_of_file("manifest", &contents);
             let found = file(stream(archive.clone()), size).await.expect("an archive");
             assert_eq!(found.as_deref(), Some(&contents[..]));
 
@@ -93,7 +94,7 @@ mod tests {
             assert!(status.success());
             assert_eq!(std::fs::read(directory.path().join("manifest")).expect("read"), contents);
         }
-        let too_large = file(stream(of_file("manifest", b"12345")), 4).await.expect("an archive");
+        let too_large = file(stream(archive_of_file("manifest", b"12345")), 4).await.expect("an archive");
         assert_eq!(too_large, None);
     }
 }

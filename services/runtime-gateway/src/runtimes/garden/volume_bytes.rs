@@ -1,4 +1,4 @@
-//! The bytes of one volume.
+//! Access to the bytes of one volume on a Garden worker.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use runtime::{Archive, Inlet, RemoteVolume, RuntimeError};
 
 use super::{Worker, errors, properties, tar_util, volumes};
 
-/// Most bytes of a manifest that is kept beside a volume: what [`transfer::Limits`] allow, and what stands before that.
+/// Limit of a stored manifest, in bytes: the limit of [`transfer::Limits`] and a header.
 const MOST_MANIFEST: usize = (1 << 30) + 4096;
 
 pub(super) struct Volume {
@@ -49,10 +49,11 @@ impl RemoteVolume for Volume {
         streamed.map_err(|error| self.failed("stream into a volume", path, error))
     }
 
-    /// Beside the volume: what is in the volume belongs to its owner. The property that makes it count comes last.
-    async fn keep_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError> {
+    /// Stores the manifest beside the volume, because the contents of the volume belong to its
+    /// owner. The property that makes the manifest valid is set last.
+    async fn store_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError> {
         self.worker.volume(self.handle).await?;
-        let failed = |error| errors::volume("keep a manifest", self.handle, error);
+        let failed = |error| errors::volume("store a manifest", self.handle, error);
         let name = volumes::sidecar(self.handle)?;
         let mut request = VolumeRequest::new(name.clone(), Strategy::Empty);
         request.properties.insert(properties::KIND.to_owned(), properties::SIDECAR.to_owned());
@@ -60,7 +61,7 @@ impl RemoteVolume for Volume {
         match client.create(&request).await {
             Ok(_) => {}
             Err(Error::AlreadyExists) => {
-                // Until the new one is whole, there is none.
+                // There is no valid manifest until the new one is complete.
                 client
                     .set_property(&name, properties::MANIFEST_BYTES, properties::NO_PROCESS)
                     .await
@@ -68,7 +69,7 @@ impl RemoteVolume for Volume {
             }
             Err(error) => return Err(failed(error)),
         }
-        let archive = tar_util::stream(tar_util::of_file(volumes::MANIFEST, &manifest));
+        let archive = tar_util::stream(tar_util::archive_of_file(volumes::MANIFEST, &manifest));
         let encoded = Encoded::new(self.worker.encoding, archive)
             .map_err(|error| RuntimeError::io("encode an archive", error))?;
         client.stream_in(&name, &StreamIn::new(self.worker.encoding), encoded).await.map_err(failed)?;
@@ -76,7 +77,7 @@ impl RemoteVolume for Volume {
         client.set_property(&name, properties::MANIFEST_BYTES, &length).await.map_err(failed)
     }
 
-    async fn kept_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError> {
+    async fn read_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError> {
         let failed = |error| errors::volume("read a manifest", self.handle, error);
         let (client, name) = (&self.worker.volumes, volumes::sidecar(self.handle)?);
         let kept = match client.get(&name).await {
@@ -98,7 +99,7 @@ impl RemoteVolume for Volume {
             return Ok(None);
         }
         let address = self.worker.volumes.p2p_url().await;
-        let address = address.map_err(|error| errors::volume("say where it is", self.handle, error))?;
+        let address = address.map_err(|error| errors::volume("report its address", self.handle, error))?;
         Ok(Some(Inlet {
             address: address.as_str().to_owned(),
             volume: self.handle,
@@ -108,17 +109,17 @@ impl RemoteVolume for Volume {
 
     async fn send(&self, to: &Inlet) -> Result<(), RuntimeError> {
         if !self.worker.config.peer_to_peer {
-            return Err(RuntimeError::NoPeers("nobody said that workers may reach one another"));
+            return Err(RuntimeError::NoPeers("its operator did not permit transfers between workers"));
         }
         let failed = |error| errors::volume("stream a volume to another worker", self.handle, error);
         let (name, into) = (volumes::name(self.handle.to_string())?, volumes::name(to.volume.to_string())?);
-        // What both know, and gzip is what every worker knows.
+        // An encoding that both workers support. Every worker supports gzip.
         let own = self.worker.encoding;
         let encoding = if own.as_str() == to.encoding { own } else { Encoding::Gzip };
         let url = P2pUrl::parse(&to.address).and_then(|url| url.stream_in(&into, &StreamIn::new(encoding)));
-        let url = url.map_err(|_| RuntimeError::NoPeers("the other has no address as workers have"))?;
+        let url = url.map_err(|_| RuntimeError::NoPeers("the address of the other worker is invalid"))?;
         match self.worker.volumes.stream_p2p_out(&name, "", &url, encoding).await {
-            // Of a worker that cannot be reached nothing comes, nor of one that refuses.
+            // An unreachable worker, or one that rejects the request, sends no more bytes.
             Err(error @ (Error::Transfer(_) | Error::Refused { .. } | Error::Unreachable(_))) => {
                 Err(RuntimeError::Peer(domain::error_chain(&error)))
             }

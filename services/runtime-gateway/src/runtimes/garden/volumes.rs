@@ -1,4 +1,4 @@
-//! Volumes.
+//! Volumes on a Garden worker.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -13,18 +13,18 @@ use crate::util::keyed_locks::lock;
 use super::{Worker, errors, properties, tar_util};
 
 const MARKER_VOLUME: &str = "gantry-marker";
-/// What a sidecar's name has more than its volume's.
+/// Suffix of the name of a sidecar.
 const SIDECAR: &str = ".manifest";
-/// Most volumes that one call destroys.
+/// Number of volumes that one call destroys.
 pub(super) const DESTROYED_AT_ONCE: usize = 100;
-/// The file in a sidecar.
+/// The name of the file in a sidecar.
 pub(super) const MANIFEST: &str = "manifest";
 
 pub(super) fn name(name: impl Into<String>) -> Result<baggageclaim::Handle, RuntimeError> {
     baggageclaim::Handle::new(name).map_err(|error| RuntimeError::Other(error.to_string()))
 }
 
-/// The name of the volume that has the manifest of another.
+/// The name of the volume that holds the manifest of another volume.
 pub(super) fn sidecar(handle: VolumeHandle) -> Result<baggageclaim::Handle, RuntimeError> {
     name(format!("{handle}{SIDECAR}"))
 }
@@ -33,19 +33,20 @@ fn properties<const N: usize>(of: [(&str, String); N]) -> BTreeMap<String, Strin
     of.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
-fn failed(doing: &str) -> impl Fn(Error) -> RuntimeError {
-    let doing = doing.to_owned();
+fn failed(operation: &str) -> impl Fn(Error) -> RuntimeError {
+    let operation = operation.to_owned();
     move |error| match error {
         Error::Unreachable(_) | Error::Lost(_) => {
-            RuntimeError::Io { doing: doing.clone(), source: std::io::Error::other(error) }
+            RuntimeError::Io { operation: operation.clone(), source: std::io::Error::other(error) }
         }
         error => {
-            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
+            RuntimeError::Other(format!("the worker cannot {operation}: {}", domain::error_chain(&error)))
         }
     }
 }
 
-/// Reads the marker of a worker, and makes it when there is none. Two that make it at a time agree: what the worker has counts.
+/// Reads the marker of a worker, or creates one. Two gateways that create one at the same time
+/// agree, because the stored one counts.
 pub(super) async fn make_marker(client: &Client) -> Result<MarkerId, RuntimeError> {
     let volume = name(MARKER_VOLUME)?;
     let read = async || match client.get(&volume).await {
@@ -55,7 +56,8 @@ pub(super) async fn make_marker(client: &Client) -> Result<MarkerId, RuntimeErro
     };
     match read().await? {
         Some(Some(marker)) => return Ok(marker),
-        // It was cut short, or is somebody else's: from now on it is ours.
+        // The creation was interrupted, or the volume belongs to another program. Gantry now sets
+        // its marker.
         Some(None) => {
             let marker = MarkerId::new().to_string();
             let set = client.set_property(&volume, properties::MARKER_ID, &marker).await;
@@ -68,15 +70,15 @@ pub(super) async fn make_marker(client: &Client) -> Result<MarkerId, RuntimeErro
                 properties([(properties::KIND, properties::MARKER.to_owned()), (properties::MARKER_ID, id)]);
             match client.create(&request).await {
                 Ok(_) | Err(Error::AlreadyExists) => {}
-                Err(error) => return Err(failed("make its marker")(error)),
+                Err(error) => return Err(failed("create its marker")(error)),
             }
         }
     }
     let marker = read().await?.flatten();
-    marker.ok_or_else(|| RuntimeError::Other("the worker's marker does not stay".to_owned()))
+    marker.ok_or_else(|| RuntimeError::Other("the worker does not keep its marker".to_owned()))
 }
 
-/// Of which life of the artifact store the volumes of a worker are, as its marker says.
+/// Reads the mark of the artifact store that owns the volumes.
 pub(super) async fn store_mark(client: &Client) -> Result<Option<StoreMark>, RuntimeError> {
     match client.get(&name(MARKER_VOLUME)?).await {
         Ok(volume) => Ok(volume.properties.get(properties::STORE).and_then(|mark| mark.parse().ok())),
@@ -90,10 +92,12 @@ pub(super) async fn set_store_mark(client: &Client, mark: StoreMark) -> Result<(
     set.map_err(failed("set its marker"))
 }
 
-/// How archives are moved: as was chosen, or in the best way that the worker knows. It is asked for its marker, which is empty.
+/// Selects the encoding of archives: the configured one, or the best that the worker supports. The
+/// probe reads the empty marker volume.
 pub(super) async fn encoding(client: &Client, chosen: Option<Encoding>) -> Result<Encoding, RuntimeError> {
     let volume = name(MARKER_VOLUME)?;
-    // Raw beats what compresses wherever the network is faster than one core compresses, which is nearly everywhere a worker is.
+    // Raw is faster than compression if the network is faster than one core compresses, which is
+    // usual for workers.
     let best = [Encoding::Raw, Encoding::Zstd, Encoding::Gzip];
     let choice = chosen.as_ref().map_or(&best[..], std::slice::from_ref);
     for encoding in choice {
@@ -104,13 +108,13 @@ pub(super) async fn encoding(client: &Client, chosen: Option<Encoding>) -> Resul
         }
     }
     let words: Vec<_> = choice.iter().map(|encoding| encoding.as_str()).collect();
-    Err(RuntimeError::Unsupported(format!("it knows no archives in {}", words.join(", "))))
+    Err(RuntimeError::Unsupported(format!("the worker supports no archives in {}", words.join(", "))))
 }
 
-/// A path below a volume as it stands on the wire.
+/// Converts a path below a volume for the protocol.
 pub(super) fn text(path: &Path) -> Result<&str, RuntimeError> {
     path.to_str().ok_or_else(|| {
-        RuntimeError::Unsupported(format!("a Garden worker takes only paths in UTF-8, not {path:?}"))
+        RuntimeError::Unsupported(format!("a Garden worker supports only UTF-8 paths, not {path:?}"))
     })
 }
 
@@ -129,13 +133,13 @@ impl Worker {
         let (strategy, parent) = match source {
             VolumeSource::Empty => (Strategy::Empty, None),
             VolumeSource::WorkerProvided(what) => (self.import(&what)?, None),
-            // Whether links stay is up to the driver of the worker's volumes.
+            // The volume driver of the worker decides whether hard links stay intact.
             VolumeSource::CopyOnWrite { parent } | VolumeSource::CopyOnWriteLinked { parent, .. } => {
                 own.insert(properties::PARENT.to_owned(), parent.to_string());
                 (Strategy::Cow { volume: name(parent.to_string())? }, Some(parent))
             }
             VolumeSource::Copy { original } => {
-                // Where it is mounted, so that all its layers are seen.
+                // The mounted path, which shows all layers.
                 let path = self.volume(original).await?.path;
                 (Strategy::Import { path, follow_symlinks: false }, None)
             }
@@ -144,15 +148,15 @@ impl Worker {
         request.properties = own;
 
         lock(&self.creating).insert(handle, parent);
-        let created = self.volumes.create_remembered(&request).await;
+        let created = self.volumes.create_with_outcome(&request).await;
         lock(&self.creating).remove(&handle);
         match (created, parent) {
-            (Ok((volume, remembered)), _) => {
-                // Nobody waits for the worker to forget how it went.
+            (Ok((volume, outcome)), _) => {
+                // The call does not wait for the deletion of the outcome.
                 let stopping = self.stopping.clone();
                 self.tasks.spawn(async move {
                     tokio::select! {
-                        () = remembered.forget() => {}
+                        () = outcome.delete() => {}
                         () = stopping.cancelled() => {}
                     }
                 });
@@ -162,25 +166,25 @@ impl Worker {
             (Err(Error::AlreadyExists), _) => Ok(()),
             (Err(error @ Error::Refused { .. }), Some(parent)) => {
                 self.volume(parent).await?;
-                Err(errors::volume("make a volume", handle, error))
+                Err(errors::volume("create a volume", handle, error))
             }
-            (Err(error), _) => Err(errors::volume("make a volume", handle, error)),
+            (Err(error), _) => Err(errors::volume("create a volume", handle, error)),
         }
     }
 
-    /// How the worker copies what it brings along.
+    /// The strategy by which the worker copies provided contents.
     fn import(&self, what: &WorkerProvided) -> Result<Strategy, RuntimeError> {
         let (path, follow_symlinks) = match what {
             WorkerProvided::ResourceType(name) => {
                 let known = self.config.resource_types.iter().find(|known| known.name == *name);
                 (known.map(|known| &known.path), false)
             }
-            // They are links to where the worker's system keeps them, often.
+            // Certificates are often links into the worker's system.
             WorkerProvided::Certs => (self.config.certs_path.as_ref(), true),
         };
         match path {
             Some(path) => Ok(Strategy::Import { path: path.clone(), follow_symlinks }),
-            None => Err(RuntimeError::Unsupported(format!("it does not bring along {what:?}"))),
+            None => Err(RuntimeError::Unsupported(format!("the worker does not provide {what:?}"))),
         }
     }
 
@@ -191,7 +195,7 @@ impl Worker {
     ) -> Result<(), RuntimeError> {
         let (volume, artifact) = (name(handle.to_string())?, artifact.to_string());
         let set = self.volumes.set_property(&volume, properties::ARTIFACT, &artifact).await;
-        set.map_err(|error| errors::volume("note whose a volume is", handle, error))
+        set.map_err(|error| errors::volume("store the artifact of a volume", handle, error))
     }
 
     pub(super) async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
@@ -201,7 +205,8 @@ impl Worker {
         Ok(Notes { parent, artifact })
     }
 
-    /// Makes directories, without a change to those that are there: an empty archive is unpacked in each.
+    /// Creates directories by unpacking an empty archive into each. Existing directories stay
+    /// unchanged.
     pub(super) async fn make_directories(
         &self,
         handle: VolumeHandle,
@@ -219,14 +224,15 @@ impl Worker {
             let archive = baggageclaim::Encoded::new(self.encoding, std::io::Cursor::new(tar_util::empty()))
                 .map_err(|error| RuntimeError::io("encode an archive", error))?;
             let streamed = self.volumes.stream_in(&name(handle.to_string())?, &how, archive).await;
-            streamed.map_err(|error| errors::volume("make directories", handle, error))?;
+            streamed.map_err(|error| errors::volume("create directories", handle, error))?;
         }
         Ok(())
     }
 
-    /// Destroys volumes, each with the manifest beside it, by as few calls as can be: what one call names is destroyed all at the same
-    /// time, so no child may be in it together with its parent. The worker would destroy a parent before its children, which then are empty.
-    /// Answers those that are still there, and why.
+    /// Destroys volumes and their manifests with as few calls as possible. One call destroys its
+    /// volumes concurrently, so it must not name a child and its parent. If the worker destroyed a
+    /// parent before its children, the children would become empty. Returns the volumes that were
+    /// not destroyed, with the error of each.
     pub(super) async fn destroy_volumes(
         &self,
         handles: &[VolumeHandle],
@@ -250,7 +256,10 @@ impl Worker {
                 these.iter().partition(|handle| of(**handle).next().is_some());
             left.extend(parents.into_iter().map(|handle| (handle, RuntimeError::HasChildren(handle))));
             if let Err(error) = self.destroy_together(&these).await {
-                tracing::debug!(error = domain::error_chain(&error), "volumes are destroyed one by one");
+                tracing::debug!(
+                    error = domain::error_chain(&error),
+                    "the worker cannot destroy several volumes at once: volumes are destroyed one by one"
+                );
                 for handle in these {
                     if let Err(error) = self.destroy_alone(handle).await {
                         left.push((handle, error));
@@ -262,7 +271,8 @@ impl Worker {
         left
     }
 
-    /// The children of these volumes that there are or are being made, as pairs of parent and child.
+    /// Returns existing children and children in creation of these volumes, as pairs of parent and
+    /// child.
     async fn children(
         &self,
         handles: &[VolumeHandle],
@@ -283,7 +293,7 @@ impl Worker {
         Ok(all.filter(|(parent, _)| asked.contains(parent)).collect())
     }
 
-    /// Destroys volumes by one call. Should it fail, some of them may be gone.
+    /// Destroys volumes with one call. After an error, some of them may be destroyed.
     async fn destroy_together(&self, handles: &[VolumeHandle]) -> Result<(), RuntimeError> {
         if handles.is_empty() {
             return Ok(());
@@ -299,7 +309,8 @@ impl Worker {
         for volume in [sidecar(handle)?, name(handle.to_string())?] {
             match self.volumes.destroy(&volume).await {
                 Ok(()) | Err(Error::NotFound) => {}
-                // It may be done, or under way; and where not all of it could be removed, it is out of sight.
+                // The destruction may be complete or in progress. A volume that could not be
+                // removed completely is unlisted.
                 Err(_) => match self.volumes.destroy(&volume).await {
                     Ok(()) | Err(Error::NotFound) => {}
                     Err(error) => return Err(errors::volume("destroy a volume", handle, error)),
@@ -309,14 +320,15 @@ impl Worker {
         Ok(())
     }
 
-    /// All volumes that have our mark, and those that are being made. A manifest whose volume is gone goes as well.
+    /// Lists all volumes of Gantry, including those in creation. Also destroys manifests without a
+    /// volume.
     pub(super) async fn list_volumes(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
         let making: Vec<_> = lock(&self.creating).keys().copied().collect();
         let list = async |kind| {
             let listed = self.volumes.list(&[(properties::KIND, kind)]).await;
             listed.map_err(failed("list volumes"))
         };
-        // In this order: a sidecar is made after its volume.
+        // This order is required, because a sidecar is created after its volume.
         let sidecars = list(properties::SIDECAR).await?;
         let volumes = list(properties::VOLUME).await?;
         let handles = volumes.iter().filter_map(|volume| volume.handle.parse().ok());
@@ -326,7 +338,10 @@ impl Worker {
             if volume.is_none_or(|volume| !handles.contains(&volume))
                 && let Err(error) = self.volumes.destroy(&name(orphan.handle)?).await
             {
-                tracing::warn!(error = domain::error_chain(&error), "a manifest outlives its volume");
+                tracing::warn!(
+                    error = domain::error_chain(&error),
+                    "cannot destroy the manifest of a destroyed volume"
+                );
             }
         }
         let mut handles: Vec<_> = handles.into_iter().collect();

@@ -1,4 +1,4 @@
-//! The capabilities of this machine, as they are found when the runtime is opened.
+//! Capabilities of this machine, detected when the runtime opens.
 
 use domain::error_chain;
 use domain::workload::Limits;
@@ -10,7 +10,8 @@ use super::policy::{Permission, Policy};
 
 pub(super) const ALL_LIMITS: Limits = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
 
-/// Makes the machine ready for private networks. `None`, with the reason in the log: it cannot have any.
+/// Prepares the machine for private networks. `None`, with the reason in the log: the machine
+/// cannot have any.
 pub(super) fn private_network(policy: &Policy) -> Option<Pool> {
     let pool = policy.network_pool();
     match network::prepare(pool) {
@@ -18,7 +19,7 @@ pub(super) fn private_network(policy: &Policy) -> Option<Pool> {
         Err(error) => {
             tracing::warn!(
                 error = error_chain(&error),
-                "containers get no private network: workloads that ask for one are not placed here"
+                "cannot set up private networks: workloads with a private network are not placed on this worker"
             );
             None
         }
@@ -63,8 +64,9 @@ pub(super) fn capabilities(
         ("limits-cpu", Limits { cpu_millis: ALL_LIMITS.cpu_millis, ..none }),
         ("limits-pids", Limits { pids: ALL_LIMITS.pids, ..none }),
     ];
-    features
-        .extend(limits.iter().filter(|(_, limit)| cgroups.missing(limit).is_none()).map(|(name, _)| *name));
+    features.extend(
+        limits.iter().filter(|(_, limit)| cgroups.first_missing(limit).is_none()).map(|(name, _)| *name),
+    );
     Capabilities {
         image_kinds,
         features: features.into_iter().map(str::to_owned).collect(),

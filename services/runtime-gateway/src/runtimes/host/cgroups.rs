@@ -1,7 +1,8 @@
 //! Control groups of containers.
 //!
-//! libcontainer makes them; here they are looked at, emptied and removed, also for a supervisor that died. A container has a
-//! group of the same name directly below the root of each hierarchy. Nothing is kept between containers.
+//! libcontainer creates the groups. This module inspects, empties and removes them, also for a
+//! supervisor that has died. A container has a group of the same name directly below the root of
+//! each hierarchy. No state is kept between containers.
 
 use std::fs;
 use std::io;
@@ -10,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use domain::workload::Limits;
 
-use super::mounts::{self, Mounted};
+use super::mounts::{self, MountEntry};
 
-/// How long the kernel may take to let go of an empty group.
+/// Time for the kernel to release an empty group.
 const REMOVAL: Duration = Duration::from_secs(5);
 
-/// The group of this process and its supervisors, where they are in a group that containers have groups below.
+/// The group of this process and its supervisors, used if their group must have groups of
+/// containers below it.
 const OWN: &str = "gantry-worker";
 
 /// The hierarchies of this worker.
@@ -23,12 +25,12 @@ const OWN: &str = "gantry-worker";
 pub(super) struct Cgroups {
     /// Mount points of version 1, each with its controllers.
     v1: Vec<(PathBuf, Vec<String>)>,
-    /// The mount point of version 2, where it is the only one, and its controllers.
+    /// The mount point of version 2, if it is the only version, and its controllers.
     v2: Option<(PathBuf, Vec<String>)>,
 }
 
 impl Cgroups {
-    pub(super) fn find(mounted: &[Mounted]) -> Self {
+    pub(super) fn find(mounted: &[MountEntry]) -> Self {
         let v1: Vec<_> = mounted
             .iter()
             .filter(|mount| mount.kind == "cgroup")
@@ -42,11 +44,12 @@ impl Cgroups {
         Self { v1, v2 }
     }
 
-    /// Lets groups be made, in a container engine's container too: there all hierarchies are read-only, and the topmost group that
-    /// is seen is the container's own, with this process in it.
+    /// Makes the hierarchies writable, also inside a container of a container engine. There all
+    /// hierarchies are read-only, and the topmost visible group is that of the container, with this
+    /// process in it.
     ///
-    /// Failures are in the log; what they are missed for says so.
-    pub(super) fn prepare(&self, mounted: &[Mounted]) {
+    /// Failures are logged. A container that needs the missing hierarchy is rejected later.
+    pub(super) fn prepare(&self, mounted: &[MountEntry]) {
         for mount in mounted.iter().filter(|mount| mount.read_only) {
             let ours = self.v1.iter().chain(&self.v2).any(|(root, _)| *root == mount.at);
             if ours && let Err(error) = mounts::make_writable(&mount.at) {
@@ -66,19 +69,19 @@ impl Cgroups {
             .map(|(path, _)| path.as_path())
     }
 
-    /// The first of these limits that cannot be kept.
-    pub(super) fn missing(&self, limits: &Limits) -> Option<&'static str> {
-        let wanted = [
+    /// The first of these limits that the machine cannot enforce.
+    pub(super) fn first_missing(&self, limits: &Limits) -> Option<&'static str> {
+        let needed = [
             ("memory", limits.memory_bytes.is_some()),
             ("cpu", limits.cpu_millis.is_some()),
             ("pids", limits.pids.is_some()),
         ];
-        let missing = |(name, wanted): &(&'static str, bool)| *wanted && self.controller(name).is_none();
-        wanted.into_iter().find(missing).map(|(name, _)| name)
+        let missing = |(name, needed): &(&'static str, bool)| *needed && self.controller(name).is_none();
+        needed.into_iter().find(missing).map(|(name, _)| name)
     }
 
-    /// Thousandths of a processor that all groups together can have: those that this process may run on, as far as a container in which
-    /// the worker itself runs has no quota.
+    /// CPU capacity of all groups together, in thousandths of a processor: the processors of this
+    /// process, limited by the quota of its container.
     pub(super) fn cpu_millis(&self) -> Option<u64> {
         let processors =
             rustix::thread::sched_getaffinity(None).ok().map(|set| u64::from(set.count()) * 1000);
@@ -91,15 +94,15 @@ impl Cgroups {
                 }
                 None => (read("cpu.cfs_quota_us")?, read("cpu.cfs_period_us")?),
             };
-            // `max` and -1 are no quota.
+            // `max` and -1 mean no quota.
             let (quota, period): (u64, u64) = (quota.trim().parse().ok()?, period.trim().parse().ok()?);
             quota.checked_mul(1000)?.checked_div(period)
         });
         processors.into_iter().chain(quota).min().filter(|millis| *millis > 0)
     }
 
-    /// Bytes of memory that all groups together can have: those of the machine, as far as a container in which the worker itself runs is not
-    /// limited to less.
+    /// Memory capacity of all groups together, in bytes: the memory of the machine, limited by that
+    /// of the surrounding container.
     pub(super) fn memory_bytes(&self) -> Option<u64> {
         let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
             let kilobytes = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
@@ -112,18 +115,18 @@ impl Cgroups {
         machine.into_iter().chain(limit).min()
     }
 
-    /// Whether swap counts against the memory limit too.
+    /// Whether the memory limit includes swap.
     pub(super) fn limits_swap(&self) -> bool {
         self.controller("memory").is_some_and(|memory| memory.join("memory.memsw.limit_in_bytes").exists())
     }
 
-    /// The processes in the groups of that name.
+    /// The processes in the groups of this name.
     pub(super) fn processes(&self, name: &str) -> Vec<u32> {
         let listed = self.groups(name).find_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
         listed.unwrap_or_default().lines().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Whether buffers of sockets count against a memory limit only where that is asked for.
+    /// Whether socket buffers count against a memory limit only if this is requested.
     pub(super) fn limits_sockets(&self) -> bool {
         self.controller("memory").is_some_and(|memory| memory.join("memory.kmem.tcp.limit_in_bytes").exists())
     }
@@ -132,8 +135,9 @@ impl Cgroups {
         self.v1.iter().chain(&self.v2).map(move |(path, _)| path.join(name))
     }
 
-    /// Makes the groups of that name whose limits programs like to know, and says where in a container they are to be seen.
-    pub(super) fn visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
+    /// Creates the groups of this name whose limits programs usually read. Returns them with their
+    /// paths in the container.
+    pub(super) fn create_visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
         let mut seen = Vec::new();
         if let Some((root, controllers)) = &self.v2 {
             enable(root, controllers);
@@ -154,13 +158,14 @@ impl Cgroups {
         Ok(seen)
     }
 
-    /// Whether the machine can keep devices out of containers.
+    /// Whether the machine can restrict the devices of containers.
     pub(super) fn restricts_devices(&self) -> bool {
         self.v2.is_some() || self.controller("devices").is_some()
     }
 
-    /// Forbids the groups of that name, which are there, every device but those of a container's `/dev`. For version 1 libcontainer does
-    /// it, and [`Self::are_devices_restricted`] looks whether it did.
+    /// Forbids all devices except those of a container's `/dev` to the existing groups of this
+    /// name. On version 1, libcontainer does this, and [`Self::are_devices_restricted`] verifies
+    /// it.
     pub(super) fn restrict_devices(&self, name: &str) -> io::Result<()> {
         match &self.v2 {
             Some((root, _)) => super::devices::restrict(&root.join(name)),
@@ -169,12 +174,14 @@ impl Cgroups {
         }
     }
 
-    /// Whether the group of that name has a device policy. On version 2 it has one, or [`Self::restrict_devices`] has failed.
+    /// Whether the group of this name has a device policy. On version 2 it has one unless
+    /// [`Self::restrict_devices`] has failed.
     pub(super) fn are_devices_restricted(&self, name: &str) -> io::Result<bool> {
         match self.controller("devices") {
             Some(root) => {
                 let list = fs::read_to_string(root.join(name).join("devices.list"))?;
-                // A line is `<kind> <major>:<minor> <access>`; `a` is every kind. To make a node without opening it is no access.
+                // A line is `<kind> <major>:<minor> <access>`. `a` is every kind. Creating a node
+                // without opening it is harmless.
                 let opens = |line: &str| line.rsplit(' ').next().is_some_and(|access| access != "m");
                 Ok(!list.lines().any(|line| line.starts_with(['a', 'b']) && opens(line)))
             }
@@ -182,7 +189,7 @@ impl Cgroups {
         }
     }
 
-    /// How often the kernel killed something in the group for its memory limit.
+    /// Number of processes that the kernel killed in the group for its memory limit.
     pub(super) fn out_of_memory_kills(&self, name: &str) -> u64 {
         let Some(memory) = self.controller("memory") else { return 0 };
         let file = if self.v2.is_some() { "memory.events" } else { "memory.oom_control" };
@@ -191,7 +198,7 @@ impl Cgroups {
         count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
     }
 
-    /// Processor time that was used in the groups of that name. `None`: nobody counts it.
+    /// Processor time used in the groups of this name. `None`: it is not accounted.
     pub(super) fn cpu_time(&self, name: &str) -> Option<Duration> {
         if let Some((root, _)) = &self.v2 {
             let stat = fs::read_to_string(root.join(name).join("cpu.stat")).ok()?;
@@ -202,19 +209,19 @@ impl Cgroups {
         used.trim().parse().ok().map(Duration::from_nanos)
     }
 
-    /// The most memory that the group of that name held at a time, in bytes. `None`: nobody counts it.
+    /// Peak memory of the group of this name, in bytes. `None`: it is not accounted.
     pub(super) fn peak_memory(&self, name: &str) -> Option<u64> {
         let file = if self.v2.is_some() { "memory.peak" } else { "memory.max_usage_in_bytes" };
         fs::read_to_string(self.controller("memory")?.join(name).join(file)).ok()?.trim().parse().ok()
     }
 
-    /// Memory in the group of that name that the kernel cannot reclaim, in bytes.
+    /// Memory of the group of this name that the kernel cannot reclaim, in bytes.
     pub(super) fn kept_memory(&self, name: &str) -> u64 {
         let Some(group) = self.controller("memory").map(|memory| memory.join(name)) else { return 0 };
         let text = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-        let value = |wanted: &str| {
+        let value = |key: &str| {
             let mut rows = text.lines().filter_map(|line| line.split_once(' '));
-            let value = rows.find(|(name, _)| *name == wanted).map(|(_, value)| value);
+            let value = rows.find(|(name, _)| *name == key).map(|(_, value)| value);
             value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
         };
         if self.v2.is_some() {
@@ -225,32 +232,33 @@ impl Cgroups {
         }
     }
 
-    /// Gives the group of that name all processors, so that what is killed in it can end.
+    /// Removes the CPU quota of the group of this name, so that killed processes can end.
     pub(super) fn lift_quota(&self, name: &str) {
         let (file, none) = if self.v2.is_some() { ("cpu.max", "max") } else { ("cpu.cfs_quota_us", "-1") };
         if let Some(group) = self.controller("cpu").map(|root| root.join(name))
             && let Err(error) = fs::write(group.join(file), none)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::debug!(path = %group.display(), %error, "cannot lift a limit of processors");
+            tracing::debug!(path = %group.display(), %error, "cannot remove the CPU quota of a control group");
         }
     }
 
-    /// Kills what is in the groups of that name.
+    /// Kills all processes in the groups of this name.
     pub(super) fn kill(&self, name: &str) -> io::Result<()> {
         self.lift_quota(name);
         self.groups(name).try_for_each(|group| kill_all(&group))
     }
 
-    /// Kills what is in the groups, and removes them.
+    /// Kills all processes in the groups, and removes the groups.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         let deadline = Instant::now() + REMOVAL;
         self.groups(name).try_for_each(|group| remove_group(&group, deadline))
     }
 }
 
-/// Moves all processes of a group into a group below it: one that has both processes and groups gives its groups no controllers.
-/// The machine's topmost group is an exception, and is left as it is.
+/// Moves all processes of a group into a group below it, because a group with processes cannot give
+/// controllers to its subgroups. The topmost group of the machine is an exception, and stays
+/// unchanged.
 fn leave(root: &Path) -> io::Result<()> {
     if !super::filesystem::exists(&root.join("cgroup.type"))? {
         return Ok(());
@@ -259,7 +267,7 @@ fn leave(root: &Path) -> io::Result<()> {
     super::filesystem::make_directory(&own)?;
     for process in fs::read_to_string(root.join("cgroup.procs"))?.lines() {
         match fs::write(own.join("cgroup.procs"), process) {
-            // It has ended.
+            // The process has ended.
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
             result => result?,
         }
@@ -267,7 +275,8 @@ fn leave(root: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Lets groups below `root` have its controllers. One that cannot be had is missed when a limit needs it.
+/// Enables controllers for the groups below `root`. A missing controller is reported when a limit
+/// needs it.
 fn enable(root: &Path, controllers: &[String]) {
     let file = root.join("cgroup.subtree_control");
     let enabled = fs::read_to_string(&file).unwrap_or_default();
@@ -313,7 +322,7 @@ fn kill_all(group: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// A privileged container may have made groups of its own.
+/// A privileged container may have created subgroups.
 fn remove_children(group: &Path, deadline: Instant) -> io::Result<()> {
     let entries = match fs::read_dir(group) {
         Ok(entries) => entries,
@@ -334,23 +343,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_limit_needs_its_hierarchy() {
-        let mount = |at: &str, options: &str| Mounted {
+    fn missing_hierarchy_matters_only_for_its_limit() {
+        let mount = |at: &str, options: &str| MountEntry {
             at: at.into(),
             kind: "cgroup".into(),
             options: options.into(),
             read_only: false,
         };
         let found = Cgroups::find(&[mount("/c/cpu", "rw,cpu,cpuacct"), mount("/c/pids", "rw,pids")]);
-        assert_eq!(found.missing(&Limits::default()), None);
+        assert_eq!(found.first_missing(&Limits::default()), None);
         let limits = Limits { cpu_millis: Some(1), memory_bytes: None, pids: Some(1) };
-        assert_eq!(found.missing(&limits), None);
-        assert_eq!(found.missing(&Limits { memory_bytes: Some(1), ..limits }), Some("memory"));
-        assert_eq!(Cgroups::default().missing(&limits), Some("cpu"));
+        assert_eq!(found.first_missing(&limits), None);
+        assert_eq!(found.first_missing(&Limits { memory_bytes: Some(1), ..limits }), Some("memory"));
+        assert_eq!(Cgroups::default().first_missing(&limits), Some("cpu"));
     }
 
     #[test]
-    fn what_there_is_to_give_is_what_the_machine_has_or_less_where_it_is_limited() -> io::Result<()> {
+    fn capacity_respects_limits_of_surrounding_group() -> io::Result<()> {
         let machine = Cgroups::default();
         let (cores, memory) = (machine.cpu_millis(), machine.memory_bytes());
         assert!(cores.is_some_and(|cores| cores >= 1000) && memory.is_some(), "{cores:?} {memory:?}");
@@ -360,7 +369,7 @@ mod tests {
         let write = |name: &str, text: &str| fs::write(at.join(name), text);
         let controllers = || vec!["cpu".to_owned(), "memory".to_owned()];
         let second = Cgroups { v1: Vec::new(), v2: Some((at.to_owned(), controllers())) };
-        // The root of all groups has no such files.
+        // The root group has no such files.
         assert_eq!((second.cpu_millis(), second.memory_bytes()), (cores, memory));
         write("cpu.max", "50000 100000\n")?;
         write("memory.max", "1048576\n")?;

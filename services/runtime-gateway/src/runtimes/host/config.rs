@@ -1,4 +1,4 @@
-//! Where the host runtime keeps things, and what it may do.
+//! Configuration of the host runtime: directories and policy.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,25 +8,27 @@ use runtime::RuntimeError;
 use super::filesystem::at;
 use super::policy::Policy;
 
-/// Where the host runtime keeps things, and how it starts supervisors.
+/// Configuration of the host runtime.
 #[derive(Debug, Clone)]
 pub struct HostConfig {
-    /// Where everything is kept. Absolute, UTF-8, and on a file system that may hold the upper layer of an overlay.
+    /// The state directory. Absolute, UTF-8, and on a file system that supports the upper layer of
+    /// an overlay.
     pub state_dir: PathBuf,
-    /// Where short-lived sockets are. Absolute, UTF-8.
+    /// The directory of short-lived sockets. Absolute, UTF-8.
     pub runtime_dir: PathBuf,
-    /// The program whose `main` calls [`super::supervise_if_asked`] first.
+    /// The supervisor program. Its `main` must call [`super::supervise_if_asked`] first.
     pub supervisor: PathBuf,
-    /// How much output of each stream is kept.
+    /// Stored output per stream, in bytes.
     pub spool_bytes: u64,
-    /// Absolute paths that no container may see, beside the directories above.
+    /// Absolute paths that are hidden from all containers, in addition to the directories above.
     pub masked: Vec<PathBuf>,
-    /// What workloads may ask of this machine.
+    /// The operator's policy for workloads.
     pub policy: Policy,
 }
 
 impl HostConfig {
-    /// The defaults: this program is the supervisor, and 32 MiB of each output are kept.
+    /// Creates a configuration with the defaults: this program is the supervisor, and 32 MiB of
+    /// each output are stored.
     ///
     /// Errors: the path of this program is unknown.
     pub fn new(state_dir: impl Into<PathBuf>, runtime_dir: impl Into<PathBuf>) -> std::io::Result<Self> {
@@ -40,8 +42,9 @@ impl HostConfig {
         })
     }
 
-    /// The name of the worker that this state directory is: `given`, or else the one that it was first given, which is the host name then. A
-    /// host name may change while what the worker holds stays the same.
+    /// Returns the name of the worker of this state directory: `given`, or else the stored name.
+    /// The host name is stored on first use, because it may change while the contents of the worker
+    /// stay the same.
     ///
     /// Errors: the state directory cannot be read or written.
     pub fn worker_name(&self, given: Option<String>) -> std::io::Result<String> {
@@ -51,7 +54,7 @@ impl HostConfig {
         let path = self.state_dir.join("worker-name");
         match fs::read_to_string(&path) {
             Ok(name) if !name.trim().is_empty() => return Ok(name.trim().to_owned()),
-            // What a crash of the machine left of it.
+            // A crash of the machine may have left an empty file.
             Ok(_) => fs::remove_file(&path)?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
@@ -60,7 +63,7 @@ impl HostConfig {
         crate::make_private_directory(&self.state_dir)?;
         let temporary = self.state_dir.join(format!("worker-name.{}", std::process::id()));
         fs::write(&temporary, &name)?;
-        // Of several that start at once one is first, and the others take its word.
+        // If several processes start at once, one of them sets the name, and the others use it.
         let first = fs::hard_link(&temporary, &path);
         fs::remove_file(&temporary)?;
         match first {
@@ -73,11 +76,13 @@ impl HostConfig {
     }
 }
 
-/// Checks the paths, and makes the directories.
+/// Validates the paths, and creates the directories.
 pub(super) fn prepared(config: HostConfig) -> Result<HostConfig, RuntimeError> {
     for path in [&config.state_dir, &config.runtime_dir, &config.supervisor] {
         if !path.is_absolute() || path.to_str().is_none() {
-            return Err(RuntimeError::Other(format!("{path:?} is not an absolute path in UTF-8")));
+            return Err(RuntimeError::Other(format!(
+                "cannot use the path {path:?}: it is not absolute, or not UTF-8"
+            )));
         }
     }
     if !rustix::process::geteuid().is_root() {
@@ -86,7 +91,7 @@ pub(super) fn prepared(config: HostConfig) -> Result<HostConfig, RuntimeError> {
     for path in [&config.state_dir, &config.runtime_dir] {
         crate::make_private_directory(path).map_err(at("make", path))?;
     }
-    // Mounts are listed under their real paths.
+    // The mount table has real paths.
     let real = |path: &Path| fs::canonicalize(path).map_err(at("find", path));
     Ok(HostConfig {
         state_dir: real(&config.state_dir)?,
@@ -101,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_keeps_the_name_that_its_state_directory_was_given_first() {
+    fn worker_keeps_its_first_name() {
         let directory = tempfile::tempdir().expect("a directory");
         let config =
             HostConfig::new(directory.path().join("state"), directory.path().join("run")).expect("a path");
@@ -111,12 +116,12 @@ mod tests {
 
         let kept = config.state_dir.join("worker-name");
         fs::write(&kept, "another\n").expect("write");
-        assert_eq!(config.worker_name(None).expect("a name"), "another", "whatever the host is called now");
+        assert_eq!(config.worker_name(None).expect("a name"), "another", "the stored name wins");
         fs::write(&kept, "").expect("write");
-        assert_eq!(config.worker_name(None).expect("a name"), first, "nothing is no name");
+        assert_eq!(config.worker_name(None).expect("a name"), first, "an empty file counts as missing");
         let mode = std::os::unix::fs::MetadataExt::mode(&fs::metadata(&config.state_dir).expect("there"));
         assert_eq!(mode & 0o777, 0o700);
         let left = fs::read_dir(&config.state_dir).expect("list").count();
-        assert_eq!(left, 1, "the name alone");
+        assert_eq!(left, 1, "only the file with the name remains");
     }
 }

@@ -1,7 +1,7 @@
-//! Containers: made, listed, destroyed, and adopted from the runtime before this one.
+//! Containers on the host: creation, list, destruction, and adoption from an earlier runtime.
 //!
-//! A container that has not started anything is only a directory. Everything that it can be refused for is looked at here,
-//! before anything is made.
+//! A container without a process is only a directory. All checks happen here, before anything is
+//! created.
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File};
@@ -31,11 +31,12 @@ use super::users::{User, Users};
 use super::{Host, mounts, paths, user_namespace};
 use crate::util::keyed_locks::lock;
 
-/// What a half-made container is called, and one that is being destroyed.
+/// Name prefixes of containers in creation and in destruction.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
-/// Places where nothing may be mounted.
+/// Paths where no volume may be mounted.
 const RESERVED: [&str; 3] = ["/proc", "/sys", "/dev"];
-/// Places that are empty when a container starts, and what is there all the same.
+/// Directories that are empty when a container starts, with the subdirectories that exist
+/// nevertheless.
 const FRESH: [(&str, &[&str]); 5] = [
     ("/proc", &["/proc"]),
     ("/sys", &["/sys"]),
@@ -43,13 +44,13 @@ const FRESH: [(&str, &[&str]); 5] = [
     ("/tmp", &["/tmp"]),
     ("/run", &["/run", "/run/lock"]),
 ];
-/// Where the root file system is in the volume of an image.
+/// The directory of the root file system in the volume of an image.
 pub(super) const ROOT: &str = "rootfs";
-/// Most bytes of a file with accounts that are read.
+/// Limit of an account file, in bytes.
 const MAX_ACCOUNTS: u64 = 16 << 20;
-/// The working directory that is made when it is missing.
+/// The working directory that is created if it is missing.
 const WORKSPACE: &str = "/workspace";
-/// How long a supervisor may take to end after everything in its container was killed.
+/// Time for a supervisor to end after all processes of its container were killed.
 const LAST: Duration = Duration::from_secs(15);
 
 impl Host {
@@ -68,8 +69,8 @@ impl Host {
         Ok(handles)
     }
 
-    /// Learns what an earlier runtime left: removes what is half-made, remembers processes, revokes intents that nobody will
-    /// carry out, and ends what lost its supervisor.
+    /// Adopts the state of an earlier runtime. Removes incomplete containers, registers processes,
+    /// revokes abandoned intents, and ends containers without a supervisor.
     pub(super) fn adopt(&self) -> Result<(), RuntimeError> {
         let directory = self.containers();
         filesystem::make_directory(&directory).map_err(at("make", &directory))?;
@@ -90,26 +91,29 @@ impl Host {
             let process = Process::new(self, container, id);
             let mut known = false;
             for name in [paths::INTENT, paths::STARTED, paths::REVOKED, paths::END] {
-                known |= filesystem::exists(&process.file(name)).map_err(at("look at", &process.dir))?;
+                known |= filesystem::exists(&process.file(name)).map_err(at("check", &process.dir))?;
             }
             if known {
                 lock(&self.processes).insert(id, container);
                 written.extend(volumes.iter().map(|volume| (*volume, id)));
-                // Also settles what has no supervisor any more. What cannot be settled now will be when it is asked for.
+                // This also settles processes without a supervisor. A process that cannot be
+                // settled now is settled at its next use.
                 if let Err(error) = self.status(&process) {
-                    tracing::warn!(process.id = %id, %error, "could not settle a process that lost its supervisor");
+                    tracing::warn!(process.id = %id, %error, "cannot settle a process without a supervisor");
                 }
             } else {
                 filesystem::remove_or_leave(&process.dir);
             }
         }
-        // Also of processes that have ended: the mounts that the gateway before this one left may show old contents.
+        // Includes processes that have ended, because the mounts of the earlier gateway may show
+        // old contents.
         lock(&self.written).extend(written);
         Ok(())
     }
 
-    /// Takes back every start that the gateway before this one had begun and that is not proven: it may be frozen halfway. What was
-    /// started goes on. What is taken back never was started, and may be begun again.
+    /// Revokes every start of the earlier gateway that is not proven, because that gateway may be
+    /// frozen halfway. Started processes continue. A revoked process was never started, and may be
+    /// started again.
     pub(super) fn revoke_unstarted(&self) -> Result<(), RuntimeError> {
         let all: Vec<_> = lock(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
         for (id, container) in all {
@@ -117,19 +121,19 @@ impl Host {
             if !process.revoke()? {
                 continue;
             }
-            tracing::info!(process.id = %id, "a start that another gateway had begun is taken back");
+            tracing::info!(process.id = %id, "revoked the start of a process by another gateway");
             process.kill_supervisor()?;
             let deadline = std::time::Instant::now() + LAST;
             while process.is_alive()? && !process.supervisor_ended()? {
                 if std::time::Instant::now() >= deadline {
-                    return Err(RuntimeError::Other(format!("the supervisor of process {id} does not end")));
+                    return Err(RuntimeError::Other(format!("cannot end the supervisor of process {id}")));
                 }
                 std::thread::sleep(Duration::from_millis(2));
             }
             self.cgroups
                 .remove(&process.cgroup())
                 .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
-            self.forget(&process)?;
+            self.undo_start(&process)?;
             lock(&self.processes).remove(&id);
         }
         Ok(())
@@ -152,13 +156,13 @@ impl Host {
         let processes: Vec<_> =
             lock(&self.processes).iter().map(|(id, container)| Process::new(self, *container, *id)).collect();
         for process in processes {
-            // Its supervisor ends with the last process of the container.
+            // The supervisor ends with the last process of its container.
             if let Err(error) = self.cgroups.kill(&process.cgroup()) {
                 tracing::warn!(process.id = %process.id, %error, "cannot kill a container");
             }
         }
-        let below = |mount: &mounts::Mounted| mount.at.starts_with(&self.config.state_dir);
-        let mounted = mounts::mounted().unwrap_or_default();
+        let below = |mount: &mounts::MountEntry| mount.at.starts_with(&self.config.state_dir);
+        let mounted = mounts::mount_table().unwrap_or_default();
         for mount in mounted.iter().rev().filter(|mount| below(mount)) {
             if let Err(error) = mounts::unmount(&mount.at) {
                 tracing::warn!(path = %mount.at.display(), %error, "cannot unmount a volume");
@@ -166,10 +170,10 @@ impl Host {
         }
     }
 
-    /// What a container is. `None`: there is none.
+    /// Reads the specification of a container. `None`: the container does not exist.
     pub(super) fn read_container(&self, handle: ContainerHandle) -> Result<Option<Container>, RuntimeError> {
         let path = self.container(handle).join(paths::CONTAINER);
-        let Some(record) = filesystem::read_if_there(&path).map_err(at("read", &path))? else {
+        let Some(record) = filesystem::read_if_exists(&path).map_err(at("read", &path))? else {
             return Ok(None);
         };
         let unreadable = |error| RuntimeError::Other(format!("{}: {error}", path.display()));
@@ -207,38 +211,38 @@ impl Host {
 
     fn create(&self, handle: ContainerHandle, mut spec: ContainerSpec) -> Result<(), RuntimeError> {
         let container = self.container(handle);
-        if filesystem::exists(&container).map_err(at("look for", &container))? {
+        if filesystem::exists(&container).map_err(at("check", &container))? {
             return Ok(());
         }
         self.check_policy(&spec)?;
-        let root = self.root_of(&spec.root)?;
+        let root = self.open_root(&spec.root)?;
         if let Root::Volume(_) = spec.root {
             check_image(root.as_fd())?;
         }
         let user = find_user(root.as_fd(), spec.user.as_deref())?;
-        let mapped = !spec.privileged && self.volumes.owners_fixed().is_none();
+        let mapped = !spec.privileged && self.volumes.fixed_owners_reason().is_none();
         if mapped && [user.uid, user.gid].iter().chain(&user.groups).any(|id| *id >= user_namespace::IDS) {
-            let wanted = spec.user.unwrap_or_default();
+            let requested = spec.user.unwrap_or_default();
             return Err(RuntimeError::UserNotFound(format!(
-                "{wanted} (ids end at {})",
+                "{requested} (the largest id is {})",
                 user_namespace::IDS - 1
             )));
         }
-        if let Some(missing) = self.cgroups.missing(&spec.limits) {
+        if let Some(missing) = self.cgroups.first_missing(&spec.limits) {
             return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
         }
         if !spec.privileged && !self.cgroups.restricts_devices() {
             return Err(RuntimeError::CgroupUnavailable("devices".to_owned()));
         }
         let pids = Limits { pids: Some(self.config.policy.container_pids()), ..Limits::default() };
-        if self.cgroups.missing(&pids).is_none() {
-            // So that what multiplies without end is its own failure, and not the machine's.
+        if self.cgroups.first_missing(&pids).is_none() {
+            // With a limit, a fork bomb fails alone and not the machine.
             spec.limits.pids = spec.limits.pids.or(pids.pids);
         }
         let memory = self.cgroups.memory_bytes().map(|bytes| self.config.policy.container_memory(bytes));
         let memory = Limits { memory_bytes: memory, ..Limits::default() };
-        if self.cgroups.missing(&memory).is_none() {
-            // So that what grows without end ends before the machine is out of memory.
+        if self.cgroups.first_missing(&memory).is_none() {
+            // With a limit, a memory leak ends before the machine is out of memory.
             spec.limits.memory_bytes = spec.limits.memory_bytes.or(memory.memory_bytes);
         }
         check_mounts(root.as_fd(), &spec, self.image())?;
@@ -250,9 +254,9 @@ impl Host {
         let directory = path(&spec.directory);
         if make_directory
             && spec.root != Root::Host
-            && fresh(directory).is_none()
+            && find_fresh(directory).is_none()
             && !spec.mounts.iter().any(|mount| directory.starts_with(path(&mount.path)))
-            && let Some(why) = not_a_place(root.as_fd(), directory)?
+            && let Some(why) = find_obstacle(root.as_fd(), directory)?
         {
             let directory = directory.display();
             return Err(RuntimeError::InvalidImage(format!("`{directory}` cannot be a directory: {why}")));
@@ -262,7 +266,7 @@ impl Host {
         }
         if user.uid != 0 {
             for (mount, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
-                own_tree(path, user.uid, user.gid).map_err(|error| not_given(error, mount, path))?;
+                own_tree(path, user.uid, user.gid).map_err(|error| owner_change_error(error, mount, path))?;
             }
         }
         let record = Container::new(handle, spec, user, make_directory);
@@ -270,28 +274,30 @@ impl Host {
         let made =
             fill(&new, &record).and_then(|()| fs::rename(&new, &container).map_err(at("make", &container)));
         if made.is_err() {
-            // What it fails with matters more than what is left, which the next attempt or opening removes.
+            // The error matters more than the incomplete container, which the next attempt or
+            // opening removes.
             if let Err(error) = filesystem::remove_tree(&new) {
-                tracing::warn!(container.handle = %handle, %error, "could not remove a half-made container");
+                tracing::warn!(container.handle = %handle, %error, "cannot remove an incomplete container");
             }
         }
         made
     }
 
-    /// Refuses what the operator does not allow. Placement looks at the same; this is for who comes by without it.
+    /// Rejects requests that the operator does not allow. Placement checks the same. This check
+    /// covers callers that bypass placement.
     fn check_policy(&self, spec: &ContainerSpec) -> Result<(), RuntimeError> {
         let asked = [
             (spec.privileged, Permission::Privileged, "a privileged container"),
-            (spec.network == Network::Host, Permission::HostNetwork, "the machine's own network"),
+            (spec.network == Network::Host, Permission::HostNetwork, "the network of the machine"),
             (spec.root == Root::Host, Permission::HostImage, "the image `host`"),
         ];
         for (asked, permission, what) in asked {
             if asked && !self.config.policy.allows(permission) {
-                return Err(RuntimeError::Unsupported(format!("{what}, which its operator does not allow")));
+                return Err(RuntimeError::Unsupported(format!("the operator does not allow {what}")));
             }
         }
         if spec.network == Network::Private && self.network_pool.is_none() {
-            return Err(RuntimeError::Unsupported("private networks; its log says why".to_owned()));
+            return Err(RuntimeError::Unsupported("private networks: see the log of its gateway".to_owned()));
         }
         Ok(())
     }
@@ -300,20 +306,20 @@ impl Host {
         Image { named: self.config.policy.host_paths() }
     }
 
-    /// The root file system of a container, before anything is mounted there.
-    fn root_of(&self, root: &Root) -> Result<OwnedFd, RuntimeError> {
+    /// Opens the root file system of a container, before anything is mounted in it.
+    fn open_root(&self, root: &Root) -> Result<OwnedFd, RuntimeError> {
         let (path, flags) = match root {
             Root::Host => (PathBuf::from("/"), OFlags::empty()),
             Root::Volume(volume) => (self.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
-            Root::Whole(_) => {
-                return Err(RuntimeError::Unsupported("a volume that is a root as it is".to_owned()));
+            Root::WholeVolume(_) => {
+                return Err(RuntimeError::Unsupported("a whole volume as a root".to_owned()));
             }
         };
         let flags = flags | OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         match rustix::fs::open(&path, flags, Mode::empty()) {
             Ok(opened) => Ok(opened),
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR | rustix::io::Errno::LOOP) => {
-                Err(RuntimeError::InvalidImage("it has no directory `rootfs`".to_owned()))
+                Err(RuntimeError::InvalidImage("the volume has no directory `rootfs`".to_owned()))
             }
             Err(error) => Err(at("open", &path)(error.into())),
         }
@@ -342,17 +348,17 @@ impl Host {
         .await
     }
 
-    /// Every process of a container, but for those that are being made.
+    /// Lists the processes of a container, except those in creation.
     pub(super) fn processes_of(&self, container: ContainerHandle) -> Result<Vec<Process>, RuntimeError> {
         let directory = self.container(container).join(paths::PROCESSES);
-        if !filesystem::exists(&directory).map_err(at("look for", &directory))? {
+        if !filesystem::exists(&directory).map_err(at("check", &directory))? {
             return Ok(Vec::new());
         }
         let ids = filesystem::handles_in(&directory, &[])?;
         Ok(ids.into_iter().map(|id| Process::new(self, container, id)).collect())
     }
 
-    /// Kills everything in a container, and waits until its supervisor has ended.
+    /// Kills all processes of a container, and waits until its supervisor has ended.
     async fn end_supervisor(&self, process: &Process) -> Result<(), RuntimeError> {
         process.revoke()?;
         let deadline = Instant::now() + LAST;
@@ -360,27 +366,27 @@ impl Host {
         while process.is_alive()? {
             let kill = async {
                 let mut connection = self.sockets.connect(&process.id.to_string()).await?;
-                connection.ask(&super::supervisor_protocol::Request::Stop(Duration::ZERO)).await?;
+                connection.request(&super::supervisor_protocol::Request::Stop(Duration::ZERO)).await?;
                 connection.closed().await;
                 Ok::<_, io::Error>(())
             };
             match tokio::time::timeout_at(deadline, kill).await {
                 Ok(Ok(())) => {}
-                // It may just be ending.
+                // The supervisor may be ending.
                 Ok(Err(_)) => tokio::time::sleep(Duration::from_millis(2)).await,
                 Err(_) => {}
             }
             if Instant::now() >= deadline {
                 if killed && Instant::now() >= deadline + LAST {
                     return Err(RuntimeError::Other(format!(
-                        "the supervisor of process {} does not end",
+                        "cannot end the supervisor of process {}",
                         process.id
                     )));
                 }
                 if !killed {
-                    tracing::warn!(process.id = %process.id, "a supervisor does not end, and is killed");
+                    tracing::warn!(process.id = %process.id, "killing a supervisor that does not end");
                     process.kill_supervisor()?;
-                    // Processes that the supervisor was still making do not end with it.
+                    // Processes that the supervisor is still creating do not end with it.
                     let group = process.cgroup();
                     self.cgroups.kill(&group).map_err(|error| RuntimeError::io("kill a container", error))?;
                     killed = true;
@@ -402,7 +408,7 @@ impl Host {
         }
         let container = self.container(handle);
         let [new, gone] = UNFINISHED.map(|prefix| self.containers().join(format!("{prefix}{handle}")));
-        if filesystem::exists(&container).map_err(at("look for", &container))? {
+        if filesystem::exists(&container).map_err(at("check", &container))? {
             filesystem::remove_tree(&gone).map_err(at("remove", &gone))?;
             fs::rename(&container, &gone).map_err(at("remove", &container))?;
         }
@@ -417,7 +423,7 @@ fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
     filesystem::remove_tree(new).map_err(at("remove", new))?;
     let make = |path: PathBuf, mode| DirBuilder::new().mode(mode).create(&path).map_err(at("make", &path));
     make(new.to_owned(), 0o700)?;
-    // The upper layer's own mode is that of the container's root.
+    // The mode of the upper layer is the mode of the container's root.
     for (name, mode) in [("upper", 0o755), ("work", 0o700), ("run", 0o700), (paths::PROCESSES, 0o700)] {
         make(new.join(name), mode)?;
     }
@@ -427,16 +433,16 @@ fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
 }
 
 /// Looks up a user in the image.
-fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, RuntimeError> {
+fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result<User, RuntimeError> {
     let read = |path: &str| {
         let path = Path::new(path);
         let contents = match mounts::open_in(root, path, OFlags::PATH) {
             Ok(found) => read_accounts(found.as_fd()).map_err(at("read", path))?,
-            // An image need not have one.
+            // An image may have no account files.
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 Vec::new()
             }
-            Err(error) if is_of_content(&error) => {
+            Err(error) if is_content_error(&error) => {
                 return Err(RuntimeError::InvalidImage(format!("`{}`: {error}", path.display())));
             }
             Err(error) => return Err(at("read", path)(error)),
@@ -444,11 +450,12 @@ fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, Runtime
         Ok::<_, RuntimeError>(String::from_utf8_lossy(&contents).into_owned())
     };
     let (passwd, group) = (read("/etc/passwd")?, read("/etc/group")?);
-    let found = Users { passwd: &passwd, group: &group }.find(wanted);
-    found.ok_or_else(|| RuntimeError::UserNotFound(wanted.unwrap_or_default().to_owned()))
+    let found = Users { passwd: &passwd, group: &group }.find(requested);
+    found.ok_or_else(|| RuntimeError::UserNotFound(requested.unwrap_or_default().to_owned()))
 }
 
-/// The contents of a file with accounts, which is open as a path. Empty if it is no regular file: to open a device may do something.
+/// Reads an account file from a path descriptor. Returns nothing unless it is a regular file,
+/// because opening a device may have side effects.
 fn read_accounts(found: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut contents = Vec::new();
     if FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode).is_file() {
@@ -462,50 +469,48 @@ fn path(bytes: &Bytes) -> &Path {
     Path::new(std::ffi::OsStr::from_bytes(bytes))
 }
 
-/// Whether the working directory is made when it is missing.
+/// Whether a missing working directory is created.
 fn must_make(spec: &ContainerSpec) -> bool {
     let directory = path(&spec.directory);
     let workspace = Path::new(WORKSPACE);
-    // What lies in an input is the input's matter.
+    // Paths inside an input belong to the input.
     let in_mount = |at: &Path| at != workspace && directory.starts_with(at);
     spec.mounts.iter().any(|mount| path(&mount.path).starts_with(directory))
         || (directory.starts_with(workspace) && !spec.mounts.iter().any(|mount| in_mount(path(&mount.path))))
 }
 
-/// What a container has of its own at or above `path`, and whether `path` exists there.
-fn fresh(path: &Path) -> Option<bool> {
+/// Whether `path` is in a directory that is fresh in every container. The value tells whether
+/// `path` exists there.
+fn find_fresh(path: &Path) -> Option<bool> {
     let (_, there) = FRESH.iter().find(|(fresh, _)| path.starts_with(fresh))?;
     Some(there.iter().any(|there| path == Path::new(there)))
 }
 
 fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec, host: Image<'_>) -> Result<(), RuntimeError> {
     let refuse = |at: &Path, why: &str| {
-        Err(RuntimeError::InvalidMount { path: at.to_string_lossy().into_owned(), why: why.to_owned() })
+        Err(RuntimeError::InvalidMount { path: at.to_string_lossy().into_owned(), reason: why.to_owned() })
     };
     for (index, mount) in spec.mounts.iter().enumerate() {
         let at = path(&mount.path);
         let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
         if !at.is_absolute() || !at.components().all(plain) || mount.path.contains(&0) {
-            return refuse(at, "it is no plain absolute path");
+            return refuse(at, "the path is not absolute, or contains `.`, `..` or NUL");
         }
         if at.to_str().is_none() {
-            // libcontainer reads the table of mounts as text.
-            return refuse(
-                at,
-                "it is not UTF-8, which this worker needs of paths where something is mounted",
-            );
+            // libcontainer reads the mount table as text.
+            return refuse(at, "the path is not UTF-8");
         }
         if at == Path::new("/") || RESERVED.iter().any(|reserved| at.starts_with(reserved)) {
-            return refuse(at, "nothing may be mounted there");
+            return refuse(at, "the path is reserved");
         }
         let mut others = spec.mounts[..index].iter().map(|other| path(&other.path));
         if others.any(|other| at == other) {
-            return refuse(at, "another volume is mounted there");
+            return refuse(at, "another volume is mounted at this path");
         }
-        let why = match (fresh(at), &spec.root) {
+        let why = match (find_fresh(at), &spec.root) {
             (Some(_), _) => None,
-            (None, Root::Host) => host.not_a_place(at),
-            (None, Root::Volume(_) | Root::Whole(_)) => not_a_place(root, at)?,
+            (None, Root::Host) => host.find_obstacle(at),
+            (None, Root::Volume(_) | Root::WholeVolume(_)) => find_obstacle(root, at)?,
         };
         if let Some(why) = why {
             return refuse(at, why);
@@ -514,8 +519,8 @@ fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec, host: Image<'_>) -> 
     Ok(())
 }
 
-/// Why no directory can be made at `path` of the image.
-fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>, RuntimeError> {
+/// The reason why no directory can be created at `path` of the image.
+fn find_obstacle(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>, RuntimeError> {
     let mut parents: Vec<_> = path.ancestors().collect();
     parents.reverse();
     for parent in parents {
@@ -523,24 +528,25 @@ fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let link = mounts::open_in(root, parent, OFlags::PATH | OFlags::NOFOLLOW).is_ok();
-                return Ok(link.then_some("a link that leads nowhere is in the way"));
+                return Ok(link.then_some("a parent of the path is a dangling symbolic link"));
             }
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-                return Ok(Some("something that is no directory is in the way"));
+                return Ok(Some("a parent of the path is not a directory"));
             }
-            Err(error) if is_of_content(&error) => {
-                return Ok(Some("a loop of links or too long a path is in the way"));
+            Err(error) if is_content_error(&error) => {
+                return Ok(Some("the path is too long, or has a loop of symbolic links"));
             }
-            Err(error) => return Err(at("look at", parent)(error)),
+            Err(error) => return Err(at("check", parent)(error)),
         }
     }
     Ok(None)
 }
 
-/// Checks that an image has nothing else where every container needs a directory. What is missing is made.
+/// Checks that an image has directories, or nothing, at the paths that every container needs.
+/// Missing directories are created later.
 fn check_image(root: BorrowedFd<'_>) -> Result<(), RuntimeError> {
     for (place, _) in FRESH {
-        if let Some(why) = not_a_place(root, Path::new(place))? {
+        if let Some(why) = find_obstacle(root, Path::new(place))? {
             return Err(RuntimeError::InvalidImage(format!("`{place}` cannot be a directory: {why}")));
         }
     }
@@ -565,8 +571,8 @@ fn is_link(found: &rustix::fs::Stat) -> bool {
     FileType::from_raw_mode(found.st_mode).is_symlink()
 }
 
-/// Whether the content of a tree is why a call of the system failed, and not the worker.
-pub(super) fn is_of_content(error: &io::Error) -> bool {
+/// Whether the contents of a tree caused an error of the operating system, and not the worker.
+pub(super) fn is_content_error(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let of_content = [
         Errno::LOOP,
@@ -583,19 +589,19 @@ pub(super) fn is_of_content(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|error| of_content.contains(&error))
 }
 
-/// Why a volume cannot be given to the user of a container.
-fn not_given(error: io::Error, mount: &runtime::Mount, volume: &Path) -> RuntimeError {
-    if is_of_content(&error) {
+/// The error for a volume that cannot be given to the user of a container.
+fn owner_change_error(error: io::Error, mount: &runtime::Mount, volume: &Path) -> RuntimeError {
+    if is_content_error(&error) {
         let path = path(&mount.path).to_string_lossy().into_owned();
         return RuntimeError::InvalidMount {
             path,
-            why: format!("its files cannot be given to the user: {error}"),
+            reason: format!("cannot change the owner of its files: {error}"),
         };
     }
     at("change the owner of", volume)(error)
 }
 
-/// Checks that a working directory which nobody makes is there: in the image, or in a volume.
+/// Checks that a working directory that is not created exists in the image or in a volume.
 fn check_directory(
     root: BorrowedFd<'_>,
     spec: &ContainerSpec,
@@ -606,9 +612,9 @@ fn check_directory(
     let within = volumes.iter().filter_map(|(mount, contents)| {
         Some((contents.as_path(), directory.strip_prefix(path(&mount.path)).ok()?))
     });
-    // Of volumes in volumes, the innermost is what is seen.
+    // The innermost of nested mounts is visible.
     let within = within.min_by_key(|(_, inside)| inside.as_os_str().len());
-    let there = match (within, fresh(directory)) {
+    let there = match (within, find_fresh(directory)) {
         _ if !directory.is_absolute() => false,
         (None, Some(there)) => there,
         (None, None) if spec.root == Root::Host => host.has_directory(directory),
@@ -624,10 +630,10 @@ fn check_directory(
 }
 
 impl Host {
-    /// What the intent of a process says, if it can be read.
+    /// Reads the intent of a process, if it is readable.
     pub(super) fn intent(process: &Process) -> Result<Option<Intent>, RuntimeError> {
         let path = process.file(paths::INTENT);
-        let contents = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let contents = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         Ok(contents.and_then(|contents| serde_json::from_slice(&contents).ok()))
     }
 }

@@ -1,11 +1,11 @@
-//! The device policy of unprivileged containers on control groups of version 2.
+//! Device policy of unprivileged containers on control groups of version 2.
 //!
-//! Version 1 has files for it (`devices.allow`, `devices.deny`), which libcontainer writes. Version 2 has none: the kernel asks a
-//! small program that is attached to the group. The program is attached before the first process of the container is in the group,
-//! and stays as long as the group.
+//! Version 1 has files for the policy (`devices.allow`, `devices.deny`), which libcontainer writes.
+//! On version 2 the kernel runs a BPF program that is attached to the group. The program is
+//! attached before the first process enters the group, and stays as long as the group.
 //!
-//! Facts: the kernel's `include/uapi/linux/bpf.h` (`struct bpf_cgroup_dev_ctx`, `union bpf_attr`) and
-//! `Documentation/admin-guide/cgroup-v2.rst`, "Device controller".
+//! Sources: `include/uapi/linux/bpf.h` (`struct bpf_cgroup_dev_ctx`, `union bpf_attr`) and
+//! `Documentation/admin-guide/cgroup-v2.rst`, "Device controller", of the kernel.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -13,10 +13,11 @@ use std::path::Path;
 
 use rustix::fs::{Mode, OFlags};
 
-/// A character device that containers may use: its major number, and its minor number unless all are meant.
+/// A permitted character device: its major number, and its minor number or `None` for all.
 type Device = (u32, Option<u32>);
 
-/// The devices of a container's `/dev`: null, zero, full, random, urandom, tty, ptmx and pseudo-terminals.
+/// The devices of a container's `/dev`: null, zero, full, random, urandom, tty, ptmx and
+/// pseudo-terminals.
 const ALLOWED: &[Device] = &[
     (1, Some(3)),
     (1, Some(5)),
@@ -28,12 +29,12 @@ const ALLOWED: &[Device] = &[
     (136, None),
 ];
 
-/// One instruction of the kernel's virtual machine.
+/// One BPF instruction.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Instruction {
     code: u8,
-    /// The destination in the lower four bits, the source in the upper four.
+    /// The destination register in the lower four bits, the source register in the upper four.
     registers: u8,
     offset: i16,
     value: i32,
@@ -57,7 +58,7 @@ impl Instruction {
         Self::new(0xb7, register, 0, value)
     }
 
-    /// Skips `count` instructions unless `register` has that value.
+    /// Skips `count` instructions unless `register` has this value.
     const fn skip_unless(register: u8, value: i32, count: i16) -> Self {
         Self::new(0x55, register, count, value)
     }
@@ -67,7 +68,8 @@ impl Instruction {
     }
 }
 
-/// The program: 1 for what is in `allowed`, 0 for everything else. Which access is asked for makes no difference.
+/// Builds the program: it returns 1 for a device in `allowed` and 0 for all others. The kind of
+/// access does not matter.
 fn program(allowed: &[Device]) -> Vec<Instruction> {
     const CHARACTER: i32 = 2;
     let (kind, major, minor) = (2, 3, 4);
@@ -98,9 +100,10 @@ fn program(allowed: &[Device]) -> Vec<Instruction> {
     program
 }
 
-/// Forbids the group at `path` every device but those of a container's `/dev`.
+/// Forbids all devices except those of a container's `/dev` to the group at `path`.
 ///
-/// Errors: the kernel has no such programs, or this process may not attach them (`CAP_BPF` or `CAP_SYS_ADMIN`, and `CAP_NET_ADMIN`).
+/// Errors: the kernel does not support such programs, or this process may not attach them
+/// (`CAP_BPF` or `CAP_SYS_ADMIN`, and `CAP_NET_ADMIN`).
 pub(super) fn restrict(path: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let group = rustix::fs::open(path, flags, Mode::empty())?;
@@ -134,7 +137,7 @@ fn load(program: &[Instruction]) -> io::Result<OwnedFd> {
         kernel_version: 0,
         flags: 0,
     };
-    // SAFETY: the attributes have the layout and the size that are said, and what they point to outlives the call.
+    // SAFETY: the attributes have the stated layout and size, and their pointers outlive the call.
     let loaded =
         unsafe { libc::syscall(libc::SYS_bpf, PROG_LOAD, &raw const attributes, size_of::<Attributes>()) };
     match i32::try_from(loaded) {
@@ -147,7 +150,7 @@ fn load(program: &[Instruction]) -> io::Result<OwnedFd> {
 fn attach(program: &OwnedFd, group: &OwnedFd) -> io::Result<()> {
     const PROG_ATTACH: libc::c_int = 8;
     const CGROUP_DEVICE: u32 = 6;
-    /// Programs of outer and inner groups must all agree.
+    /// The programs of outer and inner groups must all permit the access.
     const ALLOW_MULTI: u32 = 2;
     #[repr(C)]
     struct Attributes {
@@ -162,7 +165,7 @@ fn attach(program: &OwnedFd, group: &OwnedFd) -> io::Result<()> {
         kind: CGROUP_DEVICE,
         flags: ALLOW_MULTI,
     };
-    // SAFETY: the attributes have the layout and the size that are said.
+    // SAFETY: the attributes have the stated layout and size.
     let attached =
         unsafe { libc::syscall(libc::SYS_bpf, PROG_ATTACH, &raw const attributes, size_of::<Attributes>()) };
     if attached == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -178,7 +181,7 @@ mod tests {
     use super::*;
     use crate::runtimes::host::mounts;
 
-    /// What the kernel would answer: `access` is mknod 1, read 2, write 4; `kind` is block 1, character 2.
+    /// Simulates the kernel: `access` is mknod 1, read 2, write 4; `kind` is block 1, character 2.
     fn run(program: &[Instruction], [access, kind, major, minor]: [i64; 4]) -> i64 {
         let (mut registers, mut at) = ([0; 16], 0);
         loop {
@@ -225,7 +228,7 @@ mod tests {
 
     #[test]
     fn kernel_enforces_policy_on_group() -> io::Result<()> {
-        let mounted = mounts::mounted()?;
+        let mounted = mounts::mount_table()?;
         let Some(root) = mounted.iter().find(|mount| mount.kind == "cgroup2") else {
             eprintln!("not applicable: no cgroup of version 2");
             return Ok(());
@@ -251,7 +254,7 @@ mod tests {
         let mut shell = Command::new("sh");
         let script = r#"head -c 1 /dev/zero > /dev/null && echo zero; (: < "$0") && echo kmsg; mknod "$0.2" c 1 11 && echo made"#;
         shell.args(["-c", script]).arg(&kmsg);
-        // SAFETY: writes to a file, and nothing else.
+        // SAFETY: the closure only writes to a file.
         unsafe { shell.pre_exec(move || fs::write(&join, "0")) };
         let said = shell.output()?;
         fs::remove_dir(&group)?;

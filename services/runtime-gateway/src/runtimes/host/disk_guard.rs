@@ -1,11 +1,13 @@
-//! The disk guard: ends the container that wrote the most when the worker's disk is nearly full.
+//! Disk guard: ends the container that has written the most when the worker's disk is nearly full.
 //!
-//! On a full disk every container of the worker fails, and transfers too. The guard looks at the free space all the time, and at what
-//! containers wrote only when less is free than transfers leave ([`crate::util::disk_reserve::reserve`]), because that means to walk their trees. The guard first
-//! deletes the root layers of containers whose process has ended. It then ends the container that wrote the most, and deletes what that
-//! container wrote: nothing of it is published, and the disk would stay full until it is collected.
+//! On a full disk, all containers and transfers of the worker fail. The guard polls the free space.
+//! It walks the trees of containers only when less is free than transfers leave
+//! ([`crate::util::disk_reserve::reserve`]). First it deletes the root layers of containers whose
+//! process has ended. Then it ends the container that has written the most, and deletes its data.
+//! The data is not published, and would fill the disk until it is collected.
 //!
-//! Files without a name count if a process has them open or mapped. A file whose only descriptor is in a socket's queue is not counted.
+//! Unlinked files count if a process has them open or mapped. A file whose only descriptor is in
+//! the queue of a socket does not count.
 
 use std::collections::HashSet;
 use std::fs;
@@ -28,16 +30,16 @@ use crate::util::blocking::blocking;
 use crate::util::disk_reserve;
 use crate::util::keyed_locks::lock;
 
-/// Pause between two looks at the free space.
+/// Poll interval of the free space.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// The part of the file system's inodes that is kept free: one in so many.
+/// Reserved inodes of the file system, as a fraction: 1/100.
 const FREE_INODES: u64 = 100;
 
-/// Most open files, and most mapped ones, of one container that are looked at. A container with more open files is taken for the one that wrote
-/// the most.
+/// Limit of open files and of mapped files that the guard checks per container. A container with
+/// more open files counts as the one that has written the most.
 const MOST_LOOKED_AT: u64 = 1_000_000;
 
-/// How full the disk is.
+/// Free space and free inodes of the disk.
 struct Disk {
     free: u64,
     missing: u64,
@@ -51,29 +53,29 @@ impl Disk {
     }
 }
 
-/// A process to end, and why.
-struct Chosen {
+/// A process to end, with the reason.
+struct GuardDecision {
     process: AttemptId,
     message: String,
 }
 
-/// What a container takes on the disk.
+/// Disk usage of a container.
 #[derive(Default)]
-struct Taken {
+struct DiskUsage {
     bytes: u64,
     inodes: u64,
     /// The device of the state directory.
     device: u64,
-    /// Open files that were looked at.
+    /// Number of open files that were checked.
     open: u64,
-    /// Mapped files that were looked at.
+    /// Number of mapped files that were checked.
     mapped: u64,
     /// Files with several names that were counted.
     seen: HashSet<(u64, u64)>,
 }
 
 impl HostRuntime {
-    /// Keeps some of the disk free. Ends only by being dropped.
+    /// Runs the disk guard. The future never completes.
     pub async fn guard_disk(self: Arc<Self>) {
         loop {
             if let Err(error) = self.free_disk().await {
@@ -96,7 +98,7 @@ impl HostRuntime {
         }
     }
 
-    /// Deletes the root layers of ended containers.
+    /// Deletes the root layers of containers whose process has ended.
     async fn delete_roots_of_ended(&self) -> Result<(), RuntimeError> {
         let containers: HashSet<_> = lock(&self.host.processes).values().copied().collect();
         for container in containers {
@@ -110,14 +112,17 @@ impl HostRuntime {
         Ok(())
     }
 
-    async fn end_for_disk(&self, Chosen { process: id, message }: Chosen) -> Result<(), RuntimeError> {
+    async fn end_for_disk(
+        &self,
+        GuardDecision { process: id, message }: GuardDecision,
+    ) -> Result<(), RuntimeError> {
         tracing::warn!(process.id = %id, reason = message, "ending a container to keep the disk usable");
         let process = self.host.find(id)?;
-        // Nothing is written down here: the disk is full.
-        self.host.tell(&process, &Request::EndForDisk(message)).await?;
+        // No file is written here, because the disk is full.
+        self.host.send_request(&process, &Request::EndForDisk(message)).await?;
         match Host::wait(&self.host, id).await? {
             Ended::Unknown(failure) if failure.reason == FailureReason::DiskFull => {}
-            // The process ended by itself before it was told to. Its outputs are published.
+            // The process ended before the request arrived. Its outputs are published.
             _ => return Ok(()),
         }
         let host = Arc::clone(&self.host);
@@ -142,50 +147,50 @@ impl Host {
         })
     }
 
-    /// The process to end because the disk is nearly full.
-    fn choose_to_end(&self) -> Result<Option<Chosen>, RuntimeError> {
+    /// Selects the process to end because the disk is nearly full.
+    fn choose_to_end(&self) -> Result<Option<GuardDecision>, RuntimeError> {
         let disk = self.measure()?;
         let Disk { free, missing, missing_inodes, .. } = disk;
         if !disk.is_short() {
             return Ok(None);
         }
         let mut most = None;
-        for process in self.started() {
-            let taken = self.taken(&process)?;
+        for process in self.running_processes() {
+            let taken = self.disk_usage(&process)?;
             most = most.max(Some((if missing > 0 { taken.bytes } else { taken.inodes }, process.id)));
         }
-        // A container that wrote less than is missing is not the cause.
+        // A container that has written less than the missing space is not the cause.
         let chosen = most.filter(|(taken, _)| *taken >= if missing > 0 { missing } else { missing_inodes });
         Ok(chosen.map(|(taken, process)| {
             let wrote = if missing > 0 {
                 format!("{} MiB; {} MiB are free", taken >> 20, free >> 20)
             } else {
-                format!("{taken} files; {} more can be made", disk.free_inodes)
+                format!("{taken} files; {} inodes are free", disk.free_inodes)
             };
             let message =
-                format!("the worker's disk is nearly full, and this container wrote the most: {wrote}");
-            Chosen { process, message }
+                format!("the worker's disk is nearly full, and this container has written the most: {wrote}");
+            GuardDecision { process, message }
         }))
     }
 
-    /// The processes that run.
-    pub(super) fn started(&self) -> Vec<Process> {
+    /// Lists the running processes.
+    pub(super) fn running_processes(&self) -> Vec<Process> {
         let all = lock(&self.processes).clone();
         let all = all.into_iter().map(|(id, container)| Process::new(self, container, id));
         all.filter(|process| matches!(self.status(process), Ok(Status::Started))).collect()
     }
 
-    fn taken(&self, process: &Process) -> Result<Taken, RuntimeError> {
+    fn disk_usage(&self, process: &Process) -> Result<DiskUsage, RuntimeError> {
         let state = &self.config.state_dir;
-        let device = rustix::fs::stat(state).map_err(|error| at("look at", state)(error.into()))?.st_dev;
-        let mut taken = Taken { device, ..Taken::default() };
+        let device = rustix::fs::stat(state).map_err(|error| at("check", state)(error.into()))?.st_dev;
+        let mut taken = DiskUsage { device, ..DiskUsage::default() };
         for (_, layer) in self.layers_of(process)? {
             if let Err(error) = taken.add_tree(&layer) {
-                tracing::debug!(path = %layer.display(), %error, "cannot walk all of a tree");
+                tracing::debug!(path = %layer.display(), %error, "cannot walk the whole tree of a container");
             }
         }
         for pid in self.cgroups.processes(&process.cgroup()) {
-            // It may have ended.
+            // The process may have ended.
             taken.add_unlinked(pid).unwrap_or_default();
         }
         if taken.open > MOST_LOOKED_AT {
@@ -194,7 +199,8 @@ impl Host {
         Ok(taken)
     }
 
-    /// Deletes the root layer of a container if its processes have ended. The caller holds its lock, so that none starts meanwhile.
+    /// Deletes the root layer of a container if its processes have ended. The caller holds the lock
+    /// of the container, so that no process starts meanwhile.
     fn delete_root_of_ended(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
         let mut its = lock(&self.processes).clone();
         its.retain(|_, other| *other == container);
@@ -206,12 +212,13 @@ impl Host {
         self.hold.check()?;
         let root = self.container(container).join("upper");
         if let Err(error) = empty(&root) {
-            tracing::debug!(path = %root.display(), %error, "cannot delete what an ended container wrote");
+            tracing::debug!(path = %root.display(), %error, "cannot delete the root layer of an ended container");
         }
         Ok(())
     }
 
-    /// Where the container of a process writes on the disk: the volumes with their top layers, and its own layer.
+    /// The directories that the container of a process writes to: the top layers of its volumes,
+    /// and its root layer.
     fn layers_of(&self, process: &Process) -> Result<Vec<(Option<VolumeHandle>, PathBuf)>, RuntimeError> {
         let mut found = vec![(None, self.container(process.container).join("upper"))];
         let Some(container) = self.read_container(process.container)? else { return Ok(found) };
@@ -223,7 +230,7 @@ impl Host {
         Ok(found)
     }
 
-    /// Deletes what an ended container wrote.
+    /// Deletes the data that an ended container has written.
     fn delete_written(&self, process: &Process) -> Result<(), RuntimeError> {
         for (volume, layer) in self.layers_of(process)? {
             if let Some(volume) = volume {
@@ -235,7 +242,7 @@ impl Host {
     }
 }
 
-/// Deletes everything in a directory.
+/// Deletes the contents of a directory.
 fn empty(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         filesystem::remove_tree(&entry?.path())?;
@@ -243,7 +250,7 @@ fn empty(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-impl Taken {
+impl DiskUsage {
     fn add(&mut self, found: &Stat) {
         if found.st_nlink < 2 || self.seen.insert((found.st_dev, found.st_ino)) {
             self.bytes += u64::try_from(found.st_blocks).unwrap_or(0) * 512;
@@ -251,7 +258,7 @@ impl Taken {
         }
     }
 
-    /// Adds what can be read of a tree, which may change meanwhile.
+    /// Adds the readable part of a tree, which may change meanwhile.
     fn add_tree(&mut self, root: &Path) -> io::Result<()> {
         let mut walk = TreeWalk::open(root)?;
         loop {
@@ -270,15 +277,15 @@ impl Taken {
         }
     }
 
-    /// Adds files without a name that a process has open or mapped.
+    /// Adds unlinked files that a process has open or mapped.
     fn add_unlinked(&mut self, pid: u32) -> io::Result<()> {
-        // It may have ended, as each of its threads.
+        // The process and each of its threads may have ended.
         self.add_unlinked_in(Path::new(&format!("/proc/{pid}/map_files")), |taken| &mut taken.mapped)
             .unwrap_or_default();
         for task in fs::read_dir(format!("/proc/{pid}/task"))? {
             let task = task?;
             let thread = task.file_name().to_str().and_then(|id| id.parse().ok());
-            // Threads mostly have the descriptors of the first one.
+            // Most threads share the descriptor table of the first thread.
             if thread == Some(pid) || thread.is_some_and(|thread| has_other_descriptors(thread, pid)) {
                 self.add_unlinked_in(&task.path().join("fd"), |taken| &mut taken.open).unwrap_or_default();
             }
@@ -313,10 +320,11 @@ impl Taken {
     }
 }
 
-/// Whether two threads have different tables of descriptors. If the kernel does not say, they have one.
+/// Whether two threads have different descriptor tables. If the kernel does not tell, they count as
+/// shared.
 fn has_other_descriptors(thread: u32, other: u32) -> bool {
     const FILES: libc::c_long = 2;
-    // SAFETY: takes no pointers. KCMP_FILES of kcmp(2).
+    // SAFETY: the call takes no pointers. KCMP_FILES of kcmp(2).
     let compared = unsafe {
         libc::syscall(libc::SYS_kcmp, libc::c_long::from(thread), libc::c_long::from(other), FILES, 0, 0)
     };

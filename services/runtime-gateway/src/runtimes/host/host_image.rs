@@ -1,20 +1,20 @@
-//! The image `host`: what a container sees of this machine's own root file system.
+//! The image `host`: a view of this machine's root file system for containers.
 //!
-//! It is a list of what is shown. Programs and libraries are bound read-only, a part of `/etc` is copied or bound, other paths are
-//! shown if the operator names them, and everything else is empty and the container's own. What is mounted below a path that is
-//! shown is not shown with it.
+//! The image is an allow-list. Programs and libraries are bound read-only. A part of `/etc` is
+//! copied or bound. The operator may add paths. All other directories are empty and belong to the
+//! container. Mounts below a visible path are not visible.
 //!
-//! Decided here, carried out by the supervisor.
+//! This module decides what is visible, and the supervisor mounts it.
 
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Component, Path, PathBuf};
 
-/// Programs and libraries. Links to others of them on most machines.
+/// Directories of programs and libraries. On most machines some are links to others.
 const PROGRAMS: [&str; 7] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"];
 
-/// Directories of a container's own, with their modes. Parents come first.
+/// Directories that belong to the container, with their modes. Parents come first.
 const DIRECTORIES: [(&str, u32); 17] = [
     ("/dev", 0o755),
     ("/etc", 0o755),
@@ -37,7 +37,7 @@ const DIRECTORIES: [(&str, u32); 17] = [
 
 const LINKS: [(&str, &str); 2] = [("/var/run", "/run"), ("/var/lock", "/run/lock")];
 
-/// Files of `/etc`, which a container may change for itself.
+/// Files of `/etc` that are copied. A container may change its copy.
 const ETC_FILES: &[&str] = &[
     "bash.bashrc",
     "ca-certificates.conf",
@@ -76,7 +76,7 @@ const ETC_FILES: &[&str] = &[
     "wgetrc",
 ];
 
-/// Directories of `/etc`, read-only, whose names are these or start with one of these and `-` or a digit.
+/// Directories of `/etc` that are bound read-only. Names match exactly, or up to a `-` or a digit.
 const ETC_TREES: &[&str] = &[
     "ImageMagick",
     "OpenCL",
@@ -113,16 +113,16 @@ const ETC_TREES: &[&str] = &[
     "xml",
 ];
 
-/// Where a path of the image is.
+/// The origin of a path of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
-    /// In what is the container's own: whatever is missing can be made.
+    /// The path belongs to the container. Missing directories can be created.
     Own,
-    /// In what is shown of this machine, where nothing can be made.
+    /// The path is a view of the machine, where nothing can be created.
     Shown,
 }
 
-/// What the operator shows beside what every container sees.
+/// The image with the paths that the operator adds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Image<'a> {
     pub(super) named: &'a [PathBuf],
@@ -140,7 +140,7 @@ impl Image<'_> {
         if shown { Place::Shown } else { Place::Own }
     }
 
-    /// Whether a container finds a directory there before anything is made for it.
+    /// Whether the image has a directory at `path` before any is created.
     pub(super) fn has_directory(self, path: &Path) -> bool {
         match self.place(path) {
             Place::Shown => fs::metadata(path).is_ok_and(|found| found.is_dir()),
@@ -152,22 +152,18 @@ impl Image<'_> {
         }
     }
 
-    /// Why no directory can be made at `path`.
-    pub(super) fn not_a_place(self, path: &Path) -> Option<&'static str> {
+    /// The reason why no directory can be created at `path`.
+    pub(super) fn find_obstacle(self, path: &Path) -> Option<&'static str> {
         let is_file = |name: &&str| path.starts_with(Path::new("/etc").join(name));
         match self.place(path) {
-            Place::Shown if !self.has_directory(path) => {
-                Some("nothing can be made in this part of the image")
-            }
-            Place::Own if ETC_FILES.iter().any(is_file) => {
-                Some("something that is no directory is in the way")
-            }
+            Place::Shown if !self.has_directory(path) => Some("this part of the image is read-only"),
+            Place::Own if ETC_FILES.iter().any(is_file) => Some("a parent of the path is not a directory"),
             Place::Shown | Place::Own => None,
         }
     }
 
     /// The directories and files of this machine that are bound read-only, parents first.
-    pub(super) fn bound(self) -> io::Result<Vec<PathBuf>> {
+    pub(super) fn bound_paths(self) -> io::Result<Vec<PathBuf>> {
         let mut bound: Vec<_> =
             PROGRAMS.iter().map(PathBuf::from).filter(|tree| is_directory(tree)).collect();
         for entry in fs::read_dir("/etc")? {
@@ -183,7 +179,7 @@ impl Image<'_> {
         Ok(bound)
     }
 
-    /// Makes everything that is not bound in the empty directory `at`.
+    /// Creates all parts of the image that are not bound, in the empty directory `at`.
     pub(super) fn make_own(self, at: &Path) -> io::Result<()> {
         let below = |path: &str| at.join(path.trim_start_matches('/'));
         for (path, mode) in DIRECTORIES {
@@ -201,7 +197,7 @@ impl Image<'_> {
         for name in ETC_FILES {
             copy(&Path::new("/etc").join(name), &below("/etc").join(name))?;
         }
-        for path in self.bound()? {
+        for path in self.bound_paths()? {
             let place = at.join(path.strip_prefix("/").unwrap_or(&path));
             fs::DirBuilder::new().recursive(true).mode(0o755).create(place.parent().unwrap_or(at))?;
             if is_directory(&path) {
@@ -214,7 +210,7 @@ impl Image<'_> {
     }
 }
 
-/// What other users of the machine may not read below a directory of `/etc` that is shown.
+/// Paths below a visible directory of `/etc` that other users of the machine cannot read.
 pub(super) fn unreadable(tree: &Path) -> io::Result<Vec<PathBuf>> {
     let (mut found, mut left) = (Vec::new(), vec![tree.to_owned()]);
     while let Some(directory) = left.pop() {
@@ -230,15 +226,16 @@ pub(super) fn unreadable(tree: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Where in `tree` something of ours is, if it is there, under whatever name: paths relative to `tree`.
+/// Finds paths in `tree` at which the directory `ours` is visible under any name. Paths are
+/// relative to `tree`.
 ///
-/// A directory may be reached by several paths, through mounts of the same file system. So it is looked up from the inside: `tree`
-/// is known by its device and inode among the parents of `ours`.
-pub(super) fn within(tree: &Path, ours: &Path) -> Option<PathBuf> {
+/// Several mounts of one file system may show a directory at several paths. Therefore the search
+/// starts at `ours`, and compares the device and inode of its parents with those of `tree`.
+pub(super) fn find_inside(tree: &Path, ours: &Path) -> Option<PathBuf> {
     let identity = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    let wanted = identity(tree)?;
+    let target = identity(tree)?;
     let real = fs::canonicalize(ours).ok()?;
-    let parent = real.ancestors().find(|parent| identity(parent) == Some(wanted))?;
+    let parent = real.ancestors().find(|parent| identity(parent) == Some(target))?;
     real.strip_prefix(parent).ok().map(Path::to_owned)
 }
 
@@ -251,12 +248,12 @@ fn is_etc_tree(name: &str) -> bool {
     })
 }
 
-/// Whether there is a directory, and not a link to one.
+/// Whether the path is a directory, and not a link to one.
 fn is_directory(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|found| found.is_dir())
 }
 
-/// Whether every user of the machine may read it. Of a link, what it leads to decides.
+/// Whether every user of the machine can read the path. For a link, its target decides.
 fn others_read(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|found| {
         let needed = if found.is_dir() { 0o005 } else { 0o004 };
@@ -264,7 +261,7 @@ fn others_read(path: &Path) -> bool {
     })
 }
 
-/// Copies a file or a link, unless there is none or others may not read it.
+/// Copies a file or a link, unless it does not exist or other users cannot read it.
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     if let Ok(target) = fs::read_link(from) {
         return symlink(target, to);
@@ -281,7 +278,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn path_is_own_or_shown() {
+    fn path_belongs_to_container_or_machine() {
         let named = [PathBuf::from("/opt/tools")];
         let image = Image { named: &named };
         for shown in
@@ -298,13 +295,13 @@ mod tests {
         assert!(
             !image.has_directory(Path::new("/usr/bin/env")) && !image.has_directory(Path::new("/var/spool"))
         );
-        assert!(image.not_a_place(Path::new("/usr/none")).is_some(), "it cannot be made");
-        assert!(image.not_a_place(Path::new("/etc/passwd/x")).is_some());
-        assert!(image.not_a_place(Path::new("/srv/data")).is_none());
+        assert!(image.find_obstacle(Path::new("/usr/none")).is_some(), "it cannot be created");
+        assert!(image.find_obstacle(Path::new("/etc/passwd/x")).is_some());
+        assert!(image.find_obstacle(Path::new("/srv/data")).is_none());
     }
 
     #[test]
-    fn own_part_has_no_secrets() -> io::Result<()> {
+    fn container_part_of_image_has_no_secrets() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         Image { named: &[] }.make_own(directory.path())?;
         let names = |path: &str| -> io::Result<Vec<String>> {
@@ -345,15 +342,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ours_is_known_by_identity() -> io::Result<()> {
+    fn state_directory_is_found_by_inode() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let (tree, other) = (directory.path().join("tree"), directory.path().join("other"));
         fs::create_dir_all(tree.join("a/state"))?;
         fs::create_dir(&other)?;
         symlink(tree.join("a/state"), directory.path().join("link"))?;
-        assert_eq!(within(&tree, &directory.path().join("link")), Some("a/state".into()));
-        assert_eq!(within(&tree, &tree), Some(PathBuf::new()));
-        assert_eq!(within(&other, &tree.join("a/state")), None);
+        assert_eq!(find_inside(&tree, &directory.path().join("link")), Some("a/state".into()));
+        assert_eq!(find_inside(&tree, &tree), Some(PathBuf::new()));
+        assert_eq!(find_inside(&other, &tree.join("a/state")), None);
         Ok(())
     }
 }

@@ -1,7 +1,9 @@
-//! The memory guard: ends the container that keeps the most memory when the machine's is nearly exhausted.
+//! Memory guard: ends the container that holds the most memory when the machine's memory is nearly
+//! exhausted.
 //!
-//! The kernel's choice ignores files in `/dev/shm` and `/tmp`, and messages in netlink and `ping` sockets. The kernel would therefore end another
-//! container. No control group counts these messages (`net/netlink/af_netlink.c` and `net/ipv4/ping.c` charge nobody for them), and a process may
+//! The OOM killer of the kernel ignores files in `/dev/shm` and `/tmp`, and messages in netlink and
+//! `ping` sockets. It would therefore kill another container. No control group accounts for these
+//! messages (`net/netlink/af_netlink.c` and `net/ipv4/ping.c` charge no group), and a process may
 //! have many such sockets.
 
 use std::fs;
@@ -17,25 +19,26 @@ use super::supervisor_protocol::Request;
 use super::{Host, HostRuntime};
 use crate::util::blocking::blocking;
 
-/// Pause between two looks at the available memory.
+/// Poll interval of the available memory.
 const INTERVAL: Duration = Duration::from_millis(250);
-/// Memory to keep available, as a fraction of all: 1/32.
+/// Reserved memory, as a fraction of all memory: 1/32.
 const AVAILABLE: u64 = 32;
-/// Most memory to keep available, in bytes.
+/// Limit of the reserved memory, in bytes.
 const MOST_AVAILABLE: u64 = 512 << 20;
 /// Least memory of a container that the guard ends, in bytes.
 const LEAST_KEPT: u64 = 64 << 20;
-/// How long a supervisor may take to answer. One of an older version does not know the request.
+/// Timeout of a supervisor's answer. An older supervisor does not know the request.
 const ANSWER: Duration = Duration::from_secs(5);
 
 impl HostRuntime {
-    /// Keeps some of the machine's memory available. Ends only by being dropped.
+    /// Runs the memory guard with the default reserve. The future never completes.
     pub(super) async fn guard_memory(self: Arc<Self>) {
         let total = memory("MemTotal").unwrap_or(0);
         self.guard_available_memory((total / AVAILABLE).min(MOST_AVAILABLE)).await;
     }
 
-    /// Keeps `reserve` bytes of the machine's memory available, swap included. Ends only by being dropped.
+    /// Runs the memory guard, which keeps `reserve` bytes of memory and swap available. The future
+    /// never completes.
     pub async fn guard_available_memory(self: Arc<Self>, reserve: u64) {
         loop {
             let host = Arc::clone(&self.host);
@@ -43,7 +46,7 @@ impl HostRuntime {
                 Ok(None) => Ok(()),
                 Ok(Some((id, bytes))) => {
                     let kept = format!("{} MiB", bytes >> 20);
-                    tracing::warn!(process.id = %id, kept, "ending the container that keeps the most of the machine's memory");
+                    tracing::warn!(process.id = %id, kept, "ending the container that holds the most memory of the machine");
                     self.end_for_memory(id).await
                 }
                 Err(error) => Err(error),
@@ -57,36 +60,38 @@ impl HostRuntime {
 
     async fn end_for_memory(&self, process: AttemptId) -> Result<(), RuntimeError> {
         let process = self.host.find(process)?;
-        let told = tokio::time::timeout(ANSWER, self.host.tell(&process, &Request::EndForMemory)).await;
-        match told {
-            Ok(told) => _ = told?,
+        let answer =
+            tokio::time::timeout(ANSWER, self.host.send_request(&process, &Request::EndForMemory)).await;
+        match answer {
+            Ok(answer) => _ = answer?,
             Err(_) => {
                 let killed = self.host.cgroups.kill(&process.cgroup());
                 killed.map_err(|error| RuntimeError::io("kill a container", error))?;
             }
         }
-        // Its memory comes back as its processes end.
+        // The memory is released while the processes end.
         let ended = Host::wait(&self.host, process.id);
         tokio::time::timeout(ANSWER, ended).await.map_or(Ok(()), |ended| ended.map(drop))
     }
 }
 
 impl Host {
-    /// The process to end because the machine's memory is nearly exhausted, and what it keeps.
+    /// Selects the process to end because the machine's memory is nearly exhausted. Returns it with
+    /// the memory that it holds.
     fn choose_to_end_for_memory(&self, reserve: u64) -> Result<Option<(AttemptId, u64)>, RuntimeError> {
         let available = memory("MemAvailable").map(|bytes| bytes + memory("SwapFree").unwrap_or(0));
         if available.is_none_or(|available| available >= reserve) {
             return Ok(None);
         }
         let mut most = None;
-        for process in self.started() {
-            // In the machine's network others have sockets, too.
+        for process in self.running_processes() {
+            // In the network of the machine, other programs have sockets too.
             let is_alone = self
                 .read_container(process.container)?
                 .is_some_and(|container| container.network != OwnNetwork::Host);
             let cgroup = process.cgroup();
             let pid = self.cgroups.processes(&cgroup).into_iter().next().filter(|_| is_alone);
-            // It may have ended.
+            // The process may have ended.
             let in_sockets = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
             most = most.max(Some((self.cgroups.kept_memory(&cgroup) + in_sockets, process.id)));
         }
@@ -94,17 +99,17 @@ impl Host {
     }
 }
 
-/// Bytes of memory of the machine, by their name in `/proc/meminfo`.
+/// A value of `/proc/meminfo`, in bytes.
 fn memory(name: &str) -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Bytes that wait in these sockets of the network of a process.
+/// Bytes in the queues of such sockets in the network of a process.
 fn in_sockets(pid: u32) -> io::Result<u64> {
     let table = |name: &str| fs::read_to_string(format!("/proc/{pid}/net/{name}"));
-    // A kernel without IPv6 has no such table.
+    // A kernel without IPv6 does not have this table.
     let ping = ["icmp", "icmp6"].map(|name| waiting_for_ping(&table(name).unwrap_or_default()));
     Ok(waiting_for_netlink(&table("netlink")?) + ping.iter().sum::<u64>())
 }
@@ -129,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_in_sockets_is_summed() {
+    fn socket_queues_are_summed() {
         let table = "sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops    Inode\n\
             0000000000000000 0   0          00000000 0        0        0     2        0        7       \n\
             0000000000000000 0   3152       00000000 8388864  0        0     2        19       90123   \n\

@@ -1,32 +1,34 @@
-//! The host runtime: real containers on this machine.
+//! The host runtime: containers on this machine.
 //!
-//! Everything is kept below one state directory, which one runtime at a time may hold:
+//! All state is below one state directory, which only one runtime may hold at a time:
 //!
 //! ```text
 //! lock  marker  store-mark
-//! volumes/<handle>/contents            what is in it, or where it is mounted
+//! volumes/<handle>/contents            the contents, or their mount point
 //!                 /upper work parent   a copy-on-write child
-//!                 /taken               its contents were a directory of another
-//!                 /artifact            whose bytes it holds
-//! containers/<handle>/container.json   what it is
-//!                    /upper work       what it wrote to its root
-//!                    /run              where its supervisor mounts
+//!                 /taken               the contents were moved from another volume
+//!                 /artifact            the artifact that the volume holds
+//! containers/<handle>/container.json   the specification
+//!                    /upper work       the root layer of the container
+//!                    /run              mounts of the supervisor
 //!                    /processes/<id>/  alive  intent → started, or revoked  stdout  stderr  end  log
 //! ```
 //!
-//! Who does what: this process makes and destroys directories, mounts volumes, and writes intents. A [`supervisor`] per
-//! process does everything with the container itself, and outlives this process. They meet in the files above and over
-//! [`supervisor_protocol`].
+//! This process creates and destroys directories, mounts volumes, and writes intents. A
+//! [`supervisor`] per process does everything with the container itself, and outlives this process.
+//! Both communicate through the files above and by [`supervisor_protocol`].
 //!
-//! Supervisors are children of this process until it ends. A service manager that kills the whole group of a service would take
-//! them along, and has to be told to stop only this process.
+//! Supervisors are children of this process until it ends. A service manager must be configured to
+//! stop only this process, because killing the whole process group would kill the supervisors.
 //!
 //! Invariants:
 //!
-//! - Whatever is being made has a name that starts with a dot until it is complete.
-//! - A process is started only by whoever renames its intent, and an intent is written once.
-//! - What a container sees is mounted in namespaces that end with it. Only volumes are mounted where the machine sees them.
-//! - A volume with several layers has one writable mount at a time: the machine's, or that of a container with a [`user_namespace`].
+//! - Until an object is complete, its name starts with a dot.
+//! - The process that renames an intent starts the command. An intent is written once.
+//! - Mounts for a container are in namespaces that end with it. Only volumes are mounted in the
+//!   namespace of the machine.
+//! - A volume with several layers has one writable mount at a time: that of the machine, or that of
+//!   a container with a [`user_namespace`].
 
 mod capabilities;
 mod cgroups;
@@ -83,25 +85,26 @@ pub use policy::{Permission, Policy};
 use state::{Host, boot, disk, find_marker};
 use state_lock::StateLock;
 
-/// How long a process may go on before the first contact, and by default.
+/// Time for which a process may run before the first contact.
 const STOP_AFTER: Duration = Duration::from_secs(600);
-/// Pause between two looks whether the packet filter is there.
+/// Interval of the check whether the packet filter exists.
 const FILTER_LOOK: Duration = Duration::from_secs(2);
-/// How often is looked whether somebody has taken the state directory over.
+/// Interval of the check whether another gateway has taken the state directory over.
 const LOOK: Duration = Duration::from_millis(200);
-/// Pause before names are served again after a failure.
+/// Pause before the name server is restarted after a failure.
 const NAMES_PAUSE: Duration = Duration::from_secs(5);
 
-/// Runs a supervisor if that is what the arguments of this program ask for, and returns with which code to exit then.
+/// Runs a supervisor if the arguments of this program request one, and returns its exit code.
 ///
-/// Every binary that may be [`HostConfig::supervisor`] calls this first in `main`, before any other thread or runtime exists:
-/// containers must not be made by a process with several threads.
+/// Every binary that is used as [`HostConfig::supervisor`] must call this function first in `main`,
+/// before it creates threads or a runtime. A process with several threads must not create
+/// containers.
 #[must_use]
 pub fn supervise_if_asked(arguments: impl IntoIterator<Item = OsString>) -> Option<ExitCode> {
     supervisor::supervise_if_asked(arguments)
 }
 
-/// This machine as a worker.
+/// The runtime of this machine.
 #[derive(Debug)]
 pub struct HostRuntime {
     host: Arc<Host>,
@@ -109,23 +112,30 @@ pub struct HostRuntime {
 }
 
 impl HostRuntime {
-    /// Opens a state directory, with whatever is in it and runs in it, and removes what a crash left half-made.
+    /// Opens a state directory with its running processes, and removes incomplete objects of a
+    /// crash.
     ///
-    /// Blocks on the disk. Errors: another runtime holds the directory, or the machine cannot run containers at all.
+    /// Blocks on the disk. Errors: another runtime holds the directory, or the machine cannot run
+    /// containers.
     pub fn open(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
-        let held = RuntimeError::Other(format!("another runtime holds {}", config.state_dir.display()));
+        let held = RuntimeError::Other(format!(
+            "cannot open {}: another runtime holds it",
+            config.state_dir.display()
+        ));
         Self::open_if_free(config)?.ok_or(held)
     }
 
-    /// The same. `None`: another runtime holds the directory, and nothing in it was touched.
+    /// Opens a state directory as [`Self::open`] does. `None`: another runtime holds the directory,
+    /// and nothing was changed.
     pub fn open_if_free(config: HostConfig) -> Result<Option<Arc<Self>>, RuntimeError> {
         let config = prepared(config)?;
         let Some(hold) = StateLock::take(&config.state_dir)? else { return Ok(None) };
         Self::opened(Host::open(config, hold)?).map(Some)
     }
 
-    /// The same, though another runtime may hold the directory, which does nothing from then on: what it was about to start is not
-    /// started. Only for who has a session of this worker that is newer than that of the other.
+    /// Opens a state directory that another runtime may hold. The other runtime then stops all
+    /// operations, and its pending starts are revoked. The caller must have a newer session of this
+    /// worker than the other runtime.
     pub fn take_over(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
         let config = prepared(config)?;
         let hold = StateLock::take_over(&config.state_dir)?;
@@ -134,11 +144,12 @@ impl HostRuntime {
         Self::opened(host)
     }
 
-    /// What the worker of a state directory that another runtime may hold is like. Touches nothing of it. `None`: there is none yet.
+    /// Describes the worker of a state directory that another runtime may hold. Changes nothing.
+    /// `None`: there is no worker yet.
     pub fn look(config: HostConfig) -> Result<Option<Look>, RuntimeError> {
         let config = prepared(config)?;
         let Some(marker) = find_marker(&config.state_dir)? else { return Ok(None) };
-        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
+        let mounted = mounts::mount_table().map_err(|error| RuntimeError::io("list the mounts", error))?;
         Ok(Some(Look {
             marker: Marker { id: marker, boot: boot()? },
             disk: disk(&config.state_dir)?,
@@ -151,20 +162,21 @@ impl HostRuntime {
         }))
     }
 
-    /// Resolves when another gateway has taken the directory over. Then this one does nothing any more.
+    /// Resolves when another gateway has taken the directory over. This runtime has then stopped
+    /// all operations.
     pub async fn superseded(&self) {
         loop {
             let host = Arc::clone(&self.host);
             match blocking(move || host.hold.is_ours()).await {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(error) => tracing::warn!(%error, "cannot see who holds the state directory"),
+                Err(error) => tracing::warn!(%error, "cannot check the holder of the state directory"),
             }
             tokio::time::sleep(LOOK).await;
         }
     }
 
-    /// Does what running containers need of this process. Ends only by being dropped.
+    /// Runs the background tasks that running containers need. The future never completes.
     pub async fn look_after_containers(self: Arc<Self>) {
         tokio::join!(
             self.clone().serve_names(),
@@ -174,7 +186,8 @@ impl HostRuntime {
         );
     }
 
-    /// Makes the packet filter of private networks again when another program has removed it. Ends only by being dropped.
+    /// Restores the packet filter of private networks when another program has removed it. The
+    /// future never completes.
     async fn keep_filter(self: Arc<Self>) {
         let mut known = network::uplinks();
         while let Some(pool) = self.host.network_pool {
@@ -186,13 +199,13 @@ impl HostRuntime {
                 Ok((kept, now)) => {
                     known = now;
                     if let Err(error) = kept {
-                        tracing::warn!(%error, "cannot look after the packet filter of private networks");
+                        tracing::warn!(%error, "cannot maintain the packet filter of private networks");
                     }
                 }
                 Err(error) => {
                     tracing::warn!(
                         error = error_chain(&error),
-                        "cannot look after the packet filter of private networks"
+                        "cannot maintain the packet filter of private networks"
                     );
                     known = network::uplinks();
                 }
@@ -201,33 +214,33 @@ impl HostRuntime {
         }
     }
 
-    /// Answers questions for names of containers with a private network. Ends only by being dropped.
+    /// Serves DNS queries of containers with a private network. The future never completes.
     async fn serve_names(self: Arc<Self>) {
         while let Some(pool) = self.host.network_pool {
             if let Err(error) = network::resolver::serve(pool).await {
-                tracing::warn!(%error, "cannot answer questions for names of containers; trying again");
+                tracing::warn!(%error, "cannot answer DNS queries of containers: retrying");
             }
             tokio::time::sleep(NAMES_PAUSE).await;
         }
     }
 
     fn opened(host: Host) -> Result<Arc<Self>, RuntimeError> {
-        if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
-            tracing::warn!(missing, "containers cannot be limited in everything");
+        if let Some(missing) = host.cgroups.first_missing(&ALL_LIMITS) {
+            tracing::warn!(missing, "cannot enforce all limits of containers");
         }
         for (limit, value) in server::inherited::limits_out_of_reach() {
             tracing::warn!(
                 limit,
                 value,
-                "processes of containers have a lower limit than usual: this process has it and may not raise it"
+                "cannot raise a limit of this process: processes of containers have a lower limit than usual"
             );
         }
         let mut capabilities =
             capabilities(&host.config.policy, host.network_pool, &host.cgroups, host.volumes.copy_on_write());
-        match host.volumes.owners_fixed() {
+        match host.volumes.fixed_owners_reason() {
             None => capabilities.features.push("user-namespace".to_owned()),
             Some(why) => {
-                tracing::warn!(why, "no user namespaces: root of a container is root of this machine")
+                tracing::warn!(why, "cannot use user namespaces: root of a container is root of this machine")
             }
         }
         Ok(Arc::new(Self { host: Arc::new(host), capabilities }))
@@ -235,30 +248,31 @@ impl HostRuntime {
 }
 
 impl HostRuntime {
-    /// Unmounts the volumes that no running container uses, as is fit before this machine is left alone: for a program that
-    /// ends for good, and for one whose state directory is to be removed. They are mounted again when they are asked for.
+    /// Unmounts the volumes that no running container uses, for a program that ends for good or
+    /// whose state directory will be removed. The volumes are mounted again when they are used.
     ///
-    /// Directories that were told before are no longer valid. Blocks on the disk.
+    /// Directories that were returned before are no longer valid. Blocks on the disk.
     pub fn unmount_idle(&self) -> Result<(), RuntimeError> {
         self.host.unmount_idle()
     }
 
-    /// Kills everything in containers and unmounts all volumes, without a look at the state directory: for a program that has lost it.
+    /// Kills all containers and unmounts all volumes, without reading the state directory, for a
+    /// program that has lost it.
     ///
-    /// Blocks on the kernel. What cannot be killed is logged.
+    /// Blocks on the kernel. Failures are logged.
     pub fn abandon(&self) {
         self.host.abandon();
     }
 }
 
-/// What a worker is like, to who does not attend it.
+/// Description of a worker for a gateway that does not hold it.
 #[derive(Debug, Clone)]
 pub struct Look {
-    /// What identifies this life of it.
+    /// The marker of the worker's incarnation.
     pub marker: Marker,
-    /// Its disk.
+    /// The capacity of its disk.
     pub disk: Disk,
-    /// What it can do. How copies are made is known only to who attends it.
+    /// Its capabilities. How copies are made is known only to the gateway that holds the worker.
     pub capabilities: Capabilities,
 }
 
@@ -356,7 +370,7 @@ impl Runtime for HostRuntime {
             let opened = rustix::fs::open(&root, flags, Mode::empty())
                 .map_err(|error| at("open", &root)(error.into()))?;
             for directory in directories {
-                // A link in an input leads nowhere else.
+                // A symbolic link in an input cannot leave the input.
                 mounts::directory_in(opened.as_fd(), &directory)
                     .map_err(at("make", &root.join(&directory)))?;
             }

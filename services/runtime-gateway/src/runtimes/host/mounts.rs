@@ -1,7 +1,7 @@
-//! Mounts: what is mounted, overlays, binds.
+//! Mounts: the mount table, overlays and bind mounts.
 //!
-//! Everything is attached through descriptors, so that no path is resolved twice, and no path leads out of the tree it is
-//! resolved in.
+//! All mounts are attached through descriptors. So no path is resolved twice, and no path leaves
+//! the tree in which it is resolved.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -14,34 +14,34 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatVfsMountFlags, St
 use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags};
 
-/// One line of the table of mounts.
+/// One line of the mount table.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Mounted {
+pub(super) struct MountEntry {
     pub(super) at: PathBuf,
     pub(super) kind: String,
-    /// Options of its file system.
+    /// Options of the file system.
     pub(super) options: String,
-    /// Whether nothing may be written there, whatever the file system allows.
+    /// Whether the mount is read-only, independent of the file system.
     pub(super) read_only: bool,
 }
 
-/// Everything mounted in this process's namespace, in the order it was mounted.
-pub(super) fn mounted() -> io::Result<Vec<Mounted>> {
+/// All mounts in the namespace of this process, in mount order.
+pub(super) fn mount_table() -> io::Result<Vec<MountEntry>> {
     let table = fs::read("/proc/self/mountinfo")?;
     Ok(table.split(|byte| *byte == b'\n').filter_map(parse_mounted).collect())
 }
 
-fn parse_mounted(line: &[u8]) -> Option<Mounted> {
+fn parse_mounted(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|byte| *byte == b' ');
     let at = unescape(fields.nth(4)?);
     let read_only = fields.next()?.split(|byte| *byte == b',').any(|option| option == b"ro");
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let kind = String::from_utf8_lossy(rest.next()?).into_owned();
     let options = String::from_utf8_lossy(rest.nth(1)?).into_owned();
-    Some(Mounted { at, kind, options, read_only })
+    Some(MountEntry { at, kind, options, read_only })
 }
 
-/// The table has spaces, tabs, line ends and backslashes as three octal digits.
+/// Decodes the mount table's three octal digits for spaces, tabs, line ends and backslashes.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut path = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -61,25 +61,26 @@ fn unescape(field: &[u8]) -> PathBuf {
     OsString::from_vec(path).into()
 }
 
-/// Whether something is mounted exactly there.
+/// Whether a path is a mount point.
 pub(super) fn is_mount_point(path: &Path) -> io::Result<bool> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     let stat = rustix::fs::statx(CWD, path, flags, StatxFlags::TYPE)?;
     Ok(stat.stx_attributes.contains(rustix::fs::StatxAttributes::MOUNT_ROOT))
 }
 
-/// An overlay, before it is attached anywhere.
+/// An overlay that is not attached.
 pub(super) struct Overlay<'a> {
-    /// Topmost first.
+    /// Lower layers, topmost first.
     pub(super) lower: &'a [PathBuf],
-    /// Where what is written goes. `None`: nothing can be written.
+    /// The writable layer. `None`: the overlay is read-only.
     pub(super) upper: Option<Upper<'a>>,
-    /// Options without a value, or `name=value`.
+    /// Options: a name, or `name=value`.
     pub(super) options: &'a [&'a str],
     pub(super) attributes: MountAttrFlags,
 }
 
-/// The topmost layer of an overlay that can be written to. Both are on one mount, and of one overlay at a time.
+/// The writable layer of an overlay. Both directories must be on one mount, and belong to one
+/// overlay at a time.
 #[derive(Clone, Copy)]
 pub(super) struct Upper<'a> {
     pub(super) upper: &'a Path,
@@ -87,17 +88,18 @@ pub(super) struct Upper<'a> {
 }
 
 impl Overlay<'_> {
-    /// Makes it, attached nowhere.
+    /// Creates the overlay without attaching it.
     pub(super) fn make(&self) -> io::Result<OwnedFd> {
         self.make_with(overlays_append()?)
     }
 
     fn make_with(&self, append: bool) -> io::Result<OwnedFd> {
         let mut opened = Vec::new();
-        // The kernel takes backslashes out of some paths and not of others, so a path with one is given by a descriptor.
+        // The kernel removes backslashes from some paths and not from others, so a path with a
+        // backslash is passed as a descriptor.
         let mut layer = |path: &Path| {
             if path.as_os_str().as_bytes().contains(&b'\\') {
-                short(path, &mut opened)
+                short_path(path, &mut opened)
             } else {
                 Ok(path.to_owned())
             }
@@ -109,10 +111,13 @@ impl Overlay<'_> {
                 rustix::mount::fsconfig_set_string(&fs, "lowerdir+", layer(lower)?)?;
             }
         } else {
-            // One string of at most 255 bytes, so the paths are short.
+            // The string has at most 255 bytes, so the paths must be short.
             let mut opened = Vec::new();
-            let layers =
-                self.lower.iter().map(|lower| short(lower, &mut opened)).collect::<Result<Vec<_>, _>>()?;
+            let layers = self
+                .lower
+                .iter()
+                .map(|lower| short_path(lower, &mut opened))
+                .collect::<Result<Vec<_>, _>>()?;
             let layers: Vec<_> = layers.iter().map(|layer| layer.as_os_str()).collect();
             rustix::mount::fsconfig_set_string(&fs, "lowerdir", layers.join(OsStr::new(":")))?;
         }
@@ -130,15 +135,16 @@ impl Overlay<'_> {
         let mount = rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, self.attributes)?;
         let read_only = rustix::fs::fstatvfs(&mount)?.f_flag.contains(StatVfsMountFlags::RDONLY);
         if read_only && self.upper.is_some() && !self.attributes.contains(MountAttrFlags::MOUNT_ATTR_RDONLY) {
-            // The kernel does so when it cannot make a directory in `work`.
+            // The kernel reports this error if it cannot create a directory in `work`.
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
         }
         Ok(mount)
     }
 }
 
-/// A short path without special characters for a directory, as long as what is `opened` remains open.
-fn short(directory: &Path, opened: &mut Vec<OwnedFd>) -> io::Result<PathBuf> {
+/// A short path without special characters for a directory. It is valid while the descriptors in
+/// `opened` are open.
+fn short_path(directory: &Path, opened: &mut Vec<OwnedFd>) -> io::Result<PathBuf> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let descriptor = rustix::fs::open(directory, flags, Mode::empty())?;
     let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd()).into();
@@ -146,7 +152,8 @@ fn short(directory: &Path, opened: &mut Vec<OwnedFd>) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Whether layers can be given to an overlay one by one: since Linux 6.5. Older kernels take one short string with all layers.
+/// Whether layers can be added to an overlay one by one, as since Linux 6.5. Older kernels accept
+/// one short string with all layers.
 fn overlays_append() -> io::Result<bool> {
     let fs = rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
     match rustix::mount::fsconfig_set_string(&fs, "lowerdir+", "/") {
@@ -156,21 +163,21 @@ fn overlays_append() -> io::Result<bool> {
     }
 }
 
-/// The most lower layers that an overlay of this kernel has.
+/// Maximum number of lower layers of an overlay on this kernel.
 pub(super) fn max_layers() -> io::Result<usize> {
     Ok(if overlays_append()? { MAX_LAYERS } else { MAX_SHORT_LAYERS })
 }
 
-/// The most layers that are given one by one: mounting them all takes time.
+/// Maximum number of layers that are added one by one. Mounting more takes too long.
 const MAX_LAYERS: usize = 100;
-/// The most layers whose paths in `/proc/self/fd` fit one string.
+/// Maximum number of layers whose paths in `/proc/self/fd` fit into one string.
 const MAX_SHORT_LAYERS: usize = 12;
 
-/// No devices, and no programs that run as another user. For everything that containers write to.
+/// No devices and no set-user-ID programs, for all file systems that containers write to.
 pub(super) const CONFINED: MountAttrFlags =
     MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
 
-/// A file system of memory, attached nowhere.
+/// Creates a tmpfs without attaching it.
 pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let fs = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_set_string(&fs, "source", "tmpfs")?;
@@ -181,7 +188,8 @@ pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io:
     Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
-/// Another view of what is at `path`, without what is mounted below it, attached nowhere. It has `attributes` beside its own.
+/// Clones the mount at `path`, without the mounts below it, and without attaching it. The clone has
+/// `attributes` in addition.
 pub(super) fn clone_of(path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let tree = rustix::mount::open_tree(CWD, path, flags)?;
@@ -189,14 +197,14 @@ pub(super) fn clone_of(path: &Path, attributes: MountAttrFlags) -> io::Result<Ow
     Ok(tree)
 }
 
-/// Maps the owners of what a mount shows, which is attached nowhere, as `users` says.
+/// Maps the owners of an unattached mount by the user namespace `users`.
 ///
-/// Errors: `EINVAL` when its file system cannot do that, as an overlay.
+/// Errors: `EINVAL` if the file system does not support this, such as an overlay.
 pub(super) fn map_owners(mount: BorrowedFd<'_>, users: BorrowedFd<'_>) -> io::Result<()> {
     change_attributes(mount, MountAttrFlags::empty(), MountAttrFlags::empty(), Some(users))
 }
 
-/// Lets what is mounted at `path` be written to.
+/// Makes the mount at `path` writable.
 pub(super) fn make_writable(path: &Path) -> io::Result<()> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mount = rustix::fs::open(path, flags, Mode::empty())?;
@@ -222,7 +230,7 @@ fn change_attributes(
         set |= libc::MOUNT_ATTR_IDMAP;
     }
     let attributes = Attributes { set, clear, propagation: 0, user_namespace };
-    // SAFETY: the path is a C string, and `attributes` has the layout and the size that are said.
+    // SAFETY: the path is a C string, and `attributes` has the stated layout and size.
     let result = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -236,47 +244,48 @@ fn change_attributes(
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Attaches a mount at what `target` is open on.
+/// Attaches a mount at the directory that `target` refers to.
 pub(super) fn attach(mount: BorrowedFd<'_>, target: BorrowedFd<'_>) -> io::Result<()> {
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
     Ok(rustix::mount::move_mount(mount, "", target, "", flags)?)
 }
 
-/// Attaches a mount at a path of the worker's own.
+/// Attaches a mount at a path of the worker.
 pub(super) fn attach_at(mount: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     Ok(rustix::mount::move_mount(mount, "", CWD, path, flags)?)
 }
 
-/// Unmounts whatever is at `path`; succeeds when nothing is. What is in use goes away when its users do.
+/// Unmounts all mounts at `path`. Succeeds if there is none. A mount in use ends with its users.
 pub(super) fn unmount(path: &Path) -> io::Result<()> {
     loop {
         let flags = UnmountFlags::NOFOLLOW;
         match rustix::mount::unmount(path, flags) {
             Ok(()) => {}
             Err(Errno::BUSY) => rustix::mount::unmount(path, flags | UnmountFlags::DETACH)?,
-            // Nothing mounted there, or nothing there at all.
+            // The path is not a mount point, or does not exist.
             Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
             Err(error) => return Err(error.into()),
         }
     }
 }
 
-/// Opens `path` as it is seen by whoever has `root` as its root: no link leads out of it.
+/// Opens `path` as seen with `root` as the root directory. No symbolic link leads out of `root`.
 pub(super) fn open_in(root: BorrowedFd<'_>, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     loop {
         let flags = flags | OFlags::CLOEXEC;
         match rustix::fs::openat2(root, path, flags, Mode::empty(), resolve) {
-            // A rename elsewhere got in the way.
+            // A concurrent rename disturbed the lookup.
             Err(Errno::AGAIN) => {}
             result => return Ok(result?),
         }
     }
 }
 
-/// A directory within `root`, and whether it had to be made. Its parents are made too.
+/// Opens or creates a directory within `root`, with its parents. Returns also whether it was
+/// created.
 pub(super) fn directory_in(root: BorrowedFd<'_>, path: &Path) -> io::Result<(OwnedFd, bool)> {
     match open_in(root, path, OFlags::PATH | OFlags::DIRECTORY) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -296,9 +305,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_the_table_is_understood() {
+    fn mount_table_line_is_parsed() {
         let line = br"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue";
-        let mounted = Mounted {
+        let mounted = MountEntry {
             at: "/mnt 2".into(),
             kind: "ext3".into(),
             options: "rw,errors=continue".into(),
@@ -311,7 +320,7 @@ mod tests {
         assert_eq!(parse_mounted(b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 -"), None);
     }
 
-    /// As a kernel before 6.5 is given them.
+    /// Tests the string that kernels before 6.5 require.
     #[test]
     fn overlay_takes_all_layers_in_one_string() -> io::Result<()> {
         if !rustix::process::geteuid().is_root() {
@@ -360,13 +369,13 @@ mod tests {
     }
 
     #[test]
-    fn no_link_leads_out_of_a_root() -> io::Result<()> {
+    fn links_stay_inside_the_root() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         std::os::unix::fs::symlink("/etc", directory.path().join("out"))?;
         std::os::unix::fs::symlink("../../..", directory.path().join("up"))?;
         let root = rustix::fs::open(directory.path(), OFlags::PATH, Mode::empty())?;
         let found = directory_in(root.as_fd(), Path::new("/out/passwd")).map(|_| ());
-        assert!(found.is_err(), "the target of the link is not in the root, and not made");
+        assert!(found.is_err(), "the target of the link is outside the root");
         assert!(directory_in(root.as_fd(), Path::new("/up/new"))?.1);
         assert!(directory.path().join("new").is_dir());
         assert!(directory_in(root.as_fd(), Path::new("a/b/c"))?.1);

@@ -1,27 +1,27 @@
-//! Names of files in the directories of a container and of a process.
+//! Names of files in the directories of containers and processes.
 
-/// What a container is.
+/// The specification of a container.
 pub(super) const CONTAINER: &str = "container.json";
-/// Processes of a container, one directory each.
+/// The directory of the processes of a container, one subdirectory each.
 pub(super) const PROCESSES: &str = "processes";
 
-/// Locked by the supervisor as long as it lives; says its process id.
+/// A file with the process id of the supervisor, which locks it while it lives.
 pub(super) const ALIVE: &str = "alive";
-/// The intent to start, until somebody takes or revokes it.
+/// The intent to start, until it is taken or revoked.
 pub(super) const INTENT: &str = "intent";
-/// The intent, taken: it was started, or would have been.
+/// The taken intent: the process was started, or its start failed.
 pub(super) const STARTED: &str = "started";
-/// The intent, revoked: it never was and never will be started.
+/// The revoked intent: the process was not started, and never will be.
 pub(super) const REVOKED: &str = "revoked";
-/// Standard output.
+/// Spool of standard output.
 pub(super) const STDOUT: &str = "stdout";
-/// Standard error.
+/// Spool of standard error.
 pub(super) const STDERR: &str = "stderr";
-/// How it ended.
+/// The exit record.
 pub(super) const END: &str = "end";
-/// Space for the former, so that a full disk cannot lose it.
+/// Reserved space for the exit record, so that a full disk cannot lose it.
 pub(super) const RESERVE: &str = "end.new";
-/// What it used. Written before how it ended, and missing where that could not be written.
+/// Resource usage. Written before the exit record, and missing if it could not be written.
 pub(super) const USAGE: &str = "usage";
-/// What the supervisor has to say, for people.
+/// The log of the supervisor, for people.
 pub(super) const LOG: &str = "log";

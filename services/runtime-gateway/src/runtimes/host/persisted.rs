@@ -1,7 +1,7 @@
-//! What the runtime writes down: containers, intents to start, ends of processes.
+//! Persistent formats of the host runtime: containers, intents and exit records.
 //!
-//! These are the only forms that outlive a version of the program on a worker's disk, so they are apart from the types
-//! of the trait, and fields are only ever added, with a default.
+//! Only these formats outlive a version of the program. Therefore they are separate from the types
+//! of the runtime interface. New fields must have a default.
 
 use std::ffi::OsString;
 use std::io;
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::user_namespace::Range;
 use super::users::User;
 
-/// Text of the system below: as text where it is UTF-8, else as its bytes.
+/// Text of the operating system: a string if it is UTF-8, otherwise its bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Text {
@@ -49,19 +49,19 @@ impl From<PathBuf> for Text {
     }
 }
 
-/// A container, with everything that was looked up when it was made.
+/// A container, with the results of all lookups at its creation.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Container {
     pub(super) handle: ContainerHandle,
-    /// Whose it is. Empty: it was made before this was kept, and is nobody's.
+    /// The team. Empty: the container was created before teams were stored, and belongs to no team.
     #[serde(default)]
     pub(super) team: String,
-    /// The volume with its root file system. `None`: it is the worker's own.
+    /// The volume of the root file system. `None`: the image `host`.
     #[serde(default)]
     pub(super) root: Option<VolumeHandle>,
     pub(super) mounts: Vec<Mount>,
     pub(super) directory: Text,
-    /// Whether the working directory is made when it is missing.
+    /// Whether a missing working directory is created.
     pub(super) make_directory: bool,
     pub(super) user: User,
     pub(super) cpu_millis: Option<u64>,
@@ -71,7 +71,7 @@ pub(super) struct Container {
     pub(super) network: OwnNetwork,
 }
 
-/// Which network a container sees, as it is written down.
+/// The stored form of a container's network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum OwnNetwork {
     Private,
@@ -98,7 +98,7 @@ impl Container {
             path: mount.path.into(),
             read_only: mount.read_only,
         });
-        // Outer ones first, so that inner ones appear inside of them.
+        // Outer mounts first, so that inner mounts appear inside them.
         let mut mounts: Vec<_> = mounts.collect();
         mounts.sort_by(|one: &Mount, other| one.path.as_path().cmp(other.path.as_path()));
         Self {
@@ -106,7 +106,7 @@ impl Container {
             team: spec.team,
             root: match spec.root {
                 Root::Host => None,
-                Root::Volume(volume) | Root::Whole(volume) => Some(volume),
+                Root::Volume(volume) | Root::WholeVolume(volume) => Some(volume),
             },
             mounts,
             directory: spec.directory.into(),
@@ -124,12 +124,12 @@ impl Container {
         }
     }
 
-    /// Every volume in it.
+    /// All volumes of the container.
     pub(super) fn volumes(&self) -> impl Iterator<Item = VolumeHandle> {
         self.mounts.iter().map(|mount| mount.volume).chain(self.root)
     }
 
-    /// The volumes that it may write to.
+    /// The volumes that the container may write to.
     pub(super) fn written(&self) -> impl Iterator<Item = VolumeHandle> {
         let writable = self.mounts.iter().filter(|mount| !mount.read_only);
         writable.map(|mount| mount.volume).chain(self.root)
@@ -140,16 +140,18 @@ impl Container {
     }
 }
 
-/// The intent to start a process. Holds secrets: readable by root only, and gone with its container.
+/// The intent to start a process. Contains secrets, so only root can read it. Deleted with its
+/// container.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Intent {
     pub(super) process: AttemptId,
-    /// The boot it was written in: in another one nothing can prove that it was not carried out.
+    /// The boot in which the intent was written. After a reboot, nothing proves that the process was
+    /// not started.
     pub(super) boot: String,
     pub(super) command: Vec<Text>,
     pub(super) environment: Vec<(Text, Text)>,
     pub(super) stdin: bool,
-    /// Whether the process is held back rather than lose output.
+    /// Whether the process blocks rather than lose output.
     pub(super) held_back: bool,
 }
 
@@ -174,36 +176,38 @@ impl Launch {
     }
 }
 
-/// What a supervisor is told when it is started. Everything else is in the files it names.
+/// The launch message of a supervisor. Everything else is in the files that it names.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Launch {
     pub(super) state_dir: PathBuf,
     pub(super) container_dir: PathBuf,
     pub(super) process_dir: PathBuf,
-    /// Its control socket, which it removes.
+    /// The path of the control socket, which the supervisor removes.
     pub(super) socket: PathBuf,
-    /// The name of its cgroups.
+    /// The name of the control groups.
     pub(super) cgroup: String,
-    /// Whether writes to the root file system are kept in memory.
+    /// Whether the root layer of the container is in memory.
     pub(super) upper_in_memory: bool,
-    /// What is ours, which is hidden wherever it would be seen.
+    /// Paths of Gantry that are hidden from the container.
     pub(super) hidden: Vec<PathBuf>,
-    /// What the image `host` shows beside what it always does.
+    /// Paths that the operator adds to the image `host`.
     #[serde(default)]
     pub(super) host_paths: Vec<PathBuf>,
-    /// The ids of the machine for the container's users. `None`: the same ids.
+    /// The range of ids for the container's users. `None`: the ids of the machine.
     #[serde(default)]
     pub(super) range: Option<Range>,
-    /// How volumes with several layers are mounted.
+    /// Mount options of volumes with several layers.
     #[serde(default)]
     pub(super) overlay_options: Vec<String>,
-    /// The addresses of containers with a private network, where there are any.
+    /// The address pool of private networks, if the worker has any.
     #[serde(default)]
     pub(super) network_pool: Option<super::network::Pool>,
-    /// When a gateway was last in contact, and how long the process may go on from then, in nanoseconds of `CLOCK_BOOTTIME`.
+    /// The last contact of a gateway, in nanoseconds of `CLOCK_BOOTTIME`, and for how long the
+    /// process may continue from then on.
     pub(super) contact: u64,
     pub(super) stop_after: u64,
-    /// The name under which the gateway holds the state directory. Empty: it is of a version that gave none.
+    /// The name under which the gateway holds the state directory. Empty: the gateway is of a
+    /// version without such names.
     #[serde(default)]
     pub(super) holder: String,
 }

@@ -1,34 +1,36 @@
-//! What the operator of a machine lets workloads ask of it.
+//! The operator's policy: permissions and default limits of workloads on a host worker.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
 use super::network::Pool;
 
-/// Something that makes a container less confined than any other.
+/// A permission that weakens the isolation of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Permission {
-    /// Run in a view of this machine's own root file system
+    /// Use a view of this machine's root file system as the image
     HostImage,
-    /// Share the network of this machine, its loopback included
+    /// Share the network of this machine, including its loopback
     HostNetwork,
-    /// Have all capabilities and devices: as good as root on this machine
+    /// Have all capabilities and devices, equivalent to root on this machine
     Privileged,
 }
 
-/// What workloads may ask of this machine: flags of its gateway.
+/// Policy for workloads on this machine: flags of its gateway.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Policy {
-    /// What workloads may ask of this machine, with commas between; `none` for nothing
+    /// Permissions of workloads on this machine, separated by commas; `none` for no permission
     #[arg(long = "allow", env = "GANTRY_WORKER_ALLOW", value_name = "LIST", value_parser = parse_permissions)]
     allow: Option<Permissions>,
-    /// A path of this machine that the image `host` shows beside programs, libraries and parts of /etc, read-only; several with commas between
+    /// Paths of this machine that the image `host` shows read-only, in addition to programs,
+    /// libraries and parts of /etc; separated by commas
     #[arg(long = "host-path", env = "GANTRY_WORKER_HOST_PATHS", value_name = "PATH", value_delimiter = ',', value_parser = parse_path)]
     host_paths: Vec<PathBuf>,
-    /// The addresses of containers with a private network: an IPv4 network of 8 to 24 bits that nothing else uses on this machine
+    /// Address pool of containers with a private network: an IPv4 network of 8 to 24 bits that
+    /// nothing else uses on this machine
     #[arg(long, env = "GANTRY_WORKER_NETWORK_POOL", value_name = "NETWORK", default_value_t)]
     network_pool: Pool,
-    /// Processes and threads in a container whose workload states no limit
+    /// Limit of processes and threads in a container whose workload states no limit
     #[arg(
         long,
         env = "GANTRY_WORKER_CONTAINER_PIDS",
@@ -37,12 +39,13 @@ pub struct Policy {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     container_pids: u32,
-    /// Memory of a container whose workload states no limit: `8G`. Default: nine tenths of this machine's memory
+    /// Memory limit of a container whose workload states no limit: `8G`. Default: nine tenths of
+    /// this machine's memory
     #[arg(long, env = "GANTRY_WORKER_CONTAINER_MEMORY", value_name = "SIZE", value_parser = server::settings::size)]
     container_memory: Option<u64>,
 }
 
-/// Processes and threads in a container whose workload states no limit, by default. Large builds stay below 1,000.
+/// Default limit of processes and threads in a container. Large builds stay below 1,000.
 const CONTAINER_PIDS: u32 = 8192;
 
 impl Default for Policy {
@@ -60,13 +63,13 @@ impl Default for Policy {
 type Permissions = BTreeSet<Permission>;
 
 impl Policy {
-    /// Allows just these.
+    /// Allows exactly these permissions.
     #[must_use]
     pub fn allowing(permissions: impl IntoIterator<Item = Permission>) -> Self {
         Self { allow: Some(permissions.into_iter().collect()), ..Self::default() }
     }
 
-    /// Allows these where the operator said nothing.
+    /// Allows these permissions if the operator has not set any.
     #[must_use]
     pub fn or(mut self, permissions: impl IntoIterator<Item = Permission>) -> Self {
         self.allow.get_or_insert_with(|| permissions.into_iter().collect());
@@ -77,7 +80,7 @@ impl Policy {
         self.allow.as_ref().is_some_and(|allowed| allowed.contains(&permission))
     }
 
-    /// Shows these paths of the machine in the image `host`.
+    /// Adds these paths of the machine to the image `host`.
     #[must_use]
     pub fn showing(self, host_paths: impl IntoIterator<Item = PathBuf>) -> Self {
         Self { host_paths: host_paths.into_iter().collect(), ..self }
@@ -87,25 +90,26 @@ impl Policy {
         &self.host_paths
     }
 
-    /// Takes the addresses of containers from this pool.
+    /// Sets the address pool of containers.
     #[must_use]
     pub fn with_network_pool(self, network_pool: Pool) -> Self {
         Self { network_pool, ..self }
     }
 
-    /// Allows so many processes and threads in a container whose workload states no limit.
+    /// Sets the default limit of processes and threads in a container.
     #[must_use]
     pub fn with_container_pids(self, container_pids: u32) -> Self {
         Self { container_pids, ..self }
     }
 
-    /// Allows so many bytes of memory in a container whose workload states no limit.
+    /// Sets the default memory limit of a container, in bytes.
     #[must_use]
     pub fn with_container_memory(self, bytes: u64) -> Self {
         Self { container_memory: Some(bytes), ..self }
     }
 
-    /// Bytes of memory in a container whose workload states no limit, on a machine with so many.
+    /// The default memory limit of a container on a machine with `machine_bytes` of memory, in
+    /// bytes.
     pub(super) fn container_memory(&self, machine_bytes: u64) -> u64 {
         self.container_memory.unwrap_or(machine_bytes / 10 * 9)
     }
@@ -125,7 +129,7 @@ fn parse_path(text: &str) -> Result<PathBuf, String> {
     let fresh = ["/proc", "/sys", "/dev", "/run", "/tmp"].iter().any(|fresh| path.starts_with(fresh));
     if !path.is_absolute() || !path.components().all(plain) || path == Path::new("/") || fresh {
         return Err(
-            "write an absolute path that is neither / nor in /proc, /sys, /dev, /run or /tmp".to_owned()
+            "expected an absolute path that is not / and not in /proc, /sys, /dev, /run or /tmp".to_owned()
         );
     }
     Ok(path.to_owned())
@@ -153,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn list_of_permissions_is_read() {
+    fn list_of_permissions_is_parsed() {
         let all = [Permission::HostImage, Permission::HostNetwork, Permission::Privileged];
         assert_eq!(parse_permissions("privileged,host-image, host-network"), Ok(all.into()));
         assert_eq!(parse_permissions("none"), Ok(Permissions::new()));
@@ -163,8 +167,8 @@ mod tests {
 
     #[test]
     fn operator_overrides_default() {
-        let said = Policy { allow: Some(Permissions::new()), ..Policy::default() };
-        assert!(!said.or([Permission::HostImage]).allows(Permission::HostImage));
+        let explicit = Policy { allow: Some(Permissions::new()), ..Policy::default() };
+        assert!(!explicit.or([Permission::HostImage]).allows(Permission::HostImage));
         assert!(Policy::default().or([Permission::HostImage]).allows(Permission::HostImage));
         assert!(!Policy::default().allows(Permission::Privileged));
     }

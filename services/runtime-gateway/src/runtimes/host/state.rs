@@ -1,4 +1,4 @@
-//! The state of the host runtime: what is open, mounted and running, and what the state directory has.
+//! State of the host runtime: open resources, and the contents of the state directory.
 
 use std::collections::HashMap;
 use std::fs;
@@ -24,7 +24,7 @@ use super::user_namespace::Range;
 use super::volumes::Volumes;
 use crate::util::keyed_locks::{Locks, lock};
 
-/// What its operations share.
+/// State that the operations share.
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) config: HostConfig,
@@ -34,18 +34,19 @@ pub(super) struct Host {
     pub(super) volumes: Volumes,
     pub(super) cgroups: Cgroups,
     pub(super) sockets: Sockets,
-    /// Whether writes to the root of a container are kept in memory.
+    /// Whether the root layers of containers are in memory.
     pub(super) upper_in_memory: bool,
-    /// The addresses of containers with a private network. `None`: there are no private networks here.
+    /// The address pool of private networks. `None`: the worker has no private networks.
     pub(super) network_pool: Option<Pool>,
     pub(super) locks: Locks,
     /// The container of each process.
     pub(super) processes: Mutex<HashMap<AttemptId, ContainerHandle>>,
-    /// Volumes that a container writes to out of the machine's sight, with the process that does or did.
+    /// Volumes that a container writes to through a separate mount, with their process, which may
+    /// have ended.
     pub(super) written: Mutex<HashMap<VolumeHandle, AttemptId>>,
-    /// Held by who writes down the end of a process that lost its supervisor.
+    /// Held while the end of a process without a supervisor is stored.
     pub(super) settling: Mutex<()>,
-    /// The last contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
+    /// The last contact, by `CLOCK_BOOTTIME`, and for how long processes may continue from then on.
     pub(super) contact: Mutex<Option<(Duration, Duration)>>,
 }
 
@@ -53,7 +54,7 @@ impl Host {
     pub(super) fn open(config: HostConfig, hold: StateLock) -> Result<Self, RuntimeError> {
         let boot = boot()?;
         let marker = marker(&config.state_dir)?;
-        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
+        let mounted = mounts::mount_table().map_err(|error| RuntimeError::io("list the mounts", error))?;
         let volumes = Volumes::open(&config.state_dir, &mounted)?;
         let upper_in_memory = !volumes.overlays();
         let sockets = Sockets::open(&config.runtime_dir).map_err(at("open", &config.runtime_dir))?;
@@ -79,14 +80,14 @@ impl Host {
         Ok(host)
     }
 
-    /// The ids of the machine for the users of a container. `None`: they have the same ids on the machine, because the container is
-    /// privileged or the worker cannot map owners.
+    /// The range of ids for a container. `None`: ids are those of the machine, because the
+    /// container is privileged or the worker cannot map owners.
     pub(super) fn range(&self, container: &Container) -> Option<Range> {
-        let confined = !container.privileged && self.volumes.owners_fixed().is_none();
+        let confined = !container.privileged && self.volumes.fixed_owners_reason().is_none();
         confined.then(|| Range::of(container.handle))
     }
 
-    /// Where the machine sees a volume.
+    /// The directory of a volume in the mount namespace of the machine.
     pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
         if self.refresh(handle)? {
             self.volumes.directory_while_written(handle)
@@ -95,8 +96,8 @@ impl Host {
         }
     }
 
-    /// Removes the gateway's mount of a volume that a container wrote to through another mount, because its view may be old. `true`: the
-    /// container still writes.
+    /// Removes the gateway's mount of a volume that a container wrote to through another mount,
+    /// because its view may be outdated. `true`: the container still writes.
     pub(super) fn refresh(&self, handle: VolumeHandle) -> Result<bool, RuntimeError> {
         let mut written = lock(&self.written);
         let Some(process) = written.get(&handle).copied() else { return Ok(false) };
@@ -115,10 +116,10 @@ impl Host {
         }
     }
 
-    /// Of which life of the artifact store the volumes are, as it stands beside the marker.
+    /// Reads the mark of the artifact store, which is stored with the marker.
     pub(super) fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
         let path = self.config.state_dir.join(STORE_MARK);
-        let found = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let found = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         Ok(found.and_then(|text| String::from_utf8(text).ok()?.parse().ok()))
     }
 
@@ -127,25 +128,26 @@ impl Host {
         filesystem::write_durably(&path, format!("{mark}\n").as_bytes()).map_err(at("write", &path))
     }
 
-    /// What is hidden from containers because it is ours, or because the operator says so.
+    /// Paths that are hidden from containers: those of Gantry, and those of the operator.
     pub(super) fn hidden(&self) -> Vec<PathBuf> {
         let own = [&self.config.state_dir, &self.config.runtime_dir];
         own.into_iter().chain(&self.config.masked).cloned().collect()
     }
 }
 
-/// The life of the machine, or of the container that this process is in.
+/// An id of the boot of the machine, or of the start of the surrounding container.
 pub(super) fn boot() -> Result<String, RuntimeError> {
     let read = |path: &Path| fs::read_to_string(path).map_err(at("read", path));
     let kernel = read(Path::new("/proc/sys/kernel/random/boot_id"))?;
     let first = read(Path::new("/proc/1/stat"))?;
-    // The name in it may contain anything; the start time is the 20th field after it.
+    // The process name may contain any characters. The start time is the 20th field after it.
     let started = first.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(19));
-    let started = started.ok_or_else(|| RuntimeError::Other("/proc/1/stat has no start time".to_owned()))?;
+    let started = started
+        .ok_or_else(|| RuntimeError::Other("cannot parse /proc/1/stat: it has no start time".to_owned()))?;
     Ok(format!("{}/{started}", kernel.trim()))
 }
 
-/// The file system of a directory.
+/// Capacity of the file system of a directory.
 pub(super) fn disk(path: &Path) -> Result<Disk, RuntimeError> {
     let found = rustix::fs::statvfs(path).map_err(|error| at("measure", path)(error.into()))?;
     Ok(Disk {
@@ -154,17 +156,17 @@ pub(super) fn disk(path: &Path) -> Result<Disk, RuntimeError> {
     })
 }
 
-/// What stands beside the marker of the state directory.
+/// The file with the mark of the artifact store.
 const STORE_MARK: &str = "store-mark";
 
-/// The marker of the state directory.
+/// Reads the marker of the state directory, if there is one.
 pub(super) fn find_marker(state_dir: &Path) -> Result<Option<MarkerId>, RuntimeError> {
     let path = state_dir.join("marker");
-    let found = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+    let found = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
     Ok(found.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()))
 }
 
-/// The same, made when there is none.
+/// Reads or creates the marker of the state directory.
 pub(super) fn marker(state_dir: &Path) -> Result<MarkerId, RuntimeError> {
     if let Some(marker) = find_marker(state_dir)? {
         return Ok(marker);

@@ -1,12 +1,14 @@
-//! Who holds a state directory: one runtime at a time.
+//! The lock of a state directory: one runtime holds it at a time.
 //!
-//! Its file `lock` is locked by whoever holds the directory, and says a name that is made when the file is. A holder that dies leaves the
-//! lock, and the next takes the directory with all that goes on in it. One that is frozen keeps its lock; who has opened a new session of
-//! the worker takes the directory from it all the same, by putting a locked file with a name of its own in the place of that one.
+//! The holder locks the file `lock`, which contains a unique name. When a holder dies, the next
+//! runtime takes the directory and its running processes over. A frozen holder keeps its lock. A
+//! runtime with a newer session of the worker takes the directory nevertheless: it replaces the
+//! file by a locked file with a new name.
 //!
-//! Invariant: whoever was started by a holder that lost the directory starts nothing. Before it takes its intent, a supervisor looks whether
-//! the name is still the one that it was launched under; who takes the directory away changes the name first, and then revokes every intent
-//! that is there. So an intent is either seen and revoked, or its supervisor sees the new name.
+//! Invariant: a supervisor of a replaced holder starts nothing. Before a supervisor takes its
+//! intent, it checks that the name is still that of its launch. A runtime that takes the directory
+//! over changes the name first, and then revokes every intent. So an intent is either revoked, or
+//! its supervisor sees the new name.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -18,12 +20,12 @@ use uuid::Uuid;
 
 use super::filesystem::{self, at};
 
-/// The right to a state directory.
+/// The right to use a state directory.
 #[derive(Debug)]
 pub(super) struct StateLock {
     path: PathBuf,
     name: String,
-    /// Locked as long as this lives.
+    /// Keeps the file locked while this value lives.
     _file: File,
 }
 
@@ -32,7 +34,7 @@ fn path(state_dir: &Path) -> PathBuf {
 }
 
 impl StateLock {
-    /// Takes a directory that nobody holds. `None`: somebody does.
+    /// Locks a directory. `None`: another runtime holds it.
     pub(super) fn take(state_dir: &Path) -> Result<Option<Self>, RuntimeError> {
         let path = path(state_dir);
         loop {
@@ -43,8 +45,8 @@ impl StateLock {
                 Err(fs::TryLockError::WouldBlock) => return Ok(None),
                 Err(fs::TryLockError::Error(error)) => return Err(at("lock", &path)(error)),
             }
-            // Another file may have come into its place in between.
-            if !is_at(&file, &path).map_err(at("look at", &path))? {
+            // Another runtime may have replaced the file meanwhile.
+            if !is_at(&file, &path).map_err(at("check", &path))? {
                 continue;
             }
             let mut name = io::read_to_string(&file).map_err(at("read", &path))?;
@@ -56,7 +58,8 @@ impl StateLock {
         }
     }
 
-    /// Takes a directory, whoever holds it. Only for who may speak for the worker while the holder may not.
+    /// Takes a directory over, even if another runtime holds it. The caller must have the right to
+    /// speak for the worker, and the holder must not.
     pub(super) fn take_over(state_dir: &Path) -> Result<Self, RuntimeError> {
         let path = path(state_dir);
         let name = Uuid::new_v4().to_string();
@@ -76,12 +79,12 @@ impl StateLock {
         &self.name
     }
 
-    /// Whether nobody has taken the directory over.
+    /// Whether no other runtime has taken the directory over.
     pub(super) fn is_ours(&self) -> Result<bool, RuntimeError> {
         is_named(&self.path, &self.name).map_err(at("read", &self.path))
     }
 
-    /// Refuses what only the holder may do.
+    /// Fails if another runtime has taken the directory over.
     pub(super) fn check(&self) -> Result<(), RuntimeError> {
         if self.is_ours()? {
             return Ok(());
@@ -90,14 +93,16 @@ impl StateLock {
     }
 }
 
-/// Whether the directory is held under this name, as far as can be seen. An empty one is that of a gateway that gave none.
+/// Whether the directory is held under this name. An empty name belongs to a gateway of a version
+/// without names.
 pub(super) fn is_held_as(state_dir: &Path, name: &str) -> io::Result<bool> {
     if name.is_empty() { Ok(true) } else { is_named(&path(state_dir), name) }
 }
 
 fn is_named(path: &Path, name: &str) -> io::Result<bool> {
-    // Who removes the directory takes it over for nobody.
-    Ok(filesystem::read_if_there(path)?.is_none_or(|found| found == name.as_bytes()))
+    // A missing file means that the directory is being removed, and that no runtime has taken it
+    // over.
+    Ok(filesystem::read_if_exists(path)?.is_none_or(|found| found == name.as_bytes()))
 }
 
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
@@ -114,30 +119,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_holds_it_and_its_name_stays_when_it_dies() {
+    fn lock_name_survives_death_of_holder() {
         let directory = tempfile::tempdir().expect("a directory");
-        let first = StateLock::take(directory.path()).expect("taken").expect("nobody holds it");
+        let first = StateLock::take(directory.path()).expect("taken").expect("the directory is free");
         assert!(StateLock::take(directory.path()).expect("looked").is_none());
         let name = first.name().to_owned();
         drop(first);
-        let second = StateLock::take(directory.path()).expect("taken").expect("nobody holds it");
-        assert_eq!(second.name(), name, "what the first launched goes on");
+        let second = StateLock::take(directory.path()).expect("taken").expect("the directory is free");
+        assert_eq!(second.name(), name, "supervisors of the first holder continue");
         second.check().expect("it holds it");
     }
 
     #[test]
-    fn who_takes_it_over_holds_it_though_the_other_keeps_its_lock() {
+    fn takeover_succeeds_while_frozen_holder_keeps_lock() {
         let directory = tempfile::tempdir().expect("a directory");
-        let frozen = StateLock::take(directory.path()).expect("taken").expect("nobody holds it");
+        let frozen = StateLock::take(directory.path()).expect("taken").expect("the directory is free");
         let next = StateLock::take_over(directory.path()).expect("taken over");
-        frozen.check().expect_err("it does not hold it any more");
+        frozen.check().expect_err("the directory was taken over");
         next.check().expect("it holds it");
         assert!(!is_held_as(directory.path(), frozen.name()).expect("read"));
         assert!(StateLock::take(directory.path()).expect("looked").is_none());
         drop(frozen);
         assert!(
             StateLock::take(directory.path()).expect("looked").is_none(),
-            "the end of the other frees nothing"
+            "the end of the old holder does not release the directory"
         );
         drop(next);
         assert!(StateLock::take(directory.path()).expect("looked").is_some());

@@ -1,10 +1,12 @@
 //! The protocol between a gateway and a supervisor, over a Unix socket.
 //!
-//! Every message of a gateway is a request with exactly one answer, and a connection carries one request at a time. So
-//! nothing is ever pushed at a reader that does not ask, and a gateway that goes away leaves nothing behind. To be told of
-//! news, a gateway asks with [`Request::Watch`], which is answered as soon as something differs from what it has seen.
+//! Every message of a gateway is a request with exactly one answer, and a connection carries one
+//! request at a time. So the supervisor sends nothing unrequested, and a disconnected gateway
+//! leaves nothing behind. A gateway waits for changes with [`Request::Watch`], which is answered as
+//! soon as the progress differs from a given one.
 //!
-//! Both ends are of the same machine but not always of the same version: kinds of message are only ever added.
+//! Both programs run on the same machine, but may have different versions. New kinds of messages
+//! may be added, and old ones must stay.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -14,14 +16,14 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-/// Most input in one request.
+/// Largest input in one request, in bytes.
 pub(super) const MAX_STDIN: usize = 1 << 20;
-/// Most bytes of a request.
+/// Largest request, in bytes.
 pub(super) const MAX_FRAME: usize = MAX_STDIN + 64;
-/// Bytes of an answer.
+/// Size of an answer, in bytes.
 pub(super) const ANSWER: usize = 26;
 
-/// How far a process is, as its supervisor sees it.
+/// Progress of a process, as seen by its supervisor.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Progress {
     pub(super) stdout: u64,
@@ -30,22 +32,22 @@ pub(super) struct Progress {
     pub(super) phase: Phase,
 }
 
-/// What has happened to a process.
+/// The phase of a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Phase {
     #[default]
     Starting,
     Started,
-    /// How is in its exit record.
+    /// Ended. The exit record has the details.
     Ended,
 }
 
-/// What a gateway asks of a supervisor.
+/// A request of a gateway to a supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Request {
-    /// Answer when something differs from this.
+    /// Answered when the progress differs from this one.
     Watch(Progress),
-    /// Answer when all of it was taken.
+    /// Answered when all of the input was accepted.
     Stdin {
         offset: u64,
         data: bytes::Bytes,
@@ -57,24 +59,25 @@ pub(super) enum Request {
         stderr: u64,
     },
     Detach,
-    /// TERM, and KILL of everything after this long.
+    /// Sends TERM, and kills all processes after this time.
     Stop(Duration),
-    /// When the gateway was in contact, by `CLOCK_BOOTTIME`, and how long the process may go on from then.
+    /// Records the time of a contact, by `CLOCK_BOOTTIME`, and for how long the process may
+    /// continue from then on.
     Contact {
         sent: Duration,
         stop_after: Duration,
     },
-    /// Answer at once.
-    Look,
-    /// Answer when it has ended.
+    /// Answered at once.
+    GetProgress,
+    /// Answered when the process has ended.
     AwaitEnd,
-    /// Kill everything, and say why it ended: to keep the disk usable.
+    /// Kills all processes, with this reason: the disk must stay usable.
     EndForDisk(String),
-    /// Kill everything, and report that the container ran out of memory.
+    /// Kills all processes, and reports that the container ran out of memory.
     EndForMemory,
 }
 
-/// What a supervisor answers.
+/// An answer of a supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answer {
     Progress(Progress),
@@ -86,7 +89,7 @@ fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Takes fixed-size fields off the front of a message.
+/// Reads fixed-size fields from the front of a message.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -125,7 +128,7 @@ fn put_progress(out: &mut Vec<u8>, progress: &Progress) {
 }
 
 impl Request {
-    /// With its length in front.
+    /// Encodes the request with its length in front.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; 4];
         match self {
@@ -155,7 +158,7 @@ impl Request {
                 out.extend_from_slice(&nanoseconds(*sent).to_le_bytes());
                 out.extend_from_slice(&nanoseconds(*stop_after).to_le_bytes());
             }
-            Self::Look => out.push(9),
+            Self::GetProgress => out.push(9),
             Self::AwaitEnd => out.push(10),
             Self::EndForDisk(why) => {
                 out.push(11);
@@ -168,7 +171,7 @@ impl Request {
         out
     }
 
-    /// From a message without its length. `None`: not one of ours.
+    /// Decodes a message without its length. `None`: the message is invalid.
     pub(super) fn decode(message: &[u8]) -> Option<Self> {
         let mut fields = Fields(message);
         Some(match fields.byte()? {
@@ -186,7 +189,7 @@ impl Request {
                 let sent = Duration::from_nanos(fields.number()?);
                 Self::Contact { sent, stop_after: Duration::from_nanos(fields.number()?) }
             }
-            9 => Self::Look,
+            9 => Self::GetProgress,
             10 => Self::AwaitEnd,
             11 => Self::EndForDisk(String::from_utf8_lossy(fields.0).into_owned()),
             12 => Self::EndForMemory,
@@ -221,8 +224,8 @@ impl Answer {
     }
 }
 
-/// The directory of the control sockets. Held open, because the path of a Unix socket may have no more than 107 bytes, and
-/// that of the directory may already have more.
+/// The directory of the control sockets. It is held open, because the path of a Unix socket is
+/// limited to 107 bytes, and that of the directory may be longer.
 #[derive(Debug)]
 pub(super) struct Sockets {
     path: PathBuf,
@@ -237,24 +240,25 @@ impl Sockets {
         Ok(Self { path: path.to_owned(), directory })
     }
 
-    /// Where it really is.
+    /// The real path of a socket.
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    /// A short name for it, good in this process.
-    fn short(&self, name: &str) -> PathBuf {
+    /// A short path of a socket, valid in this process.
+    fn short_path(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}/{name}", self.directory.as_raw_fd()))
     }
 
-    /// Fails where somebody listens, or did and left that behind: it may be who has taken the state directory over.
+    /// Listens on a socket. Fails if the socket exists, because it may belong to a runtime that has
+    /// taken the state directory over.
     pub(super) fn listen(&self, name: &str) -> io::Result<std::os::unix::net::UnixListener> {
-        std::os::unix::net::UnixListener::bind(self.short(name))
+        std::os::unix::net::UnixListener::bind(self.short_path(name))
     }
 
-    /// Fails when nobody listens there.
+    /// Connects to a socket. Fails if no process listens on it.
     pub(super) async fn connect(&self, name: &str) -> io::Result<Connection> {
-        Ok(Connection { stream: UnixStream::connect(self.short(name)).await? })
+        Ok(Connection { stream: UnixStream::connect(self.short_path(name)).await? })
     }
 }
 
@@ -265,23 +269,24 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Asks, and waits for the answer. Not cancel safe: a connection whose request was dropped is to be dropped too.
-    pub(super) async fn ask(&mut self, request: &Request) -> io::Result<Answer> {
+    /// Sends a request, and waits for the answer. Not cancel safe: after a cancelled request the
+    /// connection must be dropped.
+    pub(super) async fn request(&mut self, request: &Request) -> io::Result<Answer> {
         self.stream.write_all(&request.encode()).await?;
         let mut answer = [0; ANSWER];
         self.stream.read_exact(&mut answer).await?;
         Answer::decode(&answer).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
-    /// Asks for what is answered with progress.
+    /// Sends a request whose answer is the progress.
     pub(super) async fn progress(&mut self, request: &Request) -> io::Result<Progress> {
-        match self.ask(request).await? {
+        match self.request(request).await? {
             Answer::Progress(progress) => Ok(progress),
             Answer::StdinGap(_) => Err(io::ErrorKind::InvalidData.into()),
         }
     }
 
-    /// Waits until the supervisor has closed its end, as it does by exiting.
+    /// Waits until the supervisor has closed the connection, which it does by exiting.
     pub(super) async fn closed(mut self) {
         let mut scrap = [0; 64];
         while matches!(self.stream.read(&mut scrap).await, Ok(1..)) {}
@@ -293,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_and_answers_come_back_as_they_were() {
+    fn request_and_answer_encoding_round_trips() {
         let progress = Progress { stdout: 1, stderr: u64::MAX, stdin_taken: 3, phase: Phase::Ended };
         let requests = [
             Request::Watch(progress),
@@ -304,7 +309,7 @@ mod tests {
             Request::Detach,
             Request::Stop(Duration::from_millis(1500)),
             Request::Contact { sent: Duration::from_secs(1), stop_after: Duration::from_secs(600) },
-            Request::Look,
+            Request::GetProgress,
             Request::AwaitEnd,
             Request::EndForDisk("full".to_owned()),
             Request::EndForMemory,

@@ -1,7 +1,8 @@
-//! Foreign trees: copied whole, given to another owner.
+//! Copies of untrusted trees, and changes of their owner.
 //!
-//! Volumes and containers call this. A tree was written by a container and may be of any depth and width, so both go
-//! through it with [`transfer::TreeWalk`]: bounded descriptors and memory, no link followed, no mount point entered.
+//! Volumes and containers use this module. A container may have written a tree of any depth and
+//! width. Therefore both operations use [`transfer::TreeWalk`], which bounds descriptors and
+//! memory, follows no links and enters no mount points.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -20,8 +21,8 @@ fn stat(directory: BorrowedFd<'_>, name: &[u8]) -> io::Result<Stat> {
     Ok(rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Gives a directory and everything in it to a user. A directory comes before what is in it, so that a layer below an
-/// overlay is copied up level by level.
+/// Changes the owner of a directory and all its contents. A directory is changed before its
+/// contents, so that an overlay copies a lower layer up level by level.
 pub(super) fn own_tree(path: &Path, uid: u32, gid: u32) -> io::Result<()> {
     let owner = (Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)));
     let is_owned = |found: &Stat| (found.st_uid, found.st_gid) == (uid, gid);
@@ -48,7 +49,8 @@ pub(super) fn own_tree(path: &Path, uid: u32, gid: u32) -> io::Result<()> {
     }
 }
 
-/// Copies everything in `from` into the empty directory `to`, and gives that the owner, mode and times of `from`.
+/// Copies the contents of `from` into the empty directory `to`, which gets the owner, mode and
+/// times of `from`.
 pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
     let (mut source, mut target) = (TreeWalk::open(from)?, Descent::open(to)?);
     let mut links = Links::new(target.directory().try_clone_to_owned()?);
@@ -79,8 +81,9 @@ pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Copies the files at `names` in `from`, with the directories that they are in, into `to`. Names of one file become names of
-/// one copy. Names come in the order of a manifest, so each directory is entered once.
+/// Copies the files at `names` in `from`, with their directories, into `to`. Hard links in `names`
+/// stay hard links. `names` must be in the order of a manifest, so that each directory is entered
+/// once.
 pub(super) fn copy_files(from: &Path, to: &Path, names: &[PathBuf]) -> io::Result<()> {
     let (mut source, mut target) = (Descent::open(from)?, Descent::open(to)?);
     let mut links = Links::new(target.directory().try_clone_to_owned()?);
@@ -108,7 +111,7 @@ pub(super) fn copy_files(from: &Path, to: &Path, names: &[PathBuf]) -> io::Resul
     links.clear()
 }
 
-/// Leaves directories of which the copies are complete.
+/// Leaves directories whose copies are complete.
 fn leave(source: &mut Descent, target: &mut Descent, levels: usize) -> io::Result<()> {
     for _ in 0..levels {
         let found = rustix::fs::fstat(source.directory())?;
@@ -119,13 +122,14 @@ fn leave(source: &mut Descent, target: &mut Descent, levels: usize) -> io::Resul
     Ok(())
 }
 
-/// Files with several names, of which one was copied. Each has one more name in a directory at the top of the copy:
-/// the path of its first one may be longer than the kernel takes.
+/// Copied files with further names. Each has an extra name in a directory at the top of the copy.
+/// The path of its first name may exceed the limit of the kernel.
 struct Links {
     top: OwnedFd,
-    /// Made for the first of them.
+    /// Created for the first such file.
     directory: Option<(String, OwnedFd)>,
-    /// For each file its name in the directory, and how many of its names are not yet copied.
+    /// For each file, its name in the directory, and the number of its names that are not yet
+    /// copied.
     known: HashMap<(u64, u64), (u64, u64)>,
     next: u64,
 }
@@ -135,7 +139,7 @@ impl Links {
         Self { top, directory: None, known: HashMap::new(), next: 0 }
     }
 
-    /// Makes another name of a file that was copied. `false`: it was not copied yet.
+    /// Links another name of a copied file. `false`: the file was not copied yet.
     fn link(&mut self, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<bool> {
         let file = (found.st_dev, found.st_ino);
         let (Some((_, directory)), Some((known, left))) = (&self.directory, self.known.get_mut(&file)) else {
@@ -146,21 +150,22 @@ impl Links {
             *left -= 1;
             rustix::fs::linkat(directory, &*known, to, name, AtFlags::empty())?;
         } else {
-            // The last name: the copy never has more names than the file itself, which may have as many as there can be.
+            // This is the last name. Removing the extra name first keeps the link count within the
+            // limit, which the original may use fully.
             self.known.remove(&file);
             rustix::fs::renameat(directory, &*known, to, name)?;
         }
         Ok(true)
     }
 
-    /// Remembers a file of which the first name was copied.
+    /// Registers a file whose first name was copied.
     fn remember(&mut self, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<()> {
         let directory = match &self.directory {
             Some((_, directory)) => directory,
             None => &self.directory.insert(self.make_directory()?).1,
         };
         rustix::fs::linkat(to, name, directory, self.next.to_string(), AtFlags::empty())?;
-        #[allow(clippy::unnecessary_cast)] // The fields differ from architecture to architecture.
+        #[allow(clippy::unnecessary_cast)] // The types of the fields depend on the architecture.
         let left = (found.st_nlink as u64).saturating_sub(1);
         self.known.insert((found.st_dev, found.st_ino), (self.next, left));
         self.next += 1;
@@ -168,7 +173,7 @@ impl Links {
     }
 
     fn make_directory(&self) -> io::Result<(String, OwnedFd)> {
-        // No name of the tree that is copied.
+        // A name that does not occur in the copied tree.
         let name = format!(".gantry-links-{}", domain::VolumeHandle::new());
         rustix::fs::mkdirat(&self.top, &*name, Mode::RWXU)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -176,7 +181,7 @@ impl Links {
         Ok((name, directory))
     }
 
-    /// Removes the names that were made here.
+    /// Removes the extra names.
     fn clear(&mut self) -> io::Result<()> {
         let Some((name, directory)) = self.directory.take() else { return Ok(()) };
         for (_, (known, _)) in self.known.drain() {
@@ -186,17 +191,17 @@ impl Links {
     }
 }
 
-/// Copies what is no directory.
+/// Copies an entry that is not a directory.
 fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<()> {
     match FileType::from_raw_mode(found.st_mode) {
         FileType::RegularFile => {
-            // Should it have become a pipe meanwhile, nobody waits for its writer.
+            // Without O_NONBLOCK, opening a file that was replaced by a pipe would block.
             let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
             let source = rustix::fs::openat(from, name, flags, Mode::empty())?;
             let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
             let target = rustix::fs::openat(to, name, flags, Mode::RUSR | Mode::WUSR)?;
             let (mut source, mut target) = (File::from(source), File::from(target));
-            // Shares the blocks where the file system can.
+            // Shares blocks if the file system supports it.
             if rustix::fs::ioctl_ficlone(&target, &source).is_err() {
                 contents(&mut source, &mut target)?;
             }
@@ -216,14 +221,14 @@ fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) ->
     Ok(rustix::fs::utimensat(to, name, &times(found), AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Copies the data of a file and keeps its holes, so that a sparse file stays sparse.
+/// Copies the data of a file and keeps its holes.
 fn contents(source: &mut File, target: &mut File) -> io::Result<()> {
     let size = source.metadata()?.len();
     let mut at = 0;
     while at < size {
         let data = match rustix::fs::seek(&*source, SeekFrom::Data(at)) {
             Ok(data) => data,
-            // A hole up to the end.
+            // The rest of the file is a hole.
             Err(rustix::io::Errno::NXIO) => break,
             Err(error) => return Err(error.into()),
         };
@@ -236,7 +241,7 @@ fn contents(source: &mut File, target: &mut File) -> io::Result<()> {
     target.set_len(size)
 }
 
-/// Owner, then mode, which a change of owner may take back, then attributes and times.
+/// Sets the owner, then the mode, which a change of owner may reset, then attributes and times.
 fn finish(from: BorrowedFd<'_>, to: BorrowedFd<'_>, found: &Stat) -> io::Result<()> {
     rustix::fs::fchown(to, Some(Uid::from_raw(found.st_uid)), Some(Gid::from_raw(found.st_gid)))?;
     rustix::fs::fchmod(to, Mode::from_raw_mode(found.st_mode))?;
@@ -250,7 +255,7 @@ fn attributes(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> io::Result<()> {
         Err(rustix::io::Errno::OPNOTSUPP) => return Ok(()),
         result => result?,
     };
-    // What one overlay says of its layers is wrong for another one.
+    // Overlay attributes of one overlay are wrong for another one.
     let copied = |name: &&[u8]| !name.is_empty() && !name.starts_with(b"trusted.overlay.");
     for name in names[..length].split(|byte| *byte == 0).filter(copied) {
         let mut value = vec![0; 65536];
@@ -280,7 +285,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes a chain of directories with a file at each level, and two names of one file at both ends.
+    /// Creates a chain of directories with a file at each level, and a hard link between both ends.
     fn chain(root: &Path, depth: usize) -> io::Result<()> {
         let mut descent = Descent::open(root)?;
         fs::write(root.join("top"), "linked")?;
@@ -295,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn deep_tree_is_copied_and_given_away() -> io::Result<()> {
+    fn deep_tree_is_copied_and_changes_owner() -> io::Result<()> {
         const DEPTH: usize = 10_000;
         let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
         let (from, to) = (directory.path().join("from"), directory.path().join("to"));
@@ -372,12 +377,12 @@ mod tests {
             assert_eq!((before.mode(), before.mtime()), (after.mode(), after.mtime()), "{name}");
             assert_eq!(before.mtime_nsec(), after.mtime_nsec(), "{name}");
         }
-        assert_eq!(fs::read_dir(&to)?.count(), 2, "nothing else is left");
+        assert_eq!(fs::read_dir(&to)?.count(), 2, "no extra entry remains");
         Ok(())
     }
 
     #[test]
-    fn copy_has_the_holes_of_its_source() -> io::Result<()> {
+    fn copy_keeps_holes_of_source() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let (from, to) = (directory.path().join("from"), directory.path().join("to"));
         fs::create_dir(&from)?;
@@ -402,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_has_modes_links_and_times() -> io::Result<()> {
+    fn copy_keeps_modes_links_and_times() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let (from, to) = (directory.path().join("from"), directory.path().join("to"));
         fs::create_dir_all(from.join("a/b"))?;

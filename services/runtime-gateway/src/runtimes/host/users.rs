@@ -1,8 +1,8 @@
-//! Users of an image: who `name`, `uid`, `name:group` or `uid:gid` is.
+//! Users of an image: lookup of `name`, `uid`, `name:group` and `uid:gid`.
 
 use serde::{Deserialize, Serialize};
 
-/// Who runs in a container.
+/// The user of a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct User {
     pub(super) uid: u32,
@@ -12,7 +12,7 @@ pub(super) struct User {
     pub(super) home: String,
 }
 
-/// The users and groups of an image.
+/// The account files of an image.
 pub(super) struct Users<'a> {
     /// Contents of `/etc/passwd`.
     pub(super) passwd: &'a str,
@@ -46,13 +46,14 @@ impl<'a> Users<'a> {
         })
     }
 
-    /// Finds `wanted`; `None` is root. An id that the image does not know is taken as it is; a name must be known.
-    pub(super) fn find(&self, wanted: Option<&str>) -> Option<User> {
-        let (user, group) = match wanted.unwrap_or("0").split_once(':') {
+    /// Finds a user. `None` is root. A numeric id may be missing in the image, but a name must
+    /// exist.
+    pub(super) fn find(&self, requested: Option<&str>) -> Option<User> {
+        let (user, group) = match requested.unwrap_or("0").split_once(':') {
             Some((user, group)) => (user, Some(group)),
-            None => (wanted.unwrap_or("0"), None),
+            None => (requested.unwrap_or("0"), None),
         };
-        // Digits that are also somebody's name are a name, as with the engines.
+        // Digits that are also a user name count as a name, as in container engines.
         let account = self
             .accounts()
             .find(|account| account.name == user)
@@ -70,7 +71,7 @@ impl<'a> Users<'a> {
         };
         let member =
             |members: &str| account.as_ref().is_some_and(|one| members.split(',').any(|m| m == one.name));
-        // Who names a group gets that one alone.
+        // A stated group replaces all groups of the user.
         let groups = match group {
             Some(_) => Vec::new(),
             None => self.groups().filter(|(_, _, members)| member(members)).map(|(_, gid, _)| gid).collect(),
@@ -80,7 +81,8 @@ impl<'a> Users<'a> {
     }
 }
 
-/// An id of a user or a group. The largest number is none: to the system it means to leave the owner as it is.
+/// Parses the id of a user or a group. The largest number is invalid, because to the system it
+/// means no change.
 fn id(text: &str) -> Option<u32> {
     text.parse().ok().filter(|id| *id != u32::MAX)
 }
@@ -94,8 +96,8 @@ mod tests {
         group: "root:x:0:\nann:x:1001:\naudio:x:29:bob,ann\nwheel:x:30:annie\n",
     };
 
-    fn found(wanted: Option<&str>) -> Option<(u32, u32, Vec<u32>, String)> {
-        USERS.find(wanted).map(|user| (user.uid, user.gid, user.groups, user.home))
+    fn found(requested: Option<&str>) -> Option<(u32, u32, Vec<u32>, String)> {
+        USERS.find(requested).map(|user| (user.uid, user.gid, user.groups, user.home))
     }
 
     #[test]
@@ -110,13 +112,13 @@ mod tests {
     }
 
     #[test]
-    fn names_that_the_image_does_not_know_are_refused() {
+    fn unknown_names_are_rejected() {
         assert_eq!(found(Some("bob")), None);
         assert_eq!(found(Some("ann:nobody")), None);
         assert_eq!(found(Some("")), None);
         assert_eq!(found(Some("-1")), None);
         assert_eq!(found(Some("4294967296")), None);
-        assert_eq!(found(Some("4294967295")), None, "it would leave the user as it is");
+        assert_eq!(found(Some("4294967295")), None, "the system reads it as no change");
         assert_eq!(found(Some("ann:4294967295")), None);
     }
 }

@@ -1,11 +1,11 @@
-//! Volumes: directories, and copy-on-write children of them.
+//! Volumes on the host: directories, and copy-on-write children of them.
 //!
-//! A child is an overlay over its parent's contents, mounted when it is asked for, so also after a reboot. A child of a child
-//! names all layers below it, because overlays do not stack deep; where there are too many, or no overlays at all, it is a
-//! copy instead.
+//! A child is an overlay over the contents of its parent. It is mounted on first use, also after a
+//! reboot. The overlay of a grandchild names all layers below it, because overlays cannot be nested
+//! deeply. If there are too many layers, or no overlays, the child is a copy.
 //!
-//! Overlays are mounted `volatile`: neither what runs in a container nor unmounting one waits for the disk, which would be the
-//! whole disk of the worker. So after a crash of the machine all contents count as suspect.
+//! Overlays are mounted `volatile`: neither a sync in a container nor an unmount waits for the
+//! worker's whole disk. So after a crash of the machine, all contents count as suspect.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -22,42 +22,43 @@ use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
 use super::filesystem::{self, at};
-use super::mounts::{self, Mounted, Overlay, Upper};
+use super::mounts::{self, MountEntry, Overlay, Upper};
 use super::tree_copy::{copy_files, copy_tree};
 use super::user_namespace::Range;
 use crate::util::keyed_locks::lock;
 
-/// What a half-made volume is called, and one that is being destroyed.
+/// Name prefixes of volumes in creation and in destruction.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
 
-/// How copy-on-write children are made.
+/// The method for copy-on-write children.
 #[derive(Debug)]
 enum CopyOnWrite {
     Overlay {
         options: &'static [&'static str],
     },
-    /// And why.
+    /// A copy, with the reason.
     Copy(String),
 }
 
-/// With these, a change of owner leaves the contents where they are.
+/// With these options, a change of owner does not copy the contents up.
 const METACOPY: &[&str] = &["volatile", "index=off", "redirect_dir=on", "metacopy=on"];
-/// What older kernels know, and still older ones.
+/// Options for older kernels, and for still older ones.
 const PLAIN: [&[&str]; 2] = [&["volatile", "index=off"], &["index=off"]];
 
 #[derive(Debug)]
 pub(super) struct Volumes {
     directory: PathBuf,
     copy_on_write: CopyOnWrite,
-    /// Why containers cannot see volumes with other owners than the disk has, where they cannot.
-    owners_fixed: Option<String>,
-    /// Of each volume that is a layer of others: those right above it.
+    /// The reason why containers cannot see mapped owners of volumes, if they cannot.
+    fixed_owners_reason: Option<String>,
+    /// For each volume that is a layer of others: the volumes directly above it.
     children: Mutex<HashMap<VolumeHandle, HashSet<VolumeHandle>>>,
 }
 
 impl Volumes {
-    /// Finds out how to make children, and removes what a crash left half-made, as far as it can be removed.
-    pub(super) fn open(state_dir: &Path, mounted: &[Mounted]) -> Result<Self, RuntimeError> {
+    /// Detects the method for children, and removes incomplete volumes of a crash as far as
+    /// possible.
+    pub(super) fn open(state_dir: &Path, mounted: &[MountEntry]) -> Result<Self, RuntimeError> {
         let directory = state_dir.join("volumes");
         filesystem::make_directory(&directory).map_err(at("make", &directory))?;
         let mut left = Vec::new();
@@ -75,10 +76,10 @@ impl Volumes {
             }
         }
         left.iter().for_each(|path| filesystem::remove_or_leave(path));
-        let copy_on_write = probe(&directory).map_err(at("try overlays in", &directory))?;
+        let copy_on_write = probe(&directory).map_err(at("test overlays in", &directory))?;
         let owners = probe_owners(&directory, copy_on_write.options());
-        let owners_fixed = owners.err().map(|error| error.to_string());
-        let volumes = Self { directory, copy_on_write, owners_fixed, children: Mutex::default() };
+        let fixed_owners_reason = owners.err().map(|error| error.to_string());
+        let volumes = Self { directory, copy_on_write, fixed_owners_reason, children: Mutex::default() };
         for child in volumes.list()? {
             if let Some(parent) = volumes.parent(child)? {
                 lock(&volumes.children).entry(parent).or_default().insert(child);
@@ -87,27 +88,27 @@ impl Volumes {
         Ok(volumes)
     }
 
-    /// Whether the file system can hold the upper layer of an overlay.
+    /// Whether the file system supports the upper layer of an overlay.
     pub(super) fn overlays(&self) -> bool {
         matches!(self.copy_on_write, CopyOnWrite::Overlay { .. })
     }
 
-    /// How overlays are made. `None`: there are none.
+    /// The mount options of overlays. `None`: overlays are not supported.
     pub(super) fn overlay_options(&self) -> Option<&'static [&'static str]> {
         self.copy_on_write.options()
     }
 
-    /// Why containers cannot see volumes with other owners than the disk has. `None`: they can.
-    pub(super) fn owners_fixed(&self) -> Option<&str> {
-        self.owners_fixed.as_deref()
+    /// The reason why containers cannot see mapped owners of volumes. `None`: they can.
+    pub(super) fn fixed_owners_reason(&self) -> Option<&str> {
+        self.fixed_owners_reason.as_deref()
     }
 
-    /// How children are made, for people.
+    /// The method for children, as text for people.
     pub(super) fn copy_on_write(&self) -> String {
         match &self.copy_on_write {
             CopyOnWrite::Overlay { options: METACOPY } => "overlay, with metacopy".to_owned(),
-            CopyOnWrite::Overlay { .. } => "overlay; the kernel refuses metacopy".to_owned(),
-            CopyOnWrite::Copy(why) => format!("copy: no overlays here: {why}"),
+            CopyOnWrite::Overlay { .. } => "overlay; the kernel does not support metacopy".to_owned(),
+            CopyOnWrite::Copy(why) => format!("copy: cannot use overlays: {why}"),
         }
     }
 
@@ -128,7 +129,7 @@ impl Volumes {
 
     pub(super) fn create(&self, handle: VolumeHandle, source: &VolumeSource) -> Result<(), RuntimeError> {
         let volume = self.volume(handle);
-        if filesystem::exists(&volume).map_err(at("look for", &volume))? {
+        if filesystem::exists(&volume).map_err(at("check", &volume))? {
             return Ok(());
         }
         let [new, _] = self.unfinished(handle);
@@ -136,11 +137,12 @@ impl Volumes {
             .fill(handle, &new, source)
             .and_then(|()| fs::rename(&new, &volume).map_err(at("make", &volume)));
         if made.is_err() {
-            // What it fails with matters more than what is left, which the next attempt or opening removes.
+            // The error matters more than the incomplete volume, which the next attempt or opening
+            // removes.
             if let Err(error) = filesystem::remove_tree(&new) {
-                tracing::warn!(volume.handle = %handle, %error, "could not remove a half-made volume");
+                tracing::warn!(volume.handle = %handle, %error, "cannot remove an incomplete volume");
             }
-            self.forget_child(handle);
+            self.unregister_child(handle);
         }
         made
     }
@@ -162,21 +164,22 @@ impl Volumes {
                 return copy_tree(&from, &contents).map_err(at("copy", &from));
             }
             VolumeSource::WorkerProvided(what) => {
-                return Err(RuntimeError::Unsupported(format!("it brings nothing along: no {what:?}")));
+                return Err(RuntimeError::Unsupported(format!("a host worker does not provide {what:?}")));
             }
         };
         let layers = layers(&self.directory, parent)?;
-        let max_layers = mounts::max_layers().map_err(at("ask for overlays below", new))?;
+        let max_layers = mounts::max_layers().map_err(at("test overlays below", new))?;
         if !self.overlays() || layers.len() >= max_layers {
             let from = self.directory(parent)?;
             return copy_tree(&from, &contents).map_err(at("copy", &from));
         }
         let (upper, _) = (make("upper")?, make("work")?);
-        // The root of the topmost layer is what is seen.
+        // The root of the topmost layer is the visible root.
         let top = layers.first().map_or(&contents, |layer| layer);
-        like(&upper, top).map_err(at("make", &upper))?;
+        copy_owner_and_mode(&upper, top).map_err(at("make", &upper))?;
         if !names.is_empty() {
-            // An overlay copies a file up by one name and leaves the others as they are. A file that is up already is one.
+            // An overlay copies a file up under one name, which breaks its hard links. A file that
+            // is already in the top layer stays one file.
             let from = self.directory(parent)?;
             copy_files(&from, &upper, names).map_err(at("copy", &from))?;
         }
@@ -186,8 +189,8 @@ impl Volumes {
         Ok(())
     }
 
-    /// A volume is gone: it needs its parent no more.
-    fn forget_child(&self, child: VolumeHandle) {
+    /// Removes a destroyed volume from the children of its parent.
+    fn unregister_child(&self, child: VolumeHandle) {
         lock(&self.children).retain(|_, children| {
             children.remove(&child);
             !children.is_empty()
@@ -198,35 +201,36 @@ impl Volumes {
         parent(&self.volume(handle))
     }
 
-    /// Notes whose bytes a volume holds, beside them.
+    /// Stores the artifact of a volume beside its contents.
     pub(super) fn note_artifact(
         &self,
         handle: VolumeHandle,
         artifact: ArtifactId,
     ) -> Result<(), RuntimeError> {
-        let path = self.existing(handle)?.join("artifact");
+        let path = self.existing_path(handle)?.join("artifact");
         fs::write(&path, artifact.to_string()).map_err(at("write", &path))
     }
 
     pub(super) fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
-        let path = self.existing(handle)?.join("artifact");
-        let artifact = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let path = self.existing_path(handle)?.join("artifact");
+        let artifact = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         let artifact = artifact.and_then(|text| String::from_utf8(text).ok()?.parse().ok());
         Ok(Notes { parent: self.parent(handle)?, artifact })
     }
 
-    fn existing(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+    fn existing_path(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
         let volume = self.volume(handle);
-        let exists = filesystem::exists(&volume).map_err(at("look for", &volume))?;
+        let exists = filesystem::exists(&volume).map_err(at("check", &volume))?;
         exists.then_some(volume).ok_or(RuntimeError::VolumeNotFound(handle))
     }
 
-    /// Where the machine sees a volume.
+    /// The directory of a volume in the mount namespace of the machine.
     pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
         self.view(handle, true)
     }
 
-    /// Where the machine sees a volume that a container writes to. What it writes later may be seen there or not.
+    /// The directory of a volume that a container writes to. Later writes of the container may be
+    /// visible there or not.
     pub(super) fn directory_while_written(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
         self.view(handle, false)
     }
@@ -234,17 +238,17 @@ impl Volumes {
     fn view(&self, handle: VolumeHandle, writable: bool) -> Result<PathBuf, RuntimeError> {
         let volume = self.volume(handle);
         let contents = volume.join("contents");
-        if !filesystem::exists(&contents).map_err(at("look for", &contents))? {
+        if !filesystem::exists(&contents).map_err(at("check", &contents))? {
             return Err(RuntimeError::VolumeNotFound(handle));
         }
         if self.parent(handle)?.is_none() {
             return Ok(contents);
         }
-        if mounts::is_mount_point(&contents).map_err(at("look at", &contents))? {
+        if mounts::is_mount_point(&contents).map_err(at("check", &contents))? {
             return Ok(contents);
         }
         let CopyOnWrite::Overlay { options } = &self.copy_on_write else {
-            return Err(RuntimeError::Unsupported(format!("volume {handle} needs overlays")));
+            return Err(RuntimeError::Unsupported(format!("volume {handle}, which needs overlays")));
         };
         let layers = layers(&self.directory, handle)?;
         let mount = overlay(&layers, writable, options, mounts::CONFINED)
@@ -253,9 +257,10 @@ impl Volumes {
         Ok(contents)
     }
 
-    /// Makes a directory of one volume the contents of another, which is empty.
+    /// Moves a directory of one volume into another, empty volume.
     ///
-    /// The mark comes before the rename, so that a repeat after a crash can tell a directory that was taken from one that never was there.
+    /// The mark is written before the rename. So a repeated call after a crash can distinguish a
+    /// moved directory from one that never existed.
     pub(super) fn take(
         &self,
         from: VolumeHandle,
@@ -289,13 +294,13 @@ impl Volumes {
             None => None,
         };
         let (Some(parent), Some(_)) = (parent, there) else {
-            let taken = filesystem::exists(&mark).map_err(at("look for", &mark))?;
+            let taken = filesystem::exists(&mark).map_err(at("check", &mark))?;
             return if taken { Ok(()) } else { Err(missing()) };
         };
         fs::write(&mark, b"").map_err(at("write", &mark))?;
         match rustix::fs::renameat(&parent, name, rustix::fs::CWD, &target) {
             Ok(()) => Ok(()),
-            // Of a volume that is mounted by itself.
+            // The volume has a separate mount.
             Err(Errno::XDEV) => {
                 copy_tree(&source.join(path), &target).map_err(at("copy", &source.join(path)))
             }
@@ -303,13 +308,13 @@ impl Volumes {
         }
     }
 
-    /// Lets go of what the machine sees of a volume, which changes elsewhere.
+    /// Unmounts a volume from the namespace of the machine, because it changes elsewhere.
     pub(super) fn unmount(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         let contents = self.volume(handle).join("contents");
         mounts::unmount(&contents).map_err(at("unmount", &contents))
     }
 
-    /// Unmounts every volume but these.
+    /// Unmounts all volumes except these.
     pub(super) fn unmount_all_but(&self, used: &HashSet<VolumeHandle>) -> Result<(), RuntimeError> {
         for handle in self.list()? {
             if !used.contains(&handle) {
@@ -325,7 +330,7 @@ impl Volumes {
         }
         let volume = self.volume(handle);
         let [new, gone] = self.unfinished(handle);
-        if filesystem::exists(&volume).map_err(at("look for", &volume))? {
+        if filesystem::exists(&volume).map_err(at("check", &volume))? {
             self.unmount(handle)?;
             filesystem::remove_tree(&gone).map_err(at("remove", &gone))?;
             fs::rename(&volume, &gone).map_err(at("remove", &volume))?;
@@ -333,7 +338,7 @@ impl Volumes {
         for path in [gone, new] {
             filesystem::remove_tree(&path).map_err(at("remove", &path))?;
         }
-        self.forget_child(handle);
+        self.unregister_child(handle);
         Ok(())
     }
 }
@@ -347,13 +352,13 @@ impl CopyOnWrite {
     }
 }
 
-/// The layers of one of the volumes in `directory`, topmost first.
+/// The layers of a volume in `directory`, topmost first.
 pub(super) fn layers(directory: &Path, handle: VolumeHandle) -> Result<Vec<PathBuf>, RuntimeError> {
     let mut layers = Vec::new();
     let mut next = Some(handle);
     while let Some(handle) = next {
         let volume = directory.join(handle.to_string());
-        if !filesystem::exists(&volume).map_err(at("look for", &volume))? {
+        if !filesystem::exists(&volume).map_err(at("check", &volume))? {
             return Err(RuntimeError::VolumeNotFound(handle));
         }
         next = parent(&volume)?;
@@ -362,7 +367,8 @@ pub(super) fn layers(directory: &Path, handle: VolumeHandle) -> Result<Vec<PathB
     Ok(layers)
 }
 
-/// Mounts the layers of a child over each other, attached nowhere. Only one such mount at a time may be writable.
+/// Creates the overlay of the layers of a child without attaching it. Only one such mount at a time
+/// may be writable.
 pub(super) fn overlay(
     layers: &[PathBuf],
     writable: bool,
@@ -375,34 +381,37 @@ pub(super) fn overlay(
         return Overlay { lower: layers, upper: None, options: &options, attributes }.make();
     };
     let work = upper.with_file_name("work");
-    forget_volatile(&work)?;
+    remove_volatile_mark(&work)?;
     let upper = Some(Upper { upper, work: &work });
     Overlay { lower, upper, options: &options, attributes }.make()
 }
 
-/// The volume that the one in the directory `volume` is a child of.
+/// The parent of the volume in the directory `volume`.
 fn parent(volume: &Path) -> Result<Option<VolumeHandle>, RuntimeError> {
     let path = volume.join("parent");
-    let Some(text) = filesystem::read_if_there(&path).map_err(at("read", &path))? else { return Ok(None) };
+    let Some(text) = filesystem::read_if_exists(&path).map_err(at("read", &path))? else { return Ok(None) };
     let parent = String::from_utf8(text).ok().and_then(|text| text.parse().ok());
-    // Written before the volume had its name; only a crash of the machine can have cut it.
-    parent.map(Some).ok_or_else(|| RuntimeError::Other(format!("{} names no volume", path.display())))
+    // The file was written before the volume got its name, so only a crash of the machine can have
+    // truncated it.
+    parent
+        .map(Some)
+        .ok_or_else(|| RuntimeError::Other(format!("cannot parse {}: it names no volume", path.display())))
 }
 
 /// Gives a directory the owner and the mode of another.
-fn like(directory: &Path, model: &Path) -> io::Result<()> {
+fn copy_owner_and_mode(directory: &Path, model: &Path) -> io::Result<()> {
     let model = fs::metadata(model)?;
     std::os::unix::fs::chown(directory, Some(model.uid()), Some(model.gid()))?;
     fs::set_permissions(directory, model.permissions())
 }
 
-/// Takes away the mark that a `volatile` mount leaves, which forbids another one. Whether its contents can be trusted after a
-/// crash is for others to find out.
-pub(super) fn forget_volatile(work: &Path) -> io::Result<()> {
+/// Removes the mark of a `volatile` mount, which prevents another mount. The callers decide whether
+/// the contents are valid after a crash.
+pub(super) fn remove_volatile_mark(work: &Path) -> io::Result<()> {
     filesystem::remove_tree(&work.join("work/incompat"))
 }
 
-/// Tries what kind of overlay works, by making a child and reading through it.
+/// Tests which kind of overlay works: creates a child and reads through it.
 fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     let place = directory.join(".probe");
     filesystem::remove_tree(&place)?;
@@ -414,7 +423,7 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     }
     fs::write(lower.join("file"), "below")?;
     let attempt = |options: &'static [&'static str]| {
-        forget_volatile(&work)?;
+        remove_volatile_mark(&work)?;
         let (lower, attributes) = (std::slice::from_ref(&lower), mounts::CONFINED);
         let upper = Some(Upper { upper: &upper, work: &work });
         let mount = Overlay { lower, upper, options, attributes }.make()?;
@@ -429,8 +438,8 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     Ok(found.unwrap_or_else(|error| CopyOnWrite::Copy(error.to_string())))
 }
 
-/// Tries whether a container can see other owners than the disk has, as its supervisor does it: by changing a file through layers with
-/// mapped owners.
+/// Tests whether a container can see mapped owners, as a supervisor does: changes a file through
+/// layers with mapped owners.
 fn probe_owners(directory: &Path, options: Option<&[&str]>) -> io::Result<()> {
     let place = directory.join(".probe");
     filesystem::remove_tree(&place)?;
@@ -444,7 +453,7 @@ fn probe_owners(directory: &Path, options: Option<&[&str]>) -> io::Result<()> {
         let mount = mounts::clone_of(&place.join("volumes"), mounts::CONFINED)?;
         mounts::map_owners(mount.as_fd(), range.namespace()?.as_fd())?;
         mounts::attach_at(mount.as_fd(), &mapped)?;
-        let _acting = range.act()?;
+        let _root_guard = range.act_as_root()?;
         let Some(options) = options else { return fs::write(mapped.join("lower/new"), "") };
         let (lower, attributes) = (&[mapped.join("lower")], mounts::CONFINED);
         let upper = Some(Upper { upper: &mapped.join("upper"), work: &mapped.join("work") });
@@ -456,7 +465,7 @@ fn probe_owners(directory: &Path, options: Option<&[&str]>) -> io::Result<()> {
             .map(|path| fs::metadata(path).map(|found| found.uid()));
         match owners {
             [Ok(seen), Ok(0), Ok(0)] if Ok(seen) == range.id(0).map_err(|_| ()) => Ok(()),
-            _ => Err(io::Error::other("an overlay of layers with mapped owners shows wrong ones")),
+            _ => Err(io::Error::other("an overlay of layers with mapped owners shows wrong owners")),
         }
     })();
     mounts::unmount(&merged)?;

@@ -29,7 +29,7 @@ fn git(path: &Path) -> WorkerProvidedPath {
 impl Suite {
     async fn start(worker_provided: Vec<WorkerProvidedPath>) -> Self {
         let store = Store::start().await;
-        let machine = FakeWorker::bringing(worker_provided, false);
+        let machine = FakeWorker::providing(worker_provided, false);
         let worker = machine.gateway(UNREACHABLE, &store.endpoint);
         let session = session("credential");
         worker.session.set(Some(session.clone()));
@@ -122,7 +122,7 @@ async fn items_are_imported_one_after_the_other() {
         assert_eq!((complete.volume_handle, complete.size_bytes), (volume.to_string(), 8));
         assert_eq!(complete.digest, held.tree_digest().as_bytes()[..]);
         assert_eq!(suite.imported_artifact(&what).await, Ok(artifact));
-        let copy = std::fs::read_to_string(suite.machine.path(volume).join("brought"));
+        let copy = std::fs::read_to_string(suite.machine.path(volume).join("provided"));
         assert_eq!(copy.expect("a copy"), "original");
         let notes = || async { suite.worker.runtime.notes(volume).await.expect("it is there").artifact };
         within("the note", async {
@@ -207,7 +207,7 @@ async fn failed_import_is_reported_and_tried_again() {
         outcome = worker.imports.wait_until_imported(&missing.what) => outcome,
         () = within("the failure", again) => panic!("the import does not fail"),
     };
-    assert!(outcome.expect_err("the path does not exist").contains("copying a volume"));
+    assert!(outcome.expect_err("the path does not exist").contains("copy a volume"));
 
     std::fs::create_dir_all(&missing.path).expect("make");
     let again = async {

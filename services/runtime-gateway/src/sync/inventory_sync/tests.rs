@@ -151,7 +151,7 @@ async fn orphans_are_described_by_their_notes_and_manifests() {
         let source = runtime::VolumeSource::CopyOnWrite { parent: complete };
         runtime.create_volume(child, source).await.expect("made");
         let (gone, illegible) = (VolumeHandle::new(), machine.volume("illegible").await);
-        machine.faults.set_illegible(illegible);
+        machine.faults.set_notes_unreadable(illegible);
         let undescribed = [complete, gone, illegible, child];
         let response = pb::ReportResponse {
             orphans: 3,

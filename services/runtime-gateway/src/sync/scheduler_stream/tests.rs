@@ -401,7 +401,7 @@ async fn attempt_fails_when_its_task_panics() {
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
     let failure = finish.failure.expect("a failure");
     assert_eq!((finish.lease_token.as_str(), failure.reason.as_str()), ("token", "WORKER_FAILED"));
-    assert!(failure.message.contains("as the test asked for"), "{}", failure.message);
+    assert!(failure.message.contains("injected by the test"), "{}", failure.message);
     scene.ended(&[lease]).await;
     scene.end().await;
 }
@@ -445,7 +445,7 @@ async fn lease_ends_only_after_its_process_is_stopped() {
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
-    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "stopping is tried until it succeeds");
+    assert_eq!(scene.machine.faults.remaining_stop_failures(), 0, "stopping is tried until it succeeds");
     assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
     scene.ended(&[lease]).await;
     scene.end().await;

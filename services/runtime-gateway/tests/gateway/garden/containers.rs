@@ -1,4 +1,4 @@
-//! Containers of a worker: what they may use, what they write in small pieces, and that two who destroy one do not mind each other.
+//! Containers on a Garden worker: limits, network, many small writes, and concurrent destruction.
 
 use concourse::garden::{Client, Settings};
 use domain::workload::{Exit, Limits};
@@ -25,7 +25,7 @@ async fn limits_reach_the_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn containers_reach_others() {
+async fn containers_have_network_access() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -34,27 +34,27 @@ async fn containers_reach_others() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_lost_of_many_small_writes_that_nobody_reads_meanwhile() {
+async fn many_small_writes_are_not_lost() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
-    // More than the server keeps for who does not fetch it, each a write of its own.
+    // More writes than the server buffers without a reader.
     let script = "i=0; while [ $i -lt 6000 ]; do echo $i; i=$((i+1)); done; exit 7";
     let handle = bench.runtime.made(bench.spec.clone()).await;
     let id = bench.runtime.started(handle, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
     bench.runtime.ended(id).await;
-    let said = bench.runtime.said(id).await;
-    assert_eq!((said.text().lines().count(), said.gone), (6000, 0));
-    assert_eq!(said.ended, Some(Ended::Exited { exit: Exit::Code(7), stopped: false }));
+    let output = bench.runtime.read_output(id).await;
+    assert_eq!((output.text().lines().count(), output.gone), (6000, 0));
+    assert_eq!(output.ended, Some(Ended::Exited { exit: Exit::Code(7), stopped: false }));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_that_two_destroy_is_gone_for_both() {
+async fn concurrent_destructions_of_container_both_succeed() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
-        let id = bench.runtime.started(handle, process(&programs::stubborn())).await;
+        let id = bench.runtime.started(handle, process(&programs::ignore_term())).await;
         bench.runtime.process(id).await.expect("a state");
         let other = bench.subject.another(|config| config).await.expect("another gateway");
-        // The second call fails at once while the first one goes on.
+        // The second call fails at once while the first one continues.
         let (one, two) =
             tokio::join!(bench.runtime.destroy_container(handle), other.destroy_container(handle));
         one.unwrap_or_else(|error| panic!("{manner:?}: {error}"));

@@ -1,4 +1,5 @@
-//! How it is told that a process did not start, or did not end by itself: by the words of the worker, and by what it has not got any more.
+//! Reports of processes that were not started, or were killed: by the messages of the worker, and
+//! by what it no longer has.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ fn reason(ended: &Ended) -> Option<(FailureReason, bool)> {
     }
 }
 
-/// How a process ended that was not started, whether that is known or not.
+/// The reason of a process that was not started, or may not have been.
 fn not_started(ended: &Ended) -> FailureReason {
     match reason(ended) {
         Some((reason, false)) => reason,
@@ -51,9 +52,9 @@ async fn until_started(runtime: &Arc<dyn Runtime>, id: AttemptId) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_guardian_worker_tells_that_memory_ran_out_and_others_that_something_was_killed() {
+async fn guardian_reports_out_of_memory_others_a_kill() {
     if !testing::garden::keeps_limits() {
-        eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+        eprintln!("not applicable: this worker is simulated and enforces no limits");
         return;
     }
     for manner in [Manner::Guardian, Manner::Containerd] {
@@ -61,41 +62,41 @@ async fn a_guardian_worker_tells_that_memory_ran_out_and_others_that_something_w
         let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
         let spec = ContainerSpec { limits, ..bench.spec.clone() };
         let told = |exit| Some(Ended::Exited { exit, stopped: false });
-        let said = bench.runtime.ran(spec.clone(), process(&programs::greedy(128 << 20))).await;
+        let output = bench.runtime.run(spec.clone(), process(&programs::allocate(128 << 20))).await;
         let out_of_memory = if manner == Manner::Guardian { Exit::OutOfMemory } else { Exit::Code(137) };
-        assert_eq!(said.ended, told(out_of_memory), "{manner:?}");
-        // One that was killed for another reason, in a container of its own.
-        let said = bench.runtime.ran(spec, shell("kill -9 $$")).await;
-        assert_eq!(said.ended, told(Exit::Code(137)), "{manner:?}");
+        assert_eq!(output.ended, told(out_of_memory), "{manner:?}");
+        // A process that was killed for another reason, in a separate container.
+        let output = bench.runtime.run(spec, shell("kill -9 $$")).await;
+        assert_eq!(output.ended, told(Exit::Code(137)), "{manner:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_for_want_of_memory_stays_one_though_the_container_is_not_told_about_any_more() {
+async fn out_of_memory_end_survives_missing_container_info() {
     if !testing::garden::keeps_limits() {
-        eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+        eprintln!("not applicable: this worker is simulated and enforces no limits");
         return;
     }
     let Some(mut bench) = Bench::new(Manner::Guardian).await else { return };
     let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
     let handle = bench.runtime.made(ContainerSpec { limits, ..bench.spec.clone() }).await;
-    let id = bench.runtime.started(handle, process(&programs::greedy(128 << 20))).await;
+    let id = bench.runtime.started(handle, process(&programs::allocate(128 << 20))).await;
     let ended = bench.runtime.ended(id).await;
     assert_eq!(ended, Ended::Exited { exit: Exit::OutOfMemory, stopped: false });
     drop(bench.runtime);
     bench.subject.reopen().await;
     bench.subject.server().inject("/info", Fault::Answer("not today".to_owned()));
-    assert_eq!(bench.subject.runtime().ended(id).await, ended, "it is written down");
+    assert_eq!(bench.subject.runtime().ended(id).await, ended, "the end is stored");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_that_the_worker_refuses_is_no_start_whatever_it_says() {
+async fn rejected_run_counts_as_not_started() {
     let refusals = [
         Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned()),
         Fault::AnswerAs("UnrecoverableError", "broken for good".to_owned()),
         Fault::AnswerAs("SomethingElse", "of a later version".to_owned()),
         Fault::Answer("not implemented".to_owned()),
-        Fault::Answer("whatever".to_owned()),
+        Fault::Answer("unexpected".to_owned()),
     ];
     for manner in EVERY {
         for refusal in refusals.clone() {
@@ -111,11 +112,11 @@ async fn a_run_that_the_worker_refuses_is_no_start_whatever_it_says() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_is_not_available_is_asked_until_it_is() {
+async fn gateway_retries_while_worker_is_unavailable() {
     let Some(bench) = Bench::new(Manner::Guardian).await else { return };
     let unavailable = || Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned());
     bench.inject("POST /containers/", unavailable());
-    // Longer than it may take to say that there is no such process.
+    // Longer than the patience for an unknown process.
     for _ in 0..6 {
         bench.inject("GET /containers/", unavailable());
     }
@@ -126,14 +127,14 @@ async fn a_worker_that_is_not_available_is_asked_until_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_that_vanished_before_the_start_is_missed_and_nothing_is_said_to_have_run() {
+async fn start_fails_when_container_vanished_before() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
         bench.subject.server().lose(&handle.to_string());
         let id = AttemptId::new();
         match bench.runtime.start(handle, id, process(&programs::append("/out/file"))).await {
-            // A guardian worker notes the intent of what it has not got.
+            // A guardian worker stores the intent of a missing container.
             Ok(()) => {
                 assert_eq!(manner, Manner::Guardian);
                 let ended = bench.runtime.ended(id).await;
@@ -150,12 +151,12 @@ async fn a_container_that_vanished_before_the_start_is_missed_and_nothing_is_sai
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_container_that_vanished_with_its_process_is_no_end_that_is_known_also_when_it_is_stopped() {
+async fn end_is_unknown_when_container_vanished() {
     for manner in EVERY {
         for stopped in [false, true] {
             let Some(bench) = Bench::new(manner).await else { return };
             let handle = bench.runtime.made(bench.spec.clone()).await;
-            let id = bench.runtime.started(handle, process(&programs::stubborn())).await;
+            let id = bench.runtime.started(handle, process(&programs::ignore_term())).await;
             until_started(&bench.runtime, id).await;
             if stopped {
                 bench.runtime.stop(id, Duration::from_secs(1000)).await.expect("stop");
@@ -173,7 +174,7 @@ async fn a_container_that_vanished_with_its_process_is_no_end_that_is_known_also
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_may_have_run_in_a_container_that_vanished_is_not_said_to_have() {
+async fn start_is_unknown_when_container_vanished_unseen() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -190,25 +191,25 @@ async fn what_may_have_run_in_a_container_that_vanished_is_not_said_to_have() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_worker_has_no_room_and_takes_more_when_something_goes() {
+async fn full_worker_takes_container_after_another_is_destroyed() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let at_once = |config| GardenConfig { full_patience: Duration::ZERO, ..config };
         let hasty: Arc<dyn Runtime> = bench.subject.another(at_once).await.expect("a gateway");
         let first = bench.runtime.made(bench.spec.clone()).await;
-        bench.subject.server().take_no_more(1);
+        bench.subject.server().limit_containers(1);
         let second = ContainerHandle::new();
         let refused = hasty.create_container(second, bench.spec.clone()).await;
-        let Err(error @ RuntimeError::Full(_)) = &refused else { panic!("{manner:?}: {refused:?}") };
+        let Err(error @ RuntimeError::WorkerFull(_)) = &refused else { panic!("{manner:?}: {refused:?}") };
         assert_eq!(error.reason(), FailureReason::WorkerFull);
         assert_eq!(bench.runtime.list().await.expect("list").containers, [first], "{manner:?}");
-        // A gateway that has the patience waits for one to go.
-        let asked =
+        // A gateway with patience waits for a container to be destroyed.
+        let creations =
             || bench.subject.server().requests().iter().filter(|line| *line == "POST /containers").count();
-        let before = asked();
+        let before = creations();
         let made = bench.runtime.create_container(second, bench.spec.clone());
         let goes = async {
-            until("an attempt", || asked() > before).await;
+            until("an attempt", || creations() > before).await;
             hasty.destroy_container(first).await.expect("destroy");
         };
         let (made, ()) = in_time("room", async { tokio::join!(made, goes) }).await;
@@ -218,7 +219,7 @@ async fn a_full_worker_has_no_room_and_takes_more_when_something_goes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_runs_for_longer_than_a_call_may_take() {
+async fn process_outlasts_the_request_timeout() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let request_timeout = Duration::from_millis(400);
@@ -229,27 +230,27 @@ async fn a_process_runs_for_longer_than_a_call_may_take() {
         let runtime: Arc<dyn Runtime> = bench.subject.another(soon).await.expect("a gateway");
         let handle = runtime.made(bench.spec.clone()).await;
         let id = runtime.started(handle, shell("echo early; sleep 1.5; echo late; exit 7")).await;
-        let said = runtime.said(id).await;
-        assert_eq!((said.text(), said.gone), ("early\nlate\n", 0), "{manner:?}");
-        assert!(said.ended.is_some_and(|ended| is_exit(&ended, 7)), "{manner:?}");
+        let output = runtime.read_output(id).await;
+        assert_eq!((output.text(), output.gone), ("early\nlate\n", 0), "{manner:?}");
+        assert!(output.ended.is_some_and(|ended| is_exit(&ended, 7)), "{manner:?}");
         let attached =
             |line: &&String| line.starts_with("GET") && line.ends_with(&format!("/processes/{id}"));
         let attached = bench.subject.server().requests().iter().filter(attached).count();
-        assert_eq!(attached, 0, "{manner:?}: by its first connection");
+        assert_eq!(attached, 0, "{manner:?}: only the first connection was used");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_that_an_older_containerd_worker_has_forgotten_is_unknown() {
+async fn end_is_unknown_when_containerd_forgot_it() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let server = bench.subject.server();
     server.forget_exits();
-    // While a gateway is attached, there is nothing to ask for.
+    // A gateway that is attached needs no query.
     let handle = bench.runtime.made(bench.spec.clone()).await;
     let id = bench.runtime.started(handle, shell("exit 7")).await;
     assert!(is_exit(&bench.runtime.ended(id).await, 7));
 
-    // One that ends while the connection to it is down.
+    // A process that ends while the connection is down.
     let handle = bench.runtime.made(bench.spec.clone()).await;
     let id =
         bench.runtime.started(handle, process(&programs::append_and_wait_for_another("/out/file"))).await;
@@ -259,11 +260,11 @@ async fn an_end_that_an_older_containerd_worker_has_forgotten_is_unknown() {
     server.break_attachments(Break::End);
     put(&*bench.runtime, bench.volume, "file", "line\nline\n").await;
     until("its end", || server.running() == 0).await;
-    assert_eq!(unknown(&bench.runtime.ended(id).await), FailureReason::ExitUnknown, "it ran");
+    assert_eq!(unknown(&bench.runtime.ended(id).await), FailureReason::ExitUnknown, "the process ran");
     let next: Arc<dyn Runtime> = bench.subject.another(|config| config).await.expect("the next gateway");
-    assert_eq!(unknown(&next.ended(id).await), FailureReason::ExitUnknown, "and stays so");
+    assert_eq!(unknown(&next.ended(id).await), FailureReason::ExitUnknown, "the reason does not change");
 
-    // One of which nothing but the intent is known.
+    // A process of which only the intent is known.
     let before = server.running();
     bench.inject("POST /containers/", Fault::LoseAnswer);
     bench.inject("GET /containers/", Fault::Delay(Duration::from_millis(500)));

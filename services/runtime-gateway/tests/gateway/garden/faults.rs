@@ -1,4 +1,4 @@
-//! What goes wrong between a gateway and its worker, at the level of the runtime.
+//! Faults between a gateway and its worker, at the level of the runtime.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use super::subject::GardenSubject;
 
 const EVERY: [Manner; 3] = [Manner::Containerd, Manner::Guardian, Manner::Houdini];
 
-/// A worker of each kind, and a container on it with a volume at `/out`.
+/// A worker of each kind, with a container that mounts a volume at `/out`.
 pub(crate) struct Bench {
     pub(crate) subject: GardenSubject,
     pub(crate) runtime: Arc<dyn Runtime>,
@@ -61,7 +61,7 @@ pub(crate) fn is_exit(ended: &Ended, code: u8) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_whose_answer_is_lost_is_never_sent_again() {
+async fn run_with_lost_answer_is_not_repeated() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
         bench.inject("/processes", Fault::LoseAnswer);
@@ -71,7 +71,7 @@ async fn a_run_whose_answer_is_lost_is_never_sent_again() {
         until_lines(&*bench.runtime, bench.volume, "file", 1).await;
         put(&*bench.runtime, bench.volume, "file", "line\nline\n").await;
         let ended = bench.runtime.ended(id).await;
-        // Houdini may have forgotten it before it was asked.
+        // Houdini may have forgotten the process before the query.
         let forgotten = matches!(&ended, Ended::Unknown(_)) && manner == Manner::Houdini;
         assert!(is_exit(&ended, 7) || forgotten, "{manner:?}: {ended:?}");
         assert_eq!(bench.runs(), 1, "{manner:?}");
@@ -80,7 +80,7 @@ async fn a_run_whose_answer_is_lost_is_never_sent_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_that_the_worker_may_not_have_got_is_unknown_and_stays_so() {
+async fn run_lost_in_transit_stays_unknown() {
     for manner in EVERY {
         let Some(mut bench) = Bench::new(manner).await else { return };
         bench.inject("/processes", Fault::Reset);
@@ -99,12 +99,12 @@ async fn a_run_that_the_worker_may_not_have_got_is_unknown_and_stays_so() {
         let runtime = subject.runtime();
         assert_eq!(runtime.process(id).await.expect("a state"), ProcessState::StartUnknown, "{manner:?}");
         runtime.start(handle, id, process(&programs::append("/out/file"))).await.expect("nothing");
-        assert_eq!(lines(&*runtime, volume, "file").await, 0, "{manner:?}: it ran");
+        assert_eq!(lines(&*runtime, volume, "file").await, 0, "{manner:?}: the process ran");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connections_that_break_are_made_again_and_what_may_be_missing_is_told() {
+async fn broken_attachment_is_restored_with_a_gap() {
     for manner in EVERY {
         for how in [Break::End, Break::Reset] {
             let Some(bench) = Bench::new(manner).await else { return };
@@ -120,7 +120,7 @@ async fn connections_that_break_are_made_again_and_what_may_be_missing_is_told()
             .await;
             let mut attachment = bench.runtime.attach(id, Offsets::default()).await.expect("attach");
             bench.subject.server().break_attachments(how);
-            // The process is there all the time, and its end is that of the second attachment.
+            // The process exists all the time, and its end comes from the second attachment.
             let gap = in_time("a gap", async {
                 loop {
                     match attachment.events.next().await.expect("more to come").expect("an event") {
@@ -133,7 +133,7 @@ async fn connections_that_break_are_made_again_and_what_may_be_missing_is_told()
                 }
             })
             .await;
-            assert_eq!(gap, (0, 0), "nobody knows how much is missing");
+            assert_eq!(gap, (0, 0), "the size of the gap is unknown");
             in_time("another attachment", async {
                 let attached =
                     |line: &String| line.starts_with("GET") && line.ends_with(&format!("/processes/{id}"));
@@ -151,7 +151,7 @@ async fn connections_that_break_are_made_again_and_what_may_be_missing_is_told()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn input_is_refused_once_some_of_it_may_be_lost() {
+async fn input_is_rejected_after_possible_loss() {
     let Some(bench) = Bench::new(Manner::Guardian).await else { return };
     let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
     let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -161,16 +161,16 @@ async fn input_is_refused_once_some_of_it_may_be_lost() {
     read_until(&mut attachment.events, "one").await;
     let binary = attachment.input.stdin(3, Bytes::from_static(b"\xff\xfe")).await;
     assert!(matches!(binary, Err(RuntimeError::Unsupported(_))), "{binary:?}");
-    // A character that comes in two parts is one.
+    // A character that arrives in two parts.
     let euro = "\u{20ac}".as_bytes();
     attachment.input.stdin(3, Bytes::copy_from_slice(&euro[..1])).await.expect("input");
     attachment.input.stdin(4, Bytes::copy_from_slice(&euro[1..])).await.expect("input");
     read_until(&mut attachment.events, "\u{20ac}").await;
 
     bench.subject.server().break_attachments(Break::End);
-    let said = in_time("the end", read_all(attachment)).await;
+    let output = in_time("the end", read_all(attachment)).await;
     assert_eq!(
-        said.ended.as_ref().map(|ended| is_exit(ended, 0)),
+        output.ended.as_ref().map(|ended| is_exit(ended, 0)),
         Some(true),
         "cat sees the end of its input"
     );
@@ -179,10 +179,11 @@ async fn input_is_refused_once_some_of_it_may_be_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn creations_are_not_repeated_over_what_exists() {
+async fn creation_is_not_repeated_over_existing_container() {
     for manner in EVERY {
         let Some(bench) = Bench::new(manner).await else { return };
-        // Made, and the answer lost; made, and an error in its place; and before the server has it.
+        // The container was created and the answer was lost, the container was created with an
+        // error as the answer, or the request was lost.
         for fault in [Fault::LoseAnswer, Fault::FailAfter("no room".to_owned()), Fault::Reset] {
             bench.inject("POST /containers", fault.clone());
             let handle = ContainerHandle::new();
@@ -196,7 +197,10 @@ async fn creations_are_not_repeated_over_what_exists() {
             let id = bench.runtime.started(handle, process(&programs::append("/out/file"))).await;
             assert!(is_exit(&bench.runtime.ended(id).await, 0), "{manner:?} {fault:?}");
             bench.runtime.create_container(handle, bench.spec.clone()).await.expect("nothing");
-            assert!(is_exit(&bench.runtime.ended(id).await, 0), "it is still there: {manner:?} {fault:?}");
+            assert!(
+                is_exit(&bench.runtime.ended(id).await, 0),
+                "the container still exists: {manner:?} {fault:?}"
+            );
             bench.runtime.destroy_container(handle).await.expect("destroy");
         }
         assert_eq!(bench.lines().await, 3, "{manner:?}");
@@ -210,7 +214,7 @@ async fn volumes_survive_lost_answers() {
     bench.subject.volumes.set_faults(lose("POST /volumes-async"));
     let volume = bench.runtime.volume().await;
     put(&*bench.runtime, volume, "file", "kept").await;
-    // The worker would empty it.
+    // The worker would empty the volume.
     bench.runtime.create_volume(volume, VolumeSource::Empty).await.expect("nothing");
     assert_eq!(get(&*bench.runtime, volume, "file").await.as_deref(), Some("kept"));
     let child = bench.runtime.child(volume).await;
@@ -222,7 +226,7 @@ async fn volumes_survive_lost_answers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn archives_that_are_cut_or_end_in_an_error_are_no_contents() {
+async fn truncated_or_failed_archives_are_rejected() {
     use tokio::io::AsyncReadExt;
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     put(&*bench.runtime, bench.volume, "file", "contents").await;
@@ -233,25 +237,25 @@ async fn archives_that_are_cut_or_end_in_an_error_are_no_contents() {
     for fault in faults {
         let Contents::Remote(remote) = bench.runtime.contents(bench.volume).await.expect("the contents")
         else {
-            panic!("it is near")
+            panic!("the volume is local")
         };
-        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
+        remote.store_manifest(b"manifest".to_vec()).await.expect("keep");
         bench.subject.volumes.set_faults(fault.clone());
         let mut bytes = Vec::new();
         let read = match remote.read(std::path::Path::new("")).await {
             Ok(mut archive) => archive.read_to_end(&mut bytes).await.map(|_| ()),
             Err(error) => Err(std::io::Error::other(error)),
         };
-        assert!(read.is_err(), "{fault:?}: it seems whole");
-        let kept = remote.kept_manifest().await;
+        assert!(read.is_err(), "{fault:?}: the archive was accepted");
+        let kept = remote.read_manifest().await;
         assert!(kept.is_err(), "{fault:?}: {kept:?}");
         bench.subject.volumes.set_faults(Faults::default());
-        assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
+        assert_eq!(remote.read_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_loses_its_containers_does_not_run_a_process_again() {
+async fn process_is_not_rerun_when_containers_are_lost() {
     for manner in EVERY {
         let Some(mut bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;

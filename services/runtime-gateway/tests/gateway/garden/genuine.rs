@@ -1,4 +1,4 @@
-//! The genuine Garden server package, as a program in Go.
+//! The genuine Garden server package, as a Go program.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ pub(crate) struct Server {
     pub(crate) address: String,
 }
 
-/// Built once, into the target directory. `None` without Go.
+/// The program, built once into the target directory. `None` without Go.
 fn program() -> Option<&'static Path> {
     static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
     let build = || {
@@ -29,7 +29,7 @@ fn program() -> Option<&'static Path> {
 }
 
 impl Server {
-    /// `None` where this machine has no Go, or this process may not mount.
+    /// `None` if this machine has no Go, or this process may not mount.
     pub(crate) fn start() -> Option<Self> {
         let Some(program) = program() else {
             eprintln!("not applicable: go is not installed");
@@ -41,28 +41,28 @@ impl Server {
         }
         let mut command = Command::new(program);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-        // Whatever happens below, it is waited for.
+        // The child is waited for on every path below.
         let mut server = Self { child: command.spawn().expect("start a server"), address: String::new() };
         let mut address = String::new();
         let stdout = server.child.stdout.take().expect("a pipe");
         BufReader::new(stdout).read_line(&mut address).expect("read an address");
         address.trim().clone_into(&mut server.address);
-        // It says where it will listen, and a moment later does.
+        // The server prints its address shortly before it listens.
         for _ in 0..1000 {
             if std::net::TcpStream::connect(&server.address).is_ok() {
                 return Some(server);
             }
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
-        panic!("the server does not listen at {:?}", server.address);
+        panic!("the server does not listen on {:?}", server.address);
     }
 }
 
 impl Drop for Server {
-    /// It ends its processes, and itself, when its input ends.
+    /// Closing its input ends the processes and the server.
     fn drop(&mut self) {
         drop(self.child.stdin.take());
-        // That it cannot be waited for would be told by nobody.
+        // A failure to wait is ignored.
         _ = self.child.wait();
     }
 }

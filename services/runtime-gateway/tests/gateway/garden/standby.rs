@@ -1,4 +1,4 @@
-//! Gateways of one worker, one after the other.
+//! Successive gateways of one worker.
 
 use domain::workload::Exit;
 use futures::StreamExt;
@@ -8,12 +8,12 @@ use testing::garden::Manner;
 
 use super::faults::Bench;
 
-/// Says one thing more each time that a file comes, and exits with 7.
+/// Prints a line each time that a file appears, and exits with 7.
 const SCRIPT: &str = "echo one; until [ -s /out/two ]; do sleep 0.01; done; \
                       echo two; until [ -s /out/three ]; do sleep 0.01; done; echo three; exit 7";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_that_was_taken_over_from_forgets_what_it_knew() {
+async fn replaced_gateway_discards_process_state() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let first = &bench.runtime;
@@ -42,7 +42,7 @@ async fn a_gateway_that_was_taken_over_from_forgets_what_it_knew() {
         assert!(matches!(refused, RuntimeError::TakenOver(_)), "{manner:?}: {refused:?}");
         put(&**first, bench.volume, "two", "x").await;
         let mut at = 0;
-        in_time("what it says to the second", async {
+        in_time("the output for the second gateway", async {
             loop {
                 if let ProcessEvent::Output { offset, data, .. } =
                     there.events.next().await.expect("more to come").expect("an event")
@@ -56,7 +56,7 @@ async fn a_gateway_that_was_taken_over_from_forgets_what_it_knew() {
         .await;
         drop((there, second));
 
-        // The first is let in again, and its caller goes on from where the second had got.
+        // The first gateway takes over again, and its caller continues at the offset of the second.
         let attachment = first.attach(id, Offsets { stdout: at, stderr: 0 }).await.expect("attach");
         put(&**first, bench.volume, "three", "x").await;
         let said = in_time("the rest", read_all(attachment)).await;

@@ -1,4 +1,4 @@
-//! A Garden runtime for a test, over servers of its own.
+//! A Garden runtime for a test, with separate servers.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use concourse::garden::Settings;
 use domain::VolumeHandle;
 use runtime::{Contents, Root, Runtime, RuntimeError, VolumeSource, WorkerProvided, WorkerProvidedPath};
-use runtime_gateway::garden::{BroughtImage, GardenConfig, GardenRuntime};
+use runtime_gateway::garden::{GardenConfig, GardenRuntime, ProvidedImage};
 use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver};
 use testing::conformance::Subject;
@@ -19,9 +19,9 @@ pub(crate) const SPOOL: u64 = 256 * 1024;
 
 /// A Garden server.
 pub(crate) enum Garden {
-    /// That of the tests.
+    /// The simulated server.
     Ours(Server),
-    /// The genuine package, in a process of its own.
+    /// The genuine package, in a separate process.
     Genuine(super::genuine::Server),
 }
 
@@ -43,16 +43,16 @@ pub(crate) struct GardenSubject {
     roots: Mutex<Vec<VolumeHandle>>,
 }
 
-/// A runtime that is patient for as long as a test is.
+/// A configuration with timeouts that exceed those of the tests.
 pub(crate) fn config(garden: &Garden, volumes: &baggageclaim::Server, dir: &Path) -> GardenConfig {
     let config = GardenConfig::new(garden.address(), volumes.address().to_string(), dir.join("state"));
     let mut certs_path = None;
     let mut resource_types = Vec::new();
     for WorkerProvidedPath { what, version, path } in
-        testing::conformance::worker_provided(&dir.join("brought"))
+        testing::conformance::worker_provided(&dir.join("provided"))
     {
         match what {
-            WorkerProvided::ResourceType(name) => resource_types.push(BroughtImage { name, version, path }),
+            WorkerProvided::ResourceType(name) => resource_types.push(ProvidedImage { name, version, path }),
             WorkerProvided::Certs => certs_path = Some(path),
         }
     }
@@ -67,7 +67,7 @@ pub(crate) fn config(garden: &Garden, volumes: &baggageclaim::Server, dir: &Path
 }
 
 impl GardenSubject {
-    /// `None` where this process may not confine others.
+    /// `None` if this process may not confine processes.
     pub(crate) async fn new(manner: Manner, driver: Driver) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             eprintln!("not applicable: this process is not root");
@@ -81,7 +81,7 @@ impl GardenSubject {
         Garden::Ours(Server::with_times(manner, Times { stop, ..Times::default() }))
     }
 
-    /// A worker that soon gives up what it cannot stop.
+    /// A worker with short timeouts for stops.
     pub(crate) async fn impatient(manner: Manner) -> Option<Self> {
         let mut subject = Self::new(manner, Driver::Overlay).await?;
         subject.garden = Self::ours(manner, Duration::from_millis(100));
@@ -99,7 +99,7 @@ impl GardenSubject {
         Some(Self::over(Self::ours(Manner::Containerd, Duration::from_secs(5)), volumes).await)
     }
 
-    /// Over the genuine server package.
+    /// A worker with the genuine server package.
     pub(crate) async fn genuine() -> Option<Self> {
         let garden = Garden::Genuine(super::genuine::Server::start()?);
         Some(Self::over(garden, baggageclaim::Server::start(Driver::Overlay).await).await)
@@ -114,7 +114,8 @@ impl GardenSubject {
     }
 }
 
-/// A volume with a root file system of empty directories, in which the servers of the tests show this machine's programs.
+/// A volume with a root file system of empty directories. The servers of the tests show this
+/// machine's programs there.
 pub(crate) async fn image(runtime: &dyn Runtime) -> VolumeHandle {
     let image = VolumeHandle::new();
     runtime.create_volume(image, VolumeSource::Empty).await.expect("make a volume");
@@ -126,19 +127,19 @@ pub(crate) async fn image(runtime: &dyn Runtime) -> VolumeHandle {
     let tar = std::process::Command::new("tar").arg("-c").arg("-C").arg(tree.path()).arg("rootfs").output();
     let archive = Box::pin(std::io::Cursor::new(tar.expect("tar is installed").stdout));
     let Contents::Remote(remote) = runtime.contents(image).await.expect("the contents") else {
-        panic!("its volumes are near")
+        panic!("the volumes are local")
     };
     remote.write(Path::new(""), archive).await.expect("write an image");
     image
 }
 
 impl GardenSubject {
-    /// Puts another server in the place of the one that there is: what was in it is gone, and volumes stay.
+    /// Replaces the server. Its containers are lost, and volumes stay.
     pub(crate) fn lose_containers(&mut self, manner: Manner) {
         self.garden = Garden::Ours(Server::start(manner));
     }
 
-    /// Another gateway of the same worker, with a state directory of its own.
+    /// Another gateway of the same worker, with a separate state directory.
     pub(crate) async fn another(
         &self,
         change: impl FnOnce(GardenConfig) -> GardenConfig,
@@ -147,11 +148,11 @@ impl GardenSubject {
         GardenRuntime::open(change(config(&self.garden, &self.volumes, &own))).await
     }
 
-    /// The server of the tests.
+    /// The simulated server.
     pub(crate) fn server(&self) -> &Server {
         match &self.garden {
             Garden::Ours(server) => server,
-            Garden::Genuine(_) => panic!("it is the genuine one"),
+            Garden::Genuine(_) => panic!("the server is the genuine one"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the protocol does that nobody would expect, and what the gateway makes of it.
+//! Surprising behavior of the Garden protocol, and the reaction of the gateway.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use domain::{AttemptId, ContainerHandle};
 use futures::StreamExt;
 use runtime::{
     ContainerSpec, Ended, Offsets, OutputStream, ProcessEvent, ProcessSpec, ProcessState, Runtime,
-    RuntimeError, Window,
+    RuntimeError, TerminalSize,
 };
 use runtime_gateway::garden::GardenConfig;
 use testing::conformance::{RuntimeExt, Subject, in_time, process, programs, read_until, until};
@@ -18,7 +18,7 @@ use testing::garden::{Break, Fault, Manner};
 use super::faults::{Bench, is_exit};
 use super::subject::GardenSubject;
 
-/// Adds a line to a file, and exits with 7.
+/// Appends a line to a file, and exits with 7.
 fn append() -> ProcessSpec {
     process(&["/bin/sh", "-c", "echo line >> /out/file; exit 7"].map(str::to_owned))
 }
@@ -32,14 +32,14 @@ async fn until_started(runtime: &Arc<dyn Runtime>, id: AttemptId) {
     .await;
 }
 
-/// Waits until the worker was asked to attach somebody to a process more than so often.
+/// Waits until the worker has received more than `times` attach requests for a process.
 async fn until_attached(bench: &Bench, id: AttemptId, times: usize) {
     let attached = |line: &&String| line.starts_with("GET") && line.ends_with(&format!("/processes/{id}"));
     until("an attachment", || bench.subject.server().requests().iter().filter(attached).count() > times)
         .await;
 }
 
-/// Where some of standard output may be missing, and how the process ended.
+/// The number of gaps in standard output, and the end of the process.
 async fn gaps_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId) -> (usize, Ended) {
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
     let mut gaps = 0;
@@ -55,16 +55,16 @@ async fn gaps_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId) -> (usize, Ende
     .await
 }
 
-/// How the gateway comes to attach to what it runs.
+/// The reason why the gateway attaches again.
 #[derive(Debug, Clone, Copy)]
 enum Lost {
-    /// The connection to it broke.
+    /// The connection of the attachment broke.
     Connection,
-    /// So did the one that asked for it, before an answer came.
+    /// The connection of the start broke before its answer.
     Answer,
 }
 
-/// Starts a process that ends, and whose end the worker does not learn.
+/// Starts a process that ends without being reaped.
 async fn ended_unreaped(
     bench: &Bench,
     runtime: &Arc<dyn Runtime>,
@@ -84,22 +84,22 @@ async fn ended_unreaped(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_that_the_worker_learns_late_is_told_as_it_was() {
+async fn late_exit_is_reported_correctly() {
     for lost in [Lost::Connection, Lost::Answer] {
         let Some(bench) = Bench::new(Manner::Containerd).await else { return };
         let (_, id) = ended_unreaped(&bench, &bench.runtime, lost).await;
-        // It ran, and nobody knows how it ended.
+        // The process ran, and its exit is not known yet.
         until_started(&bench.runtime, id).await;
         bench.subject.server().hold_ended(false);
         let (gaps, ended) = gaps_and_end(&bench.runtime, id).await;
         assert!(is_exit(&ended, 7), "{lost:?}: {ended:?}");
-        assert_eq!(gaps, 1, "{lost:?}: what it said meanwhile may be lost");
+        assert_eq!(gaps, 1, "{lost:?}: output in between may be lost");
         assert_eq!((bench.runs(), bench.lines().await), (1, 1), "{lost:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_that_the_worker_never_learns_is_unknown() {
+async fn missing_exit_becomes_unknown() {
     for lost in [Lost::Connection, Lost::Answer] {
         let Some(subject) = GardenSubject::impatient(Manner::Containerd).await else { return };
         let bench = Bench::of(subject).await;
@@ -108,11 +108,11 @@ async fn an_end_that_the_worker_never_learns_is_unknown() {
         let (handle, id) = ended_unreaped(&bench, &runtime, lost).await;
         let (gaps, ended) = gaps_and_end(&runtime, id).await;
         let Ended::Unknown(failure) = &ended else { panic!("{lost:?}: {ended:?}") };
-        // Not that it is unknown whether it ran: it did.
+        // The reason must not be that the start is unknown.
         assert_eq!(failure.reason, FailureReason::ExitUnknown, "{lost:?}");
         assert_eq!(gaps, 1, "{lost:?}");
 
-        // It stays so, whatever the worker learns, and whoever asks.
+        // The end stays unknown, even if the worker reaps the process later, and for every gateway.
         bench.subject.server().hold_ended(false);
         let next: Arc<dyn Runtime> = bench.subject.another(soon).await.expect("the next gateway");
         assert_eq!(next.ended(id).await, ended, "{lost:?}");
@@ -122,7 +122,7 @@ async fn an_end_that_the_worker_never_learns_is_unknown() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_that_finds_an_end_without_an_exit_asks_until_there_is_one() {
+async fn gateway_polls_ended_process_until_exit_is_known() {
     let Some(mut bench) = Bench::new(Manner::Containerd).await else { return };
     let (_, id) = ended_unreaped(&bench, &bench.runtime, Lost::Connection).await;
     let (volume, before) = (bench.volume, bench.runs());
@@ -141,7 +141,7 @@ async fn a_gateway_that_finds_an_end_without_an_exit_asks_until_there_is_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_does_not_end_keeps_its_place_and_is_stopped_again() {
+async fn unkillable_process_keeps_slot_and_is_stopped_again() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(subject) = GardenSubject::impatient(manner).await else { return };
         let bench = Bench::of(subject).await;
@@ -153,7 +153,7 @@ async fn what_does_not_end_keeps_its_place_and_is_stopped_again() {
         runtime.stop(id, Duration::ZERO).await.expect("stop");
         let stops = || server.requests().iter().filter(|line| line.ends_with("/stop")).count();
         until("another stop", || stops() > 2).await;
-        // The worker gave up. That is no end.
+        // The worker has given up, which is not an end.
         assert_eq!(runtime.process(id).await.expect("a state"), ProcessState::Started, "{manner:?}");
         let refused = runtime.destroy_container(handle).await;
         let Err(RuntimeError::Other(message)) = refused else { panic!("{manner:?}: {refused:?}") };
@@ -169,11 +169,11 @@ async fn what_does_not_end_keeps_its_place_and_is_stopped_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_typed_reaches_a_terminal_whose_connection_broke() {
+async fn terminal_input_arrives_after_broken_connection() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         for how in [Break::End, Break::Reset] {
             let Some(bench) = Bench::new(manner).await else { return };
-            let terminal = Some(Window { columns: 91, rows: 37 });
+            let terminal = Some(TerminalSize { columns: 91, rows: 37 });
             let spec = ProcessSpec { stdin: Stdin::Attached, terminal, ..process(&programs::window()) };
             let handle = bench.runtime.made(bench.spec.clone()).await;
             let id = bench.runtime.started(handle, spec).await;
@@ -181,8 +181,8 @@ async fn what_is_typed_reaches_a_terminal_whose_connection_broke() {
             read_until(&mut attachment.events, "37 91").await;
             bench.subject.server().break_attachments(how);
             until_attached(&bench, id, 0).await;
-            // Elsewhere its input would have ended.
-            attachment.input.resize(Window { columns: 120, rows: 50 }).await.expect("resize");
+            // With plain input, the input would have ended.
+            attachment.input.resize(TerminalSize { columns: 120, rows: 50 }).await.expect("resize");
             attachment.input.stdin(0, Bytes::from_static(b"again\n")).await.expect("type");
             read_until(&mut attachment.events, "50 120").await;
             attachment.input.stdin(6, Bytes::from_static(b"end\n")).await.expect("type");
@@ -194,10 +194,10 @@ async fn what_is_typed_reaches_a_terminal_whose_connection_broke() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_noted_of_a_container_may_be_long() {
+async fn container_properties_may_be_long() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(mut bench) = Bench::new(manner).await else { return };
-        // More than a label of containerd holds.
+        // Longer than the limit of a containerd label.
         let team = "a team with a long name ".repeat(1000);
         let handle = bench.runtime.made(ContainerSpec { team: team.clone(), ..bench.spec.clone() }).await;
         let id = bench.runtime.started(handle, append()).await;
@@ -208,13 +208,13 @@ async fn what_is_noted_of_a_container_may_be_long() {
     }
 }
 
-/// How many of the requests since `before` have this in them.
-fn asked(bench: &Bench, before: usize, what: &str) -> usize {
+/// Number of requests since `before` that contain this text.
+fn count_requests(bench: &Bench, before: usize, what: &str) -> usize {
     let requests = bench.subject.server().requests();
     requests[before..].iter().filter(|line| line.starts_with("GET") && line.contains(what)).count()
 }
 
-/// Some processes that run, and their containers.
+/// Starts some processes in separate containers.
 async fn running(bench: &Bench) -> Vec<(ContainerHandle, AttemptId)> {
     let mut all = Vec::new();
     for _ in 0..4 {
@@ -227,7 +227,7 @@ async fn running(bench: &Bench) -> Vec<(ContainerHandle, AttemptId)> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_takes_a_guardian_worker_on_asks_about_all_containers_at_once() {
+async fn guardian_containers_are_queried_in_bulk() {
     let Some(bench) = Bench::new(Manner::Guardian).await else { return };
     let all = running(&bench).await;
     let before = bench.subject.server().requests().len();
@@ -236,25 +236,25 @@ async fn whoever_takes_a_guardian_worker_on_asks_about_all_containers_at_once() 
     for state in futures::future::join_all(states).await {
         assert_eq!(state.expect("a state"), ProcessState::Started);
     }
-    assert_eq!(asked(&bench, before, "/containers/bulk_info?"), 1);
-    assert_eq!(asked(&bench, before, "/properties"), 0, "none by itself");
-    // What another gateway did meanwhile would not be known.
+    assert_eq!(count_requests(&bench, before, "/containers/bulk_info?"), 1);
+    assert_eq!(count_requests(&bench, before, "/properties"), 0, "no container is queried separately");
+    // Changes by another gateway in between would not be known.
     next.taken_over().await;
     next.process(all[0].1).await.expect("a state");
-    assert_eq!(asked(&bench, before, "/containers/bulk_info?"), 2);
+    assert_eq!(count_requests(&bench, before, "/containers/bulk_info?"), 2);
     let unknown = next.process(AttemptId::new()).await;
     assert!(matches!(unknown, Err(RuntimeError::ProcessNotFound(_))), "{unknown:?}");
-    // A container that went before anybody looked for its process is no lost one.
+    // A container that was destroyed before its process was looked up does not count as lost.
     let (handle, id) = all[1];
     next.destroy_container(handle).await.expect("destroy");
     let gone = next.process(id).await;
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(_))), "{gone:?}");
-    assert_eq!(asked(&bench, before, "/containers/bulk_info?"), 2);
+    assert_eq!(count_requests(&bench, before, "/containers/bulk_info?"), 2);
     assert_eq!(bench.runs(), all.len());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn containers_are_asked_about_one_by_one_where_the_worker_does_not_tell_of_all() {
+async fn containers_are_queried_separately_without_bulk_support() {
     for manner in [Manner::Containerd, Manner::Guardian, Manner::Houdini] {
         let Some(bench) = Bench::new(manner).await else { return };
         let all = running(&bench).await;
@@ -265,13 +265,13 @@ async fn containers_are_asked_about_one_by_one_where_the_worker_does_not_tell_of
             assert_eq!(next.process(*id).await.expect("a state"), ProcessState::Started, "{manner:?}");
         }
         let told_of_all = usize::from(manner == Manner::Guardian);
-        assert_eq!(asked(&bench, before, "bulk_info"), told_of_all, "{manner:?}");
-        assert_eq!(asked(&bench, before, "/properties"), all.len(), "{manner:?}");
+        assert_eq!(count_requests(&bench, before, "bulk_info"), told_of_all, "{manner:?}");
+        assert_eq!(count_requests(&bench, before, "/properties"), all.len(), "{manner:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn processes_run_as_the_user_that_was_asked_for() {
+async fn processes_run_as_the_requested_user() {
     let ids = || process(&["/bin/sh", "-c", "id -u; id -g"].map(str::to_owned));
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
@@ -279,11 +279,11 @@ async fn processes_run_as_the_user_that_was_asked_for() {
             [(None, "0\n0\n"), (Some("1234"), "1234\n0\n"), (Some("1234:2345"), "1234\n2345\n")]
         {
             let spec = ContainerSpec { user: user.map(str::to_owned), ..bench.spec.clone() };
-            assert_eq!(bench.runtime.ran(spec, ids()).await.text(), expected, "{manner:?} {user:?}");
+            assert_eq!(bench.runtime.run(spec, ids()).await.text(), expected, "{manner:?} {user:?}");
         }
-        let nobody = ContainerSpec { user: Some("gantry-nobody".to_owned()), ..bench.spec.clone() };
-        let Some(Ended::NotStarted(failure)) = bench.runtime.ran(nobody, ids()).await.ended else {
-            panic!("{manner:?}: it ran")
+        let unknown = ContainerSpec { user: Some("gantry-nobody".to_owned()), ..bench.spec.clone() };
+        let Some(Ended::NotStarted(failure)) = bench.runtime.run(unknown, ids()).await.ended else {
+            panic!("{manner:?}: the process ran")
         };
         assert_eq!(failure.reason, FailureReason::UserNotFound, "{manner:?}");
     }

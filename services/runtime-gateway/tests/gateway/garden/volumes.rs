@@ -1,4 +1,4 @@
-//! Volumes of a worker: how their bytes travel, how they are made and destroyed, and whose ids are in them.
+//! Volumes of a Garden worker: transfer, creation, destruction, and owners of files.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, lchown, symlink};
@@ -22,17 +22,17 @@ fn knowing(encodings: &[Encoding]) -> Faults {
     Faults { encodings: Some(words.collect()), ..Faults::default() }
 }
 
-/// How many of the requests since `before` begin like this.
-fn asked(volumes: &Server, before: usize, prefix: &str) -> usize {
+/// Number of requests since `before` that start with this text.
+fn count_requests(volumes: &Server, before: usize, prefix: &str) -> usize {
     volumes.requests()[before..].iter().filter(|request| request.starts_with(prefix)).count()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn archives_travel_in_the_encoding_that_was_chosen() {
+async fn archives_use_the_configured_encoding() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let volumes = &bench.subject.volumes;
     for encoding in Encoding::ALL {
-        // What travels in another one is refused.
+        // Archives in another encoding are rejected.
         let faults = knowing(&[encoding]);
         volumes.set_faults(faults.clone());
         let chosen = |config| GardenConfig { encoding: Some(encoding), ..config };
@@ -44,10 +44,10 @@ async fn archives_travel_in_the_encoding_that_was_chosen() {
         put(&*runtime, volume, "a/b/file", &contents).await;
         assert_eq!(get(&*runtime, volume, "a/b/file").await.as_deref(), Some(&*contents), "{encoding:?}");
         let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
-            panic!("it is near")
+            panic!("the volume is local")
         };
-        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
-        assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
+        remote.store_manifest(b"manifest".to_vec()).await.expect("keep");
+        assert_eq!(remote.read_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
 
         for fault in
             [Faults { cut_archives: true, ..faults.clone() }, Faults { fail_archives: true, ..faults }]
@@ -58,17 +58,17 @@ async fn archives_travel_in_the_encoding_that_was_chosen() {
                 Ok(mut archive) => archive.read_to_end(&mut bytes).await.map(|_| ()),
                 Err(error) => Err(std::io::Error::other(error)),
             };
-            assert!(read.is_err(), "{encoding:?} {fault:?}: it seems whole");
-            remote.kept_manifest().await.expect_err("no manifest either");
+            assert!(read.is_err(), "{encoding:?} {fault:?}: the archive was accepted");
+            remote.read_manifest().await.expect_err("the manifest is not readable");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_is_asked_for_no_encoding_that_it_does_not_know() {
+async fn gateway_uses_only_supported_encodings() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let volumes = &bench.subject.volumes;
-    // As those before 7.10, and older ones still.
+    // Workers before 7.10, and older ones.
     for known in [&[Encoding::Gzip, Encoding::Zstd][..], &[Encoding::Gzip]] {
         volumes.set_faults(knowing(known));
         let runtime = bench.subject.another(|config| config).await.expect("a gateway");
@@ -77,22 +77,22 @@ async fn a_worker_is_asked_for_no_encoding_that_it_does_not_know() {
         let chosen = |config| GardenConfig { encoding: Some(Encoding::S2), ..config };
         let refused = bench.subject.another(chosen).await.err();
         let Some(RuntimeError::Unsupported(message)) = refused else { panic!("{refused:?}") };
-        assert_eq!(message, "it knows no archives in s2");
+        assert_eq!(message, "the worker supports no archives in s2");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn volumes_are_destroyed_together_and_none_with_its_parent() {
+async fn volumes_are_destroyed_together_but_after_children() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
-    assert!(runtime.destroyed_at_once() > 1);
+    assert!(runtime.destroy_batch_size() > 1);
     let family = async || {
         let parent = runtime.volume().await;
         put(&**runtime, parent, "file", "kept").await;
         let Contents::Remote(remote) = runtime.contents(parent).await.expect("the contents") else {
-            panic!("it is near")
+            panic!("the volume is local")
         };
-        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
+        remote.store_manifest(b"manifest".to_vec()).await.expect("keep");
         (parent, runtime.child(parent).await, runtime.volume().await)
     };
     let is_there =
@@ -102,18 +102,22 @@ async fn volumes_are_destroyed_together_and_none_with_its_parent() {
     let (parent, child, other) = family().await;
     let before = volumes.requests().len();
     assert!(runtime.destroy_volumes(&[child, other, parent]).await.is_empty());
-    assert!(gone(&[parent, child, other]), "with the manifest: {:?}", volumes.handles());
-    assert_eq!(asked(volumes, before, "DELETE /volumes/destroy"), 2, "the parent after its child");
-    assert_eq!(asked(volumes, before, "DELETE /volumes/"), 2, "none by itself");
+    assert!(gone(&[parent, child, other]), "including the manifest: {:?}", volumes.handles());
+    assert_eq!(
+        count_requests(volumes, before, "DELETE /volumes/destroy"),
+        2,
+        "the parent is destroyed after its child"
+    );
+    assert_eq!(count_requests(volumes, before, "DELETE /volumes/"), 2, "no volume is destroyed separately");
 
-    // The worker would destroy it, and empty its child.
+    // Otherwise the worker would destroy the parent, and empty its child.
     let (parent, child, other) = family().await;
     let left = runtime.destroy_volumes(&[other, parent]).await;
     assert!(matches!(left[..], [(volume, RuntimeError::HasChildren(_))] if volume == parent), "{left:?}");
     assert_eq!(get(&**runtime, child, "file").await.as_deref(), Some("kept"));
     assert!(gone(&[other]));
 
-    // Of a call that fails it is found out what is left.
+    // After a failed call, the gateway finds out which volumes remain.
     let (one, two) = (runtime.volume().await, runtime.volume().await);
     volumes.set_faults(Faults { stuck: vec![one.to_string()], ..Faults::default() });
     let left = runtime.destroy_volumes(&[one, two]).await;
@@ -137,29 +141,29 @@ async fn volumes_are_destroyed_together_and_none_with_its_parent() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_creation_goes_on_until_the_worker_says_how_it_went() {
+async fn creation_continues_until_outcome_is_known() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
     let before = volumes.requests().len();
     volumes.set_faults(Faults { slow_creations: 4, ..Faults::default() });
     let slow = runtime.volume().await;
-    assert_eq!(asked(volumes, before, "POST /volumes-async"), 1);
-    assert!(asked(volumes, before, &format!("GET /volumes-async/{slow}")) > 4);
+    assert_eq!(count_requests(volumes, before, "POST /volumes-async"), 1);
+    assert!(count_requests(volumes, before, &format!("GET /volumes-async/{slow}")) > 4);
     let forgotten = format!("DELETE /volumes-async/{slow}");
-    in_time("the worker to be told to forget it", async {
-        while asked(volumes, before, &forgotten) == 0 {
+    in_time("the deletion of the outcome", async {
+        while count_requests(volumes, before, &forgotten) == 0 {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
     })
     .await;
 
-    // What is being made is there: it occupies the worker, and holds its parent.
+    // A volume in creation is listed, and protects its parent.
     volumes.set_faults(Faults { slow_creations: usize::MAX, ..Faults::default() });
     let before = volumes.requests().len();
     let (parent, child) = (bench.volume, VolumeHandle::new());
     let mut creating = Box::pin(runtime.create_volume(child, VolumeSource::CopyOnWrite { parent }));
     in_time("a question", async {
-        while asked(volumes, before, &format!("GET /volumes-async/{child}")) < 2 {
+        while count_requests(volumes, before, &format!("GET /volumes-async/{child}")) < 2 {
             assert!(futures::poll!(&mut creating).is_pending());
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
@@ -169,16 +173,17 @@ async fn a_creation_goes_on_until_the_worker_says_how_it_went() {
     let refused = runtime.destroy_volume(parent).await;
     assert!(matches!(refused, Err(RuntimeError::HasChildren(_))), "{refused:?}");
 
-    // A gateway that ends leaves it, and the next takes it over: to ask twice would empty it.
+    // A gateway that ends leaves the creation, and the next gateway adopts it. A second creation
+    // would empty the volume.
     drop(creating);
     volumes.set_faults(Faults::default());
     let next = bench.subject.another(|config| config).await.expect("the next gateway");
     next.create_volume(child, VolumeSource::CopyOnWrite { parent }).await.expect("take it over");
-    assert_eq!(asked(volumes, before, "POST /volumes-async"), 1);
+    assert_eq!(count_requests(volumes, before, "POST /volumes-async"), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn volumes_have_the_ids_that_their_container_has() {
+async fn volumes_get_the_ids_of_their_container() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
     let client = Client::new(&volumes.address().to_string(), Timeouts::default());
@@ -192,24 +197,28 @@ async fn volumes_have_the_ids_that_their_container_has() {
         let spec = ContainerSpec { privileged, mounts: mounts.clone(), ..bench.spec.clone() };
         let before = volumes.requests().len();
         let handle = ContainerHandle::new();
-        // The worker walks through the whole volume, and says nothing of files that it cannot change.
+        // The worker changes the whole volume, and reports no files that it cannot change.
         let switch = format!("PUT /volumes/{written}/privileged");
         volumes.set_faults(Faults { lose_answers: Some((switch.clone(), 1)), ..Faults::default() });
-        runtime.create_container(handle, spec.clone()).await.expect_err("nobody knows whose files they are");
+        runtime.create_container(handle, spec.clone()).await.expect_err("the owners are unknown");
         assert!(runtime.list().await.expect("list").containers.is_empty());
         runtime.create_container(handle, spec).await.expect("make it again");
         assert_eq!(is_privileged(written).await, privileged);
         assert_eq!(bench.subject.server().is_privileged(&handle.to_string()), privileged);
-        assert!(!is_privileged(read).await, "what others read as well stays as it is");
-        assert_eq!(asked(volumes, before, &switch), 1, "what has them already is left alone");
+        assert!(!is_privileged(read).await, "a shared volume is unchanged");
+        assert_eq!(
+            count_requests(volumes, before, &switch),
+            1,
+            "a volume with the right owners is unchanged"
+        );
         runtime.destroy_container(handle).await.expect("destroy");
     }
 }
 
-/// Whose each file is, and its mode.
+/// User, group and mode of each file.
 type Owners = BTreeMap<PathBuf, (u32, u32, u32)>;
 
-/// What a manifest made from an archive says.
+/// The owners in a manifest of an archive.
 fn owners_in(archive: &[u8]) -> Owners {
     let manifest = ArchiveReader::new(archive).read(Limits::default(), |_| Ok(())).expect("an archive");
     manifest
@@ -221,7 +230,7 @@ fn owners_in(archive: &[u8]) -> Owners {
 
 async fn owners_of(runtime: &dyn Runtime, volume: VolumeHandle) -> Owners {
     let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
-        panic!("it is near")
+        panic!("the volume is local")
     };
     let mut archive = Vec::new();
     let mut read = remote.read(Path::new("")).await.expect("an archive");
@@ -229,11 +238,11 @@ async fn owners_of(runtime: &dyn Runtime, volume: VolumeHandle) -> Owners {
     owners_in(&archive)
 }
 
-/// Who is root of an unprivileged container, outside of it.
+/// Id of an unprivileged container's root on the machine.
 const MAPPED_ROOT: u32 = 4_294_967_294;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn files_belong_in_archives_to_whom_they_belong_in_containers() {
+async fn archive_owners_match_owners_in_containers() {
     let Some(subject) = GardenSubject::with_ids().await else { return };
     let bench = Bench::of(subject).await;
     let (runtime, volumes, volume) = (&bench.runtime, &bench.subject.volumes, bench.volume);
@@ -252,11 +261,11 @@ async fn files_belong_in_archives_to_whom_they_belong_in_containers() {
     let mut expected = owners_in(&archive);
     assert_eq!(expected[Path::new("below/user")], (1000, 2000, 0o600));
     let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
-        panic!("it is near")
+        panic!("the volume is local")
     };
     remote.write(Path::new(""), Box::pin(std::io::Cursor::new(archive))).await.expect("unpack");
 
-    // Whatever is made of it is the same to a container, whoever it belongs to on the worker.
+    // Copies and children look the same to a container, independent of their owners on the worker.
     let (child, copy) = (runtime.child(volume).await, VolumeHandle::new());
     runtime.create_volume(copy, VolumeSource::Copy { original: child }).await.expect("copy");
     let on_disk = |volume: VolumeHandle, name: &str| {
@@ -278,7 +287,7 @@ async fn files_belong_in_archives_to_whom_they_belong_in_containers() {
         runtime.destroy_container(handle).await.expect("destroy");
     }
 
-    // As root of a container does.
+    // Writes a file as root of a container does.
     let path = volumes.path(&volume.to_string()).join("made");
     std::fs::write(&path, "").expect("write");
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).expect("permit");
@@ -286,7 +295,7 @@ async fn files_belong_in_archives_to_whom_they_belong_in_containers() {
     expected.insert("made".into(), (0, 0, 0o644));
     assert_eq!(owners_of(&**runtime, volume).await, expected);
 
-    // Nobody was given a volume: then all that is in it would be his.
+    // No request sets an owner, which would change the owner of all files.
     let asked = volumes.creations();
     let given = |asked: &serde_json::Value| asked.get("uid").is_some() || asked.get("gid").is_some();
     assert!(!asked.is_empty() && !asked.iter().any(given), "{asked:?}");

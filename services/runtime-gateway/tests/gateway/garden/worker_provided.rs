@@ -1,4 +1,5 @@
-//! What a Concourse worker says of itself when it registers, and what becomes of it: certificates, proxies, images of resource types.
+//! The registration of a Concourse worker and its effects: certificates, proxies, images of
+//! resource types.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -11,30 +12,30 @@ use runtime::{ContainerSpec, ProcessSpec, Root, Runtime, RuntimeError, VolumeSou
 use runtime_gateway::Config;
 use runtime_gateway::garden::{GardenArgs, GardenConfig, GardenWorker};
 use serde_json::{Value, json};
-use testing::conformance::{RuntimeExt, Said, container, mount, process};
+use testing::conformance::{ProcessOutput, RuntimeExt, container, mount, process};
 use testing::garden::Manner;
 
 use super::faults::Bench;
 
-/// The settings of a gateway for a worker that registers like this.
+/// The configuration for a worker with this registration.
 fn registered(directory: &Path, worker: &Value) -> GardenConfig {
     let path = directory.join("workers.json");
     std::fs::write(&path, worker.to_string()).expect("write");
     let args = GardenArgs { workers_file: Some(path), ..GardenArgs::default() };
     let workers = args.workers(GardenWorker::default()).expect("a worker");
-    let nobody = "http://127.0.0.1:9";
-    let common = Config::for_worker("", nobody, nobody, nobody, nobody, directory.to_owned());
+    let unused = "http://127.0.0.1:9";
+    let common = Config::for_worker("", unused, unused, unused, unused, directory.to_owned());
     workers[0].config(&common, directory).1
 }
 
-/// A gateway of the bench's worker, as that registers: `own` has what is said beside the addresses.
+/// A gateway for the bench's worker. `own` has the registration without addresses.
 async fn gateway(bench: &Bench, directory: &Path, mut own: Value) -> Result<Arc<dyn Runtime>, RuntimeError> {
     let runtime = bench.subject.another(|config| {
         own["name"] = "w1".into();
         own["addr"] = config.garden.clone().into();
         own["baggageclaim_url"] = format!("http://{}", config.baggageclaim).into();
-        let said = registered(directory, &own);
-        let GardenConfig { environment, certs_path, resource_types, .. } = said;
+        let output = registered(directory, &own);
+        let GardenConfig { environment, certs_path, resource_types, .. } = output;
         GardenConfig { environment, certs_path, resource_types, ..config }
     });
     Ok(runtime.await?)
@@ -44,12 +45,12 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-fn lines(said: &Said) -> Vec<&str> {
-    said.text().lines().collect()
+fn lines(output: &ProcessOutput) -> Vec<&str> {
+    output.text().lines().collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn proxies_of_the_worker_are_in_the_environment_of_every_process() {
+async fn worker_proxies_are_in_process_environment() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let directory = tempfile::tempdir().expect("a directory");
@@ -59,12 +60,12 @@ async fn proxies_of_the_worker_are_in_the_environment_of_every_process() {
             environment: vec![EnvironmentVariable { name: b"http_proxy".to_vec(), value: b"ours".to_vec() }],
             ..shell("echo $http_proxy; echo $https_proxy; echo $no_proxy")
         };
-        let said = runtime.ran(bench.spec.clone(), spec).await;
-        assert_eq!(lines(&said), ["http://proxy:3128", "http://proxy:3129", "localhost"], "{manner:?}");
+        let output = runtime.run(bench.spec.clone(), spec).await;
+        assert_eq!(lines(&output), ["http://proxy:3128", "http://proxy:3129", "localhost"], "{manner:?}");
     }
 }
 
-/// A volume with what the worker brings along.
+/// Creates a volume with provided contents.
 async fn imported(runtime: &Arc<dyn Runtime>, what: WorkerProvided) -> Result<VolumeHandle, RuntimeError> {
     let volume = VolumeHandle::new();
     runtime.create_volume(volume, VolumeSource::WorkerProvided(what)).await?;
@@ -76,7 +77,7 @@ fn git() -> WorkerProvided {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn certificates_of_the_worker_are_what_links_lead_to() {
+async fn worker_certificates_follow_links() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let directory = tempfile::tempdir().expect("a directory");
     let (kept, certs) = (directory.path().join("kept"), directory.path().join("certs"));
@@ -90,21 +91,22 @@ async fn certificates_of_the_worker_are_what_links_lead_to() {
     assert_eq!((&along.what, along.path.as_str()), (&WorkerProvided::Certs, certs.to_str().expect("text")));
     assert!(!runtime.capabilities().image_kinds.contains(&"resource-type".to_owned()));
     let volume = imported(&runtime, WorkerProvided::Certs).await.expect("imported");
-    assert!(runtime.list().await.expect("list").volumes.contains(&volume), "it is a volume like others");
+    assert!(runtime.list().await.expect("list").volumes.contains(&volume), "the volume is listed");
     let script = "cat /etc/ssl/certs/ca.crt; touch /etc/ssl/certs/mine 2>/dev/null || echo refused";
     let spec = ContainerSpec { mounts: vec![mount(volume, "/etc/ssl/certs", true)], ..bench.spec.clone() };
-    let said = runtime.ran(spec, shell(script)).await;
-    assert_eq!(lines(&said), ["trusted", "refused"], "what the link leads to, read-only");
+    let output = runtime.run(spec, shell(script)).await;
+    assert_eq!(lines(&output), ["trusted", "refused"], "the target of the link is visible and read-only");
 
-    // A path that is not there is no lack of a path, and no reason not to attend the worker.
+    // A missing directory is an error at its use, but the gateway still serves the worker.
     let before = bench.subject.volumes.handles();
     let missing = gateway(&bench, directory.path(), json!({ "certs_path": "/nonexistent" })).await;
     let missing = imported(&missing.expect("a gateway"), WorkerProvided::Certs).await;
     assert!(matches!(missing, Err(RuntimeError::Other(_))), "{missing:?}");
-    assert_eq!(bench.subject.volumes.handles(), before, "nothing is left of it");
+    assert_eq!(bench.subject.volumes.handles(), before, "no volume remains");
 }
 
-/// An image as workers bring it along: a gzip'ed archive with a root file system, and this text in `/etc/release`.
+/// An image in the format of workers: a gzip'ed archive with a root file system, and this text in
+/// `/etc/release`.
 fn image(path: &Path, release: &str) {
     let root = tempfile::tempdir().expect("a directory");
     for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
@@ -116,14 +118,14 @@ fn image(path: &Path, release: &str) {
     )
     .expect("write");
     std::fs::write(root.path().join("etc/release"), release).expect("write");
-    // Otherwise nobody but root could enter it.
+    // Otherwise only root could enter the directory.
     std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o755)).expect("permit");
     let tar = Command::new("tar").arg("-czf").arg(path).arg("-C").arg(root.path()).arg(".").status();
     assert!(tar.expect("tar is installed").success());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn images_of_resource_types_are_roots_of_containers() {
+async fn resource_type_images_are_container_roots() {
     for manner in [Manner::Containerd, Manner::Guardian] {
         let Some(bench) = Bench::new(manner).await else { return };
         let directory = tempfile::tempdir().expect("a directory");
@@ -147,18 +149,18 @@ async fn images_of_resource_types_are_roots_of_containers() {
             runtime.create_volume(root, VolumeSource::CopyOnWrite { parent }).await.expect("a root");
             root
         };
-        // Who may not write to it is not asked to.
+        // The script does not write as a user without permission.
         let release =
             "cat /etc/release; echo; [ ! -w /etc/release ] || echo changed > /etc/release; echo $HOME";
         for user in [None, Some("nobody".to_owned())] {
             let root = made(&runtime, parent).await;
-            let spec = ContainerSpec { root: Root::Whole(root), user, ..container() };
+            let spec = ContainerSpec { root: Root::WholeVolume(root), user, ..container() };
             let home = if spec.user.is_some() { "/home/nobody" } else { "/root" };
-            let said = runtime.ran(spec, shell(release)).await;
-            assert_eq!(lines(&said), ["first", home], "{manner:?}: each has a layer of its own");
+            let output = runtime.run(spec, shell(release)).await;
+            assert_eq!(lines(&output), ["first", home], "{manner:?}: each container has a separate layer");
         }
 
-        // The worker was replaced by a newer one over what it holds.
+        // The worker was replaced by a newer one with the same volumes.
         image(&path, "second");
         drop(runtime);
         let runtime = gateway(&bench, directory.path(), advertised("2")).await.expect("a gateway");
@@ -167,15 +169,15 @@ async fn images_of_resource_types_are_roots_of_containers() {
             [(parent, "first"), (imported(&runtime, git()).await.expect("it"), "second")]
         {
             let root = made(&runtime, parent).await;
-            let spec = ContainerSpec { root: Root::Whole(root), ..container() };
-            assert_eq!(lines(&runtime.ran(spec, shell(release)).await), [expected, "/root"], "{manner:?}");
+            let spec = ContainerSpec { root: Root::WholeVolume(root), ..container() };
+            assert_eq!(lines(&runtime.run(spec, shell(release)).await), [expected, "/root"], "{manner:?}");
         }
 
-        // What the worker does not have where it says so is told.
+        // A missing image is reported as an error.
         std::fs::remove_file(&path).expect("remove");
         let before = bench.subject.volumes.handles();
         let missing = imported(&runtime, git()).await;
         assert!(matches!(missing, Err(RuntimeError::Other(_))), "{missing:?}");
-        assert_eq!(bench.subject.volumes.handles(), before, "nothing is left of it");
+        assert_eq!(bench.subject.volumes.handles(), before, "no volume remains");
     }
 }

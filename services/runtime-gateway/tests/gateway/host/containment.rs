@@ -1,4 +1,4 @@
-//! Attacks from inside a container, as its root.
+//! Attacks from inside a container, by its root user.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -18,13 +18,13 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-/// What a script says, errors after the rest.
-async fn said(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
-    let said = subject.runtime().ran(spec, shell(script)).await;
+/// Runs a script. Returns its output, followed by its errors.
+async fn script_output(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
+    let said = subject.runtime().run(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
-/// A node of the kernel's log, which root of the machine may open.
+/// Creates a device node of the kernel log, which root of the machine may open.
 fn make_node(at: &Path) {
     let device = rustix::fs::makedev(1, 11);
     rustix::fs::mknodat(CWD, at, FileType::CharacterDevice, Mode::from_raw_mode(0o666), device)
@@ -38,7 +38,7 @@ async fn devices_cannot_be_made_or_opened() {
     let volume = runtime.volume().await;
     let contents = directory(&*runtime, volume).await;
     make_node(&contents.join("kmsg"));
-    // A child is mounted in another way.
+    // A child is mounted separately.
     let child = domain::VolumeHandle::new();
     let source = runtime::VolumeSource::CopyOnWrite { parent: volume };
     runtime.create_volume(child, source).await.expect("a child");
@@ -47,7 +47,7 @@ async fn devices_cannot_be_made_or_opened() {
     let script = "for at in /var/tmp /dev /plain /child /tmp /run; do mknod $at/block b 7 0 && echo made; done; \
         for node in /plain/kmsg /child/kmsg; do (: < $node) && echo opened; done; \
         (: < /dev/zero) && (: > /dev/null) && (: < /dev/urandom) && echo usual";
-    let said = said(&subject, spec, script).await;
+    let said = script_output(&subject, spec, script).await;
     assert!(said.starts_with("usual\n"), "{said}");
     assert_eq!(said.matches("Operation not permitted").count(), 6, "{said}");
     assert_eq!(said.matches("ermission denied").count(), 2, "{said}");
@@ -62,11 +62,11 @@ async fn root_and_volumes_are_mounted_nodev_and_nosuid() {
     runtime.create_volume(child, source).await.expect("a child");
     let mounts = vec![mount(volume, "/plain", false), mount(child, "/child", true)];
     let spec = ContainerSpec { mounts, ..container() };
-    let table = said(&subject, spec, "cat /proc/self/mountinfo").await;
+    let table = script_output(&subject, spec, "cat /proc/self/mountinfo").await;
     for line in table.lines() {
         let fields: Vec<_> = line.split(' ').collect();
         let [at, options] = [fields[4], fields[5]];
-        // What is below them is the kernel's own, and tested elsewhere.
+        // Mounts below these paths belong to the kernel, and have separate tests.
         if ["/proc", "/sys", "/dev"].iter().any(|own| Path::new(at).starts_with(own)) {
             continue;
         }
@@ -79,7 +79,7 @@ async fn root_and_volumes_are_mounted_nodev_and_nosuid() {
     }
 }
 
-/// Where the group with the device policy of a process is.
+/// The control group with the device policy of a process.
 fn device_group(process: domain::AttemptId) -> Option<PathBuf> {
     let name = format!("gantry-{process}");
     let roots = ["/sys/fs/cgroup/devices", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&name));
@@ -102,11 +102,11 @@ async fn device_policy_holds_for_all_in_the_group() {
         let process = runtime.started(handle, spec).await;
         let mut attachment = runtime.attach(process, Offsets::default()).await.expect("attach");
         read_until(&mut attachment.events, "ready").await;
-        // Root of the machine with all its capabilities, and the policy alone against it.
+        // A process of the machine's root with all capabilities, restricted only by the policy.
         let group = device_group(process).expect("a group of devices").join("cgroup.procs");
         let mut open = Command::new("sh");
         open.args(["-c", ": < \"$0\" && echo opened"]).arg(&node);
-        // SAFETY: writes to a file, and nothing else.
+        // SAFETY: the closure only writes to a file.
         unsafe { open.pre_exec(move || fs::write(&group, "0")) };
         let found = open.output().expect("run a shell");
         let expected = if privileged { "opened\n" } else { "" };
@@ -115,7 +115,7 @@ async fn device_policy_holds_for_all_in_the_group() {
     }
 }
 
-/// The tests above once more, where cgroups of version 2 are the only ones.
+/// Runs the tests above in a view of the machine with only version 2 of control groups.
 #[test]
 fn device_policy_holds_with_cgroup_v2_only() {
     if !rustix::process::geteuid().is_root() {
@@ -142,7 +142,7 @@ fn device_policy_holds_with_cgroup_v2_only() {
 }
 
 #[tokio::test]
-async fn fork_bomb_ends_as_its_own_failure() {
+async fn fork_bomb_fails_only_its_container() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -157,7 +157,7 @@ async fn fork_bomb_ends_as_its_own_failure() {
             shell("bomb() { bomb | bomb & }; bomb; for i in $(seq 200); do sleep 60 & done; echo over"),
         )
         .await;
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     let errors = String::from_utf8_lossy(&said.stderr);
     assert!(errors.contains("Cannot fork") || errors.contains("fork: "), "{errors}");
     assert!(
@@ -168,7 +168,7 @@ async fn fork_bomb_ends_as_its_own_failure() {
     runtime.destroy_container(handle).await.expect("destroy");
 }
 
-/// Keeps some 100 MiB of answers in netlink sockets, until no more can be opened.
+/// Holds about 100 MiB of answers in netlink sockets, until no more sockets can be opened.
 const KEEP_IN_NETLINK: &str = r#"ulimit -n 4096 && exec python3 -c '
 import socket, struct, time
 request = struct.pack("=IHHII", 4016, 16, 5, 0, 0) + bytes(4000)
@@ -181,7 +181,7 @@ while len(sockets) < 4000 and sum(int(l.split()[4]) for l in list(open("/proc/ne
 time.sleep(600)'"#;
 
 #[tokio::test]
-async fn container_that_keeps_the_most_memory_is_ended() {
+async fn container_holding_most_memory_is_ended() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let modest = runtime.made(container()).await;
@@ -189,10 +189,10 @@ async fn container_that_keeps_the_most_memory_is_ended() {
     for keep in [KEEP_IN_NETLINK, "head -c 100000000 /dev/zero > /dev/shm/file; exec sleep 600"] {
         let greedy = runtime.made(container()).await;
         let greedy = runtime.started(greedy, shell(keep)).await;
-        // As if the machine had no memory left.
+        // Simulates a machine without available memory.
         let guard = subject.host().guard_available_memory(u64::MAX);
         let ended = tokio::select! {
-            () = guard => panic!("the guard never ends"),
+            () = guard => panic!("the guard runs forever"),
             ended = runtime.ended(greedy) => ended,
         };
         assert!(matches!(ended, Ended::Exited { exit: Exit::OutOfMemory, stopped: false }), "{ended:?}");
@@ -214,10 +214,10 @@ async fn container_without_limit_cannot_take_all_memory() {
     let runtime = HostRuntime::open(HostConfig { policy, ..config(dir.path()) }).expect("open");
     let runtime: std::sync::Arc<dyn Runtime> = runtime;
     let eat = ["awk", "BEGIN { s = \"x\"; while (1) s = s s }"].map(str::to_owned);
-    let said = runtime.ran(container(), process(&eat)).await;
+    let said = runtime.run(container(), process(&eat)).await;
     assert_eq!(said.ended, Some(runtime::Ended::Exited { exit: Exit::OutOfMemory, stopped: false }));
-    let score = runtime.ran(container(), shell("cat /proc/self/oom_score_adj")).await;
-    assert_eq!(score.text(), "500\n", "the machine's own processes are spared");
+    let score = runtime.run(container(), shell("cat /proc/self/oom_score_adj")).await;
+    assert_eq!(score.text(), "500\n", "processes of the machine have a lower score");
     for handle in runtime.list().await.expect("list").containers {
         runtime.destroy_container(handle).await.expect("destroy");
     }
@@ -226,7 +226,7 @@ async fn container_without_limit_cannot_take_all_memory() {
 #[tokio::test]
 async fn memory_file_systems_are_bounded() {
     let Some(subject) = HostSubject::new() else { return };
-    let table = said(&subject, container(), "cat /proc/self/mountinfo").await;
+    let table = script_output(&subject, container(), "cat /proc/self/mountinfo").await;
     for at in ["/tmp", "/run", "/dev/shm"] {
         let line = table.lines().find(|line| line.split(' ').nth(4) == Some(at)).unwrap_or_default();
         assert!(line.contains("size="), "{at}: {line}");
@@ -234,15 +234,15 @@ async fn memory_file_systems_are_bounded() {
 }
 
 #[tokio::test]
-async fn container_has_a_share_of_the_pseudo_terminals() {
+async fn container_has_a_limit_of_pseudo_terminals() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "ulimit -n 2048 && exec python3 -c 'import os\nwhile True: os.open(\"/dev/ptmx\", os.O_RDWR); print(end=\".\")'";
-    let said = said(&subject, container(), script).await;
+    let said = script_output(&subject, container(), script).await;
     assert_eq!(said.chars().take_while(|each| *each == '.').count(), 512, "{said}");
     assert!(said.contains("No space left on device"), "{said}");
 }
 
-/// Tries to change the program that the command `/proc/self/exe` runs, which is the supervisor's.
+/// Tries to change the program behind `/proc/self/exe`, which is that of the supervisor.
 const CHANGE_OWN_PROGRAM: &str = r#"
 #include <errno.h>
 #include <fcntl.h>
@@ -289,7 +289,7 @@ async fn program_of_the_supervisor_cannot_be_changed() {
         environment: vec![variable("LD_PRELOAD", "/own/own.so")],
         ..process(&["/proc/self/exe".to_owned()])
     };
-    let said = runtime.ran(spec, process).await;
+    let said = runtime.run(spec, process).await;
     let after = fs::metadata(program).expect("the program");
     fs::set_permissions(program, before.permissions()).expect("as it was");
     assert_eq!(said.text(), "opened 1\nchmod 0\nchown 0\nxattr 0\nwrite 0\n", "{said:?}");

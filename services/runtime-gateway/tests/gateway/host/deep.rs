@@ -1,4 +1,4 @@
-//! Trees that are deeper than any path, made by a container.
+//! Trees that are deeper than any path, created by a container.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -13,7 +13,7 @@ use testing::conformance::{RuntimeExt, Subject, container, directory, mount, pro
 
 use super::subject::HostSubject;
 
-/// Makes a chain of directories, with a file at its end.
+/// Creates a chain of directories, with a file at its end.
 fn chain(at: &str, depth: u32) -> Vec<String> {
     let script = "chdir $ARGV[0] or die; for (1..$ARGV[1]) { mkdir 'd' or die; chdir 'd' or die } open(F, '>', 'file') or die";
     ["perl", "-e", script, at, &depth.to_string()].map(str::to_owned).to_vec()
@@ -24,14 +24,14 @@ async fn run(subject: &HostSubject, spec: ContainerSpec, command: &[String]) -> 
     let handle = runtime.made(spec).await;
     let id = domain::AttemptId::new();
     runtime.start(handle, id, process(command)).await.expect("start");
-    // Many directories take longer than a test waits for one process.
+    // Creating many directories takes longer than the usual timeout.
     let ended = tokio::time::timeout(Duration::from_secs(300), runtime.wait(id)).await.expect("an end");
     let ended = ended.expect("an end");
     assert!(matches!(ended, Ended::Exited { exit: Exit::Code(0), .. }), "{ended:?}");
     handle
 }
 
-/// What the state directory has below it that is not finished.
+/// The unfinished entries of the state directory.
 fn unfinished(subject: &HostSubject) -> Vec<String> {
     ["volumes", "containers"]
         .iter()
@@ -51,7 +51,7 @@ async fn deep_trees_of_a_container_are_destroyed() {
     let in_root = run(&subject, container(), &chain("/mnt", 5_000)).await;
     drop(runtime);
 
-    // Both are there after a restart, and what a crash left half-destroyed is gone.
+    // Both exist after a restart. Objects that a crash left half-destroyed are removed.
     let volumes = subject.dir.path().join("state/volumes");
     let left = VolumeHandle::new();
     fs::rename(volumes.join(volume.to_string()), volumes.join(format!(".gone-{left}"))).expect("renamed");
@@ -66,7 +66,7 @@ async fn deep_trees_of_a_container_are_destroyed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn deep_volume_is_copied_and_given_to_a_user() {
+async fn deep_volume_is_copied_and_changes_owner() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let original = runtime.volume().await;
@@ -86,7 +86,7 @@ async fn deep_volume_is_copied_and_given_to_a_user() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn image_with_a_file_in_the_way_is_invalid() {
+async fn image_is_invalid_when_file_replaces_directory() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let refused = async |make: &dyn Fn(&Path)| {
@@ -125,7 +125,7 @@ fn set_flags(path: &Path, flags: IFlags) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn runtime_starts_beside_what_it_cannot_remove() {
+async fn runtime_starts_with_unremovable_leftovers() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let kept = runtime.volume().await;
@@ -143,9 +143,9 @@ async fn runtime_starts_beside_what_it_cannot_remove() {
     let runtime = subject.runtime();
     directory(&*runtime, kept).await;
     let held = runtime.list().await.expect("list");
-    assert_eq!((held.containers.len(), held.volumes.len()), (1, 2), "the rest is still to be destroyed");
+    assert_eq!((held.containers.len(), held.volumes.len()), (1, 2), "the other objects still exist");
     let stuck = held.volumes.iter().copied().find(|volume| *volume != kept).expect("the rest of a volume");
-    runtime.destroy_volume(stuck).await.expect_err("it cannot be removed");
+    runtime.destroy_volume(stuck).await.expect_err("the volume cannot be removed");
     runtime.destroy_volume(kept).await.expect("destroyed");
 
     for place in &places {

@@ -1,4 +1,4 @@
-//! What the image `host` shows of this machine.
+//! The view of this machine in the image `host`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -15,15 +15,15 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
+async fn script_output(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
     let handle = runtime.made(spec).await;
     let id = runtime.started(handle, shell(script)).await;
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     runtime.destroy_container(handle).await.expect("destroy");
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
-/// A runtime that shows these paths.
+/// Opens a runtime with these additional paths.
 fn showing(dir: &Path, paths: &[&Path]) -> Arc<dyn Runtime> {
     let policy = Policy::allowing([Permission::HostImage]).showing(paths.iter().map(PathBuf::from));
     let masked = vec![dir.join("token")];
@@ -31,10 +31,10 @@ fn showing(dir: &Path, paths: &[&Path]) -> Arc<dyn Runtime> {
 }
 
 #[tokio::test]
-async fn image_shows_programs_and_nothing_of_people() {
+async fn image_shows_programs_but_no_user_files() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
-    // On the root's own file system, where everything was shown but for a list of secrets.
+    // On the root file system, which an image with a deny-list would show.
     let secret = tempfile::tempdir_in("/var/tmp").expect("a directory");
     fs::write(secret.path().join("file"), "secret").expect("write");
     let script = format!(
@@ -44,23 +44,23 @@ async fn image_shows_programs_and_nothing_of_people() {
         secret = secret.path().display(),
         state = subject.dir.path().display(),
     );
-    let found = said(&runtime, container(), &script).await;
+    let found = script_output(&runtime, container(), &script).await;
     let (text, errors) = found.split_once("over\n").expect("the end");
-    assert_eq!(text.trim(), "", "nothing is there: {errors}");
+    assert_eq!(text.trim(), "", "the directories are empty: {errors}");
     let known = "test -x /usr/bin/env && /bin/sh -c 'grep -q root /etc/passwd && cd /etc/ssl/certs && id -un'; \
         touch /usr/file; touch /etc/ssl/file; echo changed > /etc/hostname && cat /etc/hostname";
-    let found = said(&runtime, container(), known).await;
+    let found = script_output(&runtime, container(), known).await;
     assert!(found.starts_with("root\nchanged\n"), "{found}");
     assert_eq!(found.matches("Read-only file system").count(), 2, "{found}");
 }
 
-/// Everything in `/` that is no part of what every container has, by path.
+/// Lists all files outside of the parts that every container has.
 #[tokio::test]
-async fn files_outside_of_the_list_do_not_exist() {
+async fn unlisted_files_do_not_exist() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
     let script = "find / -xdev ! -type d ! -path '/etc/*' | sort; find /etc -maxdepth 1 -name passwd";
-    let found = said(&runtime, container(), script).await;
+    let found = script_output(&runtime, container(), script).await;
     let links = ["/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/var/lock", "/var/run"];
     for line in found.lines().filter(|line| *line != "/etc/passwd") {
         assert!(links.contains(&line), "{line} is shown");
@@ -69,7 +69,7 @@ async fn files_outside_of_the_list_do_not_exist() {
 }
 
 #[tokio::test]
-async fn named_path_is_shown_without_what_is_ours() {
+async fn added_path_hides_state_of_gantry() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -92,7 +92,7 @@ async fn named_path_is_shown_without_what_is_ours() {
         let script = format!(
             "cat {at}/file; ls {at}/cluster/state {at}/below; cat {at}/cluster/token {at}/link; echo x > {at}/file"
         );
-        let found = said(&runtime, container(), &script).await;
+        let found = script_output(&runtime, container(), &script).await;
         assert!(found.starts_with("found"), "{found}");
         assert!(
             !found.contains("secret") && !found.contains("marker") && !found.contains("passwd"),
@@ -105,7 +105,7 @@ async fn named_path_is_shown_without_what_is_ours() {
 }
 
 #[tokio::test]
-async fn root_reads_what_others_may_read_and_no_more() {
+async fn container_root_reads_only_public_files() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -138,10 +138,10 @@ async fn root_reads_what_others_may_read_and_no_more() {
     let id = runtime.started(handle, spec).await;
     let mut attachment = runtime.attach(id, runtime::Offsets::default()).await.expect("attach");
     testing::conformance::read_until(&mut attachment.events, "open").await;
-    // What comes to be there only later is as closed.
+    // A file that is created later is protected as well.
     write("later", 0o600);
     attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     let errors = String::from_utf8_lossy(&said.stderr);
     assert!(said.text().ends_with("runs\n") && !said.text().contains("connected"), "{said:?}");
     assert_eq!(errors.matches("ermission denied").count(), 3, "{errors}");
@@ -149,7 +149,7 @@ async fn root_reads_what_others_may_read_and_no_more() {
     drop(socket);
 }
 
-/// Takes a mount away again.
+/// Unmounts a path when dropped.
 struct Unmounted<'a>(&'a Path);
 
 impl Drop for Unmounted<'_> {
@@ -159,7 +159,7 @@ impl Drop for Unmounted<'_> {
 }
 
 #[tokio::test]
-async fn nothing_is_mounted_in_read_only_parts() {
+async fn mounts_in_read_only_parts_are_rejected() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime: Arc<dyn Runtime> = subject.runtime();
     let volume = runtime.volume().await;
@@ -175,7 +175,7 @@ async fn nothing_is_mounted_in_read_only_parts() {
         match runtime.create_container(handle, spec).await {
             Ok(()) => {
                 let id = runtime.started(handle, shell(&format!("touch {path}/x && echo made"))).await;
-                assert_eq!(runtime.said(id).await.text(), "made\n", "{path}");
+                assert_eq!(runtime.read_output(id).await.text(), "made\n", "{path}");
                 runtime.destroy_container(handle).await.expect("destroy");
                 assert!(possible, "{path}");
             }
@@ -184,5 +184,5 @@ async fn nothing_is_mounted_in_read_only_parts() {
         }
     }
     let mode = fs::metadata("/etc/hostname").expect("there").permissions().mode();
-    assert!(mode & 0o400 != 0, "the machine's own is untouched");
+    assert!(mode & 0o400 != 0, "the directory of the machine is unchanged");
 }

@@ -1,4 +1,4 @@
-//! What containers find in images that lack something: names without a server, interpreters of programs.
+//! Images with missing parts: host names and interpreters of programs.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -13,7 +13,7 @@ use testing::conformance::{RuntimeExt, Subject, container, directory, process};
 use super::subject::HostSubject;
 use super::user_namespaces::copy_program;
 
-/// An image with a shell and `cat`, and its root file system.
+/// Creates an image with a shell and `cat`. Returns its root directory too.
 async fn image(runtime: &Arc<dyn Runtime>) -> (VolumeHandle, PathBuf) {
     let image = runtime.volume().await;
     let rootfs = directory(&**runtime, image).await.join("rootfs");
@@ -22,7 +22,7 @@ async fn image(runtime: &Arc<dyn Runtime>) -> (VolumeHandle, PathBuf) {
 }
 
 #[tokio::test]
-async fn names_resolve_whatever_the_image_has() {
+async fn host_names_resolve_in_any_image() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let own = "10.0.0.7 own\n";
@@ -57,9 +57,9 @@ async fn names_resolve_whatever_the_image_has() {
         for network in [Network::None, Network::Private] {
             let spec = ContainerSpec { root: Root::Volume(image), network, ..container() };
             let script = "cat /proc/sys/kernel/hostname /etc/hosts; echo more >> /etc/hosts";
-            let said = runtime.ran(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
-            assert_eq!(said.stderr, b"", "{kind}");
-            let (name, lines) = said.text().split_once('\n').expect("lines");
+            let output = runtime.run(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
+            assert_eq!(output.stderr, b"", "{kind}");
+            let (name, lines) = output.text().split_once('\n').expect("lines");
             assert!(lines.contains("127.0.0.1\tlocalhost\n"), "{kind}: {lines}");
             assert!(lines.contains(&format!("127.0.1.1\t{name}\n")), "{kind}: {lines}");
             let kept = matches!(kind, "read-only" | "link to own");
@@ -84,14 +84,14 @@ async fn program_without_its_interpreter_is_explained() {
     fs::copy("/bin/true", rootfs.join("dynamic")).expect("copy");
     let ran = async |program: &str| {
         let spec = ContainerSpec { root: Root::Volume(image), ..container() };
-        runtime.ran(spec, process(&[program.to_owned()])).await.ended.expect("an end")
+        runtime.run(spec, process(&[program.to_owned()])).await.ended.expect("an end")
     };
     let mut cases = vec![
         ("/bad", "`/bad` needs the interpreter `/no/such`"),
         ("./bad", "`./bad` needs the interpreter `/no/such`"),
         ("/windows", "`/windows` has Windows line ends"),
     ];
-    // Where the loaders of most 64-bit machines are.
+    // The directory of the loader on most 64-bit machines.
     if fs::remove_dir_all(rootfs.join("lib64")).is_ok() {
         cases.push(("/dynamic", "`/dynamic` needs the dynamic loader `/lib64/"));
         cases.push(("/good", "needs the interpreter `/bin/sh`, which needs the dynamic loader"));

@@ -1,4 +1,4 @@
-//! What a container looks like from inside.
+//! The environment of a process in a container.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -16,7 +16,7 @@ fn shell(script: &str) -> ProcessSpec {
 }
 
 async fn output(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
-    let said = subject.runtime().ran(spec, shell(script)).await;
+    let said = subject.runtime().run(spec, shell(script)).await;
     let errors = String::from_utf8_lossy(&said.stderr);
     let text = said.text().trim_end().to_owned();
     if errors.is_empty() { text } else { format!("{text}{errors}") }
@@ -27,13 +27,13 @@ fn field(status: &str, name: &str) -> String {
     line.and_then(|rest| rest.strip_prefix(':')).unwrap_or_default().trim().to_owned()
 }
 
-/// Takes ever more memory.
+/// Allocates memory without end.
 const GREEDY: &str = "BEGIN { s = \"x\"; while (1) s = s s }";
 
 const STATUS: &str = "cat /proc/self/status";
 
 #[tokio::test]
-async fn root_has_the_usual_capabilities_and_cannot_get_others() {
+async fn container_root_has_only_default_capabilities() {
     let Some(subject) = HostSubject::new() else { return };
     let status = output(&subject, container(), STATUS).await;
     for set in ["CapPrm", "CapEff", "CapBnd"] {
@@ -44,12 +44,12 @@ async fn root_has_the_usual_capabilities_and_cannot_get_others() {
     }
     assert_eq!(field(&status, "NoNewPrivs"), "1");
     assert_eq!(field(&status, "Seccomp"), "2");
-    assert_eq!(field(&status, "Groups"), "", "none of the gateway's");
+    assert_eq!(field(&status, "Groups"), "", "no group of the gateway is inherited");
     assert_eq!(field(&status, "Uid"), "0\t0\t0\t0");
 }
 
 #[tokio::test]
-async fn a_user_has_no_capabilities() {
+async fn container_user_has_no_capabilities() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { user: Some("1234:2345".to_owned()), ..container() };
     assert_eq!(output(&subject, spec.clone(), "echo again > /dev/stdout").await, "again");
@@ -64,7 +64,7 @@ async fn a_user_has_no_capabilities() {
 }
 
 #[tokio::test]
-async fn the_privileged_may_do_what_root_on_the_worker_may() {
+async fn privileged_container_has_rights_of_machine_root() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { privileged: true, ..container() };
     let status = output(&subject, spec.clone(), STATUS).await;
@@ -77,7 +77,7 @@ async fn the_privileged_may_do_what_root_on_the_worker_may() {
 }
 
 #[tokio::test]
-async fn devices_of_the_worker_are_out_of_reach() {
+async fn container_cannot_open_worker_devices() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "mknod /dev/log2 c 1 11; head -c 0 /dev/log2; echo x > /dev/null; head -c 1 /dev/zero | wc -c; ls /dev";
     let said = output(&subject, container(), script).await;
@@ -85,7 +85,7 @@ async fn devices_of_the_worker_are_out_of_reach() {
     assert!(said.starts_with('1'), "{said}");
 }
 
-/// Calls each with arguments that no kernel accepts, and says how that was refused.
+/// Makes each call with arguments that no kernel accepts, and prints the error.
 const CALLS: &str = r#"
 #define _GNU_SOURCE
 #include <errno.h>
@@ -145,7 +145,7 @@ async fn dangerous_calls_are_refused() {
             "btrfs" => libc::ENOTTY,
             "reflink" => libc::EBADF,
             "personality-get" => 0,
-            // Everything but the personality that only asks for it.
+            // The filter permits reading the personality.
             "personality" => continue,
             "vsock" | "vsock-pair" => libc::EAFNOSUPPORT,
             _ if name.starts_with("family-") || name.starts_with("netlink-") => {
@@ -156,7 +156,7 @@ async fn dangerous_calls_are_refused() {
         };
         assert_eq!(errno.parse(), Ok(expected), "{name}");
     }
-    // This machine, IPv4, IPv6 (where the kernel has it) and netlink; of that, routes and statistics.
+    // Local sockets, IPv4, IPv6 (if the kernel has it) and netlink for routes and statistics.
     sockets.retain(|name| *name != "family-10");
     assert_eq!(sockets, ["family-1", "family-2", "family-16", "netlink-0", "netlink-4"]);
 }
@@ -173,7 +173,7 @@ async fn programs_that_use_threads_and_files_work() {
 }
 
 #[tokio::test]
-async fn a_memory_limit_kills_and_is_told() {
+async fn memory_limit_kills_and_is_reported() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let limits = Limits { memory_bytes: Some(64 << 20), ..Limits::default() };
@@ -185,14 +185,14 @@ async fn a_memory_limit_kills_and_is_told() {
             eprintln!("not applicable: no memory cgroup");
             return;
         }
-        _ => runtime.ran(spec.clone(), process(&greedy)).await,
+        _ => runtime.run(spec.clone(), process(&greedy)).await,
     };
     assert_eq!(said.ended, out_of_memory);
     let said = runtime
-        .ran(spec.clone(), shell("head -c 500000000 /dev/zero | tail -c 500000000 > /dev/null; exit $?"))
+        .run(spec.clone(), shell("head -c 500000000 /dev/zero | tail -c 500000000 > /dev/null; exit $?"))
         .await;
     assert_eq!(said.ended, out_of_memory, "through a shell");
-    let said = runtime.ran(spec, shell("kill -9 $$")).await;
+    let said = runtime.run(spec, shell("kill -9 $$")).await;
     assert_eq!(said.ended, Some(Ended::Exited { exit: Exit::Signal(9), stopped: false }));
 }
 
@@ -231,7 +231,7 @@ async fn programs_see_their_limits_and_cannot_change_them() {
 /// Sets a soft limit of this process that no test depends on.
 fn set_soft_limit(resource: u32, soft: u64) {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: one record is written, and then read.
+    // SAFETY: the struct is initialized before it is read.
     unsafe {
         assert_eq!(libc::getrlimit(resource, &raw mut limit), 0);
         limit.rlim_cur = soft;
@@ -277,7 +277,7 @@ async fn container_inherits_no_limit_of_the_gateway() {
 }
 
 #[tokio::test]
-async fn text_need_not_be_utf_8() {
+async fn non_utf8_text_is_supported() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
@@ -290,12 +290,12 @@ async fn text_need_not_be_utf_8() {
     let variable = EnvironmentVariable { name: b"ODD".to_vec(), value: b"\xfe\n".to_vec() };
     let mut spoken = shell("printf '%s' \"$ODD$1\"; cat file");
     spoken.command.extend([b"name".to_vec(), b"\xfd".to_vec()]);
-    let said = runtime.ran(spec, ProcessSpec { environment: vec![variable], ..spoken }).await;
+    let said = runtime.run(spec, ProcessSpec { environment: vec![variable], ..spoken }).await;
     assert_eq!(said.stdout, b"\xfe\n\xfdfound", "{said:?}");
 }
 
 #[tokio::test]
-async fn the_worker_is_not_written_to() {
+async fn container_writes_do_not_reach_worker() {
     let Some(subject) = HostSubject::new() else { return };
     let name = format!("gantry-{}", domain::AttemptId::new());
     let script = format!(
@@ -309,9 +309,9 @@ async fn the_worker_is_not_written_to() {
 }
 
 #[tokio::test]
-async fn nothing_of_the_supervisor_leaks() {
+async fn supervisor_leaks_nothing_into_container() {
     let Some(subject) = HostSubject::new() else { return };
-    // Reading what process 1 is must fail, though root reads it.
+    // Reading the program of process 1 must fail, even for root.
     let script =
         "ls /proc/self/fd; cat /proc/1/environ; readlink -v /proc/1/exe; echo /proc/[0-9]*; umask; ulimit -c";
     let said = output(&subject, container(), script).await;
@@ -321,15 +321,15 @@ async fn nothing_of_the_supervisor_leaks() {
 }
 
 #[tokio::test]
-async fn output_mode_does_not_matter_for_a_short_word() {
+async fn short_output_is_complete_in_every_mode() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let spec = ProcessSpec { output: OutputMode::Spooled, ..shell("echo word") };
-    assert_eq!(runtime.ran(container(), spec).await.text(), "word\n");
+    assert_eq!(runtime.run(container(), spec).await.text(), "word\n");
 }
 
 #[tokio::test]
-async fn a_second_runtime_is_refused() {
+async fn second_runtime_is_rejected() {
     let Some(subject) = HostSubject::new() else { return };
     let refused = HostRuntime::open(config(subject.dir.path())).map(|_| ());
     assert!(
@@ -339,7 +339,7 @@ async fn a_second_runtime_is_refused() {
 }
 
 #[tokio::test]
-async fn a_container_runs_one_process_after_the_other() {
+async fn container_runs_processes_one_after_another() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
@@ -350,11 +350,11 @@ async fn a_container_runs_one_process_after_the_other() {
     runtime.ended(first).await;
     testing::conformance::in_time("the end of the first", async {
         let second = domain::AttemptId::new();
-        // Its supervisor may need another moment after the end was told.
+        // The supervisor may need a moment after the end was reported.
         while runtime.start(handle, second, shell("cat /var/tmp/note || echo absent")).await.is_err() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        let said = runtime.said(second).await;
+        let said = runtime.read_output(second).await;
         assert!(matches!(said.text(), "kept\n" | "absent\n"), "{said:?}");
     })
     .await;

@@ -1,4 +1,4 @@
-//! Nothing is left behind: mounts, cgroups, processes, files; whatever ends, however it ends.
+//! Leftovers: no mount, control group, process or file remains after any kind of end.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,7 +13,7 @@ use testing::conformance::{self, RuntimeExt, Subject, container, in_time, mount,
 
 use super::subject::{self, HostSubject, config};
 
-/// What there is of a runtime outside of its memory.
+/// The resources of a runtime outside of its memory.
 #[derive(Debug, PartialEq, Eq)]
 struct Footprint {
     files: BTreeSet<PathBuf>,
@@ -31,7 +31,7 @@ fn walk(directory: &Path, found: &mut BTreeSet<PathBuf>) {
     }
 }
 
-/// Every process that has something open below `directory`; ourselves left out.
+/// All processes with open files below `directory`, except this one.
 fn users_of(directory: &Path) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -99,7 +99,7 @@ fn process_dir(subject: &HostSubject, container: ContainerHandle, id: AttemptId)
     subject.dir.path().join(format!("state/containers/{container}/processes/{id}"))
 }
 
-/// Kills the supervisor of a process, once it has said who it is.
+/// Kills the supervisor of a process, once its process id is stored.
 async fn kill_supervisor(subject: &HostSubject, container: ContainerHandle, id: AttemptId) {
     let path = process_dir(subject, container, id).join("alive");
     let pid = || fs::read_to_string(&path).ok().and_then(|text| text.parse().ok());
@@ -118,11 +118,11 @@ async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> Atte
     let id = AttemptId::new();
     let command = match ending {
         Ending::Exit => programs::leave_behind("/out/file"),
-        Ending::NotFound => programs::not_there(),
+        Ending::NotFound => programs::missing(),
         Ending::Signal => programs::signal_itself(11),
         Ending::OutOfMemory => ["awk", "BEGIN { s = \"x\"; while (1) s = s s }"].map(str::to_owned).to_vec(),
         Ending::HeldBack => programs::count(100 << 20),
-        _ => programs::stubborn(),
+        _ => programs::ignore_term(),
     };
     if !matches!(ending, Ending::Never) {
         runtime.start(handle, id, process(&command)).await.expect("start");
@@ -164,7 +164,7 @@ async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> Atte
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_left_behind() {
+async fn ended_container_leaves_nothing_behind() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let before = footprint(&subject, &[]);
@@ -180,7 +180,7 @@ async fn nothing_is_left_behind() {
                 runtime.destroy_volume(volume).await.expect("destroy");
             }
         }
-        // A process that has ended is not reaped in the same moment.
+        // A process is reaped shortly after its end.
         let clean = || footprint(&subject, &ids) == before;
         if tokio::time::timeout(Duration::from_secs(5), until("", clean)).await.is_err() {
             assert_eq!(footprint(&subject, &ids), before, "{ending:?}");
@@ -189,7 +189,7 @@ async fn nothing_is_left_behind() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
+async fn killed_supervisor_leaves_nothing_behind() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let before = footprint(&subject, &[]);
@@ -204,7 +204,7 @@ async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
             Ended::Unknown(failure) => assert_eq!(failure.reason, FailureReason::ExitUnknown),
             ended @ Ended::Exited { .. } => panic!("after {delay} ms: {ended:?}"),
         }
-        assert_eq!(runtime.said(id).await.ended, Some(runtime.ended(id).await));
+        assert_eq!(runtime.read_output(id).await.ended, Some(runtime.ended(id).await));
         runtime.destroy_container(handle).await.expect("destroy");
         ids.push(id);
     }
@@ -215,7 +215,7 @@ async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_crash_left_half_made_is_listed_or_gone_after_opening() {
+async fn incomplete_objects_are_listed_or_removed_at_opening() {
     let Some(mut subject) = HostSubject::new() else { return };
     let before = footprint(&subject, &[]);
     let state = subject.dir.path().join("state");
@@ -231,7 +231,7 @@ async fn what_a_crash_left_half_made_is_listed_or_gone_after_opening() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn volumes_that_nothing_uses_can_be_unmounted() {
+async fn unused_volumes_can_be_unmounted() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
@@ -251,7 +251,7 @@ async fn volumes_that_nothing_uses_can_be_unmounted() {
     assert_eq!(fs::read(directory.join("file")).expect("read"), b"kept");
 }
 
-/// A small file system, unmounted with it.
+/// A small file system, unmounted when dropped.
 struct Small(tempfile::TempDir);
 
 impl Small {
@@ -262,7 +262,7 @@ impl Small {
         Self(dir)
     }
 
-    /// Leaves no room for anything.
+    /// Fills the file system.
     fn fill(&self) {
         let file = fs::File::create(self.0.path().join("fill")).expect("make");
         let zeroes = vec![0; 4096];
@@ -281,7 +281,7 @@ impl Drop for Small {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
+async fn only_container_that_fills_disk_is_ended() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -290,7 +290,7 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
     let guard = host.clone().guard_disk();
     let runtime: std::sync::Arc<dyn Runtime> = host;
     let shell = |script: &str| process(&["/bin/sh", "-c", script].map(str::to_owned));
-    // What a container left whose process has ended goes first.
+    // The root layer of an ended container is deleted first.
     let ended = runtime.made(container()).await;
     runtime.ended(runtime.started(ended, shell("head -c 20000000 /dev/zero > /var/file")).await).await;
     let modest = runtime.made(container()).await;
@@ -302,7 +302,7 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
             shell("cd /var; head -c 2000000 /dev/zero > a; for n in $(seq 50); do ln a a$n; done; sleep 60"),
         )
         .await;
-    // A supervisor does not start on a full disk.
+    // A supervisor cannot start on a full disk.
     for process in [modest, many] {
         while matches!(runtime.process(process).await, Ok(runtime::ProcessState::Starting)) {
             tokio::time::sleep(Duration::from_millis(10)).await;
@@ -318,25 +318,29 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
         let failed = async |process| match runtime.ended(process).await {
             Ended::Unknown(failure) => {
                 assert_eq!(failure.reason, FailureReason::DiskFull);
-                assert!(failure.message.contains("this container wrote the most"), "{}", failure.message);
+                assert!(
+                    failure.message.contains("this container has written the most"),
+                    "{}",
+                    failure.message
+                );
             }
             ended => panic!("{ended:?}"),
         };
         failed(greedy).await;
         let free = || rustix::fs::statvfs(small.0.path()).expect("measured").f_bavail;
-        until("what it wrote is gone", || free() > 1 << 12).await;
+        until("its data is deleted", || free() > 1 << 12).await;
         let layer = small.0.path().join("state/containers").join(ended.to_string()).join("upper");
         assert_eq!(fs::read_dir(layer).expect("a layer").count(), 0, "of what had ended before, too");
         let open = "exec 3> /var/file; rm /var/file; cat /dev/zero >&3; sleep 60";
-        // Without a name, and open in no process that is left, but mapped.
+        // The file is unlinked and mapped, but not open in any remaining process.
         let mapped = "exec python3 -c 'import ctypes, os, time\nfd = os.open(\"/var/file\", os.O_RDWR | os.O_CREAT)\nos.unlink(\"/var/file\")\nos.write(fd, b\"x\" * 4096)\nctypes.CDLL(None).mmap(None, 4096, 3, 1, fd, 0)\ntry:\n  while os.write(fd, bytes(1 << 16)): pass\nexcept OSError: pass\nos.close(fd)\ntime.sleep(60)'";
         for (container, hidden) in hidden.into_iter().zip([open, mapped]) {
             failed(runtime.started(container, shell(hidden)).await).await;
-            until("what it kept is gone", || free() > 1 << 12).await;
+            until("its mapped file is deleted", || free() > 1 << 12).await;
         }
     };
     tokio::select! {
-        () = guard => panic!("the guard never ends"),
+        () = guard => panic!("the guard runs forever"),
         () = rest => {}
     }
     for other in [modest, many] {
@@ -349,7 +353,7 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_disk_is_told_and_nothing_is_left() {
+async fn full_disk_is_reported_without_leftovers() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -371,7 +375,7 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     assert!(matches!(runtime.process(id).await, Err(RuntimeError::ProcessNotFound(_))));
     assert_eq!(runtime.list().await.expect("list"), before);
 
-    // It may be tried again, and a disk that fills up later loses output and not the end.
+    // The start can be repeated. A disk that fills up later loses output, but not the end.
     small.empty();
     let spec = ProcessSpec { output: OutputMode::Spooled, ..process(&programs::exit(3)) };
     runtime.start(handle, id, spec).await.expect("start");
@@ -389,7 +393,7 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
     assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Code(4), stopped: false });
     drop(attachment);
-    let said = runtime.said(id).await;
+    let said = runtime.read_output(id).await;
     assert!(said.gone > 0, "{:?}", said.ended);
     for container in runtime.list().await.expect("list").containers {
         runtime.destroy_container(container).await.expect("destroy");
@@ -398,12 +402,11 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     assert_eq!(runtime.list().await.expect("list"), runtime::Holdings::default());
 }
 
-/// Where the runtime is that is killed, and what it is called here.
+/// Names the state directory for the killed runtime, in its environment.
 const KILLED: &str = "GANTRY_TEST_KILLED";
-const STARTS: &str =
-    "host::leftovers::a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing";
+const STARTS: &str = "host::leftovers::killed_runtime_leaves_complete_starts_or_none";
 
-/// A process that is killed when this is dropped.
+/// A process that is killed when the value is dropped.
 struct Killed(std::process::Child);
 
 impl Drop for Killed {
@@ -413,11 +416,11 @@ impl Drop for Killed {
     }
 }
 
-/// Starts one process after the other, until it is killed.
+/// Starts processes one after the other, until it is killed.
 async fn start_for_ever(dir: &Path) {
-    // A child that another test starts has a copy of the lock for a moment.
+    // A child process of another test has a copy of the lock for a moment.
     let runtime: std::sync::Arc<dyn Runtime> = subject::open(dir).await;
-    // Much, so that what is written of it is not written in a moment.
+    // A large environment, so that writing the intent takes time.
     let much = |number| EnvironmentVariable {
         name: format!("MUCH_{number}").into_bytes(),
         value: vec![b'x'; 100_000],
@@ -425,11 +428,11 @@ async fn start_for_ever(dir: &Path) {
     let environment: Vec<_> = (0..10).map(much).collect();
     loop {
         let spec = ProcessSpec { environment: environment.clone(), ..process(&programs::exit(0)) };
-        runtime.ran(container(), spec).await;
+        runtime.run(container(), spec).await;
     }
 }
 
-/// The names in the directories of all processes.
+/// The names of the process directories of all containers.
 fn names_of_processes(dir: &Path) -> Vec<String> {
     let list = |path: PathBuf| fs::read_dir(path).into_iter().flatten().flatten();
     let containers = list(dir.join("state/containers"));
@@ -438,7 +441,7 @@ fn names_of_processes(dir: &Path) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing() {
+async fn killed_runtime_leaves_complete_starts_or_none() {
     if let Some(dir) = std::env::var_os(KILLED) {
         return start_for_ever(Path::new(&dir)).await;
     }
@@ -456,14 +459,15 @@ async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing(
             .stderr(fs::File::options().append(true).open(&said).expect("open"))
             .spawn();
         let mut killed = Killed(child.expect("it starts"));
-        // When there is something of its first process, its second, its third; of every other one once it has its name.
+        // The runtime is killed when the first, second or third process has a directory. Later ones
+        // are killed after the directory has its final name.
         let mut seen = 0_u64;
         let deadline = std::time::Instant::now() + Duration::from_secs(30);
         while seen <= round / 2 % 3 {
             let names = names_of_processes(dir);
             seen = names.iter().filter(|name| round % 2 == 0 || !name.starts_with('.')).count() as u64;
             if let Some(status) = killed.0.try_wait().expect("asked") {
-                panic!("it ended, {status}: {}", fs::read_to_string(&said).expect("read"));
+                panic!("the runtime ended, {status}: {}", fs::read_to_string(&said).expect("read"));
             }
             assert!(std::time::Instant::now() < deadline, "it starts nothing");
         }
@@ -484,11 +488,11 @@ async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing(
             assert!(is_known, "{id}: {ended:?}");
         }
     }
-    eprintln!("{cut_short} were cut short");
+    eprintln!("{cut_short} starts were interrupted");
     assert!(cut_short > 0, "each was killed too late");
 }
 
-/// Writes what an earlier life of the machine would have left of a process.
+/// Writes the remains of a process from an earlier boot.
 fn left_behind(dir: &Path, id: AttemptId, name: &str, boot: &str) {
     fs::create_dir_all(dir).expect("make");
     let intent = format!(
@@ -498,14 +502,14 @@ fn left_behind(dir: &Path, id: AttemptId, name: &str, boot: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
+async fn reboot_keeps_volumes_and_repeats_no_start() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
     let [intended, started, current] = [(); 3].map(|()| AttemptId::new());
     left_behind(&process_dir(&subject, handle, intended), intended, "intent", "an earlier one");
     left_behind(&process_dir(&subject, handle, started), started, "started", "an earlier one");
-    // In this boot, an intent that is still there was not carried out.
+    // An intent of this boot that still exists was not executed.
     let boot = runtime.marker().await.expect("the marker").boot;
     left_behind(&process_dir(&subject, handle, current), current, "intent", &boot);
     let child = runtime.child(runtime.volume().await).await;
@@ -536,11 +540,11 @@ async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_without_overlays_copies() {
+async fn worker_copies_volumes_without_overlays() {
     if HostSubject::new().is_none() {
         return;
     }
-    // An overlay cannot hold the upper layer of another.
+    // An overlay cannot hold the upper layer of another overlay.
     let small = Small::new();
     let [lower, upper, work, merged] =
         ["lower", "upper", "work", "merged"].map(|name| small.0.path().join(name));
@@ -562,7 +566,7 @@ async fn a_worker_without_overlays_copies() {
         fs::write(directory.join("dir/file"), "line\n").expect("write");
         let child = runtime.child(parent).await;
         let spec = ContainerSpec { mounts: vec![mount(child, "/out", false)], ..container() };
-        let said = runtime.ran(spec, process(&programs::append("/out/dir/file"))).await;
+        let said = runtime.run(spec, process(&programs::append("/out/dir/file"))).await;
         assert!(matches!(said.ended, Some(Ended::Exited { .. })), "{said:?}");
         let copied = conformance::directory(&*runtime, child).await.join("dir/file");
         assert_eq!(fs::read(copied).expect("read"), b"line\nline\n");

@@ -1,4 +1,4 @@
-//! What containers reach, and what reaches them.
+//! Network access of containers, and access to them.
 
 use std::fs;
 use std::io::Write;
@@ -20,8 +20,8 @@ fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/bash", "-c", script].map(str::to_owned))
 }
 
-async fn said(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
-    let said = subject.runtime().ran(spec, shell(script)).await;
+async fn script_output(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
+    let said = subject.runtime().run(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
@@ -30,7 +30,7 @@ fn ip(line: &str) {
     assert!(ran.status.success(), "ip {line}: {}", String::from_utf8_lossy(&ran.stderr));
 }
 
-/// Tells everybody who connects from where they do, until the last one did.
+/// Answers each connection with the address of its peer, until all have connected.
 fn tell_addresses(listener: TcpListener) {
     std::thread::spawn(move || {
         while let Ok((mut connection, from)) = listener.accept() {
@@ -41,11 +41,12 @@ fn tell_addresses(listener: TcpListener) {
     });
 }
 
-/// Another machine, with one address of 198.51.100.0/24 at its end of a cable and one at ours.
+/// Another machine, connected by a cable. Its end and the end of this machine have addresses of
+/// 198.51.100.0/24.
 struct Outside {
     near: String,
     far: SocketAddr,
-    /// Connects from there to an address of ours, and says whether that worked.
+    /// Connects from the other machine to an address. Returns whether this succeeded.
     dial: mpsc::SyncSender<SocketAddr>,
     dialed: mpsc::Receiver<bool>,
 }
@@ -59,9 +60,9 @@ impl Outside {
             (format!("198.51.100.{}", number * 4 + 1), format!("198.51.100.{}", number * 4 + 2));
         let (address, router) = (far.clone(), near.clone());
         std::thread::spawn(move || {
-            // SAFETY: of all threads only this one is in the new namespace, and it ends with the test.
+            // SAFETY: only this thread enters the new namespace, and it ends with the test.
             unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
-                .expect("a network of its own");
+                .expect("a network of the other machine");
             join.send(rustix::thread::gettid().as_raw_nonzero()).expect("the test waits");
             gone.recv().expect("a cable");
             ip(&format!("addr add {address}/30 dev far{number}"));
@@ -69,7 +70,7 @@ impl Outside {
             ip(&format!("route add default via {router}"));
             let listener = TcpListener::bind((address.as_str(), 0)).expect("listen");
             tell.send(listener.local_addr().expect("an address")).expect("the test waits");
-            // A thread is made in the network of the one that makes it.
+            // A new thread is in the network of its creator.
             tell_addresses(listener);
             for to in to_dial {
                 let connected = std::net::TcpStream::connect_timeout(&to, Duration::from_secs(2)).is_ok();
@@ -93,32 +94,32 @@ impl Outside {
     }
 }
 
-/// Connects from a container, and says what it heard.
+/// A script that connects and prints the received bytes.
 fn connect(to: SocketAddr) -> String {
     format!("exec 3<>/dev/tcp/{}/{} && cat <&3 && echo; ", to.ip(), to.port())
 }
 
 #[tokio::test]
-async fn private_network_reaches_out_with_the_machines_address() {
+async fn private_network_uses_address_of_machine() {
     let Some(subject) = HostSubject::new() else { return };
     let outside = Outside::new(1);
-    let heard = said(&subject, container(), &connect(outside.far)).await;
+    let heard = script_output(&subject, container(), &connect(outside.far)).await;
     assert_eq!(heard, format!("you are {}\n", outside.near));
 
-    // Some servers take low ports for root's.
+    // Some servers trust low ports as root's.
     let low = format!(
         "python3 -c 'import socket; print(socket.create_connection((\"{}\", {}), source_address=(\"\", 701)).recv(99).decode())'",
         outside.far.ip(),
         outside.far.port()
     );
-    assert_eq!(said(&subject, container(), &low).await, format!("you are {}\n", outside.near));
+    assert_eq!(script_output(&subject, container(), &low).await, format!("you are {}\n", outside.near));
 }
 
 #[tokio::test]
-async fn private_network_has_own_interfaces() {
+async fn private_network_has_separate_interfaces() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "cd /sys/class/net && echo * && cat lo/flags && ls -d /proc/sys/net/ipv4/conf/*";
-    let found = said(&subject, container(), script).await;
+    let found = script_output(&subject, container(), script).await;
     assert!(found.starts_with("eth0 lo\n0x9\n"), "its loopback is up: {found}");
     assert_eq!(found.matches("/conf/").count(), 4, "all, default, eth0, lo: {found}");
 }
@@ -145,7 +146,7 @@ async fn private_network_does_not_reach_the_machine() {
         "import socket; socket.socket(socket.AF_UNIX).connect(\"\\0{abstract_name}\"); print(\"reached\")"
     );
     script += &format!("python3 -c '{unix}'");
-    let found = said(&subject, container(), &script).await;
+    let found = script_output(&subject, container(), &script).await;
     assert!(!found.contains("reached"), "{found}");
     assert!(found.contains(&format!("127.0.0.1/{loopback_port}: Connection refused")), "{found}");
     assert!(found.contains("ConnectionRefusedError"), "no abstract socket: {found}");
@@ -154,9 +155,10 @@ async fn private_network_does_not_reach_the_machine() {
         assert!(found.contains(&rejected), "rejected at once, not lost: {found}");
     }
 
-    // The same with the machine's own network reaches all of it, so that the above can fail.
+    // With the network of the machine, the same script reaches everything. So the test above can
+    // fail.
     let spec = ContainerSpec { network: Network::Host, ..container() };
-    let found = said(&subject, spec, &script).await;
+    let found = script_output(&subject, spec, &script).await;
     for host in ["127.0.0.1", &outside.near] {
         assert!(found.contains(&format!("reached {host}\n")), "{found}");
     }
@@ -164,20 +166,20 @@ async fn private_network_does_not_reach_the_machine() {
 }
 
 #[tokio::test]
-async fn container_has_bounded_share_of_connections() {
+async fn container_connections_are_limited() {
     let Some(subject) = HostSubject::new() else { return };
     let outside = Outside::new(5);
     let most = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").expect("the kernel's limit");
     let share = most.trim().parse::<u32>().expect("a number") / 32;
-    // Each datagram to another port is a connection to the kernel.
+    // Each datagram to another port is a separate connection for the kernel.
     let flood = format!(
         "python3 -c 'import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nfor i in range({}): s.sendto(b\"\", (\"{}\", 1 + i % 65535))'; ",
         share + 100,
         outside.far.ip()
     );
-    let found = said(&subject, container(), &(flood + &connect(outside.far))).await;
+    let found = script_output(&subject, container(), &(flood + &connect(outside.far))).await;
     assert!(found.contains("No route to host"), "all of its share is taken: {found}");
-    let heard = said(&subject, container(), &connect(outside.far)).await;
+    let heard = script_output(&subject, container(), &connect(outside.far)).await;
     assert_eq!(heard, format!("you are {}\n", outside.near), "another container has its own share");
 }
 
@@ -187,7 +189,7 @@ async fn private_networks_do_not_reach_each_other() {
     let outside = Outside::new(3);
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
-    // It is reached from within, so that it could be reached.
+    // The server is reachable from inside its container.
     let serve = "import socket\ns = socket.create_server((\"\", 4242))\nprint(socket.gethostbyname(\"localhost\"))\nprobe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nprobe.connect((\"198.51.100.1\", 1))\nsocket.create_connection((probe.getsockname()[0], 4242))\nprint(\"reached\", flush=True)\nopen(0).read()";
     let spec = ProcessSpec {
         stdin: Stdin::Attached,
@@ -197,7 +199,7 @@ async fn private_networks_do_not_reach_each_other() {
     let process = runtime.started(handle, spec).await;
     let mut attachment = runtime.attach(process, Offsets::default()).await.expect("attach");
     read_until(&mut attachment.events, "127.0.0.1\nreached").await;
-    // The machine itself has a route to it.
+    // The machine has a route to the container.
     let routes =
         Command::new("ip").args(["-4", "route", "show", "proto", "static"]).output().expect("run ip");
     let routes = String::from_utf8_lossy(&routes.stdout).into_owned();
@@ -207,20 +209,20 @@ async fn private_networks_do_not_reach_each_other() {
     let address: SocketAddr =
         format!("{}:4242", line.split(' ').next().expect("an address")).parse().expect("an address");
 
-    let found = said(&subject, container(), &connect(address)).await;
+    let found = script_output(&subject, container(), &connect(address)).await;
     assert!(found.contains("No route to host"), "{found}");
-    assert!(!outside.reaches(address), "from another machine that sends packets by way of this one");
-    let refused = std::net::TcpStream::connect(address).expect_err("users of the machine do not either");
+    assert!(!outside.reaches(address), "another machine reaches it through this one");
+    let refused = std::net::TcpStream::connect(address).expect_err("a process of the machine reaches it");
     assert_eq!(refused.kind(), std::io::ErrorKind::HostUnreachable, "{refused}");
     runtime.destroy_container(handle).await.expect("destroy");
 }
 
 #[tokio::test]
-async fn filter_that_was_flushed_is_there_for_the_next_container() {
+async fn flushed_filter_is_restored() {
     if HostSubject::new().is_none() {
         return;
     }
-    // Of a pool of its own, so that no other test misses it.
+    // A separate pool, so that other tests do not lose their filter.
     let dir = tempfile::tempdir().expect("a directory");
     let pool = "10.214.7.0/24";
     let policy = Policy::allowing([Permission::HostImage]).with_network_pool(pool.parse().expect("a pool"));
@@ -235,13 +237,13 @@ async fn filter_that_was_flushed_is_there_for_the_next_container() {
     };
     assert!(removed.status.success(), "{}", String::from_utf8_lossy(&removed.stderr));
     let said =
-        runtime.ran(container(), shell("ls /proc/sys/net/ipv6/conf/eth0; cat /proc/net/if_inet6")).await;
-    assert!(!said.text().contains("fe80"), "it has no address of IPv6 to reach neighbours with: {said:?}");
+        runtime.run(container(), shell("ls /proc/sys/net/ipv6/conf/eth0; cat /proc/net/if_inet6")).await;
+    assert!(!said.text().contains("fe80"), "the container has an IPv6 address: {said:?}");
     let there = nft("list").expect("run nft");
     let text = String::from_utf8_lossy(&there.stdout);
     assert!(text.contains("10.214.7.0/24") && text.matches("reject").count() >= 4, "{text}");
 
-    // Containers that run are not without it for long.
+    // Running containers get the filter back soon.
     nft("delete").expect("run nft");
     let is_there = async {
         while !nft("list").is_ok_and(|listed| listed.status.success()) {
@@ -249,27 +251,27 @@ async fn filter_that_was_flushed_is_there_for_the_next_container() {
         }
     };
     tokio::select! {
-        () = keeps => panic!("the filter is kept until the end"),
+        () = keeps => panic!("the filter task runs forever"),
         made = tokio::time::timeout(Duration::from_secs(30), is_there) => made.expect("it is made again"),
     }
     _ = nft("delete");
 }
 
 #[tokio::test]
-async fn network_none_has_only_a_loopback() {
+async fn network_none_has_only_loopback() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { network: Network::None, ..container() };
     let script = "cd /sys/class/net && echo * && cat lo/flags && grep -c . /proc/net/route";
-    let found = said(&subject, spec, script).await;
-    assert_eq!(found, "lo\n0x9\n1\n", "its flags say that it is up, and its table of routes is empty");
+    let found = script_output(&subject, spec, script).await;
+    assert_eq!(found, "lo\n0x9\n1\n", "the loopback is up, and there is no route");
     let outside = fs::read_dir("/sys/class/net").expect("our own network").count();
     let spec = ContainerSpec { network: Network::Host, ..container() };
-    let inside = said(&subject, spec, "ls /sys/class/net | wc -l").await;
+    let inside = script_output(&subject, spec, "ls /sys/class/net | wc -l").await;
     assert!(inside.trim().parse::<usize>().is_ok_and(|inside| inside >= outside.min(2)), "{inside}");
 }
 
 #[tokio::test]
-async fn what_the_operator_does_not_allow_is_refused() {
+async fn policy_rejects_forbidden_requests() {
     if HostSubject::new().is_none() {
         return;
     }
@@ -301,7 +303,7 @@ async fn what_the_operator_does_not_allow_is_refused() {
     runtime::Runtime::destroy_container(&*runtime, handle).await.expect("destroy");
 }
 
-/// Answers every question for an address with 192.0.2.42.
+/// A name server that answers every query for an address with 192.0.2.42.
 const NAME_SERVER: &str = r#"
 import socket, sys
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -319,9 +321,9 @@ while True:
     server.sendto(question[:2] + b"\x81\x80" + counts + question[12:end] + answers, asker)
 "#;
 
-/// In a view of the machine whose name server listens on its loopback.
+/// Runs the test below in a view of the machine whose name server listens on its loopback.
 #[test]
-fn names_are_resolved_by_a_server_on_the_machine() {
+fn local_name_server_resolves_names() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
         return;
@@ -331,7 +333,7 @@ fn names_are_resolved_by_a_server_on_the_machine() {
     fs::write(&file, "search example.org\nnameserver 127.0.0.153\n").expect("write");
     let server = directory.path().join("server.py");
     fs::write(&server, NAME_SERVER).expect("write");
-    // A network of its own, too: gateways of one machine share the address that containers ask.
+    // In a separate network, because gateways of one machine share the resolver's address.
     let script = "ip link set lo up && python3 \"$2\" > \"$1.ready\" & \
         server=$!; until [ -s \"$1.ready\" ]; do sleep 0.05; done; \
         mount --bind \"$1\" /etc/resolv.conf; shift 2; \"$@\"; code=$?; kill $server; exit $code";
@@ -352,15 +354,15 @@ fn names_are_resolved_by_a_server_on_the_machine() {
     );
 }
 
-/// The part of the test above that is in that view.
+/// The part of the test above that runs in that view.
 #[tokio::test]
-#[ignore = "run by names_are_resolved_by_a_server_on_the_machine"]
+#[ignore = "run by local_name_server_resolves_names"]
 async fn name_is_resolved() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "cat /etc/resolv.conf; getent ahostsv4 some.name.test";
     let found = tokio::select! {
-        found = said(&subject, container(), script) => found,
-        () = subject.host().look_after_containers() => panic!("names are served until the end"),
+        found = script_output(&subject, container(), script) => found,
+        () = subject.host().look_after_containers() => panic!("the background tasks run forever"),
     };
     assert!(found.starts_with("nameserver 169.254.213.1\nsearch example.org\n"), "{found}");
     assert!(found.contains("192.0.2.42"), "{found}");

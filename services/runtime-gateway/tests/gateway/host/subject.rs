@@ -1,4 +1,4 @@
-//! A host runtime for a test: over directories of its own, removed with it.
+//! A host runtime for a test, with temporary directories.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub(crate) struct HostSubject {
     pub(crate) dir: TempDir,
 }
 
-/// The runtime over the directories in `dir`.
+/// The configuration with directories in `dir`.
 pub(crate) fn config(dir: &Path) -> HostConfig {
     HostConfig {
         state_dir: dir.join("state"),
@@ -29,7 +29,7 @@ pub(crate) fn config(dir: &Path) -> HostConfig {
     }
 }
 
-/// Opens the runtime over the directories in `dir`, also when the one before it ends only now.
+/// Opens a runtime with directories in `dir`. Waits until a previous runtime has ended.
 pub(crate) async fn open(dir: &Path) -> Arc<HostRuntime> {
     let mut runtime = HostRuntime::open(config(dir));
     for _ in 0..200 {
@@ -43,12 +43,12 @@ pub(crate) async fn open(dir: &Path) -> Arc<HostRuntime> {
 }
 
 impl HostSubject {
-    /// `None` where this machine cannot run containers.
+    /// `None` if this machine cannot run containers.
     pub(crate) fn new() -> Option<Self> {
         Self::with_spool(SPOOL)
     }
 
-    /// With spools of so many bytes.
+    /// Creates a subject with this spool size, in bytes.
     pub(crate) fn with_spool(spool_bytes: u64) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             eprintln!("not applicable: this process is not root");
@@ -60,12 +60,12 @@ impl HostSubject {
         Some(Self { runtime: Some(runtime), dir })
     }
 
-    /// Lets go of the directories.
+    /// Closes the runtime.
     pub(crate) async fn close(&mut self) {
         let Some(runtime) = self.runtime.take() else { return };
         let old = Arc::downgrade(&runtime);
         drop(runtime);
-        // Whatever is still being done on behalf of the old one keeps it.
+        // Tasks of the old runtime keep it alive.
         testing::conformance::until("the end of the old runtime", || old.strong_count() == 0).await;
     }
 
@@ -91,7 +91,7 @@ impl Subject for HostSubject {
 }
 
 impl Drop for HostSubject {
-    /// Leaves nothing behind, also when a test failed.
+    /// Removes everything, also when a test has failed.
     fn drop(&mut self) {
         let Some(runtime) = self.runtime.take() else { return };
         let clean = move || {
@@ -102,7 +102,7 @@ impl Drop for HostSubject {
                 for container in held.containers {
                     runtime.destroy_container(container).await.expect("destroy a container");
                 }
-                // The newest first: children go before their parents.
+                // The newest first, so that children precede their parents.
                 for volume in held.volumes.into_iter().rev() {
                     runtime.destroy_volume(volume).await.expect("destroy a volume");
                 }
@@ -110,7 +110,7 @@ impl Drop for HostSubject {
         };
         let cleaned = std::thread::spawn(clean).join();
         if cleaned.is_err() && !std::thread::panicking() {
-            panic!("a test could not clean up after itself");
+            panic!("cannot clean up after a test");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! A state directory that is taken over while its holder is frozen: here, it just goes on trying.
+//! Takeover of a state directory whose holder is frozen. In these tests the holder continues to
+//! run.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -18,12 +19,12 @@ fn shell(script: &str) -> ProcessSpec {
     conformance::process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-/// The same, as the suite of all runtimes knows it.
-fn any(runtime: &Arc<HostRuntime>) -> Arc<dyn Runtime> {
+/// Converts a runtime for the helpers of the conformance suite.
+fn as_dyn(runtime: &Arc<HostRuntime>) -> Arc<dyn Runtime> {
     runtime.clone()
 }
 
-/// A directory, and who holds it. What is in it is destroyed in the end by who holds it then.
+/// Destroys the contents of a directory through its present holder.
 async fn clean(runtime: Arc<HostRuntime>) {
     let held = runtime.list().await.expect("list");
     for container in held.containers {
@@ -34,7 +35,7 @@ async fn clean(runtime: Arc<HostRuntime>) {
     }
 }
 
-/// A temporary directory, where this process may run containers.
+/// Creates a temporary directory, if this process may run containers.
 fn place() -> Option<tempfile::TempDir> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
@@ -43,7 +44,7 @@ fn place() -> Option<tempfile::TempDir> {
     Some(tempfile::tempdir().expect("a directory"))
 }
 
-/// A supervisor that does `first` before it begins.
+/// A supervisor that runs `first` before it starts.
 fn slow(dir: &Path, first: &str) -> HostConfig {
     let own = config(dir);
     let script = dir.join("supervisor.sh");
@@ -54,13 +55,13 @@ fn slow(dir: &Path, first: &str) -> HostConfig {
 }
 
 #[tokio::test]
-async fn what_was_started_goes_on_and_the_old_one_touches_nothing() {
+async fn processes_continue_and_old_holder_is_inactive() {
     let Some(dir) = place() else { return };
     let old = HostRuntime::open(config(dir.path())).expect("open");
     let volume = VolumeHandle::new();
     old.create_volume(volume, VolumeSource::Empty).await.expect("a volume");
-    let handle = any(&old).made(container()).await;
-    let process = any(&old).started(handle, shell("sleep 1000")).await;
+    let handle = as_dyn(&old).made(container()).await;
+    let process = as_dyn(&old).started(handle, shell("sleep 1000")).await;
     in_time("the start", async {
         while !matches!(old.process(process).await, Ok(ProcessState::Started)) {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -82,47 +83,50 @@ async fn what_was_started_goes_on_and_the_old_one_touches_nothing() {
     refused(old.create_volume(VolumeHandle::new(), VolumeSource::Empty).await);
     refused(old.start(handle, AttemptId::new(), shell("true")).await);
     refused(old.process(process).await.map(|_| ()));
-    assert!(matches!(new.process(process).await, Ok(ProcessState::Started)), "it runs");
+    assert!(matches!(new.process(process).await, Ok(ProcessState::Started)), "the process runs");
     drop(old);
-    assert!(HostRuntime::open_if_free(config(dir.path())).expect("looked").is_none(), "the new one holds it");
+    assert!(
+        HostRuntime::open_if_free(config(dir.path())).expect("looked").is_none(),
+        "the new runtime holds the directory"
+    );
 
     new.stop(process, Duration::ZERO).await.expect("stop");
-    any(&new).ended(process).await;
+    as_dyn(&new).ended(process).await;
     clean(new).await;
 }
 
 #[tokio::test]
-async fn a_start_that_was_only_begun_is_taken_back_and_may_be_begun_again() {
+async fn unfinished_start_is_revoked_and_can_be_repeated() {
     let Some(dir) = place() else { return };
     let go = dir.path().join("go");
     let wait = format!("while [ ! -e {} ]; do sleep 0.02; done", go.display());
     let old = HostRuntime::open(slow(dir.path(), &wait)).expect("open");
-    let handle = any(&old).made(container()).await;
-    let process = any(&old).started(handle, shell("echo once")).await;
+    let handle = as_dyn(&old).made(container()).await;
+    let process = as_dyn(&old).started(handle, shell("echo once")).await;
     assert!(matches!(old.process(process).await, Ok(ProcessState::Starting)));
 
     let new = HostRuntime::take_over(config(dir.path())).expect("taken over");
     let gone = new.process(process).await;
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(_))), "{gone:?}");
-    new.start(handle, process, shell("echo once")).await.expect("it may be started");
-    // The supervisor of the old one wakes up, and finds nothing to do.
+    new.start(handle, process, shell("echo once")).await.expect("the process can be started again");
+    // The supervisor of the old runtime continues, and finds no intent.
     fs::write(&go, "").expect("go");
-    let said = any(&new).said(process).await;
-    assert_eq!(said.text(), "once\n");
+    let output = as_dyn(&new).read_output(process).await;
+    assert_eq!(output.text(), "once\n");
     clean(new).await;
 }
 
 #[tokio::test]
-async fn a_supervisor_of_who_does_not_hold_the_directory_any_more_starts_nothing() {
+async fn supervisor_of_replaced_holder_starts_nothing() {
     let Some(dir) = place() else { return };
     let (go, began) = (dir.path().join("go"), dir.path().join("began"));
     let wait = format!("touch {}; while [ ! -e {} ]; do sleep 0.02; done", began.display(), go.display());
     let old = HostRuntime::open(slow(dir.path(), &wait)).expect("open");
-    let handle = any(&old).made(container()).await;
-    let process = any(&old).started(handle, shell("true")).await;
+    let handle = as_dyn(&old).made(container()).await;
+    let process = as_dyn(&old).started(handle, shell("true")).await;
     until("the supervisor", || began.exists()).await;
 
-    // Somebody has just taken the directory, and has not come to revoking yet.
+    // Another runtime has just taken the directory over, and has not revoked intents yet.
     let lock = dir.path().join("state/lock");
     let name = fs::read(&lock).expect("a name");
     fs::write(&lock, "another").expect("a name");
@@ -133,7 +137,7 @@ async fn a_supervisor_of_who_does_not_hold_the_directory_any_more_starts_nothing
     assert!(files.join("intent").exists() && !files.join("started").exists());
 
     fs::write(&lock, name).expect("a name");
-    let ended = in_time("the end", old.wait(process)).await.expect("it ended");
+    let ended = in_time("the end", old.wait(process)).await.expect("the process ended");
     assert!(
         matches!(&ended, Ended::NotStarted(failure) if failure.reason == FailureReason::StartFailed),
         "{ended:?}"

@@ -1,4 +1,4 @@
-//! Users of containers and owners of files: who they are on the machine, on the disk, and inside.
+//! Users of containers and owners of files: on the machine, on the disk, and inside containers.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -15,20 +15,20 @@ use testing::conformance::{RuntimeExt, Subject, container, directory, mount, pro
 
 use super::subject::HostSubject;
 
-/// Ids of users that a container has.
+/// Number of user ids of a container.
 const IDS: u32 = 1 << 20;
 
 fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
 }
 
-/// What a script says, errors after the rest.
-async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
-    let said = runtime.ran(spec, shell(script)).await;
+/// Runs a script. Returns its output, followed by its errors.
+async fn script_output(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
+    let said = runtime.run(spec, shell(script)).await;
     format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
 }
 
-/// The machine's ids of all processes in the container of a process.
+/// The process ids, on the machine, of all processes in a container.
 fn processes(process: AttemptId) -> Vec<String> {
     let group = format!("gantry-{process}");
     let roots = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&group));
@@ -36,7 +36,7 @@ fn processes(process: AttemptId) -> Vec<String> {
     listed.unwrap_or_default().lines().map(str::to_owned).collect()
 }
 
-/// A field of what the kernel says of a process.
+/// A field of a process's status.
 fn field(pid: &str, name: &str) -> String {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a status");
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -52,7 +52,7 @@ fn owners(directory: &Path, names: &[&str]) -> Vec<(u32, u32)> {
 }
 
 #[tokio::test]
-async fn everybody_in_a_container_is_an_ordinary_user_of_the_machine() {
+async fn container_users_are_ordinary_users_of_machine() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     assert!(runtime.capabilities().features.iter().any(|feature| feature == "user-namespace"));
@@ -83,16 +83,17 @@ async fn everybody_in_a_container_is_an_ordinary_user_of_the_machine() {
             assert_eq!(field(pid, "NoNewPrivs"), "1");
             let namespace = File::open(format!("/proc/{pid}/ns/user")).expect("a namespace");
             let mut owner: libc::uid_t = 0;
-            // SAFETY: the kernel writes a user into it. NS_GET_OWNER_UID of ioctl_nsfs(2).
+            // SAFETY: the kernel writes a user id into the variable. NS_GET_OWNER_UID of
+            // ioctl_nsfs(2).
             let asked = unsafe { libc::ioctl(namespace.as_raw_fd(), 0xB704, &raw mut owner) };
-            assert_eq!((asked, owner), (0, first), "what it uses counts against nobody else");
+            assert_eq!((asked, owner), (0, first), "the usage counts against the container's user");
         }
         runtime.destroy_container(handle).await.expect("destroy");
     }
 }
 
 #[tokio::test]
-async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
+async fn owners_match_in_containers_and_on_disk() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let (plain, parent) = (runtime.volume().await, runtime.volume().await);
@@ -104,7 +105,7 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
     let child = runtime.child(parent).await;
     let mounts = vec![mount(plain, "/plain", false), mount(child, "/child", false)];
     let spec = ContainerSpec { mounts, ..container() };
-    let first = said(
+    let first = script_output(
         &runtime,
         spec.clone(),
         "stat -c '%n %u' /child/*; cd /plain && touch a && mkdir b && chown 33:34 b && ln -s a c && \
@@ -113,22 +114,25 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
     .await;
     assert_eq!(first, "/child/person 1000\n/child/root 0\n/child/unknown 65534\nunknown");
     let person = ContainerSpec { user: Some("1000:1000".to_owned()), ..spec.clone() };
-    assert_eq!(said(&runtime, person, "cd /child && echo more >> person && touch /plain/d").await, "");
+    assert_eq!(
+        script_output(&runtime, person, "cd /child && echo more >> person && touch /plain/d").await,
+        ""
+    );
 
-    // A container with another user has got all of it.
+    // A container with another user has changed the owner of all files.
     assert_eq!(owners(&directory(&*runtime, plain).await, &["a", "b", "c", "d"]), [(1000, 1000); 4]);
     let seen = directory(&*runtime, child).await;
     assert_eq!(owners(&seen, &["person", "root", "new"]), [(1000, 1000); 3]);
     assert_eq!(fs::read_to_string(seen.join("person")).expect("read"), "personmore\nmore\n");
     assert_eq!(owners(&below, &["person", "root"]), [(1000, 1000), (0, 0)]);
 
-    // Root of the machine and root of another container see the same.
+    // Root of the machine and root of another container see the same owners.
     drop(runtime);
     subject.reopen().await;
     let runtime = subject.runtime();
     let script = "cd /child && chown 0:5 new && stat -c '%n %u %g' new && touch more && ls";
     for privileged in [true, false] {
-        let said = said(&runtime, ContainerSpec { privileged, ..spec.clone() }, script).await;
+        let said = script_output(&runtime, ContainerSpec { privileged, ..spec.clone() }, script).await;
         assert_eq!(said, "new 0 5\nmore\nnew\nperson\nroot\nunknown\n", "privileged: {privileged}");
     }
     let seen = directory(&*runtime, child).await;
@@ -136,7 +140,7 @@ async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
 }
 
 #[tokio::test]
-async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
+async fn container_writes_are_visible_during_and_after_run() {
     let Some(mut subject) = HostSubject::new() else { return };
     let parent = subject.runtime().volume().await;
     let child = subject.runtime().child(parent).await;
@@ -156,7 +160,7 @@ async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
             names.map(|name| name.to_string_lossy().into_owned()).collect::<BTreeSet<_>>()
         };
         assert_eq!(names(&seen.join("a")), expected.iter().map(|name| (*name).to_owned()).collect());
-        assert!(fs::write(seen.join("c"), "").is_err(), "only one may write");
+        assert!(fs::write(seen.join("c"), "").is_err(), "only one mount is writable");
         attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
         if turn == 0 {
             drop((attachment, runtime));
@@ -167,7 +171,7 @@ async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
     runtime.ended(id).await;
     let seen = directory(&*runtime, child).await;
     assert!(seen.join("b").exists());
-    fs::write(seen.join("c"), "").expect("nobody else writes any more");
+    fs::write(seen.join("c"), "").expect("no other mount is writable");
     assert_eq!(directory(&*runtime, child).await, seen);
     assert!(seen.join("c").exists());
 }
@@ -183,9 +187,9 @@ pub(crate) fn copy_program(program: &str, root: &Path) {
     }
 }
 
-/// An image that has nothing but a few programs: every place that a container needs is made for it.
+/// An image with only a few programs. All other directories that a container needs are created.
 #[tokio::test]
-async fn root_of_an_image_belongs_to_root_of_the_container() {
+async fn image_root_belongs_to_container_root() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let image = runtime.volume().await;
@@ -204,13 +208,13 @@ async fn root_of_an_image_belongs_to_root_of_the_container() {
         let mounts = vec![mount(out, "/work/out", false)];
         let spec =
             ContainerSpec { root: Root::Volume(root), mounts, directory: b"/work".to_vec(), ..container() };
-        assert_eq!(said(&runtime, spec, script).await, everything);
+        assert_eq!(script_output(&runtime, spec, script).await, everything);
         let seen = directory(&*runtime, root).await.join("rootfs");
         assert_eq!(owners(&seen, &["new", "bin/sh", "home", "work"]), [(5, 6), (5, 6), (1000, 1000), (0, 0)]);
     }
 }
 
-/// A service that names users, as the C library loads it. Loading the library ends the process.
+/// A name service library that the C library would load. Loading it ends the process.
 const SERVICE: &str =
     "#include <unistd.h>\n__attribute__((constructor)) static void loaded(void) { _exit(1); }";
 
@@ -226,7 +230,7 @@ async fn supervisor_runs_no_code_of_the_image() {
         .expect("write");
     let named = std::process::Command::new("mkfifo").arg(rootfs.join("etc/passwd")).status();
     assert!(named.expect("run mkfifo").success());
-    // Wherever it is looked for.
+    // All directories in which the library is looked up.
     let linked = std::process::Command::new("ldd").arg("/bin/true").output().expect("run ldd");
     let linked = String::from_utf8(linked.stdout).expect("text");
     let library = linked.split_whitespace().find(|word| word.starts_with('/')).expect("a library");
@@ -243,7 +247,7 @@ async fn supervisor_runs_no_code_of_the_image() {
     }
     let spec = ContainerSpec { root: Root::Volume(image), ..container() };
     let process = process(&["/bin/true".to_owned()]);
-    let said = tokio::time::timeout(std::time::Duration::from_secs(60), runtime.ran(spec, process)).await;
+    let said = tokio::time::timeout(std::time::Duration::from_secs(60), runtime.run(spec, process)).await;
     let said = said.expect("nothing waits for a pipe of the image");
     let ended = said.ended;
     assert!(
@@ -277,7 +281,7 @@ async fn volume_with_layers_has_one_writable_mount() {
     attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
     runtime.ended(id).await;
     let id = runtime.started(second, shell("cat /read/new")).await;
-    assert_eq!(runtime.said(id).await.text(), "new\n", "the first has ended");
+    assert_eq!(runtime.read_output(id).await.text(), "new\n", "the first container has ended");
 }
 
 #[tokio::test]
@@ -295,7 +299,7 @@ async fn standard_streams_can_be_opened_again() {
         let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
         attachment.input.stdin(0, "text\n".into()).await.expect("write");
         attachment.input.close_stdin().await.expect("close");
-        let said = runtime.said(id).await;
+        let said = runtime.read_output(id).await;
         assert_eq!((said.text(), String::from_utf8_lossy(&said.stderr)), ("text\n", "error\n".into()));
     }
 }
@@ -305,38 +309,38 @@ async fn container_knows_its_own_name() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let script = "getent ahostsv4 $(hostname) | head -1 | cut -d' ' -f1; getent ahostsv4 localhost | head -1 | cut -d' ' -f1";
-    assert_eq!(said(&runtime, container(), script).await, "127.0.1.1\n127.0.0.1\n");
+    assert_eq!(script_output(&runtime, container(), script).await, "127.0.1.1\n127.0.0.1\n");
 }
 
 #[tokio::test]
-async fn every_port_can_be_listened_at() {
+async fn container_can_listen_on_every_port() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "use Socket; socket(S, PF_INET, SOCK_STREAM, 0); \
         bind(S, sockaddr_in(80, INADDR_ANY)) && listen(S, 1) and print 'listens' or print $!";
     for network in [Network::Private, Network::None] {
         let command = ["/usr/bin/perl", "-e", script].map(str::to_owned);
         let spec = ContainerSpec { network, user: Some("1000".to_owned()), ..container() };
-        let said = subject.runtime().ran(spec, process(&command)).await;
+        let said = subject.runtime().run(spec, process(&command)).await;
         assert_eq!(said.text(), "listens", "{said:?}");
     }
 }
 
 #[tokio::test]
-async fn ids_that_no_container_has_are_refused() {
+async fn ids_outside_the_range_are_rejected() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     for user in [format!("{IDS}"), format!("0:{IDS}")] {
         let spec = ContainerSpec { user: Some(user), ..container() };
         let refused = runtime.create_container(domain::ContainerHandle::new(), spec).await;
-        let failure = refused.expect_err("it has no such user").failure();
+        let failure = refused.expect_err("the container has no such user").failure();
         assert_eq!(failure.reason, FailureReason::UserNotFound);
-        assert!(failure.message.contains("ids end at 1048575"), "{}", failure.message);
+        assert!(failure.message.contains("the largest id is 1048575"), "{}", failure.message);
     }
     let spec = ContainerSpec { user: Some(format!("{0}:{0}", IDS - 1)), ..container() };
-    assert_eq!(said(&runtime, spec, "id -u; id -g").await, "1048575\n1048575\n");
+    assert_eq!(script_output(&runtime, spec, "id -u; id -g").await, "1048575\n1048575\n");
 }
 
-/// Init becomes a user of the container after libcontainer has made it, which takes back that it dies with its supervisor.
+/// Init changes its user after libcontainer has created it, which resets the parent-death signal.
 #[tokio::test]
 async fn container_dies_with_its_supervisor() {
     let Some(subject) = HostSubject::new() else { return };

@@ -1,17 +1,20 @@
-//! The packet filter around private networks: one table of `nf_tables`, whose rules are replaced together. Counted connections survive that.
+//! Packet filter of private networks: one `nf_tables` table, whose rules are replaced atomically.
+//! Connection counts survive a replacement.
 //!
 //! ```text
-//! input    from a container: answers, and questions for names at the resolver's address
-//! forward  from a container: not to other containers, not to where clouds serve credentials of the machine
-//!          to a container:   only answers
-//! both     from a container: no connection beyond its share of those that the machine can follow
-//! output   to a container:   only answers
-//! source   from the pool of addresses: leaves with the machine's own address
+//! input    from a container: replies, and DNS queries to the resolver's address
+//! forward  from a container: not to other containers, not to cloud metadata services of the
+//! machine
+//!          to a container:   only replies
+//! both     from a container: no connection beyond its share of the machine's connection tracking
+//! output   to a container:   only replies
+//! source   from the address pool: leaves with the address of the machine
 //! ```
 //!
-//! Interfaces are matched by their prefix, so nothing changes here when a container comes or goes.
+//! Rules match interfaces by their prefix, so the table stays unchanged when containers start or
+//! end.
 //!
-//! Facts: `include/uapi/linux/netfilter/nf_tables.h`.
+//! Source: `include/uapi/linux/netfilter/nf_tables.h`.
 
 use std::fs;
 use std::io;
@@ -34,7 +37,7 @@ const NEW_SET: u16 = SUBSYSTEM | 9;
 
 /// The set of interfaces to containers, each with its connections.
 const CONNECTIONS: &str = "connections";
-/// The length of an interface's name, in bytes.
+/// Size of an interface name, in bytes.
 const NAME_LENGTH: u32 = 16;
 
 const INPUT: u32 = 1;
@@ -42,7 +45,8 @@ const FORWARD: u32 = 2;
 const OUTPUT: u32 = 3;
 const POSTROUTING: u32 = 4;
 
-/// Where clouds serve names, settings and credentials to the machine: link-local addresses, and those of Azure, Alibaba and Oracle.
+/// Addresses of cloud metadata services for names, settings and credentials: link-local addresses,
+/// and those of Azure, Alibaba and Oracle.
 pub(super) const OF_CLOUDS: [(Ipv4Addr, u8); 4] = [
     (Ipv4Addr::new(169, 254, 0, 0), 16),
     (Ipv4Addr::new(168, 63, 129, 16), 32),
@@ -50,14 +54,14 @@ pub(super) const OF_CLOUDS: [(Ipv4Addr, u8); 4] = [
     (Ipv4Addr::new(192, 0, 0, 192), 32),
 ];
 
-/// Which part of a packet is looked at.
+/// The header of a packet that a rule reads.
 #[derive(Debug, Clone, Copy)]
 enum Header {
     Network = 1,
     Transport = 2,
 }
 
-/// Which fact about a packet is looked at.
+/// The metadata of a packet that a rule reads.
 #[derive(Debug, Clone, Copy)]
 enum Meta {
     InputName = 6,
@@ -66,7 +70,8 @@ enum Meta {
     Transport = 16,
 }
 
-/// The expressions of one rule. Each look leaves what it found in register 1, and each comparison ends the rule unless it holds.
+/// The expressions of one rule. A load puts its result in register 1. A comparison ends the rule
+/// unless it holds.
 #[derive(Debug, Default)]
 struct Rule(Attributes);
 
@@ -141,14 +146,14 @@ impl Rule {
             .compared(true, &port.to_be_bytes())
     }
 
-    /// Packets of a connection that was made before, or that belong to one.
-    fn answers(self) -> Self {
+    /// Matches packets of established and related connections.
+    fn replies(self) -> Self {
         const ESTABLISHED_OR_RELATED: u32 = 2 | 4;
         self.state(ESTABLISHED_OR_RELATED)
     }
 
-    /// The first packet of a connection, where its container has more than `most` of them already.
-    fn beyond(self, most: u32) -> Self {
+    /// Matches the first packet of a connection if its container has more than `most` connections.
+    fn over_limit(self, most: u32) -> Self {
         const NEW: u32 = 8;
         const ABOVE: u32 = 1;
         self.state(NEW).meta(Meta::InputName).expression("dynset", |add| {
@@ -173,9 +178,9 @@ impl Rule {
         })
     }
 
-    /// Says so to the sender, whose connection then fails at once.
+    /// Rejects a packet with an answer, so that the connection of the sender fails at once.
     fn reject(self) -> Self {
-        // ICMP or ICMPv6, whichever it is: administratively prohibited.
+        // ICMP or ICMPv6: administratively prohibited.
         self.expression("reject", |reject| _ = reject.big_endian(1, 2).bytes(2, &[3]))
     }
 
@@ -183,10 +188,10 @@ impl Rule {
         self.expression("masq", |_| {})
     }
 
-    /// Masquerades from a port of 1024 or above. Some servers trust lower ports as root's.
+    /// Masquerades from a port of 1024 or above, because some servers trust lower ports as root's.
     fn masquerade_from_ordinary_port(self, protocol: u8) -> Self {
         const LEAST: u16 = 1024;
-        // Without this flag the kernel does not look at the two registers.
+        // Without this flag the kernel ignores the two registers.
         const PORTS: u32 = 2;
         let load = |rule: Self, register: u32, port: u16| {
             rule.expression("immediate", |immediate| {
@@ -210,14 +215,15 @@ impl Firewall {
         Connection::open(libc::NETLINK_NETFILTER).map(Self)
     }
 
-    /// Makes the table, or replaces its rules.
+    /// Creates the table, or replaces its rules.
     ///
-    /// Errors: the kernel has no `nf_tables`, or this process may not change them (`CAP_NET_ADMIN`).
+    /// Errors: the kernel has no `nf_tables`, or this process may not change them
+    /// (`CAP_NET_ADMIN`).
     pub(super) fn install(&self, pool: Pool) -> io::Result<()> {
-        self.0.send(&table(pool, share()))
+        self.0.send(&table(pool, connection_limit()))
     }
 
-    /// Makes the table if another program has removed it.
+    /// Creates the table if another program has removed it.
     pub(super) fn ensure(&self, pool: Pool) -> io::Result<()> {
         let mut messages = Messages::default();
         messages.add(GET_TABLE, 0, &HEADER, |table| _ = table.text(1, &name(pool)));
@@ -232,17 +238,17 @@ fn name(pool: Pool) -> String {
     format!("gantry-{pool}").replace(['/', '.'], "-")
 }
 
-/// How many connections a container may have at a time: a 32nd of what the machine can follow.
-fn share() -> u32 {
+/// Limit of connections per container: 1/32 of the machine's connection tracking table.
+fn connection_limit() -> u32 {
     const USUAL: u32 = 262_144;
     let most = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max");
-    // Without the setting nothing is followed yet.
+    // Without the setting, connection tracking is not loaded yet.
     most.ok().and_then(|most| most.trim().parse().ok()).unwrap_or(USUAL) / 32
 }
 
 fn table(pool: Pool, connections: u32) -> Messages {
     let (name, header) = (name(pool), HEADER);
-    // Its third and fourth bytes name the subsystem, in network order.
+    // The third and fourth byte name the subsystem, in network order.
     let batch = [0, 0, 0, 10];
     let mut messages = Messages::default();
     messages.mark(0x10, &batch);
@@ -260,14 +266,14 @@ fn table(pool: Pool, connections: u32) -> Messages {
             }
         };
     messages.add(NEW_TABLE, CREATE, &header, |table| _ = table.text(1, &name));
-    // An interface leaves the set with the last of its connections.
+    // An interface is removed from the set with its last connection.
     messages.add(NEW_SET, CREATE, &header, |set| {
         const CHANGED_BY_RULES: u32 = 0x20;
         const INTERFACE_NAME: u32 = 41;
         set.text(1, &name).text(2, CONNECTIONS).big_endian(3, CHANGED_BY_RULES).big_endian(4, INTERFACE_NAME);
         set.big_endian(5, NAME_LENGTH).nested(9, |size| _ = size.big_endian(1, 1 << 16)).big_endian(10, 1);
     });
-    let beyond = || Rule::default().input_is_container().beyond(connections).reject();
+    let beyond = || Rule::default().input_is_container().over_limit(connections).reject();
     let names = |protocol| {
         Rule::default()
             .input_is_container()
@@ -277,7 +283,7 @@ fn table(pool: Pool, connections: u32) -> Messages {
     };
     let udp = u8::try_from(libc::IPPROTO_UDP).unwrap_or(17);
     let tcp = u8::try_from(libc::IPPROTO_TCP).unwrap_or(6);
-    let answers = Rule::default().input_is_container().answers().accept();
+    let answers = Rule::default().input_is_container().replies().accept();
     let input =
         vec![answers, beyond(), names(udp), names(tcp), Rule::default().input_is_container().reject()];
     chain(&mut messages, "input", "filter", INPUT, 0, input);
@@ -290,12 +296,12 @@ fn table(pool: Pool, connections: u32) -> Messages {
     );
     forward.extend([
         beyond(),
-        Rule::default().output_is_container(true).answers().accept(),
+        Rule::default().output_is_container(true).replies().accept(),
         Rule::default().output_is_container(true).reject(),
     ]);
     chain(&mut messages, "forward", "filter", FORWARD, 0, forward);
     let output = vec![
-        Rule::default().output_is_container(true).answers().accept(),
+        Rule::default().output_is_container(true).replies().accept(),
         Rule::default().output_is_container(true).reject(),
     ];
     chain(&mut messages, "output", "filter", OUTPUT, 0, output);

@@ -1,17 +1,18 @@
-//! Private networks: a network namespace for each container, with outgoing access.
+//! Private networks: a network namespace per container, with outgoing access.
 //!
 //! ```text
 //! container                     machine
-//! eth0 10.213.x.y/32 ───veth─── gantry<id> 169.254.213.1/32 ──▶ filter ──▶ source address of the machine
+//! eth0 10.213.x.y/32 ───veth─── gantry<id> 169.254.213.1/32 ──▶ filter ──▶ source address of the
+//! machine
 //! lo                            route to 10.213.x.y
 //! ```
 //!
-//! [`prepare`] makes the machine ready once, when a runtime opens. [`connect`] is called by the supervisor of a container, from
-//! within the new namespace. Nothing is taken back: the pair of interfaces and the route end with the namespace, and so with the
-//! last process in it.
+//! [`prepare`] sets up the machine once, when a runtime opens. The supervisor of a container calls
+//! [`connect`] in the new namespace. There is no teardown: the interfaces and the route end with
+//! the namespace, and so with its last process.
 //!
-//! A container reaches neither the machine's own addresses nor its loopback nor other containers: see [`firewall`]. It has no
-//! IPv6.
+//! A container cannot reach the machine's addresses, its loopback, or other containers: see
+//! [`firewall`]. It has no IPv6.
 
 mod firewall;
 mod netlink;
@@ -29,14 +30,14 @@ use serde::{Deserialize, Serialize};
 
 use netlink::{CREATE, Connection, EXCLUSIVE, Messages};
 
-/// What the names of the machine's interfaces to containers start with.
+/// Name prefix of the machine's interfaces to containers.
 const PREFIX: &str = "gantry";
-/// What the container's interface is called.
+/// Name of the container's interface.
 const INSIDE: &str = "eth0";
-/// How many addresses are tried before a container is refused for want of one.
+/// Number of addresses that are tried before a container is rejected for lack of one.
 const TRIES: u32 = 4096;
 
-/// The addresses that containers get.
+/// The addresses for containers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pool {
     network: Ipv4Addr,
@@ -49,9 +50,9 @@ impl Default for Pool {
     }
 }
 
-/// A text that is no pool of addresses.
+/// A text that is not an address pool.
 #[derive(Debug, thiserror::Error)]
-#[error("write an IPv4 network of at most 24 bits, such as 10.213.0.0/16")]
+#[error("expected an IPv4 network of 8 to 24 bits, such as 10.213.0.0/16")]
 pub struct InvalidPool;
 
 impl FromStr for Pool {
@@ -78,27 +79,29 @@ impl Pool {
         1 << (32 - u32::from(self.bits))
     }
 
-    /// The machine's end of every pair: where containers send packets, and ask for names. Pools of one machine rarely have the same, so that
-    /// questions reach a gateway that answers them.
+    /// The address of the machine's end of every pair, which is the router and the resolver of
+    /// containers. Pools of one machine rarely share this address, so queries reach a gateway that
+    /// answers them.
     fn resolver(self) -> Ipv4Addr {
         let [_, second, third, _] = self.network.octets();
-        // Clouds have services in 169.254.169.0/24.
+        // 169.254.169.0/24 has services of clouds.
         Ipv4Addr::new(169, 254, 192 | second & 63, 1 + third % 253)
     }
 
-    /// Whether an address is one of a container.
+    /// Whether an address belongs to a container.
     fn contains(self, address: std::net::IpAddr) -> bool {
         let mask = !(self.size() - 1);
         matches!(address, std::net::IpAddr::V4(address) if address.to_bits() & mask == self.network.to_bits())
     }
 
-    /// An address of the pool, but for the first and the last. Numbers that follow each other have different ones.
+    /// An address of the pool, except the first and the last. Consecutive numbers have different
+    /// addresses.
     fn address(self, number: u32) -> Ipv4Addr {
         Ipv4Addr::from_bits(self.network.to_bits() + 1 + number % (self.size() - 2))
     }
 }
 
-/// Why containers on this machine get no private network.
+/// The reason why containers on this machine have no private network.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {doing}")]
 pub(super) struct PrepareError {
@@ -111,27 +114,29 @@ fn failed(doing: &'static str) -> impl FnOnce(io::Error) -> PrepareError {
     move |cause| PrepareError { doing, cause }
 }
 
-/// Makes the machine ready: forwards packets, installs the filter, and tries whether pairs of interfaces can be made.
+/// Sets up the machine: enables forwarding, installs the filter, and tests whether pairs of
+/// interfaces can be created.
 pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
     let routes = Connection::open(libc::NETLINK_ROUTE).map_err(failed("open a netlink socket"))?;
     // Several runtimes may open at the same time.
     let probe = interface(&domain::AttemptId::new().to_string());
-    add_pair(&routes, &probe, None).map_err(failed("make a pair of network interfaces"))?;
+    add_pair(&routes, &probe, None).map_err(failed("create a pair of network interfaces"))?;
     let removed = remove_link(&routes, &probe);
     removed.map_err(failed("remove a network interface"))?;
     forward().map_err(failed("forward packets (net.ipv4.ip_forward)"))?;
     firewall::Firewall::open()
         .and_then(|firewall| firewall.install(pool))
         .map_err(failed("install the packet filter"))?;
-    pass_other_filter(&uplinks());
+    admit_through_other_filter(&uplinks());
     Ok(())
 }
 
-/// Makes the packet filter again if another program has removed it, and lets containers through to interfaces that have come since `known`.
+/// Restores the packet filter if another program has removed it. Admits packets to interfaces that
+/// have appeared since `known`.
 pub(super) fn keep_filter(pool: Pool, known: &mut Vec<String>) -> io::Result<()> {
     let now = uplinks();
     if *known != now {
-        pass_other_filter(&now);
+        admit_through_other_filter(&now);
         *known = now;
     }
     firewall::Firewall::open()?.ensure(pool)
@@ -143,16 +148,18 @@ fn forward() -> io::Result<()> {
         return Ok(());
     }
     fs::write(setting, "1")?;
-    tracing::info!("this machine forwards packets from now on, for containers with a private network");
+    tracing::info!("enabled packet forwarding for containers with a private network");
     Ok(())
 }
 
-/// If another program (Docker, ufw) drops forwarded packets, lets containers through to `uplinks`, and not to that program's own containers.
+/// Admits packets of containers to `uplinks` if another program (Docker, ufw) drops forwarded
+/// packets. Packets to containers of that program stay blocked.
 ///
-/// What an older filter drops no newer one can let through, so the rule is written with the tool of the older one.
-fn pass_other_filter(uplinks: &[String]) {
+/// A newer filter cannot admit packets that an older filter drops, so the rule is written with the
+/// tool of the older filter.
+fn admit_through_other_filter(uplinks: &[String]) {
     let iptables = |arguments: &[&str]| Command::new("iptables").arg("--wait").args(arguments).output();
-    // Without the tool no older filter is in use.
+    // Without the tool, no older filter is in use.
     let Ok(rules) = iptables(&["-S", "FORWARD"]) else { return };
     if !String::from_utf8_lossy(&rules.stdout).lines().any(|line| line == "-P FORWARD DROP") {
         return;
@@ -171,13 +178,14 @@ fn pass_other_filter(uplinks: &[String]) {
             found => tracing::warn!(
                 rule = rule.join(" "),
                 ?found,
-                "cannot let containers through a filter that drops what is forwarded"
+                "cannot admit packets of containers to a filter that drops forwarded packets"
             ),
         }
     }
 }
 
-/// Connects the network namespace of this process, which is new, to the machine. `machine` was opened before this process entered it.
+/// Connects the new network namespace of this process to the machine. `machine` was opened before
+/// this process entered the namespace.
 ///
 /// `id` makes the interface's name unique on the machine.
 pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()> {
@@ -191,33 +199,34 @@ pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()>
     add_address(routes, outside, pool.resolver())?;
     set_up(routes, outside, machine.mtu)?;
     let address = (0..TRIES.min(pool.size()))
-        // What runs for long may still have the address of an interface that was made long ago.
+        // A process that runs for long may still have the address of an old interface.
         .map(|turn| pool.address(outside.wrapping_add(turn)))
         .find_map(|address| match add_route(routes, outside, Some(address), None, EXCLUSIVE) {
             Ok(()) => Some(Ok(address)),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => None,
             Err(error) => Some(Err(error)),
         })
-        .unwrap_or_else(|| Err(io::Error::other("all addresses of the pool are taken")))?;
+        .unwrap_or_else(|| Err(io::Error::other("all addresses of the pool are in use")))?;
 
     let inside = own.index_of(INSIDE)?;
     add_address(&own, inside, address)?;
     set_up(&own, inside, machine.mtu)?;
     add_route(&own, inside, Some(pool.resolver()), None, 0)?;
     add_route(&own, inside, None, Some(pool.resolver()), 0)?;
-    // Without the right to raw packets, `ping` needs this. Where settings are read-only, it does not work.
+    // Without the right to send raw packets, `ping` needs this setting. If settings are read-only,
+    // `ping` does not work.
     if let Err(error) = fs::write("/proc/sys/net/ipv4/ping_group_range", "0 2147483647") {
-        eprintln!("supervisor: no ping in this container: {error}");
+        eprintln!("supervisor: cannot enable ping in this container: {error}");
     }
     Ok(())
 }
 
-/// What is known of the machine's network, for who is about to leave it.
+/// Facts about the machine's network, for a process that is about to leave it.
 #[derive(Debug)]
 pub(super) struct Machine {
     routes: Connection,
     firewall: firewall::Firewall,
-    /// The largest packet that leaves by the default route, in bytes.
+    /// MTU of the default route, in bytes.
     mtu: Option<u32>,
 }
 
@@ -231,31 +240,33 @@ impl Machine {
     }
 }
 
-/// Brings `lo` up: in a new network namespace it is down.
+/// Enables `lo`, which is down in a new network namespace.
 pub(super) fn only_loopback() -> io::Result<()> {
     raise_loopback(&Connection::open(libc::NETLINK_ROUTE)?)
 }
 
-/// Lets everybody in this network listen at every port: the capability for it counts only for root of the machine.
+/// Allows every user of this network to listen on every port. The capability for low ports counts
+/// only for root of the machine.
 pub(super) fn open_low_ports() {
     if let Err(error) = fs::write("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0") {
-        eprintln!("supervisor: no ports below 1024 in this container: {error}");
+        eprintln!("supervisor: cannot permit ports below 1024 in this container: {error}");
     }
 }
 
 fn raise_loopback(own: &Connection) -> io::Result<()> {
-    raise(own, own.index_of("lo")?)
+    enable_interface(own, own.index_of("lo")?)
 }
 
 /// The name of the machine's interface to a container.
 fn interface(id: &str) -> String {
     let plain: String = id.chars().filter(char::is_ascii_hexdigit).collect();
-    // A name has 15 bytes at most. The end of an id is random.
+    // A name has at most 15 bytes. The end of an id is random.
     format!("{PREFIX}{}", &plain[plain.len().saturating_sub(9)..])
 }
 
-/// The interfaces by which this machine reaches others, in order: those of default routes, network cards, and tunnels. Bridges and their ports are
-/// mostly another program's containers and machines.
+/// The interfaces to other machines, sorted: those of default routes, network cards, and tunnels.
+/// Bridges and their ports are excluded, because they mostly belong to containers and machines of
+/// other programs.
 pub(super) fn uplinks() -> Vec<String> {
     let defaults = default_interfaces();
     let reaches_others = |name: &String| {
@@ -276,7 +287,7 @@ pub(super) fn uplinks() -> Vec<String> {
     found
 }
 
-/// The interfaces by which default routes leave.
+/// The interfaces of default routes.
 fn default_interfaces() -> Vec<String> {
     let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
     let fields = routes.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
@@ -285,7 +296,7 @@ fn default_interfaces() -> Vec<String> {
     defaults.map(|fields| fields[0].to_owned()).collect()
 }
 
-/// The largest packet that leaves by the default route, in bytes.
+/// MTU of the default route, in bytes.
 fn default_mtu() -> Option<u32> {
     let uplink = default_interfaces().into_iter().next()?;
     fs::read_to_string(Path::new("/sys/class/net").join(uplink).join("mtu")).ok()?.trim().parse().ok()
@@ -300,7 +311,8 @@ fn link(index: u32, flags: u32, change: u32) -> [u8; 16] {
     header
 }
 
-/// Makes a pair of interfaces, one of them in the namespace of the process `peer`, or else beside the other.
+/// Creates a pair of interfaces. The second one is in the namespace of the process `peer`, or
+/// beside the first.
 fn add_pair(routes: &Connection, name: &str, peer: Option<u32>) -> io::Result<()> {
     const DATA: u16 = 2;
     const KIND: u16 = 1;
@@ -326,14 +338,14 @@ fn remove_link(routes: &Connection, name: &str) -> io::Result<()> {
     routes.send(&messages)
 }
 
-fn raise(routes: &Connection, index: u32) -> io::Result<()> {
+fn enable_interface(routes: &Connection, index: u32) -> io::Result<()> {
     let up = u32::try_from(libc::IFF_UP).unwrap_or(1);
     let mut messages = Messages::default();
     messages.add(libc::RTM_NEWLINK, 0, &link(index, up, up), |_| {});
     routes.send(&messages)
 }
 
-/// Brings an end of a pair up, without an IPv6 address.
+/// Enables one interface of a pair, without an IPv6 address.
 fn set_up(routes: &Connection, index: u32, mtu: Option<u32>) -> io::Result<()> {
     const IPV6: u16 = 10;
     const ADDRESS_GENERATION: u16 = 8;
@@ -344,7 +356,7 @@ fn set_up(routes: &Connection, index: u32, mtu: Option<u32>) -> io::Result<()> {
             families.nested(IPV6, |family| _ = family.bytes(ADDRESS_GENERATION, &[NONE]));
         });
     });
-    // A kernel without IPv6 needs none of it.
+    // A kernel without IPv6 does not need this.
     if let Err(error) = routes.send(&messages)
         && error.raw_os_error() != Some(libc::EAFNOSUPPORT)
     {
@@ -357,7 +369,7 @@ fn set_up(routes: &Connection, index: u32, mtu: Option<u32>) -> io::Result<()> {
         });
         routes.send(&messages)?;
     }
-    raise(routes, index)
+    enable_interface(routes, index)
 }
 
 const IPV4: u8 = 2;
@@ -373,7 +385,7 @@ fn add_address(routes: &Connection, index: u32, address: Ipv4Addr) -> io::Result
     routes.send(&messages)
 }
 
-/// Adds a route to `to`, or to everywhere.
+/// Adds a route to `to`, or a default route.
 fn add_route(
     routes: &Connection,
     index: u32,
@@ -384,7 +396,7 @@ fn add_route(
     const MAIN: u8 = 254;
     const STATIC: u8 = 4;
     const UNICAST: u8 = 1;
-    /// Of what is reached without a router in between.
+    /// Scope of destinations that are reached without a router.
     const LINK: u8 = 253;
     let bits = if to.is_some() { 32 } else { 0 };
     let scope = if by.is_some() { 0 } else { LINK };
@@ -432,7 +444,7 @@ mod tests {
         assert_eq!(Pool::default().resolver(), Ipv4Addr::new(169, 254, 213, 1));
         assert_eq!(resolver("10.214.7.0/24"), Ipv4Addr::new(169, 254, 214, 8));
         for pool in ["10.169.253.0/24", "10.41.253.0/24"] {
-            assert_eq!(resolver(pool), Ipv4Addr::new(169, 254, 233, 1), "no address of a cloud");
+            assert_eq!(resolver(pool), Ipv4Addr::new(169, 254, 233, 1), "not an address of a cloud service");
         }
     }
 

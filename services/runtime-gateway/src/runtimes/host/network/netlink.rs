@@ -1,27 +1,28 @@
-//! Requests to the kernel over netlink: messages, attributes, acknowledgements.
+//! Netlink requests to the kernel: messages, attributes, acknowledgements.
 //!
-//! Both `rtnetlink` (links, addresses, routes) and `nf_tables` (the packet filter) take this form. The libraries for the second
-//! need a C library or have a licence that does not fit, and with an encoder for it the first is four messages.
+//! Both `rtnetlink` (links, addresses, routes) and `nf_tables` (the packet filter) use this format.
+//! The libraries for `nf_tables` need a C library or have an unsuitable licence. With an encoder
+//! for it, `rtnetlink` needs only four messages.
 //!
-//! Facts: `include/uapi/linux/netlink.h`, RFC 3549.
+//! Sources: `include/uapi/linux/netlink.h`, RFC 3549.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 
-/// Asks for an answer that says how the request went.
+/// Requests an acknowledgement with the result.
 const REQUEST: u16 = 1 | 4;
-/// Makes what is not there.
+/// Creates a missing object.
 pub(super) const CREATE: u16 = 0x400;
-/// Fails when it is there.
+/// Fails if the object exists.
 pub(super) const EXCLUSIVE: u16 = 0x200;
-/// Adds to the end of a list.
+/// Appends to a list.
 pub(super) const APPEND: u16 = 0x800;
 
 const HEADER: usize = 16;
 const ERROR: u16 = 2;
 const NESTED: u16 = 0x8000;
 
-/// The attributes of a message, or of an attribute.
+/// The attributes of a message or of a nested attribute.
 #[derive(Debug, Default)]
 pub(super) struct Attributes(Vec<u8>);
 
@@ -39,12 +40,12 @@ impl Attributes {
         self.bytes(kind, &[value.as_bytes(), &[0]].concat())
     }
 
-    /// A number as `rtnetlink` has it.
+    /// Adds a number in the byte order of `rtnetlink`.
     pub(super) fn number(&mut self, kind: u16, value: u32) -> &mut Self {
         self.bytes(kind, &value.to_ne_bytes())
     }
 
-    /// A number as `nf_tables` has it.
+    /// Adds a number in the byte order of `nf_tables`.
     pub(super) fn big_endian(&mut self, kind: u16, value: u32) -> &mut Self {
         self.bytes(kind, &value.to_be_bytes())
     }
@@ -53,7 +54,7 @@ impl Attributes {
         self.nested_after(kind, &[], fill)
     }
 
-    /// An attribute whose value is a header with attributes after it.
+    /// Adds an attribute whose value is a header, followed by attributes.
     pub(super) fn nested_after(
         &mut self,
         kind: u16,
@@ -72,22 +73,22 @@ impl Attributes {
     }
 }
 
-/// Messages that the kernel takes together.
+/// Messages that are sent together.
 #[derive(Debug, Default)]
 pub(super) struct Messages {
     bytes: Vec<u8>,
-    /// How many of them are acknowledged.
+    /// Number of messages with an acknowledgement.
     acknowledged: usize,
 }
 
 impl Messages {
-    /// Adds a message of `kind` that is acknowledged.
+    /// Adds a message of `kind` with an acknowledgement.
     pub(super) fn add(&mut self, kind: u16, flags: u16, header: &[u8], fill: impl FnOnce(&mut Attributes)) {
         self.acknowledged += 1;
         self.push(kind, REQUEST | flags, header, fill);
     }
 
-    /// Adds a message of `kind` that only marks where others begin or end.
+    /// Adds a message of `kind` that marks the beginning or the end of a batch.
     pub(super) fn mark(&mut self, kind: u16, header: &[u8]) {
         self.push(kind, 1, header, |_| {});
     }
@@ -99,20 +100,20 @@ impl Messages {
         self.bytes.extend_from_slice(&length.to_ne_bytes());
         self.bytes.extend_from_slice(&kind.to_ne_bytes());
         self.bytes.extend_from_slice(&flags.to_ne_bytes());
-        // A number that answers would repeat, and the sender, which the kernel fills in.
+        // A sequence number, which answers would repeat, and the sender, which the kernel sets.
         self.bytes.extend_from_slice(&[0; 8]);
         self.bytes.extend_from_slice(&body.0);
     }
 }
 
-/// A connection to the kernel, in the network namespace that this process was in when it was opened.
+/// A connection to the kernel, in the network namespace in which it was opened.
 #[derive(Debug)]
 pub(super) struct Connection(OwnedFd);
 
 impl Connection {
-    /// For `libc::NETLINK_ROUTE` or `libc::NETLINK_NETFILTER`.
+    /// Opens a connection for `libc::NETLINK_ROUTE` or `libc::NETLINK_NETFILTER`.
     pub(super) fn open(protocol: libc::c_int) -> io::Result<Self> {
-        // SAFETY: takes no pointers.
+        // SAFETY: the call takes no pointers.
         let socket = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
         if socket < 0 {
             return Err(io::Error::last_os_error());
@@ -121,14 +122,14 @@ impl Connection {
         Ok(Self(unsafe { OwnedFd::from_raw_fd(socket) }))
     }
 
-    /// Sends messages, and waits until the kernel has carried all of them out.
+    /// Sends messages, and waits for their results.
     ///
-    /// Errors: the first that the kernel answers.
+    /// Errors: the first error of the kernel.
     pub(super) fn send(&self, messages: &Messages) -> io::Result<()> {
         self.exchange(messages, |_| {})
     }
 
-    /// The same for one message, and passes the answer before its acknowledgement to `look`.
+    /// Sends one message, and passes the answer before its acknowledgement to `look`.
     pub(super) fn exchange(&self, messages: &Messages, mut look: impl FnMut(&[u8])) -> io::Result<()> {
         rustix::io::write(&self.0, &messages.bytes)?;
         let mut due = messages.acknowledged;
@@ -158,7 +159,7 @@ impl Connection {
         failed.map_or(Ok(()), Err)
     }
 
-    /// The index of the interface with that name.
+    /// The index of the interface with this name.
     pub(super) fn index_of(&self, name: &str) -> io::Result<u32> {
         let mut found = None;
         let mut messages = Messages::default();

@@ -1,8 +1,9 @@
-//! Names in private networks.
+//! DNS for private networks.
 //!
-//! A container asks the name servers that the machine asks, as long as it can reach them. It cannot reach those on the machine
-//! itself (`systemd-resolved`, `dnsmasq`, the one of a container engine), nor those with an IPv6 address. Then it asks
-//! [`Pool::resolver`], where every gateway with that pool passes questions on and answers back.
+//! A container uses the name servers of the machine if it can reach them. It cannot reach servers
+//! on the machine itself (`systemd-resolved`, `dnsmasq`, that of a container engine) or servers
+//! with an IPv6 address. In that case it uses [`Pool::resolver`]. Every gateway with this pool
+//! forwards the queries.
 
 use std::collections::HashMap;
 use std::fs;
@@ -20,16 +21,17 @@ use super::firewall::OF_CLOUDS;
 use crate::util::keyed_locks::lock;
 
 const FILE: &str = "/etc/resolv.conf";
-/// Where `systemd-resolved` lists the servers that it asks itself.
+/// The file in which `systemd-resolved` lists its upstream servers.
 const BEHIND_RESOLVED: &str = "/run/systemd/resolve/resolv.conf";
 const PORT: u16 = 53;
-/// Questions over UDP that are passed on at a time for one container. Further ones are dropped, and the asker asks again.
+/// Limit of concurrent UDP queries per container. Further ones are dropped, and the client repeats
+/// them.
 const QUESTIONS: usize = 32;
-/// Connections over TCP at a time from one container. Further ones are closed.
+/// Limit of concurrent TCP connections per container. Further ones are closed.
 const CONNECTIONS: usize = 8;
-/// How long one name server may take. The C library waits 5 s.
+/// Timeout of one name server. The C library waits 5 s.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long a connection with questions over TCP may last.
+/// Timeout of a TCP connection.
 const CONNECTION: Duration = Duration::from_secs(10);
 /// Pause after a failure to receive or accept.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -57,44 +59,45 @@ fn name_servers(text: &str) -> Vec<IpAddr> {
     lines.filter_map(|line| line.split_whitespace().nth(1)?.parse().ok()).collect()
 }
 
-/// Whether a container cannot ask that server: it is on this machine or where clouds serve credentials, too, or it needs IPv6.
+/// Whether containers cannot reach a server: it is on this machine, is a cloud metadata service, or
+/// needs IPv6.
 fn is_out_of_reach(server: IpAddr) -> bool {
     let IpAddr::V4(address) = server else { return true };
     let is_in = |(network, bits): &(Ipv4Addr, u8)| {
         (address.to_bits() ^ network.to_bits()).checked_shr(32 - u32::from(*bits)).unwrap_or(0) == 0
     };
-    // An address is this machine's if a socket can have it.
+    // An address belongs to this machine if a socket can bind to it.
     server.is_loopback() || OF_CLOUDS.iter().any(is_in) || UdpSocket::bind((server, 0)).is_ok()
 }
 
-/// How much of something each container has under way.
+/// Number of operations in progress per container.
 #[derive(Debug, Clone)]
-struct Shares {
+struct OperationLimits {
     each: usize,
     taken: Arc<Mutex<HashMap<IpAddr, usize>>>,
 }
 
-/// One of the share of a container, until it is dropped.
-struct Share(Shares, IpAddr);
+/// One operation of a container, counted until it is dropped.
+struct OperationPermit(OperationLimits, IpAddr);
 
-impl Shares {
+impl OperationLimits {
     fn new(each: usize) -> Self {
         Self { each, taken: Arc::default() }
     }
 
-    /// `None`: the container has all of its share under way.
-    fn take(&self, container: IpAddr) -> Option<Share> {
+    /// `None`: the container has reached its limit.
+    fn take(&self, container: IpAddr) -> Option<OperationPermit> {
         let mut taken = lock(&self.taken);
         let count = taken.entry(container).or_default();
         if *count >= self.each {
             return None;
         }
         *count += 1;
-        Some(Share(self.clone(), container))
+        Some(OperationPermit(self.clone(), container))
     }
 }
 
-impl Drop for Share {
+impl Drop for OperationPermit {
     fn drop(&mut self) {
         let mut taken = lock(&self.0.taken);
         if let Some(count) = taken.get_mut(&self.1) {
@@ -106,19 +109,20 @@ impl Drop for Share {
     }
 }
 
-/// Answers questions of containers, whose addresses are in `pool`, until this future is dropped. Several gateways share the address.
+/// Serves DNS queries from addresses in `pool` until the future is dropped. Several gateways share
+/// the address.
 pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
     let questions =
-        tokio::net::UdpSocket::from_std(UdpSocket::from(bound(pool.resolver(), libc::SOCK_DGRAM)?))?;
-    let listener = std::net::TcpListener::from(bound(pool.resolver(), libc::SOCK_STREAM)?);
+        tokio::net::UdpSocket::from_std(UdpSocket::from(bind_socket(pool.resolver(), libc::SOCK_DGRAM)?))?;
+    let listener = std::net::TcpListener::from(bind_socket(pool.resolver(), libc::SOCK_STREAM)?);
     let connections = tokio::net::TcpListener::from_std(listener)?;
     let (questions, tasks) = (Arc::new(questions), TaskTracker::new());
-    let (asking, connected) = (Shares::new(QUESTIONS), Shares::new(CONNECTIONS));
+    let (asking, connected) = (OperationLimits::new(QUESTIONS), OperationLimits::new(CONNECTIONS));
     let mut buffer = vec![0; 1 << 16];
     loop {
         tokio::select! {
             asked = questions.recv_from(&mut buffer) => match asked {
-                // Others than containers may send packets to this address, by way of the machine.
+                // Other machines may send packets to this address through this machine.
                 Ok((_, from)) if !pool.contains(from.ip()) => {}
                 Ok((length, _)) if !is_question(&buffer[..length]) => {}
                 Ok((length, from)) => {
@@ -126,14 +130,14 @@ pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
                     let (question, questions) = (buffer[..length].to_vec(), Arc::clone(&questions));
                     tasks.spawn(async move {
                         let _share = share;
-                        let Some(answer) = ask(&question).await else { return };
+                        let Some(answer) = query_servers(&question).await else { return };
                         if let Err(error) = questions.send_to(&answer, from).await {
-                            tracing::debug!(%error, %from, "cannot answer a question for a name");
+                            tracing::debug!(%error, %from, "cannot answer a DNS query");
                         }
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "cannot receive questions for names");
+                    tracing::warn!(%error, "cannot receive DNS queries");
                     tokio::time::sleep(PAUSE).await;
                 }
             },
@@ -143,14 +147,14 @@ pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
                     let Some(share) = connected.take(from.ip()) else { continue };
                     tasks.spawn(async move {
                         let _share = share;
-                        let passed = tokio::time::timeout(CONNECTION, pass_on(&mut connection)).await;
+                        let passed = tokio::time::timeout(CONNECTION, forward_queries(&mut connection)).await;
                         if let Ok(Err(error)) = passed {
-                            tracing::debug!(%error, %from, "cannot pass on questions for names");
+                            tracing::debug!(%error, %from, "cannot forward DNS queries");
                         }
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept questions for names");
+                    tracing::warn!(%error, "cannot accept a TCP connection for DNS queries");
                     tokio::time::sleep(PAUSE).await;
                 }
             },
@@ -158,16 +162,16 @@ pub(in crate::runtimes::host) async fn serve(pool: Pool) -> io::Result<()> {
     }
 }
 
-/// The servers that this machine asks now.
+/// The present name servers of this machine.
 fn servers() -> Vec<SocketAddr> {
     let found = name_servers(&fs::read_to_string(FILE).unwrap_or_default());
     let found = if found.is_empty() { vec![IpAddr::V4(Ipv4Addr::LOCALHOST)] } else { found };
     found.into_iter().map(|server| SocketAddr::new(server, PORT)).collect()
 }
 
-async fn ask(question: &[u8]) -> Option<Vec<u8>> {
+async fn query_servers(question: &[u8]) -> Option<Vec<u8>> {
     for server in servers() {
-        let asked = tokio::time::timeout(PATIENCE, ask_one(server, question)).await;
+        let asked = tokio::time::timeout(PATIENCE, query_server(server, question)).await;
         if let Ok(Ok(answer)) = asked {
             return Some(answer);
         }
@@ -175,7 +179,7 @@ async fn ask(question: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-async fn ask_one(server: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
+async fn query_server(server: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
     let any: IpAddr =
         if server.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { std::net::Ipv6Addr::UNSPECIFIED.into() };
     let socket = tokio::net::UdpSocket::bind((any, 0)).await?;
@@ -187,8 +191,8 @@ async fn ask_one(server: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
     Ok(answer)
 }
 
-/// Passes questions on that come over TCP, each with its length before it, one after the other.
-async fn pass_on(connection: &mut tokio::net::TcpStream) -> io::Result<()> {
+/// Forwards TCP queries in order. Each has its length in front.
+async fn forward_queries(connection: &mut tokio::net::TcpStream) -> io::Result<()> {
     let mut upstream = None;
     while let Some(question) = read_message(connection).await? {
         if !is_question(&question) {
@@ -217,7 +221,7 @@ async fn connect_to_server() -> io::Result<tokio::net::TcpStream> {
     Err(failure)
 }
 
-/// `None`: the other end says no more.
+/// `None`: the peer has closed the connection.
 async fn read_message(stream: &mut tokio::net::TcpStream) -> io::Result<Option<Vec<u8>>> {
     let length = match stream.read_u16().await {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
@@ -233,14 +237,16 @@ async fn write_message(stream: &mut tokio::net::TcpStream, message: &[u8]) -> io
     stream.write_all(&[&length.to_be_bytes(), message].concat()).await
 }
 
-/// Whether a message is a query with one question, and no zone transfer (RFC 1035). A server on this machine may grant this machine more.
+/// Whether a message is a query with one question that is not a zone transfer (RFC 1035). A server
+/// on this machine may trust this machine more than containers.
 fn is_question(message: &[u8]) -> bool {
     const HEADER: usize = 12;
     const TRANSFERS: [u16; 2] = [251, 252];
     let word = |at: usize| Some(u16::from_be_bytes([*message.get(at)?, *message.get(at + 1)?]));
     let is_query = word(2).is_some_and(|flags| flags & 0xf800 == 0);
     let mut at = HEADER;
-    // Labels, each after its length, up to an empty one. What is compressed refers to another name, and there is none.
+    // Labels with their lengths, up to an empty one. A compressed label would refer to another
+    // name, which a query does not have.
     while let Some(length) = message.get(at).copied().filter(|length| (1..64).contains(length)) {
         at += 1 + usize::from(length);
     }
@@ -248,11 +254,12 @@ fn is_question(message: &[u8]) -> bool {
     is_query && is_one_name && word(at + 1).is_some_and(|kind| !TRANSFERS.contains(&kind))
 }
 
-/// A socket at the resolver's address, which need not be there yet, and which others may have too.
-fn bound(address: Ipv4Addr, kind: libc::c_int) -> io::Result<OwnedFd> {
+/// A socket at the resolver's address, which may not exist yet, and which other processes may
+/// share.
+fn bind_socket(address: Ipv4Addr, kind: libc::c_int) -> io::Result<OwnedFd> {
     let call = |result: libc::c_int| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) };
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: takes no pointers, and the descriptor is new.
+    // SAFETY: the call takes no pointers, and the descriptor is new.
     let socket = unsafe { OwnedFd::from_raw_fd(call(libc::socket(libc::AF_INET, kind | flags, 0))?) };
     let size = |length: usize| libc::socklen_t::try_from(length).unwrap_or(0);
     for (level, option) in [
@@ -262,7 +269,7 @@ fn bound(address: Ipv4Addr, kind: libc::c_int) -> io::Result<OwnedFd> {
     ] {
         let on: libc::c_int = 1;
         let value = (&raw const on).cast();
-        // SAFETY: the value has the size that is said.
+        // SAFETY: the value has the stated size.
         call(unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, value, size(size_of_val(&on))) })?;
     }
     let place = libc::sockaddr_in {
@@ -273,10 +280,10 @@ fn bound(address: Ipv4Addr, kind: libc::c_int) -> io::Result<OwnedFd> {
     };
     let length = size(size_of_val(&place));
     let place = (&raw const place).cast();
-    // SAFETY: the address has the size that is said.
+    // SAFETY: the address has the stated size.
     call(unsafe { libc::bind(socket.as_raw_fd(), place, length) })?;
     if kind == libc::SOCK_STREAM {
-        // SAFETY: takes no pointers.
+        // SAFETY: the call takes no pointers.
         call(unsafe { libc::listen(socket.as_raw_fd(), 128) })?;
     }
     Ok(socket)
@@ -296,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn only_questions_are_passed_on() {
+    fn only_queries_are_forwarded() {
         let message = |flags: u16, questions: u16, kind: u16| {
             let mut message = vec![0, 1];
             for word in [flags, questions, 0, 0, 0] {
@@ -318,18 +325,19 @@ mod tests {
             assert!(!is_question(&message(0x0100, questions, kind)));
         }
         let whole = message(0, 1, 1);
-        assert!((0..whole.len() - 2).all(|end| !is_question(&whole[..end])), "each is cut off");
+        assert!((0..whole.len() - 2).all(|end| !is_question(&whole[..end])), "each message is truncated");
         let mut compressed = whole;
         compressed[12] = 0xc0;
         assert!(!is_question(&compressed));
     }
 
     #[test]
-    fn container_has_no_more_than_its_share() {
-        let (shares, one, other) = (Shares::new(2), IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
+    fn container_cannot_exceed_its_query_limit() {
+        let (shares, one, other) =
+            (OperationLimits::new(2), IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
         let (first, _second) = (shares.take(one), shares.take(one));
         assert!(first.is_some() && shares.take(one).is_none());
-        assert!(shares.take(other).is_some(), "each has a share");
+        assert!(shares.take(other).is_some(), "each container has a limit");
         drop(first);
         assert!(shares.take(one).is_some());
     }

@@ -1,17 +1,19 @@
-//! An attachment to a process: its output and its end as they come, and input for it.
+//! Attachments to processes of the host runtime: output, end and input.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use domain::AttemptId;
 use futures::stream;
-use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, Window};
+use runtime::{
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, TerminalSize,
+};
 
 use super::{PAUSE, Process, ended};
 use crate::runtimes::host::filesystem::at;
 use crate::runtimes::host::supervisor_protocol::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
 use crate::runtimes::host::{Host, paths};
-use crate::runtimes::output_spool::{Found, Reader};
+use crate::runtimes::output_spool::{ReadResult, Reader};
 use crate::util::blocking::blocking;
 
 impl Host {
@@ -37,9 +39,9 @@ impl Host {
             }
         }
         let mut events = Events::new(Arc::clone(self), process.clone(), spools, from);
-        events.catch_up().await?;
+        events.update_progress().await?;
         let stdin_offset = events.seen.stdin_taken;
-        events.stdin_said = stdin_offset;
+        events.reported_stdin = stdin_offset;
         let events = stream::unfold(Some(events), |events| async move {
             let mut events = events?;
             match events.next().await {
@@ -53,25 +55,25 @@ impl Host {
     }
 }
 
-/// What is said to a reader.
+/// Event stream of a reader.
 struct Events {
     host: Arc<Host>,
     process: Process,
     spools: [Arc<Reader>; 2],
-    /// How far it has read.
+    /// Offset of the reader in each output.
     at: [u64; 2],
-    /// What there is, as far as is known.
+    /// The last known progress of the process.
     seen: Progress,
-    stdin_said: u64,
+    reported_stdin: u64,
     connection: Option<Connection>,
-    /// Which output is looked at first, so that neither waits for the other.
-    turn: usize,
+    /// Index of the output to read first. It alternates, so that neither output starves.
+    next_output: usize,
     ended: Option<Ended>,
-    said: Said,
+    phase: EventPhase,
 }
 
 #[derive(PartialEq, Eq)]
-enum Said {
+enum EventPhase {
     Output,
     Ended,
     Done,
@@ -85,44 +87,44 @@ impl Events {
             spools,
             at: [from.stdout, from.stderr],
             seen: Progress::default(),
-            stdin_said: 0,
+            reported_stdin: 0,
             connection: None,
-            turn: 0,
+            next_output: 0,
             ended: None,
-            said: Said::Output,
+            phase: EventPhase::Output,
         }
     }
 
     async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
         loop {
-            if self.said == Said::Done {
+            if self.phase == EventPhase::Done {
                 return Ok(None);
             }
-            if self.seen.stdin_taken != self.stdin_said {
-                self.stdin_said = self.seen.stdin_taken;
-                return Ok(Some(ProcessEvent::StdinTaken(self.stdin_said)));
+            if self.seen.stdin_taken != self.reported_stdin {
+                self.reported_stdin = self.seen.stdin_taken;
+                return Ok(Some(ProcessEvent::StdinAccepted(self.reported_stdin)));
             }
             if let Some(event) = self.output().await? {
                 return Ok(Some(event));
             }
             match &self.ended {
-                Some(ended) if self.said == Said::Output => {
-                    self.said = Said::Ended;
+                Some(ended) if self.phase == EventPhase::Output => {
+                    self.phase = EventPhase::Ended;
                     return Ok(Some(ProcessEvent::Ended(ended.clone())));
                 }
                 Some(_) => {
-                    self.said = Said::Done;
+                    self.phase = EventPhase::Done;
                     let [stdout, stderr] = self.at;
                     return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
                 }
-                None => self.news().await?,
+                None => self.wait_for_change().await?,
             }
         }
     }
 
-    /// Some output that was not said yet.
+    /// Returns the next part of the output.
     async fn output(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
-        for which in [self.turn, 1 - self.turn] {
+        for which in [self.next_output, 1 - self.next_output] {
             let heads = [self.seen.stdout, self.seen.stderr];
             let offset = self.at[which];
             if offset >= heads[which] {
@@ -131,20 +133,20 @@ impl Events {
             let spool = Arc::clone(&self.spools[which]);
             let read = move || spool.read(offset).map_err(|error| RuntimeError::io("read a spool", error));
             let found = blocking(read).await?;
-            self.turn = 1 - which;
+            self.next_output = 1 - which;
             let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
             match found {
-                Found::Data(data) => {
+                ReadResult::Data(data) => {
                     self.at[which] += data.len() as u64;
                     return Ok(Some(ProcessEvent::Output { stream, offset, data }));
                 }
-                Found::Gone(to) => {
+                ReadResult::Lost(to) => {
                     self.at[which] = to;
                     return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to }));
                 }
-                Found::Nothing => {
+                ReadResult::Nothing => {
                     return Err(RuntimeError::Other(
-                        "a spool holds less than its supervisor says".to_owned(),
+                        "the spool has fewer bytes than its supervisor reports".to_owned(),
                     ));
                 }
             }
@@ -152,9 +154,9 @@ impl Events {
         Ok(None)
     }
 
-    /// Waits until something differs from what was seen.
-    async fn news(&mut self) -> Result<(), RuntimeError> {
-        let Some(connection) = &mut self.connection else { return self.catch_up().await };
+    /// Waits until the progress changes.
+    async fn wait_for_change(&mut self) -> Result<(), RuntimeError> {
+        let Some(connection) = &mut self.connection else { return self.update_progress().await };
         match connection.progress(&Request::Watch(self.seen)).await {
             Ok(seen) if seen.phase != Phase::Ended => self.seen = seen,
             _ => self.connection = None,
@@ -162,8 +164,8 @@ impl Events {
         Ok(())
     }
 
-    /// Learns how far it is, from its supervisor while it has one.
-    async fn catch_up(&mut self) -> Result<(), RuntimeError> {
+    /// Updates the progress, from the supervisor while there is one.
+    async fn update_progress(&mut self) -> Result<(), RuntimeError> {
         loop {
             if let Some(ended) = ended(self.host.status_of(&self.process).await?) {
                 for (spool, head) in self.spools.iter().zip([&mut self.seen.stdout, &mut self.seen.stderr]) {
@@ -173,7 +175,7 @@ impl Events {
                 return Ok(());
             }
             if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
-                && let Ok(seen) = connection.progress(&Request::Look).await
+                && let Ok(seen) = connection.progress(&Request::GetProgress).await
                 && seen.phase != Phase::Ended
             {
                 self.seen = seen;
@@ -185,27 +187,27 @@ impl Events {
     }
 }
 
-/// What is said to a process.
+/// The input side of an attachment.
 struct Input {
     host: Arc<Host>,
     process: Process,
-    /// Taken out while it is used, so that what was dropped halfway is not used again.
+    /// Taken out during a request, so that the connection of a cancelled request is not used again.
     connection: tokio::sync::Mutex<Option<Connection>>,
 }
 
 impl Input {
-    /// `None`: it has ended.
-    async fn tell(&self, request: &Request) -> Result<Option<Answer>, RuntimeError> {
+    /// Sends a request to the supervisor. `None`: the process has ended.
+    async fn send_request(&self, request: &Request) -> Result<Option<Answer>, RuntimeError> {
         let mut kept = self.connection.lock().await;
         if let Some(mut connection) = kept.take()
-            && let Ok(answer) = connection.ask(request).await
+            && let Ok(answer) = connection.request(request).await
         {
             *kept = Some(connection);
             return Ok(Some(answer));
         }
         loop {
             if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
-                && let Ok(answer) = connection.ask(request).await
+                && let Ok(answer) = connection.request(request).await
             {
                 *kept = Some(connection);
                 return Ok(Some(answer));
@@ -226,7 +228,7 @@ impl ProcessInput for Input {
         loop {
             let part = rest.split_to(rest.len().min(MAX_STDIN));
             let length = part.len() as u64;
-            let answer = self.tell(&Request::Stdin { offset: at, data: part }).await?;
+            let answer = self.send_request(&Request::Stdin { offset: at, data: part }).await?;
             if let Some(Answer::StdinGap(limit)) = answer {
                 return Err(RuntimeError::OffsetOutOfRange { offset: at, limit });
             }
@@ -238,23 +240,23 @@ impl ProcessInput for Input {
     }
 
     async fn close_stdin(&self) -> Result<(), RuntimeError> {
-        self.tell(&Request::CloseStdin).await.map(|_| ())
+        self.send_request(&Request::CloseStdin).await.map(|_| ())
     }
 
     async fn signal(&self, number: u8) -> Result<(), RuntimeError> {
-        self.tell(&Request::Signal(number)).await.map(|_| ())
+        self.send_request(&Request::Signal(number)).await.map(|_| ())
     }
 
     async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError> {
         let Offsets { stdout, stderr } = up_to;
-        self.tell(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
+        self.send_request(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
     }
 
-    async fn resize(&self, _window: Window) -> Result<(), RuntimeError> {
+    async fn resize(&self, _window: TerminalSize) -> Result<(), RuntimeError> {
         Err(RuntimeError::Unsupported("processes on this worker have no terminal".to_owned()))
     }
 
     async fn detach(&self) -> Result<(), RuntimeError> {
-        self.tell(&Request::Detach).await.map(|_| ())
+        self.send_request(&Request::Detach).await.map(|_| ())
     }
 }

@@ -1,4 +1,4 @@
-//! The start of a process: its intent is written, and a supervisor is started for it.
+//! Start of a process: writes its intent and starts its supervisor.
 
 use std::fs::{self, File};
 use std::io;
@@ -29,9 +29,9 @@ impl Host {
         id: AttemptId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
-        let (turn, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
+        let (guard, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
         blocking(move || {
-            let _turn = turn;
+            let _guard = guard;
             host.hold.check()?;
             host.start_process(container, id, spec)
         })
@@ -60,7 +60,8 @@ impl Host {
         let mut written = Vec::new();
         if range.is_some() {
             for volume in container.written() {
-                // The supervisor mounts it in another way. Only one mount at a time may be written to.
+                // The supervisor mounts the volume separately, and only one mount at a time may be
+                // writable.
                 if self.volumes.notes(volume)?.parent.is_some() {
                     if self.refresh(volume)? {
                         let what = format!("a second container that writes to volume {volume}");
@@ -72,7 +73,7 @@ impl Host {
             }
         } else {
             for volume in container.volumes() {
-                // They may have been unmounted since, by a reboot.
+                // A reboot may have unmounted the volumes.
                 self.directory(volume)?;
             }
         }
@@ -83,9 +84,9 @@ impl Host {
                 lock(&self.processes).insert(id, handle);
                 lock(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
             }
-            // Who took over may have taken its files away, and made them anew.
+            // A gateway that took over may have replaced the files of the process.
             Err(_) if !self.hold.is_ours()? => {}
-            Err(_) => self.forget(&process)?,
+            Err(_) => self.undo_start(&process)?,
         }
         launched
     }
@@ -95,7 +96,7 @@ impl Host {
         self.hold.check()?;
         let name = process.id.to_string();
         let socket = self.sockets.path(&name);
-        let listener = OwnedFd::from(self.sockets.listen(&name).map_err(at("listen at", &socket))?);
+        let listener = OwnedFd::from(self.sockets.listen(&name).map_err(at("listen on", &socket))?);
 
         let (contact, stop_after) = lock(&self.contact).unwrap_or((since_boot(), STOP_AFTER));
         let nanoseconds = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
@@ -125,8 +126,9 @@ impl Host {
             .map_err(|error| RuntimeError::io("start a supervisor", error))
     }
 
-    /// Makes the directory of a process, and with it the intent to start it. Both are there in one moment, durably: of an intent that was cut
-    /// short nobody could say whether it was carried out. Answers what its supervisor holds: its lock, and where it says what it has to say.
+    /// Creates the directory of a process with the intent to start it, atomically and durably. With
+    /// a truncated intent, no gateway could tell whether the process was started. Returns the lock
+    /// and the log of the supervisor.
     fn intend(&self, process: &Process, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
         let (dir, unfinished) = (&process.dir, process.unfinished());
         let made = self.fill(&unfinished, process.id, spec).and_then(|made| {
@@ -137,12 +139,12 @@ impl Host {
         if made.is_err()
             && let Err(error) = filesystem::remove_tree(&unfinished)
         {
-            // Whoever opens the state directory next removes it.
-            tracing::warn!(%error, path = %unfinished.display(), "cannot remove what is left of a start");
+            // The next gateway that opens the state directory removes it.
+            tracing::warn!(%error, path = %unfinished.display(), "cannot remove the directory of a failed start");
         }
         let made = made?;
         filesystem::sync_directory(dir).map_err(at("sync", dir))?;
-        dir.parent().map_or(Ok(()), filesystem::sync_directory).map_err(at("sync what is above", dir))?;
+        dir.parent().map_or(Ok(()), filesystem::sync_directory).map_err(at("sync the parent of", dir))?;
         Ok(made)
     }
 
@@ -170,13 +172,14 @@ impl Host {
         use rustix::net::{AddressFamily, SocketFlags, SocketType};
         let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
-        // Init is a fork of the supervisor, so a command `/proc/self/exe` opens this program. By way of a mount that is read-only for good,
-        // neither its contents nor its mode, owner and attributes can be changed.
+        // Init is a fork of the supervisor, so the command `/proc/self/exe` opens this program.
+        // Through a read-only mount, neither its contents nor its mode, owner and attributes can be
+        // changed.
         let program = mounts::clone_of(&self.config.supervisor, MountAttrFlags::MOUNT_ATTR_RDONLY)?;
-        // Open for the supervisor too, for its program may be a script.
+        // The supervisor inherits the descriptor, because the program may be a script.
         rustix::io::fcntl_setfd(&program, rustix::io::FdFlags::empty())?;
         let child = tokio::process::Command::new(format!("/proc/self/fd/{}", program.as_raw_fd()))
-            // Containers see the name of their init, and need not see where on the worker its program is.
+            // Containers see the name of their init, but not the path of its program on the worker.
             .arg0("gantry-supervisor")
             .arg(supervisor::ARGUMENT)
             .env_clear()
@@ -184,7 +187,7 @@ impl Host {
             .stdout(Stdio::null())
             .stderr(log)
             .spawn()?;
-        // Nobody waits for it: it outlives this process, and is reaped when it ends before.
+        // Not awaited: the supervisor outlives this process, and is reaped if it ends earlier.
         drop(child);
         supervisor::send(&ours, launch, alive, listener)
     }

@@ -1,7 +1,7 @@
-//! Processes: started, watched, stopped, attached to.
+//! Processes of the host runtime: start, state, stop and attachment.
 //!
-//! How far a process is stands in its directory; see [`Host::status`] for what means what. Its supervisor is asked only to
-//! learn of changes, and to change something.
+//! The files in the directory of a process tell its state: see [`Host::status`]. Supervisors are
+//! used only to wait for changes and to control a process.
 
 mod attachment;
 mod launch;
@@ -25,14 +25,14 @@ use super::{Host, paths, supervisor};
 use crate::runtimes::exit_record::End;
 use crate::util::keyed_locks::lock;
 
-/// Before a supervisor that could not be reached is tried again.
+/// Pause before an unreachable supervisor is tried again.
 const PAUSE: Duration = Duration::from_millis(2);
-/// How long a supervisor may take to answer a contact.
+/// Timeout of a supervisor's answer to a contact.
 const CONTACT: Duration = Duration::from_secs(5);
-/// Space set aside for an exit record.
+/// Reserved space of an exit record, in bytes.
 const RESERVE: usize = 4096;
 
-/// A process, and where its files are.
+/// A process and its directory.
 #[derive(Debug, Clone)]
 pub(super) struct Process {
     pub(super) id: AttemptId,
@@ -40,7 +40,7 @@ pub(super) struct Process {
     pub(super) dir: PathBuf,
 }
 
-/// How far a process is.
+/// State of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Status {
     Starting,
@@ -59,17 +59,18 @@ impl Process {
         self.dir.join(name)
     }
 
-    /// Where its directory is while it is made or removed, which is nobody else's.
+    /// The directory of the process during its creation or removal. No other process uses this
+    /// name.
     fn unfinished(&self) -> PathBuf {
         self.dir.with_file_name(format!(".{}.{}", self.id, Uuid::new_v4()))
     }
 
-    /// The name of its cgroups.
+    /// The name of its control groups.
     pub(super) fn cgroup(&self) -> String {
         format!("gantry-{}", self.id)
     }
 
-    /// Whether it has a supervisor.
+    /// Whether the process has a supervisor.
     pub(super) fn is_alive(&self) -> Result<bool, RuntimeError> {
         let path = self.file(paths::ALIVE);
         let file = match File::open(&path) {
@@ -84,13 +85,13 @@ impl Process {
         }
     }
 
-    /// Kills its supervisor, and with it everything in the container.
+    /// Kills the supervisor, and with it all processes of the container.
     pub(super) fn kill_supervisor(&self) -> Result<(), RuntimeError> {
         let path = self.file(paths::ALIVE);
         let text = fs::read_to_string(&path).map_err(at("read", &path))?;
         let pid = text.trim().parse().ok().filter(|pid| *pid > 1);
         let Some(pid) = pid.and_then(rustix::process::Pid::from_raw) else { return Ok(()) };
-        // Its id is nobody else's as long as it holds the lock.
+        // The process id is valid while its process holds the lock.
         if self.is_alive()?
             && let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::KILL)
             && error != rustix::io::Errno::SRCH
@@ -100,22 +101,23 @@ impl Process {
         Ok(())
     }
 
-    /// Whether there is no supervisor that could still do something. Unlike the lock, of which a frozen gateway may have a copy, this is
-    /// about the process itself. One that is only coming finds no intent.
+    /// Whether no supervisor can act for the process. The lock is not enough, because a frozen
+    /// gateway may have a copy of it. A supervisor that is still starting finds no intent.
     pub(super) fn supervisor_ended(&self) -> Result<bool, RuntimeError> {
         let path = self.file(paths::ALIVE);
-        let said = filesystem::read_if_there(&path).map_err(at("read", &path))?.unwrap_or_default();
-        let Some(pid) = String::from_utf8(said).ok().and_then(|text| text.trim().parse::<u32>().ok()) else {
+        let text = filesystem::read_if_exists(&path).map_err(at("read", &path))?.unwrap_or_default();
+        let Some(pid) = String::from_utf8(text).ok().and_then(|text| text.trim().parse::<u32>().ok()) else {
             return Ok(true);
         };
-        // One that cannot be read is not there.
+        // A process without a readable `stat` does not exist.
         let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
         let stat = String::from_utf8_lossy(&stat);
-        // The name in it may contain anything. A zombie is waited for by a gateway that may be frozen.
+        // The process name may contain any characters. A zombie counts as ended, because the
+        // gateway that must reap it may be frozen.
         Ok(stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X'])))
     }
 
-    /// Sees to it that it is never started, if that is still to be had. `true`: it never will be.
+    /// Prevents the start, if this is still possible. `true`: the process will never start.
     pub(super) fn revoke(&self) -> Result<bool, RuntimeError> {
         match filesystem::rename_exclusively(&self.file(paths::INTENT), &self.file(paths::REVOKED)) {
             Ok(()) => Ok(true),
@@ -125,22 +127,22 @@ impl Process {
     }
 
     fn exists(&self, name: &str) -> Result<bool, RuntimeError> {
-        filesystem::exists(&self.file(name)).map_err(at("look at", &self.dir))
+        filesystem::exists(&self.file(name)).map_err(at("check", &self.dir))
     }
 
     fn not_found(&self) -> RuntimeError {
         RuntimeError::ProcessNotFound(self.id)
     }
 
-    /// The last that its supervisor said, for people.
-    fn last_words(&self) -> String {
+    /// The end of the supervisor's log, for people.
+    fn log_tail(&self) -> String {
         let text = || {
             let mut file = File::open(self.file(paths::LOG))?;
             let length = file.metadata()?.len();
             file.seek(SeekFrom::Start(length.saturating_sub(2000)))?;
             io::read_to_string(file)
         };
-        // It is only for people, and there may be none.
+        // The text is only for people, and may be missing.
         text().unwrap_or_default().trim().to_owned()
     }
 }
@@ -151,33 +153,33 @@ impl Host {
         container.map(|container| Process::new(self, container, id)).ok_or(RuntimeError::ProcessNotFound(id))
     }
 
-    /// What a process has used that has ended.
+    /// Returns the resource usage of an ended process.
     pub(super) fn usage(&self, id: AttemptId) -> Result<Usage, RuntimeError> {
         let path = self.find(id)?.file(paths::USAGE);
-        let text = filesystem::read_if_there(&path).map_err(at("read", &path))?;
-        // What cannot be read is not known.
+        let text = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
+        // Unreadable values are reported as unknown.
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default())
     }
 
-    /// How far a process is, from its files:
+    /// Returns the state of a process, from its files:
     ///
-    /// | there is | with a supervisor | without |
+    /// | file | with a supervisor | without |
     /// |---|---|---|
     /// | `end` | ended | ended |
     /// | `started` | started | its end is unknown |
-    /// | `revoked` | will never be started | will never be started |
-    /// | `intent` | starting | of this boot: will never be started. Of an earlier one: who knows |
+    /// | `revoked` | will never start | will never start |
+    /// | `intent` | starting | of this boot: will never start. Of an earlier boot: unknown |
     ///
-    /// What is found without its supervisor is settled: written down, and what is left of it killed.
+    /// A process without a supervisor is settled: its end is stored, and its remaining processes
+    /// are killed.
     pub(super) fn status(&self, process: &Process) -> Result<Status, RuntimeError> {
         let mut was_empty = false;
         loop {
-            // Looked at first: what a dead supervisor left no longer changes.
+            // Checked first: after the death of a supervisor, its files no longer change.
             let alive = process.is_alive()?;
             let end = process.file(paths::END);
-            if let Some(text) = filesystem::read_if_there(&end).map_err(at("read", &end))? {
-                let unreadable =
-                    |_| End::unknown(FailureReason::ExitUnknown, "the record of its end cannot be read");
+            if let Some(text) = filesystem::read_if_exists(&end).map_err(at("read", &end))? {
+                let unreadable = |_| End::unknown(FailureReason::ExitUnknown, "cannot read the exit record");
                 return Ok(Status::Ended(serde_json::from_slice(&text).unwrap_or_else(unreadable)));
             }
             if process.exists(paths::STARTED)? {
@@ -185,10 +187,10 @@ impl Host {
                     return Ok(Status::Started);
                 }
                 let mut message =
-                    "its supervisor ended, or the machine did, before its end was written down".to_owned();
-                let last = process.last_words();
+                    "the supervisor or the machine ended before the exit record was written".to_owned();
+                let last = process.log_tail();
                 if !last.is_empty() {
-                    message = format!("{message}; its last words: {last}");
+                    message = format!("{message}; log of the supervisor: {last}");
                 }
                 return self
                     .settle(process, End::unknown(FailureReason::ExitUnknown, message))
@@ -197,7 +199,7 @@ impl Host {
             if process.exists(paths::REVOKED)? {
                 let end = End::not_started(
                     FailureReason::StoppedBeforeStart,
-                    "it was stopped before it was started",
+                    "the process was stopped before it was started",
                 );
                 return Ok(Status::Ended(end));
             }
@@ -206,34 +208,36 @@ impl Host {
                     return Ok(Status::Starting);
                 }
                 let Some(intent) = Self::intent(process)?.filter(|intent| intent.boot == self.boot) else {
-                    // Revoked or taken in this moment, or of an earlier boot.
+                    // The intent was revoked or taken just now, or is of an earlier boot.
                     if process.exists(paths::INTENT)? {
                         return Ok(Status::StartUnknown);
                     }
                     continue;
                 };
                 if process.revoke()? {
-                    let last = process.last_words();
-                    let message = format!("supervisor of {} ended before the start {last}", intent.process);
+                    let last = process.log_tail();
+                    let message =
+                        format!("the supervisor of process {} ended before the start {last}", intent.process);
                     return self
                         .settle(process, End::not_started(FailureReason::StartFailed, message.trim()))
                         .map(Status::Ended);
                 }
                 continue;
             }
-            // What is taken or revoked in this moment is found when it is looked for again.
+            // An intent that is taken or revoked just now is found by the next check.
             if std::mem::replace(&mut was_empty, true) || !process.exists("")? {
                 return Err(process.not_found());
             }
         }
     }
 
-    /// Ends what a process left without a supervisor, and writes down how it ended.
+    /// Kills the remaining processes of a container without a supervisor, and stores the end of its
+    /// process.
     fn settle(&self, process: &Process, end: End) -> Result<End, RuntimeError> {
         let _turn = lock(&self.settling);
         let path = process.file(paths::END);
-        if let Some(text) = filesystem::read_if_there(&path).map_err(at("read", &path))? {
-            // Somebody else came first.
+        if let Some(text) = filesystem::read_if_exists(&path).map_err(at("read", &path))? {
+            // Another task has stored the end.
             return Ok(serde_json::from_slice(&text).unwrap_or(end));
         }
         self.cgroups
@@ -246,28 +250,28 @@ impl Host {
     async fn status_of(self: &Arc<Self>, process: &Process) -> Result<Status, RuntimeError> {
         let (host, process) = (Arc::clone(self), process.clone());
         blocking(move || {
-            // What is found may be the work of who took over, and is not for this gateway to tell.
+            // The state may come from a gateway that took over. This gateway must not report it.
             host.hold.check()?;
             host.status(&process)
         })
         .await
     }
 
-    /// Whose container it is in.
+    /// Returns the team of the container of a process.
     pub(super) async fn team(self: &Arc<Self>, id: AttemptId) -> Result<String, RuntimeError> {
         let (process, host) = (self.find(id)?, Arc::clone(self));
         let container = blocking(move || host.read_container(process.container)).await?;
         container.map(|container| container.team).ok_or(RuntimeError::ProcessNotFound(id))
     }
 
-    /// Takes back a start that failed before it was under way.
-    pub(super) fn forget(&self, process: &Process) -> Result<(), RuntimeError> {
+    /// Undoes a start that failed before it was in progress.
+    pub(super) fn undo_start(&self, process: &Process) -> Result<(), RuntimeError> {
         process.revoke()?;
         let socket = self.sockets.path(&process.id.to_string());
         filesystem::remove_file(&socket).map_err(at("remove", &socket))?;
-        // Who took over may have made it anew.
+        // A gateway that took over may have created the process again.
         self.hold.check()?;
-        // Of what is removed halfway nobody could say how far it was.
+        // The state of a partly removed directory would be ambiguous, so it is renamed first.
         let unfinished = process.unfinished();
         match fs::rename(&process.dir, &unfinished) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -313,18 +317,18 @@ impl Host {
         if blocking(revoke).await? {
             return Ok(());
         }
-        self.tell(&process, &Request::Stop(grace)).await.map(|_| ())
+        self.send_request(&process, &Request::Stop(grace)).await.map(|_| ())
     }
 
-    /// Tells the supervisor of a process something. `None`: it has ended.
-    pub(super) async fn tell(
+    /// Sends a request to the supervisor of a process. `None`: the process has ended.
+    pub(super) async fn send_request(
         self: &Arc<Self>,
         process: &Process,
         request: &Request,
     ) -> Result<Option<Answer>, RuntimeError> {
         loop {
             let answer = match self.sockets.connect(&process.id.to_string()).await {
-                Ok(mut connection) => connection.ask(request).await,
+                Ok(mut connection) => connection.request(request).await,
                 Err(error) => Err(error),
             };
             if let Ok(answer) = answer {
@@ -352,21 +356,21 @@ impl Host {
         let processes: Vec<_> =
             lock(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
         let request = Request::Contact { sent, stop_after };
-        let told = processes.into_iter().map(|(id, container)| {
+        let requests = processes.into_iter().map(|(id, container)| {
             let process = Process::new(self, container, id);
             let request = &request;
             async move {
-                // Most have ended; those have no socket any more.
+                // Most processes have ended, and have no socket any more.
                 let Ok(mut connection) = self.sockets.connect(&process.id.to_string()).await else { return };
-                match tokio::time::timeout(CONTACT, connection.ask(request)).await {
+                match tokio::time::timeout(CONTACT, connection.request(request)).await {
                     Ok(Ok(_)) => {}
-                    // It is ending.
+                    // The supervisor is ending.
                     Ok(Err(_)) => {}
                     Err(_) => tracing::warn!(process.id = %process.id, "a supervisor does not answer"),
                 }
             }
         });
-        futures::future::join_all(told).await;
+        futures::future::join_all(requests).await;
         Ok(())
     }
 }
@@ -376,7 +380,7 @@ fn ended(status: Status) -> Option<Ended> {
         Status::Starting | Status::Started => None,
         Status::Ended(end) => Some(end.into()),
         Status::StartUnknown => {
-            let message = "the machine was restarted between the intent to start it and any proof of a start";
+            let message = "the machine was restarted after the intent to start the process and before a proof of the start";
             Some(End::unknown(FailureReason::StartUnknown, message).into())
         }
     }

@@ -1,6 +1,7 @@
-//! A process that runs: its streams, its signals, the gateways that ask about it, its end.
+//! Event loop of a supervisor: streams, signals, connected gateways and the end of a running
+//! process.
 //!
-//! One loop around `poll`. Nothing in it blocks but the disk.
+//! One loop around `poll`. Only disk operations block.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -27,23 +28,23 @@ use crate::runtimes::host::persisted::{Intent, Launch};
 use crate::runtimes::host::supervisor_protocol::{Answer, MAX_FRAME, Phase, Progress, Request};
 use crate::runtimes::output_spool;
 
-/// How long a process that is out of contact has between TERM and KILL, at most.
+/// Longest grace period of a process out of contact.
 const LAST_GRACE: Duration = Duration::from_secs(10);
 
-/// How often an output is emptied before the others are looked at.
+/// Number of reads from one output before the other events are handled.
 const FILLS: usize = 4;
-/// Pause after a connection for which no file could be opened. Without it the loop would spin.
+/// Pause after a connection that failed for lack of descriptors. Prevents a busy loop.
 const SHORT_OF_FILES: Duration = Duration::from_millis(20);
 
 /// An output of the process.
 struct Output {
     spool: output_spool::Writer,
-    /// `None` when all of it has been taken.
+    /// `None` after the end of the output.
     pipe: Option<OwnedFd>,
 }
 
 impl Output {
-    /// Takes in what is there, as much as there is room for, in at most so many `fills`: others wait too.
+    /// Reads available bytes up to the free room, with at most `fills` reads.
     fn take(&mut self, held: bool, fills: usize) -> io::Result<()> {
         for _ in 0..fills {
             let Some(pipe) = &self.pipe else { break };
@@ -63,11 +64,11 @@ impl Output {
     }
 }
 
-/// A gateway that is connected.
+/// A connected gateway.
 struct Client {
     socket: OwnedFd,
     received: Vec<u8>,
-    /// What it waits to be answered.
+    /// The pending request.
     waiting: Option<Waiting>,
 }
 
@@ -77,7 +78,7 @@ enum Waiting {
     Stdin { offset: u64, data: Bytes },
 }
 
-/// What ended a wait for events.
+/// The events that ended a `poll`.
 #[derive(Default)]
 struct Ready {
     init_ended: bool,
@@ -86,26 +87,26 @@ struct Ready {
     clients: Vec<bool>,
 }
 
-/// A container in which something runs.
-pub(super) struct Running {
+/// A container with a running process.
+pub(super) struct RunningContainer {
     process_dir: PathBuf,
-    /// Below this everything is mounted that the container sees.
+    /// The directory of all mounts of the container.
     mounts: PathBuf,
     socket: PathBuf,
     cgroup: String,
     cgroups: Cgroups,
     init: Pid,
-    /// When the process was about to be started.
+    /// When the start of the process was requested.
     since: Duration,
     init_watch: OwnedFd,
     /// The connection to init.
     reports: OwnedFd,
     report: Option<Report>,
     outputs: [Output; 2],
-    /// `None` when it is closed or was never open.
+    /// `None` if the process has no input, or its input is closed.
     stdin: Option<OwnedFd>,
     stdin_taken: u64,
-    /// Whether closing it waits only for input that is being taken.
+    /// Whether standard input will be closed after pending input.
     close_stdin: bool,
     held_back: bool,
     init_has_ended: bool,
@@ -114,17 +115,18 @@ pub(super) struct Running {
     timer: OwnedFd,
     contact: Duration,
     stop_after: Duration,
-    /// When everything is killed, once somebody asked for it.
+    /// When all processes will be killed, after a stop was requested.
     kill_at: Option<Duration>,
     stopped: bool,
-    /// Why everything was killed, if that was to keep the disk usable.
+    /// The reason of a kill by the disk guard.
     ended_for_disk: Option<String>,
-    /// Whether the memory guard ended it.
+    /// Whether the memory guard ended the container.
     ended_for_memory: bool,
 }
 
-impl Running {
-    /// `streams`: our ends of standard output, standard error, and standard input if there is one.
+impl RunningContainer {
+    /// `streams`: the supervisor's ends of standard output, standard error, and standard input if
+    /// the process has one.
     pub(super) fn new(
         launch: &Launch,
         intent: &Intent,
@@ -169,16 +171,17 @@ impl Running {
         })
     }
 
-    /// Serves until everything in the container is dead and written down, and then until nothing of it is left.
+    /// Runs until all processes of the container are dead and the end is stored, and then until the
+    /// container is removed.
     pub(super) fn run(mut self, listener: OwnedFd) -> io::Result<()> {
         rustix::io::ioctl_fionbio(&listener, true)?;
         self.set_timer()?;
         loop {
             let ready = self.wait(&listener)?;
             if ready.reported {
-                self.take_report()?;
+                self.read_report()?;
             }
-            self.mind_the_time()?;
+            self.update_timer()?;
             let held = self.held_back;
             self.outputs.iter_mut().try_for_each(|output| output.take(held, FILLS))?;
             self.init_has_ended |= ready.init_ended;
@@ -187,7 +190,7 @@ impl Running {
             }
             self.receive(&ready.clients)?;
             self.answer()?;
-            // After what was asked for: a stop does not wait for a reader.
+            // Follows the requests, because a stop does not wait for a reader.
             if self.init_has_ended && !self.has_output_for_reader() {
                 break;
             }
@@ -195,7 +198,7 @@ impl Running {
         self.finish(&listener)
     }
 
-    /// Whether the disk was full, and the last output waits for a reader to read what was before it.
+    /// Whether the disk was full, and the last output waits for a reader.
     fn has_output_for_reader(&self) -> bool {
         let is_killed = self.kill_at == Some(Duration::ZERO);
         let waits = |output: &Output| output.pipe.is_some() && output.spool.was_disk_full();
@@ -209,7 +212,7 @@ impl Running {
             PollFd::new(listener, PollFlags::IN),
             PollFd::new(&self.timer, PollFlags::IN),
         ];
-        // Without init they are hung up, which is reported whatever is asked for.
+        // After the end of init, the hang-up would be reported in every poll.
         if !self.init_has_ended {
             let events = if self.report_due() { PollFlags::IN } else { PollFlags::empty() };
             polled.push(PollFd::new(&self.reports, events));
@@ -235,7 +238,7 @@ impl Running {
         Ok(Ready {
             init_ended: ready(0),
             connecting: ready(1),
-            // Its hang-up comes with the end of init, which is looked at anyway.
+            // The hang-up of the connection comes with the end of init, which is polled separately.
             reported: !self.init_has_ended && polled[3].revents().contains(PollFlags::IN),
             clients: (fixed..fixed + self.clients.len()).map(ready).collect(),
         })
@@ -245,7 +248,7 @@ impl Running {
         matches!(self.report, None | Some(Report::Started))
     }
 
-    fn take_report(&mut self) -> io::Result<()> {
+    fn read_report(&mut self) -> io::Result<()> {
         let mut bytes = [0; REPORT];
         match rustix::net::recv(&self.reports, &mut bytes, rustix::net::RecvFlags::DONTWAIT) {
             Ok((_, REPORT)) => {}
@@ -259,15 +262,15 @@ impl Running {
         Ok(())
     }
 
-    // Time.
+    // Deadlines.
 
-    /// When the process is asked to end for want of contact, and when it is killed for it.
+    /// When the process is stopped for lack of contact, and when it is killed.
     fn out_of_contact(&self) -> (Duration, Duration) {
         let kill = self.contact.saturating_add(self.stop_after);
         (kill.saturating_sub(LAST_GRACE.min(self.stop_after / 10)), kill)
     }
 
-    fn mind_the_time(&mut self) -> io::Result<()> {
+    fn update_timer(&mut self) -> io::Result<()> {
         let now = since_boot();
         let (term, kill) = self.out_of_contact();
         if self.kill_at.is_some_and(|at| at <= now) || kill <= now {
@@ -284,13 +287,13 @@ impl Running {
 
     fn set_timer(&self) -> io::Result<()> {
         let (term, kill) = self.out_of_contact();
-        // What was killed is not killed again.
+        // A killed process is not killed again.
         let next = match self.kill_at {
             Some(Duration::ZERO) => None,
             Some(at) => Some(at.min(kill)),
             None => Some(term),
         };
-        // A timer that is set to zero is switched off.
+        // A timer of zero would be disabled.
         let next = next.map_or(Duration::ZERO, |next| next.max(Duration::from_nanos(1)));
         let value = Timespec {
             tv_sec: i64::try_from(next.as_secs()).unwrap_or(i64::MAX),
@@ -301,19 +304,19 @@ impl Running {
         Ok(())
     }
 
-    /// Asks the process to end, and sets when it must have.
+    /// Stops the process, and sets the time of the kill.
     fn stop(&mut self, kill_at: Duration) -> io::Result<()> {
         if self.kill_at.is_none() {
             let term = u8::try_from(libc::SIGTERM).unwrap_or(15);
             init::signal(self.reports.as_fd(), term)?;
         }
-        // What has ended before was not stopped.
+        // A process that has already ended does not count as stopped.
         self.stopped |= !self.init_has_ended;
         self.kill_at = Some(self.kill_at.map_or(kill_at, |earlier| earlier.min(kill_at)));
         Ok(())
     }
 
-    /// Kills everything in the container: with init, its namespace of processes ends.
+    /// Kills all processes of the container: its PID namespace ends with init.
     fn kill(&self) -> io::Result<()> {
         self.cgroups.lift_quota(&self.cgroup);
         match rustix::process::pidfd_send_signal(&self.init_watch, Signal::KILL) {
@@ -333,7 +336,7 @@ impl Running {
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
-                // The connection stays in the queue: poll reports it again at once.
+                // The connection stays in the queue, and poll reports it again at once.
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => {
                     std::thread::sleep(SHORT_OF_FILES);
                     return Ok(());
@@ -343,7 +346,8 @@ impl Running {
         }
     }
 
-    /// Takes requests of those that are ready; the new ones, beyond the end of `ready`, are asked too.
+    /// Reads requests of ready clients. Clients beyond the end of `ready` are new, and are read
+    /// too.
     fn receive(&mut self, ready: &[bool]) -> io::Result<()> {
         let mut requests = Vec::new();
         let mut index = 0;
@@ -355,10 +359,10 @@ impl Running {
         requests.into_iter().try_for_each(|request| self.carry_out(&request))
     }
 
-    /// Does what needs no waiting for.
+    /// Executes the requests that need no waiting.
     fn carry_out(&mut self, request: &Request) -> io::Result<()> {
         match request {
-            Request::Watch(_) | Request::AwaitEnd | Request::Stdin { .. } | Request::Look => {}
+            Request::Watch(_) | Request::AwaitEnd | Request::Stdin { .. } | Request::GetProgress => {}
             Request::CloseStdin => self.close_stdin = true,
             Request::Signal(number) => init::signal(self.reports.as_fd(), *number)?,
             Request::Acknowledge { stdout, stderr } => {
@@ -369,24 +373,24 @@ impl Running {
             Request::Detach => self.held_back = false,
             Request::Stop(grace) => {
                 self.stop(since_boot().saturating_add(*grace))?;
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
             Request::EndForDisk(why) => {
                 self.ended_for_disk = Some(why.clone());
                 self.stop(Duration::ZERO)?;
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
             Request::EndForMemory => {
                 self.ended_for_memory = true;
                 self.stop(Duration::ZERO)?;
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
             Request::Contact { sent, stop_after } => {
-                // Messages may overtake each other.
+                // Messages may arrive out of order.
                 if *sent >= self.contact {
                     (self.contact, self.stop_after) = (*sent, *stop_after);
                 }
-                self.mind_the_time()?;
+                self.update_timer()?;
             }
         }
         Ok(())
@@ -402,14 +406,14 @@ impl Running {
         }
     }
 
-    /// Answers everybody whom something can be said to.
+    /// Answers all pending requests that can be answered.
     fn answer(&mut self) -> io::Result<()> {
         let mut clients = std::mem::take(&mut self.clients);
         let mut writing = false;
         for client in &mut clients {
             if let Some(Waiting::Stdin { offset, data }) = &mut client.waiting {
                 let gap = *offset > self.stdin_taken;
-                if gap || self.take_stdin(*offset, data)? {
+                if gap || self.write_stdin(*offset, data)? {
                     client.waiting = None;
                     let taken = self.stdin_taken;
                     client.answer(if gap {
@@ -441,8 +445,8 @@ impl Running {
         Ok(())
     }
 
-    /// Passes on input, as much as the process takes. `true`: all of it was taken.
-    fn take_stdin(&mut self, offset: u64, data: &Bytes) -> io::Result<bool> {
+    /// Writes input, as much as the process accepts. `true`: all of it was accepted.
+    fn write_stdin(&mut self, offset: u64, data: &Bytes) -> io::Result<bool> {
         let end = offset + data.len() as u64;
         while self.stdin_taken < end {
             let Some(stdin) = &self.stdin else {
@@ -454,7 +458,7 @@ impl Running {
                 Ok(written) => self.stdin_taken += written as u64,
                 Err(Errno::AGAIN) => return Ok(false),
                 Err(Errno::INTR) => {}
-                // It no longer reads: what comes is thrown away.
+                // The process no longer reads, so its input is discarded.
                 Err(Errno::PIPE) => self.stdin = None,
                 Err(error) => return Err(error.into()),
             }
@@ -462,42 +466,45 @@ impl Running {
         Ok(true)
     }
 
-    // The end.
+    // End of the process.
 
-    /// Everything in the container is dying: waits for it, keeps its last output, and writes down how it ended.
+    /// Waits until all processes of the container are dead, stores the last output, and writes the
+    /// exit record.
     fn finish(mut self, listener: &OwnedFd) -> io::Result<()> {
         if self.report_due() {
-            self.take_report()?;
+            self.read_report()?;
         }
-        // Two reports may be there: that it was started, and how it ended.
+        // Two reports may be pending: the start, and the end.
         if self.report_due() {
-            self.take_report()?;
+            self.read_report()?;
         }
         let init_signal = self.reap()?;
-        // All writers are dead, so this ends; there is room for what a pipe holds beyond what was held back.
+        // All writers are dead, so this ends. The spool has extra room for the contents of the
+        // pipe.
         self.outputs.iter_mut().try_for_each(|output| output.take(false, usize::MAX))?;
         let end = self.end(init_signal);
         if !matches!(end, End::NotStarted { .. } | End::Unknown { .. })
             && let Err(error) = self.write_usage()
         {
-            eprintln!("supervisor: cannot write what was used: {error}");
+            eprintln!("supervisor: cannot write the resource usage: {error}");
         }
-        // Once the end is known the worker mounts volumes for writing, and two such mounts of one volume must not be.
+        // After the end is known, the worker mounts volumes for writing. Two writable mounts of one
+        // volume must not exist.
         if let Err(error) = rootfs::release_volumes(&self.mounts) {
-            eprintln!("supervisor: cannot unmount what the container saw: {error}");
+            eprintln!("supervisor: cannot unmount the volumes of the container: {error}");
         }
         super::write_end(&self.process_dir, &end)?;
         self.phase = Phase::Ended;
         self.stdin = None;
         self.accept(listener)?;
-        let everybody = vec![true; self.clients.len()];
-        self.receive(&everybody)?;
+        let all = vec![true; self.clients.len()];
+        self.receive(&all)?;
         self.answer()?;
         self.cgroups.remove(&self.cgroup)?;
         crate::runtimes::host::filesystem::remove_file(&self.socket)
     }
 
-    /// Waits until init is dead, and with it everything in its namespace. Returns the signal that killed it.
+    /// Waits until init is dead, and with it its namespace. Returns the signal that killed it.
     fn reap(&self) -> io::Result<Option<u8>> {
         loop {
             match rustix::process::waitpid(Some(self.init), WaitOptions::empty()) {
@@ -529,7 +536,7 @@ impl Running {
         }
         let out_of_memory = || self.ended_for_memory || self.cgroups.out_of_memory_kills(&self.cgroup) > 0;
         match self.report {
-            // A shell says so of the program that it ran.
+            // A shell reports the killed program in this way.
             Some(Report::Code(code)) if code == 128 + killed && out_of_memory() => {
                 End::OutOfMemory { stopped }
             }
@@ -539,7 +546,7 @@ impl Running {
             Some(Report::Code(code)) => End::Code { code, stopped },
             Some(Report::Signal(signal)) => End::Signal { signal, stopped },
             Some(Report::Failed(step, errno)) => not_started(step, &io::Error::from_raw_os_error(errno)),
-            // Init itself was killed: by us, or for want of memory.
+            // Init was killed, by the supervisor or for lack of memory.
             Some(Report::Started) | None => {
                 if out_of_memory() {
                     End::OutOfMemory { stopped }
@@ -550,7 +557,7 @@ impl Running {
         }
     }
 
-    /// Ends a container in which nothing was started.
+    /// Removes a container in which no process was started.
     pub(super) fn destroy(&mut self) -> io::Result<()> {
         self.kill()?;
         self.reap()?;
@@ -564,24 +571,24 @@ fn not_started(step: Step, error: &io::Error) -> End {
         Step::Find => End::not_started(FailureReason::ProgramNotFound, "no such program in the image"),
         Step::Exec => End::not_started(
             FailureReason::ProgramNotExecutable,
-            format!("the program cannot be executed: {error}"),
+            format!("cannot execute the program: {error}"),
         ),
         Step::Directory => End::not_started(
             FailureReason::WorkingDirectoryMissing,
-            format!("the working directory cannot be entered: {error}"),
+            format!("cannot enter the working directory: {error}"),
         ),
         Step::Seccomp => {
             End::not_started(FailureReason::StartFailed, format!("cannot filter system calls: {error}"))
         }
         Step::User => {
-            End::not_started(FailureReason::StartFailed, format!("cannot become its user: {error}"))
+            End::not_started(FailureReason::StartFailed, format!("cannot change to the user: {error}"))
         }
         Step::Fork => End::not_started(FailureReason::StartFailed, format!("cannot fork: {error}")),
     }
 }
 
 impl Client {
-    /// Takes what has arrived. `false`: it is gone, or sends what is no request.
+    /// Reads requests. `false`: the client is gone, or has sent an invalid request.
     fn receive(&mut self, requests: &mut Vec<Request>) -> bool {
         let mut buffer = [MaybeUninit::uninit(); 65536];
         loop {
@@ -609,18 +616,19 @@ impl Client {
             Request::Watch(seen) => Waiting::News(*seen),
             Request::AwaitEnd => Waiting::End,
             Request::Stdin { offset, data } => Waiting::Stdin { offset: *offset, data: data.clone() },
-            // Answered at once: no progress is like this one.
+            // Answered at once, because no real progress equals this one.
             _ => Waiting::News(Progress { stdin_taken: u64::MAX, ..Progress::default() }),
         });
         requests.push(request);
         true
     }
 
-    /// An answer that cannot be sent at once is to somebody who is gone: each has asked for just one.
+    /// Each client has only one pending request. So an answer that cannot be sent at once is for a
+    /// client that is gone.
     fn answer(&mut self, answer: Answer) {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         if rustix::net::send(&self.socket, &answer.encode(), flags).is_err() {
-            // The next look at it says so.
+            // The next read of the client detects this.
             self.received.clear();
         }
     }

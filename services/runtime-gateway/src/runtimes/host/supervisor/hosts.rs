@@ -1,4 +1,4 @@
-//! The `/etc/hosts` of a container: the lines of its image, and what every container resolves.
+//! The `/etc/hosts` of a container: the lines of its image and the names of every container.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -8,20 +8,21 @@ use std::path::Path;
 
 use rustix::fs::{FileType, OFlags};
 
-use crate::runtimes::host::containers::is_of_content;
+use crate::runtimes::host::containers::is_content_error;
 use crate::runtimes::host::mounts;
 
 const HOSTS: &str = "/etc/hosts";
 
-/// Most bytes of an image's `/etc/hosts` that are kept.
+/// Limit of an image's `/etc/hosts`, in bytes.
 const MOST_HOSTS: u64 = 1 << 20;
 
 const LOCALHOST: &str = "localhost";
 
-/// What to write as the `/etc/hosts` of a container. `None`: the file of the image remains, because it has everything, is too long, or
-/// is a directory.
+/// Returns the `/etc/hosts` of a container. `None`: the file of the image stays, because it is
+/// complete, too large, or a directory.
 ///
-/// A link is read as the container would read it, and replaced: its target may be in a place that is empty when the container starts.
+/// A symbolic link is resolved inside the container and replaced, because its target may be in a
+/// directory that is empty when the container starts.
 pub(super) fn contents(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Option<Vec<u8>>> {
     let kind = match mounts::open_in(root, Path::new(HOSTS), OFlags::PATH | OFlags::NOFOLLOW) {
         Ok(found) => Some(FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode)),
@@ -44,7 +45,7 @@ pub(super) fn contents(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Optio
     Ok(Some(contents))
 }
 
-/// The lines of the image. Empty if it has no such file. `None`: they are too long to be kept.
+/// Reads the lines of the image. Empty if the file does not exist. `None`: the file is too large.
 fn read(root: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
     let found = match mounts::open_in(root, Path::new(HOSTS), OFlags::PATH) {
         Ok(found) => found,
@@ -52,7 +53,7 @@ fn read(root: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
         Err(error) => return Err(error),
     };
     let mut contents = Vec::new();
-    // To open a device or a pipe may do something.
+    // Opening a device or a pipe may have side effects.
     if FileType::from_raw_mode(rustix::fs::fstat(found.as_fd())?.st_mode).is_file() {
         let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
         file.take(MOST_HOSTS + 1).read_to_end(&mut contents)?;
@@ -61,10 +62,10 @@ fn read(root: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
 }
 
 fn is_missing(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound || is_of_content(error)
+    error.kind() == io::ErrorKind::NotFound || is_content_error(error)
 }
 
-/// The lines that `contents` lacks.
+/// The lines that are missing in `contents`.
 fn missing(contents: &[u8], hostname: &str) -> String {
     let named = |name: &str| -> Vec<&[u8]> {
         let of_name = addresses(contents).filter(|(_, names)| names.contains(&name.as_bytes()));
@@ -86,7 +87,7 @@ fn missing(contents: &[u8], hostname: &str) -> String {
     lines
 }
 
-/// Each address, with its names.
+/// Each address with its names.
 fn addresses(contents: &[u8]) -> impl Iterator<Item = (&[u8], Vec<&[u8]>)> {
     contents.split(|byte| *byte == b'\n').filter_map(|line| {
         let text = line.split(|byte| *byte == b'#').next().unwrap_or_default();
@@ -113,7 +114,11 @@ mod tests {
         assert_eq!(missing(b"127.0.0.1 localhost\n10.0.0.1 x name", "name"), "");
         assert_eq!(missing(b"::1 localhost name\n\xff", "name"), "127.0.0.1\tlocalhost\n");
         assert_eq!(missing(b"127.0.0.1 localhost\n", "name"), "127.0.1.1\tname\n");
-        assert_eq!(missing(b"10.1.1.1 localhost\n", "name"), "127.0.1.1\tname\n", "its own address");
+        assert_eq!(
+            missing(b"10.1.1.1 localhost\n", "name"),
+            "127.0.1.1\tname\n",
+            "an address of the machine is not enough"
+        );
     }
 
     #[test]
@@ -139,12 +144,12 @@ mod tests {
         assert_eq!(contents()?, Some(format!("{own}\n")));
         fs::remove_file(etc.join("hosts"))?;
         fs::rename(etc.join("own"), etc.join("hosts"))?;
-        assert_eq!(contents()?, None, "it has everything");
+        assert_eq!(contents()?, None, "the file is complete");
         fs::write(etc.join("hosts"), vec![b' '; 1 + (1 << 20)])?;
-        assert_eq!(contents()?, None, "it is too long");
+        assert_eq!(contents()?, None, "the file is too large");
         fs::remove_file(etc.join("hosts"))?;
         fs::create_dir(etc.join("hosts"))?;
-        assert_eq!(contents()?, None, "it is a directory");
+        assert_eq!(contents()?, None, "the path is a directory");
         Ok(())
     }
 }

@@ -1,13 +1,13 @@
-//! The first process in a container.
+//! Init, the first process in a container.
 //!
-//! libcontainer calls it in place of the program, when the container is complete. It becomes the container's user, unless libcontainer
-//! has made it that, and
-//! starts the program as a child, so that the program is not process 1, whose signals the kernel withholds and whose orphans
-//! nobody reaps. It passes signals on, reaps, and when the program has ended it tells the supervisor how, and exits; the
-//! kernel then kills whatever is left in the container.
+//! libcontainer runs it instead of the program, when the container is complete. Init changes to the
+//! container's user, unless libcontainer has done so. It starts the program as a child, because the
+//! kernel withholds signals from process 1 and gives it all orphans. Init forwards signals and
+//! reaps processes. When the program has ended, init reports its exit to the supervisor and exits.
+//! The kernel then kills all other processes of the container.
 //!
-//! It never execs, so it shares the supervisor's image; it is not dumpable, so nothing in the container may look into it. It
-//! dies with its supervisor.
+//! Init never execs, so it runs the code of the supervisor. It is not dumpable, so no process of
+//! the container can inspect it. It dies with its supervisor.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -26,31 +26,31 @@ use seccompiler::BpfProgram;
 use crate::runtimes::host::filesystem;
 use crate::runtimes::host::user_namespace::Identity;
 
-/// What init tells its supervisor, in five bytes.
+/// A report of init to its supervisor, of five bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Report {
     /// The program runs.
     Started,
-    /// It could not be started: what failed, and the error.
+    /// The program was not started: the failed step, and the error.
     Failed(Step, i32),
     Code(u8),
     Signal(u8),
 }
 
-/// What can fail between the container and the program.
+/// A step between the container and the program that may fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Becoming a user of the container.
+    /// Changing to a user of the container.
     User,
     Fork,
     Directory,
     Seccomp,
-    /// No such program.
+    /// Finding the program.
     Find,
     Exec,
 }
 
-/// Bytes of a report.
+/// Size of a report, in bytes.
 pub(super) const REPORT: usize = 5;
 
 impl Report {
@@ -84,7 +84,7 @@ impl Report {
     }
 }
 
-/// The program, with everything ready to be handed to the kernel.
+/// The program, prepared for system calls.
 #[derive(Clone)]
 pub(super) struct Init {
     /// Paths to try, in this order.
@@ -93,11 +93,12 @@ pub(super) struct Init {
     pub(super) environment: Vec<CString>,
     pub(super) directory: CString,
     pub(super) filters: Vec<BpfProgram>,
-    /// The user namespace to enter, and the identity to take there. `None`: libcontainer has set the identity.
+    /// The user namespace to enter, with the identity in it. `None`: libcontainer has set the
+    /// identity.
     pub(super) users: Option<(RawFd, Identity)>,
-    /// Its end of the connection to the supervisor.
+    /// Init's end of the connection to the supervisor.
     pub(super) supervisor: RawFd,
-    /// The supervisor's descriptors that must not live on in a container.
+    /// Descriptors of the supervisor that must not stay open in a container.
     pub(super) close: Vec<RawFd>,
 }
 
@@ -109,12 +110,13 @@ impl Executor for Init {
         }
     }
 
-    /// The environment of the program is set when it is started; this one is never seen by anybody.
+    /// The environment of the program is set at its start. This environment is not used.
     fn setup_envs(&self, _: HashMap<String, String>) -> Result<(), ExecutorSetEnvsError> {
         Ok(())
     }
 
-    /// Comes last before the wait for the start, after the last change of credentials, which would take the first line back.
+    /// The last callback before the start. It must follow the last change of credentials, which
+    /// resets the parent-death signal.
     fn validate(&self, _: &Spec) -> Result<(), ExecutorValidationError> {
         self.close_and_tie().map_err(|error| ExecutorValidationError::ArgValidationError(error.to_string()))
     }
@@ -123,17 +125,21 @@ impl Executor for Init {
 impl Init {
     fn close_and_tie(&self) -> io::Result<()> {
         for descriptor in &self.close {
-            // SAFETY: this process never uses these again; it is a copy of the supervisor, which has its own.
+            // SAFETY: this process is a copy of the supervisor, and never uses these descriptors
+            // again.
             unsafe { rustix::io::close(*descriptor) };
         }
         self.tie_to_supervisor()
     }
 
-    /// Has the kernel kill this process when its supervisor dies. Every change of credentials takes that back.
+    /// Makes the kernel kill this process when its supervisor dies. Every change of credentials
+    /// resets this.
     fn tie_to_supervisor(&self) -> io::Result<()> {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // It may have died before the first line: then its end of the connection is closed.
-        // SAFETY: the descriptor was inherited from the supervisor, and stays open as long as this process lives.
+        // The supervisor may have died before the first line. Its end of the connection is then
+        // closed.
+        // SAFETY: the descriptor was inherited from the supervisor, and stays open while this
+        // process lives.
         let supervisor = unsafe { BorrowedFd::borrow_raw(self.supervisor) };
         let mut poll = [PollFd::from_borrowed_fd(supervisor, PollFlags::IN)];
         rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }))?;
@@ -145,7 +151,8 @@ impl Init {
 
     /// Enters the user namespace of the container.
     fn become_user(&self, namespace: RawFd, identity: &Identity) -> io::Result<()> {
-        // SAFETY: the descriptor was inherited from the supervisor, and is open until all but one are closed.
+        // SAFETY: the descriptor was inherited from the supervisor, and is open until
+        // `close_all_but` is called.
         let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
         rustix::thread::move_into_link_name_space(namespace, Some(LinkNameSpaceType::User))?;
         identity.assume()?;
@@ -153,7 +160,7 @@ impl Init {
     }
 
     fn run(&self) -> io::Result<Infallible> {
-        // SAFETY: nothing else in this process owns it.
+        // SAFETY: no other value in this process owns the descriptor.
         let supervisor = unsafe { OwnedFd::from_raw_fd(self.supervisor) };
         let report = |report: Report| rustix::io::write(&supervisor, &report.encode());
         if let Some((namespace, identity)) = &self.users
@@ -162,7 +169,7 @@ impl Init {
             report(Report::Failed(Step::User, error.raw_os_error().unwrap_or(libc::EIO)))?;
             exit();
         }
-        // Nothing in this process uses the rest again.
+        // No code in this process uses the other descriptors again.
         filesystem::close_all_but(self.supervisor)?;
         let signals = block_signals()?;
         let (failure, failed) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
@@ -171,16 +178,17 @@ impl Init {
         if child == 0 {
             let (step, error) = self.become_program();
             let report = Report::Failed(step, error.raw_os_error().unwrap_or(libc::EIO)).encode();
-            let told = rustix::io::write(&failed, &report).is_ok();
-            // SAFETY: ends this process without running anything of the supervisor's that it is a copy of.
-            unsafe { libc::_exit(if told { 127 } else { 126 }) };
+            let reported = rustix::io::write(&failed, &report).is_ok();
+            // SAFETY: ends this process without running destructors or handlers of the supervisor.
+            unsafe { libc::_exit(if reported { 127 } else { 126 }) };
         }
         let Some(child) = Pid::from_raw(child) else {
             report(Report::Failed(Step::Fork, io::Error::last_os_error().raw_os_error().unwrap_or(0)))?;
             exit();
         };
         drop(failed);
-        // Of what the program uses, init keeps nothing open: the end of its output is the end of the program's.
+        // Init must not hold the program's streams open, so that their end is the end of the
+        // program's output.
         let null = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty())?;
         for standard in 0..3 {
             // SAFETY: both are open descriptors of this process.
@@ -208,10 +216,10 @@ impl Init {
                 send(child, i32::from(signal[0]));
             }
             if !poll[0].revents().is_empty() {
-                // SAFETY: all zeroes is a value of this plain record.
+                // SAFETY: all zeros is a valid value of this plain struct.
                 let mut info: libc::signalfd_siginfo = unsafe { std::mem::zeroed() };
                 let size = size_of_val(&info);
-                // SAFETY: the kernel writes at most `size` bytes into it.
+                // SAFETY: the kernel writes at most `size` bytes into the buffer.
                 let read = unsafe { libc::read(signals.as_raw_fd(), (&raw mut info).cast(), size) };
                 let signal = i32::try_from(info.ssi_signo).unwrap_or(0);
                 if read == isize::try_from(size).unwrap_or(0) && signal != libc::SIGCHLD {
@@ -225,10 +233,10 @@ impl Init {
         }
     }
 
-    /// Returns only when it failed.
+    /// Returns only on failure.
     fn become_program(&self) -> (Step, io::Error) {
         reset_signals();
-        // SAFETY: a C string.
+        // SAFETY: the path is a C string.
         if unsafe { libc::chdir(self.directory.as_ptr()) } < 0 {
             return (Step::Directory, io::Error::last_os_error());
         }
@@ -245,14 +253,16 @@ impl Init {
         }
         let mut failure = (Step::Find, io::Error::from_raw_os_error(libc::ENOENT));
         for candidate in &self.candidates {
-            // SAFETY: C strings, and arrays of them that end with a null pointer.
+            // SAFETY: all arguments are C strings, or arrays of C strings that end with a null
+            // pointer.
             unsafe { libc::execve(candidate.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
             let error = io::Error::last_os_error();
-            // SAFETY: a C string.
+            // SAFETY: the path is a C string.
             let exists = unsafe { libc::access(candidate.as_ptr(), libc::F_OK) } == 0;
             match error.raw_os_error() {
                 Some(libc::ENOENT | libc::ENOTDIR) if !exists => {}
-                // As the shells do: a directory of PATH that may not be searched does not hide the ones after it.
+                // Like a shell: a directory of PATH that cannot be searched does not hide the next
+                // ones.
                 Some(libc::EACCES) => failure = (Step::Exec, error),
                 _ => return (Step::Exec, error),
             }
@@ -261,9 +271,9 @@ impl Init {
     }
 }
 
-/// Keeps every signal for the descriptor that it returns.
+/// Blocks all signals, and returns a descriptor that receives them.
 fn block_signals() -> io::Result<OwnedFd> {
-    // SAFETY: the set is filled before it is used, and the descriptor is new.
+    // SAFETY: the set is initialized before its use, and the descriptor is new.
     unsafe {
         let mut all = std::mem::zeroed();
         libc::sigfillset(&raw mut all);
@@ -277,9 +287,10 @@ fn block_signals() -> io::Result<OwnedFd> {
     }
 }
 
-/// Gives the program the signals as a login would, and a session of its own.
+/// Gives the program the signal dispositions of a login, and a new session.
 fn reset_signals() {
-    // SAFETY: sets dispositions and the mask of this process, which has one thread. What cannot be set stays as it is.
+    // SAFETY: changes only dispositions and the mask of this process, which has one thread.
+    // Failures leave a disposition unchanged.
     unsafe {
         for signal in 1..=64 {
             libc::signal(signal, libc::SIG_DFL);
@@ -291,13 +302,13 @@ fn reset_signals() {
     }
 }
 
-/// Sends a signal to the program; one that has just ended needs none.
+/// Sends a signal to the program. An ended program is ignored.
 fn send(child: Pid, signal: i32) {
-    // SAFETY: has no effect on memory.
+    // SAFETY: the call accesses no memory.
     unsafe { libc::kill(child.as_raw_nonzero().get(), signal) };
 }
 
-/// Reaps whatever has ended, and says how the program did if it was among it.
+/// Reaps all ended processes. Returns the report of the program if it was among them.
 fn reap(child: Pid) -> io::Result<Option<Report>> {
     let mut end = None;
     loop {
@@ -318,18 +329,18 @@ fn reap(child: Pid) -> io::Result<Option<Report>> {
 }
 
 fn exit() -> ! {
-    // SAFETY: ends this process without running anything of the supervisor's that it is a copy of.
+    // SAFETY: ends this process without running destructors or handlers of the supervisor.
     unsafe { libc::_exit(0) }
 }
 
-/// The connection between a supervisor and its init, the supervisor's end first.
+/// A connection between a supervisor and its init. The supervisor's end is first.
 pub(super) fn connection() -> io::Result<(OwnedFd, OwnedFd)> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType};
     let kind = SocketType::SEQPACKET;
     Ok(rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Tells init to send the program a signal. One that has ended needs none.
+/// Requests that init sends a signal to the program. An ended init is ignored.
 pub(super) fn signal(init: BorrowedFd<'_>, number: u8) -> io::Result<()> {
     match rustix::io::write(init.as_fd(), &[number]) {
         Ok(_) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Ok(()),
@@ -342,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_come_back_as_they_were() {
+    fn report_encoding_round_trips() {
         let steps = [Step::User, Step::Fork, Step::Directory, Step::Seccomp, Step::Find, Step::Exec];
         let failed = steps.map(|step| Report::Failed(step, 13));
         let others = [Report::Started, Report::Code(3), Report::Signal(15)];

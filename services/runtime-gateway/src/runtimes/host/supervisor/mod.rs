@@ -1,15 +1,18 @@
 //! The supervisor: a small process beside each process in a container.
 //!
-//! It makes the container through libcontainer, which must not be called from a process with several threads; keeps the
-//! output; serves gateways that come and go; and writes down how the process ended. It outlives the gateway that started it.
+//! The supervisor creates the container by libcontainer, which must not be called from a process
+//! with several threads. It stores output, serves gateways that connect, and writes the exit
+//! record. It outlives the gateway that started it.
 //!
-//! Rules it keeps:
+//! Invariants:
 //!
-//! - The last step before the start is an exclusive rename of the intent. Whoever renames it first, this process or a gateway
-//!   that revokes it, has decided; without it nothing is started. Right before it, who holds the state directory is looked at: see
-//!   [`super::state_lock`].
-//! - The exit record is written when every process of the container is dead and all their output is in the spools.
-//! - Whatever ends this process ends the container too, and its mounts: they are in a namespace of its own.
+//! - The last step before the start is an exclusive rename of the intent. The first process to
+//!   rename it decides: this process, or a gateway that revokes the intent. Without the rename
+//!   nothing is started. Right before it, the supervisor checks the holder of the state directory:
+//!   see [`super::state_lock`].
+//! - The exit record is written when every process of the container is dead and all their output is
+//!   in the spools.
+//! - The container and its mounts end with this process, because they are in separate namespaces.
 
 mod event_loop;
 mod hosts;
@@ -47,19 +50,19 @@ use crate::runtimes::output_spool;
 use init::Init;
 use program::Lookup;
 
-/// The argument that makes any of our programs a supervisor.
+/// The argument that makes a program run as a supervisor.
 pub(super) const ARGUMENT: &str = "__supervise";
 
-/// The PATH of a process that was given none.
+/// Default PATH of a process.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Whether a full disk is what caused an error.
+/// Whether a full disk caused an error.
 fn is_full(error: &(dyn std::error::Error + 'static)) -> bool {
     use io::ErrorKind::{QuotaExceeded, StorageFull};
     is_caused_by(error, |cause| matches!(cause.kind(), StorageFull | QuotaExceeded))
 }
 
-/// Whether the machine has as many open files as it may have. The workload waits for room then.
+/// Whether the machine has reached its limit of open files. The workload then waits for room.
 fn is_out_of_files(error: &(dyn std::error::Error + 'static)) -> bool {
     is_caused_by(error, |cause| matches!(cause.raw_os_error(), Some(libc::ENFILE | libc::EMFILE)))
 }
@@ -69,37 +72,37 @@ fn is_caused_by(error: &(dyn std::error::Error + 'static), is_cause: impl Fn(&io
     causes.any(|cause| cause.downcast_ref().is_some_and(&is_cause))
 }
 
-/// Why a process could not be started.
+/// The reason why a process was not started.
 #[derive(Debug, thiserror::Error)]
-#[error("could not {doing}: {cause}")]
-struct Failed {
+#[error("cannot {operation}: {cause}")]
+struct StartError {
     reason: FailureReason,
-    doing: String,
+    operation: String,
     cause: String,
 }
 
-impl Failed {
-    fn while_doing<E: std::error::Error + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> Self {
-        let doing = doing.into();
+impl StartError {
+    fn while_doing<E: std::error::Error + 'static>(operation: impl Into<String>) -> impl FnOnce(E) -> Self {
+        let operation = operation.into();
         move |error| {
             let reason = match () {
                 () if is_full(&error) => FailureReason::DiskFull,
                 () if is_out_of_files(&error) => FailureReason::WorkerFull,
                 () => FailureReason::StartFailed,
             };
-            Self { reason, doing, cause: error_chain(&error) }
+            Self { reason, operation, cause: error_chain(&error) }
         }
     }
 
-    fn without_cgroup<E: std::error::Error + 'static>(doing: &str) -> impl FnOnce(E) -> Self {
-        let doing = doing.to_owned();
-        move |error| Self { reason: FailureReason::CgroupUnavailable, doing, cause: error_chain(&error) }
+    fn without_cgroup<E: std::error::Error + 'static>(operation: &str) -> impl FnOnce(E) -> Self {
+        let operation = operation.to_owned();
+        move |error| Self { reason: FailureReason::CgroupUnavailable, operation, cause: error_chain(&error) }
     }
 }
 
-/// The `main` of a supervisor. Must be called before any other thread exists.
+/// The `main` function of a supervisor. Must be called before any other thread exists.
 ///
-/// What it needs to know comes over the socket that is its standard input.
+/// The launch message arrives on the socket that is standard input.
 pub(super) fn supervise() -> ExitCode {
     match supervise_one() {
         Ok(()) => ExitCode::SUCCESS,
@@ -115,7 +118,7 @@ fn supervise_one() -> io::Result<()> {
     detach(&alive)?;
     match start(&launch, &alive, &listener) {
         Ok(Some(running)) => running.run(listener),
-        // Revoked: the intent under its new name is the record of that.
+        // The intent was revoked. Its new name is the record of that.
         Ok(None) => Ok(()),
         Err(failed) => {
             eprintln!("supervisor: {failed}");
@@ -124,7 +127,8 @@ fn supervise_one() -> io::Result<()> {
     }
 }
 
-/// What a gateway hands over: the launch, a lock that tells that this process lives, and the control socket.
+/// Receives the launch message, the lock that proves that this process lives, and the control
+/// socket.
 fn receive() -> io::Result<(Launch, OwnedFd, OwnedFd)> {
     let mut message = vec![0; 1 << 16];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
@@ -142,12 +146,15 @@ fn receive() -> io::Result<(Launch, OwnedFd, OwnedFd)> {
         _ => Vec::new(),
     });
     let (Some(alive), Some(listener)) = (descriptors.next(), descriptors.next()) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "a gateway starts this, nobody else"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "the supervisor must be started by a gateway",
+        ));
     };
     Ok((serde_json::from_slice(&message[..length])?, alive, listener))
 }
 
-/// The message with which a gateway starts a supervisor; see [`receive`].
+/// Sends the launch message to a supervisor; see [`receive`].
 pub(super) fn send(to: &OwnedFd, launch: &Launch, alive: &File, listener: &OwnedFd) -> io::Result<()> {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
     use std::os::fd::AsFd;
@@ -163,7 +170,8 @@ pub(super) fn send(to: &OwnedFd, launch: &Launch, alive: &File, listener: &Owned
     if sent == message.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// Lets go of the gateway: session, directory, groups, standard streams; says who it is in the file that it holds locked.
+/// Detaches from the gateway: session, directory, groups and standard streams. Writes the process
+/// id to the locked file.
 fn detach(alive: &OwnedFd) -> io::Result<()> {
     let pid = rustix::process::getpid().as_raw_nonzero().to_string();
     File::from(alive.try_clone()?).write_all_at(pid.as_bytes(), 0)?;
@@ -171,15 +179,16 @@ fn detach(alive: &OwnedFd) -> io::Result<()> {
     for signal in
         [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::PIPE, Signal::USR1, Signal::USR2]
     {
-        // SAFETY: ignoring a signal runs no code of ours.
+        // SAFETY: an ignored signal runs no code.
         unsafe { libc::signal(signal.as_raw(), libc::SIG_IGN) };
     }
     rustix::process::chdir("/")?;
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
-    // The limits of the gateway are its own. A hard limit that cannot be raised holds for the container, too.
+    // The limits of the gateway must not be inherited. A hard limit that cannot be raised applies
+    // to the container, too.
     server::inherited::set_limits();
-    // libcontainer leaves the groups as they are when a container has none of its own.
-    // SAFETY: an empty list.
+    // libcontainer keeps the groups of this process if the container has none.
+    // SAFETY: the list is empty.
     if unsafe { libc::setgroups(0, std::ptr::null()) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -189,49 +198,51 @@ fn detach(alive: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes the container and starts the process in it. `None`: the intent was revoked, and nothing was started.
+/// Creates the container and starts the process. `None`: the intent was revoked, and nothing was
+/// started.
 fn start(
     launch: &Launch,
     alive: &OwnedFd,
     listener: &OwnedFd,
-) -> Result<Option<event_loop::Running>, Failed> {
+) -> Result<Option<event_loop::RunningContainer>, StartError> {
     let held = || {
         state_lock::is_held_as(&launch.state_dir, &launch.holder)
-            .map_err(Failed::while_doing("see who holds the state directory"))
+            .map_err(StartError::while_doing("check the holder of the state directory"))
     };
-    // What is made below has names that a start by who took over has, too. Whoever takes over ends the supervisors that have said who they
-    // are; this one has, before it looks.
+    // The resources created below have the same names in a start by another gateway. A gateway that
+    // takes over first ends all supervisors whose process id is stored. This supervisor has stored
+    // its id before this check.
     if !held()? {
         return Ok(None);
     }
     let read = |path: PathBuf| {
-        let contents = fs::read(&path).map_err(Failed::while_doing(format!("read {}", path.display())));
+        let contents = fs::read(&path).map_err(StartError::while_doing(format!("read {}", path.display())));
         contents.map(|contents| (path, contents))
     };
     let (path, contents) = read(launch.container_dir.join(paths::CONTAINER))?;
     let container: Container = serde_json::from_slice(&contents)
-        .map_err(Failed::while_doing(format!("understand {}", path.display())))?;
+        .map_err(StartError::while_doing(format!("parse {}", path.display())))?;
     let intent_path = launch.process_dir.join(paths::INTENT);
-    if !filesystem::exists(&intent_path).map_err(Failed::while_doing("look for the intent"))? {
+    if !filesystem::exists(&intent_path).map_err(StartError::while_doing("check the intent"))? {
         return Ok(None);
     }
     let (_, contents) = read(intent_path.clone())?;
     let intent: Intent =
-        serde_json::from_slice(&contents).map_err(Failed::while_doing("understand the intent"))?;
-    let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
+        serde_json::from_slice(&contents).map_err(StartError::while_doing("parse the intent"))?;
+    let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
     let cgroups = Cgroups::find(&mounted);
 
     let places = rootfs::make(launch, &container)?;
-    let seen = cgroups.visible(&launch.cgroup).map_err(Failed::while_doing("make cgroups"))?;
+    let seen = cgroups.create_visible(&launch.cgroup).map_err(StartError::while_doing("create cgroups"))?;
     if !container.privileged {
         cgroups
             .restrict_devices(&launch.cgroup)
-            .map_err(Failed::without_cgroup("install the device policy"))?;
+            .map_err(StartError::without_cgroup("install the device policy"))?;
     }
     let worker = oci_spec::Worker {
         root: &places.root,
         cgroup: &launch.cgroup,
-        capabilities: held_capabilities().map_err(Failed::while_doing("read its capabilities"))?,
+        capabilities: held_capabilities().map_err(StartError::while_doing("read its capabilities"))?,
         limits_swap: cgroups.limits_swap(),
         limits_sockets: cgroups.limits_sockets(),
         range: launch.range,
@@ -239,12 +250,12 @@ fn start(
     };
     let configuration = oci_spec::configuration(&container, &worker).to_string();
     fs::write(places.bundle.join("config.json"), configuration)
-        .map_err(Failed::while_doing("write the configuration"))?;
+        .map_err(StartError::while_doing("write the configuration"))?;
 
-    let streams =
-        Streams::open(launch, &container.user, &intent).map_err(Failed::while_doing("open the streams"))?;
+    let streams = Streams::open(launch, &container.user, &intent)
+        .map_err(StartError::while_doing("open the streams"))?;
     let (connection, init_end) =
-        init::connection().map_err(Failed::while_doing("make a connection to init"))?;
+        init::connection().map_err(StartError::while_doing("create a connection to init"))?;
     let mut program = program(&container, &intent)?;
     require_parts(&places.root, &container, &program)?;
     program.supervisor = init_end.as_raw_fd();
@@ -265,18 +276,18 @@ fn start(
     let mut made = match made {
         Ok(made) => made,
         Err(error) => {
-            // It cleans up after itself as far as it gets.
+            // libcontainer removes what it can after a failure.
             if let Err(error) = cgroups.remove(&launch.cgroup) {
-                eprintln!("supervisor: could not remove the cgroups: {error}");
+                eprintln!("supervisor: cannot remove the cgroups: {error}");
             }
-            let reason = if cgroups.missing(&container.limits()).is_some() {
+            let reason = if cgroups.first_missing(&container.limits()).is_some() {
                 FailureReason::CgroupUnavailable
             } else {
                 FailureReason::StartFailed
             };
-            return Err(Failed {
+            return Err(StartError {
                 reason,
-                doing: "make the container".to_owned(),
+                operation: "create the container".to_owned(),
                 cause: error_chain(&error),
             });
         }
@@ -284,55 +295,57 @@ fn start(
     drop(init_end);
     let init = made.pid().and_then(|pid| Pid::from_raw(pid.as_raw()));
     let Some(init) = init else {
-        return Err(Failed {
+        return Err(StartError {
             reason: FailureReason::StartFailed,
-            doing: "make the container".to_owned(),
-            cause: "it has no first process".to_owned(),
+            operation: "create the container".to_owned(),
+            cause: "the container has no first process".to_owned(),
         });
     };
-    protect();
+    lower_oom_score();
     let restricted = container.privileged
         || cgroups
             .are_devices_restricted(&launch.cgroup)
-            .map_err(Failed::without_cgroup("read the device policy"))?;
+            .map_err(StartError::without_cgroup("read the device policy"))?;
 
-    let mut running = event_loop::Running::new(launch, &intent, init, connection, streams.own, cgroups)
-        .map_err(Failed::while_doing("watch the container"))?;
+    let mut running =
+        event_loop::RunningContainer::new(launch, &intent, init, connection, streams.own, cgroups)
+            .map_err(StartError::while_doing("watch the container"))?;
     let started = launch.process_dir.join(paths::STARTED);
     if !restricted {
         if let Err(error) = running.destroy() {
-            eprintln!("supervisor: could not destroy the container: {error}");
+            eprintln!("supervisor: cannot destroy the container: {error}");
         }
-        return Err(Failed {
+        return Err(StartError {
             reason: FailureReason::CgroupUnavailable,
-            doing: "install the device policy".to_owned(),
-            cause: "the group still allows block devices".to_owned(),
+            operation: "install the device policy".to_owned(),
+            cause: "the control group still allows block devices".to_owned(),
         });
     }
     let taken = match held()?.then(|| filesystem::rename_exclusively(&intent_path, &started)) {
-        // Another gateway has taken over: what this one was told is not to be done any more.
+        // Another gateway has taken over, so this launch is obsolete.
         None => Ok(false),
-        Some(Ok(())) => made.start().map_err(Failed::while_doing("start the container")).map(|()| true),
+        Some(Ok(())) => made.start().map_err(StartError::while_doing("start the container")).map(|()| true),
         Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Some(Err(error)) => Err(Failed::while_doing("take the intent")(error)),
+        Some(Err(error)) => Err(StartError::while_doing("take the intent")(error)),
     };
     match taken {
         Ok(true) => Ok(Some(running)),
         not_started => {
             if let Err(error) = running.destroy() {
-                eprintln!("supervisor: could not destroy the container: {error}");
+                eprintln!("supervisor: cannot destroy the container: {error}");
             }
             not_started.map(|_| None)
         }
     }
 }
 
-/// The ends of the streams.
+/// The streams of a process.
 struct Streams {
     stdin: OwnedFd,
     stdout: OwnedFd,
     stderr: OwnedFd,
-    /// Ours: standard output, standard error, and standard input unless it is empty.
+    /// The supervisor's ends: standard output, standard error, and standard input if the process
+    /// has one.
     own: Vec<OwnedFd>,
 }
 
@@ -340,17 +353,17 @@ impl Streams {
     fn open(launch: &Launch, user: &User, intent: &Intent) -> io::Result<Self> {
         use rustix::fs::{Gid, Mode, OFlags, Uid};
         use rustix::pipe::PipeFlags;
-        // So that a program may open its end again, as /dev/stdin or /dev/stdout.
+        // So that a program can open its end again, as /dev/stdin or /dev/stdout.
         let (uid, gid) = (Uid::from_raw(launch.id(user.uid)?), Gid::from_raw(launch.id(user.gid)?));
         let output = || {
             let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
             rustix::fs::fchown(&write, Some(uid), Some(gid))?;
-            // Only ours: a program need not expect that writing fails.
+            // Only the supervisor's end, because programs do not expect a write to fail.
             rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK)?;
-            // A larger pipe is faster; the system may refuse it.
+            // A larger pipe is faster. The system may reject the size.
             let size = usize::try_from(output_spool::PIPE).unwrap_or(65536);
             if let Err(error) = rustix::pipe::fcntl_setpipe_size(&read, size) {
-                eprintln!("supervisor: {}: pipes of the usual size: {error}", launch.cgroup);
+                eprintln!("supervisor: {}: cannot enlarge the pipes: {error}", launch.cgroup);
             }
             Ok::<_, io::Error>((read, write))
         };
@@ -369,16 +382,16 @@ impl Streams {
     }
 }
 
-/// The program as init is to start it.
-fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
-    let string = |text: &[u8]| CString::new(text).map_err(Failed::while_doing("pass text with a NUL"));
+/// The program that init will start.
+fn program(container: &Container, intent: &Intent) -> Result<Init, StartError> {
+    let string = |text: &[u8]| CString::new(text).map_err(StartError::while_doing("pass text with a NUL"));
     let arguments: Vec<_> =
         intent.command.iter().map(|text| string(text.as_bytes())).collect::<Result<_, _>>()?;
     let Some(name) = intent.command.first().map(Text::as_bytes) else {
-        return Err(Failed {
+        return Err(StartError {
             reason: FailureReason::StartFailed,
-            doing: "start the program".to_owned(),
-            cause: "no command was given".to_owned(),
+            operation: "start the program".to_owned(),
+            cause: "the command is empty".to_owned(),
         });
     };
     let mut environment = intent.environment.clone();
@@ -400,7 +413,7 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
     let filters = if container.privileged {
         Vec::new()
     } else {
-        seccomp::filters().map_err(Failed::while_doing("compile the filters of system calls"))?
+        seccomp::filters().map_err(StartError::while_doing("compile the filters of system calls"))?
     };
     Ok(Init {
         candidates,
@@ -414,40 +427,44 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
     })
 }
 
-/// Refuses a program whose interpreter or loader is missing: the kernel would not say what is.
-fn require_parts(root: &Path, container: &Container, program: &Init) -> Result<(), Failed> {
+/// Fails if the interpreter or loader of the program is missing, because the error of the kernel
+/// would not name it.
+fn require_parts(root: &Path, container: &Container, program: &Init) -> Result<(), StartError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::open(root, flags, Mode::empty())
-        .map_err(|error| Failed::while_doing("open the root")(io::Error::from(error)))?;
+        .map_err(|error| StartError::while_doing("open the root")(io::Error::from(error)))?;
     let (directory, as_root) = (container.directory.as_path(), container.user.uid == 0);
     let lookup = Lookup { root: root.as_fd(), directory, as_root };
     match lookup.missing_part(&program.candidates) {
         None => Ok(()),
-        Some(cause) => Err(Failed {
+        Some(cause) => Err(StartError {
             reason: FailureReason::ProgramNotExecutable,
-            doing: "execute the program".to_owned(),
+            operation: "execute the program".to_owned(),
             cause,
         }),
     }
 }
 
-/// The capabilities that this process may use, one bit each.
+/// The capabilities of this process, as a bit set.
 fn held_capabilities() -> io::Result<u64> {
     let status = fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("CapPrm:"));
-    line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "/proc/self/status has no capabilities"))
+    line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidData, "cannot parse /proc/self/status: it has no capabilities")
+    })
 }
 
-/// Asks the kernel to kill anything else first when memory runs out. After the container was made: it would inherit this.
-fn protect() {
+/// Lowers the OOM score of this process. Must follow the creation of the container, which would
+/// inherit it.
+fn lower_oom_score() {
     if let Err(error) = fs::write("/proc/self/oom_score_adj", "-900") {
-        // Only some are allowed to, and the others are no worse off than any process.
-        eprintln!("supervisor: not protected when memory runs out: {error}");
+        // Only some processes may do this. Without it, the supervisor has the score of an ordinary
+        // process.
+        eprintln!("supervisor: cannot lower the OOM score: {error}");
     }
 }
 
-/// Writes the exit record, into space that was set aside when the process was started.
+/// Writes the exit record into space that was reserved at the start of the process.
 pub(super) fn write_end(process_dir: &Path, end: &End) -> io::Result<()> {
     let reserve = process_dir.join(paths::RESERVE);
     let record = serde_json::to_vec(end)?;
@@ -458,7 +475,7 @@ pub(super) fn write_end(process_dir: &Path, end: &End) -> io::Result<()> {
     fs::rename(reserve, process_dir.join(paths::END))
 }
 
-/// Runs a supervisor if that is what the arguments ask for.
+/// Runs a supervisor if the arguments request one.
 pub(super) fn supervise_if_asked(arguments: impl IntoIterator<Item = OsString>) -> Option<ExitCode> {
     (arguments.into_iter().nth(1)? == ARGUMENT).then(supervise)
 }

@@ -1,4 +1,5 @@
-//! What libcontainer is told: an OCI configuration, as a function of the container and of the supervisor's own limits.
+//! The OCI configuration for libcontainer, as a function of the container and the supervisor's
+//! limits.
 
 use std::path::{Path, PathBuf};
 
@@ -9,8 +10,8 @@ use server::inherited::container_limits;
 use crate::runtimes::host::persisted::Container;
 use crate::runtimes::host::user_namespace::Range;
 
-/// What the common engines give by default, but for what makes devices (`MKNOD`), raw packets (`NET_RAW`), file capabilities
-/// (`SETFCAP`) and records of the machine's audit (`AUDIT_WRITE`).
+/// The default capabilities of common container engines, without those for devices (`MKNOD`), raw
+/// packets (`NET_RAW`), file capabilities (`SETFCAP`) and the audit log (`AUDIT_WRITE`).
 const CAPABILITIES: &[&str] = &[
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
@@ -24,7 +25,7 @@ const CAPABILITIES: &[&str] = &[
     "CAP_KILL",
 ];
 
-/// Every capability, by its number.
+/// All capabilities, by number.
 const ALL_CAPABILITIES: &[&str] = &[
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
@@ -69,7 +70,7 @@ const ALL_CAPABILITIES: &[&str] = &[
     "CAP_CHECKPOINT_RESTORE",
 ];
 
-/// Parts of /proc and /sys that tell too much.
+/// Parts of /proc and /sys that reveal too much about the machine.
 const MASKED: &[&str] = &[
     "/proc/acpi",
     "/proc/asound",
@@ -90,59 +91,62 @@ const MASKED: &[&str] = &[
     "/sys/firmware",
 ];
 
-/// Parts of /proc that reach beyond the container when written to.
+/// Parts of /proc through which a container could change the machine.
 const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// The most that `/dev/shm` holds, of the machine's memory. A memory limit of the container counts it too.
+/// Size limit of `/dev/shm`, relative to the machine's memory. A memory limit of the container
+/// includes it.
 const SHARED_MEMORY: &str = "size=10%";
 
-/// When the machine runs out of memory, the kernel ends processes of containers before others of their size.
+/// OOM score adjustment of containers. The kernel kills their processes before others of the same
+/// size.
 const OOM_SCORE: i32 = 500;
 
 /// The group of terminals, by convention.
 const TERMINALS: u32 = 5;
 
-/// Pseudo-terminals of one container. All that are not the machine's own share `kernel.pty.max`, usually 4,096.
+/// Limit of pseudo-terminals per container. All containers share `kernel.pty.max`, usually 4,096.
 const TERMINALS_AT_MOST: &str = "max=512";
 
-/// Where containers look for their groups.
+/// The directory in which containers expect their control groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// What of the worker the configuration depends on.
+/// Facts about the worker that the configuration depends on.
 pub(super) struct Worker<'a> {
     pub(super) root: &'a Path,
     pub(super) cgroup: &'a str,
-    /// The capabilities of this process, which cannot give more than it has.
+    /// The capabilities of this process, which limit those of the container.
     pub(super) capabilities: u64,
-    /// Whether swap counts against the memory limit.
+    /// Whether the memory limit includes swap.
     pub(super) limits_swap: bool,
-    /// Whether buffers of sockets have a limit of their own.
+    /// Whether socket buffers have a separate limit.
     pub(super) limits_sockets: bool,
-    /// The ids of the machine for the container's users, if they are other ones.
+    /// The range of ids for the container's users, if they are mapped.
     pub(super) range: Option<Range>,
-    /// Groups of the container's own, and where it sees them.
+    /// Control groups of the container, with their paths in it.
     pub(super) cgroups: &'a [(PathBuf, String)],
 }
 
-/// The capabilities of everything in a container that is not privileged.
+/// The capabilities of an unprivileged container.
 pub(super) fn default_capabilities() -> CapabilitySet {
     let known = ALL_CAPABILITIES.iter().enumerate();
-    let wanted = known.filter(|(_, name)| CAPABILITIES.contains(name));
-    CapabilitySet::from_bits_retain(wanted.map(|(number, _)| 1 << number).sum())
+    let requested = known.filter(|(_, name)| CAPABILITIES.contains(name));
+    CapabilitySet::from_bits_retain(requested.map(|(number, _)| 1 << number).sum())
 }
 
-/// What a container calls itself.
+/// The host name of a container.
 pub(super) fn hostname(container: &Container) -> String {
     container.handle.uuid().simple().to_string().chars().take(12).collect()
 }
 
 pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value {
-    let wanted = if container.privileged { ALL_CAPABILITIES } else { CAPABILITIES };
+    let requested = if container.privileged { ALL_CAPABILITIES } else { CAPABILITIES };
     let known = ALL_CAPABILITIES.iter().enumerate();
     let held = known.filter(|(number, _)| worker.capabilities & (1 << number) != 0).map(|(_, name)| *name);
-    // Init enters the user namespace by itself, which needs the last, and drops all of them but the wanted ones there.
+    // Init enters the user namespace, which needs this capability. There it drops all capabilities
+    // except the requested ones.
     let extra = worker.range.map(|_| "CAP_SYS_ADMIN");
-    let capabilities: Vec<_> = held.filter(|name| wanted.contains(name) || extra == Some(*name)).collect();
+    let capabilities: Vec<_> = held.filter(|name| requested.contains(name) || extra == Some(*name)).collect();
     let user = match worker.range {
         Some(_) => json!({ "uid": 0, "gid": 0, "additionalGids": [] }),
         None => json!({
@@ -186,8 +190,9 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
         "process": {
             "terminal": false,
             "cwd": "/",
-            // Neither of these is used: our own init knows the program and its environment. Without a home, libcontainer asks the C library for
-            // that of the user, and so loads code that the image names, with the rights of the machine's root.
+            // Neither of these is used, because init knows the program and its environment. Without
+            // HOME, libcontainer asks the C library for the home of the user. This would load code
+            // that the image names, with root's rights on the machine.
             "args": ["init"],
             "env": ["HOME=/"],
             "noNewPrivileges": !container.privileged,
@@ -216,7 +221,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
     })
 }
 
-/// Every limit of a process, so that a container inherits none of the gateway's.
+/// All resource limits of a process, so that a container inherits none of the gateway's.
 fn limits_of_processes() -> Value {
     let limits = container_limits().into_iter().filter_map(|limit| limit.within_reach().ok());
     limits.map(|limit| json!({ "type": limit.name, "soft": limit.soft, "hard": limit.hard })).collect()
@@ -236,12 +241,12 @@ fn resources(container: &Container, worker: &Worker<'_>) -> Value {
             resources["memory"]["swap"] = json!(bytes);
         }
         if worker.limits_sockets {
-            // Without it they count against nothing.
+            // Without this limit, socket buffers are not accounted.
             resources["memory"]["kernelTCP"] = json!(bytes);
         }
     }
     if let Some(millis) = container.cpu_millis {
-        // The kernel takes no quota below a millisecond.
+        // The kernel accepts no quota below a millisecond.
         let period: u64 = if millis < 10 { 1_000_000 } else { 100_000 };
         let quota = i64::try_from(millis.max(1).saturating_mul(period / 1000)).unwrap_or(i64::MAX);
         resources["cpu"] = json!({ "quota": quota, "period": period });
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_is_one_that_libcontainer_reads() -> Result<(), serde_json::Error> {
+    fn libcontainer_parses_the_configuration() -> Result<(), serde_json::Error> {
         let cgroups = [(PathBuf::from("/c/memory/g"), "/sys/fs/cgroup/memory".to_owned())];
         let worker = Worker {
             root: Path::new("/r"),
@@ -291,7 +296,11 @@ mod tests {
         for privileged in [false, true] {
             let value = configuration(&container(privileged), &worker);
             let count = value["process"]["capabilities"]["bounding"].as_array().map(Vec::len);
-            assert_eq!(count, Some(if privileged { 40 } else { 10 }), "never more than this process has");
+            assert_eq!(
+                count,
+                Some(if privileged { 40 } else { 10 }),
+                "at most the capabilities of this process"
+            );
             serde_json::from_value::<libcontainer::oci_spec::runtime::Spec>(value)?;
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! The file of a program: what the kernel needs to run it, and does not name when it is missing.
+//! Checks of a program file: the interpreter or loader that the kernel needs, and does not name if
+//! it is missing.
 
 use std::ffi::{CString, OsStr};
 use std::fs::File;
@@ -12,28 +13,29 @@ use rustix::fs::{FileType, OFlags};
 
 use crate::runtimes::host::mounts;
 
-/// Bytes of a file in which the kernel looks for the name of its interpreter.
+/// Size of the file header in which the kernel looks for an interpreter, in bytes.
 const HEAD: u64 = 256;
-/// How many interpreters may be scripts themselves.
+/// Depth limit of interpreters that are scripts.
 const SCRIPTS: usize = 4;
-/// Places of which a container has its own when it starts.
+/// Directories that are mounted only when the container starts.
 const NOT_YET_THERE: [&str; 3] = ["/proc", "/sys", "/dev"];
-/// Most bytes of the name of a dynamic loader.
+/// Longest name of a dynamic loader, in bytes.
 const LOADER_NAME: usize = 4096;
 
-/// Where a program is looked for.
+/// The context of a lookup.
 #[derive(Clone, Copy)]
 pub(super) struct Lookup<'a> {
-    /// The container's root, with everything mounted in it but what [`NOT_YET_THERE`] lists.
+    /// The container's root, with all mounts except those in [`NOT_YET_THERE`].
     pub(super) root: BorrowedFd<'a>,
     /// The working directory.
     pub(super) directory: &'a Path,
-    /// Whether the program's user may execute every file that anyone may execute.
+    /// Whether the user is root, who may execute every file that any user may execute.
     pub(super) as_root: bool,
 }
 
 impl Lookup<'_> {
-    /// Why the first of `candidates` that exists cannot be executed, if a file that it names is missing. `None`: the kernel decides.
+    /// Returns why the first existing path of `candidates` cannot be executed, if a file that it
+    /// needs is missing. `None`: the kernel decides.
     pub(super) fn missing_part(self, candidates: &[CString]) -> Option<String> {
         let path = |candidate: &CString| self.directory.join(OsStr::from_bytes(candidate.as_bytes()));
         let mut found = candidates.iter().filter(|candidate| self.exists(&path(candidate)));
@@ -41,14 +43,14 @@ impl Lookup<'_> {
         let file = self.open(&path(program))?;
         let mode = file.metadata().ok()?.permissions();
         let executed_by = std::os::unix::fs::PermissionsExt::mode(&mode) & 0o111;
-        // If the user may not execute the first, the kernel is asked for the next.
+        // If the user may not execute the first candidate, the kernel tries the next one.
         let certain =
             if self.as_root { executed_by != 0 } else { executed_by == 0o111 && found.next().is_none() };
-        let missing = if certain { self.missing_of(&file, SCRIPTS).ok()?? } else { return None };
+        let missing = if certain { self.find_missing_part(&file, SCRIPTS).ok()?? } else { return None };
         Some(format!("`{}` {missing}", program.to_string_lossy()))
     }
 
-    fn missing_of(self, file: &File, scripts: usize) -> io::Result<Option<String>> {
+    fn find_missing_part(self, file: &File, scripts: usize) -> io::Result<Option<String>> {
         let mut head = Vec::new();
         file.take(HEAD).read_to_end(&mut head)?;
         let (name, what) = match (interpreter(&head), loader(file, &head)?) {
@@ -72,14 +74,14 @@ impl Lookup<'_> {
         }
         match (self.open(&path), scripts.checked_sub(1)) {
             (Some(next), Some(scripts)) if what == "interpreter" => {
-                let missing = self.missing_of(&next, scripts)?;
+                let missing = self.find_missing_part(&next, scripts)?;
                 Ok(missing.map(|missing| format!("needs the interpreter `{shown}`, which {missing}")))
             }
             _ => Ok(None),
         }
     }
 
-    /// Whether a file is there, or may be: what cannot be looked at is for the kernel to refuse.
+    /// Whether a file exists, or may exist. A path that cannot be checked is left to the kernel.
     fn exists(self, path: &Path) -> bool {
         match mounts::open_in(self.root, path, OFlags::PATH) {
             Ok(_) => true,
@@ -95,14 +97,14 @@ impl Lookup<'_> {
     }
 }
 
-/// The interpreter that the first line of a script names.
+/// The interpreter in the first line of a script.
 fn interpreter(head: &[u8]) -> Option<Vec<u8>> {
     let line = head.strip_prefix(b"#!")?.split(|byte| *byte == b'\n').next()?;
     let mut words = line.split(|byte| matches!(byte, b' ' | b'\t' | 0)).filter(|word| !word.is_empty());
     words.next().map(<[u8]>::to_vec)
 }
 
-/// The dynamic loader of a program for this machine's processors, of 64 bits.
+/// The dynamic loader of a 64-bit program for the processors of this machine.
 fn loader(file: &File, head: &[u8]) -> io::Result<Option<Vec<u8>>> {
     const NAMES_LOADER: u32 = 3;
     let machine = match std::env::consts::ARCH {

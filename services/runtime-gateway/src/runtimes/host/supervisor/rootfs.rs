@@ -1,8 +1,8 @@
-//! The root file system of a container, made in a mount namespace that only its supervisor and it are in.
+//! The root file system of a container, in a mount namespace of the container and its supervisor.
 //!
-//! Everything here is gone with the supervisor, however it ends: nothing is ever mounted where the worker could see it.
-//! Paths of a container are resolved with its root as the root, before anything of the container runs, so that no link in
-//! its image leads a mount elsewhere.
+//! All mounts end with the supervisor, and none is visible to the worker. Paths of a container are
+//! resolved with its root as the root, before any process of the container runs. So no link in an
+//! image leads a mount elsewhere.
 
 use std::fs;
 use std::io;
@@ -16,75 +16,76 @@ use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
 use super::oci_spec::hostname;
-use super::{Failed, hosts};
+use super::{StartError, hosts};
 use crate::runtimes::host::containers::ROOT;
 use crate::runtimes::host::host_image::{self, Image};
-use crate::runtimes::host::mounts::{self, Mounted};
+use crate::runtimes::host::mounts::{self, MountEntry};
 use crate::runtimes::host::network;
 use crate::runtimes::host::persisted::{Container, Launch, OwnNetwork};
 use crate::runtimes::host::user_namespace;
 use crate::runtimes::host::volumes;
 
-/// Where in the container's directory the supervisor's own file system of memory is.
+/// The supervisor's tmpfs in the directory of the container.
 const PRIVATE: &str = "run";
 
-/// Where in it the layer below what the container writes is.
+/// In the tmpfs: the layer below the root layer of the container.
 const LOWER: &str = "lower";
 
 const RESOLVER: &str = "/etc/resolv.conf";
 
-/// Where in it the worker's volumes are, and the container's own directory, with the owners that the container sees.
+/// In the tmpfs: the worker's volumes and the container's directory, with mapped owners.
 const VOLUMES: &str = "volumes";
 const OWN: &str = "own";
-/// Where in it volumes with several layers are, each under its handle.
+/// In the tmpfs: volumes with several layers, each under its handle.
 const MERGED: &str = "merged";
 
 /// Directories of the supervisor.
-pub(super) struct Places {
+pub(super) struct SupervisorDirs {
     /// The container's root.
     pub(super) root: PathBuf,
-    /// libcontainer's configuration of it.
+    /// libcontainer's configuration.
     pub(super) bundle: PathBuf,
-    /// libcontainer's own state.
+    /// libcontainer's state.
     pub(super) state: PathBuf,
-    /// The namespace of the container's users, unless they are the machine's.
+    /// The user namespace of the container. `None`: ids are those of the machine.
     pub(super) users: Option<OwnedFd>,
 }
 
-/// Where a supervisor mounts what its container sees.
+/// The directory for mounts of the supervisor.
 pub(super) fn private(launch: &Launch) -> PathBuf {
     launch.container_dir.join(PRIVATE)
 }
 
-/// Unmounts everything below `private` if volumes with several layers are there.
+/// Unmounts everything below `private` if it contains volumes with several layers.
 pub(super) fn release_volumes(private: &Path) -> io::Result<()> {
     let has_volumes = fs::read_dir(private.join(MERGED)).is_ok_and(|mut merged| merged.next().is_some());
-    // To unmount takes milliseconds, and nothing waits for the rest.
+    // Unmounting takes milliseconds, and no task waits for the other mounts.
     if has_volumes { mounts::unmount(private) } else { Ok(()) }
 }
 
-/// Enters namespaces of its own, and makes the container's root there.
-pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
-    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
-    let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
-    // Which servers are out of reach is a question about the machine's network.
+/// Enters new namespaces, and creates the container's root in them.
+pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorDirs, StartError> {
+    let at =
+        |operation: &str, path: &Path| StartError::while_doing(format!("{operation} {}", path.display()));
+    let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
+    // Computed in the network of the machine, which decides which servers are reachable.
     let resolver = resolver(container, launch.network_pool);
-    enter_namespaces(launch, container).map_err(Failed::while_doing("enter namespaces of its own"))?;
+    enter_namespaces(launch, container).map_err(StartError::while_doing("enter new namespaces"))?;
 
     let users = launch
         .range
         .map(user_namespace::Range::namespace)
         .transpose()
-        .map_err(Failed::while_doing("make a user namespace"))?;
+        .map_err(StartError::while_doing("create a user namespace"))?;
     let private = private(launch);
-    let _acting = launch
+    let _root_guard = launch
         .range
-        .map(user_namespace::Range::act)
+        .map(user_namespace::Range::act_as_root)
         .transpose()
-        .map_err(Failed::while_doing("act as root"))?;
-    make_private(&private).map_err(at("mount at", &private))?;
+        .map_err(StartError::while_doing("act as root"))?;
+    make_private(&private).map_err(at("mount on", &private))?;
     let place = |name: &str| private.join(name);
-    let sources = Sources {
+    let sources = MountSources {
         volumes: users.as_ref().map_or(launch.state_dir.join("volumes"), |_| place(VOLUMES)),
         own: users.as_ref().map_or(launch.container_dir.clone(), |_| place(OWN)),
         merged: place(MERGED),
@@ -100,7 +101,8 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
             map(&from, to, users.as_fd()).map_err(at("map the owners of", &from))?;
         }
     }
-    let places = Places { root: place("root"), bundle: place("bundle"), state: place("state"), users };
+    let places =
+        SupervisorDirs { root: place("root"), bundle: place("bundle"), state: place("state"), users };
 
     let root = match container.root {
         None => worker_root(launch, container, &sources, &private, &places)?,
@@ -108,14 +110,14 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     };
     if let Some(contents) = resolver {
         write_in_etc(root.as_fd(), "resolv.conf", contents.as_bytes())
-            .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+            .map_err(StartError::while_doing("write /etc/resolv.conf"))?;
     }
     let hosts = hosts::contents(root.as_fd(), &hostname(container));
-    if let Some(hosts) = hosts.map_err(Failed::while_doing("read /etc/hosts"))? {
-        write_in_etc(root.as_fd(), "hosts", &hosts).map_err(Failed::while_doing("write /etc/hosts"))?;
+    if let Some(hosts) = hosts.map_err(StartError::while_doing("read /etc/hosts"))? {
+        write_in_etc(root.as_fd(), "hosts", &hosts).map_err(StartError::while_doing("write /etc/hosts"))?;
     }
-    fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
-    // libcontainer would make them as a user that the mount does not map, which fails.
+    fresh_directories(root.as_fd()).map_err(StartError::while_doing("mount /tmp and /run"))?;
+    // libcontainer would create them as a user that the mount does not map, which fails.
     for path in ["/proc", "/sys", "/dev"].map(Path::new) {
         mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
     }
@@ -123,7 +125,11 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let directory = container.directory.as_path();
     let make_directory = || {
         let (opened, made) = mounts::directory_in(root.as_fd(), directory).map_err(at("make", directory))?;
-        if made { own(opened.as_fd(), launch, container).map_err(at("own", directory)) } else { Ok(()) }
+        if made {
+            give_to_user(opened.as_fd(), launch, container).map_err(at("own", directory))
+        } else {
+            Ok(())
+        }
     };
     if container.make_directory {
         make_directory()?;
@@ -136,58 +142,63 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         let contents = sources.contents(mount.volume)?;
         let shown =
             mounts::clone_of(&contents, mounts::CONFINED | read_only).map_err(at("show", &contents))?;
-        mounts::attach(shown.as_fd(), target.as_fd()).map_err(at("mount a volume at", path))?;
+        mounts::attach(shown.as_fd(), target.as_fd()).map_err(at("mount a volume on", path))?;
     }
     if container.make_directory {
         // A volume may have been mounted over it.
         make_directory()?;
     }
     drop(root);
-    forget_volumes(&mounted, &launch.state_dir).map_err(Failed::while_doing("unmount volumes"))?;
+    detach_volumes(&mounted, &launch.state_dir).map_err(StartError::while_doing("unmount volumes"))?;
     Ok(places)
 }
 
-/// The root of an image: the container's own, to write to. Nothing of the worker is in it.
+/// Creates the root of an image, which the container may write to. No directory of the worker is
+/// visible in it.
 fn image_root(
     container: &Container,
     image: VolumeHandle,
-    sources: &Sources<'_>,
-    places: &Places,
-) -> Result<OwnedFd, Failed> {
+    sources: &MountSources<'_>,
+    places: &SupervisorDirs,
+) -> Result<OwnedFd, StartError> {
     let contents = sources.contents(image)?.join(ROOT);
-    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let at =
+        |operation: &str, path: &Path| StartError::while_doing(format!("{operation} {}", path.display()));
     let root = mounts::clone_of(&contents, attributes(container)).map_err(at("mount", &contents))?;
-    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
+    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount on", &places.root))?;
     Ok(root)
 }
 
-/// The image `host`: the container's own, to write to, with what is shown of the worker bound read-only.
+/// Creates the root of the image `host`, which the container may write to. Visible parts of the
+/// worker are bound read-only.
 fn worker_root(
     launch: &Launch,
     container: &Container,
-    sources: &Sources<'_>,
+    sources: &MountSources<'_>,
     private: &Path,
-    places: &Places,
-) -> Result<OwnedFd, Failed> {
-    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    places: &SupervisorDirs,
+) -> Result<OwnedFd, StartError> {
+    let at =
+        |operation: &str, path: &Path| StartError::while_doing(format!("{operation} {}", path.display()));
     let image = Image { named: &launch.host_paths };
     let own = private.join(LOWER);
-    image.make_own(&own).map_err(Failed::while_doing("make the image `host`"))?;
+    image.make_own(&own).map_err(StartError::while_doing("create the image `host`"))?;
     let layer = if launch.upper_in_memory { private } else { &sources.own };
     let layers = [layer.join("upper"), own];
-    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
+    // A root layer never outlives the boot, so no sync must wait for the disk.
     let root = volumes::overlay(&layers, true, &["volatile"], attributes(container))
-        .map_err(Failed::while_doing("mount the root"))?;
-    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
+        .map_err(StartError::while_doing("mount the root"))?;
+    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount on", &places.root))?;
 
-    let nobody = user_namespace::of_nobody().map_err(Failed::while_doing("make a user namespace"))?;
-    let bound = image.bound().map_err(Failed::while_doing("list the parts of the image `host`"))?;
+    let unmapped =
+        user_namespace::without_owners().map_err(StartError::while_doing("create a user namespace"))?;
+    let bound = image.bound_paths().map_err(StartError::while_doing("list the parts of the image `host`"))?;
     for path in bound {
         let tree = mounts::clone_of(&path, mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY)
             .map_err(at("show", &path))?;
-        let mapped = match mounts::map_owners(tree.as_fd(), nobody.as_fd()) {
+        let mapped = match mounts::map_owners(tree.as_fd(), unmapped.as_fd()) {
             Ok(()) => true,
-            // The root of a container engine's container, whose image has no secrets of a machine.
+            // The worker runs in a container, whose image has no secrets of a machine.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => false,
             Err(error) => return Err(at("show", &path)(error)),
         };
@@ -196,42 +207,45 @@ fn worker_root(
         let closed = if mapped || !path.starts_with("/etc") {
             Vec::new()
         } else {
-            host_image::unreadable(&path).map_err(at("look at", &path))?
+            host_image::unreadable(&path).map_err(at("check", &path))?
         };
-        let ours = launch.hidden.iter().filter_map(|ours| Some(path.join(host_image::within(&path, ours)?)));
+        let ours =
+            launch.hidden.iter().filter_map(|ours| Some(path.join(host_image::find_inside(&path, ours)?)));
         for hidden in closed.into_iter().chain(ours) {
-            cover(root.as_fd(), &hidden).map_err(at("hide", &hidden))?;
+            replace_with_empty(root.as_fd(), &hidden).map_err(at("hide", &hidden))?;
         }
     }
     Ok(root)
 }
 
-/// How a container's root is mounted. Root of the machine may make devices on it; anybody else may not use them.
+/// Mount attributes of a container's root. Only root of the machine may create and use devices on
+/// it.
 fn attributes(container: &Container) -> MountAttrFlags {
     if container.privileged { MountAttrFlags::empty() } else { mounts::CONFINED }
 }
 
-/// Where what a container sees of the worker's disk is taken from.
-struct Sources<'a> {
+/// Source directories of the mounts of a container.
+struct MountSources<'a> {
     /// The volumes.
     volumes: PathBuf,
-    /// The container's own directory.
+    /// The container's directory.
     own: PathBuf,
-    /// Where volumes with several layers are mounted when they are first asked for.
+    /// The directory for mounts of volumes with several layers.
     merged: PathBuf,
-    /// How these are mounted. `None`: the worker has mounted them.
+    /// Mount options of volumes with several layers. `None`: the worker has mounted them.
     overlay_options: Option<&'a [String]>,
     /// The volumes that the container may write to.
     written: Vec<VolumeHandle>,
 }
 
-impl Sources<'_> {
-    /// Where the contents of a volume are. Of several layers one mount is made, wherever the container sees them.
-    fn contents(&self, handle: VolumeHandle) -> Result<PathBuf, Failed> {
+impl MountSources<'_> {
+    /// The directory of a volume's contents. Several layers are mounted once, even if the container
+    /// mounts the volume several times.
+    fn contents(&self, handle: VolumeHandle) -> Result<PathBuf, StartError> {
         let contents = self.volumes.join(handle.to_string()).join("contents");
         let Some(options) = self.overlay_options else { return Ok(contents) };
         let layers = volumes::layers(&self.volumes, handle)
-            .map_err(Failed::while_doing(format!("list the layers of volume {handle}")))?;
+            .map_err(StartError::while_doing(format!("list the layers of volume {handle}")))?;
         let merged = self.merged.join(handle.to_string());
         if layers.len() < 2 {
             return Ok(contents);
@@ -245,19 +259,19 @@ impl Sources<'_> {
             let overlay = volumes::overlay(&layers, writable, options, MountAttrFlags::empty())?;
             mounts::attach_at(overlay.as_fd(), &merged)
         };
-        mount().map_err(Failed::while_doing(format!("mount the layers of volume {handle}")))?;
+        mount().map_err(StartError::while_doing(format!("mount the layers of volume {handle}")))?;
         Ok(merged)
     }
 }
 
-/// Shows `from` at `to` with the owners that the container sees.
+/// Binds `from` to `to` with mapped owners.
 fn map(from: &Path, to: &Path, users: BorrowedFd<'_>) -> io::Result<()> {
     let tree = mounts::clone_of(from, MountAttrFlags::empty())?;
     mounts::map_owners(tree.as_fd(), users)?;
     mounts::attach_at(tree.as_fd(), to)
 }
 
-/// Enters namespaces of mounts and of the network, and connects the second as the container asks.
+/// Enters new mount and network namespaces, and connects the network as the container requests.
 fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
     let own_network = container.network != OwnNetwork::Host;
     let machine = network::Machine::open()?;
@@ -265,14 +279,14 @@ fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
     if own_network {
         namespaces |= UnshareFlags::NEWNET;
     }
-    // SAFETY: this process has one thread, so none is left behind in another namespace.
+    // SAFETY: this process has one thread, so no thread stays in another namespace.
     unsafe { rustix::thread::unshare_unsafe(namespaces)? };
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
     match (container.network, launch.network_pool) {
         (OwnNetwork::Host, _) => return Ok(()),
         (OwnNetwork::None, _) => network::only_loopback()?,
         (OwnNetwork::Private, Some(pool)) => network::connect(&machine, pool, &launch.cgroup)?,
-        (OwnNetwork::Private, None) => return Err(io::Error::other("this machine has no private networks")),
+        (OwnNetwork::Private, None) => return Err(io::Error::other("this worker has no private networks")),
     }
     network::open_low_ports();
     Ok(())
@@ -282,15 +296,15 @@ fn make_private(at: &Path) -> io::Result<()> {
     let memory = mounts::tmpfs(&[("mode", "0700")], MountAttrFlags::empty())?;
     mounts::attach_at(memory.as_fd(), at)?;
     for name in ["root", "bundle", "state", LOWER, "upper", "work", VOLUMES, OWN, MERGED] {
-        // What is the container's `/` has the mode of one.
+        // The container's `/` has the mode of this directory.
         let mode = if matches!(name, LOWER | "upper") { 0o755 } else { 0o700 };
         fs::DirBuilder::new().mode(mode).create(at.join(name))?;
     }
     Ok(())
 }
 
-/// Puts something empty in the place of what is at `path`, if anything is.
-fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+/// Replaces the entry at `path` by an empty file or directory, if it exists.
+fn replace_with_empty(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
     let target = match mounts::open_in(root, path, OFlags::PATH) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(());
@@ -308,7 +322,7 @@ fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
 }
 
 fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
-    // Of the machine's memory. A memory limit of the container counts it too.
+    // Relative to the machine's memory. A memory limit of the container includes it.
     for (path, mode, size) in [("/tmp", "1777", "25%"), ("/run", "0755", "5%")] {
         let (target, _) = mounts::directory_in(root, Path::new(path))?;
         let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
@@ -322,7 +336,8 @@ fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// The `resolv.conf` of a container. `None`: it resolves no names, or the machine itself has none.
+/// The `resolv.conf` of a container. `None`: the container has no DNS, or the machine has no such
+/// file.
 fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<String> {
     match container.network {
         OwnNetwork::Private => pool.map(network::resolver::configuration),
@@ -332,7 +347,7 @@ fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<String
 }
 
 fn write_in_etc(root: BorrowedFd<'_>, name: &str, contents: &[u8]) -> io::Result<()> {
-    // An image in which this is no directory resolves no names.
+    // An image whose path is not a directory gets no DNS.
     let Ok((etc, _)) = mounts::directory_in(root, Path::new("/etc")) else { return Ok(()) };
     match rustix::fs::unlinkat(&etc, name, AtFlags::empty()) {
         Ok(()) | Err(rustix::io::Errno::NOENT) => {}
@@ -344,14 +359,15 @@ fn write_in_etc(root: BorrowedFd<'_>, name: &str, contents: &[u8]) -> io::Result
 }
 
 /// Gives a directory to the container's user.
-fn own(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io::Result<()> {
+fn give_to_user(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io::Result<()> {
     let (uid, gid) =
         (Uid::from_raw(launch.id(container.user.uid)?), Gid::from_raw(launch.id(container.user.gid)?));
     Ok(rustix::fs::chownat(directory, "", Some(uid), Some(gid), AtFlags::EMPTY_PATH)?)
 }
 
-/// Lets go of the volumes' mounts that this namespace has copies of, so that they can be destroyed while this process lives.
-fn forget_volumes(mounted: &[Mounted], state_dir: &Path) -> io::Result<()> {
+/// Unmounts this namespace's copies of volume mounts, so that volumes can be destroyed while this
+/// process lives.
+fn detach_volumes(mounted: &[MountEntry], state_dir: &Path) -> io::Result<()> {
     let volumes = mounted.iter().rev().filter(|mount| mount.at.starts_with(state_dir.join("volumes")));
     volumes.map(|mount| mount.at.as_path()).try_for_each(mounts::unmount)
 }

@@ -1,10 +1,14 @@
-//! System calls that a container may make: the list of the common engines' default profile, by name, and nothing else.
+//! System call filters of a container: the default profile of common container engines, by name.
 //!
-//! Four filters, of which the stricter answer counts, and between equals that of the later one. The first allows what is listed
-//! and says `EPERM` to the rest. The second says `ENOSYS` to `clone3`, whose flags a filter cannot see, to `io_setup`, because all
-//! processes of the machine share one limit, and to calls newer than the list, so that libraries fall back to what they used before. The third says `EAFNOSUPPORT` to
-//! sockets of a family that is not listed, and the fourth `ENOTTY` to requests of btrfs. Only the machine's native
-//! calling convention is allowed.
+//! There are four filters. The strictest result counts, and between equal results that of the later
+//! filter. Only the machine's native calling convention is allowed.
+//!
+//! 1. The first filter allows the listed calls, and returns `EPERM` for all others.
+//! 2. The second returns `ENOSYS`, so that libraries use an older call. It covers `clone3`, whose
+//!    flags a filter cannot inspect, and `io_setup`, whose limit all processes of the machine
+//!    share. It also covers calls newer than the list.
+//! 3. The third returns `EAFNOSUPPORT` for sockets of unlisted families.
+//! 4. The fourth returns `ENOTTY` for requests of btrfs.
 
 use std::collections::BTreeMap;
 
@@ -13,10 +17,10 @@ use seccompiler::{
     TargetArch, sock_filter,
 };
 
-/// The last call that is known here. Later ones do not exist, for a container.
+/// The newest listed call. Newer calls do not exist for a container.
 const NEWEST: u32 = 462;
 
-/// Every flag of `clone` that makes a namespace.
+/// All flags of `clone` that create a namespace.
 const NAMESPACES: u64 = 0x7e02_0080;
 
 macro_rules! calls {
@@ -62,7 +66,7 @@ const ALLOWED: &[i64] = calls![
     SYS_fchmodat2 SYS_set_mempolicy_home_node
 ];
 
-/// Calls that only the oldest of the architectures has.
+/// Calls that exist only on the oldest of the architectures.
 #[cfg(target_arch = "x86_64")]
 #[rustfmt::skip]
 const LEGACY: &[i64] = calls![
@@ -75,22 +79,23 @@ const LEGACY: &[i64] = calls![
 #[cfg(not(target_arch = "x86_64"))]
 const LEGACY: &[i64] = &[];
 
-/// The filters of an unprivileged container, in the order to install them.
+/// The filters of an unprivileged container, in installation order.
 pub(super) fn filters() -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     let architecture = TargetArch::try_from(std::env::consts::ARCH)?;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     rules.extend(ALLOWED.iter().chain(LEGACY).map(|call| (*call, Vec::new())));
-    // Allowed here, so that the second filter's answer counts.
+    // Allowed here, so that the result of the second filter counts.
     rules.insert(libc::SYS_clone3, Vec::new());
 
-    // What the kernel takes as 32 bits is compared as 32 bits: others say nothing.
+    // Arguments that the kernel reads as 32 bits are compared as 32 bits, so the other half has no
+    // effect.
     let only = |argument, length, operator, value| {
         SeccompRule::new(vec![SeccompCondition::new(argument, length, operator, value)?])
     };
     let (int, long) = (SeccompCmpArgLen::Dword, SeccompCmpArgLen::Qword);
     let is = |argument, value| only(argument, int.clone(), SeccompCmpOp::Eq, value);
     rules.insert(libc::SYS_clone, vec![only(0, long, SeccompCmpOp::MaskedEq(NAMESPACES), 0)?]);
-    // The personalities that change nothing a container is protected by.
+    // Personalities that do not weaken the isolation of a container.
     let personalities = [0, 0x8, 0x2_0000, 0x2_0008, 0xffff_ffff];
     let personalities = personalities.into_iter().map(|personality| is(0, personality));
     rules.insert(libc::SYS_personality, personalities.collect::<Result<_, _>>()?);
@@ -105,10 +110,10 @@ const AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
 const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// Where a filter sees the number of the call.
+/// Offset of the call number in the filter's input.
 const CALL: u32 = 0;
 
-/// Where a filter sees the lower half of an argument, which is all that the kernel takes of an `int`.
+/// Offset of the lower half of an argument, which is the part that the kernel reads of an `int`.
 const fn argument(number: u32) -> u32 {
     16 + 8 * number
 }
@@ -117,11 +122,11 @@ fn instruction(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
     sock_filter { code, jt, jf, k }
 }
 
-const fn refused_with(errno: libc::c_int) -> u32 {
+const fn errno_action(errno: libc::c_int) -> u32 {
     libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()
 }
 
-/// `ENOSYS` for `clone3`, `io_setup`, and for what is newer than the list.
+/// Returns `ENOSYS` for `clone3`, `io_setup`, and calls newer than the list.
 fn unknown() -> BpfProgram {
     let number = |call: libc::c_long| u32::try_from(call).unwrap_or(0);
     vec![
@@ -129,15 +134,17 @@ fn unknown() -> BpfProgram {
         instruction(AT_LEAST, 2, 0, NEWEST + 1),
         instruction(EQUAL, 1, 0, number(libc::SYS_io_setup)),
         instruction(EQUAL, 0, 1, number(libc::SYS_clone3)),
-        instruction(RETURN, 0, 0, refused_with(libc::ENOSYS)),
+        instruction(RETURN, 0, 0, errno_action(libc::ENOSYS)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
 
-/// `EAFNOSUPPORT` for sockets other than those of this machine and of IP, and of netlink for addresses, routes and statistics of sockets.
+/// Returns `EAFNOSUPPORT` for sockets, except local sockets, IP, and netlink for addresses, routes
+/// and socket statistics.
 ///
-/// Sockets to the hypervisor lead past every network namespace. Netlink between programs holds memory that no control group counts. Netlink for
-/// device events reports the machine's devices. Most of the other families are not used in containers, and are code of the kernel that everybody could reach.
+/// Sockets to the hypervisor bypass network namespaces. Netlink between programs uses memory that
+/// no control group accounts. Netlink for device events reveals the machine's devices. Most other
+/// families are not used in containers, and would expose kernel code to every user.
 fn sockets() -> BpfProgram {
     let number = |call: libc::c_long| u32::try_from(call).unwrap_or(0);
     let family = |family: libc::c_int| family.unsigned_abs();
@@ -153,13 +160,14 @@ fn sockets() -> BpfProgram {
         instruction(LOAD, 0, 0, argument(2)),
         instruction(EQUAL, 2, 0, family(libc::NETLINK_ROUTE)),
         instruction(EQUAL, 1, 0, family(libc::NETLINK_SOCK_DIAG)),
-        instruction(RETURN, 0, 0, refused_with(libc::EAFNOSUPPORT)),
+        instruction(RETURN, 0, 0, errno_action(libc::EAFNOSUPPORT)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
 
-/// `ENOTTY` for the requests of btrfs, but for those that share blocks, which other file systems have too. Without this
-/// filter the owner of a directory could make subvolumes that cannot be removed, and snapshots that multiply what a scan reads.
+/// Returns `ENOTTY` for btrfs requests, except those that share blocks, which other file systems
+/// have too. Without this filter, the owner of a directory could create subvolumes that cannot be
+/// removed, and snapshots that multiply the data of a scan.
 fn btrfs() -> BpfProgram {
     const MASK: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
     const KIND: u32 = 0xff00;
@@ -176,7 +184,7 @@ fn btrfs() -> BpfProgram {
         instruction(EQUAL, 3, 0, DEDUPLICATE),
         instruction(MASK, 0, 0, KIND),
         instruction(EQUAL, 0, 1, BTRFS),
-        instruction(RETURN, 0, 0, refused_with(libc::ENOTTY)),
+        instruction(RETURN, 0, 0, errno_action(libc::ENOTTY)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
@@ -186,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_filters_compile_and_what_breaks_out_is_not_listed() -> Result<(), seccompiler::BackendError> {
+    fn filters_compile_and_exclude_dangerous_calls() -> Result<(), seccompiler::BackendError> {
         assert_eq!(filters()?.len(), 4);
         let refused = calls![
             SYS_mount SYS_umount2 SYS_pivot_root SYS_setns SYS_unshare SYS_kexec_load SYS_init_module
