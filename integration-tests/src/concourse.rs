@@ -46,7 +46,8 @@ impl ConcourseWorker {
         self.forwarders[1].address.clone()
     }
 
-    /// Simulates a restart of both servers with their contents: breaks all connections, and lets Baggageclaim forget unfinished operations.
+    /// Simulates a restart of both servers with their contents: breaks all connections, and lets
+    /// Baggageclaim forget unfinished operations.
     pub fn restart(&self) {
         self.volumes.restart();
         self.forwarders.iter().for_each(Forwarder::cut);
@@ -78,7 +79,8 @@ impl ConcourseWorker {
     }
 }
 
-/// Makes an image. The fake Garden server mounts directories of this machine over its empty directories.
+/// Makes an image. The fake Garden server mounts directories of this machine over its empty
+/// directories.
 pub fn make_image(path: &Path) {
     let root = path.join("rootfs");
     for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {

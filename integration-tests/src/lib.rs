@@ -1,4 +1,5 @@
-//! Harness of the end-to-end tests: the `gantry` binary, a separate cluster for each test, and checks of the machine afterwards.
+//! Harness of the end-to-end tests: the `gantry` binary, a separate cluster for each test, and
+//! checks of the machine afterwards.
 
 pub mod concourse;
 pub mod machines;
@@ -98,8 +99,9 @@ impl Cluster {
         self
     }
 
-    /// Starts the cluster in the foreground, in a separate mount namespace that the shell script `prepare` may change. Returns once the cluster
-    /// listens. Its standard error goes to the file `up.log`.
+    /// Starts the cluster in the foreground, in a separate mount namespace that the shell script
+    /// `prepare` may change. Returns once the cluster listens. Its standard error goes to the file
+    /// `up.log`.
     #[must_use]
     pub fn up(&self, prepare: &str) -> Child {
         let gantry = self.gantry(["up"]);
@@ -210,7 +212,8 @@ impl Cluster {
         });
     }
 
-    /// Suspends the process of the cluster. Its socket still accepts connections, but no call is answered.
+    /// Suspends the process of the cluster. Its socket still accepts connections, but no call is
+    /// answered.
     pub fn freeze(&self) {
         let pid = self.pid().expect("a running cluster");
         // SAFETY: kill accesses no memory of this process.
@@ -272,7 +275,8 @@ pub fn id(output: impl Into<Vec<u8>>) -> String {
     String::from_utf8(output.into()).expect("an id").trim().to_owned()
 }
 
-/// Starts a command, and waits until it has printed `ready`. Also returns the rest of its standard output.
+/// Starts a command, and waits until it has printed `ready`. Also returns the rest of its standard
+/// output.
 #[must_use]
 pub fn started(mut command: Command) -> (Child, BufReader<ChildStdout>) {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");

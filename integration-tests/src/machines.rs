@@ -1,7 +1,7 @@
 //! Simulated worker machines, which can be rebooted or removed.
 //!
-//! Each machine has its own mount namespace with its own boot id. If this machine permits that, each also has a network namespace with its own
-//! address.
+//! Each machine has its own mount namespace with its own boot id. If this machine permits that,
+//! each also has a network namespace with its own address.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -169,7 +169,8 @@ impl Drop for Machines {
     }
 }
 
-/// Bridge in a separate network namespace without packet rules, which connects this machine and all simulated machines.
+/// Bridge in a separate network namespace without packet rules, which connects this machine and all
+/// simulated machines.
 struct Network {
     own: String,
     prefix: String,

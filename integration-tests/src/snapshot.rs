@@ -93,13 +93,15 @@ fn all_files(root: &Path, below: &Path, found: &mut BTreeSet<String>) {
     }
 }
 
-/// Finds the processes of a cluster. Their command line, environment, open files or root file system name its directories.
+/// Finds the processes of a cluster. Their command line, environment, open files or root file
+/// system name its directories.
 #[must_use]
 pub fn processes(cluster: &Cluster) -> BTreeMap<i32, String> {
     processes_of(&cluster.path(""))
 }
 
-/// Finds the processes whose command line, environment, open files or root file system name the directory `home`.
+/// Finds the processes whose command line, environment, open files or root file system name the
+/// directory `home`.
 #[must_use]
 pub fn processes_of(home: &Path) -> BTreeMap<i32, String> {
     let home = home.display().to_string();
@@ -117,7 +119,8 @@ pub fn processes_of(home: &Path) -> BTreeMap<i32, String> {
             let open = fs::read_dir(path.join("fd")).into_iter().flatten().flatten();
             open.filter_map(|fd| fs::read_link(fd.path()).ok()).any(|target| target.starts_with(home))
         };
-        // Only the root mount counts. A supervisor of another cluster inherited all mounts of the machine at its start.
+        // Only the root mount counts. A supervisor of another cluster inherited all mounts of the
+        // machine at its start.
         let is_inside = || {
             let mounts = fs::read_to_string(path.join("mountinfo")).unwrap_or_default();
             let root = |line: &str| line.split(' ').nth(4) == Some("/") && line.contains(home);

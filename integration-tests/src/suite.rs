@@ -1,7 +1,8 @@
-//! The four services as separate processes on PostgreSQL. Each process has its own directories, ports and log, and may be killed, terminated and
-//! restarted at any time.
+//! The four services as separate processes on PostgreSQL. Each process has its own directories,
+//! ports and log, and may be killed, terminated and restarted at any time.
 //!
-//! Scheduler and artifact store share a database. Each uses a separate user and schema, and cannot read the schema of the other.
+//! Scheduler and artifact store share a database. Each uses a separate user and schema, and cannot
+//! read the schema of the other.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -43,7 +44,8 @@ impl Shape {
     pub const NO_WORKER: Self = Self { gateways: 0, ..Self::ONE };
 }
 
-/// Settings with short terms, so that another gateway may soon take over the worker of a silent one.
+/// Settings with short terms, so that another gateway may soon take over the worker of a silent
+/// one.
 pub const SHORT_TERMS: &[(&str, &str)] =
     &[("GANTRY_HEARTBEAT", "500ms"), ("GANTRY_WORKER_TTL", "5s"), ("GANTRY_POLL_INTERVAL", "200ms")];
 
@@ -154,7 +156,8 @@ struct Service {
 }
 
 impl Suite {
-    /// Starts all processes, and waits until each is ready. `settings` are in the environment of every service.
+    /// Starts all processes, and waits until each is ready. `settings` are in the environment of
+    /// every service.
     #[must_use]
     pub fn start(shape: Shape, settings: &[(&str, &str)]) -> Self {
         Self::new(shape, settings, false).begin()
@@ -166,8 +169,9 @@ impl Suite {
         Self::new(shape, settings, true).begin()
     }
 
-    /// Starts all processes, with a token of the gateways that callers do not know. A caller then reaches workers only through a proxy. The other
-    /// services require no token, because a gateway has only one to present.
+    /// Starts all processes, with a token of the gateways that callers do not know. A caller then
+    /// reaches workers only through a proxy. The other services require no token, because a gateway
+    /// has only one to present.
     #[must_use]
     pub fn start_walled(shape: Shape, settings: &[(&str, &str)]) -> Self {
         let mut suite = Self::new(shape, settings, false);
@@ -227,7 +231,8 @@ impl Suite {
         }
     }
 
-    /// Returns the settings of a gateway about its worker, whose state directory is `state-DIRECTORY`.
+    /// Returns the settings of a gateway about its worker, whose state directory is
+    /// `state-DIRECTORY`.
     fn settings_of_gateway(&self, worker: &str, directory: &str) -> Vec<(String, String)> {
         let directory = |kind: &str| self.path(&format!("{kind}-{directory}")).display().to_string();
         owned(&[
@@ -259,8 +264,8 @@ impl Suite {
         assert!(self.services.insert(name.to_owned(), service).is_none(), "{name} exists already");
     }
 
-    /// Starts another gateway for the host worker `worker`, unless `settings` select another one. Gateways of the same worker share its
-    /// directories. Does not wait.
+    /// Starts another gateway for the host worker `worker`, unless `settings` select another one.
+    /// Gateways of the same worker share its directories. Does not wait.
     pub fn attend(&mut self, name: &str, worker: &str, settings: &[(&str, &str)]) {
         let mut own = self.settings_of_gateway(worker, worker);
         own.extend(owned(settings));

@@ -75,7 +75,8 @@ pub fn assert_same(left: &Path, right: &Path) {
     compare(&read(left), &read(right));
 }
 
-/// Compares two trees. `right` is a copy of `left` through tar on a Concourse worker, so it has whole seconds and no holes.
+/// Compares two trees. `right` is a copy of `left` through tar on a Concourse worker, so it has
+/// whole seconds and no holes.
 pub fn assert_same_through_tar(left: &Path, right: &Path) {
     let mut left = read(left);
     let mut right = read(right);
@@ -100,7 +101,8 @@ fn compare(left: &BTreeMap<PathBuf, Entry>, right: &BTreeMap<PathBuf, Entry>) {
     }
 }
 
-/// Makes a directory with difficult entries: odd names, links, holes, old times and missing permissions.
+/// Makes a directory with difficult entries: odd names, links, holes, old times and missing
+/// permissions.
 pub fn make_difficult(root: &Path) {
     fs::create_dir_all(root).expect("the root");
     let file = |name: &OsStr, content: &[u8], mode: u32| {

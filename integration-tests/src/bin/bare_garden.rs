@@ -1,7 +1,9 @@
-//! Runs `/bin/true` once on a Concourse worker with direct calls, as the baseline of `gantry run -- /bin/true` in `make bench`.
+//! Runs `/bin/true` once on a Concourse worker with direct calls, as the baseline of
+//! `gantry run -- /bin/true` in `make bench`.
 //!
-//! It makes the calls that every client of the two protocols needs. It creates a copy-on-write volume of the image and a container with
-//! properties. Then it runs the process, reads its output and exit, and destroys both. It prints the milliseconds until the exit was known.
+//! It makes the calls that every client of the two protocols needs. It creates a copy-on-write
+//! volume of the image and a container with properties. Then it runs the process, reads its output
+//! and exit, and destroys both. It prints the milliseconds until the exit was known.
 
 use std::io::Write;
 use std::time::Instant;

@@ -1,7 +1,9 @@
-//! Fake Concourse workers for `make bench` and `make compose-test`: `garden_worker [--listen ADDRESS] NAME…`.
+//! Fake Concourse workers for `make bench` and `make compose-test`:
+//! `garden_worker [--listen ADDRESS] NAME…`.
 //!
-//! The process serves on the loopback or at another address of this machine until its standard input ends. It first prints one line of JSON with the
-//! registrations of the workers: one for each NAME, with that name as its tag. For each line of its input, it prints one line of JSON with the
+//! The process serves on the loopback or at another address of this machine until its standard
+//! input ends. It first prints one line of JSON with the registrations of the workers: one for each
+//! NAME, with that name as its tag. For each line of its input, it prints one line of JSON with the
 //! requests so far.
 
 use std::io::{BufRead, Error, ErrorKind, Write};

@@ -1,8 +1,10 @@
-//! Suite for other programs: the four services as separate processes on PostgreSQL, a proxy and two host workers.
+//! Suite for other programs: the four services as separate processes on PostgreSQL, a proxy and two
+//! host workers.
 //!
-//! The suite runs until its standard input ends or a signal arrives, and then removes everything. Once all services are ready, it prints a line of JSON:
-//! `server`, the value for `gantry --server`, and `token_file`. With `--walled`, the gateways of the workers reject that token, and only the
-//! proxy accepts it.
+//! The suite runs until its standard input ends or a signal arrives, and then removes everything.
+//! Once all services are ready, it prints a line of JSON: `server`, the value for
+//! `gantry --server`, and `token_file`. With `--walled`, the gateways of the workers reject that
+//! token, and only the proxy accepts it.
 
 use std::io::{self, Write};
 

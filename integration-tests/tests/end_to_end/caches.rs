@@ -72,7 +72,8 @@ impl Scene {
         cache["artifact_id"].as_str().expect("it has something").to_owned()
     }
 
-    /// Waits until only the replicas of these artifacts are left, and none of them is the child of another volume.
+    /// Waits until only the replicas of these artifacts are left, and none of them is the child of
+    /// another volume.
     fn wait_for_nothing_but(&self, artifacts: &[String]) {
         wait_for("the end of everything else", || {
             self.suite.succeed(&["gc"]);
@@ -114,7 +115,8 @@ fn cache_moves_between_kinds_of_workers() {
         assert_eq!(scene.ran(worker, "log", &add(&name)), (Some(0), expected.clone()), "{name}");
         expected.push_str(&format!("{name}\n"));
     }
-    // A run that only reads, or that is stopped, leaves the version unchanged. A run that fails leaves its changes.
+    // A run that only reads, or that is stopped, leaves the version unchanged. A run that fails
+    // leaves its changes.
     let version = scene.version("log");
     for worker in ["host", "overlay", "naive"] {
         assert_eq!(scene.ran(worker, "log", "cat /cache/log"), (Some(0), expected.clone()));

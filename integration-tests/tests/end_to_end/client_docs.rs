@@ -1,6 +1,8 @@
-//! Excerpts in `docs/clients.md`: they match the sources of the clients between `docs:NAME` and `docs:end`.
+//! Excerpts in `docs/clients.md`: they match the sources of the clients between `docs:NAME` and
+//! `docs:end`.
 //!
-//! `GANTRY_BLESS=1 cargo test -p integration-tests --test end_to_end client_docs` copies the excerpts into the document.
+//! `GANTRY_BLESS=1 cargo test -p integration-tests --test end_to_end client_docs` copies the
+//! excerpts into the document.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

@@ -9,7 +9,8 @@ use integration_tests::{Cluster, describe, may_run_containers};
 /// Exit code of a shell for SIGPIPE.
 const PIPE: i32 = 141;
 
-/// Runs `command` with its standard output closed at the other end. Returns the exit code and standard error.
+/// Runs `command` with its standard output closed at the other end. Returns the exit code and
+/// standard error.
 fn unread(mut command: Command) -> (Option<i32>, String) {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
@@ -60,7 +61,8 @@ fn commands_without_reader_end_as_by_sigpipe() {
         for json in [false, true] {
             let more: &[&str] = if json { &["--json"] } else { &[] };
             let words = [more, arguments].concat();
-            // A command without output does not fail: `--json gc` without garbage, and events of a workload without output.
+            // A command without output does not fail: `--json gc` without garbage, and events of a
+            // workload without output.
             let nothing = ["gc", "-d"].iter().any(|word| json && words.contains(word));
             let (code, printed) = unread(cluster.gantry(&words));
             assert!(

@@ -342,7 +342,8 @@ fn concourse_worker_is_configured_by_flags() {
     assert_eq!(code(&without), 125, "{}", describe(&without));
 }
 
-/// Makes an archive of the root file system of the cluster's image, with `release` in the file `/release`.
+/// Makes an archive of the root file system of the cluster's image, with `release` in the file
+/// `/release`.
 fn archived(cluster: &Cluster, archive: &Path, release: &str) {
     let root = cluster.path("image/rootfs");
     write(&root.join("release"), release);

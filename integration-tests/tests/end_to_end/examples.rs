@@ -42,7 +42,8 @@ fn examples_of_cli_document() -> String {
     block.expect("examples").to_owned()
 }
 
-/// Makes a directory with the tools that examples take from a home directory. Containers cannot see directories below `/tmp` of the host.
+/// Makes a directory with the tools that examples take from a home directory. Containers cannot see
+/// directories below `/tmp` of the host.
 fn tools() -> tempfile::TempDir {
     let tools = tempfile::tempdir_in("/var/tmp").expect("a directory");
     let cargo = tools.path().join("cargo");

@@ -1,4 +1,5 @@
-//! Life of a local cluster: started by the first command, kept through crashes, and ended when idle.
+//! Life of a local cluster: started by the first command, kept through crashes, and ended when
+//! idle.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};

@@ -50,7 +50,8 @@ fn difficult_tree_survives_round_trip() {
     }
     let cluster = Cluster::new();
     tree::make_difficult(&cluster.path("src"));
-    // An output with the name of an input starts with its contents. Another output is filled by a copy.
+    // An output with the name of an input starts with its contents. Another output is filled by a
+    // copy.
     let run = cluster.output([
         "run",
         "--preserve-special",

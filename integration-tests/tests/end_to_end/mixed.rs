@@ -1,4 +1,5 @@
-//! Host workers and Concourse workers in one cluster. The output of one is an unchanged input on the other.
+//! Host workers and Concourse workers in one cluster. The output of one is an unchanged input on
+//! the other.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -62,7 +63,8 @@ impl Scene {
         format!("artifact:{}", self.suite.upload(path))
     }
 
-    /// Runs `script` on a worker with `artifact` as its input `in`. Returns its output `made`, and its standard output.
+    /// Runs `script` on a worker with `artifact` as its input `in`. Returns its output `made`, and
+    /// its standard output.
     fn run(&self, worker: &str, image: &str, artifact: &str, script: &str) -> String {
         let input = format!("in={artifact}");
         let run = ["run", "--json", "--tag", worker, "--image", image, "-i", &input, "-o", "made"];
@@ -129,7 +131,8 @@ fn output_is_input_on_other_kind_of_worker() {
     let printed = String::from_utf8_lossy(&refused.stderr);
     assert!(printed.contains("overlay: its runtime lacks ends-whole"), "{printed}");
 
-    // A copy on a Concourse worker is exact, including nanoseconds and holes, although the original worker is gone.
+    // A copy on a Concourse worker is exact, including nanoseconds and holes, although the original
+    // worker is gone.
     scene.kill("host");
     tree::assert_same(&data, &scene.download(&by_host, "kept"));
 }
@@ -182,7 +185,8 @@ fn inline_artifact_reaches_all_kinds_of_workers() {
     tree::assert_same(&data, &scene.download(&artifact, "itself"));
 }
 
-/// Counts the requests to send volumes to other workers and to hand them out, without volumes of manifests.
+/// Counts the requests to send volumes to other workers and to hand them out, without volumes of
+/// manifests.
 fn sent(pair: &ConcourseWorker) -> (usize, usize) {
     let requests = pair.volumes.requests();
     let count = |what: &str| {
@@ -245,7 +249,8 @@ fn image_works_wherever_it_was_uploaded() {
     assert_eq!((&*read("of"), &*read("file")), ("the image\n", "kept\n"));
     assert_eq!(read("passwd"), "root:x:0:0::/root:/bin/sh\n");
 
-    // On the host the directories of the image are empty, so the program must bring all that it needs.
+    // On the host the directories of the image are empty, so the program must bring all that it
+    // needs.
     let cat =
         scene.suite.gantry(&["run", "--tag", "host", "--image", &by_concourse, "--", "/bin/sh"]).output();
     let cat = cat.expect("gantry runs");

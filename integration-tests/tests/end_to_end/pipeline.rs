@@ -1,11 +1,13 @@
-//! Pipeline on the whole suite: two replicas of each service, three workers on separate machines, and a proxy for all callers. Each process is
-//! killed and started again, one worker is rebooted, and one is removed for good.
+//! Pipeline on the whole suite: two replicas of each service, three workers on separate machines,
+//! and a proxy for all callers. Each process is killed and started again, one worker is rebooted,
+//! and one is removed for good.
 //!
-//! Each process connects to the test before anything else, and then waits for the test. So the test decides which processes run when a service
-//! dies, and notices a process that runs twice.
+//! Each process connects to the test before anything else, and then waits for the test. So the test
+//! decides which processes run when a service dies, and notices a process that runs twice.
 //!
-//! A process on the rebooted machine ends as `errored(WORKER_LOST)` and is not started again. All others end with their own exit code, their
-//! complete output and the right bytes. Watchers follow them through the proxy, across all failures.
+//! A process on the rebooted machine ends as `errored(WORKER_LOST)` and is not started again. All
+//! others end with their own exit code, their complete output and the right bytes. Watchers follow
+//! them through the proxy, across all failures.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,7 +25,8 @@ use serde_json::Value;
 
 const SHAPE: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 3, proxies: 1 };
 
-/// Number of tasks per worker. Artifacts that are made at the same time are made on different workers.
+/// Number of tasks per worker. Artifacts that are made at the same time are made on different
+/// workers.
 const SETTINGS: &[(&str, &str)] = &[
     ("GANTRY_WORKER_MAX_TASKS", "1"),
     ("GANTRY_HEARTBEAT", "500ms"),
@@ -36,7 +39,8 @@ const SETTINGS: &[(&str, &str)] = &[
     ("GANTRY_REPORT_INTERVAL", "1s"),
 ];
 
-/// Indexes of the two earlier workloads whose outputs each workload takes. The first three take two of three uploads.
+/// Indexes of the two earlier workloads whose outputs each workload takes. The first three take two
+/// of three uploads.
 const TAKES: [(usize, usize); 10] =
     [(0, 1), (1, 2), (0, 2), (0, 1), (1, 2), (0, 2), (3, 4), (4, 5), (3, 5), (7, 8)];
 
@@ -314,7 +318,8 @@ fn pipeline_survives_death_of_each_process() {
     let crossed = made.iter().flatten().filter(|artifact| scene.replicas(artifact).len() > 1).count();
     assert_eq!(crossed, 3, "each of the first outputs is needed by two workers, at the same time");
 
-    // One of them loses its machine. Its process has run, so it is not retried: it ends as lost, and is submitted again.
+    // One of them loses its machine. Its process has run, so it is not retried: it ends as lost,
+    // and is submitted again.
     let [third, mut fourth, fifth] = <[WatchedWorkload; 3]>::try_from(next).map_err(|_| ()).expect("three");
     scene.suite.reboot(scene.worker_of(&fourth));
     let lost = wait_for("the end of what ran on the machine", || {
@@ -353,7 +358,8 @@ fn pipeline_survives_death_of_each_process() {
     }
     scene.ready(&["runtime-gateway-0", "runtime-gateway-1", "runtime-gateway-2"]);
 
-    // An artifact of a single worker becomes an input on every worker, and so is copied. Then that worker is removed for good.
+    // An artifact of a single worker becomes an input on every worker, and so is copied. Then that
+    // worker is removed for good.
     let gone = scene.worker_id(doomed);
     let only_there = |artifact: &&String| scene.replicas(artifact) == BTreeSet::from([gone.clone()]);
     let only: Vec<_> = made.iter().flatten().filter(only_there).cloned().collect();
@@ -401,8 +407,8 @@ fn main_job(scene: &Scene) {
     assert!(fs::read(out.join("twice")).expect("brought back") == [bytes.as_slice(), &bytes].concat());
 }
 
-/// Checks that nothing is left once all artifacts are released and the worker `gone` is pruned: no row, lease, pin, file, mount,
-/// process or control group.
+/// Checks that nothing is left once all artifacts are released and the worker `gone` is pruned: no
+/// row, lease, pin, file, mount, process or control group.
 fn nothing_is_left(scene: &Scene, gone: usize) {
     scene.let_go();
     // No --force is needed, because no kept artifact had its only replica there.

@@ -237,7 +237,8 @@ fn path_missing_in_container_is_explained() {
         "it does not exist here either: {}",
         describe(&nowhere)
     );
-    // The hint of the error works. The state of the cluster is in that directory, and is not uploaded.
+    // The hint of the error works. The state of the cluster is in that directory, and is not
+    // uploaded.
     let brought = ["run", "-i", "here=.", "--", "sh", "-c", "here/hello.sh; ls -A here here/state"];
     let brought = cluster.output(brought);
     assert_eq!(code(&brought), 0, "{}", describe(&brought));

@@ -1,4 +1,5 @@
-//! Restore of the artifact store from a backup. Newer volumes and containers are orphans, survive, and are adopted or purged.
+//! Restore of the artifact store from a backup. Newer volumes and containers are orphans, survive,
+//! and are adopted or purged.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -133,7 +134,8 @@ fn objects_newer_than_backup_are_orphans() {
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
         assert_eq!(json(&cluster, ["explain", &good])["state"], "orphaned");
 
-        // Another workload is run, collected and swept meanwhile, so that rounds of collection and reports take place.
+        // Another workload is run, collected and swept meanwhile, so that rounds of collection and
+        // reports take place.
         for _ in 0..3 {
             cluster.succeed(["run", "--keep", "0s", "-o", "out", "--", "sh", "-c", "echo > out/x"]);
             cluster.succeed(["gc"]);

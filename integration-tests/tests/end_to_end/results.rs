@@ -1,4 +1,5 @@
-//! Entries of a result that may be written into the directory of the caller, and entries that may not.
+//! Entries of a result that may be written into the directory of the caller, and entries that may
+//! not.
 
 use std::fs;
 use std::io::Write;

@@ -1,4 +1,5 @@
-//! Gateway for several Concourse workers of a file, and another gateway for a worker that flags describe, behind a proxy.
+//! Gateway for several Concourse workers of a file, and another gateway for a worker that flags
+//! describe, behind a proxy.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,7 +24,8 @@ fn connect(suite: &Suite, name: &str) -> rpc::Peer {
     peer(suite.address(name), Outgoing::internal().with_token(Some(suite.token()))).expect("an address")
 }
 
-/// Attaches to a workload, sends a signal, and returns why the signal was rejected. `None`: the process ended.
+/// Attaches to a workload, sends a signal, and returns why the signal was rejected. `None`: the
+/// process ended.
 async fn refused_signal(suite: &Suite, workload: &Value, number: u32) -> Option<Refusal> {
     let text = |name: &str| workload["whereabouts"][name].as_str().expect("a string").to_owned();
     let resume = Resume {

@@ -1,4 +1,5 @@
-//! Two gateways with the same state directory: one attends the worker, and the other takes over when the first one dies or freezes.
+//! Two gateways with the same state directory: one attends the worker, and the other takes over
+//! when the first one dies or freezes.
 
 mod concourse;
 
@@ -11,7 +12,8 @@ use serde_json::Value;
 
 const WORKER: &str = "shared";
 
-/// Two gateways, the first of which attends, an artifact on their worker, and a process that waits for input.
+/// Two gateways, the first of which attends, an artifact on their worker, and a process that waits
+/// for input.
 struct Scene {
     suite: Suite,
     run: Child,
@@ -44,7 +46,8 @@ impl Scene {
         Some(Self { suite, run, stdout, artifact })
     }
 
-    /// Checks that the second gateway attends in a new session of the same incarnation, and that the process still runs.
+    /// Checks that the second gateway attends in a new session of the same incarnation, and that
+    /// the process still runs.
     fn goes_on(mut self, before: &Value) -> Suite {
         let now = self.suite.attended(WORKER, "second");
         assert_eq!(now["incarnation"], before["incarnation"], "what it holds is the same");

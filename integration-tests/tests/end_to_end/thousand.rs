@@ -1,14 +1,16 @@
-//! A thousand workloads on twenty workers with limits, while schedulers and gateways are killed. No worker exceeds its limit, no workload runs
-//! twice or is lost, and in the end every slot is free.
+//! A thousand workloads on twenty workers with limits, while schedulers and gateways are killed. No
+//! worker exceeds its limit, no workload runs twice or is lost, and in the end every slot is free.
 //!
-//! Each process records where and when it starts and ends. Its worker is the one whose directories are mounted in its container. It records
-//! over a connection to the test, and then waits for the test, so a waiting process certainly runs on its worker. The killed services and the
-//! moments are random. The seed is printed, and `GANTRY_SEED` repeats it.
+//! Each process records where and when it starts and ends. Its worker is the one whose directories
+//! are mounted in its container. It records over a connection to the test, and then waits for the
+//! test, so a waiting process certainly runs on its worker. The killed services and the moments are
+//! random. The seed is printed, and `GANTRY_SEED` repeats it.
 //!
-//! The distribution of load is checked while only placement decides it: all workers run, no service was killed, and no process has continued.
-//! When all slots are used, all workers run the same number. The largest difference before that, when four of five slots were granted, is
-//! printed. The wait that each workload reports gives the time of its placement. While workers are away, their loads say nothing about
-//! placement.
+//! The distribution of load is checked while only placement decides it: all workers run, no service
+//! was killed, and no process has continued. When all slots are used, all workers run the same
+//! number. The largest difference before that, when four of five slots were granted, is printed.
+//! The wait that each workload reports gives the time of its placement. While workers are away,
+//! their loads say nothing about placement.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -295,7 +297,8 @@ fn thousand_workloads_respect_limits_of_workers() {
             // Some services are away for a while.
             if dice.below(2) == 0 { down.push(name) } else { scene.suite.spawn(&name) }
         }
-        // A workload that was about to start on a worker without a gateway starts when the gateway is back.
+        // A workload that was about to start on a worker without a gateway starts when the gateway
+        // is back.
         if left < TOGETHER + 4 * SLOTS {
             down.drain(..).for_each(|name| scene.suite.spawn(&name));
         }

@@ -1,4 +1,5 @@
-//! Copies between workers as `gantry status` shows them, and reads that continue on another worker when one fails.
+//! Copies between workers as `gantry status` shows them, and reads that continue on another worker
+//! when one fails.
 
 mod clean;
 mod link;

@@ -31,7 +31,8 @@ fn id(thing: &Value, name: &str) -> String {
     thing[name].as_str().unwrap_or_else(|| panic!("no {name} in {thing}")).to_owned()
 }
 
-/// Runs a command that leaves the output `out`, kept for `keep`, and returns the id of its artifact.
+/// Runs a command that leaves the output `out`, kept for `keep`, and returns the id of its
+/// artifact.
 fn make(cluster: &Cluster, keep: &str) -> String {
     let script = "cat src/file > out/made";
     cluster.succeed(["run", "--keep", keep, "-i", "src=src", "-o", "out", "--", "sh", "-c", script]);

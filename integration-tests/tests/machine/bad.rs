@@ -1,4 +1,5 @@
-//! Failures on the whole suite: each is reported correctly, leaves nothing, and the cluster survives.
+//! Failures on the whole suite: each is reported correctly, leaves nothing, and the cluster
+//! survives.
 
 use std::fs;
 use std::process::Stdio;
@@ -102,8 +103,8 @@ fn full_disk_is_reported_and_cluster_survives() {
     // The scan results of the directories above are kept.
     let before = collected(&cluster);
 
-    // A process that fills the disk with its output or elsewhere still ends with a known exit. Until its files are collected,
-    // other workloads fail with a full disk.
+    // A process that fills the disk with its output or elsewhere still ends with a known exit.
+    // Until its files are collected, other workloads fail with a full disk.
     for place in ["out/fill", "/fill"] {
         let fill = format!("dd if=/dev/zero of={place} bs=1M count=200; code=$?; echo ended; exit $code");
         let output = cluster.output(run(&["-o", "out", "--", "sh", "-c", &fill]));

@@ -147,8 +147,9 @@ fn hundred_runs_with_all_endings_leave_nothing() {
     assert!(left.is_empty(), "{left:#?}");
 }
 
-/// Negative control: with destruction disabled, the same check must fail and name leftovers of every kind. Control groups and processes
-/// end with the process of a workload, without destruction, so none of these is left.
+/// Negative control: with destruction disabled, the same check must fail and name leftovers of
+/// every kind. Control groups and processes end with the process of a workload, without
+/// destruction, so none of these is left.
 #[test]
 fn held_destruction_leaves_volumes_and_containers() {
     if !may_run_containers() {

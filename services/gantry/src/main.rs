@@ -4,8 +4,9 @@
 //! main ─▶ commands ─▶ follow ─▶ transfer ─▶ client ─▶ cluster ─▶ cli ─▶ render ─▶ ending
 //! ```
 //!
-//! A chapter may use only the chapters to its right; `make house` checks that. Answers go to standard output, everything else to standard
-//! error. `main` prints each failure once, in one sentence.
+//! A chapter may use only the chapters to its right; `make house` checks that. Answers go to
+//! standard output, everything else to standard error. `main` prints each failure once, in one
+//! sentence.
 
 mod commands;
 
@@ -43,7 +44,8 @@ use crate::render::stdout;
 use crate::render::ui::Ui;
 
 fn main() -> ExitCode {
-    // This must happen before a thread starts: only a process with a single thread can make a container.
+    // This must happen before a thread starts: only a process with a single thread can make a
+    // container.
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
@@ -81,7 +83,8 @@ fn main() -> ExitCode {
     let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
     let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
         let result = runtime.block_on(commands::execute(&cli.command, &cli.global, &ui));
-        // Interrupted tasks remove their temporary files. The thread that reads standard input may never end.
+        // Interrupted tasks remove their temporary files. The thread that reads standard input may
+        // never end.
         runtime.shutdown_timeout(CLEANUP_LIMIT);
         result
     });
@@ -100,7 +103,8 @@ fn parse() -> Result<Cli, clap::Error> {
 /// Time limit for interrupted tasks to remove their temporary files.
 const CLEANUP_LIMIT: Duration = Duration::from_secs(5);
 
-/// Prints why the command failed, and returns the exit code. With `--json`, the failure is also an answer.
+/// Prints why the command failed, and returns the exit code. With `--json`, the failure is also an
+/// answer.
 fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
     let (code, ended) = match error.downcast_ref() {
         Some(Interrupted(code)) => (*code, json!({ "outcome": "interrupted", "status": code })),
@@ -126,8 +130,8 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
 
 /// Builds the runtime of the command.
 ///
-/// `gantry up` uses all cores. Other commands start faster with a single thread, unless spans are exported: the exporter works while the main
-/// thread waits for it.
+/// `gantry up` uses all cores. Other commands start faster with a single thread, unless spans are
+/// exported: the exporter works while the main thread waits for it.
 fn runtime(command: &Command) -> anyhow::Result<Runtime> {
     let mut builder = match command {
         Command::Up(_) => Builder::new_multi_thread(),
@@ -137,12 +141,13 @@ fn runtime(command: &Command) -> anyhow::Result<Runtime> {
     builder.enable_all().build().context("cannot start the async runtime")
 }
 
-/// Makes this process independent of the command that started it: a separate session, no inherited file except the log, and no inherited
-/// limits. Returns the limits that could not be set.
+/// Makes this process independent of the command that started it: a separate session, no inherited
+/// file except the log, and no inherited limits. Returns the limits that could not be set.
 fn detach() -> Vec<AttributeError> {
     // This fails only for the leader of a process group, which is already independent.
     _ = rustix::process::setsid();
-    // SAFETY: this process has not opened a file yet, so no code here owns a descriptor beyond standard error.
+    // SAFETY: this process has not opened a file yet, so no code here owns a descriptor beyond
+    // standard error.
     unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
     inherited::prepare_cluster()
 }

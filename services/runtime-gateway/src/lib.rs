@@ -55,8 +55,8 @@ pub use worker_set::WorkerSet;
 /// The domain of the errors that this service returns.
 pub(crate) const SERVICE: &str = "gantry.runtime";
 
-/// Creates a directory with mode 0700 regardless of the umask. An existing directory of this user is
-/// closed to other users.
+/// Creates a directory with mode 0700 regardless of the umask. An existing directory of this user
+/// is closed to other users.
 ///
 /// Files in the directory may have any mode that containers give them.
 pub fn make_private_directory(path: &Path) -> std::io::Result<()> {

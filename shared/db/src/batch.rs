@@ -1,7 +1,8 @@
 //! Batches of calls that share one transaction.
 //!
-//! A [`Batcher`] starts a batch with the first call. Calls that arrive meanwhile wait, and form the next batch. Under
-//! load, one commit and its statements serve many calls. Without load, a call does not wait.
+//! A [`Batcher`] starts a batch with the first call. Calls that arrive meanwhile wait, and form the
+//! next batch. Under load, one commit and its statements serve many calls. Without load, a call
+//! does not wait.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,8 +14,8 @@ use sea_orm::DbErr;
 use tokio::sync::oneshot;
 use tokio_util::task::TaskTracker;
 
-/// Time after which a batch counts as slow, and the next batch starts beside it. One batch at a time is the fastest, but
-/// a batch that waits for a lock must not block the others.
+/// Time after which a batch counts as slow, and the next batch starts beside it. One batch at a
+/// time is the fastest, but a batch that waits for a lock must not block the others.
 const SLOW_AFTER: Duration = Duration::from_millis(50);
 
 /// Maximum number of batches that run at the same time.
@@ -99,8 +100,8 @@ impl<C, R> fmt::Debug for Batcher<C, R> {
 }
 
 impl<C: Send + 'static, R: Send + 'static> Batcher<C, R> {
-    /// Creates a batcher that passes at most `max_calls` calls at once to `run_batch`, in tasks of `tasks`. `run_batch`
-    /// must send a reply to each call.
+    /// Creates a batcher that passes at most `max_calls` calls at once to `run_batch`, in tasks of
+    /// `tasks`. `run_batch` must send a reply to each call.
     pub fn new<F>(
         max_calls: usize,
         tasks: TaskTracker,
@@ -126,8 +127,8 @@ impl<C: Send + 'static, R: Send + 'static> Batcher<C, R> {
         Self(Arc::new(Inner { max_calls, slow_after, run_batch, tasks, state }))
     }
 
-    /// Runs `call` in a batch, and returns its reply. A call of a started batch runs even if its caller is dropped. A
-    /// call whose caller is dropped earlier is discarded.
+    /// Runs `call` in a batch, and returns its reply. A call of a started batch runs even if its
+    /// caller is dropped. A call whose caller is dropped earlier is discarded.
     pub async fn call(&self, call: C) -> Result<R, BatchLost> {
         let (sender, reply) = oneshot::channel();
         self.update(|state| state.waiting.push((call, sender)));
@@ -163,8 +164,8 @@ impl<C: Send + 'static, R: Send + 'static> Batcher<C, R> {
 }
 
 impl<C, R> Inner<C, R> {
-    /// Takes the calls of the next batch, the oldest first. `None`: no call waits, or another task runs the batches. The
-    /// caller then must stop, and `running` does not count it any more.
+    /// Takes the calls of the next batch, the oldest first. `None`: no call waits, or another task
+    /// runs the batches. The caller then must stop, and `running` does not count it any more.
     fn take_batch(&self) -> Option<Vec<BatchedCall<C, R>>> {
         let mut state = self.state();
         state.waiting.retain(|(_, reply)| !reply.is_closed());

@@ -1,7 +1,7 @@
 //! Errors of databases and their classification.
 //!
-//! Three questions decide what happens after an error: whether the database is unavailable, whether a transaction
-//! conflicted with another one, and whether a SQLite file is damaged.
+//! Three questions decide what happens after an error: whether the database is unavailable, whether
+//! a transaction conflicted with another one, and whether a SQLite file is damaged.
 
 use std::error::Error;
 
@@ -75,7 +75,8 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
-    /// Turns an error of a damaged file into [`ConnectError::Malformed`], which names the database of `settings`.
+    /// Turns an error of a damaged file into [`ConnectError::Malformed`], which names the database
+    /// of `settings`.
     pub(crate) fn with_place(self, settings: &Settings) -> Self {
         match self {
             Self::Database(source) if is_malformed(&source) => {
@@ -85,8 +86,8 @@ impl ConnectError {
         }
     }
 
-    /// Whether the database is unavailable: it does not answer, starts up, shuts down, or has too many connections.
-    /// Opening it may succeed later.
+    /// Whether the database is unavailable: it does not answer, starts up, shuts down, or has too
+    /// many connections. Opening it may succeed later.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
         matches!(self, Self::Database(error) if is_unavailable(error))
@@ -111,8 +112,8 @@ fn is_unavailable(error: &DbErr) -> bool {
     }
 }
 
-/// Whether a failed call may succeed later without a change: the database was unavailable, or each try of the
-/// transaction conflicted with other transactions.
+/// Whether a failed call may succeed later without a change: the database was unavailable, or each
+/// try of the transaction conflicted with other transactions.
 #[must_use]
 pub fn is_retryable(error: &DbErr) -> bool {
     is_unavailable(error) || is_conflict(error)
@@ -127,8 +128,8 @@ fn is_malformed(error: &DbErr) -> bool {
     cause.as_database_error().and_then(|error| error.code()).is_some_and(|code| matches(&code))
 }
 
-/// Whether a transaction conflicted with another one, so that a retry may succeed. A timeout while waiting for a
-/// connection is not a conflict: the caller has waited long enough.
+/// Whether a transaction conflicted with another one, so that a retry may succeed. A timeout while
+/// waiting for a connection is not a conflict: the caller has waited long enough.
 pub(crate) fn is_conflict(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {

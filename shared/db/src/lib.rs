@@ -1,13 +1,14 @@
 //! Databases of the services: PostgreSQL in a cluster, SQLite (one file, one writer) when embedded.
 //!
-//! - [`Database::connect`] opens a database and migrates it under a lock. Any number of replicas may start at once.
-//! - [`Database::write`] runs a write transaction, and retries it if it conflicts with another transaction. Nothing else
-//!   changes rows.
+//! - [`Database::connect`] opens a database and migrates it under a lock. Any number of replicas
+//!   may start at once.
+//! - [`Database::write`] runs a write transaction, and retries it if it conflicts with another
+//!   transaction. Nothing else changes rows.
 //! - [`Database::read`] returns the connections for queries.
 //! - [`Batcher`] runs the calls of many callers in one transaction.
 //!
-//! Invariant: a change is durable when [`Database::write`] returns. SQLite runs with `synchronous=FULL`, PostgreSQL with
-//! its default.
+//! Invariant: a change is durable when [`Database::write`] returns. SQLite runs with
+//! `synchronous=FULL`, PostgreSQL with its default.
 
 mod batch;
 mod error;
@@ -33,12 +34,13 @@ pub use transaction::Transaction;
 /// The database of one service. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Database {
-    /// Connections for write transactions. On SQLite, one connection, whose page cache stays valid because no other
-    /// connection writes.
+    /// Connections for write transactions. On SQLite, one connection, whose page cache stays valid
+    /// because no other connection writes.
     write_pool: DatabaseConnection,
     /// Connections for queries. On PostgreSQL, the connections of `write_pool`.
     read_pool: DatabaseConnection,
-    /// On SQLite, a semaphore with one permit. Writers queue for it instead of failing with `SQLITE_BUSY`.
+    /// On SQLite, a semaphore with one permit. Writers queue for it instead of failing with
+    /// `SQLITE_BUSY`.
     write_permit: Option<Arc<Semaphore>>,
     /// On PostgreSQL, the schema of the tables. `None` means the default of the server.
     schema: Option<String>,
@@ -55,8 +57,8 @@ impl Database {
         reply.map(drop).map_err(|error| domain::error_chain(&error))
     }
 
-    /// Closes all connections, after the last call that uses them. On SQLite this also writes the write-ahead log back
-    /// to the database file and deletes the log.
+    /// Closes all connections, after the last call that uses them. On SQLite this also writes the
+    /// write-ahead log back to the database file and deletes the log.
     pub async fn close(self) {
         self.begin_tasks.close();
         self.begin_tasks.wait().await;
@@ -68,7 +70,8 @@ impl Database {
         }
     }
 
-    /// Returns the connections for queries. Each statement sees all transactions that were committed before it.
+    /// Returns the connections for queries. Each statement sees all transactions that were
+    /// committed before it.
     #[must_use]
     pub fn read(&self) -> &DatabaseConnection {
         &self.read_pool

@@ -1,15 +1,17 @@
 //! Migrations of databases.
 //!
-//! A migration is a commented SQL file that runs on PostgreSQL and on SQLite. A released migration is never edited. A line
-//! that begins with `-- postgres: ` is a comment for SQLite and a statement for PostgreSQL. Such a line may only say how a
-//! table is stored.
+//! A migration is a commented SQL file that runs on PostgreSQL and on SQLite. A released migration
+//! is never edited. A line that begins with `-- postgres: ` is a comment for SQLite and a statement
+//! for PostgreSQL. Such a line may only say how a table is stored.
 //!
-//! Invariant: a service never uses a schema other than that of its migrations. The database keeps the digest of each
-//! applied migration, and each start compares the digests. If a database has no digests, its tables and columns are
-//! compared with those that the migrations create in a scratch SQLite database. If they are equal, the digests are added.
+//! Invariant: a service never uses a schema other than that of its migrations. The database keeps
+//! the digest of each applied migration, and each start compares the digests. If a database has no
+//! digests, its tables and columns are compared with those that the migrations create in a scratch
+//! SQLite database. If they are equal, the digests are added.
 //!
-//! Invariant: one process migrates at a time. On PostgreSQL, a separate transaction holds an advisory lock. On SQLite, the
-//! process locks a lock file before its first connection. Two processes cannot switch a new file to WAL at the same time.
+//! Invariant: one process migrates at a time. On PostgreSQL, a separate transaction holds an
+//! advisory lock. On SQLite, the process locks a lock file before its first connection. Two
+//! processes cannot switch a new file to WAL at the same time.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -43,13 +45,16 @@ pub trait Migrations: 'static {
     /// All migrations, the oldest first.
     const ALL: &'static [SqlMigration];
 
-    /// Whether PostgreSQL must use indexes wherever it can, even for tables that it considers small.
+    /// Whether PostgreSQL must use indexes wherever it can, even for tables that it considers
+    /// small.
     ///
-    /// PostgreSQL plans a statement for the size that a table had when it was last analyzed. If the table grows by
-    /// thousands of rows per second, such a plan scans the whole table to find one row.
+    /// PostgreSQL plans a statement for the size that a table had when it was last analyzed. If the
+    /// table grows by thousands of rows per second, such a plan scans the whole table to find one
+    /// row.
     ///
-    /// This suits schemas whose statements select few rows by indexed columns. Plans are then made without the values of
-    /// parameters. A statement must therefore repeat the condition of a partial index literally, not through a parameter.
+    /// This suits schemas whose statements select few rows by indexed columns. Plans are then made
+    /// without the values of parameters. A statement must therefore repeat the condition of a
+    /// partial index literally, not through a parameter.
     const BY_INDEX: bool = false;
 }
 
@@ -102,7 +107,8 @@ impl MigrationTrait for SqlMigration {
     }
 }
 
-/// Locks the lock file of a SQLite database until the returned file is dropped. Returns `None` for PostgreSQL.
+/// Locks the lock file of a SQLite database until the returned file is dropped. Returns `None` for
+/// PostgreSQL.
 pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
     if url.starts_with("postgres:") || url.starts_with("postgresql:") {
         return Ok(None);
@@ -184,8 +190,8 @@ fn known_names<M: Migrations>() -> Vec<String> {
     M::ALL.iter().map(|migration| migration.name.to_owned()).collect()
 }
 
-/// Checks that the applied migrations are equal to those of this program. Returns the applied migrations without a
-/// stored digest.
+/// Checks that the applied migrations are equal to those of this program. Returns the applied
+/// migrations without a stored digest.
 async fn reject_other_schema<M: Migrations>(
     connection: &DatabaseConnection,
     place: &str,
@@ -278,8 +284,8 @@ async fn applied_migrations(connection: &DatabaseConnection) -> Result<Vec<Strin
     connection.query_all_raw(all).await?.iter().map(|row| row.try_get("", "version")).collect()
 }
 
-/// Creates a schema of PostgreSQL if it is missing and `may_create` is set. An existing schema needs no permission to
-/// create one.
+/// Creates a schema of PostgreSQL if it is missing and `may_create` is set. An existing schema
+/// needs no permission to create one.
 pub(crate) async fn create_schema(
     connection: &DatabaseConnection,
     schema: &str,

@@ -1,8 +1,9 @@
 //! Notifications between replicas that share a PostgreSQL database (`LISTEN` and `NOTIFY`).
 //!
-//! A replica sends a notification after it has committed a change. A notification can be lost, so every receiver also
-//! polls the database. [`Database::notify`] uses a separate statement, because a `NOTIFY` within the transaction
-//! would serialize all commits. SQLite has no replicas and sends nothing.
+//! A replica sends a notification after it has committed a change. A notification can be lost, so
+//! every receiver also polls the database. [`Database::notify`] uses a separate statement, because
+//! a `NOTIFY` within the transaction would serialize all commits. SQLite has no replicas and sends
+//! nothing.
 
 use sea_orm::sqlx::postgres::PgListener;
 use sea_orm::{ConnectionTrait, DbBackend, DbErr, RuntimeErr, Statement};
@@ -33,13 +34,15 @@ impl Database {
         }
         let pool = self.read().get_postgres_connection_pool();
         let options = pool.connect_options();
-        // The listener needs a separate connection: the pool would never get one of its connections back.
+        // The listener needs a separate connection: the pool would never get one of its connections
+        // back.
         let pool = sea_orm::sqlx::postgres::PgPoolOptions::new()
             .max_connections(1)
             .connect_lazy_with((*options).clone());
         let listening = async {
             let mut listener = PgListener::connect_with(&pool).await?;
-            // The listener reconnects in the next `receive`, so that a lost connection shows as a gap.
+            // The listener reconnects in the next `receive`, so that a lost connection shows as a
+            // gap.
             listener.eager_reconnect(false);
             listener.listen(&self.channel(channel)).await?;
             Ok::<_, sea_orm::sqlx::Error>(listener)
@@ -48,8 +51,8 @@ impl Database {
         Ok(Some(Listener(listener)))
     }
 
-    /// Sends `payload`, at most [`MAX_PAYLOAD_BYTES`] bytes, to all listeners of `channel`, this replica included. Does
-    /// nothing on SQLite.
+    /// Sends `payload`, at most [`MAX_PAYLOAD_BYTES`] bytes, to all listeners of `channel`, this
+    /// replica included. Does nothing on SQLite.
     pub async fn notify(&self, channel: &str, payload: &str) -> Result<(), DbErr> {
         if self.is_sqlite() {
             return Ok(());
@@ -62,7 +65,8 @@ impl Database {
         self.read().query_one_raw(notify).await.map(|_| ())
     }
 
-    /// The channel's name within the database. Services can share a database, each in its own schema.
+    /// The channel's name within the database. Services can share a database, each in its own
+    /// schema.
     fn channel(&self, name: &str) -> String {
         match &self.schema {
             Some(schema) => format!("{schema}.{name}"),

@@ -1,6 +1,7 @@
 //! Opening of databases, with the options of their connections.
 //!
-//! [`Database::open`] takes the lock of a SQLite file, connects, migrates, and returns the database.
+//! [`Database::open`] takes the lock of a SQLite file, connects, migrates, and returns the
+//! database.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,27 +17,29 @@ use crate::{ConnectError, Database, Migrations, Settings, migrate, settings};
 /// Longest wait for a connection of the pool, or for the write permit of SQLite.
 pub(crate) const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Idle time after which a connection to PostgreSQL is tested before its next use. If the server closes a connection
-/// within that time, the next statement fails, like statements that run at that moment.
+/// Idle time after which a connection to PostgreSQL is tested before its next use. If the server
+/// closes a connection within that time, the next statement fails, like statements that run at that
+/// moment.
 const TEST_IDLE_AFTER: Duration = Duration::from_secs(1);
 
-/// Number of prepared statements that each connection caches. It exceeds the number of statements of any service. A
-/// statement outside of the cache is parsed and planned at each use.
+/// Number of prepared statements that each connection caches. It exceeds the number of statements
+/// of any service. A statement outside of the cache is parsed and planned at each use.
 const STATEMENT_CACHE_SIZE: usize = 500;
 
-/// Average number of uses of a PostgreSQL connection between two planning runs. Planning all statements of a
-/// transaction takes about as long as running them once.
+/// Average number of uses of a PostgreSQL connection between two planning runs. Planning all
+/// statements of a transaction takes about as long as running them once.
 const USES_PER_PLAN: u32 = 200;
 
-/// Cost of a page read through an index, relative to a sequential read (`random_page_cost` of PostgreSQL). The value
-/// suits data that is mostly in memory or on disks without seek times.
+/// Cost of a page read through an index, relative to a sequential read (`random_page_cost` of
+/// PostgreSQL). The value suits data that is mostly in memory or on disks without seek times.
 const RANDOM_PAGE_COST: &str = "1.1";
 
 /// Options of PostgreSQL that make it use indexes ([`Migrations::BY_INDEX`]).
 ///
-/// PostgreSQL still scans a table without a suitable index. It then estimates a high cost, for which it would compile
-/// the statement. `jit=off` prevents that. `force_generic_plan` makes one plan for all values. Without it, PostgreSQL
-/// plans some statements at each use, because it expects a better plan for the values at hand.
+/// PostgreSQL still scans a table without a suitable index. It then estimates a high cost, for
+/// which it would compile the statement. `jit=off` prevents that. `force_generic_plan` makes one
+/// plan for all values. Without it, PostgreSQL plans some statements at each use, because it
+/// expects a better plan for the values at hand.
 const INDEX_OPTIONS: [(&str, &str); 5] = [
     ("enable_seqscan", "off"),
     ("enable_hashjoin", "off"),
@@ -52,13 +55,14 @@ const SQLITE_READERS: u32 = 2;
 const RESERVED_BYTES: u32 = 4 << 20;
 
 impl Database {
-    /// Opens the database at `url` (`postgres://…` or `sqlite:///path`) and migrates it to the schema of `M`. A missing
-    /// SQLite file is created.
+    /// Opens the database at `url` (`postgres://…` or `sqlite:///path`) and migrates it to the
+    /// schema of `M`. A missing SQLite file is created.
     pub async fn connect<M: Migrations>(url: &str) -> Result<Self, ConnectError> {
         Self::open::<M>(&url.into()).await
     }
 
-    /// Opens the database of `settings`, and migrates it to the schema of `M` unless the settings forbid that.
+    /// Opens the database of `settings`, and migrates it to the schema of `M` unless the settings
+    /// forbid that.
     pub async fn open<M: Migrations>(settings: &Settings) -> Result<Self, ConnectError> {
         let mut logged = None;
         loop {
@@ -88,8 +92,8 @@ impl Database {
         options.sqlx_logging(false).acquire_timeout(ACQUIRE_TIMEOUT);
         if url.starts_with("sqlite:") {
             use sea_orm::sqlx::sqlite::{SqliteJournalMode, SqliteSynchronous};
-            // SQLite is fastest with one writer at a time. A connection to a file cannot be lost, so it is not tested
-            // before use.
+            // SQLite is fastest with one writer at a time. A connection to a file cannot be lost,
+            // so it is not tested before use.
             options.max_connections(1).min_connections(1).test_before_acquire(false);
             options.map_sqlx_sqlite_opts(|options| {
                 options
@@ -145,8 +149,9 @@ impl Database {
         Ok(Self { write_pool, read_pool, write_permit, schema: None, options: None, begin_tasks })
     }
 
-    /// Returns the same database with a separate pool of `connections` connections, for a component that queries all the
-    /// time. A connection in constant use keeps its plans and caches, while a shared pool rotates its connections.
+    /// Returns the same database with a separate pool of `connections` connections, for a component
+    /// that queries all the time. A connection in constant use keeps its plans and caches, while a
+    /// shared pool rotates its connections.
     ///
     /// Returns a clone of `self` if `connections` is 0 or the database is SQLite.
     pub async fn with_own_connections(&self, connections: u32) -> Result<Self, DbErr> {
@@ -168,11 +173,11 @@ impl Database {
     }
 }
 
-/// Reserves disk space for SQLite, so that small writes succeed when another program fills the disk. A service needs
-/// them to record what ended, and to delete data.
+/// Reserves disk space for SQLite, so that small writes succeed when another program fills the
+/// disk. A service needs them to record what ended, and to delete data.
 ///
-/// The space stays reserved as unused pages of the database, and as the file of the write-ahead log while the database
-/// is open.
+/// The space stays reserved as unused pages of the database, and as the file of the write-ahead log
+/// while the database is open.
 async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
     let fill = format!("CREATE TABLE reserve AS SELECT zeroblob({RESERVED_BYTES}) AS room");
     for statement in ["DROP TABLE IF EXISTS reserve", &fill, "DROP TABLE reserve"] {
@@ -183,8 +188,8 @@ async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
 
 /// Whether a connection to SQLite is outside of a transaction. If not, the pool closes it.
 ///
-/// SQLite may roll back a transaction without a request when the disk is full. The driver does not notice, and would
-/// nest every later transaction in one that is never committed.
+/// SQLite may roll back a transaction without a request when the disk is full. The driver does not
+/// notice, and would nest every later transaction in one that is never committed.
 async fn is_reusable(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
     if connection.is_in_transaction() {
         // Waits for the rollback that the drop of a transaction has requested.
@@ -195,8 +200,9 @@ async fn is_reusable(connection: &mut SqliteConnection) -> Result<bool, sqlx::Er
 
 /// Discards the cached plans of a connection at one of [`USES_PER_PLAN`] uses.
 ///
-/// PostgreSQL keeps a plan until its tables are analyzed, which takes a minute or more. A plan for a nearly empty table
-/// scans the whole table, even after it has grown. PostgreSQL reads the current size of a table at each planning.
+/// PostgreSQL keeps a plan until its tables are analyzed, which takes a minute or more. A plan for
+/// a nearly empty table scans the whole table, even after it has grown. PostgreSQL reads the
+/// current size of a table at each planning.
 async fn discard_plans_sometimes(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
     if rand::rng().random_ratio(1, USES_PER_PLAN) {
         connection.execute("DISCARD PLANS").await?;

@@ -1,9 +1,9 @@
 //! Many rows as one parameter of a statement.
 //!
-//! The text of such a statement does not depend on the number of rows, so the database parses and plans it once. The
-//! parameter is a JSON text, which PostgreSQL and SQLite read as a table. PostgreSQL receives it through a subquery, so
-//! that it cannot count the rows while planning. For some thousand rows it would otherwise scan a whole table instead of
-//! using an index.
+//! The text of such a statement does not depend on the number of rows, so the database parses and
+//! plans it once. The parameter is a JSON text, which PostgreSQL and SQLite read as a table.
+//! PostgreSQL receives it through a subquery, so that it cannot count the rows while planning. For
+//! some thousand rows it would otherwise scan a whole table instead of using an index.
 
 use sea_orm::{DbBackend, DbErr, Value};
 use serde::Serialize;
@@ -24,7 +24,8 @@ pub enum Column {
     Boolean,
 }
 
-/// Returns a query for the rows in the parameter `$n`, which [`value`] makes. `columns` names the columns.
+/// Returns a query for the rows in the parameter `$n`, which [`value`] makes. `columns` names the
+/// columns.
 #[must_use]
 pub fn query(backend: DbBackend, n: usize, columns: &[(&str, Column)]) -> String {
     let list = |format: &dyn Fn(&str, Column) -> String| {
@@ -66,10 +67,11 @@ pub fn value<R: Serialize>(rows: &[R]) -> Result<Value, DbErr> {
     Ok(Value::from(text))
 }
 
-/// Returns the condition that the column before it is among the ids in the parameter `$n`, which [`ids`] makes.
+/// Returns the condition that the column before it is among the ids in the parameter `$n`, which
+/// [`ids`] makes.
 ///
-/// On PostgreSQL the ids become an array. With a subquery, PostgreSQL would scan a table that was small when it planned
-/// the statement.
+/// On PostgreSQL the ids become an array. With a subquery, PostgreSQL would scan a table that was
+/// small when it planned the statement.
 #[must_use]
 pub fn among(backend: DbBackend, n: usize) -> String {
     let ids = query(backend, n, &[("id", Column::Uuid)]);

@@ -8,8 +8,8 @@ use std::time::Duration;
 pub struct Settings {
     /// URL: `postgres://…` or `sqlite:///path`. A missing SQLite file is created.
     pub url: String,
-    /// On PostgreSQL, the schema of all tables. A missing schema is created. `None` means the default of the server,
-    /// usually `public`.
+    /// On PostgreSQL, the schema of all tables. A missing schema is created. `None` means the
+    /// default of the server, usually `public`.
     pub schema: Option<String>,
     /// On PostgreSQL, the maximum number of connections.
     pub connections: u32,
@@ -88,10 +88,12 @@ pub(crate) const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Database")]
 pub struct DatabaseArgs {
-    /// URL of the database: postgres://USER:PASSWORD@HOST/DATABASE, or sqlite:///PATH for a service without replicas
+    /// URL of the database: postgres://USER:PASSWORD@HOST/DATABASE, or sqlite:///PATH for a service
+    /// without replicas
     #[arg(long, env = "GANTRY_DATABASE_URL", value_name = "URL", hide_env_values = true, value_parser = url)]
     database_url: String,
-    /// PostgreSQL: schema of the service's tables. A missing schema is created. Default: the default schema of the server
+    /// PostgreSQL: schema of the service's tables. A missing schema is created. Default: the
+    /// default schema of the server
     #[arg(long, env = "GANTRY_DATABASE_SCHEMA", value_name = "NAME", value_parser = schema)]
     database_schema: Option<String>,
     /// PostgreSQL: maximum number of connections
@@ -132,8 +134,8 @@ fn url(text: &str) -> Result<String, String> {
     if known { Ok(text.to_owned()) } else { Err("use postgres://… or sqlite:///path".to_owned()) }
 }
 
-/// Parses the name of a schema. Only names that need no quotes are accepted, so that operators can write them alike
-/// everywhere.
+/// Parses the name of a schema. Only names that need no quotes are accepted, so that operators can
+/// write them alike everywhere.
 fn schema(text: &str) -> Result<String, String> {
     let valid_start = text.starts_with(|c: char| c.is_ascii_lowercase() || c == '_');
     let valid = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');

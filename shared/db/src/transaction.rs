@@ -21,16 +21,19 @@ use crate::open::ACQUIRE_TIMEOUT;
 /// Maximum number of tries of a transaction.
 const MAX_ATTEMPTS: u32 = 12;
 
-/// Time after which a transaction is not retried. Its caller has timed out by then, and repeats the call.
+/// Time after which a transaction is not retried. Its caller has timed out by then, and repeats the
+/// call.
 const RETRY_WINDOW: Duration = Duration::from_secs(10);
 
 impl Database {
-    /// Runs `change` in one transaction, and commits the transaction if `change` succeeds. A transaction that conflicts
-    /// with another one is retried, up to [`MAX_ATTEMPTS`] tries within [`RETRY_WINDOW`].
+    /// Runs `change` in one transaction, and commits the transaction if `change` succeeds. A
+    /// transaction that conflicts with another one is retried, up to [`MAX_ATTEMPTS`] tries within
+    /// [`RETRY_WINDOW`].
     ///
-    /// `change` may run several times. It must have no effects outside of the transaction, and must not make network
-    /// calls. It must not keep the transaction. It receives the transaction by value, because the compiler cannot prove
-    /// `Send` for a future that borrows it for any lifetime.
+    /// `change` may run several times. It must have no effects outside of the transaction, and must
+    /// not make network calls. It must not keep the transaction. It receives the transaction by
+    /// value, because the compiler cannot prove `Send` for a future that borrows it for any
+    /// lifetime.
     pub async fn write<T, E, F>(&self, change: impl Fn(Transaction) -> F + Send + Sync) -> Result<T, E>
     where
         F: Future<Output = Result<T, E>> + Send,
@@ -61,7 +64,8 @@ impl Database {
                 Ok(value)
             }
             Err(error) => {
-                // The caller needs the first error. The pool closes a connection that cannot roll back.
+                // The caller needs the first error. The pool closes a connection that cannot roll
+                // back.
                 if let Err(rollback) = transaction.rollback().await {
                     tracing::debug!(error = %rollback, "cannot roll back a transaction");
                 }
@@ -70,15 +74,15 @@ impl Database {
         }
     }
 
-    /// Begins a transaction in a separate task. If the caller is dropped meanwhile, the task still completes the begin, and the
-    /// drop of its result rolls the transaction back.
+    /// Begins a transaction in a separate task. If the caller is dropped meanwhile, the task still
+    /// completes the begin, and the drop of its result rolls the transaction back.
     ///
-    /// The driver records a transaction only after the reply of PostgreSQL. If the begin were cancelled before, the pool
-    /// would reuse the connection inside of the transaction.
+    /// The driver records a transaction only after the reply of PostgreSQL. If the begin were
+    /// cancelled before, the pool would reuse the connection inside of the transaction.
     async fn begin(&self) -> Result<DatabaseTransaction, DbErr> {
         let options = TransactionOptions {
-            // A deferred transaction that starts with a read fails at once if another one writes. The busy timeout does
-            // not apply to it.
+            // A deferred transaction that starts with a read fails at once if another one writes.
+            // The busy timeout does not apply to it.
             sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
             ..TransactionOptions::default()
         };

@@ -1,6 +1,7 @@
 //! Typed ids. A function that takes the id of a worker does not accept the handle of a volume.
 //!
-//! An API handler parses an id once. All other code uses the typed id instead of a `String` or `Uuid`.
+//! An API handler parses an id once. All other code uses the typed id instead of a `String` or
+//! `Uuid`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +9,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// A text is not a UUID. The error holds at most the first 64 characters of the text, because it is returned to the caller.
+/// A text is not a UUID. The error holds at most the first 64 characters of the text, because it is
+/// returned to the caller.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a UUID")]
 pub struct ParseIdError(pub String);
@@ -92,13 +94,15 @@ typed_id! {
 }
 
 impl WorkloadId {
-    /// Returns the id of the artifact for the output `name`. All attempts share the id, because at most one is settled.
+    /// Returns the id of the artifact for the output `name`. All attempts share the id, because at
+    /// most one is settled.
     #[must_use]
     pub fn output_artifact(self, name: &str) -> ArtifactId {
         ArtifactId(Uuid::new_v5(&self.0, name.as_bytes()))
     }
 
-    /// Returns the id of the artifact for the new version of the task cache `cache`. All attempts share the id.
+    /// Returns the id of the artifact for the new version of the task cache `cache`. All attempts
+    /// share the id.
     #[must_use]
     pub fn cache_artifact(self, cache: CacheId) -> ArtifactId {
         // Names of outputs have no slash, so the two kinds of ids differ.

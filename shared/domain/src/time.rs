@@ -5,8 +5,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// Microseconds since 1970-01-01 UTC. The databases store it as a 64-bit integer, because PostgreSQL and SQLite compare
-/// their own types of timestamps differently.
+/// Microseconds since 1970-01-01 UTC. The databases store it as a 64-bit integer, because
+/// PostgreSQL and SQLite compare their own types of timestamps differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Timestamp(pub i64);
 

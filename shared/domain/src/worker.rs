@@ -14,7 +14,8 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Incarnation(pub u64);
 
-/// The number of a session, in which one gateway *speaks* for a worker. A new gateway instance increases it.
+/// The number of a session, in which one gateway *speaks* for a worker. A new gateway instance
+/// increases it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Session(pub u64);
 
@@ -27,9 +28,11 @@ pub struct Marker {
     pub boot: String,
 }
 
-/// The last report of a worker that the artifact store has processed. The worker stores it beside its marker.
+/// The last report of a worker that the artifact store has processed. The worker stores it beside
+/// its marker.
 ///
-/// The text form is the store life, the sequence number and the receipt in hexadecimal, separated by spaces.
+/// The text form is the store life, the sequence number and the receipt in hexadecimal, separated
+/// by spaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoreMark {
     /// The store life that processed the report.
@@ -139,7 +142,8 @@ pub struct Capacity {
     pub disk_bytes: u64,
 }
 
-/// Claims of a session credential, which proves for which worker a gateway speaks. The scheduler signs it.
+/// Claims of a session credential, which proves for which worker a gateway speaks. The scheduler
+/// signs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionClaims {
     /// The worker.
@@ -189,12 +193,13 @@ pub struct TicketClaims {
     pub operation: TicketOperation,
     /// The time until which the ticket opens a transfer, by the scheduler's clock.
     pub expires_at: crate::Timestamp,
-    /// The address of the worker's gateway, as the scheduler knows it. A gateway that transfers with that worker connects
-    /// only to this address.
+    /// The address of the worker's gateway, as the scheduler knows it. A gateway that transfers
+    /// with that worker connects only to this address.
     pub endpoint: String,
 }
 
-/// Claims of a proxy ticket, a short-lived permission for a proxy to forward calls to one worker. The scheduler signs it.
+/// Claims of a proxy ticket, a short-lived permission for a proxy to forward calls to one worker.
+/// The scheduler signs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProxyClaims {
     /// The worker.

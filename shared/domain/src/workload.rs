@@ -12,7 +12,8 @@ use crate::{ArtifactId, BuildId, CacheId, ClaimId, Digest};
 /// A file path or another text of the operating system. It may be invalid UTF-8.
 pub type Bytes = Vec<u8>;
 
-/// The spec of a workload. It never changes after submission. `rpc::spec` validates it in the API handler.
+/// The spec of a workload. It never changes after submission. `rpc::spec` validates it in the API
+/// handler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkloadSpec {
     /// The team of the workload.
@@ -25,7 +26,8 @@ pub struct WorkloadSpec {
     pub environment: Vec<EnvironmentVariable>,
     /// Working directory, as an absolute path.
     pub directory: Bytes,
-    /// User of the process, as `name`, `uid`, `name:group` or `uid:gid`. `None` means the user of the image, or root.
+    /// User of the process, as `name`, `uid`, `name:group` or `uid:gid`. `None` means the user of
+    /// the image, or root.
     pub user: Option<String>,
     /// Source of standard input.
     pub stdin: Stdin,
@@ -51,9 +53,11 @@ pub struct WorkloadSpec {
     pub run_timeout: Option<Duration>,
     /// The build that will own the outputs.
     pub build: Option<BuildId>,
-    /// Task caches that the process sees as directories, each at most once. Their paths are absolute.
+    /// Task caches that the process sees as directories, each at most once. Their paths are
+    /// absolute.
     pub caches: Vec<CacheMount>,
-    /// Whether an attempt may be interrupted and repeated on another worker when its worker is cordoned or retired.
+    /// Whether an attempt may be interrupted and repeated on another worker when its worker is
+    /// cordoned or retired.
     pub interruptible: bool,
     /// Priority. The scheduler places workloads of higher priority first.
     pub priority: i32,
@@ -61,8 +65,8 @@ pub struct WorkloadSpec {
     pub requests: ResourceRequests,
     /// Maximum time from the placement of an attempt to the start of its process.
     pub start_timeout: Option<Duration>,
-    /// Maximum number of repeated attempts. Only two kinds of attempts count: lost attempts whose process may have run, and
-    /// attempts that did not start in time.
+    /// Maximum number of repeated attempts. Only two kinds of attempts count: lost attempts whose
+    /// process may have run, and attempts that did not start in time.
     pub retries: u32,
     /// Capabilities that the worker must have, in addition to those that other fields imply.
     pub capabilities: Vec<String>,
@@ -129,7 +133,8 @@ pub enum Image {
 }
 
 impl Image {
-    /// Returns the kind of the image, as in [`Labels::image_kinds`](crate::worker::Labels::image_kinds).
+    /// Returns the kind of the image, as in
+    /// [`Labels::image_kinds`](crate::worker::Labels::image_kinds).
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -178,11 +183,13 @@ pub struct Output {
     pub name: String,
     /// Path of the directory, absolute.
     pub path: Bytes,
-    /// Owners of the artifact, in addition to the build of the workload. A spec names a cache at most once.
+    /// Owners of the artifact, in addition to the build of the workload. A spec names a cache at
+    /// most once.
     pub owners: Vec<OutputOwner>,
 }
 
-/// A task cache that a workload sees as a directory. The directory becomes the next version of the cache.
+/// A task cache that a workload sees as a directory. The directory becomes the next version of the
+/// cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheMount {
     /// The cache.
@@ -199,7 +206,8 @@ impl CacheMount {
     }
 }
 
-/// The future owner of an output. An owner that does not exist when the workload settles is skipped.
+/// The future owner of an output. An owner that does not exist when the workload settles is
+/// skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OutputOwner {
@@ -248,7 +256,8 @@ pub enum Exit {
     Code(u8),
     /// This signal ended the process.
     Signal(u8),
-    /// The process was killed because of the container's memory limit, or because the machine had no memory left.
+    /// The process was killed because of the container's memory limit, or because the machine had
+    /// no memory left.
     OutOfMemory,
 }
 
@@ -300,7 +309,8 @@ pub struct PublishedCache {
     pub digest: Digest,
 }
 
-/// Resource usage of an attempt. `None` if the attempt did not reach that stage, or the worker cannot measure the value.
+/// Resource usage of an attempt. `None` if the attempt did not reach that stage, or the worker
+/// cannot measure the value.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     /// Time that the workload waited for its placement.
@@ -397,7 +407,8 @@ impl Serialize for FailureReason {
 }
 
 impl<'de> Deserialize<'de> for FailureReason {
-    /// Reads an unknown reason, which a newer version has written, as [`FailureReason::WorkerFailed`].
+    /// Reads an unknown reason, which a newer version has written, as
+    /// [`FailureReason::WorkerFailed`].
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         Ok(text.parse().unwrap_or(Self::WorkerFailed))

@@ -1,7 +1,7 @@
 //! Clients of services.
 //!
-//! A client connects at its first call, and reconnects after a broken connection. Each call carries the trace context of
-//! the current span and the credentials of [`Outgoing`].
+//! A client connects at its first call, and reconnects after a broken connection. Each call carries
+//! the trace context of the current span and the credentials of [`Outgoing`].
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -23,13 +23,15 @@ use tonic::{Request, Status};
 
 use crate::trace;
 
-/// Metadata key that marks the internal calls of services, which do not count as use of the cluster.
+/// Metadata key that marks the internal calls of services, which do not count as use of the
+/// cluster.
 pub const INTERNAL_HEADER: &str = "gantry-internal";
 
 /// Metadata key of the ticket with which a proxy forwards a call to the gateway of a worker.
 pub const PROXY_TICKET_HEADER: &str = "gantry-proxy-ticket";
 
-/// Metadata key of the ticket of a transfer. The gateway of a worker accepts it in place of the cluster token.
+/// Metadata key of the ticket of a transfer. The gateway of a worker accepts it in place of the
+/// cluster token.
 pub const TICKET_HEADER: &str = "gantry-ticket";
 
 /// Client connection to a service. Cheap to clone.
@@ -59,15 +61,16 @@ impl Outgoing {
         Self { internal: true, ..Self::default() }
     }
 
-    /// Adds the bearer token, if any. A token that is not a valid header value is left out, so that the service rejects
-    /// the call.
+    /// Adds the bearer token, if any. A token that is not a valid header value is left out, so that
+    /// the service rejects the call.
     #[must_use]
     pub fn with_token(self, token: Option<&str>) -> Self {
         Self { authorization: token.and_then(|token| secret(&format!("Bearer {token}"))), ..self }
     }
 
-    /// Adds the ticket of a transfer. It is the only credential for a gateway whose address came from a request. A ticket
-    /// that is not a valid header value is left out, so that the gateway rejects the call.
+    /// Adds the ticket of a transfer. It is the only credential for a gateway whose address came
+    /// from a request. A ticket that is not a valid header value is left out, so that the gateway
+    /// rejects the call.
     #[must_use]
     pub fn with_ticket(self, ticket: &str) -> Self {
         Self { ticket: secret(ticket), ..self }
@@ -99,11 +102,13 @@ impl Interceptor for Outgoing {
     }
 }
 
-/// Returns a client of the service at `address`: `unix:///path` or `http://host:port`, or several replicas separated by
-/// commas. The client connects at its first call, and reconnects after a broken connection.
+/// Returns a client of the service at `address`: `unix:///path` or `http://host:port`, or several
+/// replicas separated by commas. The client connects at its first call, and reconnects after a
+/// broken connection.
 ///
-/// The client connects to a random replica. If that replica does not answer or disconnects, the client connects to the
-/// next one. Replicas therefore share the clients, and all calls of one client reach the same process while it lives.
+/// The client connects to a random replica. If that replica does not answer or disconnects, the
+/// client connects to the next one. Replicas therefore share the clients, and all calls of one
+/// client reach the same process while it lives.
 pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
     let replicas = Arc::new(Replicas::new(parse(address)?));
     let endpoint = match replicas.all.as_slice() {

@@ -44,7 +44,8 @@ pub fn parse_team(field: &str, team: String) -> Result<String, Status> {
 /// Maximum size of a label, in bytes.
 const MOST_LABEL_BYTES: usize = 1024;
 
-/// Parses a label for people, which may be empty: at most 1024 bytes, without NUL, which databases cannot store.
+/// Parses a label for people, which may be empty: at most 1024 bytes, without NUL, which databases
+/// cannot store.
 pub fn parse_label(field: &str, label: String) -> Result<String, Status> {
     check_label(field, &label).map(|()| label)
 }
@@ -69,7 +70,8 @@ fn check_printable(field: &str, label: &str) -> Result<(), Status> {
     check_label(field, label)
 }
 
-/// Maximum total size of the tags or capabilities of a request, in bytes. Lists return many requests in one message.
+/// Maximum total size of the tags or capabilities of a request, in bytes. Lists return many
+/// requests in one message.
 const MOST_TAGS_BYTES: usize = 16 << 10;
 
 /// Checks required tags: each is not empty and has no control characters.
@@ -202,10 +204,11 @@ pub fn failure(failure: &Failure) -> pb::Failure {
 /// Maximum size of the message of a failure, in bytes.
 const MOST_FAILURE_BYTES: usize = 4096;
 
-/// Converts a failure from its protobuf form. An unknown reason becomes `WORKER_FAILED` and is put into the message.
+/// Converts a failure from its protobuf form. An unknown reason becomes `WORKER_FAILED` and is put
+/// into the message.
 ///
-/// The conversion never fails, because a gateway repeats the report of an attempt until it is accepted. A long message is
-/// cut off, and NUL, which databases cannot store, is replaced.
+/// The conversion never fails, because a gateway repeats the report of an attempt until it is
+/// accepted. A long message is cut off, and NUL, which databases cannot store, is replaced.
 #[must_use]
 pub fn parse_failure(failure: pb::Failure) -> Failure {
     let pb::Failure { reason, message } = failure;
@@ -222,7 +225,8 @@ const MOST_NOTES: usize = 32;
 /// Maximum size of a note, in bytes.
 const MOST_NOTE_BYTES: usize = 1024;
 
-/// Converts the notes of an attempt from their protobuf form. The conversion never fails; long notes are cut off.
+/// Converts the notes of an attempt from their protobuf form. The conversion never fails; long
+/// notes are cut off.
 #[must_use]
 pub fn parse_notes(notes: Vec<String>) -> Vec<String> {
     let parse = |note: String| clipped(&note, MOST_NOTE_BYTES).replace('\0', "\u{fffd}");

@@ -1,8 +1,8 @@
-//! The gRPC layer of all services: generated code, conversions to and from `domain`, error details, signed tokens and
-//! clients.
+//! The gRPC layer of all services: generated code, conversions to and from `domain`, error details,
+//! signed tokens and clients.
 //!
-//! A handler parses its request with this crate, calls a domain function, and builds its response with this crate. Code
-//! below the handlers uses neither protobuf types nor `Status`.
+//! A handler parses its request with this crate, calls a domain function, and builds its response
+//! with this crate. Code below the handlers uses neither protobuf types nor `Status`.
 
 pub mod client;
 mod convert;

@@ -13,8 +13,8 @@ const MOST: usize = 100;
 
 macro_rules! both_packages {
     ($($package:ident, $parse:ident, $on_wire:ident;)+) => {$(
-        /// Parses the owners of one output. `caches` collects the caches of all outputs, because a cache may own only one
-        /// output.
+        /// Parses the owners of one output. `caches` collects the caches of all outputs, because a
+        /// cache may own only one output.
         pub fn $parse(
             field: &str,
             owners: Vec<$package::OutputOwner>,

@@ -1,8 +1,9 @@
 //! Pages of lists, with opaque page tokens.
 //!
-//! Handlers of list calls parse the request with [`Page::of`] and build the response with [`Page::end`]. A token contains
-//! the id of the last item of the previous page and a digest of the call and its request. A token is therefore valid only
-//! for the same call with the same fields. Only the page size may change.
+//! Handlers of list calls parse the request with [`Page::of`] and build the response with
+//! [`Page::end`]. A token contains the id of the last item of the previous page and a digest of the
+//! call and its request. A token is therefore valid only for the same call with the same fields.
+//! Only the page size may change.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -12,8 +13,8 @@ use uuid::Uuid;
 
 use crate::{Reason, invalid_field, pb};
 
-/// Maximum size of the items of a page in bytes, unless the page has a single item. Clients decode at most 4 MiB by
-/// default.
+/// Maximum size of the items of a page in bytes, unless the page has a single item. Clients decode
+/// at most 4 MiB by default.
 pub const MOST_BYTES: usize = 2 << 20;
 
 /// Size of the digest in a token, in bytes.
@@ -69,7 +70,8 @@ pub struct Page {
 }
 
 impl Page {
-    /// Parses the page of `request`: up to `page_size` items (0: 100) after the item in `page_token`.
+    /// Parses the page of `request`: up to `page_size` items (0: 100) after the item in
+    /// `page_token`.
     pub fn of<R: List>(service: &str, request: &R) -> Result<Self, Status> {
         let mut query = request.clone();
         let (size, token) = query.page();
@@ -93,8 +95,8 @@ impl Page {
         }
     }
 
-    /// Returns as many of the items as fit the page, and the token of the next page. `more`: the list continues after
-    /// `found`. The token is empty for the last page.
+    /// Returns as many of the items as fit the page, and the token of the next page. `more`: the
+    /// list continues after `found`. The token is empty for the last page.
     pub fn end<T: Message>(
         &self,
         found: impl IntoIterator<Item = (Uuid, T)>,

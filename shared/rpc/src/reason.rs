@@ -1,7 +1,8 @@
 //! Error reasons: the closed list of errors that services return to programs.
 //!
-//! Every `Status` of a service comes from a [`Reason`] and carries exactly one `ErrorInfo`. `docs/errors.md` also states
-//! the cause and the effects of each reason. A test compares the names and codes of both lists.
+//! Every `Status` of a service comes from a [`Reason`] and carries exactly one `ErrorInfo`.
+//! `docs/errors.md` also states the cause and the effects of each reason. A test compares the names
+//! and codes of both lists.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -265,8 +266,8 @@ impl fmt::Display for Reason {
     }
 }
 
-/// Maximum size of a message in bytes. Messages may quote request fields, and errors travel in headers, of which clients
-/// read at most 16 KiB by default.
+/// Maximum size of a message in bytes. Messages may quote request fields, and errors travel in
+/// headers, of which clients read at most 16 KiB by default.
 const MOST_MESSAGE_BYTES: usize = 2000;
 
 /// Maximum size of a field description or of one metadata value, in bytes.
@@ -283,7 +284,8 @@ pub fn invalid_field(field: impl Into<String>, description: impl Into<String>) -
     Status::with_error_details(Reason::InvalidField.code(), message, details)
 }
 
-/// Returns `UNAVAILABLE` for a database or service that does not answer. The cause is only logged and not sent.
+/// Returns `UNAVAILABLE` for a database or service that does not answer. The cause is only logged
+/// and not sent.
 #[must_use]
 pub fn unavailable(service: &str, doing: &str, cause: &(dyn Error + 'static)) -> Status {
     tracing::warn!(error = domain::error_chain(cause), "cannot {doing}");
@@ -311,7 +313,8 @@ impl Refusal {
         self.reason.as_deref() == Some(reason.as_str())
     }
 
-    /// Returns the error as `service` returns it to its own caller. An error without a known reason becomes `UNAVAILABLE`.
+    /// Returns the error as `service` returns it to its own caller. An error without a known reason
+    /// becomes `UNAVAILABLE`.
     #[must_use]
     pub fn pass_on(&self, service: &str) -> Status {
         let known = Reason::ALL.iter().find(|reason| self.is(**reason) && reason.code() == self.code);
@@ -328,8 +331,9 @@ impl Refusal {
     /// Whether the error is temporary, so that a repeat of the call may succeed.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        // Errors of Gantry services have a reason. Errors without a reason come from the transport: an expired
-        // deadline, a broken or closed connection, or a reset stream. tonic maps them to these codes.
+        // Errors of Gantry services have a reason. Errors without a reason come from the transport:
+        // an expired deadline, a broken or closed connection, or a reset stream. tonic maps them to
+        // these codes.
         let from_transport = matches!(self.code, Code::Unknown | Code::Internal | Code::ResourceExhausted);
         matches!(self.code, Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled)
             || (from_transport && self.reason.is_none())

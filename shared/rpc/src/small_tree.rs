@@ -1,8 +1,8 @@
 //! Small trees: trees of files that fit one message.
 //!
-//! The artifact store parses them, and the command line creates them. A caller sends entries with their contents; this
-//! module computes the manifest and the digest. Invariant: a [`SmallTree`] is within its limits and has a valid manifest.
-//! [`parse`] enforces it.
+//! The artifact store parses them, and the command line creates them. A caller sends entries with
+//! their contents; this module computes the manifest and the digest. Invariant: a [`SmallTree`] is
+//! within its limits and has a valid manifest. [`parse`] enforces it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -131,7 +131,8 @@ fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes)
     Ok((parsed, content))
 }
 
-/// Returns the parent directories that `entries` does not contain. Fails if the total exceeds [`MOST_ENTRIES`].
+/// Returns the parent directories that `entries` does not contain. Fails if the total exceeds
+/// [`MOST_ENTRIES`].
 fn implied(entries: &[(Entry, Bytes)]) -> Result<BTreeSet<Vec<u8>>, NotSmall> {
     let named: BTreeSet<&[u8]> = entries.iter().map(|(entry, _)| &entry.path[..]).collect();
     let mut implied = BTreeSet::new();

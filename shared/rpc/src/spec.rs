@@ -1,8 +1,8 @@
 //! Validation and conversion of workload specs.
 //!
-//! The scheduler validates a spec at its submission ([`parse`]), stores its encoding ([`encode`]), and returns it without
-//! secrets ([`without_secrets`]). A stored spec is decoded without checking limits that may have changed since
-//! ([`parse_accepted`]).
+//! The scheduler validates a spec at its submission ([`parse`]), stores its encoding ([`encode`]),
+//! and returns it without secrets ([`without_secrets`]). A stored spec is decoded without checking
+//! limits that may have changed since ([`parse_accepted`]).
 
 use std::collections::HashSet;
 
@@ -22,17 +22,19 @@ use crate::{
 /// Default working directory of processes.
 pub const DEFAULT_DIRECTORY: &[u8] = b"/workspace";
 
-/// Minimum memory limit of a container, in bytes. The limit includes the container's init and the start of the process,
-/// which a smaller limit would kill.
+/// Minimum memory limit of a container, in bytes. The limit includes the container's init and the
+/// start of the process, which a smaller limit would kill.
 pub const LEAST_MEMORY_BYTES: u64 = 6 << 20;
 /// Maximum memory limit of a container, in bytes. Every kernel accepts it, and no worker has more.
 pub const MOST_MEMORY_BYTES: u64 = 1 << 60;
-/// Maximum processor limit of a container, in thousandths of a core. Every kernel accepts it, and no worker has more.
+/// Maximum processor limit of a container, in thousandths of a core. Every kernel accepts it, and
+/// no worker has more.
 pub const MOST_CPU_MILLIS: u64 = 10_000_000;
 /// Maximum number of retries of a workload.
 pub const MOST_RETRIES: u32 = 100;
 const READ_ONCE: &str = "not allowed with attached standard input, which can be read only once";
-/// Maximum process limit of a container. The kernel accepts one more, which is the container's init.
+/// Maximum process limit of a container. The kernel accepts one more, which is the container's
+/// init.
 pub const MOST_PIDS: u64 = (1 << 22) - 1;
 
 /// Maximum size of an encoded spec, in bytes.
@@ -40,8 +42,9 @@ const MAX_BYTES: usize = 1 << 20;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
 /// Maximum number of task caches in a spec.
 const MOST_CACHES: usize = 100;
-/// Maximum number of inputs, outputs and caches in a spec, together. An attempt then needs fewer than 1000 volumes and
-/// pins fewer than 1000 artifacts, which are the limits of the artifact store for one call.
+/// Maximum number of inputs, outputs and caches in a spec, together. An attempt then needs fewer
+/// than 1000 volumes and pins fewer than 1000 artifacts, which are the limits of the artifact store
+/// for one call.
 const MOST_MOUNTS: usize = 900;
 
 /// Validates a submitted spec, fills in its defaults and makes its paths absolute.
@@ -57,8 +60,9 @@ pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
 
 /// Parses a spec that was accepted before, without checking sizes and limits.
 ///
-/// A stored spec may exceed them for two reasons: its defaults and absolute paths make it larger than the submitted spec,
-/// and limits may be stricter now than at its submission. Such a spec must not block other workloads.
+/// A stored spec may exceed them for two reasons: its defaults and absolute paths make it larger
+/// than the submitted spec, and limits may be stricter now than at its submission. Such a spec must
+/// not block other workloads.
 pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
@@ -477,8 +481,8 @@ fn absolute(field: &str, path: &[u8], base: &[u8]) -> Result<Bytes, Status> {
 
 /// Checks that no path equals another path or lies below it.
 ///
-/// There are two exceptions. An output may have the path of a copy-on-write input. A cache may lie below an output or a
-/// copy-on-write input, because build tools keep caches among the sources.
+/// There are two exceptions. An output may have the path of a copy-on-write input. A cache may lie
+/// below an output or a copy-on-write input, because build tools keep caches among the sources.
 fn check_paths(inputs: &[Input], outputs: &[Output], caches: &[CacheMount]) -> Result<(), Status> {
     let below = |path: &[u8], other: &[u8]| {
         path.strip_prefix(other).is_some_and(|rest| rest.starts_with(b"/")) || other == b"/"

@@ -1,12 +1,13 @@
-//! Signed tokens: session credentials, lease tokens and tickets. The scheduler signs them, and all other services verify
-//! them offline.
+//! Signed tokens: session credentials, lease tokens and tickets. The scheduler signs them, and all
+//! other services verify them offline.
 //!
-//! A token is the base64url of `payload ‖ key id (8 bytes) ‖ Ed25519 signature (64 bytes)`. The signature covers the kind
-//! of the token and the payload, so that a token of one kind is never valid as another kind.
+//! A token is the base64url of `payload ‖ key id (8 bytes) ‖ Ed25519 signature (64 bytes)`. The
+//! signature covers the kind of the token and the payload, so that a token of one kind is never
+//! valid as another kind.
 //!
-//! The payload ends with a code over the kind and the claims: a keyed BLAKE3 hash whose key is derived from the secret of
-//! the signer. The scheduler verifies its own tokens with the code, which takes a hundredth of the time of a signature.
-//! Callers treat tokens as opaque.
+//! The payload ends with a code over the kind and the claims: a keyed BLAKE3 hash whose key is
+//! derived from the secret of the signer. The scheduler verifies its own tokens with the code,
+//! which takes a hundredth of the time of a signature. Callers treat tokens as opaque.
 
 use std::collections::HashMap;
 use std::sync::RwLock;
@@ -93,14 +94,15 @@ impl TokenSigner {
         URL_SAFE_NO_PAD.encode(token)
     }
 
-    /// Verifies a token of this signer by its code and ignores the signature. A token of an older version has no code and
-    /// is verified by its signature.
+    /// Verifies a token of this signer by its code and ignores the signature. A token of an older
+    /// version has no code and is verified by its signature.
     pub fn verify<C: Claims>(&self, token: &str) -> Result<C, InvalidToken> {
         let Unverified { payload, signature, .. } = Unverified::parse(token)?;
         let claims = C::decode(&payload).ok_or(InvalidToken)?;
         let code = Code::decode(payload.as_slice()).map_err(|_| InvalidToken)?.code;
         let is_genuine = if code.is_empty() {
-            // Signatures are deterministic (RFC 8032). Signing again takes a third of the time of a verification.
+            // Signatures are deterministic (RFC 8032). Signing again takes a third of the time of a
+            // verification.
             let own = self.key.sign(&signed_bytes(C::KIND, &payload));
             own.to_bytes().ct_eq(&signature.to_bytes())
         } else {
@@ -117,7 +119,8 @@ impl TokenSigner {
 
 /// Minimum time between two calls for keys after the scheduler answered.
 ///
-/// Any client can send tokens with unknown key ids. The limit keeps such tokens from causing a call each.
+/// Any client can send tokens with unknown key ids. The limit keeps such tokens from causing a call
+/// each.
 pub const KEYS_KEPT: Duration = Duration::from_secs(5);
 /// Deadline of a call for keys.
 const KEYS_DEADLINE: Duration = Duration::from_secs(5);
@@ -128,8 +131,9 @@ pub const KEYS_RETRY: Duration = Duration::from_secs(1);
 
 /// Public keys of the scheduler. Missing keys are requested from it.
 ///
-/// Invariant: a token with a known key causes no call. All tokens of the process together cause at most one call in
-/// [`KEYS_KEPT`], or in [`KEYS_RETRY`] while the scheduler does not answer. The lock on `refreshed` enforces it.
+/// Invariant: a token with a known key causes no call. All tokens of the process together cause at
+/// most one call in [`KEYS_KEPT`], or in [`KEYS_RETRY`] while the scheduler does not answer. The
+/// lock on `refreshed` enforces it.
 pub struct Keys {
     /// `None`: the set of keys is fixed.
     scheduler: Option<Peer>,
@@ -192,7 +196,8 @@ impl Keys {
         if let Some(last) = refreshed.as_ref().filter(|last| last.is_recent()) {
             return last.outcome.clone();
         }
-        // The caller may be cancelled before the response. The time of the call is therefore recorded at its start.
+        // The caller may be cancelled before the response. The time of the call is therefore
+        // recorded at its start.
         let unanswered = Reason::Unavailable.status("gantry", "the scheduler has not answered yet");
         *refreshed = Some(Refreshed { at: Instant::now(), outcome: Err(unanswered.into()) });
         let outcome = self.request_keys(scheduler.clone()).await;

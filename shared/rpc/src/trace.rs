@@ -15,7 +15,8 @@ pub fn current() -> Option<String> {
         .then(|| format!("00-{}-{}-{:02x}", span.trace_id(), span.span_id(), span.trace_flags().to_u8()))
 }
 
-/// Makes the span in `traceparent` the parent of `span`. A malformed `traceparent` is ignored, as the standard requires.
+/// Makes the span in `traceparent` the parent of `span`. A malformed `traceparent` is ignored, as
+/// the standard requires.
 pub fn continue_from(span: &tracing::Span, traceparent: &str) {
     let Some(remote) = parse(traceparent) else { return };
     let context = opentelemetry::Context::new().with_remote_span_context(remote);

@@ -1,7 +1,7 @@
 //! Conversion of manifests and sets of extents to and from messages.
 //!
-//! The digest of a tree is computed over the encoded entries. The encodings of `transfer` and of the generated code must
-//! therefore be identical, byte for byte. A test compares them.
+//! The digest of a tree is computed over the encoded entries. The encodings of `transfer` and of
+//! the generated code must therefore be identical, byte for byte. A test compares them.
 
 use bytes::Bytes;
 use prost::Message;

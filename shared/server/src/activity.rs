@@ -1,6 +1,7 @@
 //! Activity of callers. A local cluster shuts down when no caller has used it for a while.
 //!
-//! A call counts from its first byte to the last byte of its response. Internal calls between services do not count.
+//! A call counts from its first byte to the last byte of its response. Internal calls between
+//! services do not count.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};

@@ -1,7 +1,7 @@
 //! Admission of calls.
 //!
-//! The layer admits every call over a Unix socket. Over TCP it admits a call with the cluster token, and a call with a
-//! ticket for a service that verifies tickets.
+//! The layer admits every call over a Unix socket. Over TCP it admits a call with the cluster
+//! token, and a call with a ticket for a service that verifies tickets.
 
 use std::future::{Ready, ready};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -26,8 +26,8 @@ struct Rules {
     ticketed: TicketServices,
 }
 
-/// Services that verify tickets, with the headers of the tickets. Services may be added while the server runs. All
-/// clones share the list.
+/// Services that verify tickets, with the headers of the tickets. Services may be added while the
+/// server runs. All clones share the list.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TicketServices(Arc<RwLock<Vec<TicketedService>>>);
 

@@ -1,7 +1,7 @@
 //! Limits of incoming messages: their transfer time, and the memory of partial messages.
 //!
-//! tonic buffers a message until it is complete. A service bounds the length of one message, but not the number of
-//! partial messages.
+//! tonic buffers a message until it is complete. A service bounds the length of one message, but
+//! not the number of partial messages.
 
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -19,9 +19,11 @@ use tower_service::Service;
 
 use crate::caller::{BUDGET_UNIT, Caller, MAX_PARTIAL_BYTES, MessageBudget};
 
-/// Maximum time in which the next [`STEP_BYTES`] bytes of a message arrive, or the rest of the message.
+/// Maximum time in which the next [`STEP_BYTES`] bytes of a message arrive, or the rest of the
+/// message.
 const STEP_TIMEOUT: Duration = Duration::from_secs(60);
-/// Bytes of a step. The first step of a message does not count toward the budget, because the number of calls bounds it.
+/// Bytes of a step. The first step of a message does not count toward the budget, because the
+/// number of calls bounds it.
 const STEP_BYTES: usize = 64 << 10;
 
 #[derive(Debug, Clone, Copy)]
@@ -141,7 +143,8 @@ fn full() -> Status {
     rpc::Reason::Unavailable.status("gantry", message)
 }
 
-/// Position in the messages of a call. Each message has a head: one byte for the compression and four for the length.
+/// Position in the messages of a call. Each message has a head: one byte for the compression and
+/// four for the length.
 #[derive(Debug, Default)]
 struct Progress {
     head: [u8; 5],

@@ -56,13 +56,15 @@ impl Caller {
         Self { has_hung_up, ..self }
     }
 
-    /// Whether the caller has closed its end of the connection. This stays `false` for a caller that only stopped to answer.
+    /// Whether the caller has closed its end of the connection. This stays `false` for a caller
+    /// that only stopped to answer.
     #[must_use]
     pub fn has_hung_up(&self) -> bool {
         self.has_hung_up.load(Ordering::Relaxed)
     }
 
-    /// Marks the connection as authenticated, so that it stays open. A service calls this after it has verified a ticket.
+    /// Marks the connection as authenticated, so that it stays open. A service calls this after it
+    /// has verified a ticket.
     pub fn authenticated(&self) {
         if let Transport::Tcp(probation) = &self.transport {
             probation.end();

@@ -1,6 +1,8 @@
-//! Deadlines of calls. A call that exceeds its deadline is rejected with `DEADLINE_EXCEEDED` and error details.
+//! Deadlines of calls. A call that exceeds its deadline is rejected with `DEADLINE_EXCEEDED` and
+//! error details.
 //!
-//! tonic also enforces the deadline, but rejects with `CANCELLED` and without details. This layer acts earlier.
+//! tonic also enforces the deadline, but rejects with `CANCELLED` and without details. This layer
+//! acts earlier.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -62,7 +64,8 @@ where
     }
 }
 
-/// Returns the deadline of a call from its header `grpc-timeout`. `None` if the call has no deadline.
+/// Returns the deadline of a call from its header `grpc-timeout`. `None` if the call has no
+/// deadline.
 #[must_use]
 pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
     let text = headers.get("grpc-timeout")?.to_str().ok()?;
@@ -84,7 +87,8 @@ pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
 mod tests {
     use super::*;
 
-    /// Returns the response to a call with the header `timeout`, which the service answers after `takes`.
+    /// Returns the response to a call with the header `timeout`, which the service answers after
+    /// `takes`.
     async fn called(timeout: Option<&str>, takes: Duration) -> Response<Body> {
         let inner = tower::service_fn(move |_: Request<Body>| async move {
             tokio::time::sleep(takes).await;

@@ -25,7 +25,8 @@ impl Gate {
     }
 }
 
-/// Whether `path` belongs to a service that does not need the gate: health, reflection or capabilities.
+/// Whether `path` belongs to a service that does not need the gate: health, reflection or
+/// capabilities.
 fn is_always_open(path: &str) -> bool {
     path.starts_with("/grpc.health.")
         || path.starts_with("/grpc.reflection.")

@@ -12,10 +12,12 @@ use tonic_health::pb::health_client::HealthClient;
 
 use crate::settings::term;
 
-/// Check whether a service is ready. Exits with 0 if so, otherwise prints the reason and exits with 1
+/// Check whether a service is ready. Exits with 0 if so, otherwise prints the reason and exits with
+/// 1
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct HealthArgs {
-    /// Address of the service: http://host:port or unix:///path. Default: the address in GANTRY_LISTEN, on this machine
+    /// Address of the service: http://host:port or unix:///path. Default: the address in
+    /// GANTRY_LISTEN, on this machine
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) server: Option<String>,
     /// File with the token to present. Default: the default token file of services, if it exists

@@ -1,22 +1,27 @@
 //! Process attributes that a program inherits from the program that starts it.
 //!
-//! Services and containers outlive the command that starts them. These functions replace inherited attributes with
-//! documented ones. `main` calls them first, because a thread inherits from the thread that creates it.
+//! Services and containers outlive the command that starts them. These functions replace inherited
+//! attributes with documented ones. `main` calls them first, because a thread inherits from the
+//! thread that creates it.
 //!
-//! - [`prepare_service`]: every service calls this. Limits, niceness and processors remain as an administrator set them.
-//! - [`prepare_cluster`]: a cluster in the background calls this. No attribute of the command remains.
-//! - [`set_limits`]: supervisors call this, so that containers have the same limits on every worker.
+//! - [`prepare_service`]: every service calls this. Limits, niceness and processors remain as an
+//!   administrator set them.
+//! - [`prepare_cluster`]: a cluster in the background calls this. No attribute of the command
+//!   remains.
+//! - [`set_limits`]: supervisors call this, so that containers have the same limits on every
+//!   worker.
 
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Maximum open files of a container's process. The kernel does not charge all memory of sockets, so their number is
-/// bounded.
+/// Maximum open files of a container's process. The kernel does not charge all memory of sockets,
+/// so their number is bounded.
 const CONTAINER_OPEN_FILES: u64 = 65_536;
 /// Minimum hard limit of open files of a cluster, if the system allows that many.
 const CLUSTER_OPEN_FILES: u64 = 524_288;
-/// Open files below which a service logs a warning. About a hundred concurrent containers need this many.
+/// Open files below which a service logs a warning. About a hundred concurrent containers need this
+/// many.
 const FEW_OPEN_FILES: u64 = 4_096;
 /// Maximum bytes of a stack: the default of the kernel.
 const STACK_BYTES: u64 = 8 << 20;
@@ -40,7 +45,8 @@ pub struct Limit {
 /// The value of a limit that bounds nothing.
 pub const UNLIMITED: u64 = libc::RLIM_INFINITY;
 
-/// Returns the limits of a container's processes. Except for open files, they are those of the kernel's first process.
+/// Returns the limits of a container's processes. Except for open files, they are those of the
+/// kernel's first process.
 pub fn container_limits() -> Vec<Limit> {
     let threads = half_of_all_threads();
     let limit = |name, resource, soft, hard| Limit { name, resource, soft, hard };
@@ -85,12 +91,13 @@ impl Limit {
         check(unsafe { libc::setrlimit(self.resource, &raw const value) })
     }
 
-    /// Sets the soft limit, and raises the hard limit if it is lower. Never lowers the hard limit, because that is
-    /// irreversible.
+    /// Sets the soft limit, and raises the hard limit if it is lower. Never lowers the hard limit,
+    /// because that is irreversible.
     fn set(self) {
         let Ok(current) = self.read() else { return };
         if self.write(self.soft, current.rlim_max.max(self.hard)).is_err() {
-            // The process may not raise the hard limit. A soft limit within the hard limit is always allowed.
+            // The process may not raise the hard limit. A soft limit within the hard limit is
+            // always allowed.
             _ = self.write(self.soft.min(current.rlim_max), current.rlim_max);
         }
     }
@@ -109,16 +116,16 @@ impl fmt::Display for AttributeError {
     }
 }
 
-/// Sets the umask to 022, unblocks all signals, and raises the soft limit of open files to the hard limit. All other
-/// attributes remain as an administrator set them.
+/// Sets the umask to 022, unblocks all signals, and raises the soft limit of open files to the hard
+/// limit. All other attributes remain as an administrator set them.
 pub fn prepare_service() {
     set_umask();
     unblock_signals();
     raise_open_files();
 }
 
-/// Replaces all attributes that a cluster in the background inherits from its command. Returns the attributes that could
-/// not be set.
+/// Replaces all attributes that a cluster in the background inherits from its command. Returns the
+/// attributes that could not be set.
 pub fn prepare_cluster() -> Vec<AttributeError> {
     set_umask();
     default_signals();
@@ -130,12 +137,14 @@ pub fn prepare_cluster() -> Vec<AttributeError> {
     set_scheduling().filter_map(|(what, set)| Some(AttributeError { what, cause: set.err()? })).collect()
 }
 
-/// Sets every limit of this process to that of containers, as far as the system allows. Higher hard limits remain.
+/// Sets every limit of this process to that of containers, as far as the system allows. Higher hard
+/// limits remain.
 pub fn set_limits() {
     container_limits().into_iter().for_each(Limit::set);
 }
 
-/// Returns the names of the limits that containers of this process cannot have, with the values that they get instead.
+/// Returns the names of the limits that containers of this process cannot have, with the values
+/// that they get instead.
 pub fn limits_out_of_reach() -> Vec<(&'static str, u64)> {
     let raises = rustix::thread::capabilities(None)
         .is_ok_and(|held| held.permitted.contains(rustix::thread::CapabilitySet::SYS_RESOURCE));
@@ -163,7 +172,8 @@ pub fn warn_of_few_open_files() {
     }
 }
 
-/// Whether less than a quarter of the file descriptors of this process are free. `open` is any open descriptor.
+/// Whether less than a quarter of the file descriptors of this process are free. `open` is any open
+/// descriptor.
 pub(crate) fn are_files_scarce(open: BorrowedFd<'_>) -> bool {
     let limit = open_files().read().map_or(UNLIMITED, |current| current.rlim_cur);
     // A new descriptor gets the lowest free number.
@@ -189,12 +199,13 @@ fn unblock_signals() {
     }
 }
 
-/// Gives every signal its default action, including signals that the command ignored. PIPE stays ignored, as in every
-/// Rust program.
+/// Gives every signal its default action, including signals that the command ignored. PIPE stays
+/// ignored, as in every Rust program.
 fn default_signals() {
     let signals = (1..=libc::SIGRTMAX()).filter(|signal| *signal != libc::SIGPIPE);
     for signal in signals {
-        // SAFETY: a default action runs no code of this program. The kernel rejects the change for KILL and STOP.
+        // SAFETY: a default action runs no code of this program. The kernel rejects the change for
+        // KILL and STOP.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
     unblock_signals();
@@ -212,8 +223,8 @@ fn raise_open_files() {
     }
 }
 
-/// Sets scheduling policy, niceness, I/O priority, processors, memory policy, execution domain and OOM score to the
-/// values of the machine's first process.
+/// Sets scheduling policy, niceness, I/O priority, processors, memory policy, execution domain and
+/// OOM score to the values of the machine's first process.
 fn set_scheduling() -> impl Iterator<Item = (&'static str, io::Result<()>)> {
     let parameters = libc::sched_param { sched_priority: 0 };
     // All processors. The kernel ignores processors that do not exist or that a cpuset excludes.

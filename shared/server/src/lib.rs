@@ -1,7 +1,9 @@
-//! The server of all service binaries: settings, listeners, admission of calls, telemetry, readiness and shutdown.
+//! The server of all service binaries: settings, listeners, admission of calls, telemetry,
+//! readiness and shutdown.
 //!
-//! A service implements [`Program`], and [`run`] runs it. The service adds its RPCs and background tasks to a [`Host`].
-//! The host serves them until its shutdown future resolves. `gantry up` adds all four services to one host.
+//! A service implements [`Program`], and [`run`] runs it. The service adds its RPCs and background
+//! tasks to a [`Host`]. The host serves them until its shutdown future resolves. `gantry up` adds
+//! all four services to one host.
 //!
 //! Invariant: the host tracks every task, cancels its token at shutdown, and waits for its end.
 
@@ -63,7 +65,8 @@ use crate::operator_endpoints::{GaugeUpdates, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
-/// Maximum number of concurrent calls on one connection. A call takes memory even before its admission.
+/// Maximum number of concurrent calls on one connection. A call takes memory even before its
+/// admission.
 const MAX_CALLS_PER_CONNECTION: u32 = 1024;
 
 /// Maximum time of all cleanups together. They start after the drain.
@@ -155,7 +158,8 @@ impl Host {
         }
     }
 
-    /// Admits calls over TCP only with this bearer token. Without one, the host serves on no [`Listener::Tcp`].
+    /// Admits calls over TCP only with this bearer token. Without one, the host serves on no
+    /// [`Listener::Tcp`].
     #[must_use]
     pub fn with_token(self, token: Option<String>) -> Self {
         Self { token, ..self }
@@ -176,7 +180,8 @@ impl Host {
         self.routes.add_service(service);
     }
 
-    /// Adds a gRPC service that verifies the tickets in `headers`. A call with such a header needs no token.
+    /// Adds a gRPC service that verifies the tickets in `headers`. A call with such a header needs
+    /// no token.
     pub fn add_ticketed_service<S>(&mut self, service: S, headers: &'static [&'static str])
     where
         S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
@@ -196,8 +201,8 @@ impl Host {
         self.tasks.spawn(task);
     }
 
-    /// Runs `task` until it ends, or until shutdown. If the task fails, the process ends at once with that error and
-    /// without a drain.
+    /// Runs `task` until it ends, or until shutdown. If the task fails, the process ends at once
+    /// with that error and without a drain.
     pub fn spawn_vital(&self, task: impl Future<Output = anyhow::Result<()>> + Send + 'static) {
         let (failure, stopping) = (self.failure.clone(), self.stopping.clone());
         self.tasks.spawn(async move {
@@ -212,7 +217,8 @@ impl Host {
         });
     }
 
-    /// Returns the tracker for tasks that services spawn later, for example per call or per workload.
+    /// Returns the tracker for tasks that services spawn later, for example per call or per
+    /// workload.
     #[must_use]
     pub fn tasks(&self) -> TaskTracker {
         self.tasks.clone()
@@ -230,19 +236,21 @@ impl Host {
         self.activity.clone()
     }
 
-    /// Describes the gRPC services that were added since the last call of this function as one `service`.
+    /// Describes the gRPC services that were added since the last call of this function as one
+    /// `service`.
     pub fn describe(&mut self, service: Service) {
         self.capabilities.add(service, &self.services[self.described..]);
         self.described = self.services.len();
     }
 
-    /// Runs `cleanup` after the drain, for at most a few seconds. Calls and tasks have ended by then, or were cut.
+    /// Runs `cleanup` after the drain, for at most a few seconds. Calls and tasks have ended by
+    /// then, or were cut.
     pub fn add_cleanup(&mut self, cleanup: impl Future<Output = ()> + Send + 'static) {
         self.cleanups.push(Box::pin(cleanup));
     }
 
-    /// Adds a readiness check. The process is ready only while `check` succeeds within three seconds. Operators see its
-    /// error.
+    /// Adds a readiness check. The process is ready only while `check` succeeds within three
+    /// seconds. Operators see its error.
     pub fn add_check<F>(&self, name: &'static str, check: impl Fn() -> F + Send + Sync + 'static)
     where
         F: Future<Output = Result<(), String>> + Send + 'static,
@@ -267,8 +275,9 @@ impl Host {
         self.serve_from_start(listeners, shutdown, |_| Box::pin(async { Ok(()) })).await
     }
 
-    /// Serves on `listeners` until `shutdown` resolves, and then drains. Runs `start`, which adds the services. Meanwhile,
-    /// health checks already report that the process is alive and not ready.
+    /// Serves on `listeners` until `shutdown` resolves, and then drains. Runs `start`, which adds
+    /// the services. Meanwhile, health checks already report that the process is alive and not
+    /// ready.
     pub(crate) async fn serve_from_start(
         mut self,
         listeners: impl IntoIterator<Item = Listener>,
@@ -291,7 +300,8 @@ impl Host {
         always.add_service(CapabilitiesServer::new(self.capabilities.clone()));
 
         let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
-        // Without a token, callers cannot authenticate, so limits of unauthenticated connections would limit callers.
+        // Without a token, callers cannot authenticate, so limits of unauthenticated connections
+        // would limit callers.
         let limits = match token {
             Some(_) => self.unauthenticated,
             None => Limits { per_address: usize::MAX, total: usize::MAX, ..self.unauthenticated },
@@ -338,7 +348,8 @@ impl Host {
             Ok::<_, anyhow::Error>(self)
         };
         let started = tokio::select! {
-            // A start that completes at once must win against the server, so that no caller sees a starting process.
+            // A start that completes at once must win against the server, so that no caller sees a
+            // starting process.
             biased;
             started = started => Some(started?),
             result = &mut served => return result.context("the server failed"),

@@ -16,36 +16,41 @@ use crate::settings::{duration, term};
 use crate::telemetry::{self, Telemetry};
 use crate::{Drain, Listener, listener, token};
 
-/// Default log filter. The database libraries log noise below these levels: a warning for each SQLite transaction with a
-/// mode, and each lost connection.
+/// Default log filter. The database libraries log noise below these levels: a warning for each
+/// SQLite transaction with a mode, and each lost connection.
 const DEFAULT_LOG_FILTER: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
 
 /// Settings that every service binary has.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Settings of every service")]
 pub struct ListenArgs {
-    /// Address to listen on: host:port, or the path of a Unix socket that admits only this user and root
+    /// Address to listen on: host:port, or the path of a Unix socket that admits only this user and
+    /// root
     #[arg(long, env = "GANTRY_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     listen: Address,
-    /// File with the token of the cluster. Callers over TCP must present the token, and this service presents it to other services.
-    /// Default: $XDG_STATE_HOME/gantry-services/token; if the variable is not set, /var/lib/gantry-services/token for root, and
+    /// File with the token of the cluster. Callers over TCP must present the token, and this
+    /// service presents it to other services. Default: $XDG_STATE_HOME/gantry-services/token; if
+    /// the variable is not set, /var/lib/gantry-services/token for root, and
     /// ~/.local/state/gantry-services/token for other users. A missing default file is created
     #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Without --token-file: require no token over TCP. Every process that can connect then has full access
+    /// Without --token-file: require no token over TCP. Every process that can connect then has
+    /// full access
     #[arg(long, env = "GANTRY_INSECURE", value_parser = clap::builder::BoolishValueParser::new())]
     insecure: bool,
-    /// Address of /metrics, /healthz and /readyz over plain HTTP: host:port. /metrics requires the token if the service has one.
-    /// Default: they are not served
+    /// Address of /metrics, /healthz and /readyz over plain HTTP: host:port. /metrics requires the
+    /// token if the service has one. Default: they are not served
     #[arg(long, env = "GANTRY_METRICS_LISTEN", value_name = "ADDRESS")]
     metrics_listen: Option<String>,
-    /// Log filter: a level (error, warn, info, debug, trace), or target=level pairs separated by commas
+    /// Log filter: a level (error, warn, info, debug, trace), or target=level pairs separated by
+    /// commas
     #[arg(long, env = "GANTRY_LOG", value_name = "FILTER", default_value = DEFAULT_LOG_FILTER)]
     log: String,
     /// Interval of readiness checks, for example of the database; see docs/operations/monitoring.md
     #[arg(long, env = "GANTRY_PROBE_INTERVAL", value_name = "DURATION", default_value = "2s", value_parser = term)]
     probe_interval: Duration,
-    /// At shutdown, time for which the service still serves calls but is not ready, so that callers can find another replica
+    /// At shutdown, time for which the service still serves calls but is not ready, so that callers
+    /// can find another replica
     #[arg(long, env = "GANTRY_DRAIN_DELAY", value_name = "DURATION", default_value = "0s", value_parser = duration)]
     drain_delay: Duration,
     /// At shutdown, time for open calls to end after the drain delay. Remaining calls are then cut
@@ -75,7 +80,8 @@ impl FromStr for Address {
 pub(crate) struct ServerSetup {
     /// Listener for calls.
     pub(crate) listener: Listener,
-    /// Token of the cluster. Callers over TCP present it to this service, and this service presents it to other services.
+    /// Token of the cluster. Callers over TCP present it to this service, and this service presents
+    /// it to other services.
     pub(crate) token: Option<String>,
     /// Paths of token files on this machine. No container may see them.
     pub(crate) secret_paths: Vec<PathBuf>,
@@ -86,7 +92,8 @@ pub(crate) struct ServerSetup {
 }
 
 impl ListenArgs {
-    /// Sets up logs and traces for `service`. The caller must keep the result until the end of the process.
+    /// Sets up logs and traces for `service`. The caller must keep the result until the end of the
+    /// process.
     pub(crate) fn telemetry(&self, service: &'static str) -> anyhow::Result<Telemetry> {
         telemetry::init_filtered(service, &self.log, None)
     }
@@ -126,7 +133,8 @@ impl ListenArgs {
         default.into_iter().chain(named).collect()
     }
 
-    /// Returns the address and the token with which the same machine reaches this service. Never creates a token.
+    /// Returns the address and the token with which the same machine reaches this service. Never
+    /// creates a token.
     pub(crate) fn own_endpoint(&self) -> anyhow::Result<(String, Option<String>)> {
         let token = match &self.token_file {
             Some(file) => Some(token::read(file)?),
@@ -169,11 +177,12 @@ impl ListenArgs {
         Ok((listener, token))
     }
 
-    /// Returns the token of the cluster. Creates the default file if this service needs a token for its callers. Over TCP,
-    /// returns `None` only with `--insecure`.
+    /// Returns the token of the cluster. Creates the default file if this service needs a token for
+    /// its callers. Over TCP, returns `None` only with `--insecure`.
     fn token(&self) -> anyhow::Result<Option<String>> {
         let (file, token) = match (&self.token_file, &self.listen) {
-            // A missing file may be on a volume that is not mounted. A new token would hide that mistake.
+            // A missing file may be on a volume that is not mounted. A new token would hide that
+            // mistake.
             (Some(file), _) => (file.clone(), token::read(file).map_err(|error| explain(error, file))?),
             (None, _) if self.insecure => return Ok(None),
             (None, Address::Tcp(_)) => {
@@ -230,7 +239,8 @@ async fn bind_socket(path: &Path) -> anyhow::Result<UnixListener> {
     }
     let failed = || format!("cannot listen on {}", path.display());
     let listener = UnixListener::bind(path).with_context(failed)?;
-    // Callers need no token, so only this user may connect. The listener also checks the user of the peer.
+    // Callers need no token, so only this user may connect. The listener also checks the user of
+    // the peer.
     std::fs::set_permissions(path, Permissions::from_mode(0o600)).with_context(failed)?;
     Ok(listener)
 }

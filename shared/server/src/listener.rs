@@ -1,7 +1,8 @@
 //! Listeners of a server on Unix sockets and TCP ports.
 //!
-//! The listener closes a connection over a Unix socket if the user of its peer may not call. A connection over TCP is
-//! closed if none of its calls is admitted in time, or if too many other connections arrive before that.
+//! The listener closes a connection over a Unix socket if the user of its peer may not call. A
+//! connection over TCP is closed if none of its calls is admitted in time, or if too many other
+//! connections arrive before that.
 
 use std::io;
 use std::net::SocketAddr;
@@ -34,8 +35,9 @@ pub enum Listener {
     Unix(UnixListener),
 }
 
-/// Maximum number of connections that wait for their acceptance. The system may allow fewer (`net.core.somaxconn`). With
-/// the usual 128, connections fail when all gateways reconnect at once.
+/// Maximum number of connections that wait for their acceptance. The system may allow fewer
+/// (`net.core.somaxconn`). With the usual 128, connections fail when all gateways reconnect at
+/// once.
 const BACKLOG: u32 = 4096;
 
 /// Binds a TCP port, with a backlog for many simultaneous connections.
@@ -48,8 +50,8 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 impl Listener {
-    /// Returns the address for clients: `unix:///path` or `http://host:port`. The host is the name of the machine if the
-    /// port is bound on all addresses.
+    /// Returns the address for clients: `unix:///path` or `http://host:port`. The host is the name
+    /// of the machine if the port is bound on all addresses.
     pub fn endpoint(&self) -> io::Result<String> {
         match self {
             Self::Tcp(listener) | Self::InsecureTcp(listener) => {
@@ -73,7 +75,8 @@ impl Listener {
         matches!(self, Self::Tcp(_))
     }
 
-    /// The connections that are accepted. Those over TCP count as `unauthenticated` until one of their calls is admitted.
+    /// The connections that are accepted. Those over TCP count as `unauthenticated` until one of
+    /// their calls is admitted.
     pub(crate) fn incoming(
         self,
         unauthenticated: Unauthenticated,
@@ -101,7 +104,8 @@ impl Listener {
                     }
                 };
                 if accepted.is_err() {
-                    // The usual cause is a lack of descriptors. An immediate retry would only use processor time.
+                    // The usual cause is a lack of descriptors. An immediate retry would only use
+                    // processor time.
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 Some((accepted, listener))
@@ -110,7 +114,8 @@ impl Listener {
     }
 }
 
-/// Waits while less than a quarter of this process's file descriptors are free. The calls of open connections need them.
+/// Waits while less than a quarter of this process's file descriptors are free. The calls of open
+/// connections need them.
 async fn leave_files_for_work(listener: &Listener) {
     let listener = match listener {
         Listener::Tcp(tcp) | Listener::InsecureTcp(tcp) => tcp.as_fd(),
@@ -150,7 +155,8 @@ fn is_trusted(peer: u32, own: u32, unmapped: Option<u32>) -> bool {
     Some(peer) != unmapped && (peer == own || peer == 0)
 }
 
-/// Returns the user id that represents all users without an id in this user namespace. `None` if every user has an id.
+/// Returns the user id that represents all users without an id in this user namespace. `None` if
+/// every user has an id.
 fn unmapped_user() -> Option<u32> {
     const DEFAULT: u32 = 65_534;
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
@@ -182,7 +188,8 @@ enum Io {
     Unix(UnixStream),
 }
 
-/// A connection over TCP. It fails when its probation lasts too long, or when it must make room for another connection.
+/// A connection over TCP. It fails when its probation lasts too long, or when it must make room for
+/// another connection.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     stream: TcpStream,
@@ -199,7 +206,8 @@ enum ConnectionState {
 }
 
 impl Tcp {
-    /// Counts the connection of `peer` as unauthenticated. Returns `None` if the peer has closed it.
+    /// Counts the connection of `peer` as unauthenticated. Returns `None` if the peer has closed
+    /// it.
     pub(crate) fn new(
         stream: TcpStream,
         peer: SocketAddr,
@@ -216,7 +224,8 @@ impl Tcp {
         Caller::new(Transport::Tcp(self.probation.clone()))
     }
 
-    /// Fails if the connection has not authenticated, and its deadline has passed or it must make room.
+    /// Fails if the connection has not authenticated, and its deadline has passed or it must make
+    /// room.
     fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         match &mut self.state {
             ConnectionState::Authenticated => return Ok(()),

@@ -1,10 +1,11 @@
-//! Endpoints for operators over plain HTTP on a separate address: `/metrics`, `/healthz` and `/readyz`.
+//! Endpoints for operators over plain HTTP on a separate address: `/metrics`, `/healthz` and
+//! `/readyz`.
 //!
-//! If the process has a token, `/metrics` requires it. The two probes require no token. Connections without a token are
-//! limited in number and time ([`crate::unauthenticated`]).
+//! If the process has a token, `/metrics` requires it. The two probes require no token. Connections
+//! without a token are limited in number and time ([`crate::unauthenticated`]).
 //!
-//! [`RpcLayer`] counts and times every incoming call by service, method and code. Unknown services and methods share one
-//! series. Services add gauges, which are updated when the metrics are read.
+//! [`RpcLayer`] counts and times every incoming call by service, method and code. Unknown services
+//! and methods share one series. Services add gauges, which are updated when the metrics are read.
 
 use std::collections::HashSet;
 use std::io;
@@ -49,8 +50,8 @@ const DURATION_BUCKETS: [f64; 14] =
 const GAUGE_UPDATE_INTERVAL: Duration = Duration::from_secs(2);
 /// Maximum time of a gauge update. Gauges that take longer keep their old values.
 const GAUGE_UPDATE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Limits of connections without a token. Their deadline is several times the gauge update timeout, because it also
-/// applies to probes and, without a token, to readers of metrics.
+/// Limits of connections without a token. Their deadline is several times the gauge update timeout,
+/// because it also applies to probes and, without a token, to readers of metrics.
 const CONNECTION_LIMITS: Limits = Limits { deadline: Duration::from_secs(30), per_address: 128, total: 512 };
 
 type GaugeFuture = Pin<Box<dyn Future<Output = ()> + Send>>;

@@ -33,7 +33,8 @@ pub trait Program: CommandFactory + FromArgMatches + Send + Sync + 'static {
     /// Checks that the settings can be used together. Has no side effects.
     fn check(&self) -> anyhow::Result<()>;
 
-    /// Adds the settings of [`Program::migrate`] to `command`. Returns `None` if the service has no database.
+    /// Adds the settings of [`Program::migrate`] to `command`. Returns `None` if the service has no
+    /// database.
     fn migrate_command(command: clap::Command) -> Option<clap::Command> {
         drop(command);
         None
@@ -66,7 +67,8 @@ pub trait Program: CommandFactory + FromArgMatches + Send + Sync + 'static {
 pub struct StartContext {
     /// Address of the service: `unix:///path` or `http://host:port`.
     pub endpoint: String,
-    /// Token of the cluster. Callers over TCP present it to this service, and this service presents it to other services.
+    /// Token of the cluster. Callers over TCP present it to this service, and this service presents
+    /// it to other services.
     pub token: Option<String>,
     /// Paths of token files on this machine. No container may see them.
     pub secret_paths: Vec<PathBuf>,

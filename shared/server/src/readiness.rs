@@ -5,10 +5,12 @@
 //!     └───────────────shutdown───────────────────────┴──▶ draining
 //! ```
 //!
-//! `grpc.health.v1` reports the readiness of the process (``) and of each of its services. `/readyz` reports it over HTTP.
+//! `grpc.health.v1` reports the readiness of the process (``) and of each of its services.
+//! `/readyz` reports it over HTTP.
 //!
-//! Liveness is separate: the health service `liveness` is serving from the start of the process to its end. An
-//! orchestrator must not restart a process because of a failure that a restart does not fix.
+//! Liveness is separate: the health service `liveness` is serving from the start of the process to
+//! its end. An orchestrator must not restart a process because of a failure that a restart does not
+//! fix.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -60,7 +62,8 @@ impl Readiness {
         self.checks.lock().unwrap_or_else(PoisonError::into_inner).push((name, check));
     }
 
-    /// Returns the reasons why the process is not ready, one line each. Returns nothing if it is ready.
+    /// Returns the reasons why the process is not ready, one line each. Returns nothing if it is
+    /// ready.
     pub(crate) fn not_ready_reasons(&self) -> Vec<String> {
         match &*self.state.borrow() {
             State::Starting => vec!["the process is starting".to_owned()],

@@ -1,7 +1,8 @@
-//! Settings of programs: their variables, their sources, and the syntax of durations, sizes and cores.
+//! Settings of programs: their variables, their sources, and the syntax of durations, sizes and
+//! cores.
 //!
-//! Every setting is a flag and an environment variable `GANTRY_…`. A service rejects an unknown variable of that form,
-//! because the operator meant to set something.
+//! Every setting is a flag and an environment variable `GANTRY_…`. A service rejects an unknown
+//! variable of that form, because the operator meant to set something.
 
 use std::time::Duration;
 
@@ -138,8 +139,8 @@ pub fn renamed_variable(variables: impl IntoIterator<Item = (String, String)>) -
     variables.into_iter().find_map(|(name, _)| renamed(&name))
 }
 
-/// Returns the variables of `command` that are missing in the list of all variables, so that other programs would reject
-/// them. Tests check that there are none.
+/// Returns the variables of `command` that are missing in the list of all variables, so that other
+/// programs would reject them. Tests check that there are none.
 #[must_use]
 pub fn unlisted_variables(command: &Command) -> Vec<String> {
     variables_of(command).into_iter().filter(|name| !KNOWN_VARIABLES.contains(&name.as_str())).collect()
@@ -182,8 +183,9 @@ pub(crate) fn check_environment(
     Ok(())
 }
 
-/// Returns a warning for each unknown variable whose name is close to that of a setting. Interactive programs use this,
-/// because the environment of a user may contain unrelated variables.
+/// Returns a warning for each unknown variable whose name is close to that of a setting.
+/// Interactive programs use this, because the environment of a user may contain unrelated
+/// variables.
 #[must_use]
 pub fn misspelled_variables(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
     let is_unknown = |name: &String| {
@@ -197,8 +199,8 @@ pub fn misspelled_variables(variables: impl IntoIterator<Item = (String, String)
     warnings.collect()
 }
 
-/// Whether Kubernetes has set a variable. For a service `gantry-scheduler` it sets variables such as
-/// `GANTRY_SCHEDULER_SERVICE_HOST` and `GANTRY_SCHEDULER_PORT_7401_TCP_ADDR` in every container.
+/// Whether Kubernetes has set a variable. For a service `gantry-scheduler` it sets variables such
+/// as `GANTRY_SCHEDULER_SERVICE_HOST` and `GANTRY_SCHEDULER_PORT_7401_TCP_ADDR` in every container.
 fn is_orchestrator_variable(name: &str, value: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.contains("_SERVICE_PORT")
@@ -206,7 +208,8 @@ fn is_orchestrator_variable(name: &str, value: &str) -> bool {
         || (name.ends_with("_PORT") && value.contains("://"))
 }
 
-/// Returns the name in `known` that is closest to `name`, if their distance is at most `max_distance`.
+/// Returns the name in `known` that is closest to `name`, if their distance is at most
+/// `max_distance`.
 fn closest(name: &str, known: &[&str], max_distance: usize) -> Option<String> {
     let nearest = known.iter().map(|known| (distance(name, known), *known)).min();
     nearest.filter(|(distance, _)| *distance <= max_distance).map(|(_, known)| known.to_owned())
@@ -281,7 +284,8 @@ fn hide(secret: &str) -> String {
     format!("{scheme}://{rest}{}", query.unwrap_or_default())
 }
 
-/// Parses a duration of at most 100 years, for example `90s`, `10m`, `1h30m`, `2d` or `500ms`. A plain number is seconds.
+/// Parses a duration of at most 100 years, for example `90s`, `10m`, `1h30m`, `2d` or `500ms`. A
+/// plain number is seconds.
 pub fn duration(text: &str) -> Result<Duration, String> {
     let malformed = || format!("{text:?} is not a duration: use for example 90s, 10m, 1h30m, 2d or 500ms");
     if let Ok(seconds) = text.parse() {
@@ -331,7 +335,8 @@ pub fn term(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Parses a size in bytes, for example `1048576`, `512M`, `512MiB` or `1.5G`. `M` is 1024², `MB` is 1000².
+/// Parses a size in bytes, for example `1048576`, `512M`, `512MiB` or `1.5G`. `M` is 1024², `MB` is
+/// 1000².
 pub fn size(text: &str) -> Result<u64, String> {
     let malformed = || format!("{text:?} is not a size: use for example 512M, 2G or 1.5GiB");
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

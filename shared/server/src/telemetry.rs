@@ -1,8 +1,8 @@
 //! Logs and traces of a process.
 //!
 //! Logs go to standard error, filtered by `GANTRY_LOG` (default `info`). Spans go to a collector if
-//! `OTEL_EXPORTER_OTLP_ENDPOINT` is set. The local cluster also keeps [`RecentSpans`], so that `--trace` needs no
-//! collector.
+//! `OTEL_EXPORTER_OTLP_ENDPOINT` is set. The local cluster also keeps [`RecentSpans`], so that
+//! `--trace` needs no collector.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -35,7 +35,8 @@ impl Drop for Telemetry {
     }
 }
 
-/// Sets up logs and traces of the service `service`. `default_filter` applies if `GANTRY_LOG` is not set.
+/// Sets up logs and traces of the service `service`. `default_filter` applies if `GANTRY_LOG` is
+/// not set.
 pub fn init(
     service: &'static str,
     default_filter: &str,

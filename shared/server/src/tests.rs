@@ -155,7 +155,8 @@ async fn stranger_at_limits_locks_out_no_caller() {
     }
 }
 
-/// RFC 9113, section 6.5: a frame has a header of 9 bytes. Each setting has 6 bytes, of which the first two are its id.
+/// RFC 9113, section 6.5: a frame has a header of 9 bytes. Each setting has 6 bytes, of which the
+/// first two are its id.
 #[tokio::test]
 async fn concurrent_calls_per_connection_are_bounded() {
     let server = Server::start(Limits { deadline: NO_DEADLINE, per_address: 4, total: 4 }).await;
@@ -271,7 +272,8 @@ async fn unix_socket_rejects_other_users() {
     within(served).await.expect("no panic").expect("an orderly end");
 }
 
-/// Whether the server at `socket` admits a caller with the user id `uid`, rather than closing the connection.
+/// Whether the server at `socket` admits a caller with the user id `uid`, rather than closing the
+/// connection.
 async fn admits_user(socket: PathBuf, uid: u32) -> bool {
     // A separate thread, because the change of the user applies to one thread.
     let (sender, admitted) = tokio::sync::oneshot::channel();

@@ -1,10 +1,10 @@
 //! The token file of a cluster: its default path, and functions to read and create it.
 //!
-//! Every service binary presents the cluster token to the other services, and requires it from callers over TCP. The
-//! command line reads the same file.
+//! Every service binary presents the cluster token to the other services, and requires it from
+//! callers over TCP. The command line reads the same file.
 //!
-//! Invariant: services that start at the same time with the same file use the same token. A hard link enforces it,
-//! because it never replaces an existing file.
+//! Invariant: services that start at the same time with the same file use the same token. A hard
+//! link enforces it, because it never replaces an existing file.
 
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, Permissions};
@@ -16,16 +16,17 @@ use anyhow::Context;
 use rustix::fs::OFlags;
 use rustix::process::geteuid;
 
-/// The directory of the default token file, below the state directory of the user. Gateways and the cluster of
-/// `gantry up` keep their state elsewhere.
+/// The directory of the default token file, below the state directory of the user. Gateways and the
+/// cluster of `gantry up` keep their state elsewhere.
 const DIRECTORY: &str = "gantry-services";
 /// Maximum bytes that are read of a default token file.
 const MAX_BYTES: u64 = 4096;
 /// The state directory of root.
 const ROOT_STATE_DIRECTORY: &str = "/var/lib";
 
-/// Returns the default path of the token file: `$XDG_STATE_HOME/gantry-services/token` if the variable is set, otherwise
-/// `/var/lib/gantry-services/token` for root and `~/.local/state/gantry-services/token` for other users.
+/// Returns the default path of the token file: `$XDG_STATE_HOME/gantry-services/token` if the
+/// variable is set, otherwise `/var/lib/gantry-services/token` for root and
+/// `~/.local/state/gantry-services/token` for other users.
 #[must_use]
 pub fn default_file() -> Option<PathBuf> {
     let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from);
@@ -63,7 +64,8 @@ fn parse(path: &Path, text: &str) -> anyhow::Result<String> {
     Ok(token.to_owned())
 }
 
-/// The default token file or its directory is not under the control of this user, so another user may know the token.
+/// The default token file or its directory is not under the control of this user, so another user
+/// may know the token.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot trust {}: it {why}, so another user may know or choose the token; remove it, or name a token file with --token-file",
@@ -89,7 +91,8 @@ fn check_trusted(path: &Path, found: &fs::Metadata) -> Result<(), UntrustedFile>
     Ok(())
 }
 
-/// Reads the token in a default token file. The file and its directory must belong to this user or root.
+/// Reads the token in a default token file. The file and its directory must belong to this user or
+/// root.
 fn read_trusted(path: &Path) -> anyhow::Result<String> {
     let cannot = || format!("cannot read {}", path.display());
     let directory = path.parent().with_context(|| format!("the path {} has no directory", path.display()))?;
@@ -107,7 +110,8 @@ fn read_trusted(path: &Path) -> anyhow::Result<String> {
 ///
 /// # Errors
 ///
-/// Fails if the file cannot be read, is an [`UntrustedFile`], or does not contain exactly one token.
+/// Fails if the file cannot be read, is an [`UntrustedFile`], or does not contain exactly one
+/// token.
 pub fn read_default() -> anyhow::Result<Option<(PathBuf, String)>> {
     let Some(path) = default_file() else { return Ok(None) };
     if fs::symlink_metadata(&path).is_err_and(|error| error.kind() == ErrorKind::NotFound) {
@@ -117,7 +121,8 @@ pub fn read_default() -> anyhow::Result<Option<(PathBuf, String)>> {
     Ok(Some((path, token)))
 }
 
-/// Reads the token in the file at `path`, and creates a missing file. Afterwards only this user may access its directory.
+/// Reads the token in the file at `path`, and creates a missing file. Afterwards only this user may
+/// access its directory.
 pub(crate) fn read_or_make_private(path: &Path) -> anyhow::Result<String> {
     let directory = path.parent().with_context(|| format!("the path {} has no directory", path.display()))?;
     make_private(directory)?;
@@ -125,7 +130,8 @@ pub(crate) fn read_or_make_private(path: &Path) -> anyhow::Result<String> {
     read_trusted(path)
 }
 
-/// Creates a token file at `path` that only this user may read, unless the file exists. Returns whether it was created.
+/// Creates a token file at `path` that only this user may read, unless the file exists. Returns
+/// whether it was created.
 pub(crate) fn make_if_missing(path: &Path) -> anyhow::Result<bool> {
     if fs::symlink_metadata(path).is_ok() {
         return Ok(false);
@@ -134,7 +140,8 @@ pub(crate) fn make_if_missing(path: &Path) -> anyhow::Result<bool> {
         if let Some(directory) = path.parent() {
             DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         }
-        // The name is random, because a process in another container with the same directory may have the same id.
+        // The name is random, because a process in another container with the same directory may
+        // have the same id.
         let temporary = path.with_extension(format!("{}.new", &random()?[..16]));
         let mut file = File::options().write(true).create_new(true).mode(0o600).open(&temporary)?;
         let made = writeln!(file, "{}", random()?)
@@ -151,7 +158,8 @@ pub(crate) fn make_if_missing(path: &Path) -> anyhow::Result<bool> {
     make().with_context(|| format!("cannot create the token file {}", path.display()))
 }
 
-/// Replaces the token file at `path` with a new one that only this user may read. Returns the new token.
+/// Replaces the token file at `path` with a new one that only this user may read. Returns the new
+/// token.
 ///
 /// # Errors
 ///
@@ -185,8 +193,8 @@ fn random() -> io::Result<String> {
     }))
 }
 
-/// Creates a directory that only this user may access, or restricts an existing one to this user. Rejects a directory that
-/// others can write, because they may have put files there.
+/// Creates a directory that only this user may access, or restricts an existing one to this user.
+/// Rejects a directory that others can write, because they may have put files there.
 fn make_private(directory: &Path) -> anyhow::Result<()> {
     DirBuilder::new()
         .recursive(true)

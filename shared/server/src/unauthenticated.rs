@@ -1,12 +1,14 @@
 //! Limits of TCP connections that have not authenticated: their number and their duration.
 //!
-//! The listener requests a [`Probation`] for each accepted connection. When a limit is reached, the oldest connection makes
-//! room for the new one. A stranger that fills the limits therefore cannot lock out callers, because a caller authenticates
-//! at once. The admission layer ends the probation when it admits the connection's first call. A connection fails when its
-//! probation lasts too long, or when it must make room.
+//! The listener requests a [`Probation`] for each accepted connection. When a limit is reached, the
+//! oldest connection makes room for the new one. A stranger that fills the limits therefore cannot
+//! lock out callers, because a caller authenticates at once. The admission layer ends the probation
+//! when it admits the connection's first call. A connection fails when its probation lasts too
+//! long, or when it must make room.
 //!
-//! Invariant: strangers at one address hold at most [`Limits::per_address`] descriptors, in addition to closing
-//! connections. The [`Table`] enforces it. It contains each connection until the connection authenticates or closes.
+//! Invariant: strangers at one address hold at most [`Limits::per_address`] descriptors, in
+//! addition to closing connections. The [`Table`] enforces it. It contains each connection until
+//! the connection authenticates or closes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
@@ -25,7 +27,8 @@ pub(crate) struct Limits {
     pub(crate) deadline: Duration,
     /// Maximum number of connections from one IPv4 address, or from one IPv6 network of 64 bits.
     pub(crate) per_address: usize,
-    /// Maximum number of connections from all addresses. It must be well below 1024, the usual limit of descriptors.
+    /// Maximum number of connections from all addresses. It must be well below 1024, the usual
+    /// limit of descriptors.
     pub(crate) total: usize,
 }
 
@@ -72,8 +75,8 @@ impl Unauthenticated {
         self.limits.deadline
     }
 
-    /// Counts a new connection from `address`. If a limit is reached, closes the oldest connection of this address or of all
-    /// addresses.
+    /// Counts a new connection from `address`. If a limit is reached, closes the oldest connection
+    /// of this address or of all addresses.
     pub(crate) fn admit(&self, address: IpAddr) -> (Probation, CloseSignal) {
         let network = network(address);
         let (close, closed) = oneshot::channel();
@@ -140,7 +143,8 @@ pub(crate) struct Probation(Arc<State>);
 #[derive(Debug)]
 struct State {
     number: u64,
-    /// Whether the probation has ended. Later calls of the connection check this without locking the table.
+    /// Whether the probation has ended. Later calls of the connection check this without locking
+    /// the table.
     ended: AtomicBool,
     table: Arc<Mutex<Table>>,
 }
@@ -164,8 +168,8 @@ impl Probation {
 pub(crate) struct CloseSignal(oneshot::Receiver<()>);
 
 impl CloseSignal {
-    /// Returns `Pending` during the probation, then `true` if the connection must close, or `false` if it has authenticated.
-    /// Must not be called again after that.
+    /// Returns `Pending` during the probation, then `true` if the connection must close, or `false`
+    /// if it has authenticated. Must not be called again after that.
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
         Pin::new(&mut self.0).poll(cx).map(|signal| signal.is_ok())
     }

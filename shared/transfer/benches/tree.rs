@@ -1,8 +1,9 @@
 //! Benchmark of trees of several shapes, compared with `tar c | tar x`.
 //!
-//! `cargo bench -p gantry-transfer` creates the trees in `/dev/shm` (or in `GANTRY_BENCH_DIR`), so that it does not measure a
-//! disk. It prints the best of several rounds in milliseconds: the elapsed time, and the processor time including child
-//! processes, which is more precise on a busy machine.
+//! `cargo bench -p gantry-transfer` creates the trees in `/dev/shm` (or in `GANTRY_BENCH_DIR`), so
+//! that it does not measure a disk. It prints the best of several rounds in milliseconds: the
+//! elapsed time, and the processor time including child processes, which is more precise on a busy
+//! machine.
 #![allow(clippy::print_stdout)]
 
 use std::fs;

@@ -1,8 +1,9 @@
 //! Memory budget for all manifests of a process.
 //!
-//! If the [`crate::Limits`] name a budget, a [`crate::ManifestBuilder`] and the archive reader reserve memory before they
-//! store an entry. A manifest keeps its reservation until its last clone is dropped, or until a caller of
-//! [`crate::Manifest::release_budget`] bounds the memory in another way.
+//! If the [`crate::Limits`] name a budget, a [`crate::ManifestBuilder`] and the archive reader
+//! reserve memory before they store an entry. A manifest keeps its reservation until its last clone
+//! is dropped, or until a caller of [`crate::Manifest::release_budget`] bounds the memory in
+//! another way.
 //!
 //! Invariant: the sum of all reservations never exceeds the budget.
 
@@ -41,7 +42,8 @@ impl Budget {
         Self { total, reserved: AtomicU64::new(0) }
     }
 
-    /// Returns the budget of this process: half of the memory that it may use, but at least 512 MiB.
+    /// Returns the budget of this process: half of the memory that it may use, but at least 512
+    /// MiB.
     pub fn of_process() -> &'static Self {
         static BUDGET: OnceLock<Budget> = OnceLock::new();
         BUDGET.get_or_init(|| {
@@ -61,8 +63,9 @@ impl Budget {
     }
 }
 
-/// Returns the paths of files that may contain the memory limit of a process in these control groups. These are the files
-/// of its groups, of all parent groups, and of the groups that a container sees as the root.
+/// Returns the paths of files that may contain the memory limit of a process in these control
+/// groups. These are the files of its groups, of all parent groups, and of the groups that a
+/// container sees as the root.
 fn memory_limits(groups: &str) -> impl Iterator<Item = String> {
     let own = groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;

@@ -1,16 +1,19 @@
 //! The stat cache: the extents of files, by their stat at the last read.
 //!
-//! An entry of the cache maps a file with a certain device, inode, size, mtime and ctime to its extents. Every change of
-//! content changes the ctime, so a file with an unchanged stat need not be read again.
+//! An entry of the cache maps a file with a certain device, inode, size, mtime and ctime to its
+//! extents. Every change of content changes the ctime, so a file with an unchanged stat need not be
+//! read again.
 //!
-//! Invariant: the cache has a file only if its mtime and ctime were at least the *settling time* older than the start of
-//! the scan. Timestamps have a granularity, so a younger file could change again without a change of its timestamps (git
-//! calls such files racily clean). Such a file is read again until it has settled. The clocks of the file system and of
-//! the machine must agree within the settling time. For files that this crate has written, only the mtime must have
+//! Invariant: the cache has a file only if its mtime and ctime were at least the *settling time*
+//! older than the start of the scan. Timestamps have a granularity, so a younger file could change
+//! again without a change of its timestamps (git calls such files racily clean). Such a file is
+//! read again until it has settled. The clocks of the file system and of the machine must agree
+//! within the settling time. For files that this crate has written, only the mtime must have
 //! settled, see [`remember`](crate::remember).
 //!
-//! The cache file consists of a magic line, the BLAKE3 digest of the rest, and length-delimited records. The file may be
-//! lost or damaged at any time. A file that does not match its digest is ignored.
+//! The cache file consists of a magic line, the BLAKE3 digest of the rest, and length-delimited
+//! records. The file may be lost or damaged at any time. A file that does not match its digest is
+//! ignored.
 
 use std::collections::HashMap;
 use std::fs;
@@ -33,7 +36,8 @@ const DIGEST_BYTES: usize = 32;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StatCache {
     files: HashMap<Vec<u8>, CachedFile>,
-    /// Names of extended attributes that manifests do not include, by path of the file. One name per file.
+    /// Names of extended attributes that manifests do not include, by path of the file. One name
+    /// per file.
     skipped_xattrs: HashMap<Vec<u8>, Vec<u8>>,
 }
 
@@ -99,7 +103,8 @@ impl Fingerprint {
         }
     }
 
-    /// Whether the file is unchanged since `earlier`. The number of links of a file with several links may have changed.
+    /// Whether the file is unchanged since `earlier`. The number of links of a file with several
+    /// links may have changed.
     pub(crate) fn is_still(&self, earlier: &Self) -> bool {
         self == earlier
             || (earlier.links > 1 && *self == Self { links: self.links, ctime: self.ctime, ..*earlier })
@@ -151,8 +156,8 @@ impl StatCache {
         self.files.is_empty()
     }
 
-    /// Reads a cache file. A missing file gives an empty cache. A damaged or unreadable file gives an empty cache, too, and
-    /// the reason.
+    /// Reads a cache file. A missing file gives an empty cache. A damaged or unreadable file gives
+    /// an empty cache, too, and the reason.
     #[must_use]
     pub fn load(path: &Path) -> LoadedCache {
         let decoded = match fs::read(path) {
@@ -201,7 +206,8 @@ impl StatCache {
         self.files.get(path).map(|known| known.fingerprint)
     }
 
-    /// Returns the name of an extended attribute of the file at `path` that manifests do not include.
+    /// Returns the name of an extended attribute of the file at `path` that manifests do not
+    /// include.
     pub(crate) fn skipped_xattr(&self, path: &[u8]) -> Option<&[u8]> {
         self.skipped_xattrs.get(path).map(Vec::as_slice)
     }

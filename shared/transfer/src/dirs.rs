@@ -1,8 +1,9 @@
 //! Access to directories below a root without following symbolic links.
 //!
-//! Invariant: a [`Cursor`] reaches every directory from the root, one component at a time, with `O_NOFOLLOW`. Neither the
-//! contents of the tree nor a concurrent change can lead out of it. A closed directory is opened again through `..` only if
-//! its device and inode are the same. A process that can place another directory there can write to that directory anyway.
+//! Invariant: a [`Cursor`] reaches every directory from the root, one component at a time, with
+//! `O_NOFOLLOW`. Neither the contents of the tree nor a concurrent change can lead out of it. A
+//! closed directory is opened again through `..` only if its device and inode are the same. A
+//! process that can place another directory there can write to that directory anyway.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,9 +13,11 @@ use std::sync::Arc;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RawDir, chmodat, fstat, openat, statat};
 use rustix::io::Errno;
 
-/// Maximum number of open directories of a cursor. It suffices for most trees, and fits any limit of open files.
+/// Maximum number of open directories of a cursor. It suffices for most trees, and fits any limit
+/// of open files.
 const MAX_OPEN: usize = 32;
-/// Number of open directories that are the outermost. The others are the innermost, so that a step up is cheap at any depth.
+/// Number of open directories that are the outermost. The others are the innermost, so that a step
+/// up is cheap at any depth.
 const OUTER_OPEN: usize = 4;
 
 /// A position in a tree that moves between directories. A move to a near directory is cheap.
@@ -23,9 +26,11 @@ pub(crate) struct Cursor {
     root: Arc<OwnedFd>,
     flags: OFlags,
     path: Vec<u8>,
-    /// Open ancestors of `path`, and `path`: the length of their prefix of `path`, and the directory.
+    /// Open ancestors of `path`, and `path`: the length of their prefix of `path`, and the
+    /// directory.
     open: Vec<(usize, Arc<OwnedFd>)>,
-    /// Closed ancestors of `path`: the length of their prefix of `path`, and their device and inode. Ascending.
+    /// Closed ancestors of `path`: the length of their prefix of `path`, and their device and
+    /// inode. Ascending.
     closed: Vec<(usize, (u64, u64))>,
     /// Number of opened directories.
     #[cfg(test)]
@@ -33,7 +38,8 @@ pub(crate) struct Cursor {
 }
 
 impl Cursor {
-    /// Creates a cursor whose directories can be listed and changed. Symbolic links in the path of `root` are followed.
+    /// Creates a cursor whose directories can be listed and changed. Symbolic links in the path of
+    /// `root` are followed.
     pub(crate) fn new(root: &Path) -> io::Result<Self> {
         Self::with_flags(root, OFlags::RDONLY)
     }
@@ -116,8 +122,9 @@ impl Cursor {
         Ok(directory)
     }
 
-    /// Opens the directory at `path` again from its child `below`, whose path is the first `end` bytes of the current path.
-    /// Returns `None` if it is not the last closed directory, or if another directory is there now.
+    /// Opens the directory at `path` again from its child `below`, whose path is the first `end`
+    /// bytes of the current path. Returns `None` if it is not the last closed directory, or if
+    /// another directory is there now.
     fn step_up(&mut self, path: &[u8], end: usize, below: &OwnedFd) -> io::Result<Option<Arc<OwnedFd>>> {
         let is_parent = self.path.get(path.len()..end).is_some_and(|rest| {
             rest.strip_prefix(b"/").is_some_and(|name| !name.is_empty() && !name.contains(&b'/'))
@@ -152,7 +159,8 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
     path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// Returns the names in a directory, unordered, until `keep` rejects a name. Callers should reuse `buffer`.
+/// Returns the names in a directory, unordered, until `keep` rejects a name. Callers should reuse
+/// `buffer`.
 pub(crate) fn list(
     directory: &OwnedFd,
     buffer: &mut Vec<u8>,
@@ -217,7 +225,8 @@ pub(crate) fn chmod_no_follow(directory: impl AsFd, name: &[u8], mode: Mode) -> 
     if FileType::from_raw_mode(fstat(&node)?.st_mode) == FileType::Symlink {
         return Err(Errno::LOOP);
     }
-    // The mode of a path descriptor can be changed only through its name in /proc, which leads to the same inode.
+    // The mode of a path descriptor can be changed only through its name in /proc, which leads to
+    // the same inode.
     chmodat(CWD, format!("/proc/self/fd/{}", node.as_raw_fd()), mode, AtFlags::empty())
 }
 

@@ -1,10 +1,10 @@
 //! Wire encoding of entries, as the message `gantry.runtime.v1.Entry`.
 //!
-//! The tree digest is defined over these bytes, so this crate does not depend on generated code. The field numbers and
-//! types are those of `proto/gantry/runtime/v1/volumes.proto`.
+//! The tree digest is defined over these bytes, so this crate does not depend on generated code.
+//! The field numbers and types are those of `proto/gantry/runtime/v1/volumes.proto`.
 //!
-//! Invariant: [`Entry::encode`] is canonical: fields are in the order of their numbers, and defaults are omitted.
-//! [`Entry::decode`] accepts any encoding of an entry.
+//! Invariant: [`Entry::encode`] is canonical: fields are in the order of their numbers, and
+//! defaults are omitted. [`Entry::decode`] accepts any encoding of an entry.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -138,8 +138,8 @@ impl Entry {
 }
 
 impl Manifest {
-    /// Encodes all entries, each after its length. The BLAKE3 digest of these bytes is the tree digest. Files store
-    /// manifests in this form.
+    /// Encodes all entries, each after its length. The BLAKE3 digest of these bytes is the tree
+    /// digest. Files store manifests in this form.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         self.entries().iter().flat_map(Entry::encode_length_delimited).collect()

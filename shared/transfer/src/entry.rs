@@ -1,6 +1,7 @@
 //! Entries of trees, and the rules that each entry must obey.
 //!
-//! [`Entry::check`] enforces the rules of single entries. [`crate::ManifestBuilder`] enforces the rules between entries.
+//! [`Entry::check`] enforces the rules of single entries. [`crate::ManifestBuilder`] enforces the
+//! rules between entries.
 
 use std::cmp::Ordering;
 use std::ffi::OsStr;
@@ -145,7 +146,8 @@ pub enum EntryFault {
     /// The target of a symbolic link is empty, too long, or has NUL.
     #[error("is a symbolic link with an invalid target")]
     SymlinkTarget,
-    /// A name is repeated, out of order or not portable; a value is too long; or this kind of entry has no attributes.
+    /// A name is repeated, out of order or not portable; a value is too long; or this kind of entry
+    /// has no attributes.
     #[error("has invalid extended attributes")]
     Xattrs,
     /// A file is larger than [`MAX_FILE_BYTES`].
@@ -277,7 +279,8 @@ pub fn compare_paths(a: &[u8], b: &[u8]) -> Ordering {
     a.iter().map(rank).cmp(b.iter().map(rank))
 }
 
-/// Splits a path into the path of its parent and its name. The root is its own parent and has an empty name.
+/// Splits a path into the path of its parent and its name. The root is its own parent and has an
+/// empty name.
 pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|byte| *byte == b'/') {
         Some(slash) => (&path[..slash], &path[slash + 1..]),

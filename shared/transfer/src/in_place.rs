@@ -1,7 +1,7 @@
 //! Results in place: the return of a tree to the directory that it was sent from.
 //!
-//! The command line compares three trees: the *base*, which was sent; the *result*; and the *target* at the arrival of
-//! the result.
+//! The command line compares three trees: the *base*, which was sent; the *result*; and the
+//! *target* at the arrival of the result.
 //!
 //! | Command | Target since then | Merge |
 //! |---|---|---|
@@ -13,16 +13,18 @@
 //! | removed | unchanged | [`remove_gone`] removes the entry |
 //! | removed | changed | keeps the target |
 //!
-//! Entries that the command removed are removed in the target, because the absence of a file can have a meaning. Examples
-//! are a loose git reference whose value is packed now, and the log of a database that was written back. Two kinds of
-//! removed entries stay: entries that may have been moved to a dropped path, and entries of a repository whose references
-//! changed in the target.
+//! Entries that the command removed are removed in the target, because the absence of a file can
+//! have a meaning. Examples are a loose git reference whose value is packed now, and the log of a
+//! database that was written back. Two kinds of removed entries stay: entries that may have been
+//! moved to a dropped path, and entries of a repository whose references changed in the target.
 //!
-//! A SQLite database and its logs (`X`, `X-wal`, `X-journal`) are one unit. If one of them changed in the target, all of
-//! the result are placed beside. Otherwise SQLite would replay a log on the wrong database.
+//! A SQLite database and its logs (`X`, `X-wal`, `X-journal`) are one unit. If one of them changed
+//! in the target, all of the result are placed beside. Otherwise SQLite would replay a log on the
+//! wrong database.
 //!
-//! Invariant: an entry of the target that differs from what was sent is neither overwritten nor removed. The fingerprint
-//! of a file is compared again right before the change, so that later changes are detected.
+//! Invariant: an entry of the target that differs from what was sent is neither overwritten nor
+//! removed. The fingerprint of a file is compared again right before the change, so that later
+//! changes are detected.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -40,10 +42,11 @@ use crate::manifest::{InvalidManifest, Manifest};
 use crate::subtree::Subtree;
 use crate::target::TargetTree;
 
-/// Returns the entries of `result` that the command created or changed, with their parent directories.
+/// Returns the entries of `result` that the command created or changed, with their parent
+/// directories.
 ///
-/// Owners are ignored, because neither sent nor written directories keep them. The mtime of a directory is ignored,
-/// because it only tells that a name in it has changed.
+/// Owners are ignored, because neither sent nor written directories keep them. The mtime of a
+/// directory is ignored, because it only tells that a name in it has changed.
 ///
 /// # Errors
 ///
@@ -91,8 +94,8 @@ fn file_of<'a>(manifest: &'a Manifest, entry: &'a Entry) -> Option<&'a Entry> {
 pub struct Conflict {
     /// Path of the changed entry, relative to the target.
     pub path: PathBuf,
-    /// Path of the result, relative to the target. `None` if the result was not written, because the target had its
-    /// content before.
+    /// Path of the result, relative to the target. `None` if the result was not written, because
+    /// the target had its content before.
     pub result: Option<PathBuf>,
 }
 
@@ -102,7 +105,8 @@ pub struct Standing {
     states: BTreeMap<usize, TargetState>,
     /// Directories that keep their metadata.
     directories: BTreeSet<usize>,
-    /// Entries of the base that are removed, with their fingerprints. A directory has none, and is removed when it is empty.
+    /// Entries of the base that are removed, with their fingerprints. A directory has none, and is
+    /// removed when it is empty.
     removals: Vec<(usize, Option<Fingerprint>)>,
     gone: Gone,
     /// The first removed entry that is a mount point.
@@ -143,8 +147,8 @@ pub(crate) enum Verdict {
 impl Standing {
     /// Compares `target` with the sent tree `base`.
     ///
-    /// `result` has the changes that will be written. `whole` is the complete result, and `dropped` lists the entries of it
-    /// that are not written.
+    /// `result` has the changes that will be written. `whole` is the complete result, and `dropped`
+    /// lists the entries of it that are not written.
     #[must_use]
     pub fn of(
         target: &Path,
@@ -174,7 +178,8 @@ impl Standing {
                 continue;
             }
             if is_directory {
-                // This comes before the comparison, so that a change during the comparison is detected later.
+                // This comes before the comparison, so that a change during the comparison is
+                // detected later.
                 standing.contents.insert(index, contents(target, &entry.path).unwrap_or_default());
             }
             let compared = match found {
@@ -352,7 +357,8 @@ fn compare_missing(base: &Manifest, result: &Manifest, entry: &Entry) -> TargetS
 const LOG_SUFFIXES: [&[u8]; 2] = [b"-wal", b"-journal"];
 
 impl TargetTrees<'_> {
-    /// Whether a path belongs to a SQLite database or its logs, and one of these was changed in the target.
+    /// Whether a path belongs to a SQLite database or its logs, and one of these was changed in the
+    /// target.
     fn has_changed_database(&mut self, base: &Manifest, whole: &Manifest, path: &[u8]) -> bool {
         let database = LOG_SUFFIXES.into_iter().find_map(|log| path.strip_suffix(log)).unwrap_or(path);
         let logs = LOG_SUFFIXES.map(|log| [database, log].concat());
@@ -449,13 +455,15 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
 struct Repository {
     /// Whether the references are as they were sent.
     has_references: bool,
-    /// Whether the command packed references, and the target has neither packed others nor checked out a branch.
+    /// Whether the command packed references, and the target has neither packed others nor checked
+    /// out a branch.
     has_packed_references: bool,
     /// Whether the index is as it was sent.
     has_index: bool,
 }
 
-/// Returns the innermost git directory around a path: a `.git`, that of a submodule, or a bare repository.
+/// Returns the innermost git directory around a path: a `.git`, that of a submodule, or a bare
+/// repository.
 fn repository_of<'a>(base: &Manifest, path: &'a [u8]) -> Option<&'a [u8]> {
     let is_repository = |directory: &[u8]| {
         let has = |name: &[u8]| base.find(&[directory, name].join(&b'/')).is_some();
@@ -505,12 +513,13 @@ pub struct Gone {
     pub removed: u64,
     /// Removed entries that the target keeps, because they were changed there.
     pub changed: Vec<PathBuf>,
-    /// Removed or moved entries that the target keeps, because their change needs the permission of the caller: git
-    /// programs, and ignore rules for uploads.
+    /// Removed or moved entries that the target keeps, because their change needs the permission of
+    /// the caller: git programs, and ignore rules for uploads.
     pub protected: Vec<PathBuf>,
 }
 
-/// Removes the entries that `standing` has planned for removal from `target`, unless they were changed meanwhile.
+/// Removes the entries that `standing` has planned for removal from `target`, unless they were
+/// changed meanwhile.
 ///
 /// A directory is removed when it is empty. The contents of `conflicts` stay.
 ///

@@ -1,8 +1,9 @@
 //! Transfer of directories: manifests, extents, and the reading and writing of trees.
 //!
-//! A directory is sent as a [`Manifest`], which lists its entries with the digest of each extent, followed by the extents
-//! that the receiver lacks. This crate converts directories to manifests and content, and back. Its callers, the gateways
-//! and the command line, send both over the network.
+//! A directory is sent as a [`Manifest`], which lists its entries with the digest of each extent,
+//! followed by the extents that the receiver lacks. This crate converts directories to manifests
+//! and content, and back. Its callers, the gateways and the command line, send both over the
+//! network.
 //!
 //! ```text
 //! sender                                          receiver
@@ -53,12 +54,12 @@
 //! | Remove a tree | [`remove_tree`] |
 //! | Walk through an untrusted tree of any depth and width | [`TreeWalk`] |
 //!
-//! All functions block. Async callers must run them in separate threads. Readers and writers own their data, so a caller
-//! can move them between blocking calls.
+//! All functions block. Async callers must run them in separate threads. Readers and writers own
+//! their data, so a caller can move them between blocking calls.
 //!
-//! Invariant: no tree or manifest leads to a path outside of the directory that the caller names, even if its creator is
-//! malicious. [`ManifestBuilder`] validates manifests. The file system is reached from the descriptor of the root, one
-//! component at a time, never through a symbolic link.
+//! Invariant: no tree or manifest leads to a path outside of the directory that the caller names,
+//! even if its creator is malicious. [`ManifestBuilder`] validates manifests. The file system is
+//! reached from the descriptor of the root, one component at a time, never through a symbolic link.
 
 mod budget;
 mod cache;

@@ -1,11 +1,12 @@
 //! Manifests: the ordered list of a tree's entries, and the digest that names the tree.
 //!
-//! - **Order**: entries are sorted by path, compared component by component. A directory comes right before its contents.
+//! - **Order**: entries are sorted by path, compared component by component. A directory comes
+//!   right before its contents.
 //! - **Ordinals** number the extents of all files in this order, from 0.
 //! - The **tree digest** is BLAKE3 over the length-delimited canonical encoding of all entries.
 //!
-//! Invariant: every [`Manifest`] is valid, so its users need not check paths again. [`ManifestBuilder`] enforces it: it
-//! checks each entry, and nothing else creates manifests.
+//! Invariant: every [`Manifest`] is valid, so its users need not check paths again.
+//! [`ManifestBuilder`] enforces it: it checks each entry, and nothing else creates manifests.
 
 use std::cmp::Ordering;
 use std::iter;
@@ -51,8 +52,8 @@ pub enum InvalidManifest {
 
 /// Bytes of encoded entries that every manifest may have.
 const ANY_BYTES: u64 = 64 << 20;
-/// Bytes that each entry adds to the limit. The limit prevents that a tree of a few bytes on disk, such as links with long
-/// targets, makes a large manifest.
+/// Bytes that each entry adds to the limit. The limit prevents that a tree of a few bytes on disk,
+/// such as links with long targets, makes a large manifest.
 const ENTRY_BYTES: u64 = 512;
 /// Bytes that each extent adds to the limit.
 const EXTENT_BYTES: u64 = 64;
@@ -62,14 +63,16 @@ const EXTENT_BYTES: u64 = 64;
 pub struct Limits {
     /// Maximum number of entries.
     pub entries: u64,
-    /// Maximum bytes of all encoded entries. A second limit applies: 64 MiB, plus 512 bytes per entry and 64 per extent.
+    /// Maximum bytes of all encoded entries. A second limit applies: 64 MiB, plus 512 bytes per
+    /// entry and 64 per extent.
     pub encoded_bytes: u64,
     /// Memory budget that the manifest shares with others. `None` means no shared budget.
     pub budget: Option<&'static Budget>,
 }
 
 impl Limits {
-    /// Returns the default limits with the memory budget of this process. They suit manifests from other processes.
+    /// Returns the default limits with the memory budget of this process. They suit manifests from
+    /// other processes.
     #[must_use]
     pub fn of_process() -> Self {
         Self { budget: Some(Budget::of_process()), ..Self::default() }
@@ -147,13 +150,15 @@ impl Manifest {
         self.digest
     }
 
-    /// Returns the total size of the files in bytes, holes included. A file with several links counts once.
+    /// Returns the total size of the files in bytes, holes included. A file with several links
+    /// counts once.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// Returns the total length of the extents in bytes: the content for a receiver without any of it.
+    /// Returns the total length of the extents in bytes: the content for a receiver without any of
+    /// it.
     #[must_use]
     pub fn extent_bytes(&self) -> u64 {
         self.extent_bytes
@@ -171,7 +176,8 @@ impl Manifest {
         self.encoded_bytes
     }
 
-    /// Releases the manifest's share of its budget. The caller must bound the memory of the manifest in another way.
+    /// Releases the manifest's share of its budget. The caller must bound the memory of the
+    /// manifest in another way.
     pub fn release_budget(&self) {
         self.reserved.release();
     }
@@ -215,7 +221,8 @@ impl Manifest {
         Some(LocatedExtent { ordinal, entry, extent })
     }
 
-    /// Returns the ordinals of the extents of the entry at index `entry`. Empty if it has no extents.
+    /// Returns the ordinals of the extents of the entry at index `entry`. Empty if it has no
+    /// extents.
     #[must_use]
     pub fn ordinals_of(&self, entry: usize) -> Range<u64> {
         match self.files.binary_search_by_key(&entry, |file| file.entry) {
@@ -234,7 +241,8 @@ impl Manifest {
         extents.map(|located| u64::from(located.extent.length)).sum()
     }
 
-    /// Splits the entries into parts of at most `max_bytes` encoded bytes. A larger entry is a part alone.
+    /// Splits the entries into parts of at most `max_bytes` encoded bytes. A larger entry is a part
+    /// alone.
     pub fn parts(&self, max_bytes: usize) -> impl Iterator<Item = &[Entry]> {
         let mut rest = &self.entries[..];
         iter::from_fn(move || {
@@ -253,7 +261,8 @@ impl Manifest {
 
 /// Returns an upper bound of the bytes that an entry takes in a message.
 fn encoded_at_most(entry: &Entry) -> usize {
-    // An extent takes at most 2 + 11 + 7 bytes for tags, lengths and numbers, and 34 for its digest.
+    // An extent takes at most 2 + 11 + 7 bytes for tags, lengths and numbers, and 34 for its
+    // digest.
     let xattrs: usize = entry.xattrs.iter().map(|xattr| xattr.name.len() + xattr.value.len() + 16).sum();
     let kind = match &entry.kind {
         EntryKind::File { extents, .. } => 32 + extents.len() * 56,
@@ -269,7 +278,8 @@ fn encoded_at_most(entry: &Entry) -> usize {
 pub struct ManifestBuilder {
     limits: Limits,
     manifest: Manifest,
-    /// Indices of the directories around the last entry, outermost first, including the entry if it is a directory.
+    /// Indices of the directories around the last entry, outermost first, including the entry if it
+    /// is a directory.
     open: Vec<usize>,
     /// A file that lacks a part of its extents.
     begun: Option<Entry>,
@@ -315,8 +325,9 @@ impl ManifestBuilder {
         self.push(entry)
     }
 
-    /// Starts or continues a file with more extents than fit into a message. The next entry must have the same path and
-    /// size, and further extents. Only the metadata of the first part counts.
+    /// Starts or continues a file with more extents than fit into a message. The next entry must
+    /// have the same path and size, and further extents. Only the metadata of the first part
+    /// counts.
     ///
     /// # Errors
     ///
@@ -326,7 +337,8 @@ impl ManifestBuilder {
         if !matches!(entry.kind, EntryKind::File { .. }) {
             return Err(InvalidManifest::Entry { path: entry.path().to_owned(), fault: EntryFault::Extents });
         }
-        // This share is for the incomplete file. The complete file is counted once more when it is pushed.
+        // This share is for the incomplete file. The complete file is counted once more when it is
+        // pushed.
         self.manifest.reserved.grow(bytes.len() as u64)?;
         self.begun = Some(entry);
         Ok(())
@@ -421,7 +433,8 @@ impl ManifestBuilder {
         if compare_paths(&last.path, &entry.path) != Ordering::Less {
             return Err(fault(EntryFault::Order));
         }
-        // In this order, a directory is followed directly by its contents, so the parent is among the open directories.
+        // In this order, a directory is followed directly by its contents, so the parent is among
+        // the open directories.
         let parent = split(&entry.path).0;
         let depth = self.open.iter().rposition(|index| self.manifest.entries[*index].path == parent);
         depth.map(|depth| depth + 1).ok_or_else(|| fault(EntryFault::Parent))

@@ -1,7 +1,7 @@
 //! Matches: the content of a tree that a target directory already has.
 //!
-//! A download compares its manifest with the target, and fetches only the rest. Files whose content is right stay. Other
-//! extents are copied from files at the same paths.
+//! A download compares its manifest with the target, and fetches only the rest. Files whose content
+//! is right stay. Other extents are copied from files at the same paths.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -66,9 +66,11 @@ impl Matches {
         self.kept_extents.union(&self.local_extents).complement(manifest.extent_count())
     }
 
-    /// Omits the files that stay from a writer of the same manifest, and copies the local extents from `target`.
+    /// Omits the files that stay from a writer of the same manifest, and copies the local extents
+    /// from `target`.
     ///
-    /// Extents that the target has lost meanwhile are not copied. [`TreeWriter::missing`] then contains them.
+    /// Extents that the target has lost meanwhile are not copied. [`TreeWriter::missing`] then
+    /// contains them.
     ///
     /// # Errors
     ///
@@ -78,10 +80,12 @@ impl Matches {
         copy_extents(&self.local_extents, target, writer, Trust::Verify)
     }
 
-    /// Copies all matches from `source`, the directory that was compared, into an independent tree. A new volume that is
-    /// similar to another one is made in this way. The copies share blocks if the file system supports that.
+    /// Copies all matches from `source`, the directory that was compared, into an independent tree.
+    /// A new volume that is similar to another one is made in this way. The copies share blocks if
+    /// the file system supports that.
     ///
-    /// Content that is gone or changed meanwhile is not copied. [`TreeWriter::missing`] then contains it.
+    /// Content that is gone or changed meanwhile is not copied. [`TreeWriter::missing`] then
+    /// contains it.
     ///
     /// # Errors
     ///
@@ -137,8 +141,8 @@ pub(crate) fn open_file(cursor: &mut Cursor, path: &[u8]) -> io::Result<OwnedFd>
 
 /// Finds the content of `manifest` that `target` already has at the same paths.
 ///
-/// Reads the files that `cache` does not contain. Ignores ownership and exclusions of `options`. A missing target has no
-/// matches.
+/// Reads the files that `cache` does not contain. Ignores ownership and exclusions of `options`. A
+/// missing target has no matches.
 ///
 /// # Errors
 ///
@@ -211,7 +215,8 @@ fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Exte
     }
 }
 
-/// Returns the fingerprint of a file that may stay: it has a single link, and its owner is the caller.
+/// Returns the fingerprint of a file that may stay: it has a single link, and its owner is the
+/// caller.
 fn reusable_file(cursor: &mut Cursor, entry: &Entry, cache: Option<&StatCache>) -> Option<Fingerprint> {
     let (uid, _) = caller();
     if !uid.is_root() && entry.uid != uid.as_raw() {
@@ -238,12 +243,13 @@ pub(crate) fn stat_at(cursor: &mut Cursor, path: &[u8]) -> Option<Stat> {
     (FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile).then_some(stat)
 }
 
-/// Adds the files below `target` to `cache` after `manifest` was written there. The next [`local_matches`] then need not
-/// read them.
+/// Adds the files below `target` to `cache` after `manifest` was written there. The next
+/// [`local_matches`] then need not read them.
 ///
-/// The writer has set the mtime of each file after its last byte. A file with that mtime, if it is older than `settle`,
-/// was not written since, because a write would have changed the mtime. Its ctime is that of its rename, and need not be
-/// settled. Younger files, and files that differ from the manifest, are not added.
+/// The writer has set the mtime of each file after its last byte. A file with that mtime, if it is
+/// older than `settle`, was not written since, because a write would have changed the mtime. Its
+/// ctime is that of its rename, and need not be settled. Younger files, and files that differ from
+/// the manifest, are not added.
 pub fn remember(target: &Path, manifest: &Manifest, cache: &mut StatCache, settle: Duration) {
     let now = SystemTime::now();
     // Files that are not added are read the next time.

@@ -1,7 +1,8 @@
 //! Merge of a staged tree into a target directory.
 //!
-//! The command line downloads into a staging directory on the same file system. It then merges the staged tree into the
-//! target, or replaces the target ([`crate::replace()`]). Content that the target already has is not downloaded:
+//! The command line downloads into a staging directory on the same file system. It then merges the
+//! staged tree into the target, or replaces the target ([`crate::replace()`]). Content that the
+//! target already has is not downloaded:
 //!
 //! ```text
 //! local_matches(target) ──▶ Matches ── wanted() ──▶ download the rest
@@ -11,10 +12,12 @@
 //!
 //! Invariants:
 //!
-//! - A reader of the target sees the old or the new version of each file, never a partial one. Renames enforce it.
-//! - The merge follows no symbolic link in the target. A link at the path of a directory is replaced.
-//! - Paths that the manifest does not name stay. The merge never removes a non-empty directory for another entry, and
-//!   detects this case before the first change.
+//! - A reader of the target sees the old or the new version of each file, never a partial one.
+//!   Renames enforce it.
+//! - The merge follows no symbolic link in the target. A link at the path of a directory is
+//!   replaced.
+//! - Paths that the manifest does not name stay. The merge never removes a non-empty directory for
+//!   another entry, and detects this case before the first change.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -43,12 +46,13 @@ use crate::xattrs;
 pub struct MergeOptions<'a> {
     /// Owner of kept files and directories. It must be the same as for the writer.
     pub ownership: WrittenOwnership,
-    /// Whether attributes that are not permitted are an error. It must be the same as for the writer.
+    /// Whether attributes that are not permitted are an error. It must be the same as for the
+    /// writer.
     pub strict: bool,
     /// Whether an existing target directory keeps its mode, owner and times.
     pub keep_root: bool,
-    /// State of a target that the tree was sent from. Paths that changed there since then stay. With `None`, the tree
-    /// replaces what the target has at its paths.
+    /// State of a target that the tree was sent from. Paths that changed there since then stay.
+    /// With `None`, the tree replaces what the target has at its paths.
     pub standing: Option<&'a Standing>,
 }
 
@@ -70,7 +74,8 @@ pub struct MergeSummary {
 /// A tree cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
-    /// The target has a non-empty directory at the path of another kind of entry. Nothing was changed.
+    /// The target has a non-empty directory at the path of another kind of entry. Nothing was
+    /// changed.
     #[error("cannot replace {path:?}: it is a directory that is not empty")]
     DirectoryInTheWay {
         /// The entry.
@@ -100,7 +105,8 @@ pub enum MergeError {
         /// The entry.
         path: PathBuf,
     },
-    /// Another operation failed. Entries that are in place stay. A new merge is safe after the tree is staged again.
+    /// Another operation failed. Entries that are in place stay. A new merge is safe after the tree
+    /// is staged again.
     #[error("cannot put {path:?} in place")]
     Io {
         /// The entry.
@@ -124,8 +130,9 @@ impl MergeError {
 
 /// Moves the tree in `staged` into `target`. Creates a missing target.
 ///
-/// Each path of the manifest is replaced atomically. Other paths are kept. Files that stay according to `matches` get the
-/// metadata of the manifest. The caller must remove the rest of `staged`.
+/// Each path of the manifest is replaced atomically. Other paths are kept. Files that stay
+/// according to `matches` get the metadata of the manifest. The caller must remove the rest of
+/// `staged`.
 ///
 /// # Errors
 ///
@@ -315,7 +322,8 @@ impl<'a> Merger<'a> {
         }
     }
 
-    /// Removes a directory that is empty. In a target that the tree was sent from, it may contain what was sent.
+    /// Removes a directory that is empty. In a target that the tree was sent from, it may contain
+    /// what was sent.
     fn clear_directory(&mut self, directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
         if self.standing.is_none() {
             // This fails if the directory is not empty any more.
@@ -390,10 +398,11 @@ impl<'a> Merger<'a> {
         self.manifest.find(path).is_some_and(|index| self.matches.kept.contains_key(&index))
     }
 
-    /// Corrects the metadata of a file that stays, if necessary. A file with the right metadata is unchanged, so that its
-    /// entry in the stat cache stays valid.
+    /// Corrects the metadata of a file that stays, if necessary. A file with the right metadata is
+    /// unchanged, so that its entry in the stat cache stays valid.
     ///
-    /// A file that was written meanwhile must not get the mtime of the manifest, because later comparisons would trust it.
+    /// A file that was written meanwhile must not get the mtime of the manifest, because later
+    /// comparisons would trust it.
     fn keep_file(&mut self, index: usize, entry: &Entry, found: Fingerprint) -> Result<(), MergeError> {
         let path = || entry.path().to_owned();
         let stat =

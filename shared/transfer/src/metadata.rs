@@ -16,7 +16,8 @@ use crate::xattrs;
 pub enum WrittenOwnership {
     /// The owner in the manifest. This requires permission to change owners.
     Manifest,
-    /// The caller. Setuid and setgid bits are dropped, except for entries that belong to the caller in the manifest.
+    /// The caller. Setuid and setgid bits are dropped, except for entries that belong to the caller
+    /// in the manifest.
     Caller,
 }
 
@@ -45,7 +46,8 @@ pub(crate) struct Metadata {
     pub(crate) strict: bool,
     /// User and group of the caller.
     pub(crate) caller: (Uid, Gid),
-    /// Whether new entries surely belong to the caller, so that entries of the caller need no change of owner.
+    /// Whether new entries surely belong to the caller, so that entries of the caller need no
+    /// change of owner.
     pub(crate) is_callers: bool,
 }
 
@@ -57,7 +59,8 @@ impl Metadata {
         file: &OwnedFd,
         skipped: &mut Vec<SkippedPart>,
     ) -> Result<(), Errno> {
-        // The order matters: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
+        // The order matters: a change of owner clears setuid and capabilities, and a mode may
+        // forbid attributes.
         if let Some((uid, gid)) = self.owner(entry) {
             fchown(file, Some(uid), Some(gid))?;
         }

@@ -1,7 +1,8 @@
 //! Sets of ordinals, stored as runs. They name extents, for example those that a receiver lacks.
 //!
-//! Invariant: runs ascend, are not empty, and neither overlap nor touch. Ordinals can be added only in ascending order.
-//! The memory of a set depends on the number of runs, not on the number of ordinals.
+//! Invariant: runs ascend, are not empty, and neither overlap nor touch. Ordinals can be added only
+//! in ascending order. The memory of a set depends on the number of runs, not on the number of
+//! ordinals.
 
 use std::ops::Range;
 
@@ -57,7 +58,8 @@ impl OrdinalRanges {
     ///
     /// # Errors
     ///
-    /// Fails if the ordinals are not greater, or if the run is empty or exceeds the greatest ordinal.
+    /// Fails if the ordinals are not greater, or if the run is empty or exceeds the greatest
+    /// ordinal.
     pub fn insert_run(&mut self, first: u64, count: u64) -> Result<(), InvalidRange> {
         let end =
             first.checked_add(count).filter(|_| count > 0).ok_or(InvalidRange::Count { first, count })?;

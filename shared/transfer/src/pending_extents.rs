@@ -55,8 +55,9 @@ impl PendingExtents {
         true
     }
 
-    /// Removes an ordinal if its extent is the next one. Files may come in any order, but each must be complete, and its
-    /// extents must ascend. Returns `false` if the extent is not pending or not the next one.
+    /// Removes an ordinal if its extent is the next one. Files may come in any order, but each must
+    /// be complete, and its extents must ascend. Returns `false` if the extent is not pending or
+    /// not the next one.
     pub fn take(&mut self, manifest: &Manifest, ordinal: u64) -> bool {
         let Some(located) = manifest.locate(ordinal) else { return false };
         let mut rest = match &self.file {

@@ -1,7 +1,8 @@
 //! Reading of extents from a tree on disk.
 //!
-//! A [`TreeReader`] reads extents of a tree that was scanned or written before and should not change. It never follows
-//! symbolic links, detects truncated files, and verifies digests if requested.
+//! A [`TreeReader`] reads extents of a tree that was scanned or written before and should not
+//! change. It never follows symbolic links, detects truncated files, and verifies digests if
+//! requested.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -37,7 +38,8 @@ pub struct ReadOptions {
 }
 
 impl Default for ReadOptions {
-    /// Returns options for batches of 1 MiB without verification, which is the task of the receiver.
+    /// Returns options for batches of 1 MiB without verification, which is the task of the
+    /// receiver.
     fn default() -> Self {
         Self { verify: false, batch_bytes: 1 << 20 }
     }
@@ -107,7 +109,8 @@ impl TreeReader {
         self.read_extent(located)
     }
 
-    /// Reads the extents of `wanted` in ascending order, in batches of about [`ReadOptions::batch_bytes`].
+    /// Reads the extents of `wanted` in ascending order, in batches of about
+    /// [`ReadOptions::batch_bytes`].
     ///
     /// The iterator ends after an error.
     pub fn batches<'a>(&'a mut self, wanted: &'a OrdinalRanges) -> Batches<'a> {
@@ -116,8 +119,8 @@ impl TreeReader {
         Batches { reader: self, runs }
     }
 
-    /// Fills `buffer` from `offset` in the file at index `entry`. Returns the number of read bytes, which is smaller than the
-    /// buffer at the end of the file.
+    /// Fills `buffer` from `offset` in the file at index `entry`. Returns the number of read bytes,
+    /// which is smaller than the buffer at the end of the file.
     ///
     /// # Errors
     ///

@@ -1,7 +1,8 @@
 //! Removal of untrusted trees of any depth.
 //!
-//! Invariants: symbolic links are removed and never followed. Mount points are never entered. Unlike the standard library,
-//! the removal supports directories that their owner may not change, and any depth ([`crate::walk`]).
+//! Invariants: symbolic links are removed and never followed. Mount points are never entered.
+//! Unlike the standard library, the removal supports directories that their owner may not change,
+//! and any depth ([`crate::walk`]).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,12 +26,13 @@ pub struct RemoveError {
     pub source: io::Error,
 }
 
-/// Removes the entry at `path`: a file, a symbolic link, or a directory with all its contents. Succeeds if `path` does not
-/// exist.
+/// Removes the entry at `path`: a file, a symbolic link, or a directory with all its contents.
+/// Succeeds if `path` does not exist.
 ///
 /// # Errors
 ///
-/// Returns the first part that cannot be removed. All other parts are removed, unless the walk failed.
+/// Returns the first part that cannot be removed. All other parts are removed, unless the walk
+/// failed.
 pub fn remove_tree(path: &Path) -> Result<(), RemoveError> {
     let failed = |source: io::Error| RemoveError { path: path.to_owned(), source };
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput.into()).map_err(failed)?.as_bytes();

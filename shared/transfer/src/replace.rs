@@ -31,9 +31,9 @@ pub enum ReplaceError {
 
 /// Replaces `target` with the tree in `staged`, and removes the old target.
 ///
-/// The exchange is atomic if the file system supports that. `staged` should be in the parent directory of `target`,
-/// because a move to another parent requires write permission for the moved directory. If `target` is a symbolic link,
-/// the link is replaced.
+/// The exchange is atomic if the file system supports that. `staged` should be in the parent
+/// directory of `target`, because a move to another parent requires write permission for the moved
+/// directory. If `target` is a symbolic link, the link is replaced.
 ///
 /// # Errors
 ///
@@ -51,7 +51,8 @@ pub fn replace(staged: &Path, target: &Path) -> Result<(), ReplaceError> {
     replace_in_two_steps(staged, target).map_err(failed)?.map_or(Ok(()), |old| Ok(remove_tree(&old)?))
 }
 
-/// Renames the target, if it exists, and moves the staged tree into its place. Returns the new path of the old target.
+/// Renames the target, if it exists, and moves the staged tree into its place. Returns the new path
+/// of the old target.
 fn replace_in_two_steps(staged: &Path, target: &Path) -> Result<Option<PathBuf>, Errno> {
     let old = target.with_file_name(unused_name());
     let moved = match renameat(CWD, target, CWD, &old) {

@@ -1,4 +1,5 @@
-//! Owner and access control list of a file that a result in place replaces. Neither of them is ever sent.
+//! Owner and access control list of a file that a result in place replaces. Neither of them is ever
+//! sent.
 
 use std::os::fd::OwnedFd;
 
@@ -13,7 +14,8 @@ const ACCESS_LIST: &str = "system.posix_acl_access";
 /// Maximum bytes of an access control list.
 const ACCESS_LIST_BYTES: usize = 64 << 10;
 
-/// Copies the owner and the access control list of the replaced file to the staged file, as far as that is permitted.
+/// Copies the owner and the access control list of the replaced file to the staged file, as far as
+/// that is permitted.
 pub(crate) fn copy_rights(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
     let open = |at: &OwnedFd| {

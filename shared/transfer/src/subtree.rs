@@ -45,8 +45,9 @@ impl Manifest {
         self.project(root, place).map(Some)
     }
 
-    /// Returns the entries that `place` returns as a subtree. If it leaves a directory out, the contents are left out, too.
-    /// If it leaves the first link of a file out, the file moves to the first remaining link.
+    /// Returns the entries that `place` returns as a subtree. If it leaves a directory out, the
+    /// contents are left out, too. If it leaves the first link of a file out, the file moves to the
+    /// first remaining link.
     ///
     /// # Errors
     ///
@@ -55,7 +56,8 @@ impl Manifest {
         self.project(0, place)
     }
 
-    /// Returns the entry at index `root` and its contents as a subtree, as far as `place` returns them.
+    /// Returns the entry at index `root` and its contents as a subtree, as far as `place` returns
+    /// them.
     fn project(
         &self,
         root: usize,
@@ -115,7 +117,8 @@ impl Manifest {
 }
 
 impl Subtree {
-    /// Returns this tree as a part of the whole tree of `outer`. This tree must be a part of `outer`.
+    /// Returns this tree as a part of the whole tree of `outer`. This tree must be a part of
+    /// `outer`.
     #[must_use]
     pub fn within(self, outer: &Self) -> Self {
         let whole = |(here, there): (u64, u64)| Some((here, outer.origin(there)?));
@@ -139,7 +142,8 @@ impl Subtree {
         (ordinal < self.manifest.extent_count()).then_some(there + (ordinal - here))
     }
 
-    /// Returns the ordinal in this tree of an extent of the whole tree. `None` if the file was left out.
+    /// Returns the ordinal in this tree of an extent of the whole tree. `None` if the file was left
+    /// out.
     #[must_use]
     pub fn ordinal(&self, origin: u64) -> Option<u64> {
         let file = self.back.partition_point(|(there, _)| *there <= origin).checked_sub(1)?;

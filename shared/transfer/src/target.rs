@@ -58,8 +58,8 @@ impl<'a> TargetTree<'a> {
         })
     }
 
-    /// Whether the target has the same kind, mode and content at the path of an entry. For directories, only the setuid and
-    /// setgid bits are compared.
+    /// Whether the target has the same kind, mode and content at the path of an entry. For
+    /// directories, only the setuid and setgid bits are compared.
     pub(crate) fn has_entry(&mut self, entry: &Entry) -> bool {
         self.compare(entry).unwrap_or(false)
     }

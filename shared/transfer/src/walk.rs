@@ -1,12 +1,13 @@
 //! A walk through an untrusted tree of any depth and any width.
 //!
-//! [`crate::remove_tree`] and the gateway use it, for copies and for changes of owner. Containers and callers create such
-//! trees, so their depth, width and names may be hostile.
+//! [`crate::remove_tree`] and the gateway use it, for copies and for changes of owner. Containers
+//! and callers create such trees, so their depth, width and names may be hostile.
 //!
 //! Invariants:
 //!
-//! - The walk is a loop, and keeps at most [`MAX_OPEN`] directories open. It opens a directory above these again through
-//!   `..`, and compares the device and inode with those that it recorded on the way down.
+//! - The walk is a loop, and keeps at most [`MAX_OPEN`] directories open. It opens a directory
+//!   above these again through `..`, and compares the device and inode with those that it recorded
+//!   on the way down.
 //! - The kernel receives only single names, so the maximum path length does not limit the depth.
 //! - [`MAX_HELD_NAMES`] bounds the names in memory.
 //! - The walk never follows a symbolic link, and never enters a mount point.
@@ -47,7 +48,8 @@ struct Level {
 }
 
 impl Descent {
-    /// Opens the root. Symbolic links in its path are followed, but the root must not be a symbolic link.
+    /// Opens the root. Symbolic links in its path are followed, but the root must not be a symbolic
+    /// link.
     ///
     /// # Errors
     ///
@@ -97,7 +99,8 @@ impl Descent {
         Ok(())
     }
 
-    /// Moves back to the parent, and returns the name of the previous directory. Returns `None` at the root.
+    /// Moves back to the parent, and returns the name of the previous directory. Returns `None` at
+    /// the root.
     ///
     /// # Errors
     ///
@@ -115,7 +118,8 @@ impl Descent {
         Ok(self.levels.pop().map(|level| level.name))
     }
 
-    /// Returns the path of a name in the current directory below the root, for messages. Omits the middle of a long path.
+    /// Returns the path of a name in the current directory below the root, for messages. Omits the
+    /// middle of a long path.
     #[must_use]
     pub fn shown(&self, name: &[u8]) -> PathBuf {
         let mut names = self.levels.iter().skip(1).map(|level| &*level.name).chain([name]);
@@ -142,7 +146,8 @@ fn directory_flags() -> OFlags {
 fn open_beside(directory: BorrowedFd<'_>, name: &[u8]) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
     match openat2(directory, name, directory_flags(), Mode::empty(), resolve) {
-        // An old kernel, or a filter of system calls. The flags also prevent that links are followed.
+        // An old kernel, or a filter of system calls. The flags also prevent that links are
+        // followed.
         Err(Errno::NOSYS | Errno::PERM) => Ok(openat(directory, name, directory_flags(), Mode::empty())?),
         opened => Ok(opened?),
     }
@@ -156,8 +161,9 @@ fn id(directory: &OwnedFd) -> io::Result<(u64, u64)> {
 
 /// A walk through all names of a tree. The names of a directory come in the order of their bytes.
 ///
-/// The caller requests the [next](TreeWalk::next_name) name, and [enters](TreeWalk::enter) the entry if it is a directory.
-/// After the last name of a directory, the caller [leaves](TreeWalk::leave) it, and may then remove it.
+/// The caller requests the [next](TreeWalk::next_name) name, and [enters](TreeWalk::enter) the
+/// entry if it is a directory. After the last name of a directory, the caller
+/// [leaves](TreeWalk::leave) it, and may then remove it.
 #[derive(Debug)]
 pub struct TreeWalk {
     descent: Descent,
@@ -189,7 +195,8 @@ struct Names {
 }
 
 impl TreeWalk {
-    /// Starts at the root. Symbolic links in its path are followed, but the root must not be a symbolic link.
+    /// Starts at the root. Symbolic links in its path are followed, but the root must not be a
+    /// symbolic link.
     ///
     /// # Errors
     ///
@@ -256,7 +263,8 @@ impl TreeWalk {
         }
     }
 
-    /// Drops the names of outer levels while the walk keeps too many. These levels are listed again later.
+    /// Drops the names of outer levels while the walk keeps too many. These levels are listed again
+    /// later.
     fn drop_names(&mut self, top: usize) {
         while self.held > self.limits.held && self.first_held < top {
             let list = &mut self.lists[self.first_held];
@@ -279,7 +287,8 @@ impl TreeWalk {
         Ok(())
     }
 
-    /// Moves back to the parent, and returns the name of the previous directory. Returns `None` at the root.
+    /// Moves back to the parent, and returns the name of the previous directory. Returns `None` at
+    /// the root.
     ///
     /// # Errors
     ///
@@ -294,8 +303,8 @@ impl TreeWalk {
     }
 }
 
-/// Returns the first names of a directory after `after`, at most `limit` and in descending order, and whether these are all
-/// names.
+/// Returns the first names of a directory after `after`, at most `limit` and in descending order,
+/// and whether these are all names.
 fn list_after(
     directory: BorrowedFd<'_>,
     after: Option<&[u8]>,
@@ -350,7 +359,8 @@ mod tests {
         fs::read_dir("/proc/self/fd").expect("listed").count()
     }
 
-    /// Walks through the whole tree. Returns the number of names, and the maximum number of open descriptors.
+    /// Walks through the whole tree. Returns the number of names, and the maximum number of open
+    /// descriptors.
     fn count(walk: &mut TreeWalk) -> (usize, usize) {
         let (mut names, mut most) = (0, 0);
         loop {

@@ -9,9 +9,11 @@
 //!
 //! Invariants:
 //!
-//! - Content is written only after its digest was verified, unless the caller vouches for the content.
-//! - The writer touches nothing outside of the staging directory. It reaches every path component by component from the
-//!   directory's descriptor, never through a symbolic link. It creates files and never opens those of another process.
+//! - Content is written only after its digest was verified, unless the caller vouches for the
+//!   content.
+//! - The writer touches nothing outside of the staging directory. It reaches every path component
+//!   by component from the directory's descriptor, never through a symbolic link. It creates files
+//!   and never opens those of another process.
 //! - [`TreeWriter::finish`] succeeds only if no extent is missing.
 //!
 //! The caller must remove the staging directory after a failure.
@@ -42,11 +44,11 @@ use crate::read::fill;
 pub struct WriteOptions {
     /// Owner of all entries.
     pub ownership: WrittenOwnership,
-    /// Whether device nodes may be created. If not, a manifest with device nodes is [`WriteError::Unsafe`] with `strict`,
-    /// and is written without them otherwise.
+    /// Whether device nodes may be created. If not, a manifest with device nodes is
+    /// [`WriteError::Unsafe`] with `strict`, and is written without them otherwise.
     pub devices: bool,
-    /// Whether a missing permission or feature of the file system for attributes or devices is an error. If not, they are
-    /// left out and reported.
+    /// Whether a missing permission or feature of the file system for attributes or devices is an
+    /// error. If not, they are left out and reported.
     pub strict: bool,
     /// Whether `finish` flushes the tree to disk.
     pub sync: bool,
@@ -103,7 +105,8 @@ pub enum WriteError {
     /// The disk or the quota is full.
     #[error("the disk is full")]
     DiskFull(#[source] io::Error),
-    /// The staging directory is not empty, or the manifest has a device node that may not be created.
+    /// The staging directory is not empty, or the manifest has a device node that may not be
+    /// created.
     #[error("cannot write {path:?}: the directory is not empty, or the entry is a device")]
     Unsafe {
         /// The entry.
@@ -147,7 +150,8 @@ impl WriteError {
 
 /// Content with a verified digest.
 ///
-/// Hashing is the main cost of [`TreeWriter::put`]. A caller can verify content in other threads instead.
+/// Hashing is the main cost of [`TreeWriter::put`]. A caller can verify content in other threads
+/// instead.
 #[derive(Debug)]
 pub struct Verified<T> {
     /// Digest of the tree.
@@ -215,8 +219,8 @@ impl TreeWriter {
             return Err(WriteError::Unsafe { path: PathBuf::new() });
         }
         let caller = caller();
-        // A new file gets the group of the process or, on some file systems, of the directory. If both are equal, new files
-        // surely belong to the caller.
+        // A new file gets the group of the process or, on some file systems, of the directory. If
+        // both are equal, new files surely belong to the caller.
         let stat = fstat(cursor.root()).map_err(|error| WriteError::new(root, error.into()))?;
         let is_callers = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid)) == caller;
         let metadata = Metadata { ownership: options.ownership, strict: options.strict, caller, is_callers };
@@ -283,7 +287,8 @@ impl TreeWriter {
         self.written.content_bytes
     }
 
-    /// Omits the file at index `entry`, and the hard links to it. No extent of it may have been written.
+    /// Omits the file at index `entry`, and the hard links to it. No extent of it may have been
+    /// written.
     pub fn omit(&mut self, entry: usize) {
         for ordinal in self.manifest.ordinals_of(entry) {
             self.mark_filled(ordinal);
@@ -291,7 +296,8 @@ impl TreeWriter {
         self.omitted.insert(entry);
     }
 
-    /// Verifies and writes an extent. Extents may come in any order, but the order of files is the fastest.
+    /// Verifies and writes an extent. Extents may come in any order, but the order of files is the
+    /// fastest.
     ///
     /// # Errors
     ///
@@ -301,8 +307,8 @@ impl TreeWriter {
         self.put_verified(&verified)
     }
 
-    /// Writes an extent that was verified against the same manifest. Extents may come in any order, but the order of files
-    /// is the fastest.
+    /// Writes an extent that was verified against the same manifest. Extents may come in any order,
+    /// but the order of files is the fastest.
     ///
     /// # Errors
     ///
@@ -358,12 +364,13 @@ impl TreeWriter {
         self.write(&manifest, located, &data)
     }
 
-    /// Copies the file at index `entry` from a local file with the same content. The new file is independent, but shares
-    /// blocks if the file system supports that.
+    /// Copies the file at index `entry` from a local file with the same content. The new file is
+    /// independent, but shares blocks if the file system supports that.
     ///
     /// # Errors
     ///
-    /// Fails if a digest is wrong, a part of the file is written already, or the disk is full or fails.
+    /// Fails if a digest is wrong, a part of the file is written already, or the disk is full or
+    /// fails.
     pub fn copy_file(&mut self, entry: usize, source: &File, trust: Trust) -> Result<(), WriteError> {
         let manifest = self.manifest.clone();
         let ordinals = manifest.ordinals_of(entry);
@@ -378,7 +385,8 @@ impl TreeWriter {
             .try_for_each(|located| self.copy_extent(located.ordinal, source, located.extent.offset, trust))
     }
 
-    /// Clones `source`, if it has the same size, the file has no holes, and the file system supports clones.
+    /// Clones `source`, if it has the same size, the file has no holes, and the file system
+    /// supports clones.
     fn try_clone(
         &mut self,
         manifest: &Manifest,
@@ -463,7 +471,8 @@ impl TreeWriter {
         Ok(())
     }
 
-    /// Marks an extent of the open file as written. After the last extent, applies the metadata of the file.
+    /// Marks an extent of the open file as written. After the last extent, applies the metadata of
+    /// the file.
     fn extent_written(&mut self, manifest: &Manifest, located: LocatedExtent<'_>) -> Result<(), WriteError> {
         self.mark_filled(located.ordinal);
         self.written.content_bytes += u64::from(located.extent.length);
@@ -537,7 +546,8 @@ impl TreeWriter {
                 }
             }
         }
-        // The deepest directories come first: a write into a directory changes its mtime, and its mode may forbid access.
+        // The deepest directories come first: a write into a directory changes its mtime, and its
+        // mode may forbid access.
         for entry in manifest.entries().iter().rev().filter(|entry| entry.is_directory()) {
             let directory = self.cursor.go(&entry.path).map_err(|error| WriteError::new(entry, error))?;
             self.complete(entry, &directory)?;
@@ -604,8 +614,8 @@ fn write_all(file: &OwnedFd, mut data: &[u8], mut offset: u64) -> Result<(), Err
     Ok(())
 }
 
-/// Copies a range within the kernel. Returns `false` if that is not supported, or if the source is too short. The copied
-/// part then does not count.
+/// Copies a range within the kernel. Returns `false` if that is not supported, or if the source is
+/// too short. The copied part then does not count.
 fn copy_range(
     source: impl AsFd,
     mut from: u64,

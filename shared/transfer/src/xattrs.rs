@@ -21,7 +21,8 @@ pub(crate) fn read(file: impl AsFd, is_file: bool) -> Result<Vec<Xattr>, Errno> 
     find(file, is_file).map(|found| found.portable)
 }
 
-/// Reads all attributes of a file. Ignores attributes that describe the machine instead of the file.
+/// Reads all attributes of a file. Ignores attributes that describe the machine instead of the
+/// file.
 pub(crate) fn find(file: impl AsFd, is_file: bool) -> Result<FileXattrs, Errno> {
     let mut names = vec![0; 1024];
     let length = loop {
@@ -58,8 +59,8 @@ pub(crate) fn find(file: impl AsFd, is_file: bool) -> Result<FileXattrs, Errno> 
     Ok(FileXattrs { portable: xattrs, skipped })
 }
 
-/// Whether users would notice the absence of an attribute: access control lists, and attributes of root. Labels and
-/// signatures (`security.…`) are specific to a machine.
+/// Whether users would notice the absence of an attribute: access control lists, and attributes of
+/// root. Labels and signatures (`security.…`) are specific to a machine.
 fn is_significant(name: &[u8]) -> bool {
     name.starts_with(b"system.posix_acl_") || name.starts_with(b"trusted.")
 }

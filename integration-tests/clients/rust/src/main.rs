@@ -1,5 +1,5 @@
-//! Uploads a directory, runs a command that copies it and writes output, follows the command, and downloads the copy.
-//! docs/clients.md explains each step.
+//! Uploads a directory, runs a command that copies it and writes output, follows the command, and
+//! downloads the copy. docs/clients.md explains each step.
 
 mod retry;
 
@@ -44,7 +44,8 @@ use retry::retry;
 include!(concat!(env!("OUT_DIR"), "/protos.rs"));
 
 const BREAK_AFTER: usize = 100_000;
-/// More output than a worker keeps without acknowledgement. A caller that does not acknowledge standard error waits forever.
+/// More output than a worker keeps without acknowledgement. A caller that does not acknowledge
+/// standard error waits forever.
 const ERRORS: usize = 40 << 20;
 const WORKLOADS: &str = "gantry.scheduler.v1.Workloads";
 
@@ -181,7 +182,8 @@ impl Client {
     // docs:end
 
     // docs:watch
-    /// Follows a workload until a wanted event. Returns the revision from which the next call resumes.
+    /// Follows a workload until a wanted event. Returns the revision from which the next call
+    /// resumes.
     async fn watch<T>(
         &self,
         workload_id: &str,
@@ -229,7 +231,8 @@ impl Client {
                         let output = if piece.stream() == Stream::Stdout { &mut stdout } else { &mut stderr };
                         ensure!(piece.offset == output.len() as u64, "out of order");
                         output.extend(piece.data);
-                        // Acknowledge both outputs, even if one is discarded. The worker then drops the bytes, and the process continues.
+                        // Acknowledge both outputs, even if one is discarded. The worker then drops
+                        // the bytes, and the process continues.
                         let (stdout_offset, stderr_offset) = (stdout.len() as u64, stderr.len() as u64);
                         let ack = Ack { stdout_offset, stderr_offset };
                         let ack = attach_request::Message::Ack(ack);

@@ -1,5 +1,5 @@
-//! Two gateways for the same Concourse worker, each with its own state directory, as on two machines. One attends the worker, and the other takes
-//! over when the first one dies or freezes.
+//! Two gateways for the same Concourse worker, each with its own state directory, as on two
+//! machines. One attends the worker, and the other takes over when the first one dies or freezes.
 
 use std::io::{BufReader, Read};
 use std::process::{Child, ChildStdout};
@@ -50,7 +50,8 @@ impl Scene {
         Self { suite, pair, image, run, stdout }
     }
 
-    /// Checks that the second gateway attends in a new session of the same incarnation, and that the process still runs.
+    /// Checks that the second gateway attends in a new session of the same incarnation, and that
+    /// the process still runs.
     fn goes_on(&mut self, before: &Value) -> Value {
         let now = self.suite.attended(WORKER, "second");
         assert_eq!(now["incarnation"], before["incarnation"], "what it holds is the same");
@@ -105,7 +106,8 @@ fn standby_replaces_killed_gateway() {
         scene.suite.kill("first");
         scene.goes_on(&before);
         scene.ends_well();
-        // A third gateway with the state directory of the first one is the standby, and takes over the recorded state.
+        // A third gateway with the state directory of the first one is the standby, and takes over
+        // the recorded state.
         attend(&mut scene.suite, &scene.pair, "third");
         scene.suite.wait_for_log("third", "this gateway stands by");
         scene.runs_another();

@@ -6,7 +6,8 @@ use integration_tests::gantry_binary;
 use runtime::{Runtime as _, RuntimeError};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 
-/// Destroys the containers and volumes of a worker with these directories, which has no gateway any more.
+/// Destroys the containers and volumes of a worker with these directories, which has no gateway any
+/// more.
 pub(crate) async fn clean(state: PathBuf, run: PathBuf) {
     let config = HostConfig {
         supervisor: gantry_binary().with_file_name("runtime-gateway"),

@@ -1,7 +1,7 @@
 //! Addresses of the services of a cluster: one address for all services, or one for each.
 //!
-//! A range of ports, `http://host:7110-7119`, stands for an unknown number of replicas. A container engine that publishes ports of a range
-//! may give a restarted container another port of the range.
+//! A range of ports, `http://host:7110-7119`, stands for an unknown number of replicas. A container
+//! engine that publishes ports of a range may give a restarted container another port of the range.
 
 use std::net::IpAddr;
 
@@ -13,9 +13,11 @@ pub(crate) struct Addresses {
     pub(crate) scheduler: String,
     pub(crate) artifacts: String,
     pub(crate) streamer: String,
-    /// Proxy that receives calls to containers and volumes. `None`: the gateway of each worker receives them.
+    /// Proxy that receives calls to containers and volumes. `None`: the gateway of each worker
+    /// receives them.
     pub(crate) proxy: Option<String>,
-    /// Ranges of ports. A silent address is ignored as long as another address of its range answers.
+    /// Ranges of ports. A silent address is ignored as long as another address of its range
+    /// answers.
     pub(crate) ranges: Vec<Range>,
 }
 
@@ -65,8 +67,9 @@ impl Addresses {
 
     /// Parses `ADDRESS` or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,proxy=ADDRESS`.
     ///
-    /// An address without a name is another replica of the service named before it. Addresses before the first name are the default of the
-    /// services that are not named. `http://HOST:FIRST-LAST` stands for the replicas at these ports.
+    /// An address without a name is another replica of the service named before it. Addresses
+    /// before the first name are the default of the services that are not named.
+    /// `http://HOST:FIRST-LAST` stands for the replicas at these ports.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         const NAMES: [&str; 4] = ["scheduler", "artifacts", "streamer", "proxy"];
         let mut default = Vec::new();

@@ -1,7 +1,7 @@
 //! Caches of `gantry run`.
 //!
-//! The name of a cache is unique within a team, and does not depend on the path in the container. The artifact store records it as the step of
-//! the job [`JOB`].
+//! The name of a cache is unique within a team, and does not depend on the path in the container.
+//! The artifact store records it as the step of the job [`JOB`].
 
 use std::os::unix::ffi::OsStrExt;
 

@@ -1,4 +1,5 @@
-//! Connection of a command to a cluster: the one of `--server`, or the one on this machine, which is started if none runs.
+//! Connection of a command to a cluster: the one of `--server`, or the one on this machine, which
+//! is started if none runs.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -30,7 +31,8 @@ use crate::cluster::{self, Paths};
 use crate::ending::error::{Refused, refused, without_number};
 use crate::render::ui::Ui;
 
-/// Number of attempts of a transfer when calls break. The pauses are long enough for a restart of the cluster.
+/// Number of attempts of a transfer when calls break. The pauses are long enough for a restart of
+/// the cluster.
 pub(crate) const TRANSFER_TRIES: usize = 12;
 /// Time for which an idempotent call is repeated.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -135,8 +137,9 @@ impl Connection {
 
     /// Connects to the gateway at `endpoint`, or to the proxy.
     ///
-    /// A cluster in one process may have several addresses: a socket, a TCP port, or a forwarded port. Its gateway is called at the address of
-    /// the other services, whichever address the gateway itself names.
+    /// A cluster in one process may have several addresses: a socket, a TCP port, or a forwarded
+    /// port. Its gateway is called at the address of the other services, whichever address the
+    /// gateway itself names.
     pub(crate) async fn gateway(&self, endpoint: &str) -> anyhow::Result<Peer> {
         if let Some(proxy) = &self.proxy {
             return Ok(proxy.clone());
@@ -221,7 +224,8 @@ impl Connection {
     }
 }
 
-/// Warns within a second if no service listens at `address`. The first call is repeated for [`PATIENCE`], and then fails.
+/// Warns within a second if no service listens at `address`. The first call is repeated for
+/// [`PATIENCE`], and then fails.
 async fn warn_unless_listening(address: &str, ui: &Ui) {
     let advice = "check the address (--server or GANTRY_SERVER) and that the cluster runs there";
     let patience = PATIENCE.as_secs();

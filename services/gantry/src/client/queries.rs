@@ -183,7 +183,8 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
     found_or_error(response.container, "container", handle)
 }
 
-/// Returns the number of bytes that collected volumes free. Artifacts have no bytes besides those of their volumes.
+/// Returns the number of bytes that collected volumes free. Artifacts have no bytes besides those
+/// of their volumes.
 pub(crate) fn freed(response: &CollectResponse) -> u64 {
     let volumes = response.collected.iter().filter(|collected| collected.thing() == Thing::Volume);
     volumes.map(|volume| volume.size_bytes).sum()

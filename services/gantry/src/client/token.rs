@@ -7,8 +7,8 @@ use anyhow::{Context, bail};
 
 use crate::cli::addresses::Addresses;
 
-/// Reads the default token file of services on this machine, and returns its path and the token. `None` if an address is not on the loopback,
-/// because another cluster must not receive the token.
+/// Reads the default token file of services on this machine, and returns its path and the token.
+/// `None` if an address is not on the loopback, because another cluster must not receive the token.
 ///
 /// # Errors
 ///

@@ -1,4 +1,5 @@
-//! Explanations of the artifact store, and the advice for a rejected command that follows from them.
+//! Explanations of the artifact store, and the advice for a rejected command that follows from
+//! them.
 //!
 //! Commands and transfers call it. It only reads.
 
@@ -15,7 +16,8 @@ pub(crate) async fn explain(connection: &Connection, id: &str) -> anyhow::Result
     repeat(&format!("cannot explain {id}"), async || client.clone().explain(request.clone()).await).await
 }
 
-/// Returns `answered`. If the call was rejected for a reason that the store may explain, the error gets its advice.
+/// Returns `answered`. If the call was rejected for a reason that the store may explain, the error
+/// gets its advice.
 pub(crate) async fn or_why<T>(
     connection: &Connection,
     id: &str,
@@ -43,7 +45,8 @@ pub(crate) async fn or_why<T>(
     }
 }
 
-/// Returns the remedy for the orphan with this id, or for the orphan of this artifact. `None`: the object is not an orphan.
+/// Returns the remedy for the orphan with this id, or for the orphan of this artifact. `None`: the
+/// object is not an orphan.
 pub(crate) async fn orphan_advice(connection: &Connection, id: &str) -> Option<String> {
     let explained = explain(connection, id).await.ok()?;
     (explained.state() == ExplainedState::Orphaned).then(|| decide(&explained))

@@ -107,7 +107,8 @@ struct Process {
 impl Process {
     /// Opens the process that holds the lock. `None`: no process holds it.
     ///
-    /// The holder is read again after the process is opened, so a new process with the same number is not mistaken for it.
+    /// The holder is read again after the process is opened, so a new process with the same number
+    /// is not mistaken for it.
     fn of(paths: &Paths) -> anyhow::Result<Option<Self>> {
         let Some(holder) = lock::holder(&paths.lock()) else { return Ok(None) };
         let id = holder.process_id;
@@ -125,7 +126,8 @@ impl Process {
         Ok((lock::holder(&paths.lock()) == Some(holder)).then_some(Self { id, fd }))
     }
 
-    /// Waits until the process ends, and returns whether it ended in time. The lock is released earlier, while other files are still open.
+    /// Waits until the process ends, and returns whether it ended in time. The lock is released
+    /// earlier, while other files are still open.
     async fn ends_within(&self, patience: Duration) -> bool {
         let ended = async {
             while !self.has_ended() {

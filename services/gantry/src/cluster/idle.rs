@@ -17,7 +17,8 @@ use tonic::Status;
 /// Longest interval between two checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Resolves when the cluster has been idle for `idle_end`. Never resolves once the cluster is stopping.
+/// Resolves when the cluster has been idle for `idle_end`. Never resolves once the cluster is
+/// stopping.
 pub(crate) async fn until_idle(
     idle_end: Duration,
     activity: Activity,
@@ -63,7 +64,8 @@ pub(crate) async fn containers(peer: &Peer) -> Result<u64, Status> {
     Ok(containers.into_inner().containers.len() as u64)
 }
 
-/// Counts the workloads that were unfinished at `moment`. Of those that have ended since, at most one page counts.
+/// Counts the workloads that were unfinished at `moment`. Of those that have ended since, at most
+/// one page counts.
 pub(crate) async fn unfinished_at(peer: &Peer, moment: Timestamp) -> Result<u64, Status> {
     let moment = Some(rpc::timestamp(moment));
     let request =
@@ -84,7 +86,8 @@ pub(crate) async fn unfinished_at(peer: &Peer, moment: Timestamp) -> Result<u64,
 pub(crate) async fn unfinished(peer: &Peer) -> Result<Vec<Workload>, Status> {
     let mut unfinished = BTreeMap::new();
     for state in [
-        // Listed twice, because a workload that loses its worker returns to the queue and could be missed in both states.
+        // Listed twice, because a workload that loses its worker returns to the queue and could be
+        // missed in both states.
         WorkloadState::Assigned,
         WorkloadState::Accepted,
         WorkloadState::Pending,

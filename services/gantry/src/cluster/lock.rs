@@ -1,7 +1,7 @@
 //! Lock of a state directory. The cluster that uses the directory holds it.
 //!
-//! The lock file records the process of the holder. A cluster that ends normally leaves the file empty, so a record without a holder means that a
-//! cluster crashed or was killed.
+//! The lock file records the process of the holder. A cluster that ends normally leaves the file
+//! empty, so a record without a holder means that a cluster crashed or was killed.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
@@ -47,7 +47,8 @@ impl Lock {
         self.write(&text).context("cannot write the lock file")
     }
 
-    /// Returns whether the file at `path` is still the locked one. It is not if the state directory was removed or renamed.
+    /// Returns whether the file at `path` is still the locked one. It is not if the state directory
+    /// was removed or renamed.
     pub(crate) fn is_at(&self, path: &Path) -> bool {
         let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
         let (held, found) = (self.file.metadata().map(identity), path.metadata().map(identity));

@@ -1,12 +1,13 @@
-//! Cluster on this machine: all four services in one process, with SQLite databases and one Unix socket.
+//! Cluster on this machine: all four services in one process, with SQLite databases and one Unix
+//! socket.
 //!
 //! ```text
 //! any command ── no cluster answers ──▶ starts `gantry up --detached`, waits until it answers
 //! gantry up   ── holds the lock     ──▶ binds the socket, starts the services, serves; ends when asked, or idle
 //! ```
 //!
-//! Invariant: at most one cluster uses a state directory. Its process holds a lock on a file in that directory. The kernel releases the lock
-//! when the process ends.
+//! Invariant: at most one cluster uses a state directory. Its process holds a lock on a file in
+//! that directory. The kernel releases the lock when the process ends.
 
 mod down;
 mod idle;

@@ -13,7 +13,8 @@ const MAX_SOCKET_PATH: usize = 107;
 pub(crate) struct Paths {
     /// State directory `$XDG_STATE_HOME/gantry`: databases, volumes and logs. It survives restarts.
     pub(crate) state: PathBuf,
-    /// Directory of the socket: `$XDG_RUNTIME_DIR/gantry`, or within the state directory. Only this user may enter it.
+    /// Directory of the socket: `$XDG_RUNTIME_DIR/gantry`, or within the state directory. Only this
+    /// user may enter it.
     pub(crate) runtime: PathBuf,
 }
 
@@ -75,7 +76,8 @@ impl Paths {
         self.state.join("worker")
     }
 
-    /// Returns the directory with the stat caches of scanned directories, and creates it if necessary.
+    /// Returns the directory with the stat caches of scanned directories, and creates it if
+    /// necessary.
     pub(crate) fn stat_caches(&self) -> anyhow::Result<PathBuf> {
         let path = self.state.join("scanned");
         make_private(&self.state)?;

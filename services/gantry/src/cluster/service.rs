@@ -75,7 +75,8 @@ impl LocalCluster {
     }
 }
 
-/// Repeats a count until the services answer. Returns 0 if they do not, because the caller only reports the number.
+/// Repeats a count until the services answer. Returns 0 if they do not, because the caller only
+/// reports the number.
 async fn count_patiently<C: Future<Output = Result<u64, Status>>>(counting: impl Fn() -> C) -> u64 {
     let until = Instant::now() + STARTUP_LIMIT;
     loop {
@@ -136,7 +137,8 @@ impl Cluster for ClusterService {
     }
 }
 
-/// Cancels all unfinished workloads, and waits for their end. Returns how many there were, and how many are left.
+/// Cancels all unfinished workloads, and waits for their end. Returns how many there were, and how
+/// many are left.
 pub(crate) async fn stop_workloads(peer: &Peer, grace: Duration) -> Result<(u32, u32), Status> {
     let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let unavailable = |status: Status| {

@@ -15,8 +15,9 @@ use crate::cli::args::UpArgs;
 /// Name of the worker on this machine. It differs from the name of the machine, which may change.
 const WORKER: &str = "local";
 
-/// Starts the services on `host`, and returns the runtime of their worker. The services reach each other over the socket, which is bound but not
-/// served yet. `callers` is the address of the gateway for callers.
+/// Starts the services on `host`, and returns the runtime of their worker. The services reach each
+/// other over the socket, which is bound but not served yet. `callers` is the address of the
+/// gateway for callers.
 pub(super) async fn start(
     args: &UpArgs,
     paths: &Paths,
@@ -85,7 +86,8 @@ pub(super) async fn start(
     Ok(runtime)
 }
 
-/// Adds a remedy to an error about a database of another build. All files of the state directory belong together.
+/// Adds a remedy to an error about a database of another build. All files of the state directory
+/// belong together.
 fn of_other_build(error: anyhow::Error, paths: &Paths) -> anyhow::Error {
     let cause = error.chain().find_map(|cause| cause.downcast_ref());
     if !matches!(cause, Some(db::ConnectError::OtherSchema { .. })) {

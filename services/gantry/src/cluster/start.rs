@@ -47,7 +47,8 @@ pub(crate) async fn ensure(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
     start(paths, ui).await.context("cannot start a cluster on this machine")
 }
 
-/// Returns whether the state directory of the cluster at `endpoint` was removed. The cluster notices that and ends.
+/// Returns whether the state directory of the cluster at `endpoint` was removed. The cluster
+/// notices that and ends.
 async fn lost_its_state(paths: &Paths, endpoint: &str) -> bool {
     if lock::holder(&paths.lock()).is_some() {
         return false;
@@ -72,8 +73,8 @@ pub(crate) fn running(paths: &Paths) -> Option<String> {
 
 /// Returns whether a cluster of this user listens on a socket.
 ///
-/// The socket file of a killed process may still exist. A socket in a directory that other users can write may belong to them, so it is not
-/// used.
+/// The socket file of a killed process may still exist. A socket in a directory that other users
+/// can write may belong to them, so it is not used.
 pub(crate) fn listens(socket: &Path) -> bool {
     let is_ours = |stream: UnixStream| {
         socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
@@ -117,7 +118,8 @@ async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
     }
 }
 
-/// Returns whether a variable is a setting of the cluster. Other variables may hold secrets, or name temporary directories.
+/// Returns whether a variable is a setting of the cluster. Other variables may hold secrets, or
+/// name temporary directories.
 fn is_for_cluster(name: &OsStr) -> bool {
     let name = name.to_string_lossy();
     let named = ["HOME", "PATH", "TZ"].contains(&&*name);
@@ -125,7 +127,8 @@ fn is_for_cluster(name: &OsStr) -> bool {
     (named || prefixed) && name != "GANTRY_SERVER"
 }
 
-/// Waits a moment for the worker of the cluster. Without a worker, the scheduler cannot reject a command as unschedulable.
+/// Waits a moment for the worker of the cluster. Without a worker, the scheduler cannot reject a
+/// command as unschedulable.
 async fn await_worker(endpoint: &str) -> anyhow::Result<()> {
     let mut workers = WorkersClient::new(peer(endpoint, Outgoing::internal())?);
     let give_up = Instant::now() + WORKER_PATIENCE;
@@ -180,7 +183,8 @@ impl Starting {
         Ok(self.child.try_wait()?.map(|status| status.code().unwrap_or(-1)))
     }
 
-    /// Returns the status of the cluster if it answers. The cluster may still be starting, or may be the last one that is ending.
+    /// Returns the status of the cluster if it answers. The cluster may still be starting, or may
+    /// be the last one that is ending.
     async fn answers(&mut self, endpoint: &str) -> anyhow::Result<Option<GetStatusResponse>> {
         let mut cluster = ClusterClient::new(peer(endpoint, Outgoing::internal())?);
         let asked = tokio::time::timeout(PATIENCE, cluster.get_status(GetStatusRequest {}));
@@ -189,7 +193,8 @@ impl Starting {
             tokio::select! {
                 answer = &mut asked => return Ok(answer.ok().and_then(Result::ok).map(tonic::Response::into_inner)),
                 () = tokio::time::sleep(Duration::from_millis(50)) => {
-                    // The log says why the process ended. If another cluster holds the lock, that one may still answer.
+                    // The log says why the process ended. If another cluster holds the lock, that
+                    // one may still answer.
                     if self.exit_code()?.is_some_and(|code| code != i32::from(ANOTHER_RUNS)) {
                         return Ok(None);
                     }

@@ -1,4 +1,5 @@
-//! `gantry up`: runs the four services in one process. They call each other over gRPC, as in production.
+//! `gantry up`: runs the four services in one process. They call each other over gRPC, as in
+//! production.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
@@ -152,7 +153,8 @@ async fn serve(
                 tracing::error!(path = %paths.state.display(), "cluster ends: its state directory was removed");
             }
         }
-        // The next command starts another cluster, which waits for the lock and may have made its socket already.
+        // The next command starts another cluster, which waits for the lock and may have made its
+        // socket already.
         if Identity::of(&paths.socket()).is_ok_and(|found| found == socket) {
             _ = std::fs::remove_file(paths.socket());
         }

@@ -138,8 +138,8 @@ impl FreedArtifacts {
     }
 }
 
-/// Deletes artifacts with a time limit, the oldest first, on workers with a full disk. `None`: no disk is full. Without `changes`, nothing is
-/// deleted.
+/// Deletes artifacts with a time limit, the oldest first, on workers with a full disk. `None`: no
+/// disk is full. Without `changes`, nothing is deleted.
 pub(crate) async fn free_full_disks(
     connection: &Connection,
     changes: bool,
@@ -193,7 +193,8 @@ async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u6
     Ok(full)
 }
 
-/// Returns the number of bytes to free on a worker. `None`: its disk is not full, or its size is unknown.
+/// Returns the number of bytes to free on a worker. `None`: its disk is not full, or its size is
+/// unknown.
 fn to_free(worker: &Worker) -> Option<u64> {
     bytes_to_free(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
 }

@@ -1,4 +1,5 @@
-//! `gantry demand`: demand for workers, supply of workers, and the workers that can be removed with the least harm.
+//! `gantry demand`: demand for workers, supply of workers, and the workers that can be removed with
+//! the least harm.
 
 use rpc::pb::scheduler::{
     GetDemandRequest, GetDemandResponse, RemovableWorker, ReplicaCheck, TeamWorkers, WaitingShape,

@@ -1,4 +1,5 @@
-//! `gantry attach`, `gantry logs`, `gantry watch` and `gantry cancel`: commands about submitted workloads.
+//! `gantry attach`, `gantry logs`, `gantry watch` and `gantry cancel`: commands about submitted
+//! workloads.
 
 use anyhow::bail;
 use prost_types::Timestamp;

@@ -134,7 +134,8 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks one input. `:ro` at the end always means read-only. If a directory with that name exists, the error says how to write it.
+/// Checks one input. `:ro` at the end always means read-only. If a directory with that name exists,
+/// the error says how to write it.
 fn check_input(input: &InputArg, args: &RunArgs) -> anyhow::Result<()> {
     let Source::Directory(path) = &input.source else { return Ok(()) };
     if !args.allow.follow_links {
@@ -238,8 +239,9 @@ mod tests {
     use super::*;
     use crate::cli::args::{Cli, Command};
 
-    /// Checks a command line, and returns the error, or an empty text. `@` stands for a directory with the directories `d`, `e` and `e:ro`,
-    /// the directory `bad` with a malformed ignore file, the file `f` and the links `nowhere` and `link`.
+    /// Checks a command line, and returns the error, or an empty text. `@` stands for a directory
+    /// with the directories `d`, `e` and `e:ro`, the directory `bad` with a malformed ignore file,
+    /// the file `f` and the links `nowhere` and `link`.
     fn check_run(arguments: &[&str]) -> String {
         let root = tempfile::tempdir().expect("a directory");
         for name in ["d", "e", "e:ro", "bad"] {

@@ -1,4 +1,5 @@
-//! `gantry cordon`, `uncordon`, `retire` and `prune`: taking workers out of service, and putting them back.
+//! `gantry cordon`, `uncordon`, `retire` and `prune`: taking workers out of service, and putting
+//! them back.
 
 use std::time::Duration;
 
@@ -117,7 +118,8 @@ pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bo
 /// Maximum number of workloads in the response to PruneWorker.
 const LISTED_LIMIT: usize = 1000;
 
-/// Describes the leases and workloads that ended because a worker was pruned. Empty: there were none.
+/// Describes the leases and workloads that ended because a worker was pruned. Empty: there were
+/// none.
 fn describe_ended_leases(pruned: &PruneWorkerResponse) -> String {
     let PruneWorkerResponse { leases, workloads } = pruned;
     if *leases == 0 {
@@ -167,7 +169,8 @@ struct DrainWait<'a> {
 }
 
 impl DrainWait<'_> {
-    /// Waits until no lease is left on the worker and it meets `wanted`. `None`: the worker was removed.
+    /// Waits until no lease is left on the worker and it meets `wanted`. `None`: the worker was
+    /// removed.
     async fn wait_until(
         mut self,
         mut seen: Worker,

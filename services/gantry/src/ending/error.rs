@@ -1,6 +1,7 @@
 //! Error messages: one sentence with the operation, the cause and the remedy.
 //!
-//! Functions return `anyhow::Error`. [`describe`] turns it into the sentence, and only `main` prints that.
+//! Functions return `anyhow::Error`. [`describe`] turns it into the sentence, and only `main`
+//! prints that.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -14,7 +15,8 @@ use tonic::{Code, Status};
 #[error("interrupted")]
 pub(crate) struct Interrupted(pub(crate) u8);
 
-/// Remedy for an error that its reason alone does not imply. Its text is empty, so it does not appear among the causes.
+/// Remedy for an error that its reason alone does not imply. Its text is empty, so it does not
+/// appear among the causes.
 #[derive(Debug, Clone)]
 struct Advice(String);
 
@@ -170,7 +172,8 @@ pub(crate) fn describe(error: &anyhow::Error) -> String {
     describe_with(error, |_| None)
 }
 
-/// Describes `error` as [`describe`] does. The remedy that `advise` returns for a reason replaces the general one.
+/// Describes `error` as [`describe`] does. The remedy that `advise` returns for a reason replaces
+/// the general one.
 pub(crate) fn describe_with(error: &anyhow::Error, advise: impl Fn(&str) -> Option<String>) -> String {
     let mut text = String::new();
     for cause in error.chain() {

@@ -1,6 +1,7 @@
 //! Exit codes of `gantry`.
 //!
-//! `run`, `attach` and `watch` end with the exit code of the workload. Codes from 124 on have the meaning that `gantry help run` lists.
+//! `run`, `attach` and `watch` end with the exit code of the workload. Codes from 124 on have the
+//! meaning that `gantry help run` lists.
 
 use rpc::pb::scheduler::{Exit, Failure, Finished, Outcome, exit::How};
 
@@ -29,8 +30,8 @@ pub(crate) struct End {
     pub(crate) message: Option<String>,
 }
 
-/// Returns the end of the command for a finished workload. `cancel_code` is the exit code of the event because of which `gantry` cancelled the
-/// workload.
+/// Returns the end of the command for a finished workload. `cancel_code` is the exit code of the
+/// event because of which `gantry` cancelled the workload.
 pub(crate) fn end(finished: &Finished, cancel_code: Option<u8>) -> End {
     let mut end = end_without_notes(finished, cancel_code);
     let lines = end.message.into_iter().chain(finished.notes.iter().cloned()).collect::<Vec<_>>();
@@ -45,7 +46,8 @@ fn end_without_notes(finished: &Finished, cancel_code: Option<u8>) -> End {
         (None, Outcome::Aborted) => {
             End { code: TERMINATED, message: Some("the workload was cancelled".to_owned()) }
         }
-        // The command succeeded, but its output could not be written. A pipeline must not take the output for complete.
+        // The command succeeded, but its output could not be written. A pipeline must not take the
+        // output for complete.
         (Some(code @ (PIPE | GANTRY_FAILED)), Outcome::Succeeded) => End { code, message: None },
         (_, Outcome::Errored | Outcome::Unspecified) => errored(failure, finished.exit.as_ref()),
         (_, Outcome::Succeeded | Outcome::Failed) => {

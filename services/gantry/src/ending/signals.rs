@@ -10,7 +10,8 @@ const HUNG_UP: u8 = 129;
 
 /// Receiver of Ctrl-C, SIGTERM and SIGHUP.
 ///
-/// A signal that was ignored when `gantry` started stays ignored, as `nohup` and the `&` of a script intend.
+/// A signal that was ignored when `gantry` started stays ignored, as `nohup` and the `&` of a
+/// script intend.
 pub(crate) struct Signals {
     interrupt: Option<Signal>,
     terminate: Option<Signal>,

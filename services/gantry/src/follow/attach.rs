@@ -1,7 +1,9 @@
-//! Attachment to a process: its output, and our standard input. A broken call is resumed where it broke.
+//! Attachment to a process: its output, and our standard input. A broken call is resumed where it
+//! broke.
 //!
-//! Both directions are counted in bytes. Output is acknowledged once it is written, and input is dropped once the process has taken it. The
-//! bytes in between are bounded, so a slow reader slows down the process, and a slow process slows down its input.
+//! Both directions are counted in bytes. Output is acknowledged once it is written, and input is
+//! dropped once the process has taken it. The bytes in between are bounded, so a slow reader slows
+//! down the process, and a slow process slows down its input.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -49,7 +51,8 @@ pub(crate) struct Streams {
     pub(crate) stdout: Sink,
     pub(crate) stderr: Sink,
     pub(crate) stdin: Option<Stdin>,
-    /// Whether written output is acknowledged. The process then waits for this reader, and acknowledged output may be dropped.
+    /// Whether written output is acknowledged. The process then waits for this reader, and
+    /// acknowledged output may be dropped.
     pub(crate) acknowledge: bool,
     /// Id of the process whose output is read.
     pub(crate) process: Option<String>,
@@ -72,7 +75,8 @@ pub(crate) enum AttachEnd {
     InputRefused(Refused),
     /// The rest of the output cannot be read.
     Lost(Refused),
-    /// The rest of the output cannot be read, because the workload has ended and its worker is missing.
+    /// The rest of the output cannot be read, because the workload has ended and its worker is
+    /// missing.
     WorkerMissing(MissingWorker),
 }
 
@@ -98,7 +102,8 @@ impl fmt::Display for MissingWorker {
 }
 
 impl MissingWorker {
-    /// Asks the scheduler about the worker of a workload that has ended. `None`: the worker may answer, or the scheduler did not say.
+    /// Asks the scheduler about the worker of a workload that has ended. `None`: the worker may
+    /// answer, or the scheduler did not say.
     async fn of(connection: &Connection, ended: &Workload) -> Option<Self> {
         let there = ended.whereabouts.as_ref().filter(|_| ended.state() == WorkloadState::Finished)?;
         let request = GetWorkerRequest { worker: there.worker_id.clone() };
@@ -464,7 +469,8 @@ async fn send_acks(
             }
             acknowledged = now;
         }
-        // Small amounts of output are acknowledged with a delay, together with the output that follows.
+        // Small amounts of output are acknowledged with a delay, together with the output that
+        // follows.
         let pause = if now == acknowledged { Duration::MAX } else { Duration::from_millis(20) };
         tokio::select! {
             changed = stdout.changed() => if changed.is_err() { return },

@@ -13,7 +13,8 @@ pub(crate) enum Delivery {
     WithConflicts,
 }
 
-/// Prints how the workload ended, and returns the exit code. A failure of the command itself wins over a problem with its outputs.
+/// Prints how the workload ended, and returns the exit code. A failure of the command itself wins
+/// over a problem with its outputs.
 pub(crate) fn end(ui: &Ui, followed: &FollowResult, downloaded: &anyhow::Result<Delivery>) -> u8 {
     let mut end = exit_code::end(&followed.finished, followed.cancel_code);
     // An interrupted command may exit with 0 although its work is not complete.

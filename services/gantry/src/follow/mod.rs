@@ -44,7 +44,8 @@ const CANCEL_TRIES: usize = 8;
 /// Meaning of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnSignal {
-    /// The workload is cancelled. After Ctrl-C its process is interrupted first. A second signal ends the command without waiting.
+    /// The workload is cancelled. After Ctrl-C its process is interrupted first. A second signal
+    /// ends the command without waiting.
     Cancel,
     /// The workload runs on.
     Leave,
@@ -69,7 +70,8 @@ pub(crate) struct FollowResult {
     pub(crate) finished: Finished,
     /// Exit code of the event because of which the workload was cancelled.
     pub(crate) cancel_code: Option<u8>,
-    /// Exit code if standard output was closed before all output was written, even if the workload had ended.
+    /// Exit code if standard output was closed before all output was written, even if the workload
+    /// had ended.
     pub(crate) closed_code: Option<u8>,
     /// Some of the output is missing.
     pub(crate) output_lost: bool,
@@ -93,7 +95,8 @@ struct State {
 }
 
 impl Follow<'_> {
-    /// Follows the workload until it has ended and all its output is written. [`Interrupted`]: the command ends before that.
+    /// Follows the workload until it has ended and all its output is written. [`Interrupted`]: the
+    /// command ends before that.
     pub(crate) async fn run(&self, signals: &mut Signals) -> anyhow::Result<FollowResult> {
         let mut watch = Watch::new(self.connection, self.ui, self.workload.clone());
         let mut state = State::default();
@@ -263,7 +266,8 @@ impl Follow<'_> {
         }
     }
 
-    /// Cancels the workload at the first signal. At the second signal, ends the command once the scheduler has the cancellation.
+    /// Cancels the workload at the first signal. At the second signal, ends the command once the
+    /// scheduler has the cancellation.
     async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
         if state.cancel_code.is_some() {
             // The first signal may have interrupted the process only.
@@ -314,7 +318,8 @@ impl Follow<'_> {
         self.print_if_running(state).await;
     }
 
-    /// Prints that the workload runs on, if it does. `gantry logs` never stops a workload, so it prints nothing.
+    /// Prints that the workload runs on, if it does. `gantry logs` never stops a workload, so it
+    /// prints nothing.
     async fn print_if_running(&self, state: &State) {
         if !self.acknowledge || state.finished.is_some() {
             return;

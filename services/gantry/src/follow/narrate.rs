@@ -116,7 +116,8 @@ pub(crate) struct WaitReason {
 }
 
 impl WaitReasons {
-    /// Starts a query, because the reasons have changed. `otherwise` is used if the scheduler does not explain the workload.
+    /// Starts a query, because the reasons have changed. `otherwise` is used if the scheduler does
+    /// not explain the workload.
     pub(crate) fn changed(&mut self, connection: &Connection, workload: &str, otherwise: EventDescription) {
         self.over();
         let subject = Subject::Workload(WaitingWorkload {

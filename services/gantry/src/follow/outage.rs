@@ -1,6 +1,7 @@
 //! Outage of a service: retries of a broken stream, and the time after which the command gives up.
 //!
-//! The time starts at the first failure, because a stream may carry nothing for hours before it breaks, and a machine may sleep for hours.
+//! The time starts at the first failure, because a stream may carry nothing for hours before it
+//! breaks, and a machine may sleep for hours.
 
 use std::time::Duration;
 
@@ -8,7 +9,8 @@ use tokio::time::Instant;
 
 use crate::client::connect::Pause;
 
-/// Longest outage that a command waits out. The term of an attached process is equally long, so the process runs on meanwhile.
+/// Longest outage that a command waits out. The term of an attached process is equally long, so the
+/// process runs on meanwhile.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5 * 60);
 /// Time for which a stream must have been open to prove that the service works again.
 const STEADY: Duration = Duration::from_secs(2);
@@ -31,7 +33,8 @@ impl Outage {
         }
     }
 
-    /// Records the failure of a stream that the service had opened at `opened`. Returns whether the command goes on trying.
+    /// Records the failure of a stream that the service had opened at `opened`. Returns whether the
+    /// command goes on trying.
     pub(crate) fn goes_on(&mut self, opened: Option<Instant>) -> bool {
         if opened.is_some_and(|opened| opened.elapsed() >= STEADY) {
             self.over();

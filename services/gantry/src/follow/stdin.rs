@@ -1,6 +1,7 @@
 //! Standard input that is forwarded to a process.
 //!
-//! A separate thread reads it, because a read from a terminal cannot be interrupted. The command never waits for that thread.
+//! A separate thread reads it, because a read from a terminal cannot be interrupted. The command
+//! never waits for that thread.
 
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Read};
@@ -12,8 +13,8 @@ use tokio::sync::mpsc;
 /// Size of one read, in bytes.
 const PIECE: usize = 256 << 10;
 
-/// Returns whether standard input can be forwarded. A terminal belongs to the foreground process group; a read in the background would stop
-/// `gantry`.
+/// Returns whether standard input can be forwarded. A terminal belongs to the foreground process
+/// group; a read in the background would stop `gantry`.
 pub(crate) fn is_readable() -> bool {
     let stdin = io::stdin();
     !stdin.is_terminal()
@@ -53,7 +54,8 @@ impl Stdin {
         self.ended
     }
 
-    /// Reads the next piece, and returns it with its offset. The piece is kept until it is taken. `None`: the input has ended. Cancel safe.
+    /// Reads the next piece, and returns it with its offset. The piece is kept until it is taken.
+    /// `None`: the input has ended. Cancel safe.
     pub(crate) async fn next(&mut self) -> Option<(u64, Bytes)> {
         match self.pieces.recv().await {
             Some(piece) => {

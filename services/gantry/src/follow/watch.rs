@@ -1,4 +1,5 @@
-//! Events of a workload without gaps. A broken stream is resumed after the last revision that was received.
+//! Events of a workload without gaps. A broken stream is resumed after the last revision that was
+//! received.
 
 use anyhow::Context;
 use prost_types::Timestamp;

@@ -1,4 +1,5 @@
-//! Explanation of a placement as text: the workers that accept or refuse a workload, and the events that would place it.
+//! Explanation of a placement as text: the workers that accept or refuse a workload, and the events
+//! that would place it.
 
 use rpc::pb::scheduler::{ExplainResponse, Verdict, WorkerExplanation};
 

@@ -1,6 +1,7 @@
 //! JSON documents of the objects in a cluster, for `--json`.
 //!
-//! Keys are the names of the protos. States are words, instants are text in UTC, digests are hexadecimal, and absent values are null.
+//! Keys are the names of the protos. States are words, instants are text in UTC, digests are
+//! hexadecimal, and absent values are null.
 
 use rpc::pb::{artifacts, scheduler};
 use serde_json::{Value, json};

@@ -31,7 +31,8 @@ fn word(name: &str, prefix: &str) -> String {
     }
 }
 
-/// Describes the state of a worker: its contact, and everything else that decides whether it gets work.
+/// Describes the state of a worker: its contact, and everything else that decides whether it gets
+/// work.
 pub(crate) fn standing(worker: &Worker) -> String {
     let mut words = vec![worker_state(worker.state())];
     match (worker.desired(), &worker.drained_at) {
@@ -148,7 +149,8 @@ pub(crate) fn explained_state(state: ExplainedState) -> String {
     word(state.as_str_name(), "EXPLAINED_STATE_")
 }
 
-/// Returns the reason, as in `docs/errors.md`, for which an attempt or a lease must stop. Empty: it need not stop.
+/// Returns the reason, as in `docs/errors.md`, for which an attempt or a lease must stop. Empty: it
+/// need not stop.
 pub(crate) fn stop_reason(reason: StopReason) -> &'static str {
     match reason {
         StopReason::Unspecified => "",

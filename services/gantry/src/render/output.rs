@@ -1,7 +1,9 @@
-//! Destination of the output of a process: standard output and standard error, or events on standard output.
+//! Destination of the output of a process: standard output and standard error, or events on
+//! standard output.
 //!
-//! One thread per file writes, so a stalled reader delays only its own output. [`IN_FLIGHT`] bounds the bytes that are received but not
-//! written. Beyond that, [`Sink::push`] waits, the call is not read, and the process is slowed down.
+//! One thread per file writes, so a stalled reader delays only its own output. [`IN_FLIGHT`] bounds
+//! the bytes that are received but not written. Beyond that, [`Sink::push`] waits, the call is not
+//! read, and the process is slowed down.
 
 use std::fs::File;
 use std::io;
@@ -74,7 +76,8 @@ impl Events {
     }
 
     pub(crate) fn say(&self, event: &Value) {
-        // This waits only while the reader stalls. It fails if standard output is closed, which the sinks report.
+        // This waits only while the reader stalls. It fails if standard output is closed, which the
+        // sinks report.
         _ = self.items.send(Item::Event(event.to_string()));
     }
 
@@ -99,8 +102,8 @@ pub(crate) struct Sink {
 }
 
 impl Sink {
-    /// Makes a sink that copies to standard output or standard error. `unfinished` is set while the last line that goes to the same place as
-    /// standard error has no end.
+    /// Makes a sink that copies to standard output or standard error. `unfinished` is set while the
+    /// last line that goes to the same place as standard error has no end.
     pub(crate) fn raw(which: OutputStream, unfinished: &Arc<AtomicBool>) -> io::Result<Self> {
         let file = match which {
             OutputStream::Stdout => io::stdout().as_fd().try_clone_to_owned(),
@@ -156,7 +159,8 @@ impl Sink {
         self.written.clone()
     }
 
-    /// Accepts bytes at `offset`, and skips those that were accepted before. Returns the number of bytes that are missing before `offset`.
+    /// Accepts bytes at `offset`, and skips those that were accepted before. Returns the number of
+    /// bytes that are missing before `offset`.
     pub(crate) async fn push(&mut self, offset: u64, mut data: Bytes) -> Result<u64, Closed> {
         let missed = offset.saturating_sub(self.received);
         let known = usize::try_from(self.received.saturating_sub(offset)).unwrap_or(usize::MAX);

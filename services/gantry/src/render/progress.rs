@@ -18,7 +18,8 @@ const LINE: Duration = Duration::from_secs(10);
 /// Maximum length of the description, in characters.
 const MAX_DESCRIPTION: usize = 60;
 
-/// Counter of transferred bytes with a progress bar. Clones share the counter. The bar is removed when the last clone is dropped.
+/// Counter of transferred bytes with a progress bar. Clones share the counter. The bar is removed
+/// when the last clone is dropped.
 #[derive(Clone)]
 pub(crate) struct Progress(Arc<ProgressBar>);
 

@@ -1,7 +1,7 @@
 //! Standard error on a screen: lines, and on a terminal at most one progress bar below them.
 //!
-//! [`Screen::line`] removes the bar first, and the next tick paints it again. If a process left an unfinished line in the same place, that
-//! line is ended first.
+//! [`Screen::line`] removes the bar first, and the next tick paints it again. If a process left an
+//! unfinished line in the same place, that line is ended first.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -24,7 +24,8 @@ pub(crate) fn filled(headers: &[&str], rows: &[Vec<String>]) -> String {
     render(&headers, &rows.iter().map(row).collect::<Vec<_>>())
 }
 
-/// Formats names and values, one per line. Further lines of a value are indented, and empty values are left out.
+/// Formats names and values, one per line. Further lines of a value are indented, and empty values
+/// are left out.
 pub(crate) fn fields(fields: &[(&str, String)]) -> String {
     let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
     let mut text = String::new();
@@ -66,8 +67,8 @@ pub(crate) fn count(number: u64, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
-/// Returns whether a character controls a terminal instead of being shown: control characters, and characters that change the direction
-/// of text.
+/// Returns whether a character controls a terminal instead of being shown: control characters, and
+/// characters that change the direction of text.
 pub(crate) fn changes_terminal(c: char) -> bool {
     let turns =
         matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

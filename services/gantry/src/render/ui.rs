@@ -1,4 +1,5 @@
-//! Messages of a running command: lines on standard error, and with `--json` events on standard output.
+//! Messages of a running command: lines on standard error, and with `--json` events on standard
+//! output.
 
 use std::io::{self, IsTerminal};
 use std::sync::Arc;

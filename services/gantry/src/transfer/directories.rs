@@ -37,12 +37,14 @@ pub(crate) fn refuse_links(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rejects a relative path with a symbolic link. Results are mostly written below the current directory.
+/// Rejects a relative path with a symbolic link. Results are mostly written below the current
+/// directory.
 pub(crate) fn refuse_links_here(path: &Path) -> anyhow::Result<()> {
     if path.is_relative() { refuse_links(path) } else { Ok(()) }
 }
 
-/// Returns the targets of outputs that are inside of an input, relative to it. The input itself does not count.
+/// Returns the targets of outputs that are inside of an input, relative to it. The input itself
+/// does not count.
 pub(crate) fn inside<'a>(input: &Path, targets: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
     let Ok(input) = input.canonicalize() else { return Vec::new() };
     let resolved = targets.into_iter().filter_map(resolve);

@@ -1,10 +1,11 @@
 //! Download of artifacts into directories.
 //!
-//! Content that the target has already is not fetched. The rest is written into a staging directory beside the target and verified. Only then it
-//! is merged into the target or replaces it, so the target never has partial files.
+//! Content that the target has already is not fetched. The rest is written into a staging directory
+//! beside the target and verified. Only then it is merged into the target or replaces it, so the
+//! target never has partial files.
 //!
-//! A result in place changes only the entries that the command changed: see [`transfer::changes`]. Downloads into the same target are serialized:
-//! see [`crate::transfer::staging`].
+//! A result in place changes only the entries that the command changed: see [`transfer::changes`].
+//! Downloads into the same target are serialized: see [`crate::transfer::staging`].
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -56,10 +57,11 @@ pub(crate) struct Downloader<'a> {
 }
 
 impl Downloader<'_> {
-    /// Downloads an artifact into `directory`, which is created if necessary. `name` is used in messages.
+    /// Downloads an artifact into `directory`, which is created if necessary. `name` is used in
+    /// messages.
     ///
-    /// `base` is the tree that was uploaded from this directory, for a result in place. Then only entries that differ from it are written or
-    /// removed.
+    /// `base` is the tree that was uploaded from this directory, for a result in place. Then only
+    /// entries that differ from it are written or removed.
     pub(crate) async fn download(
         &self,
         artifact: ArtifactId,
@@ -176,7 +178,8 @@ impl Downloader<'_> {
         Ok(DownloadResult { details, has_conflicts })
     }
 
-    /// Selects the entries to write: those that the target may receive and, in place, those that the command changed.
+    /// Selects the entries to write: those that the target may receive and, in place, those that
+    /// the command changed.
     async fn compare(
         &self,
         target: &Target,
@@ -266,7 +269,8 @@ impl Downloader<'_> {
         }
     }
 
-    /// Compares the target with the tree, and makes a writer for the rest. Also returns the extents to fetch.
+    /// Compares the target with the tree, and makes a writer for the rest. Also returns the extents
+    /// to fetch.
     async fn stage(
         &self,
         target: &Target,
@@ -439,7 +443,8 @@ fn not_written(dropped: &[Dropped]) -> Value {
     json!({ "count": dropped.len(), "first": first })
 }
 
-/// Rejects a replacement that would lose an entry of the directory whose new version may not be written.
+/// Rejects a replacement that would lose an entry of the directory whose new version may not be
+/// written.
 fn check_losses(dropped: &[Dropped]) -> anyhow::Result<()> {
     for (what, option) in
         [(DroppedKind::GitProgram, "--allow-git-hooks"), (DroppedKind::IgnoreRules, "--preserve-special")]

@@ -1,17 +1,21 @@
-//! Ignore rules of an upload: `.gantryignore` files, with `--gitignore` the ignore files of git, and directories of outputs.
+//! Ignore rules of an upload: `.gantryignore` files, with `--gitignore` the ignore files of git,
+//! and directories of outputs.
 //!
-//! [`crate::transfer::upload`] asks for each path whether it is left out. Both kinds of files have the syntax and the scope of git:
+//! [`crate::transfer::upload`] asks for each path whether it is left out. Both kinds of files have
+//! the syntax and the scope of git:
 //!
 //! - A file applies to its directory and everything below. The deeper file and the later line win.
 //! - Entries below an excluded directory are not considered.
-//! - `.gantryignore` wins over the files of git, so `!generated/` includes a directory that git ignores.
-//! - The files of git are, in its order, `.gitignore`, `.git/info/exclude` and the excludes file (`core.excludesFile`).
+//! - `.gantryignore` wins over the files of git, so `!generated/` includes a directory that git
+//!   ignores.
+//! - The files of git are, in its order, `.gitignore`, `.git/info/exclude` and the excludes file
+//!   (`core.excludesFile`).
 //! - The files of git never exclude a tracked file, but `.gantryignore` may.
 //! - The root is always sent, even if rules above it match it.
 //! - A rule that cannot match any path, such as `./a` or `a//b`, is allowed.
 //!
-//! Invariant: a file that cannot be read or parsed fails the upload, because its entries may be secret. [`Rules::finish`] names the file. Until
-//! then, [`Rules::exclude`] excludes everything.
+//! Invariant: a file that cannot be read or parsed fails the upload, because its entries may be
+//! secret. [`Rules::finish`] names the file. Until then, [`Rules::exclude`] excludes everything.
 
 mod git;
 mod pattern;
@@ -53,12 +57,13 @@ pub(crate) struct Rules {
     gitignore: bool,
     /// Paths of outputs, relative to the root.
     left_out: Vec<PathBuf>,
-    /// Patterns of the directories above the root within the repository, nearest first, then those of the excludes file. Each has the path from
-    /// its directory to the root.
+    /// Patterns of the directories above the root within the repository, nearest first, then those
+    /// of the excludes file. Each has the path from its directory to the root.
     above: Vec<(PathBuf, Vec<Pattern>)>,
     /// Patterns of the visited directories.
     directories: RefCell<HashMap<PathBuf, Rc<Files>>>,
-    /// Tracked paths of repositories, read on demand. The key is the directory of the repository, relative to the root.
+    /// Tracked paths of repositories, read on demand. The key is the directory of the repository,
+    /// relative to the root.
     tracked: RefCell<HashMap<PathBuf, Option<BTreeSet<PathBuf>>>>,
     /// Directories that git ignores but that contain tracked files.
     opened: RefCell<HashSet<PathBuf>>,
@@ -76,7 +81,8 @@ struct Files {
 }
 
 impl Rules {
-    /// Makes rules for the tree at `root`. The paths `left_out` are relative to it and always excluded.
+    /// Makes rules for the tree at `root`. The paths `left_out` are relative to it and always
+    /// excluded.
     pub(crate) fn new(root: &Path, gitignore: bool, left_out: Vec<PathBuf>) -> Self {
         Self::with_excludes_file(root, gitignore, left_out, git::excludes_file)
     }
@@ -104,7 +110,8 @@ impl Rules {
         rules
     }
 
-    /// Returns whether `path`, relative to the root, is excluded. After an error, every path is excluded.
+    /// Returns whether `path`, relative to the root, is excluded. After an error, every path is
+    /// excluded.
     pub(crate) fn exclude(&self, path: &Path, is_directory: bool) -> bool {
         if self.left_out.iter().any(|left_out| left_out == path) {
             return true;
@@ -302,7 +309,8 @@ pub(crate) fn refuse_unsent(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether patterns exclude a path. The last matching pattern decides. `None`: no pattern matches.
+/// Returns whether patterns exclude a path. The last matching pattern decides. `None`: no pattern
+/// matches.
 fn decide(patterns: &[Pattern], path: &Path, is_directory: bool) -> Option<bool> {
     let path = path.as_os_str().as_bytes();
     let last = patterns.iter().rev().find(|pattern| pattern.matches(path, is_directory))?;

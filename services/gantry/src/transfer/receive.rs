@@ -57,7 +57,8 @@ impl MergeReport {
     }
 }
 
-/// Receives the next message of the worker. After an hour without a message, the connection counts as broken.
+/// Receives the next message of the worker. After an hour without a message, the connection counts
+/// as broken.
 pub(super) async fn next(responses: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
     let message = tokio::time::timeout(SILENCE, responses.message()).await;
     Ok(message.map_err(|_| Refused::cut())?.map_err(Refused::from)?)
@@ -119,7 +120,8 @@ impl StagedTree {
             Mode::Merge => false,
         };
         if is_replaced {
-            // The replaced files may be old and safe on disk. After a power failure, their replacements must not be empty.
+            // The replaced files may be old and safe on disk. After a power failure, their
+            // replacements must not be empty.
             File::open(&directory.path)
                 .and_then(|staged| Ok(rustix::fs::syncfs(staged)?))
                 .context("cannot write to the disk")?;

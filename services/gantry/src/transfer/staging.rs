@@ -23,7 +23,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
     pub(crate) path: PathBuf,
-    /// Parent of the staging directory: the parent of the target, or the target itself if a file system is mounted there.
+    /// Parent of the staging directory: the parent of the target, or the target itself if a file
+    /// system is mounted there.
     pub(crate) staging: PathBuf,
 }
 
@@ -54,7 +55,8 @@ impl Target {
     }
 }
 
-/// Returns the parent of `path` if an entry of it can be renamed to `path`. A rename cannot cross a mount, even within one file system.
+/// Returns the parent of `path` if an entry of it can be renamed to `path`. A rename cannot cross a
+/// mount, even within one file system.
 fn beside<'a>(path: &'a Path, metadata: &std::fs::Metadata) -> Option<&'a Path> {
     use std::os::unix::fs::MetadataExt;
     path.parent().filter(|parent| {
@@ -122,7 +124,8 @@ pub(crate) struct TargetLock {
 }
 
 impl TargetLock {
-    /// Waits for the lock. `None`: there is no state directory for the lock file, and downloads are not serialized.
+    /// Waits for the lock. `None`: there is no state directory for the lock file, and downloads are
+    /// not serialized.
     pub(crate) async fn take(target: &Path, ui: &Ui) -> Option<Self> {
         Self::take_at(tree::remembered_at("lock", target)?, target, ui).await
     }

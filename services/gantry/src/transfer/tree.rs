@@ -48,7 +48,8 @@ impl DirectoryCache {
     }
 }
 
-/// Returns the file in the state directory for the directory at `path` and the purpose `what`. `None`: there is no state directory.
+/// Returns the file in the state directory for the directory at `path` and the purpose `what`.
+/// `None`: there is no state directory.
 pub(crate) fn remembered_at(what: &str, path: &Path) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt;
     let directory = Paths::find().and_then(|paths| paths.stat_caches()).ok()?;

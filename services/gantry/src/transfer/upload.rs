@@ -331,7 +331,8 @@ impl Uploader<'_> {
                         wanted = manifest.bytes_of(&missing);
                         self.progress.expect(wanted);
                         if let Some(known) = missing_known.take() {
-                            // A missing receiver means that the sender has failed, and its result has the cause.
+                            // A missing receiver means that the sender has failed, and its result
+                            // has the cause.
                             _ = known.send(std::mem::take(&mut missing));
                         }
                     }
@@ -437,7 +438,8 @@ async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<Sm
     }
 }
 
-/// Returns the state directories of the cluster on this machine that are inside of a directory. They are secret and always change.
+/// Returns the state directories of the cluster on this machine that are inside of a directory.
+/// They are secret and always change.
 fn own_state(directory: &Path) -> Vec<PathBuf> {
     let Ok(Paths { state, runtime }) = Paths::find() else { return Vec::new() };
     inside(directory, [state.as_path(), runtime.as_path()].into_iter().filter(|path| path.is_dir()))

@@ -7,8 +7,8 @@
 //! [`crate::worker_set`] starts the loop, which imports one item after the other. The artifact
 //! store decides whether an import is needed. It is not if version and path are unchanged and the
 //! replica exists. So each gateway of the worker may ask repeatedly. A failed import is tried again
-//! after a growing pause. It delays only attempts that need it ([`BaseTypeImports::wait_until_imported`]), and
-//! these start a try at once.
+//! after a growing pause. It delays only attempts that need it
+//! ([`BaseTypeImports::wait_until_imported`]), and these start a try at once.
 //!
 //! Invariant: an import runs to its end in any session, because a runtime that makes a volume is
 //! not interrupted. The store rejects a volume from a session that has ended.

@@ -5,16 +5,17 @@
 //!
 //! Invariant: a volume whose manifest was stored in this boot holds the tree of the manifest. After
 //! a machine crash this is no longer certain, because contents are not synced before a volume is
-//! complete. So [`Manifests::load_verified`] compares a volume from an earlier boot before it is used. A
-//! volume that differs is remembered as damaged. It is no longer read, and the report omits it, so
-//! that the artifact store counts it as lost.
+//! complete. So [`Manifests::load_verified`] compares a volume from an earlier boot before it is
+//! used. A volume that differs is remembered as damaged. It is no longer read, and the report omits
+//! it, so that the artifact store counts it as lost.
 //!
 //! The manifest of a volume on another machine is stored by its worker beside the volume. Its
 //! contents are compared whenever they are read ([`crate::transfer::remote`]).
 //!
-//! Manifests and extents are only caches, bounded by [`MAX_MANIFEST_BYTES`]. A missing manifest is made again
-//! by a scan, and a missing extent is sent again. Extents are found only for the team of their
-//! volume. Otherwise a team could detect the contents of another team by what it need not send.
+//! Manifests and extents are only caches, bounded by [`MAX_MANIFEST_BYTES`]. A missing manifest is
+//! made again by a scan, and a missing extent is sent again. Extents are found only for the team of
+//! their volume. Otherwise a team could detect the contents of another team by what it need not
+//! send.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;

@@ -219,8 +219,8 @@ impl PeerSource {
     }
 }
 
-/// Empties a volume. With `may_receive`, the other worker may still send, so the volume is destroyed
-/// for a while first. With `recreate`, the volume is made again, empty.
+/// Empties a volume. With `may_receive`, the other worker may still send, so the volume is
+/// destroyed for a while first. With `recreate`, the volume is made again, empty.
 ///
 /// A worker rejects bytes for a destroyed volume, and writes to a deleted directory are lost. But a
 /// worker that is unpacking may keep the directory, and a new volume may then show its contents. So

@@ -1,4 +1,5 @@
-//! Answers to *why*: explanations, the demand for capacity, and metrics. Nothing here changes a row.
+//! Answers to *why*: explanations, the demand for capacity, and metrics. Nothing here changes a
+//! row.
 
 pub(crate) mod capacity;
 pub(crate) mod explain;

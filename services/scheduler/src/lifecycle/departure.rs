@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Operators write the desired state. A loop of each replica ([`depart_forever`]) visits the
-//! workers that are cordoned or leaving, and executes the next step of each. Every step is guarded and
-//! idempotent, so replicas may repeat each other's steps.
+//! workers that are cordoned or leaving, and executes the next step of each. Every step is guarded
+//! and idempotent, so replicas may repeat each other's steps.
 //!
 //! Invariants:
 //! - Only this module changes the desired state of a worker. No message of a worker does.

@@ -2,8 +2,8 @@
 //!
 //! Each message of a gateway counts as contact of its worker. Lost leases and takeovers depend on
 //! the last contact, so a heartbeat is written before it is answered. One task of each replica
-//! writes all heartbeats of [`MAX_DELAY`] in one transaction ([`workers::record_heartbeats`]). The transaction
-//! touches no row that placement needs, unless a worker returns.
+//! writes all heartbeats of [`MAX_DELAY`] in one transaction ([`workers::record_heartbeats`]). The
+//! transaction touches no row that placement needs, unless a worker returns.
 
 use std::time::Duration;
 

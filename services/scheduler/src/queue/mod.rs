@@ -330,8 +330,8 @@ pub(crate) struct QueuePass {
 }
 
 impl QueuePass {
-    /// Returns the next head. The caller reports a placement with [`QueuePass::placed`]. A line whose
-    /// head was not placed is not visited again.
+    /// Returns the next head. The caller reports a placement with [`QueuePass::placed`]. A line
+    /// whose head was not placed is not visited again.
     pub(crate) fn next(&mut self, queue: &Queue) -> Option<LineHead> {
         while let Some(Reverse((rank, number, position))) = self.heads.pop() {
             let Some(waiting) = queue.lines.get(&number).and_then(|line| line.waiting.get(&position)) else {

@@ -44,7 +44,8 @@ const MAX_CLOCK_SKEW: Duration = Duration::from_secs(10);
 /// Number of waiting workloads that one statement reads.
 const PAGE: u64 = 5000;
 
-/// The result of planning a pass. All requests in it except `unschedulable` were taken out of the queue.
+/// The result of planning a pass. All requests in it except `unschedulable` were taken out of the
+/// queue.
 #[derive(Debug)]
 pub(super) struct PlannedPass {
     pub(super) plan: Plan,
@@ -292,8 +293,8 @@ impl Dispatcher {
         }
     }
 
-    /// Reads the changes of other replicas since the last poll. `update_reasons`: also updates outdated
-    /// reasons for waiting.
+    /// Reads the changes of other replicas since the last poll. `update_reasons`: also updates
+    /// outdated reasons for waiting.
     pub(crate) async fn catch_up(
         &mut self,
         update_reasons: bool,

@@ -6,9 +6,9 @@
 //! Requests with a lower rank get nothing there. Requests with a higher rank may still use the
 //! present room. At most one in ten workers of a kind is reserved.
 //!
-//! A reservation lasts for [`RESERVATION_TIME`], because the attempts on the worker may never end, or may
-//! depend on a request that the reservation blocks. After that, another worker is reserved. When
-//! all were tried, the request gets no reservation for the same time.
+//! A reservation lasts for [`RESERVATION_TIME`], because the attempts on the worker may never end,
+//! or may depend on a request that the reservation blocks. After that, another worker is reserved.
+//! When all were tried, the request gets no reservation for the same time.
 //!
 //! If several replicas queue the same request, one of them reserves and records that in a table
 //! ([`table`]). Grants are not checked against the table. A replica with outdated knowledge may

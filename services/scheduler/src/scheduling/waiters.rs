@@ -288,8 +288,8 @@ impl Waiters {
         self.waiting.iter().filter(|(_, leases)| leases.is_disconnected()).map(|(id, _)| *id).collect()
     }
 
-    /// Lets `leases` replace a waiting call for the same leases. [`WaitState::Conflict`]: one of the ids
-    /// waits in a different call.
+    /// Lets `leases` replace a waiting call for the same leases. [`WaitState::Conflict`]: one of
+    /// the ids waits in a different call.
     pub(super) fn replace(&mut self, leases: &mut LeaseGroup) -> WaitState {
         let Some(id) = leases.leases().find_map(|lease| self.by_lease.get(&lease).copied()) else {
             return WaitState::New;

@@ -385,7 +385,8 @@ async fn continue_session(
     if registration.last.as_ref().is_some_and(superseded) {
         return Err(SessionError::Stale);
     }
-    // The lock orders this decision after any heartbeat that is being written ([`record_heartbeats`]).
+    // The lock orders this decision after any heartbeat that is being written
+    // ([`record_heartbeats`]).
     let contact = heartbeat::Entity::find_by_id(known.id).lock_exclusive().one(txn).await?;
     let attended = contact.is_some_and(|contact| {
         contact.attended && now.since(Timestamp(contact.last_contact_at)) < config.worker_ttl
@@ -568,10 +569,10 @@ pub(crate) async fn mark_silent(
     revisions::changed(txn, &silent, effects).await
 }
 
-/// Returns live leases of lost or pruned workers and of past incarnations, at most [`STRANDED_BATCH`].
-/// Leases that were given up ([`lease::StopReason::WorkerLost`]) are included only if their worker
-/// was pruned or has a new incarnation. Only workers that changed after revision `after` are
-/// considered, because each such event raises the revision.
+/// Returns live leases of lost or pruned workers and of past incarnations, at most
+/// [`STRANDED_BATCH`]. Leases that were given up ([`lease::StopReason::WorkerLost`]) are included
+/// only if their worker was pruned or has a new incarnation. Only workers that changed after
+/// revision `after` are considered, because each such event raises the revision.
 pub(crate) async fn stranded_leases(
     db: &impl ConnectionTrait,
     after: i64,

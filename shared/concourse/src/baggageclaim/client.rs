@@ -24,8 +24,8 @@ use crate::exchange::{self, Answer, AnswerBody, Payload};
 pub struct Timeouts {
     /// Timeout of a connection attempt.
     pub connect: Duration,
-    /// Timeout of an answer, counted from the end of the request. Sending an archive has no timeout.
-    /// Callers limit transfers between workers themselves.
+    /// Timeout of an answer, counted from the end of the request. Sending an archive has no
+    /// timeout. Callers limit transfers between workers themselves.
     pub answer: Duration,
     /// Timeout of the creation of a volume, which may copy a large one.
     pub creation: Duration,

@@ -18,7 +18,8 @@ impl Migrations for Schema {
 /// Number of rounds. Each round drops a transaction at each of its await points.
 const ROUNDS: usize = 40;
 
-/// Runs `operation`, and drops it when it is pending for the `nth` time. Returns `None` if it was dropped.
+/// Runs `operation`, and drops it when it is pending for the `nth` time. Returns `None` if it was
+/// dropped.
 async fn drop_at<T>(nth: usize, operation: impl Future<Output = T>) -> Option<T> {
     let (mut operation, mut pending) = (pin!(operation), 0);
     std::future::poll_fn(move |context| {
@@ -38,7 +39,8 @@ async fn busy_states(database: &Database) -> Vec<String> {
     rows.iter().map(|row| row.try_get("", "state").expect("a state")).collect()
 }
 
-/// Drops a transaction at each of its await points in turn. After each drop, another connection can write.
+/// Drops a transaction at each of its await points in turn. After each drop, another connection can
+/// write.
 async fn dropped_writer_leaves_no_transaction(
     server: TestDatabase,
     wait_until_idle: impl AsyncFn(&Database),

@@ -24,8 +24,8 @@ impl Migrations for ByIndex {
 const SELECT: &str = "SELECT n FROM growing WHERE n IN (SELECT CAST(value AS BIGINT)
      FROM json_array_elements_text(CAST((SELECT CAST($1 AS TEXT)) AS JSON)))";
 
-/// Selects one row, and returns the plan of the connection for the next time. Returns `None` if the connection has not
-/// made a generic plan yet.
+/// Selects one row, and returns the plan of the connection for the next time. Returns `None` if the
+/// connection has not made a generic plan yet.
 async fn plan(database: &Database) -> Option<String> {
     let plan = database.write(async |txn| {
         let sql = |sql: &str| Statement::from_string(DbBackend::Postgres, sql);

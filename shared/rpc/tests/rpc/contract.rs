@@ -1,7 +1,8 @@
 //! Comments of the RPCs in `proto/`, read as the contract of each RPC.
 //!
-//! The comment of an RPC ends with four entries: `Idempotent:`, `Deadline:`, `Caller:` and `Errors:`. Other tests
-//! compare the entries with the code. [`contracts`] panics when an entry is missing or malformed.
+//! The comment of an RPC ends with four entries: `Idempotent:`, `Deadline:`, `Caller:` and
+//! `Errors:`. Other tests compare the entries with the code. [`contracts`] panics when an entry is
+//! missing or malformed.
 
 use std::path::{Path, PathBuf};
 

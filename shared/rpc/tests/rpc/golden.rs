@@ -1,7 +1,8 @@
-//! The golden corpus: encoded messages beside their canonical JSON, which the clients in all languages decode and compare.
+//! The golden corpus: encoded messages beside their canonical JSON, which the clients in all
+//! languages decode and compare.
 //!
-//! `TYPE.CASE.binpb` has the encoding, and `TYPE.CASE.json` the canonical JSON. The test compares the committed files with
-//! the current encoding, so that a change of the encoding is noticed.
+//! `TYPE.CASE.binpb` has the encoding, and `TYPE.CASE.json` the canonical JSON. The test compares
+//! the committed files with the current encoding, so that a change of the encoding is noticed.
 //! `GANTRY_BLESS=1 cargo test -p gantry-rpc --test rpc golden` writes the files.
 
 use std::collections::BTreeMap;

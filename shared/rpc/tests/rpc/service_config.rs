@@ -1,5 +1,5 @@
-//! `proto/service-config.json` states which calls a library may repeat, and their deadlines. It is generated from the
-//! comments of the protos.
+//! `proto/service-config.json` states which calls a library may repeat, and their deadlines. It is
+//! generated from the comments of the protos.
 //!
 //! `GANTRY_BLESS=1 cargo test -p gantry-rpc --test rpc service_config` writes the file.
 
@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use crate::contract::{contracts, proto};
 
-/// Idempotent calls of callers and operators, by their deadline. A library cannot repeat a call with a stream of
-/// requests.
+/// Idempotent calls of callers and operators, by their deadline. A library cannot repeat a call
+/// with a stream of requests.
 fn repeatable() -> BTreeMap<Option<u32>, Vec<Value>> {
     let mut methods: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for contract in contracts() {

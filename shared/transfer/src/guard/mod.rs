@@ -1,15 +1,15 @@
 //! Guard of a caller's directory against dangerous entries of an untrusted tree.
 //!
-//! The command line calls [`guard`] for each manifest that a worker sends. No writer and no merge sees the dropped
-//! entries.
+//! The command line calls [`guard`] for each manifest that a worker sends. No writer and no merge
+//! sees the dropped entries.
 //!
 //! | Dropped | Unless |
 //! |---|---|
 //! | git hooks, git configuration, entries that lead git to other configuration; configuration of Mercurial and jj | [`Allowed::git_programs`] |
 //! | setuid and setgid bits, file capabilities, device nodes, `.gantryignore` | [`Allowed::special`] |
 //!
-//! Invariant: an entry that the directory already has with the same content and mode is never dropped. A directory that
-//! returns unchanged from a worker therefore stays unchanged.
+//! Invariant: an entry that the directory already has with the same content and mode is never
+//! dropped. A directory that returns unchanged from a worker therefore stays unchanged.
 
 mod programs;
 
@@ -70,7 +70,8 @@ pub enum DroppedKind {
     Capability,
 }
 
-/// Drops the entries of `manifest` that are dangerous in `target`. A missing target counts as an empty directory.
+/// Drops the entries of `manifest` that are dangerous in `target`. A missing target counts as an
+/// empty directory.
 ///
 /// # Errors
 ///
@@ -124,8 +125,8 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
     Ok(Guarded { tree, dropped })
 }
 
-/// Returns the entries of a tree that are written or removed only with permission of the caller: entries that make
-/// programs run, and ignore rules for uploads.
+/// Returns the entries of a tree that are written or removed only with permission of the caller:
+/// entries that make programs run, and ignore rules for uploads.
 pub(crate) fn protected(manifest: &Manifest, allowed: Allowed) -> Vec<&Entry> {
     let mut target_tree = TargetTree::new(None, manifest);
     let mut rules = DropRules::new(manifest, &mut target_tree, allowed);
@@ -267,7 +268,8 @@ mod tests {
         let (paths, dropped) = guarded(target.path(), &manifest(few.path()));
         assert_eq!((paths, dropped.len()), (vec![String::new(), "file".to_owned()], 1));
 
-        // The target has a configuration of an earlier result, and this result has the missing parts of the repository.
+        // The target has a configuration of an earlier result, and this result has the missing
+        // parts of the repository.
         let planted = tempfile::tempdir().expect("a directory");
         write(planted.path(), "config");
         for (first, then) in [("objects/x", "HEAD"), ("HEAD", "objects/x")] {
@@ -283,7 +285,8 @@ mod tests {
             write(rest.path(), then);
             let (paths, dropped) = guarded(target.path(), &manifest(rest.path()));
             assert_eq!((paths.len(), dropped.len()), (1, 1), "{then}: {paths:?}, {dropped:?}");
-            // A repository of the caller stays a repository. Its own configuration decides about programs.
+            // A repository of the caller stays a repository. Its own configuration decides about
+            // programs.
             write(target.path(), then);
             fs::write(rest.path().join(then), "new").expect("written");
             let (paths, dropped) = guarded(target.path(), &manifest(rest.path()));

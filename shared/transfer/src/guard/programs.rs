@@ -1,6 +1,7 @@
 //! Detection of entries that make git, Mercurial or jj run programs.
 //!
-//! Names are compared after normalization, because some file systems ignore case or invisible characters.
+//! Names are compared after normalization, because some file systems ignore case or invisible
+//! characters.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -22,13 +23,14 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 const HEAD: u8 = 1;
 /// Flag of a directory with objects, references, or a file that names their location.
 const STORE: u8 = 2;
-/// Flags of a repository. Git treats a directory with these parts as a repository, and reads its configuration when it is
-/// called there.
+/// Flags of a repository. Git treats a directory with these parts as a repository, and reads its
+/// configuration when it is called there.
 const REPOSITORY: u8 = HEAD | STORE;
 /// Flag of a directory with an entry that decides which programs git runs.
 const PROGRAM: u8 = 4;
 
-/// Repositories in directories that are not called `.git`. Their parts may come from the tree and from the target.
+/// Repositories in directories that are not called `.git`. Their parts may come from the tree and
+/// from the target.
 pub(super) struct Repositories<'a> {
     /// Flags of the tree's directories.
     tree: HashMap<&'a [u8], u8>,
@@ -46,8 +48,8 @@ impl<'a> Repositories<'a> {
         Self { tree, target: HashMap::new() }
     }
 
-    /// Whether git would run programs because of an entry. Either the entry decides about programs of a repository, or it
-    /// turns a directory of the target with such an entry into a repository.
+    /// Whether git would run programs because of an entry. Either the entry decides about programs
+    /// of a repository, or it turns a directory of the target with such an entry into a repository.
     pub(super) fn has_program(&mut self, entry: &'a Entry, target_tree: &mut TargetTree<'_>) -> bool {
         let mut start = 0;
         for name in entry.path.split(|byte| *byte == b'/') {
@@ -78,7 +80,8 @@ fn repository_part(name: &[u8]) -> u8 {
     if decides_programs(name) { part | PROGRAM } else { part }
 }
 
-/// Whether an entry at or below a directory `.git` may make git run programs, or read a configuration that does.
+/// Whether an entry at or below a directory `.git` may make git run programs, or read a
+/// configuration that does.
 pub(super) fn makes_git_run_programs(entry: &Entry) -> bool {
     let names: Vec<&[u8]> = entry.path.split(|byte| *byte == b'/').collect();
     names.iter().enumerate().filter(|(_, name)| is_git_directory(name)).any(|(at, _)| {
@@ -116,9 +119,11 @@ pub(super) fn is_below(path: &[u8], other: &[u8]) -> bool {
     path.strip_prefix(other).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// Returns the paths of hooks and further configuration that a git configuration names, relative to the working tree.
+/// Returns the paths of hooks and further configuration that a git configuration names, relative to
+/// the working tree.
 ///
-/// Git resolves hook paths from the working tree, and configuration paths from the directory of the file, which is `.git`.
+/// Git resolves hook paths from the working tree, and configuration paths from the directory of the
+/// file, which is `.git`.
 fn configured_paths(configuration: &str) -> Vec<Vec<u8>> {
     let mut section = String::new();
     let mut paths = Vec::new();
@@ -157,8 +162,8 @@ fn is_git_directory(name: &[u8]) -> bool {
 
 /// Whether an entry with `name` in a repository decides which programs git runs.
 fn decides_programs(name: &[u8]) -> bool {
-    // An unfinished rebase or cherry-pick continues with the commands in its directory. `commondir` names another directory
-    // from which git reads all of these.
+    // An unfinished rebase or cherry-pick continues with the commands in its directory. `commondir`
+    // names another directory from which git reads all of these.
     matches!(
         &normalize_name(name)[..],
         b"hooks"

@@ -1,7 +1,8 @@
 //! Scan of a directory into a manifest.
 //!
-//! One thread walks the tree in canonical order. Other threads read and hash the files that the [`StatCache`] does not
-//! contain. Symbolic links are never followed. Content is divided at multiples of 1 MiB. Holes become gaps between extents.
+//! One thread walks the tree in canonical order. Other threads read and hash the files that the
+//! [`StatCache`] does not contain. Symbolic links are never followed. Content is divided at
+//! multiples of 1 MiB. Holes become gaps between extents.
 //!
 //! The scan collects problems with single paths for its caller:
 //!
@@ -9,10 +10,12 @@
 //! - An unreadable directory is kept without its contents.
 //! - A file that changed during the scan is kept as it was read.
 //!
-//! Files without a reliable size (`/proc`, FUSE) are read to their end, which determines their size.
+//! Files without a reliable size (`/proc`, FUSE) are read to their end, which determines their
+//! size.
 //!
-//! Invariants: the order of entries does not depend on the number of threads. The number of open directories does not
-//! depend on the depth or width of the tree. The [`Limits`] bound the memory: the scan reserves it before it stores a path.
+//! Invariants: the order of entries does not depend on the number of threads. The number of open
+//! directories does not depend on the depth or width of the tree. The [`Limits`] bound the memory:
+//! the scan reserves it before it stores a path.
 
 mod queue;
 mod read;
@@ -42,7 +45,8 @@ const PIECE_BYTES: u64 = 4 << 20;
 /// Maximum bytes of a file without a reliable size. Some of these files have no end.
 const MAX_UNSIZED_BYTES: u64 = 1 << 30;
 
-/// Decides whether a path, relative to the root, is left out. The flag tells whether the path is a directory.
+/// Decides whether a path, relative to the root, is left out. The flag tells whether the path is a
+/// directory.
 pub type Exclude<'a> = &'a dyn Fn(&Path, bool) -> bool;
 
 /// Options of a scan.
@@ -50,7 +54,8 @@ pub type Exclude<'a> = &'a dyn Fn(&Path, bool) -> bool;
 pub struct ScanOptions<'a> {
     /// Handling of owners and groups.
     pub ownership: ScannedOwnership,
-    /// Filter of paths that are left out. The scan does not enter such directories, and does not filter the root.
+    /// Filter of paths that are left out. The scan does not enter such directories, and does not
+    /// filter the root.
     pub exclude: Option<Exclude<'a>>,
     /// Handling of mount points.
     pub other_file_systems: OtherFileSystems,
@@ -90,8 +95,9 @@ impl Default for ScanOptions<'_> {
 pub enum ScannedOwnership {
     /// The manifest has the owners of the file system.
     Keep,
-    /// All entries belong to user and group 0, so that the digest does not depend on the user. Files of other users lose
-    /// setuid and setgid bits, which would otherwise grant the rights of user and group 0.
+    /// All entries belong to user and group 0, so that the digest does not depend on the user.
+    /// Files of other users lose setuid and setgid bits, which would otherwise grant the rights of
+    /// user and group 0.
     Root,
 }
 
@@ -190,13 +196,13 @@ pub enum ScanError {
 
 /// Scans the tree below `root`.
 ///
-/// The scan does not read files that `cache` contains. Afterwards the cache contains only the files of this scan, so each
-/// root needs a separate cache.
+/// The scan does not read files that `cache` contains. Afterwards the cache contains only the files
+/// of this scan, so each root needs a separate cache.
 ///
 /// # Errors
 ///
-/// Fails if the root cannot be read, the tree exceeds the limits, or the scan was stopped. Problems with single paths are
-/// not errors.
+/// Fails if the root cannot be read, the tree exceeds the limits, or the scan was stopped. Problems
+/// with single paths are not errors.
 pub fn scan(
     root: &Path,
     options: &ScanOptions<'_>,

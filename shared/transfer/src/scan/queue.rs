@@ -9,8 +9,8 @@ use super::read::Task;
 /// Maximum number of batches in the queue.
 const QUEUE_BATCHES: usize = 16;
 
-/// A bounded queue of batches for the readers. It ends when it is closed and empty, and no reader works on a batch that
-/// could add another one.
+/// A bounded queue of batches for the readers. It ends when it is closed and empty, and no reader
+/// works on a batch that could add another one.
 #[derive(Default)]
 pub(super) struct Queue {
     state: Mutex<QueueState>,
@@ -43,7 +43,8 @@ impl Queue {
         self.changed.notify_one();
     }
 
-    /// Adds a batch before all others, even to a full queue. Readers call this, and must not wait for other readers.
+    /// Adds a batch before all others, even to a full queue. Readers call this, and must not wait
+    /// for other readers.
     pub(super) fn push_urgent(&self, batch: Vec<Task>) {
         self.lock().batches.push_front(batch);
         self.changed.notify_one();
@@ -91,7 +92,8 @@ impl Drop for CloseOnDrop<'_> {
     }
 }
 
-/// Marks a batch as done. If the reader panics, closes the queue, so that no other thread waits for that reader.
+/// Marks a batch as done. If the reader panics, closes the queue, so that no other thread waits for
+/// that reader.
 pub(super) struct DoneOnDrop<'a>(pub(super) &'a Queue);
 
 impl Drop for DoneOnDrop<'_> {

@@ -210,7 +210,8 @@ fn ends_early(wanted: &[(u64, u32)], hashed: &[Extent]) -> bool {
         != hashed.last().map(|extent| (extent.offset, extent.length))
 }
 
-/// Returns the offsets and lengths of a file's extents: its data between holes, divided at multiples of 1 MiB.
+/// Returns the offsets and lengths of a file's extents: its data between holes, divided at
+/// multiples of 1 MiB.
 fn layout(file: &OwnedFd, size_bytes: u64, may_have_holes: bool) -> Result<Vec<(u64, u32)>, Errno> {
     let mut extents = Vec::new();
     let mut cut = |mut offset: u64, end: u64| {

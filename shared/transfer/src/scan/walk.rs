@@ -25,8 +25,8 @@ use crate::xattrs;
 /// Maximum number of small files in a batch.
 const BATCH_FILES: usize = 32;
 
-/// Maximum number of directories that stay open for the files of a batch. With all batches of the queue and of the threads,
-/// a scan keeps about a hundred directories open.
+/// Maximum number of directories that stay open for the files of a batch. With all batches of the
+/// queue and of the threads, a scan keeps about a hundred directories open.
 const BATCH_DIRECTORIES: usize = 2;
 
 /// A directory on the current path of the walk, with its remaining names.
@@ -220,7 +220,8 @@ impl<'a> Walk<'a> {
         self.list(path, &directory).map(Some)
     }
 
-    /// Records the name of an extended attribute that manifests do not include. `xattr` is empty if there is none.
+    /// Records the name of an extended attribute that manifests do not include. `xattr` is empty if
+    /// there is none.
     fn note_skipped_xattr(&mut self, path: &[u8], xattr: &[u8]) {
         if !xattr.is_empty() {
             self.shared.reserve_path(path.len() + xattr.len());
@@ -371,8 +372,8 @@ enum SizeTrust {
 
 impl SizeTrust {
     fn of(directory: &OwnedFd) -> Self {
-        /// Magic numbers in `linux/magic.h` of proc, sysfs, debugfs, tracefs, securityfs, both kinds of cgroups, resctrl,
-        /// bpf, configfs, binfmt_misc, selinuxfs, smackfs and xenfs.
+        /// Magic numbers in `linux/magic.h` of proc, sysfs, debugfs, tracefs, securityfs, both
+        /// kinds of cgroups, resctrl, bpf, configfs, binfmt_misc, selinuxfs, smackfs and xenfs.
         const GENERATED: [i64; 14] = [
             0x9fa0,
             0x6265_6572,

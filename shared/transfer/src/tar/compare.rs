@@ -12,14 +12,14 @@ use crate::entry::{Entry, EntryKind, Extent, MAX_EXTENT_BYTES, as_path};
 use crate::manifest::{Limits, Manifest};
 
 impl<R: Read> ArchiveReader<R> {
-    /// Checks that the archive contains exactly the tree of `manifest`, within the precision of plain tar. Fractions of
-    /// seconds and extended attributes are ignored, and holes are zeroes. Calls `sink` with the length of each verified
-    /// extent.
+    /// Checks that the archive contains exactly the tree of `manifest`, within the precision of
+    /// plain tar. Fractions of seconds and extended attributes are ignored, and holes are zeroes.
+    /// Calls `sink` with the length of each verified extent.
     ///
     /// # Errors
     ///
-    /// Fails if the archive cannot be read, is rejected or is truncated. If it contains another tree, the error is
-    /// [`ArchiveError::Changed`].
+    /// Fails if the archive cannot be read, is rejected or is truncated. If it contains another
+    /// tree, the error is [`ArchiveError::Changed`].
     pub fn compare(mut self, manifest: &Manifest, mut sink: impl FnMut(u64)) -> Result<(), ArchiveError> {
         let mut tree = Tree::new(Limits::of_process());
         let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];

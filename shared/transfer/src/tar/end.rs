@@ -6,8 +6,8 @@ use super::{BLOCK_BYTES, MAX_EXTENSION_BYTES};
 
 /// A parser that detects the end of an archive. The archive may come in pieces of any size.
 ///
-/// The parser distinguishes the two zero blocks at the end from zero blocks in a file. It parses only what this requires,
-/// unlike [`ArchiveReader`](crate::ArchiveReader).
+/// The parser distinguishes the two zero blocks at the end from zero blocks in a file. It parses
+/// only what this requires, unlike [`ArchiveReader`](crate::ArchiveReader).
 #[derive(Debug)]
 pub struct ArchiveEnd {
     state: State,
@@ -71,8 +71,8 @@ impl ArchiveEnd {
         self.pass(bytes, None)
     }
 
-    /// Parses more bytes of the archive. Appends them to `nameless` without the names of users and groups, as soon as their
-    /// meaning is known.
+    /// Parses more bytes of the archive. Appends them to `nameless` without the names of users and
+    /// groups, as soon as their meaning is known.
     pub(super) fn pass(
         &mut self,
         mut bytes: &[u8],
@@ -167,7 +167,8 @@ impl ArchiveEnd {
                 self.data(size, true);
             }
             b'L' | b'K' => self.data(size, false),
-            // Links, devices, directories and pipes have no contents, even if their headers have a size.
+            // Links, devices, directories and pipes have no contents, even if their headers have a
+            // size.
             b'1'..=b'6' => {
                 self.next_size = None;
                 self.state = State::Header;

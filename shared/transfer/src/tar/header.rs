@@ -22,7 +22,8 @@ pub(super) const MAJOR: Range<usize> = 329..337;
 pub(super) const MINOR: Range<usize> = 337..345;
 const PREFIX: Range<usize> = 345..500;
 
-/// Ranges of GNU tar's old format for files with holes: in the header, and in each following block of the map.
+/// Ranges of GNU tar's old format for files with holes: in the header, and in each following block
+/// of the map.
 const OLD_REGIONS: Range<usize> = 386..482;
 const OLD_CONTINUES: usize = 482;
 const OLD_SIZE: Range<usize> = 483..495;
@@ -67,8 +68,8 @@ pub(super) fn put_number(field: &mut [u8], value: i64) {
     let sign = if value < 0 { 0xff } else { 0 };
     field.fill(sign);
     let bytes = value.to_be_bytes();
-    // Fields that need base 256 have at least 8 bytes. In fields of 8 bytes the numbers have 32 bits, so the first byte is
-    // free.
+    // Fields that need base 256 have at least 8 bytes. In fields of 8 bytes the numbers have 32
+    // bits, so the first byte is free.
     let length = bytes.len().min(field.len());
     let start = field.len() - length;
     field[start..].copy_from_slice(&bytes[bytes.len() - length..]);
@@ -130,7 +131,8 @@ pub(super) fn path(block: &Block) -> Vec<u8> {
     if prefix.is_empty() { name.to_vec() } else { [prefix, b"/", name].concat() }
 }
 
-/// Returns the data regions of a file in GNU tar's old format, and whether another block of the map follows.
+/// Returns the data regions of a file in GNU tar's old format, and whether another block of the map
+/// follows.
 pub(super) fn old_regions(block: &Block, is_first: bool) -> (impl Iterator<Item = Option<(u64, u64)>>, bool) {
     let (regions, continues) =
         if is_first { (OLD_REGIONS, OLD_CONTINUES) } else { (MORE_REGIONS, MORE_CONTINUES) };

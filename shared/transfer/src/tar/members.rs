@@ -53,8 +53,8 @@ pub(super) enum MemberKind {
 #[derive(Debug)]
 pub(super) struct Members<R> {
     source: Source<R>,
-    /// Data regions of the current member: ascending, not empty, without overlap. Each region starts at a block of the
-    /// archive.
+    /// Data regions of the current member: ascending, not empty, without overlap. Each region
+    /// starts at a block of the archive.
     regions: Vec<Range<u64>>,
     /// Index of the current region.
     region: usize,
@@ -128,8 +128,8 @@ impl<R: Read> Members<R> {
         data
     }
 
-    /// Reads content of the current member at `offset`, which must not be before the current offset. Holes, and bytes after
-    /// the end, are zeroes.
+    /// Reads content of the current member at `offset`, which must not be before the current
+    /// offset. Holes, and bytes after the end, are zeroes.
     pub(super) fn read(&mut self, offset: u64, buffer: &mut [u8]) -> Result<(), ArchiveError> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -437,7 +437,8 @@ impl<R: Read> Source<R> {
         }
     }
 
-    /// Reads the map at the start of a file in format 1.0: decimal numbers, one per line. Returns the length of the map.
+    /// Reads the map at the start of a file in format 1.0: decimal numbers, one per line. Returns
+    /// the length of the map.
     fn map(&mut self, stored: u64, regions: &mut Regions<'_>) -> Result<u64, ArchiveError> {
         let wrong = || malformed(regions.path, "the map of its holes is malformed");
         let mut lines = MapLines { block: [0; BLOCK_BYTES], at: BLOCK_BYTES, taken: 0, stored };
@@ -506,7 +507,8 @@ fn size(block: &Block) -> Option<u64> {
     header::number(&block[header::SIZE]).and_then(|size| u64::try_from(size).ok())
 }
 
-/// Normalizes a path for manifests: without `.`, and without leading, trailing and repeated slashes.
+/// Normalizes a path for manifests: without `.`, and without leading, trailing and repeated
+/// slashes.
 fn normalize_path(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
     let names = path.split(|byte| *byte == b'/').filter(|name| !name.is_empty() && *name != b".");
     let normal = names.collect::<Vec<_>>().join(&b'/');

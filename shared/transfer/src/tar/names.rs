@@ -6,10 +6,11 @@ use super::end::ArchiveEnd;
 
 /// A writer that forwards an archive without the names of users and groups.
 ///
-/// GNU tar as root prefers names of existing users and groups over numbers. Without names, it uses the numbers, which are
-/// all that a manifest contains.
+/// GNU tar as root prefers names of existing users and groups over numbers. Without names, it uses
+/// the numbers, which are all that a manifest contains.
 ///
-/// The writer forwards a block when the block is complete, and records when all of them have arrived.
+/// The writer forwards a block when the block is complete, and records when all of them have
+/// arrived.
 #[derive(Debug)]
 pub struct Nameless<W> {
     archive: ArchiveEnd,

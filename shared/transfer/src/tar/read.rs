@@ -118,8 +118,9 @@ impl<R: Read> ArchiveReader<R> {
         Self { members: Members::new(source) }
     }
 
-    /// Reads the archive into a manifest. Passes each extent to `sink` in the order of the archive, including extents of
-    /// files that a later entry replaces. The ordinals are known only at the end, so `sink` must store content by digest.
+    /// Reads the archive into a manifest. Passes each extent to `sink` in the order of the archive,
+    /// including extents of files that a later entry replaces. The ordinals are known only at the
+    /// end, so `sink` must store content by digest.
     ///
     /// # Errors
     ///
@@ -149,13 +150,13 @@ impl<R: Read> ArchiveReader<R> {
         tree.finish()
     }
 
-    /// Verifies the first file of the archive against `entry`, and passes its extents to `sink`. The name of the file in the
-    /// archive is ignored.
+    /// Verifies the first file of the archive against `entry`, and passes its extents to `sink`.
+    /// The name of the file in the archive is ignored.
     ///
     /// # Errors
     ///
-    /// Fails if the archive cannot be read, is rejected or is truncated, if an extent is missing or differs, or if `sink`
-    /// fails.
+    /// Fails if the archive cannot be read, is rejected or is truncated, if an extent is missing or
+    /// differs, or if `sink` fails.
     pub fn file(
         mut self,
         entry: &Entry,
@@ -179,18 +180,20 @@ impl<R: Read> ArchiveReader<R> {
         if found { Ok(()) } else { Err(ArchiveError::Changed { path: entry.path().to_owned() }) }
     }
 
-    /// Verifies the `wanted` extents of a tree, and passes each once to `sink`, in the order of the archive. Ordinals
-    /// ascend only if the entries are in canonical order, unlike those of GNU tar.
+    /// Verifies the `wanted` extents of a tree, and passes each once to `sink`, in the order of the
+    /// archive. Ordinals ascend only if the entries are in canonical order, unlike those of GNU
+    /// tar.
     ///
-    /// The manifest may come from an archive or from a directory. An extent is found by its offset in its file,
-    /// independent of the holes of the archive. A file with several paths is found at each path. Other content of the
-    /// archive is ignored, and may have changed. If a path is repeated, any matching content is used. A file that was
-    /// replaced after a link to it is not found at its old path.
+    /// The manifest may come from an archive or from a directory. An extent is found by its offset
+    /// in its file, independent of the holes of the archive. A file with several paths is found at
+    /// each path. Other content of the archive is ignored, and may have changed. If a path is
+    /// repeated, any matching content is used. A file that was replaced after a link to it is not
+    /// found at its old path.
     ///
     /// # Errors
     ///
-    /// Fails if the archive cannot be read, is rejected or is truncated, if an extent is missing or differs, or if `sink`
-    /// fails.
+    /// Fails if the archive cannot be read, is rejected or is truncated, if an extent is missing or
+    /// differs, or if `sink` fails.
     pub fn extents(
         mut self,
         manifest: &Manifest,

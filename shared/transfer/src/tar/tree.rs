@@ -200,7 +200,8 @@ impl Tree {
                     kind: EntryKind::HardLink { to: to.to_vec() },
                     ..bare_entry(EntryKind::Directory, 0)
                 },
-                // Each file is used once, so its extents, the largest part of its memory, are moved.
+                // Each file is used once, so its extents, the largest part of its memory, are
+                // moved.
                 (EntryKind::File { size_bytes, extents }, None) => {
                     first.insert(object, path);
                     let kind = EntryKind::File { size_bytes: *size_bytes, extents: mem::take(extents) };
@@ -229,7 +230,8 @@ fn resolve<'a>(
     path: &[u8],
     mut node: &'a Node,
 ) -> Result<usize, ArchiveError> {
-    // Links to existing paths were resolved before, so such a long chain is a cycle or is malicious.
+    // Links to existing paths were resolved before, so such a long chain is a cycle or is
+    // malicious.
     for _ in 0..MAX_CHAIN {
         match node {
             Node::Object(object) => return Ok(*object),

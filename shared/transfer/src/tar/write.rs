@@ -22,7 +22,8 @@ pub enum ArchiveWriteError {
     /// The bytes of the archive cannot be written.
     #[error("cannot write the archive")]
     Io(#[from] io::Error),
-    /// An extent is repeated, does not continue its file, or starts a file before another one is complete.
+    /// An extent is repeated, does not continue its file, or starts a file before another one is
+    /// complete.
     #[error("cannot write extent {0}: it is repeated or out of order")]
     OutOfOrder(u64),
     /// Content does not match the manifest.
@@ -38,16 +39,18 @@ pub enum ArchiveWriteError {
 
 /// A writer of a tree as an archive.
 ///
-/// The archive is complete only after [`ArchiveWriter::finish`], which writes the end that readers expect. After
-/// [`ArchiveWriteError::Io`] the archive is useless.
+/// The archive is complete only after [`ArchiveWriter::finish`], which writes the end that readers
+/// expect. After [`ArchiveWriteError::Io`] the archive is useless.
 ///
-/// Files may come in any order, but each must be complete, with its extents in ascending order. If files come in the order
-/// of the manifest, the entries have that order, so that equal manifests make equal archives.
+/// Files may come in any order, but each must be complete, with its extents in ascending order. If
+/// files come in the order of the manifest, the entries have that order, so that equal manifests
+/// make equal archives.
 #[derive(Debug)]
 pub struct ArchiveWriter<W: Write> {
     manifest: Arc<Manifest>,
     out: CountingWriter<W>,
-    /// Index of the next entry in order. All entries before it are written, except `absent` and `waiting`.
+    /// Index of the next entry in order. All entries before it are written, except `absent` and
+    /// `waiting`.
     next_entry: usize,
     /// Earlier files whose content has not come yet.
     absent: BTreeSet<usize>,
@@ -135,8 +138,8 @@ impl<W: Write> ArchiveWriter<W> {
         for link in std::mem::take(&mut self.waiting) {
             write_header(&mut self.out, &manifest.entries()[link])?;
         }
-        // Tar sets the mtime of a directory when it leaves it. Entries that it unpacks later change the mtime, so the
-        // directories are repeated.
+        // Tar sets the mtime of a directory when it leaves it. Entries that it unpacks later change
+        // the mtime, so the directories are repeated.
         if self.rearranged {
             for directory in manifest.entries().iter().filter(|entry| entry.is_directory()) {
                 write_header(&mut self.out, directory)?;
@@ -229,8 +232,8 @@ impl OpenFile {
     }
 }
 
-/// Returns the data regions of a file: its extents, extended to whole blocks. Readers disagree about the padding of other
-/// regions.
+/// Returns the data regions of a file: its extents, extended to whole blocks. Readers disagree
+/// about the padding of other regions.
 fn regions(size_bytes: u64, extents: &[Extent]) -> Vec<Range<u64>> {
     let block = BLOCK_BYTES as u64;
     let mut regions: Vec<Range<u64>> = Vec::new();
@@ -301,7 +304,8 @@ fn write_header<W: Write>(out: &mut CountingWriter<W>, entry: &Entry) -> io::Res
             pax::put(&mut records, key, id.to_string().as_bytes());
         }
     }
-    // The content is at most the greatest offset, and a map is shorter than the holes that it describes.
+    // The content is at most the greatest offset, and a map is shorter than the holes that it
+    // describes.
     header::put_number(&mut block[header::SIZE], size.cast_signed());
     if size > 0o77_777_777_777 {
         pax::put(&mut records, b"size", size.to_string().as_bytes());
@@ -335,7 +339,8 @@ fn write_records<W: Write>(out: &mut CountingWriter<W>, path: &[u8], records: &[
     out.zeroes(padding(records.len() as u64))
 }
 
-/// Encodes the map of a file with holes in format 1.0. An empty region at the end marks a hole at the end.
+/// Encodes the map of a file with holes in format 1.0. An empty region at the end marks a hole at
+/// the end.
 fn write_map(size_bytes: u64, regions: &[Range<u64>]) -> Vec<u8> {
     let end = regions.last().is_none_or(|last| last.end < size_bytes).then_some(size_bytes..size_bytes);
     let mut map = format!("{}\n", regions.len() + usize::from(end.is_some())).into_bytes();

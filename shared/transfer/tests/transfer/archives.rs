@@ -436,7 +436,8 @@ fn any_manifest() -> impl Strategy<Value = Manifest> {
     let byte = || any::<u8>().prop_map(|byte| if matches!(byte, 0 | b'/' | b'.') { b'x' } else { byte });
     let name = || prop_oneof![3 => vec(byte(), 1..6), 1 => vec(byte(), 80..120), 1 => vec(byte(), 200..255)];
     let number = || prop_oneof![0_u32..5, 0o7_777_770_u32..0o10_000_010, 0..u32::MAX];
-    // Lengths of holes and data in archive blocks, then whether the file ends with a hole or within a block.
+    // Lengths of holes and data in archive blocks, then whether the file ends with a hole or within
+    // a block.
     let file = (vec((1_u64..3000, 1_u64..3000), 0..4), any::<bool>(), 0_u64..2000, 0_u64..512);
     let file = file.prop_map(|(pieces, begins_with_data, hole, short)| {
         let (mut end, mut extents) = (0, Vec::new());
@@ -608,7 +609,8 @@ fn comparison_detects_every_difference() {
         let dir = tree();
         let manifest = manifest_of(dir.path());
         change(dir.path());
-        // The change inside of a directory also changes the mtime of the directory, which must not count.
+        // The change inside of a directory also changes the mtime of the directory, which must not
+        // count.
         set_mtime(dir.path(), 1_500_000_000, 42);
         let compared = compare(dir.path(), &["--format=gnu"], &manifest);
         let Err(ArchiveError::Changed { path: found }) = &compared else { panic!("{path}: {compared:?}") };

@@ -1,7 +1,8 @@
-//! Tests of readers with corrupted input. Readers accept or reject any bytes, and stay within their memory budget.
+//! Tests of readers with corrupted input. Readers accept or reject any bytes, and stay within their
+//! memory budget.
 //!
-//! Each case changes some bytes of valid input at random. `GANTRY_SEED` repeats one case. `GANTRY_SOAK` runs further cases
-//! for this number of hours.
+//! Each case changes some bytes of valid input at random. `GANTRY_SEED` repeats one case.
+//! `GANTRY_SOAK` runs further cases for this number of hours.
 use std::env;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -14,7 +14,8 @@ use tempfile::TempDir;
 /// The files of a tree, by path.
 type Files = BTreeMap<String, String>;
 
-/// The sent tree `base`, the `result` of the command, and the `target`, the directory of the sent tree.
+/// The sent tree `base`, the `result` of the command, and the `target`, the directory of the sent
+/// tree.
 struct Fixture {
     dir: TempDir,
 }
@@ -330,7 +331,8 @@ fn database_and_log_come_from_same_side() {
 fn replaced_file_keeps_acl_and_owner() {
     let base = files(&[("a", "1"), ("b", "1")]);
     let fixture = Fixture::new(&base, &files(&[("a", "22"), ("b", "22")]), &base);
-    // A list with an entry for the user 1000: version 2, then the tag, permissions and id of each entry.
+    // A list with an entry for the user 1000: version 2, then the tag, permissions and id of each
+    // entry.
     let entries: [(u16, u16, u32); 5] =
         [(1, 6, u32::MAX), (2, 6, 1000), (4, 0, u32::MAX), (16, 6, u32::MAX), (32, 0, u32::MAX)];
     let mut list = 2_u32.to_le_bytes().to_vec();

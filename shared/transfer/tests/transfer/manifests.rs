@@ -352,7 +352,8 @@ fn encoding_is_canonical() {
     assert_eq!(manifest.tree_digest(), Digest(*hasher.finalize().as_bytes()));
 }
 
-/// `volumes.proto` contains an example tree with its digest, for other implementations of the encoding.
+/// `volumes.proto` contains an example tree with its digest, for other implementations of the
+/// encoding.
 #[test]
 fn example_in_proto_is_correct() {
     let empty = Entry { mode: 0o755, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, ..root() };

@@ -17,16 +17,20 @@ Examples:
   gantry up --listen 127.0.0.1:7400      # callers over TCP need the token file that is printed
   gantry up --host-path ~/.cargo/bin,~/.rustup")]
 pub(crate) struct UpArgs {
-    /// Listen on this TCP address, too. Callers need the token that is generated in the state directory
+    /// Listen on this TCP address, too. Callers need the token that is generated in the state
+    /// directory
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) listen: Option<String>,
-    /// Address at which callers over TCP reach this cluster, such as `http://host:port`. Default: the address of --listen
+    /// Address at which callers over TCP reach this cluster, such as `http://host:port`. Default:
+    /// the address of --listen
     #[arg(long, value_name = "ADDRESS", requires = "listen", value_parser = rpc::client::addresses)]
     pub(crate) endpoint: Option<String>,
-    /// Allow --listen on an address that other machines can reach, although the traffic is not encrypted
+    /// Allow --listen on an address that other machines can reach, although the traffic is not
+    /// encrypted
     #[arg(long, requires = "listen")]
     pub(crate) insecure: bool,
-    /// End the cluster after this long without a client, workload or kept container, such as `1h`. Default: never
+    /// End the cluster after this long without a client, workload or kept container, such as `1h`.
+    /// Default: never
     #[arg(long, value_name = "DURATION", value_parser = values::duration, env = "GANTRY_IDLE_END")]
     pub(crate) idle_end: Option<Duration>,
     /// Time for which the container and the log of a workload are kept after its end
@@ -38,16 +42,19 @@ pub(crate) struct UpArgs {
         env = "GANTRY_GC_GRACE"
     )]
     pub(crate) gc_grace: Duration,
-    /// Never destroy a container or volume, so that garbage can be inspected or undeleted. The disk fills up
+    /// Never destroy a container or volume, so that garbage can be inspected or undeleted. The disk
+    /// fills up
     #[arg(
         long,
         env = "GANTRY_HOLD_DESTRUCTION",
         value_parser = clap::builder::BoolishValueParser::new()
     )]
     pub(crate) hold_destruction: bool,
-    /// Treat unknown volumes and containers as orphans, because artifact-store.db was restored from a backup
+    /// Treat unknown volumes and containers as orphans, because artifact-store.db was restored from
+    /// a backup
     ///
-    /// artifact-store.db in the state directory is the database of the artifact store. Orphans stay until `gantry adopt` or `gantry purge`.
+    /// artifact-store.db in the state directory is the database of the artifact store. Orphans stay
+    /// until `gantry adopt` or `gantry purge`.
     #[arg(long)]
     pub(crate) restored: bool,
     #[command(flatten, next_help_heading = "Worker on this machine")]
@@ -68,7 +75,8 @@ pub(crate) struct UpArgs {
     /// Platform of the worker given by --garden. Default: linux
     #[arg(long, value_name = "PLATFORM", requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_platform: Option<String>,
-    /// Tag of the worker given by --garden. Repeatable. A worker with tags takes only workloads with tags
+    /// Tag of the worker given by --garden. Repeatable. A worker with tags takes only workloads
+    /// with tags
     #[arg(long = "garden-tag", value_name = "TAG", value_parser = values::tag, requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_tags: Vec<String>,
     /// Team that alone may use the worker given by --garden. Default: all teams

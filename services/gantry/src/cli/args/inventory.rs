@@ -50,7 +50,8 @@ pub(crate) struct ListArgs {
     /// Kind of objects, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// List only objects in this state, such as `running` or `deleting`. For workloads, artifacts, volumes and containers
+    /// List only objects in this state, such as `running` or `deleting`. For workloads, artifacts,
+    /// volumes and containers
     #[arg(long, value_name = "STATE")]
     pub(crate) state: Option<String>,
     /// List only the leases of this worker, by name or id
@@ -59,10 +60,12 @@ pub(crate) struct ListArgs {
     /// Number of objects to list at most
     #[arg(long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
     pub(crate) limit: usize,
-    /// List only artifacts that are lost if all cordoned, retiring, stalled and lost workers disappear
+    /// List only artifacts that are lost if all cordoned, retiring, stalled and lost workers
+    /// disappear
     #[arg(long)]
     pub(crate) at_risk: bool,
-    /// List only orphans, of all teams: volumes or containers that the restored artifact store does not know
+    /// List only orphans, of all teams: volumes or containers that the restored artifact store does
+    /// not know
     #[arg(long)]
     pub(crate) orphans: bool,
 }
@@ -138,7 +141,8 @@ pub(crate) struct AdoptArgs {
     /// Handle of the volume
     #[arg(value_name = "VOLUME")]
     pub(crate) volume: VolumeHandle,
-    /// Id of the artifact that the volume becomes a replica of. Default: its former artifact, or a new one if that is unknown
+    /// Id of the artifact that the volume becomes a replica of. Default: its former artifact, or a
+    /// new one if that is unknown
     #[arg(long, value_name = "ARTIFACT")]
     pub(crate) artifact: Option<ArtifactId>,
     /// Build that owns the artifact from now on

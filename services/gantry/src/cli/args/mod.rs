@@ -1,6 +1,7 @@
 //! Commands and options of `gantry`, with their help texts.
 //!
-//! `main` parses them with clap, and [`crate::commands`] executes them. [`crate::cli::values`] parses the values of options.
+//! `main` parses them with clap, and [`crate::commands`] executes them. [`crate::cli::values`]
+//! parses the values of options.
 
 mod cluster;
 mod inventory;
@@ -49,11 +50,14 @@ Examples:
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
-    /// Address of the cluster: `unix:///path` or `http://host:port`. Default: the cluster on this machine
+    /// Address of the cluster: `unix:///path` or `http://host:port`. Default: the cluster on this
+    /// machine
     ///
-    /// Services at different addresses are written `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,proxy=ADDRESS`. Further replicas of
-    /// a service follow its address, separated by commas. An address before all names is the default for services that are not named.
-    /// `http://host:7110-7119` stands for the replicas at these ports.
+    /// Services at different addresses are written
+    /// `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,proxy=ADDRESS`. Further replicas of a
+    /// service follow its address, separated by commas. An address before all names is the default
+    /// for services that are not named. `http://host:7110-7119` stands for the replicas at these
+    /// ports.
     #[arg(
         long,
         global = true,
@@ -66,7 +70,8 @@ pub(crate) struct Global {
     /// Whether --server was given on the command line, not by the environment.
     #[arg(skip)]
     pub(crate) server_given: bool,
-    /// Address of a proxy that forwards calls to the gateways of workers. Default: gateways are called directly
+    /// Address of a proxy that forwards calls to the gateways of workers. Default: gateways are
+    /// called directly
     #[arg(
         long,
         global = true,
@@ -77,8 +82,8 @@ pub(crate) struct Global {
     pub(crate) proxy: Option<String>,
     /// File that holds the cluster token
     ///
-    /// `gantry up --listen` prints the path of its token file. Default for a --server on the loopback: the token file of the services on
-    /// this machine that run without --token-file.
+    /// `gantry up --listen` prints the path of its token file. Default for a --server on the
+    /// loopback: the token file of the services on this machine that run without --token-file.
     #[arg(
         long,
         global = true,
@@ -102,7 +107,8 @@ pub(crate) struct Global {
     pub(crate) quiet: bool,
     /// Print JSON on standard output
     ///
-    /// Most commands print one object. `run`, `attach`, `logs`, `watch` and `list` print one object per line.
+    /// Most commands print one object. `run`, `attach`, `logs`, `watch` and `list` print one object
+    /// per line.
     #[arg(long, global = true, help_heading = "Global options")]
     pub(crate) json: bool,
 }
@@ -130,7 +136,8 @@ pub(crate) enum Command {
     /// Print one file of an artifact
     Cat(CatArgs),
 
-    /// List workers, workloads, leases, artifacts, volumes, containers, caches, base types or imports
+    /// List workers, workloads, leases, artifacts, volumes, containers, caches, base types or
+    /// imports
     List(ListArgs),
     /// Show one worker, workload, artifact, volume, container or cache
     Show(ShowArgs),
@@ -156,7 +163,8 @@ pub(crate) enum Command {
     /// Forget a lost worker for good
     Prune(PruneArgs),
 
-    /// Show the demand for workers of all teams, the workers, and which of them can be removed with the least harm
+    /// Show the demand for workers of all teams, the workers, and which of them can be removed with
+    /// the least harm
     Demand,
 
     /// Run a cluster on this machine in the foreground

@@ -19,8 +19,9 @@ pub(crate) struct RunArgs {
 
     /// Upload directory DIR, and give it to the command as ./NAME. Repeatable
     ///
-    /// `NAME=artifact:UUID` takes an artifact that the cluster has already. `:ro` at the end makes the input read-only. Without `:ro`, the
-    /// command writes into its own copy. If the name of the directory itself ends in `:ro`, add a slash: `-i src=odd:ro/`.
+    /// `NAME=artifact:UUID` takes an artifact that the cluster has already. `:ro` at the end makes
+    /// the input read-only. Without `:ro`, the command writes into its own copy. If the name of the
+    /// directory itself ends in `:ro`, add a slash: `-i src=odd:ro/`.
     #[arg(
         short,
         long = "input",
@@ -31,9 +32,10 @@ pub(crate) struct RunArgs {
     pub(crate) inputs: Vec<InputArg>,
     /// Keep the directory ./NAME after the run, and download it into DIR. Repeatable
     ///
-    /// Without DIR, the output stays in the cluster as an artifact, and its id is printed on standard error. An output with the name of an
-    /// input starts with the contents of that input. If DIR is the directory of that input, too, the run is in place: only the changes
-    /// that the command made are written into DIR.
+    /// Without DIR, the output stays in the cluster as an artifact, and its id is printed on
+    /// standard error. An output with the name of an input starts with the contents of that input.
+    /// If DIR is the directory of that input, too, the run is in place: only the changes that the
+    /// command made are written into DIR.
     #[arg(
         short,
         long = "output",
@@ -44,8 +46,9 @@ pub(crate) struct RunArgs {
     pub(crate) outputs: Vec<OutputArg>,
     /// Keep the directory PATH of the container for the next run. Repeatable
     ///
-    /// The command finds the current version of the cache NAME at PATH. The first run finds an empty directory. The directory that the
-    /// command leaves becomes the current version when the command ends with an exit code. A cache is deleted after 7 days without use, unless the
+    /// The command finds the current version of the cache NAME at PATH. The first run finds an
+    /// empty directory. The directory that the command leaves becomes the current version when the
+    /// command ends with an exit code. A cache is deleted after 7 days without use, unless the
     /// cluster is configured otherwise.
     #[arg(
         long = "cache",
@@ -70,7 +73,8 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) keep: Duration,
-    /// Time for which uploads are kept if `gantry` is killed before it submits the workload: 1s to 24h
+    /// Time for which uploads are kept if `gantry` is killed before it submits the workload: 1s to
+    /// 24h
     #[arg(
         long,
         value_name = "DURATION",
@@ -85,9 +89,10 @@ pub(crate) struct RunArgs {
 
     /// Root file system of the container
     ///
-    /// `host` is a view of the worker's own file system: its programs and libraries, read-only. `artifact:UUID` is the directory `rootfs`
-    /// of an artifact. A file `metadata.json` beside `rootfs` may set the default environment and user. `resource-type:NAME` is the image
-    /// that the worker or the cluster has for a resource type.
+    /// `host` is a view of the worker's own file system: its programs and libraries, read-only.
+    /// `artifact:UUID` is the directory `rootfs` of an artifact. A file `metadata.json` beside
+    /// `rootfs` may set the default environment and user. `resource-type:NAME` is the image that
+    /// the worker or the cluster has for a resource type.
     #[arg(long, value_name = "host|artifact:UUID|resource-type:NAME", default_value = "host", value_parser = values::image, help_heading = "Container")]
     pub(crate) image: domain::workload::Image,
     /// Set the environment variable K to V, or copy your own K. Repeatable
@@ -104,7 +109,8 @@ pub(crate) struct RunArgs {
     /// Working directory, absolute or relative to /workspace. Inputs and outputs are below it
     #[arg(long = "dir", value_name = "PATH", default_value = "/workspace", help_heading = "Container")]
     pub(crate) directory: OsString,
-    /// User that runs the command: a name or a uid, with an optional `:GROUP`. Default: the user of the image, or root
+    /// User that runs the command: a name or a uid, with an optional `:GROUP`. Default: the user of
+    /// the image, or root
     #[arg(long, value_name = "USER", help_heading = "Container")]
     pub(crate) user: Option<String>,
     /// Network of the container
@@ -115,7 +121,8 @@ pub(crate) struct RunArgs {
     pub(crate) hermetic: bool,
     /// Give the command all capabilities and devices, and no system call filter
     ///
-    /// The command can then do everything that root can do on the worker. The operator of the worker must allow it.
+    /// The command can then do everything that root can do on the worker. The operator of the
+    /// worker must allow it.
     #[arg(long, help_heading = "Container")]
     pub(crate) privileged: bool,
     /// Do not forward standard input to the command
@@ -125,12 +132,14 @@ pub(crate) struct RunArgs {
     /// CPU limit in cores, such as `0.5` or `2`. Default: no limit
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "Resources")]
     pub(crate) cpu: Option<u64>,
-    /// Memory limit with page cache, such as `512M` or `2G`. At least 6M. Default: the limit of the worker
+    /// Memory limit with page cache, such as `512M` or `2G`. At least 6M. Default: the limit of the
+    /// worker
     #[arg(long, value_name = "SIZE", value_parser = values::memory, help_heading = "Resources")]
     pub(crate) memory: Option<u64>,
     /// Reserve CPU on the worker, in cores such as `0.5` or `2`. Default: nothing
     ///
-    /// The command runs only on a worker with that much unreserved. A reservation limits nothing: see --cpu.
+    /// The command runs only on a worker with that much unreserved. A reservation limits nothing:
+    /// see --cpu.
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "Resources")]
     pub(crate) reserve_cpu: Option<u64>,
     /// Reserve memory on the worker, such as `512M` or `2G`. Default: nothing
@@ -145,8 +154,9 @@ pub(crate) struct RunArgs {
     pub(crate) tags: Vec<String>,
     /// Run only on a worker whose runtime has this capability. Repeatable
     ///
-    /// `gantry show worker NAME` lists the capabilities. Example: on a worker with `ends-whole`, background processes of the command end
-    /// with it, so they cannot write into its outputs later.
+    /// `gantry show worker NAME` lists the capabilities. Example: on a worker with `ends-whole`,
+    /// background processes of the command end with it, so they cannot write into its outputs
+    /// later.
     #[arg(long = "require", value_name = "CAPABILITY", help_heading = "Placement")]
     pub(crate) capabilities: Vec<String>,
     /// Priority in the queue, from -100 to 100. Higher priorities are placed first
@@ -159,7 +169,8 @@ pub(crate) struct RunArgs {
         help_heading = "Placement"
     )]
     pub(crate) priority: i32,
-    /// Let the scheduler stop the workload when its worker is cordoned or retired, and start it on another worker. Requires --detach
+    /// Let the scheduler stop the workload when its worker is cordoned or retired, and start it on
+    /// another worker. Requires --detach
     ///
     /// The command may then run more than once.
     #[arg(long, requires = "detach", help_heading = "Placement")]
@@ -168,20 +179,26 @@ pub(crate) struct RunArgs {
     #[arg(long, conflicts_with_all = ["detach", "trace"], help_heading = "Placement")]
     pub(crate) explain: bool,
 
-    /// Stop the command when it has run for this long, such as `90s`, and exit with 124. Default: no limit
+    /// Stop the command when it has run for this long, such as `90s`, and exit with 124. Default:
+    /// no limit
     #[arg(long, value_name = "DURATION", value_parser = values::positive_duration, help_heading = "Timeouts and retries")]
     pub(crate) timeout: Option<Duration>,
-    /// Give up when the workload has waited this long for a worker, such as `10m`. Default: no limit
+    /// Give up when the workload has waited this long for a worker, such as `10m`. Default: no
+    /// limit
     #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "Timeouts and retries")]
     pub(crate) queue_timeout: Option<Duration>,
-    /// Give up when the command has not started this long after its placement, such as `5m`. Default: no limit
+    /// Give up when the command has not started this long after its placement, such as `5m`.
+    /// Default: no limit
     ///
-    /// This includes the time for copying inputs to the worker. With --retries, the workload is placed again instead.
+    /// This includes the time for copying inputs to the worker. With --retries, the workload is
+    /// placed again instead.
     #[arg(long, value_name = "DURATION", value_parser = values::positive_duration, help_heading = "Timeouts and retries")]
     pub(crate) start_timeout: Option<Duration>,
-    /// Retry at most N times when the worker is lost or the command does not start in time. Requires --detach
+    /// Retry at most N times when the worker is lost or the command does not start in time.
+    /// Requires --detach
     ///
-    /// The command may then run more than once, but never twice at the same time. An exit code of the command never causes a retry.
+    /// The command may then run more than once, but never twice at the same time. An exit code of
+    /// the command never causes a retry.
     #[arg(
         long,
         value_name = "N",
@@ -192,7 +209,8 @@ pub(crate) struct RunArgs {
     )]
     pub(crate) retries: u32,
 
-    /// Print the id of the workload and exit. The workload runs in the background, without standard input
+    /// Print the id of the workload and exit. The workload runs in the background, without standard
+    /// input
     #[arg(short, long, help_heading = "Execution")]
     pub(crate) detach: bool,
     /// Write the trace of this run, with the spans of all services, into FILE as JSON

@@ -11,10 +11,12 @@ use domain::ArtifactId;
 pub(crate) struct ScanArgs {
     /// Also leave out files that git ignores: .gitignore, .git/info/exclude and core.excludesFile
     ///
-    /// Files that git tracks are still uploaded, and so are files that a .gantryignore includes with `!`.
+    /// Files that git tracks are still uploaded, and so are files that a .gantryignore includes
+    /// with `!`.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) gitignore: bool,
-    /// Leave out unreadable files instead of failing, and accept files that change during the upload
+    /// Leave out unreadable files instead of failing, and accept files that change during the
+    /// upload
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) allow_changed: bool,
 }
@@ -32,9 +34,11 @@ pub(crate) struct AllowArgs {
     /// Without this option, they are left out and named in a warning.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) preserve_special: bool,
-    /// Follow symbolic links in the paths of output directories, and in relative paths of inputs and traces
+    /// Follow symbolic links in the paths of output directories, and in relative paths of inputs
+    /// and traces
     ///
-    /// Without this option, such a path is rejected, because an earlier result may have made the link.
+    /// Without this option, such a path is rejected, because an earlier result may have made the
+    /// link.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) follow_links: bool,
 }
@@ -59,14 +63,16 @@ pub(crate) struct UploadArgs {
     pub(crate) label: String,
     /// Store the bytes in the database of the artifact store instead of on a worker
     ///
-    /// No worker is needed until the artifact is used, and the artifact survives the loss of all workers. Each upload makes a new artifact.
-    /// Limits: 1 MiB, and 1000 files, directories and symbolic links.
+    /// No worker is needed until the artifact is used, and the artifact survives the loss of all
+    /// workers. Each upload makes a new artifact. Limits: 1 MiB, and 1000 files, directories and
+    /// symbolic links.
     #[arg(long)]
     pub(crate) inline: bool,
     /// Make the artifact the image of the resource type NAME, for all workers and teams
     ///
-    /// `gantry run --image resource-type:NAME` then runs in its directory rootfs/, even on workers that have their own image for that
-    /// type. The artifact is kept until another upload replaces it.
+    /// `gantry run --image resource-type:NAME` then runs in its directory rootfs/, even on workers
+    /// that have their own image for that type. The artifact is kept until another upload replaces
+    /// it.
     #[arg(long, value_name = "NAME")]
     pub(crate) resource_type: Option<String>,
     /// Version of the resource type's image, shown by `gantry list base-types`

@@ -61,7 +61,8 @@ What is explained:
   transfer          its artifact and its target worker, and when its term ends
   worker            its state, and its containers and volumes")]
 pub(crate) struct ExplainArgs {
-    /// Id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker; or the name of a worker
+    /// Id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource
+    /// type, transfer or worker; or the name of a worker
     #[arg(value_name = "ID")]
     pub(crate) id: String,
     /// For a waiting workload: number of workers to list one by one. Default: 20

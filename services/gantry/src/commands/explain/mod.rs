@@ -1,4 +1,5 @@
-//! `gantry explain`: why a workload waits, what a lease is for, and why other objects are kept or were deleted.
+//! `gantry explain`: why a workload waits, what a lease is for, and why other objects are kept or
+//! were deleted.
 
 mod lease;
 mod store;
@@ -17,7 +18,8 @@ use crate::ending::error;
 use crate::render::stdout::{print, print_json};
 use crate::render::{explanation, json};
 
-/// Executes `gantry explain`. The scheduler explains workloads and leases, and the artifact store explains all other objects.
+/// Executes `gantry explain`. The scheduler explains workloads and leases, and the artifact store
+/// explains all other objects.
 pub(crate) async fn explain(
     connection: &Connection,
     args: &ExplainArgs,

@@ -17,7 +17,8 @@ use crate::render::table::{bytes, duration, fields, plain};
 /// Maximum length of a line, in characters.
 const WIDTH: usize = 1000;
 
-/// Explains an object of the store. The explanation of a worker includes its state in the scheduler.
+/// Explains an object of the store. The explanation of a worker includes its state in the
+/// scheduler.
 pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
     let explained = match why::explain(connection, id).await {
         Ok(explained) => explained,

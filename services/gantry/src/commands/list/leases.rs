@@ -8,7 +8,8 @@ use crate::render::listing::table;
 use crate::render::table::plain;
 use crate::render::{json, labels};
 
-/// Executes `gantry list leases`. Lists the unfinished leases of all teams, on one worker or on all.
+/// Executes `gantry list leases`. Lists the unfinished leases of all teams, on one worker or on
+/// all.
 pub(crate) async fn list(
     connection: &Connection,
     worker: Option<&str>,

@@ -26,7 +26,8 @@ pub(super) fn workload_row(workload: &Workload) -> Vec<String> {
 /// Text for a workload whose spec is abridged.
 const ABRIDGED: &str = "larger than 8 KiB; its arguments, environment, inputs, outputs, caches, tags and capabilities are not stored";
 
-/// Lists the fields of a workload. `standing` describes its worker, if that is not running normally.
+/// Lists the fields of a workload. `standing` describes its worker, if that is not running
+/// normally.
 pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, String)> {
     let spec = workload.spec.clone().unwrap_or_default();
     let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(labels::instant).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! Hints for a command that failed because a path of this machine is not in its container, or because it is a shell command line.
+//! Hints for a command that failed because a path of this machine is not in its container, or
+//! because it is a shell command line.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -91,7 +92,8 @@ mod tests {
     use super::*;
     use crate::cli::args::{Cli, Command};
 
-    /// Returns the hint after a run that failed with `reason`, or exited with 127. All paths exist here except those that end in `gone`.
+    /// Returns the hint after a run that failed with `reason`, or exited with 127. All paths exist
+    /// here except those that end in `gone`.
     fn hint_for(reason: Option<&str>, arguments: &[&str]) -> Option<String> {
         let line = ["gantry", "run"].iter().chain(arguments);
         let Command::Run(args) = Cli::try_parse_from(line).expect("parses").command else {

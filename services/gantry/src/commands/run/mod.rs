@@ -88,7 +88,8 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     }
     let workload = WorkloadId::new();
 
-    // If the command ends before the workload is submitted, uploads are deleted after --abandoned-after.
+    // If the command ends before the workload is submitted, uploads are deleted after
+    // --abandoned-after.
     let RunInputs { inputs, sent, build, caches } = tokio::select! {
         prepared = prepare(args, connection, ui, workload) => prepared?,
         code = signals.next() => return Err(Interrupted(code).into()),
@@ -329,7 +330,8 @@ async fn download(
     Ok(delivery)
 }
 
-/// Describes how to download an output later. An output in place goes into another directory, because a later download would overwrite changes.
+/// Describes how to download an output later. An output in place goes into another directory,
+/// because a later download would overwrite changes.
 fn download_hint(
     name: &str,
     artifact: &str,

@@ -86,7 +86,8 @@ pub(super) fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
     }
 }
 
-/// Makes the environment. The last variable of a name wins. A variable that cannot be copied is left out, with a message.
+/// Makes the environment. The last variable of a name wins. A variable that cannot be copied is
+/// left out, with a message.
 pub(super) fn environment(
     variables: &[EnvironmentArg],
     ours: impl Fn(&OsString) -> Option<OsString>,

@@ -22,7 +22,8 @@ pub(crate) fn current_id() -> Option<String> {
     rpc::trace::current()?.split('-').nth(1).map(str::to_owned)
 }
 
-/// Writes the spans of `trace_id` into a file. Links in its path are checked again, because a result may have made one.
+/// Writes the spans of `trace_id` into a file. Links in its path are checked again, because a
+/// result may have made one.
 pub(crate) async fn write(
     (file, follow_links): (&Path, bool),
     trace_id: &str,

@@ -88,7 +88,8 @@ pub(crate) async fn status() -> anyhow::Result<ClusterView> {
     Ok(ClusterView { text, document, code: 0 })
 }
 
-/// Finds the address of the cluster. Waits for a cluster that starts or ends, which holds the lock but does not listen.
+/// Finds the address of the cluster. Waits for a cluster that starts or ends, which holds the lock
+/// but does not listen.
 async fn found(paths: &Paths) -> Option<String> {
     let give_up = Instant::now() + PATIENCE;
     loop {

@@ -85,7 +85,8 @@ fn show(seen: &ClusterView, as_json: bool) -> anyhow::Result<()> {
     if as_json { print_json(&seen.document) } else { print(&seen.text) }
 }
 
-/// Formats text that replaces the screen of a terminal of this size. Lines are cut, and further lines are counted. 0: the size is unlimited.
+/// Formats text that replaces the screen of a terminal of this size. Lines are cut, and further
+/// lines are counted. 0: the size is unlimited.
 fn redrawn(text: &str, columns: usize, rows: usize) -> String {
     let lines: Vec<_> = text.lines().collect();
     // The cursor needs the line below the text.
@@ -171,7 +172,8 @@ impl Overview {
         Ok(Self { services, workers, unfinished, transfers, orphans, unseen })
     }
 
-    /// Returns whether no worker has registered yet, or a worker has not reported its free disk space.
+    /// Returns whether no worker has registered yet, or a worker has not reported its free disk
+    /// space.
     pub(crate) fn awaits_report(&self) -> bool {
         let has_disk = |worker: &Worker| worker.capacity.unwrap_or_default().disk_bytes > 0;
         let is_silent = |worker: &Worker| has_disk(worker) && worker.disk_free_bytes == 0;

@@ -83,7 +83,8 @@ pub(super) async fn services(addresses: &Addresses, workers: &[Worker], outgoing
         }
     }
     match &addresses.proxy {
-        // A caller of a proxy may not reach the gateways. The contact of their workers is shown with the workers.
+        // A caller of a proxy may not reach the gateways. The contact of their workers is shown
+        // with the workers.
         Some(proxy) => asked.extend(proxy.split(',').map(|address| (address.trim(), "proxy"))),
         None => {
             // A cluster in one process is asked once, even if its gateway has another address.

@@ -19,11 +19,13 @@ use super::*;
 const PIECE: usize = 10_000;
 const PIECES: usize = 100;
 
-/// Fake gateway with a process that writes `output` and takes all input. Its calls break after some pieces.
+/// Fake gateway with a process that writes `output` and takes all input. Its calls break after some
+/// pieces.
 #[derive(Clone)]
 struct Gateway {
     output: Bytes,
-    /// Number of pieces after which each of the next calls breaks. The last element is the first call.
+    /// Number of pieces after which each of the next calls breaks. The last element is the first
+    /// call.
     breaks: Arc<Mutex<Vec<usize>>>,
     /// Offset before which output is lost.
     kept_from: usize,

@@ -231,7 +231,8 @@ fn random_rules(
     }
     for _ in 0..random.random_range(1..6) {
         let line = random_line(random, paths);
-        // The line is checked after another one, because a byte order mark is only special at the start of a file.
+        // The line is checked after another one, because a byte order mark is only special at the
+        // start of a file.
         if pattern::parse_lines(&[b"\n", &line[..]].concat()).any(|(_, pattern)| pattern.is_err()) {
             malformed.insert(line);
         } else {

@@ -1,4 +1,5 @@
-//! Data of git outside of the working tree: `info/exclude`, the excludes file of the user, and tracked paths.
+//! Data of git outside of the working tree: `info/exclude`, the excludes file of the user, and
+//! tracked paths.
 //!
 //! [`super::Rules`] uses it with `--gitignore`.
 
@@ -15,7 +16,8 @@ use anyhow::{Context, bail};
 /// Prefix of the path in a `.git` that is a file.
 const LINK: &[u8] = b"gitdir: ";
 
-/// Returns the path of `info/exclude` for the working tree at `directory`. `None`: it is not a working tree.
+/// Returns the path of `info/exclude` for the working tree at `directory`. `None`: it is not a
+/// working tree.
 pub(super) fn info_exclude(directory: &Path) -> anyhow::Result<Option<PathBuf>> {
     let git = directory.join(".git");
     let common = match git.metadata() {
@@ -41,7 +43,8 @@ pub(super) fn tracked(directory: &Path) -> anyhow::Result<BTreeSet<PathBuf>> {
         return Ok(BTreeSet::new());
     }
     let mut git = git(directory);
-    // A repository of another user may be read, but programs that it names must not run. Git runs them to fetch missing objects, for example.
+    // A repository of another user may be read, but programs that it names must not run. Git runs
+    // them to fetch missing objects, for example.
     git.args(["-c", "safe.directory=*", "-c", "core.fsmonitor=false"]);
     git.env("GIT_ALLOW_PROTOCOL", "none").env("GIT_NO_LAZY_FETCH", "1");
     git.args(["ls-files", "-z", "--cached"]);

@@ -1,9 +1,11 @@
 //! Patterns of ignore files: the syntax of git, on bytes.
 //!
-//! [`super::Rules`] parses the lines of a file here and matches paths. The syntax is that of `dir.c` and `wildmatch.c` of git. A pattern that
-//! wildmatch of git gives up on is [`Malformed`] here, because its author meant some path.
+//! [`super::Rules`] parses the lines of a file here and matches paths. The syntax is that of
+//! `dir.c` and `wildmatch.c` of git. A pattern that wildmatch of git gives up on is [`Malformed`]
+//! here, because its author meant some path.
 //!
-//! Invariant: the time of a match is bounded by the length of the pattern times the length of the path.
+//! Invariant: the time of a match is bounded by the length of the pattern times the length of the
+//! path.
 
 use std::iter;
 
@@ -19,7 +21,8 @@ pub(super) struct Pattern {
     directories_only: bool,
     /// Whether the pattern matches the last name of a path, not the whole path.
     name_only: bool,
-    /// Bytes before the first special one. Git compares them first, so the `**` of `a**/b` counts as a start, and the pattern matches `ab`.
+    /// Bytes before the first special one. Git compares them first, so the `**` of `a**/b` counts
+    /// as a start, and the pattern matches `ab`.
     literal: Vec<u8>,
     /// Tokens after the literal bytes.
     rest: Vec<Token>,
@@ -213,7 +216,8 @@ fn class_of(is_in: impl Fn(u8) -> bool) -> Class {
     class
 }
 
-/// Returns the name at the start of a text such as `[:alpha:]`, and the length of the whole expression. `None`: the bracket is literal.
+/// Returns the name at the start of a text such as `[:alpha:]`, and the length of the whole
+/// expression. `None`: the bracket is literal.
 fn class_name(text: &[u8]) -> Result<Option<(&[u8], usize)>, Malformed> {
     let Some(inner) = text.strip_prefix(b"[:") else { return Ok(None) };
     let end = inner.iter().position(|byte| *byte == b']').ok_or(Malformed::Unclosed)?;
@@ -240,7 +244,8 @@ fn is_in_class(name: &[u8], byte: u8) -> Option<bool> {
     })
 }
 
-/// Returns whether a text matches the tokens. Follows all possible paths through the tokens at once, byte by byte.
+/// Returns whether a text matches the tokens. Follows all possible paths through the tokens at
+/// once, byte by byte.
 fn match_tokens(tokens: &[Token], text: &[u8]) -> bool {
     match (tokens.last(), text.last()) {
         (None, last) => return last.is_none(),

@@ -145,8 +145,8 @@ impl Container {
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Intent {
     pub(super) process: AttemptId,
-    /// The boot in which the intent was written. After a reboot, nothing proves that the process was
-    /// not started.
+    /// The boot in which the intent was written. After a reboot, nothing proves that the process
+    /// was not started.
     pub(super) boot: String,
     pub(super) command: Vec<Text>,
     pub(super) environment: Vec<(Text, Text)>,
