@@ -18,7 +18,8 @@
 //!   all others are full.
 //! - `queue_submit_64`: workloads per second that 64 callers submit without workers, up to the
 //!   number in `--queue`. `queue_bytes`: memory of the scheduler per workload. `queue_fill_ms`:
-//!   time from the hello of a worker with 1000 slots until its desired state contains 1000 leases.
+//!   time from the registration of a worker with 1000 slots until its desired state contains
+//!   1000 leases.
 
 mod common;
 
