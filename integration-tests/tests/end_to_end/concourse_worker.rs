@@ -503,7 +503,7 @@ fn concourse_worker_takes_only_limits_it_supports() {
             continue;
         }
         if !testing::garden::keeps_limits() {
-            eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+            eprintln!("not applicable: this worker is simulated and enforces no limits");
             continue;
         }
         let fits = suite.cluster.output(suite.job(&["--memory", "64M"], "true"));

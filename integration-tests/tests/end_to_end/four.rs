@@ -452,7 +452,7 @@ fn schema_can_be_migrated_beforehand() {
             let refused = run(&serve);
             let printed = String::from_utf8_lossy(&refused.stderr);
             assert!(
-                !refused.status.success() && printed.contains("older than this program"),
+                !refused.status.success() && printed.contains("lacks the migrations"),
                 "{}",
                 describe(&refused)
             );

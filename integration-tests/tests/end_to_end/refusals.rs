@@ -179,7 +179,8 @@ fn misspelt_setting_is_reported() {
     let cluster = Cluster::new();
     let output = cluster.gantry(["down"]).env("GANTRY_SERVRE", "http://there").output().expect("gantry");
     assert!(
-        stderr_text(&output).contains("GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"),
+        stderr_text(&output)
+            .contains("GANTRY_SERVRE is not a setting of Gantry; did you mean GANTRY_SERVER?"),
         "{}",
         describe(&output)
     );

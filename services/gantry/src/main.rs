@@ -4,7 +4,7 @@
 //! main ─▶ commands ─▶ follow ─▶ transfer ─▶ client ─▶ cluster ─▶ cli ─▶ render ─▶ ending
 //! ```
 //!
-//! A chapter may use only the chapters to its right; `make house` checks that. Answers go to
+//! A module may use only the modules to its right; `make house` checks that. Answers go to
 //! standard output, everything else to standard error. `main` prints each failure once, in one
 //! sentence.
 

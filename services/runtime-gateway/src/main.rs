@@ -79,7 +79,7 @@ struct Arguments {
     /// Directory of volumes and containers
     #[arg(long, env = "GANTRY_STATE_DIR", value_name = "DIR", default_value = "/var/lib/gantry")]
     state_dir: PathBuf,
-    /// Directory of the supervisors' sockets
+    /// Directory of the supervisors' sockets. Several workers of one machine may share it
     #[arg(long, env = "GANTRY_RUNTIME_DIR", value_name = "DIR", default_value = "/run/gantry")]
     runtime_dir: PathBuf,
     /// Interval between two reports of all containers and volumes, varied by a fifth

@@ -289,6 +289,7 @@ async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> any
         labels: Some(pb::WorkerLabels {
             platform: "linux".to_owned(),
             image_kinds: vec!["host".to_owned()],
+            capabilities: vec!["network-private".to_owned()],
             ..pb::WorkerLabels::default()
         }),
         capacity: Some(pb::Capacity {

@@ -86,9 +86,9 @@ struct Arguments {
     /// know or that has finished
     #[arg(long, env = "GANTRY_RECONCILE_GRACE", value_name = "DURATION", default_value = "5m", value_parser = duration)]
     reconcile_grace: Duration,
-    /// Ranking of workers for builds with inputs. The first strategy that differs decides:
-    /// volume-locality, fewest-build-containers, limit-active-tasks, limit-active-containers,
-    /// limit-active-volumes, random
+    /// Ranking of workers for workloads and leases with inputs. The first strategy that differs
+    /// decides: volume-locality, fewest-build-containers, limit-active-tasks,
+    /// limit-active-containers, limit-active-volumes, random
     #[arg(
         long,
         env = "GANTRY_PLACEMENT_STRATEGY",

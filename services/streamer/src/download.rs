@@ -15,7 +15,7 @@ pub(crate) enum DownloadError {
     #[error("team has no sealed artifact {0}")]
     NotFound(ArtifactId),
     /// All replicas are lost.
-    #[error("artifact {0} has no replica left")]
+    #[error("cannot read artifact {0}: every replica is lost; make or upload it again")]
     NoReplica(ArtifactId),
     /// The small tree cannot be copied to a worker.
     #[error(transparent)]

@@ -71,7 +71,7 @@ pub(crate) enum CopyError {
     #[error("team has no sealed artifact {0}")]
     NotFound(ArtifactId),
     /// All replicas are lost.
-    #[error("artifact {0} has no replica left")]
+    #[error("cannot read artifact {0}: every replica is lost; make or upload it again")]
     NoReplica(ArtifactId),
     /// A call to another service failed.
     #[error(transparent)]
@@ -83,7 +83,7 @@ pub(crate) enum CopyError {
     #[error("cannot copy the artifact: worker {0} unpacked another tree; try again")]
     OtherBytes(WorkerId),
     /// A caller cancelled the copy.
-    #[error("the transfer was cancelled")]
+    #[error("cannot finish the copy: a caller cancelled it; start it again")]
     Cancelled,
     /// All callers have left.
     #[error("the transfer was abandoned by its callers")]

@@ -1,4 +1,4 @@
-//! Comparison of a target directory with a manifest.
+//! Checks of a receiving directory against a manifest, entry by entry.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

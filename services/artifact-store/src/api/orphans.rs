@@ -1,4 +1,4 @@
-//! Handlers of orphans.
+//! RPC handlers that list, adopt and purge orphans.
 
 use domain::{Digest, Timestamp};
 use rpc::page::Page;

@@ -95,7 +95,7 @@ impl pb::pins_server::Pins for Handlers {
 
 fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, Status> {
     if outputs.len() > MAX_ARTIFACTS {
-        return Err(rpc::invalid_field("outputs", format!("must be at most {MAX_ARTIFACTS}")));
+        return Err(rpc::invalid_field("outputs", format!("must have at most {MAX_ARTIFACTS} items")));
     }
     let (mut seen, mut caches) = (HashSet::new(), HashSet::new());
     outputs

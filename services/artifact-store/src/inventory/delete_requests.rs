@@ -19,9 +19,9 @@ use crate::sessions::{SessionError, fence};
 pub(crate) enum DisposeError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("no container {0} on this worker")]
+    #[error("no container {0}, or it is on another worker")]
     ContainerNotFound(ContainerHandle),
-    #[error("no volume {0} on this worker")]
+    #[error("no volume {0}, or it is on another worker")]
     VolumeNotFound(VolumeHandle),
     #[error("cannot delete volume {0}: the container of its attempt exists")]
     InUse(VolumeHandle),
@@ -151,7 +151,7 @@ pub(crate) struct Drop {
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DropError {
-    #[error("no artifact {0} in this team")]
+    #[error("cannot drop a replica of artifact {0}: the team has no such artifact")]
     ArtifactNotFound(ArtifactId),
     #[error("cannot drop the replica of artifact {0}: it may be the last one of a kept artifact")]
     LastReplica(ArtifactId),

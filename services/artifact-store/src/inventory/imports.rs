@@ -244,7 +244,7 @@ async fn new_volume(
 pub(crate) enum EndError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("no volume {0} on this worker")]
+    #[error("cannot end the import: the worker has no volume {0}; begin the import again")]
     NotFound(VolumeHandle),
     #[error("volume {0} is not an unfinished import")]
     NoImport(VolumeHandle),

@@ -8,7 +8,7 @@
 //! | none any more | the artifact is deleted when its last owner lets go, but not before `kept_until`, which is set if it was found by its digest ([`crate::artifacts::adopt_by_digest`]) |
 //! | open build | not before its end |
 //! | succeeded or aborted build | `keep` after its end |
-//! | failed or errored build | `keep` after its end, or, if it is the latest build of its job, when a later one is reported |
+//! | failed or errored build | `keep` after its end, or, if it is the latest build of its job, when a later one is reported, but not before `keep` after its end |
 //! | resource cache that is being made | owns nothing; the cache is deleted when its claim expires |
 //! | resource cache | when it is deleted, which requires that it is not used, or after `resource_cache_ttl` without use |
 //! | task cache | when it is deleted or gets its next version, or after its TTL without use by a workload |

@@ -202,7 +202,7 @@ mod tests {
         for refused in ["http://a:2-1", "http://a:1-101", "http://a:65535-65534"] {
             assert!(Addresses::parse(refused).expect_err(refused).ends_with("a range has 1 to 100 ports"));
         }
-        assert!(Addresses::parse("a:1-2").expect_err("no scheme").contains("no address"));
+        assert!(Addresses::parse("a:1-2").expect_err("no scheme").contains("cannot parse service address"));
     }
 
     #[test]
@@ -238,8 +238,8 @@ mod tests {
         assert!(refused("shceduler=http://s:1").contains("\"shceduler\" is not a service; write scheduler"));
         assert!(refused("proxy=http://a:1,proxy=http://b:1,http://c").contains("twice"));
         assert!(refused("http://a:1,door=http://b:1").contains("use `proxy=`"));
-        assert!(refused("nowhere").contains("no address"));
-        assert!(refused("").contains("no address"));
+        assert!(refused("nowhere").contains("cannot parse service address"));
+        assert!(refused("").contains("cannot parse service address"));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Commands of `gantry`, one module each.
 //!
-//! No command uses another one. Shared code is in the other chapters.
+//! No command uses another one. Shared code is in the other modules.
 
 mod cat;
 mod clear_cache;

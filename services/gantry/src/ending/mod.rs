@@ -1,6 +1,6 @@
 //! End of a command: error messages, exit codes and signals.
 //!
-//! All other chapters use this one. It uses no other chapter.
+//! All other modules use this one. It uses no other module.
 
 pub(crate) mod error;
 pub(crate) mod exit_code;

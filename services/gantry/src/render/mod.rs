@@ -1,6 +1,6 @@
 //! Output for people and programs: tables, JSON, progress, and the two output streams.
 //!
-//! Commands call this chapter. It makes no call to a cluster.
+//! Commands call this module. It makes no call to a cluster.
 
 pub(crate) mod explanation;
 pub(crate) mod json;

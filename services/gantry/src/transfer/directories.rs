@@ -1,4 +1,4 @@
-//! Paths of local directories: identity, nesting and symbolic links.
+//! Checks of local paths: the same directory, one inside the other, symbolic links.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

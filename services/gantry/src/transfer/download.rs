@@ -203,7 +203,7 @@ impl Downloader<'_> {
                 standing: Some(standing),
             })
         });
-        compared.await.context("the reader thread ended unexpectedly")?
+        compared.await.context("cannot compare the download with its directory: the task panicked")?
     }
 
     /// Prints the conflicts.

@@ -1,4 +1,4 @@
-//! Target of a download, its lock, and the staging directory.
+//! The lock on a target directory of a download, and the temporary directory beside the target.
 
 use std::ffi::OsStr;
 use std::fs::File;

@@ -148,7 +148,7 @@ pub(super) async fn stop_process(worker: &Worker, attempt: AttemptId) -> bool {
         match stopped {
             Ok(_) | Err(RuntimeError::ProcessNotFound(_)) => return true,
             Err(error) => {
-                tracing::warn!(attempt.id = %attempt, %error, "cannot stop a process: trying again")
+                tracing::warn!(attempt.id = %attempt, error = error_chain(&error), "cannot stop a process: trying again")
             }
         }
         tokio::time::sleep(Duration::from_secs(1)).await;

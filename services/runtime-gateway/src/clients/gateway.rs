@@ -46,7 +46,7 @@ pub(crate) enum SourceError {
     #[error("the manifest of the source is invalid")]
     Manifest(#[from] InvalidManifest),
     /// The source has another tree.
-    #[error("the source holds another tree")]
+    #[error("cannot use the source: its tree has another digest than the artifact")]
     OtherBytes,
     /// The source violated the protocol.
     #[error("the source violated the protocol")]

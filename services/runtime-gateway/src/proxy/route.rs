@@ -53,7 +53,8 @@ fn wrong_first_message(message: &str) -> Status {
 }
 
 fn decode<M: prost::Message + Default>(message: Bytes) -> Result<M, Status> {
-    M::decode(message).map_err(|error| invalid_field("message", error.to_string()))
+    M::decode(message)
+        .map_err(|error| invalid_field("message", format!("cannot decode the first message: {error}")))
 }
 
 /// Returns the worker that a ticket names. The gateway verifies the operation.

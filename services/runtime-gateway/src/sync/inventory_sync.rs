@@ -107,7 +107,7 @@ fn log(result: &Result<(), SweepError>, doing: &str) {
         Err(SweepError::Refused(refusal)) if refusal.is_transient() => {
             tracing::debug!(error = %refusal, "cannot {doing}: trying again");
         }
-        Err(error) => tracing::warn!(%error, "cannot {doing}"),
+        Err(error) => tracing::warn!(error = error_chain(error), "cannot {doing}"),
     }
 }
 

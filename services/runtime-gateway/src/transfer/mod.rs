@@ -26,8 +26,8 @@ use std::collections::HashSet;
 use std::io;
 use std::sync::{Arc, Mutex};
 
-use domain::VolumeHandle;
 use domain::worker::TicketClaims;
+use domain::{VolumeHandle, error_chain};
 use transfer::Manifest;
 
 use crate::util::keyed_locks::lock;
@@ -90,7 +90,7 @@ impl WriterPermit {
         match transfers.worker.runtime.destroy_volume(self.volume).await {
             Ok(()) => transfers.manifests.end_filling(self.volume).await,
             Err(error) => {
-                tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a partial volume");
+                tracing::warn!(volume.handle = %self.volume, error = error_chain(&error), "cannot destroy a partial volume");
             }
         }
     }

@@ -63,7 +63,7 @@ enum PeerError {
     #[error("the other worker rejected the copy: {0}")]
     Rejected(Refusal),
     /// The other worker failed, and sends no more.
-    #[error("the other worker failed to send: {0}")]
+    #[error("cannot copy directly: the other worker failed to send: {0}")]
     Failed(Refusal),
     /// The other worker may still send.
     #[error("the other worker may still be sending: {0}")]

@@ -1,4 +1,4 @@
-//! Blocking work.
+//! Runs blocking work on threads, outside of async tasks.
 
 use runtime::RuntimeError;
 

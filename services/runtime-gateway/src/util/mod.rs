@@ -1,4 +1,4 @@
-//! Small helpers that several chapters share.
+//! Small helpers that several modules share.
 
 pub(crate) mod blocking;
 pub(crate) mod clock;

@@ -200,7 +200,7 @@ fn expected_wait(outlook: &Outlook, rivals: u64) -> (Option<Duration>, String) {
                 _ => format!("of the {workers} workers that could take it"),
             };
             let basis = format!(
-                "lately, a slot {whose} was held for {held_for:.1} s; {rivals} requests ahead have the same requirements"
+                "lately, a slot {whose} was held for {held_for:.1} s; requests ahead with the same requirements: {rivals}"
             );
             (Some(wait), basis)
         }

@@ -122,7 +122,7 @@ fn describe() {
     );
     metrics::describe_gauge!(
         "gantry_scheduler_queue_oldest_seconds",
-        "WaitingTotals time of the oldest waiting workload or lease, by team and reason."
+        "Waiting time of the oldest waiting workload or lease, by team and reason."
     );
     metrics::describe_counter!(
         "gantry_scheduler_placements_total",

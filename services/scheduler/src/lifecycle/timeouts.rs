@@ -94,7 +94,9 @@ pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
         let was_paused = now.since(last_pass) > longest_pause(&lifecycle.context.config);
         let pass = async {
             if was_paused {
-                tracing::warn!("the timeout loop was paused: workers and leases get a full term");
+                tracing::warn!(
+                    "timeouts were not checked for a while, because the database was unavailable or the process was frozen: workers and leases get a full term"
+                );
                 extend_terms(&lifecycle.context.db, &lifecycle.context.config, false).await?;
             }
             expire(&lifecycle).await

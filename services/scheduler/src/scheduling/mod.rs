@@ -448,7 +448,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, context: Contex
                 }
                 Ok(()) => caught_up = true,
                 Err(error) => {
-                    tracing::warn!(error = %error, "cannot read the workers and the queue");
+                    tracing::warn!(error = %error, "cannot read the workers and the queue from the database: trying again");
                     away = is_away(&error).then_some(error);
                 }
             }

@@ -8,8 +8,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use db::{BatchedCall, Batcher, Database, rows};
-use domain::Timestamp;
 use domain::workload::Outcome;
+use domain::{Timestamp, error_chain};
 use rpc::Reason;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
@@ -89,7 +89,7 @@ pub(crate) async fn deliver(delivery: Delivery, mut parcel: Parcel) {
     }
     if let Err(error) = deliver_once(&delivery, &mut parcel).instrument(span).await {
         if parcel.tries > 3 {
-            tracing::warn!(holder.id = %parcel.holder, tries = parcel.tries, error = %error, "cannot deliver the end of a workload to the artifact store");
+            tracing::warn!(holder.id = %parcel.holder, tries = parcel.tries, error = error_chain(&error), "cannot deliver the end of a workload to the artifact store");
         }
         let postponed = delivery
             .context

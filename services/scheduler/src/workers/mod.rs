@@ -562,7 +562,7 @@ pub(crate) async fn mark_silent(
             .exec_with_returning(txn)
             .await?;
         for worker in changed {
-            tracing::warn!(worker.name = worker.name, worker.state = ?to, "worker missed its heartbeats");
+            tracing::warn!(worker.name = worker.name, worker.state = ?to, "no heartbeat from the gateway of a worker: check the gateway and its network");
             silent.push(worker.id);
         }
     }

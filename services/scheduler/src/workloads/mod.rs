@@ -583,7 +583,7 @@ async fn end_attempt(
         emit_running(txn, &mut row, now, effects).await?;
     }
     let usage = usage(&row, lease, &end);
-    // The attempt may still run, so a retry would run the workload twice at a time.
+    // If the attempt may still run, a retry would run the workload twice at a time.
     let mut allowed = if may_still_run { Allowed::default() } else { remaining_retries(&row)? };
     allowed.ends_when_lost = allowed.once_more() && workers::is_surely_stopped(txn, lease).await?;
     match outcome::decide(started, allowed, lease.stop_reason, end) {
@@ -607,7 +607,7 @@ async fn end_attempt(
 fn requeue_reason(stop: Option<StopReason>) -> String {
     match stop {
         Some(StopReason::Interrupted) => "waiting again: its worker was cordoned or retired (INTERRUPTED)",
-        _ => "waiting again: its worker was lost or restarted before the attempt started",
+        _ => "waiting again: its worker was lost, out of contact, or did not know the attempt",
     }
     .to_owned()
 }

@@ -310,7 +310,7 @@ pub(crate) async fn new_replica_blocks_retirement(database: TestDatabase) {
         Some(scheduler.worker("one").await).filter(|worker| !worker.held_up_by.is_empty())
     })
     .await;
-    assert!(held_up.held_up_by.contains("last replica of an artifact"), "{}", held_up.held_up_by);
+    assert!(held_up.held_up_by.contains("last replica of a kept artifact"), "{}", held_up.held_up_by);
     assert!(held_up.drained_at.is_some());
     scheduler.retire("one", true).await.expect("forced");
     scheduler.wait_until_removed("one").await;

@@ -194,7 +194,10 @@ async fn read_commit(messages: &mut Streaming<pb::UploadRequest>) -> Result<Dige
         Some(UploadMessage::Commit(commit)) => parse_digest("commit.digest", &commit.digest),
         Some(UploadMessage::Open(_)) => Err(rpc::invalid_field("message", "`open` must be sent only once")),
         // An aborted call ends the stream in the same way, so the commit must be explicit.
-        None => Err(Reason::TransferTruncated.status(SERVICE, "the stream ended without a commit")),
+        None => Err(Reason::TransferTruncated.status(
+            SERVICE,
+            "cannot seal the upload: the stream ended without `commit`; upload again and send `commit` last",
+        )),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The thread that walks through the tree in canonical order, and queues files for the readers.
+//! The thread that lists a tree in the order of manifests, and queues its files for hashing.
 
 use std::collections::{HashMap, HashSet};
 use std::io;

@@ -413,8 +413,8 @@ CREATE TABLE volumes (
     -- When it was adopted as a former orphan. NULL: it was not an orphan.
     adopted_at BIGINT,
     -- Whether it is garbage that another volume may replace: as the volume of this name in its
-    -- attempt, of its transfer, or as the copy of its artifact. FALSE for garbage of an ended
-    -- attempt or transfer, which blocks nothing.
+    -- attempt, of its transfer, or as the copy of its artifact. May be FALSE for garbage of an
+    -- ended attempt or transfer, which blocks nothing.
     given_up BOOLEAN NOT NULL DEFAULT FALSE
 );
 CREATE INDEX volumes_by_worker ON volumes (worker_id, handle);

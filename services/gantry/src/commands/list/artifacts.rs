@@ -1,4 +1,4 @@
-//! Rows and fields of artifacts.
+//! Columns of `gantry list artifacts`, and fields of each listed object.
 
 use rpc::pb::artifacts::{Artifact, ArtifactState, Replica};
 

@@ -1,4 +1,4 @@
-//! Rows and fields of containers.
+//! Columns of `gantry list containers`, and fields of each listed object.
 
 use rpc::pb::artifacts::Container;
 

@@ -1,4 +1,4 @@
-//! Rows and fields of volumes.
+//! Columns of `gantry list volumes`, and fields of each listed object.
 
 use rpc::pb::artifacts::Volume;
 

@@ -1,4 +1,4 @@
-//! Rows and fields of workers.
+//! Columns of `gantry list workers`, and fields of each listed object.
 
 use rpc::pb::scheduler::{ResourceType, Worker, WorkerLabels};
 

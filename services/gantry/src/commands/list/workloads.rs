@@ -1,4 +1,4 @@
-//! Rows and fields of workloads.
+//! Columns of `gantry list workloads`, and fields of each listed object.
 
 use rpc::pb::scheduler::{Access, StopReason, Usage, Workload, WorkloadSpec};
 

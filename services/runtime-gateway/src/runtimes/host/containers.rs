@@ -13,8 +13,8 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::ContainerHandle;
 use domain::workload::{Bytes, Limits, Network};
+use domain::{ContainerHandle, error_chain};
 use runtime::{ContainerSpec, Root, RuntimeError};
 use rustix::fs::{FileType, Mode, OFlags};
 use tokio::time::Instant;
@@ -99,7 +99,7 @@ impl Host {
                 // This also settles processes without a supervisor. A process that cannot be
                 // settled now is settled at its next use.
                 if let Err(error) = self.status(&process) {
-                    tracing::warn!(process.id = %id, %error, "cannot settle a process without a supervisor");
+                    tracing::warn!(process.id = %id, error = error_chain(&error), "cannot settle a process without a supervisor");
                 }
             } else {
                 filesystem::remove_or_leave(&process.dir);
@@ -181,7 +181,7 @@ impl Host {
     }
 
     fn remove_stale_sockets(&self) -> Result<(), RuntimeError> {
-        for id in filesystem::handles_in(&self.config.runtime_dir, &[])? {
+        for id in filesystem::handles_in(self.sockets.directory(), &[])? {
             let container = lock(&self.processes).get(&id).copied();
             let lives = match container {
                 Some(container) => Process::new(self, container, id).is_alive()?,

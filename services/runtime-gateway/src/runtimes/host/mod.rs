@@ -170,7 +170,10 @@ impl HostRuntime {
             match blocking(move || host.hold.is_ours()).await {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(error) => tracing::warn!(%error, "cannot check the holder of the state directory"),
+                Err(error) => tracing::warn!(
+                    error = error_chain(&error),
+                    "cannot check the holder of the state directory"
+                ),
             }
             tokio::time::sleep(LOOK).await;
         }

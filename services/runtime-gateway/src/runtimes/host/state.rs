@@ -57,7 +57,10 @@ impl Host {
         let mounted = mounts::mount_table().map_err(|error| RuntimeError::io("list the mounts", error))?;
         let volumes = Volumes::open(&config.state_dir, &mounted)?;
         let upper_in_memory = !volumes.overlays();
-        let sockets = Sockets::open(&config.runtime_dir).map_err(at("open", &config.runtime_dir))?;
+        // Workers of one machine may share the runtime directory.
+        let socket_dir = config.runtime_dir.join(marker.to_string());
+        crate::make_private_directory(&socket_dir).map_err(at("make", &socket_dir))?;
+        let sockets = Sockets::open(&socket_dir).map_err(at("open", &socket_dir))?;
         let cgroups = Cgroups::find(&mounted);
         cgroups.prepare(&mounted);
         let host = Self {

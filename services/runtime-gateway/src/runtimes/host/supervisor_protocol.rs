@@ -240,6 +240,11 @@ impl Sockets {
         Ok(Self { path: path.to_owned(), directory })
     }
 
+    /// The directory of the sockets. Each state directory has its own.
+    pub(super) fn directory(&self) -> &Path {
+        &self.path
+    }
+
     /// The real path of a socket.
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.path.join(name)

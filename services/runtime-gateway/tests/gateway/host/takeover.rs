@@ -144,3 +144,25 @@ async fn supervisor_of_replaced_holder_starts_nothing() {
     );
     clean(old).await;
 }
+
+#[tokio::test]
+async fn workers_may_share_runtime_dir() {
+    let Some(dir) = place() else { return };
+    let old = HostRuntime::open(config(dir.path())).expect("open");
+    let handle = as_dyn(&old).made(container()).await;
+    let process = as_dyn(&old).started(handle, shell("sleep 1000")).await;
+    in_time("the start", async {
+        while !matches!(old.process(process).await, Ok(ProcessState::Started)) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+
+    let other = HostConfig { state_dir: dir.path().join("other"), ..config(dir.path()) };
+    let other = HostRuntime::open(other).expect("open another worker");
+    let new = HostRuntime::take_over(config(dir.path())).expect("taken over");
+    new.stop(process, Duration::ZERO).await.expect("stop the process");
+    as_dyn(&new).ended(process).await;
+    clean(other).await;
+    clean(new).await;
+}

@@ -1,4 +1,4 @@
-//! Table `leases`.
+//! The table `leases`: one row for each lease. [`crate::leases`] owns it.
 
 use sea_orm::FromQueryResult;
 use sea_orm::entity::prelude::*;

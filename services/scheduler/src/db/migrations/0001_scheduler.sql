@@ -185,7 +185,7 @@ CREATE TABLE workloads (
     whereabouts TEXT,
     -- JSON: locations of the inputs when they were pinned.
     locations TEXT NOT NULL,
-    -- JSON: refusals of the workers while pending, one line for each worker.
+    -- JSON: reasons for waiting while pending, one line for each worker, or the reason of a requeue.
     waiting_for TEXT NOT NULL,
     -- JSON: the end of the workload. Set from settling on.
     ending TEXT,
