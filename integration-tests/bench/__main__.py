@@ -42,7 +42,7 @@ Services, callers and databases share its cores. Each figure is a median. The ta
 | 100,000 connected workers without changes: CPU of the scheduler | 40.5 % of a core | |
 | marking 10,000 of 1,000,000 artifacts and their volumes as garbage | 269 ms | row by row: 9.9 s |
 
-The figures of single pairs were measured before [decision 44](decisions/0044-remove-three-scheduler-mechanisms.md), which makes them slower for few callers.
+The figures of leases were measured before [decision 44](decisions/0044-remove-three-scheduler-mechanisms.md), which says what it costs.
 
 ## How it is measured
 
