@@ -222,7 +222,9 @@ async fn incomplete_objects_are_listed_or_removed_at_opening() {
     let (volume, container) = (VolumeHandle::new(), ContainerHandle::new());
     fs::create_dir_all(state.join(format!("volumes/.new-{volume}/contents"))).expect("make");
     fs::create_dir_all(state.join(format!("containers/.gone-{container}/upper"))).expect("make");
-    fs::write(subject.dir.path().join("run").join(AttemptId::new().to_string()), "").expect("write");
+    let marker = fs::read_to_string(state.join("marker")).expect("a marker");
+    let sockets = subject.dir.path().join("run").join(marker.trim());
+    fs::write(sockets.join(AttemptId::new().to_string()), "").expect("write");
     let holdings = subject.runtime().list().await.expect("list");
     assert_eq!((holdings.volumes, holdings.containers), (vec![volume], vec![container]));
     subject.reopen().await;
