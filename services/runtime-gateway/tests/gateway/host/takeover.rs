@@ -44,6 +44,15 @@ fn place() -> Option<tempfile::TempDir> {
     Some(tempfile::tempdir().expect("a directory"))
 }
 
+async fn wait_until_started(runtime: &HostRuntime, process: AttemptId) {
+    in_time("the start", async {
+        while !matches!(runtime.process(process).await, Ok(ProcessState::Started)) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+}
+
 /// A supervisor that runs `first` before it starts.
 fn slow(dir: &Path, first: &str) -> HostConfig {
     let own = config(dir);
@@ -62,12 +71,7 @@ async fn processes_continue_and_old_holder_is_inactive() {
     old.create_volume(volume, VolumeSource::Empty).await.expect("a volume");
     let handle = as_dyn(&old).made(container()).await;
     let process = as_dyn(&old).started(handle, shell("sleep 1000")).await;
-    in_time("the start", async {
-        while !matches!(old.process(process).await, Ok(ProcessState::Started)) {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    })
-    .await;
+    wait_until_started(&old, process).await;
 
     let new = HostRuntime::take_over(config(dir.path())).expect("taken over");
     in_time("the news", old.superseded()).await;
@@ -151,12 +155,7 @@ async fn workers_may_share_runtime_dir() {
     let old = HostRuntime::open(config(dir.path())).expect("open");
     let handle = as_dyn(&old).made(container()).await;
     let process = as_dyn(&old).started(handle, shell("sleep 1000")).await;
-    in_time("the start", async {
-        while !matches!(old.process(process).await, Ok(ProcessState::Started)) {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    })
-    .await;
+    wait_until_started(&old, process).await;
 
     let other = HostConfig { state_dir: dir.path().join("other"), ..config(dir.path()) };
     let other = HostRuntime::open(other).expect("open another worker");
