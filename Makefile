@@ -1,11 +1,13 @@
 # check: static checks. test: all tests. Both install missing packages if they run as root.
-.PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto test full soak fuzz clients clients-now client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto contracts test full soak fuzz clients clients-now client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
 BUF_VERSION := 1.75.0
 GRPCURL_VERSION := 1.9.4
 DENY_VERSION := 0.20.2
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+CONTRACTS := integration-tests/contracts/$(VERSION).binpb
 MDBOOK_VERSION := 0.5.4
 
 all: check test
@@ -59,8 +61,14 @@ $(TOOLS)/bin/cargo-deny:
 	# A debug build compiles faster, and the tool runs for seconds.
 	cargo install cargo-deny --version $(DENY_VERSION) --locked --debug --root $(TOOLS)
 
+# Lints the contracts, and rejects changes that break clients of the contracts of this version.
 proto: $(TOOLS)/node_modules/.bin/buf
 	$(TOOLS)/node_modules/.bin/buf lint
+	$(TOOLS)/node_modules/.bin/buf breaking --against $(CONTRACTS)
+
+# Stores the contracts of this version. Run it once for each version, after the version in Cargo.toml was raised.
+contracts: $(TOOLS)/node_modules/.bin/buf
+	$(TOOLS)/node_modules/.bin/buf build --exclude-source-info --output $(CONTRACTS)
 
 $(TOOLS)/node_modules/.bin/buf:
 	integration-tests/setup.sh node

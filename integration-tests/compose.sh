@@ -176,7 +176,7 @@ unseen || {
 say "containers do not see the token"
 
 # The output of one worker is an input on the other: while the first worker is busy, the second job runs elsewhere.
-placed_on() { jq -r 'select(.event == "placed") | .whereabouts.worker_name' "$1"; }
+placed_on() { jq -r 'select(.event == "placed") | .location.worker_name' "$1"; }
 gantry --json run --no-stdin -o made -- sh -c 'head -c 3000000 /dev/urandom > made/bytes; sha256sum < made/bytes > made/sum' >"$work/first"
 artifact=$(jq -r 'select(.event == "finished") | .outputs[0].artifact_id' "$work/first")
 first=$(placed_on "$work/first")

@@ -18,7 +18,7 @@ def bench_synchronizing(base, workers, seconds, landings, runs):
             one("transactions, while nothing changes", "transactions", "/s"),
             one("rows of workers written, while nothing changes", "worker_writes", ""),
             one("the scheduler's memory, of each", "bytes", "KiB", 1 / 1024),
-            one("registrations, 64 at a time", "hellos", "/s"),
+            one("registrations, 64 at a time", "registrations", "/s"),
             one("`CordonWorker` until its worker receives it, p50", "land_p50_ms", "ms"),
             one("`CordonWorker` until its worker receives it, p99", "land_p99_ms", "ms"),
         ]

@@ -14,7 +14,7 @@ class Layers(unittest.TestCase):
         self.addCleanup(directory.cleanup)
         self.root = pathlib.Path(directory.name)
         self.write("services/one/Cargo.toml", "[dependencies]\nserde = '1'\nunused-name = '1'\n")
-        self.write("services/one/src/lib.rs", "mod high;\nmod low;\n#[cfg(test)]\nmod tests;\npub use high::Thing;\n")
+        self.write("services/one/src/lib.rs", "mod high;\nmod low;\n#[cfg(test)]\nmod tests;\npub use high::ObjectKind;\n")
         self.write("services/one/src/high.rs", "use crate::low;\nuse serde::Serialize;\n")
         self.write("services/one/src/low.rs", "// use crate::high;\n#[cfg(test)]\nmod tests {\n    use crate::high;\n}\n")
         self.write("services/one/src/tests.rs", "use crate::high;\n")
@@ -32,7 +32,7 @@ class Layers(unittest.TestCase):
         self.assertEqual(self.problems("[one]\nhigh low\n"), [])
 
     def test_edge_against_order_is_named(self):
-        for text in ("use crate::high;\n", "use crate::{low, high::Thing};\n", "fn f() { crate::Thing::new(); }\n"):
+        for text in ("use crate::high;\n", "use crate::{low, high::ObjectKind};\n", "fn f() { crate::ObjectKind::new(); }\n"):
             self.write("services/one/src/low/inner.rs", text)
             found = self.problems("[one]\nhigh low\n")
             self.assertEqual(found, ["one: low may not use high, which stands above it (low/inner.rs)"], text)

@@ -54,7 +54,7 @@ const STATE: &[(&str, &str)] = &[
     ("how workloads have ended", "SELECT outcome, count(*) FROM its_scheduler.workloads GROUP BY 1"),
     (
         "workloads that did not succeed",
-        "SELECT id, outcome, ending, retried, failed_on, whereabouts FROM its_scheduler.workloads WHERE outcome <> 'succeeded' LIMIT 20",
+        "SELECT id, outcome, ending, retried, failed_on, location FROM its_scheduler.workloads WHERE outcome <> 'succeeded' LIMIT 20",
     ),
     (
         "unfinished workloads",

@@ -137,7 +137,7 @@ func (c *client) upload(ctx context.Context, directory, build string) (artifact 
 		return "", nil, err
 	}
 
-	written, err := c.writeArchive(ctx, directory, answer.GetGoTo())
+	written, err := c.writeArchive(ctx, directory, answer.GetEndpoint())
 	if err != nil {
 		return "", nil, err
 	}
@@ -153,8 +153,8 @@ func (c *client) upload(ctx context.Context, directory, build string) (artifact 
 	return answer.GetUploaded().ArtifactId, written.Digest, call.CloseSend()
 }
 
-func (c *client) writeArchive(ctx context.Context, directory string, goTo *streamer.GoTo) (*runtime.WriteArchiveResponse, error) {
-	connection, err := c.gateway(goTo.GatewayEndpoint)
+func (c *client) writeArchive(ctx context.Context, directory string, endpoint *streamer.TransferEndpoint) (*runtime.WriteArchiveResponse, error) {
+	connection, err := c.gateway(endpoint.GatewayEndpoint)
 	if err != nil {
 		return nil, err
 	}
@@ -163,7 +163,7 @@ func (c *client) writeArchive(ctx context.Context, directory string, goTo *strea
 	if err != nil {
 		return nil, err
 	}
-	open := &runtime.WriteArchiveRequest_Open{Open: &runtime.WriteOpen{Ticket: goTo.Ticket}}
+	open := &runtime.WriteArchiveRequest_Open{Open: &runtime.WriteOpen{Ticket: endpoint.Ticket}}
 	if err := call.Send(&runtime.WriteArchiveRequest{Message: open}); err != nil {
 		return nil, err
 	}
@@ -251,7 +251,7 @@ func (c *client) watch(
 type outputs struct{ stdout, stderr []byte }
 
 // attach returns both outputs completely. Its connection breaks once.
-func (c *client) attach(ctx context.Context, at *scheduler.Whereabouts) (all outputs, connections int, err error) {
+func (c *client) attach(ctx context.Context, at *scheduler.AttemptLocation) (all outputs, connections int, err error) {
 	for done := false; !done && err == nil; {
 		connections++
 		done, err = c.attachOnce(ctx, at, &all, connections == 1)
@@ -259,7 +259,7 @@ func (c *client) attach(ctx context.Context, at *scheduler.Whereabouts) (all out
 	return all, connections, err
 }
 
-func (c *client) attachOnce(ctx context.Context, at *scheduler.Whereabouts, all *outputs, breaks bool) (done bool, err error) {
+func (c *client) attachOnce(ctx context.Context, at *scheduler.AttemptLocation, all *outputs, breaks bool) (done bool, err error) {
 	connection, err := c.gateway(at.GatewayEndpoint)
 	if err != nil {
 		return false, err
@@ -312,12 +312,12 @@ func (c *client) download(ctx context.Context, artifact string) (files map[strin
 	if err != nil {
 		return nil, nil, err
 	}
-	connection, err := c.gateway(found.GoTo.GatewayEndpoint)
+	connection, err := c.gateway(found.Endpoint.GatewayEndpoint)
 	if err != nil {
 		return nil, nil, err
 	}
 	defer connection.Close()
-	request := &runtime.ReadArchiveRequest{Ticket: found.GoTo.Ticket}
+	request := &runtime.ReadArchiveRequest{Ticket: found.Endpoint.Ticket}
 	call, err := runtime.NewVolumesClient(connection).ReadArchive(ctx, request)
 	if err != nil {
 		return nil, nil, err
@@ -393,7 +393,7 @@ func run(ctx context.Context, directory string) error {
 		return err
 	}
 	workload, build := uuid.NewString(), uuid.NewString()
-	put := &artifacts.PutBuildRequest{BuildId: build, Team: c.team, EndsWithWorkload: workload}
+	put := &artifacts.PutBuildRequest{BuildId: build, Team: c.team, EndsWithWorkloadId: workload}
 	if _, err := c.owners.PutBuild(ctx, put); err != nil {
 		return err
 	}
@@ -413,7 +413,7 @@ func run(ctx context.Context, directory string) error {
 	if err != nil {
 		return err
 	}
-	output, connections, err := c.attach(ctx, event.GetRunning().Whereabouts)
+	output, connections, err := c.attach(ctx, event.GetRunning().AttemptLocation)
 	if err != nil {
 		return err
 	}

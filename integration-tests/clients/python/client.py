@@ -71,11 +71,11 @@ class Client:
         answers = self.streamer.Upload(iter(requests.get, None), metadata=self.auth)
         opened = streamer_pb2.UploadOpen(team=TEAM, artifact_id=str(uuid.uuid4()), build_id=build_id, label="src")
         requests.put(streamer_pb2.UploadRequest(open=opened))
-        go_to = next(answers).go_to
+        endpoint = next(answers).endpoint
 
-        with self.gateway(go_to.gateway_endpoint) as channel:
+        with self.gateway(endpoint.gateway_endpoint) as channel:
             volumes = volumes_pb2_grpc.VolumesStub(channel)
-            written = volumes.WriteArchive(archive(tar, go_to.ticket), metadata=self.auth)
+            written = volumes.WriteArchive(archive(tar, endpoint.ticket), metadata=self.auth)
 
         # Without the commit, the upload has no effect.
         requests.put(streamer_pb2.UploadRequest(commit=streamer_pb2.UploadCommit(digest=written.digest)))
@@ -121,19 +121,19 @@ class Client:
     # docs:end
 
     # docs:attach
-    def attach(self, whereabouts):
+    def attach(self, location):
         """Returns both outputs completely. Its connection breaks once."""
         outputs = {containers_pb2.STREAM_STDOUT: bytearray(), containers_pb2.STREAM_STDERR: bytearray()}
         stdout, stderr = outputs.values()
         connections, done = 0, False
         while not done:
             connections += 1
-            with self.gateway(whereabouts.gateway_endpoint) as channel:
+            with self.gateway(location.gateway_endpoint) as channel:
                 requests = queue.SimpleQueue()
                 resume = containers_pb2.Resume(
                     team=TEAM,
-                    worker_id=whereabouts.worker_id,
-                    process_id=whereabouts.attempt_id,
+                    worker_id=location.worker_id,
+                    process_id=location.attempt_id,
                     stdout_offset=len(stdout),
                     stderr_offset=len(stderr),
                 )
@@ -161,8 +161,8 @@ class Client:
         request = streamer_pb2.DownloadRequest(team=TEAM, artifact_id=artifact_id)
         found = self.streamer.Download(request, metadata=self.auth)
         content, digest = io.BytesIO(), None
-        with self.gateway(found.go_to.gateway_endpoint) as channel:
-            request = volumes_pb2.ReadArchiveRequest(ticket=found.go_to.ticket)
+        with self.gateway(found.endpoint.gateway_endpoint) as channel:
+            request = volumes_pb2.ReadArchiveRequest(ticket=found.endpoint.ticket)
             for part in volumes_pb2_grpc.VolumesStub(channel).ReadArchive(request, metadata=self.auth):
                 if part.WhichOneof("message") == "done":
                     digest = part.done.digest
@@ -221,7 +221,7 @@ def main(directory):
     client = Client()
     workload_id, build_id = str(uuid.uuid4()), str(uuid.uuid4())
     client.owners.PutBuild(
-        artifacts_pb2.PutBuildRequest(build_id=build_id, team=TEAM, ends_with_workload=workload_id),
+        artifacts_pb2.PutBuildRequest(build_id=build_id, team=TEAM, ends_with_workload_id=workload_id),
         metadata=client.auth,
     )
 
@@ -233,7 +233,7 @@ def main(directory):
     print(f"submitted: {workload_id}")
 
     revision, running = client.watch(workload_id, "running")
-    stdout, stderr, connections = client.attach(running.whereabouts)
+    stdout, stderr, connections = client.attach(running.location)
     assert stdout == EXPECTED and stderr == bytes(ERRORS), "each byte once, in order"
     assert connections > 1, "the connection was not broken"
     sha256 = hashlib.sha256(stdout).hexdigest()

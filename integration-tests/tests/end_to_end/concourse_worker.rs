@@ -433,7 +433,7 @@ fn worker_provided_images_become_artifacts() {
         cluster.list("imports").into_iter().find(|import| import["state"] == "failed")
     });
     assert_eq!((&failed["resource_type"], &failed["path"]), (&"time".into(), &"/nonexistent.tgz".into()));
-    assert!(failed["failed_why"].as_str().is_some_and(|why| !why.is_empty()), "{failed}");
+    assert!(failed["failure_reason"].as_str().is_some_and(|why| !why.is_empty()), "{failed}");
     let refused = cluster.output([&run[..], &["resource-type:time", "--", "true"]].concat());
     let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(code(&refused) != 0 && printed.contains("cannot import"), "{printed}");

@@ -48,7 +48,7 @@ fn cordoned_worker_drains_and_interruptible_work_moves() {
     wait_for_state(&suite, &blocks, "running");
     let goes = detached(&suite, &["--tag", "any", "--interruptible"], "sleep 600");
     let first = wait_for_state(&suite, &goes, "running");
-    assert_eq!(first["whereabouts"]["worker_name"], "one", "the other has more to do");
+    assert_eq!(first["location"]["worker_name"], "one", "the other has more to do");
     let mut stays = suite.gantry(&["run", "--quiet", "--tag", "one", "--", "cat"]);
     let stays = stays.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry runs");
     wait_for("both on the first worker", || {
@@ -81,9 +81,9 @@ fn cordoned_worker_drains_and_interruptible_work_moves() {
     assert!(printed.contains("1 of them interruptible") && printed.contains(&goes), "{printed}");
     let moved = wait_for("the interruptible workload on the other worker", || {
         let shown = json(&suite, &["show", "workload", &goes]);
-        (shown["state"] == "running" && shown["whereabouts"]["worker_name"] == "two").then_some(shown)
+        (shown["state"] == "running" && shown["location"]["worker_name"] == "two").then_some(shown)
     });
-    assert_ne!(moved["whereabouts"]["attempt_id"], first["whereabouts"]["attempt_id"]);
+    assert_ne!(moved["location"]["attempt_id"], first["location"]["attempt_id"]);
     suite.succeed(&["cancel", &goes, "--grace", "0s"]);
 
     // The gateway restarts, and the worker is still cordoned.

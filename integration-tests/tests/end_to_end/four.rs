@@ -131,10 +131,10 @@ fn readiness_follows_database() {
     let mut suite = Suite::start(Shape::ONE, &[]);
     let kept = suite.succeed(&["run", "-d", "--", "sleep", "3600"]);
     let (databases, others) = (["scheduler-0", "artifact-store-0"], ["streamer-0", "runtime-gateway-0"]);
-    let whereabouts = wait_for("it runs", || {
+    let location = wait_for("it runs", || {
         let shown = suite.succeed(&["show", "workload", kept.trim(), "--json"]);
         let mut shown: Value = serde_json::from_str(&shown).expect("JSON");
-        (shown["state"] == "running").then(|| shown["whereabouts"].take())
+        (shown["state"] == "running").then(|| shown["location"].take())
     });
     suite.postgres.stop();
     for name in databases {
@@ -161,8 +161,8 @@ fn readiness_follows_database() {
     assert_eq!(seen["workloads"]["running"], 1, "{seen}");
     let ran = suite.succeed(&["show", "workload", kept.trim(), "--json"]);
     assert_eq!(
-        serde_json::from_str::<Value>(&ran).expect("JSON")["whereabouts"],
-        whereabouts,
+        serde_json::from_str::<Value>(&ran).expect("JSON")["location"],
+        location,
         "it is the same attempt"
     );
     suite.succeed(&["cancel", "--grace", "0s", kept.trim()]);

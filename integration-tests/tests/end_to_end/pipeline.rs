@@ -206,7 +206,7 @@ impl Scene {
 
     /// Returns the worker of a workload.
     fn worker_of(&self, watched: &WatchedWorkload) -> usize {
-        let name = self.show("workload", &watched.id)["whereabouts"]["worker_name"].clone();
+        let name = self.show("workload", &watched.id)["location"]["worker_name"].clone();
         let number = name.as_str().and_then(|name| name.strip_prefix("worker-")?.parse().ok());
         number.unwrap_or_else(|| panic!("{name} is no worker"))
     }

@@ -125,14 +125,14 @@ impl Attachment {
     /// Attaches to the process of a workload, with its output from `offset` on.
     async fn open(suite: &Suite, workload: &serde_json::Value, offset: u64) -> Self {
         let proxy = peer(suite.address(PROXY), Outgoing::internal().with_token(Some(suite.token())));
-        let text = |name: &str| workload["whereabouts"][name].as_str().expect("a string").to_owned();
+        let text = |name: &str| workload["location"][name].as_str().expect("a string").to_owned();
         let resume = Resume {
             team: "main".to_owned(),
             process_id: text("attempt_id"),
             stdout_offset: offset,
             stderr_offset: 0,
             worker_id: text("worker_id"),
-            observes: false,
+            observer: false,
         };
         let (say, printed) = mpsc::channel(8);
         say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("sent");
@@ -146,7 +146,7 @@ impl Attachment {
     }
 
     /// Receives until all of this output has arrived. Otherwise returns how the process ended.
-    async fn until(&mut self, text: &str) -> Option<exited::How> {
+    async fn until(&mut self, text: &str) -> Option<exited::Status> {
         let mut ended = None;
         loop {
             if self.output == text.as_bytes() {
@@ -156,7 +156,7 @@ impl Attachment {
             match response.message.expect("a message") {
                 ResponseMessage::Output(output) => self.output.extend(output.data),
                 ResponseMessage::StdinAck(ack) => self.taken = ack.offset,
-                ResponseMessage::Exited(exited) => ended = exited.how,
+                ResponseMessage::Exited(exited) => ended = exited.status,
                 ResponseMessage::Done(_) => return ended,
                 ResponseMessage::Started(_) | ResponseMessage::Truncated(_) => {}
             }
@@ -192,7 +192,7 @@ fn proxy_forwards_signals_and_end_of_input() {
         second.say(Say::Signal(Signal { number: 15 })).await;
         second.until("nothing more").await
     });
-    assert_eq!(ended, Some(exited::How::Signal(15)));
+    assert_eq!(ended, Some(exited::Status::Signal(15)));
     // The other attached caller receives the same output.
     let mut rest = String::new();
     stdout.read_to_string(&mut rest).expect("text");

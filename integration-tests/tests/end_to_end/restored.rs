@@ -162,7 +162,7 @@ fn objects_newer_than_backup_are_orphans() {
             let explained = json(&cluster, ["explain", &bad]);
             (explained["state"] == "gone").then_some(explained)
         });
-        assert!(explained["why"].as_str().is_some_and(|why| why.contains("purged")), "{explained}");
+        assert!(explained["reason"].as_str().is_some_and(|why| why.contains("purged")), "{explained}");
         let refused = cluster.output(["adopt", &bad]);
         assert!(String::from_utf8_lossy(&refused.stderr).contains("NOT_ORPHANED"), "{}", describe(&refused));
         cluster.succeed(["purge", "--all"]);

@@ -27,7 +27,7 @@ fn connect(suite: &Suite, name: &str) -> rpc::Peer {
 /// Attaches to a workload, sends a signal, and returns why the signal was rejected. `None`: the
 /// process ended.
 async fn refused_signal(suite: &Suite, workload: &Value, number: u32) -> Option<Refusal> {
-    let text = |name: &str| workload["whereabouts"][name].as_str().expect("a string").to_owned();
+    let text = |name: &str| workload["location"][name].as_str().expect("a string").to_owned();
     let resume = Resume {
         team: "main".to_owned(),
         process_id: text("attempt_id"),

@@ -89,7 +89,10 @@ fn waiting_is_explained_and_watch_survives_scheduler() {
     );
     let waiting = event("waiting");
     assert_eq!(waiting["queue_position"], 1, "{waiting}");
-    assert!(waiting["why"].as_str().is_some_and(|why| why.contains("is full (1 of 1 tasks)")), "{waiting}");
+    assert!(
+        waiting["reason"].as_str().is_some_and(|why| why.contains("is full (1 of 1 tasks)")),
+        "{waiting}"
+    );
 
     let mut run = suite.gantry(&["run", "--no-stdin", "--", "true"]);
     let mut run = run.stderr(Stdio::piped()).spawn().expect("gantry runs");
@@ -125,7 +128,7 @@ fn waiting_is_explained_and_watch_survives_scheduler() {
     }
     suite.succeed(&["cancel", "--grace", "0s", &holds]);
     let placed = event("placed");
-    assert_eq!(placed["whereabouts"]["worker_name"], "worker-0", "{placed}");
+    assert_eq!(placed["location"]["worker_name"], "worker-0", "{placed}");
     event("running");
     let finished = event("finished");
     assert_eq!((&finished["outcome"], &finished["status"]), (&"failed".into(), &3.into()), "{finished}");

@@ -59,27 +59,27 @@ fn kept_and_deleted_objects_are_explained() {
     let cluster = cluster();
     let made = make(&cluster, "1h");
     let kept = json(&cluster, ["explain", &made]);
-    assert_eq!((&kept["thing"], &kept["state"]), (&"artifact".into(), &"sealed".into()), "{kept}");
-    assert_eq!(kept["kept_by"][0]["thing"], "build", "{kept}");
-    assert_eq!(kept["goes_at"], kept["kept_by"][0]["until"], "{kept}");
-    assert_eq!(kept["why"], "every owner of it has let go");
+    assert_eq!((&kept["kind"], &kept["state"]), (&"artifact".into(), &"sealed".into()), "{kept}");
+    assert_eq!(kept["kept_by"][0]["kind"], "build", "{kept}");
+    assert_eq!(kept["expires_at"], kept["kept_by"][0]["until"], "{kept}");
+    assert_eq!(kept["reason"], "every owner of it has let go");
     let build = id(&kept["kept_by"][0], "id");
     let owner = json(&cluster, ["explain", &build]);
-    assert_eq!((&owner["state"], &owner["goes_at"]), (&"succeeded".into(), &kept["goes_at"]), "{owner}");
+    assert_eq!(
+        (&owner["state"], &owner["expires_at"]),
+        (&"succeeded".into(), &kept["expires_at"]),
+        "{owner}"
+    );
     let printed = text(&cluster, ["explain", &made]);
     assert!(printed.contains(&format!("build {build}, which has succeeded, until ")), "{printed}");
     for (kind, handle) in held(&cluster) {
         let explained = json(&cluster, ["explain", &handle]);
-        assert_eq!(explained["thing"], kind, "{explained}");
+        assert_eq!(explained["kind"], kind, "{explained}");
         assert!(text(&cluster, ["explain", &handle]).starts_with(&format!("{kind}:")));
     }
     let worker = json(&cluster, ["explain", "local"]);
-    assert_eq!(
-        (&worker["thing"], &worker["worker"]["name"]),
-        (&"worker".into(), &"local".into()),
-        "{worker}"
-    );
-    assert_eq!(json(&cluster, ["explain", &id(&worker, "id")])["thing"], "worker");
+    assert_eq!((&worker["kind"], &worker["worker"]["name"]), (&"worker".into(), &"local".into()), "{worker}");
+    assert_eq!(json(&cluster, ["explain", &id(&worker, "id")])["kind"], "worker");
 
     // An object that nothing keeps is announced as garbage, deleted, and explained afterwards.
     let (gone, held, dry) = wait_for("garbage that the collector has not marked", || {
@@ -97,7 +97,7 @@ fn kept_and_deleted_objects_are_explained() {
     let explained = json(&cluster, ["explain", &gone]);
     assert_eq!(explained["state"], "deleting", "{explained}");
     assert!(explained["marked_at"].is_string() && explained["remembered_until"].is_string(), "{explained}");
-    assert_eq!(explained["why"], "every owner of it has let go");
+    assert_eq!(explained["reason"], "every owner of it has let go");
     let deleted = text(&cluster, ["list", "artifacts", "--state", "deleting"]);
     assert!(deleted.contains(&gone) && !deleted.contains(&made), "{deleted}");
     assert!(deleted.contains(" ago: every owner of it has let go"), "{deleted}");
@@ -106,12 +106,12 @@ fn kept_and_deleted_objects_are_explained() {
     let went = wait_for("the end of what the worker had", || {
         let explained: Vec<_> = held.iter().map(|(_, handle)| json(&cluster, ["explain", handle])).collect();
         let went: Vec<_> = explained.into_iter().filter(|thing| thing["state"] == "gone").collect();
-        let all = ["volume", "container"].iter().all(|kind| went.iter().any(|thing| thing["thing"] == *kind));
+        let all = ["volume", "container"].iter().all(|kind| went.iter().any(|thing| thing["kind"] == *kind));
         all.then_some(went)
     });
     for thing in went {
         assert!(thing["marked_at"].is_string() && thing["gone_at"].is_string(), "{thing}");
-        let why = thing["why"].as_str().expect("a rule");
+        let why = thing["reason"].as_str().expect("a rule");
         assert!(["its attempt has ended", "its artifact is deleted"].contains(&why), "{thing}");
     }
     wait_for("the end of its bytes", || {
@@ -201,7 +201,7 @@ fn input_expiry_and_lost_bytes_are_explained() {
         explained["kept_by"].as_array().expect("keepers").iter().map(|one| &one["until"]).collect();
     assert!(until.len() == 2 && until.iter().all(|until| until.is_string()), "{explained}");
     assert_eq!(
-        Some(&explained["goes_at"]),
+        Some(&explained["expires_at"]),
         until.into_iter().max_by_key(|until| until.to_string()),
         "{explained}"
     );
@@ -215,7 +215,7 @@ fn input_expiry_and_lost_bytes_are_explained() {
     for kind in ["transfer", "worker"] {
         let related = relations
             .iter()
-            .find(|one| one["thing"] == kind)
+            .find(|one| one["kind"] == kind)
             .unwrap_or_else(|| panic!("no {kind}: {explained}"));
         let printed = text(&cluster, ["explain", related["ids"][0].as_str().expect("an id")]);
         assert!(printed.starts_with(&format!("{kind}:")), "{printed}");
@@ -265,7 +265,7 @@ fn lease_is_explained() {
     };
     let granted = tokio.block_on(async { placements().place(request).await.expect("granted").into_inner() });
     let held = json(&cluster, ["explain", lease]);
-    let expected = [("thing", "lease"), ("kind", "task"), ("state", "granted"), ("owner", "step 7")];
+    let expected = [("kind", "lease"), ("placement_kind", "task"), ("state", "granted"), ("owner", "step 7")];
     for (name, value) in expected {
         assert_eq!(held[name], value, "{held}");
     }
@@ -285,7 +285,7 @@ fn lease_is_explained() {
     let release = ReleaseRequest { lease_token: granted.lease_token };
     tokio.block_on(async { placements().release(release).await.expect("released") });
     let ended = json(&cluster, ["explain", lease]);
-    assert_eq!((&ended["state"], &ended["why"]), (&"ended".into(), &"its holder released it".into()));
+    assert_eq!((&ended["state"], &ended["reason"]), (&"ended".into(), &"its holder released it".into()));
     let printed = text(&cluster, ["explain", lease]);
     assert!(printed.contains(" ago): its holder released it\n"), "{printed}");
     let foreign = cluster.output(["--team", "other", "explain", lease]);
@@ -300,9 +300,9 @@ fn lease_is_explained() {
         (workloads[0]["workload_id"].clone(), leases[0].to_string())
     };
     let ended = json(&cluster, ["explain", &id]);
-    assert_eq!((&ended["thing"], &ended["workload_id"]), (&"lease".into(), &workload), "{ended}");
+    assert_eq!((&ended["kind"], &ended["workload_id"]), (&"lease".into(), &workload), "{ended}");
     assert_eq!((&ended["state"], &ended["expires_at"]), (&"ended".into(), &Value::Null), "{ended}");
-    assert_eq!(ended["why"], "its worker reported the end of the attempt");
+    assert_eq!(ended["reason"], "its worker reported the end of the attempt");
     assert!(ended["attempt_id"].is_string(), "{ended}");
 }
 

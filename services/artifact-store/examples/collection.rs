@@ -111,7 +111,7 @@ impl Lot {
 }
 
 /// Maximum number of marks in one answer of the store.
-const MOST_NAMED: usize = 10_000;
+const MAX_NAMED: usize = 10_000;
 
 /// Returns an id as an expression over a number.
 fn id(backend: DbBackend, kind: u32, number: &str) -> String {
@@ -257,7 +257,7 @@ impl Database {
         let (first, last) =
             (id(self.backend(), lot.kind(), "0"), id(self.backend(), lot.kind(), "1000000000"));
         let sql = format!(
-            "UPDATE builds SET status = 'succeeded', ended_at = 1, kept_until = 1, look_at = 1
+            "UPDATE builds SET status = 'succeeded', ended_at = 1, kept_until = 1, due_at = 1
              WHERE build_id BETWEEN {first} AND {last}"
         );
         self.execute(&sql).await?;
@@ -266,7 +266,7 @@ impl Database {
 
     /// Ends all attempts.
     async fn end_attempts(&self) -> Result<()> {
-        self.execute("UPDATE attempts SET ended_at = 1, look_at = 1").await?;
+        self.execute("UPDATE attempts SET ended_at = 1, due_at = 1").await?;
         self.settle_down().await
     }
 
@@ -293,10 +293,10 @@ impl Database {
         let orphans =
             format!("SELECT artifact_id AS handle FROM owners WHERE build_id BETWEEN {first} AND {last}");
         let marks = [
-            "UPDATE artifacts SET state = 'deleting', marked_at = 1, marked_why = 'every owner of it has let go', look_at = NULL
+            "UPDATE artifacts SET state = 'deleting', marked_at = 1, mark_reason = 'every owner of it has let go', due_at = NULL
              WHERE artifact_id = $1 AND state <> 'deleting'
                AND NOT EXISTS (SELECT 1 FROM pins WHERE pins.artifact_id = artifacts.artifact_id)",
-            "UPDATE volumes SET state = 'destroying', judged_after = 1, marked_at = 1, marked_why = 'its artifact is deleted', marked_from = state
+            "UPDATE volumes SET state = 'destroying', judged_after = 1, marked_at = 1, mark_reason = 'its artifact is deleted', marked_from = state
              WHERE artifact_id = $1 AND state = 'created'
                AND NOT EXISTS (SELECT 1 FROM volumes child WHERE child.parent = volumes.handle)",
         ];
@@ -344,9 +344,9 @@ impl Database {
         }
         for statement in [
             "DELETE FROM owners WHERE artifact_id IN (SELECT artifact_id FROM floor_lot)",
-            "UPDATE artifacts SET state = 'deleting', marked_at = 1, marked_why = 'every owner of it has let go', look_at = NULL
+            "UPDATE artifacts SET state = 'deleting', marked_at = 1, mark_reason = 'every owner of it has let go', due_at = NULL
              WHERE artifact_id IN (SELECT artifact_id FROM floor_lot)",
-            "INSERT INTO tombstones (artifact_id, look_at) SELECT artifact_id, 9000000000000000 FROM floor_lot",
+            "INSERT INTO tombstones (artifact_id, due_at) SELECT artifact_id, 9000000000000000 FROM floor_lot",
             "INSERT INTO sweep_queue (worker_id, handle, marked_at) SELECT worker_id, handle, 1 FROM volumes WHERE handle IN (SELECT handle FROM floor_lot)",
         ] {
             transaction.execute_unprepared(statement).await?;
@@ -524,11 +524,11 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
     let started = pass(0).await?;
     let mut idle = store.idle().await?;
     database.end(Lot::Alone).await?;
-    let alone = pass(Ord::min(2 * marks, MOST_NAMED)).await?;
+    let alone = pass(Ord::min(2 * marks, MAX_NAMED)).await?;
     database.end(Lot::Scattered).await?;
-    let scattered = pass(Ord::min(2 * marks, MOST_NAMED)).await?;
+    let scattered = pass(Ord::min(2 * marks, MAX_NAMED)).await?;
     database.end_attempts().await?;
-    let attempts = pass(Ord::min(marks, MOST_NAMED)).await?;
+    let attempts = pass(Ord::min(marks, MAX_NAMED)).await?;
 
     for _ in 0..20 {
         store.caller.create().await?;

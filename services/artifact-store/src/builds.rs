@@ -126,7 +126,7 @@ pub(crate) async fn put_build(
         .col_expr(build::Column::Keep, Expr::value(micros(new.keep)))
         .col_expr(build::Column::Term, Expr::value(new.term.map(micros)))
         .col_expr(build::Column::TermEndsAt, Expr::value(term_ends_at))
-        .col_expr(build::Column::LookAt, Expr::value(new.ended.map_or(term_ends_at, |_| Some(now.0))));
+        .col_expr(build::Column::DueAt, Expr::value(new.ended.map_or(term_ends_at, |_| Some(now.0))));
     if let Some((status, at)) = new.ended {
         // A caller's clock may be ahead: no build ends in the future.
         let at = at.map_or(now, |at| Ord::min(at, now));
@@ -154,7 +154,7 @@ async fn is_settled(
     team: &str,
     now: Timestamp,
 ) -> Result<bool, DbErr> {
-    let sql = "INSERT INTO holders (holder_id, team, created_at, look_at) VALUES ($1, $2, $3, $3) ON CONFLICT (holder_id) DO NOTHING";
+    let sql = "INSERT INTO holders (holder_id, team, created_at, due_at) VALUES ($1, $2, $3, $3) ON CONFLICT (holder_id) DO NOTHING";
     let values = [workload.uuid().into(), team.into(), now.0.into()];
     let made =
         txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await?;
@@ -182,7 +182,7 @@ fn new_row(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
         ended_at: Set(None),
         kept_until: Set(None),
         created_at: Set(now.0),
-        look_at: Set(None),
+        due_at: Set(None),
     }
 }
 
@@ -224,7 +224,7 @@ async fn supersede(
             build::Column::KeptUntil,
             Expr::col(build::Column::EndedAt).add(Expr::col(build::Column::Keep)),
         )
-        .col_expr(build::Column::LookAt, Expr::value(now.0))
+        .col_expr(build::Column::DueAt, Expr::value(now.0))
         .filter(build::Column::BuildId.eq(before.latest_build))
         .filter(build::Column::EndedAt.is_not_null())
         .filter(build::Column::KeptUntil.is_null())
@@ -281,7 +281,7 @@ pub(crate) async fn delete(
         .col_expr(build::Column::Status, Expr::value(row.status.unwrap_or(BuildStatus::Aborted)))
         .col_expr(build::Column::EndedAt, Expr::value(row.ended_at.unwrap_or(now.0)))
         .col_expr(build::Column::KeptUntil, Expr::value(now.0))
-        .col_expr(build::Column::LookAt, Expr::value(now.0))
+        .col_expr(build::Column::DueAt, Expr::value(now.0))
         .filter(build::Column::BuildId.eq(build.uuid()))
         .exec(txn)
         .await?;
@@ -359,7 +359,7 @@ pub(crate) async fn disown(
     if released.is_empty() {
         return Ok(());
     }
-    let sql = format!("UPDATE artifacts SET look_at = $2 WHERE artifact_id IN ({})", ids::query(backend, 1));
+    let sql = format!("UPDATE artifacts SET due_at = $2 WHERE artifact_id IN ({})", ids::query(backend, 1));
     let values = [ids::value(backend, released), now.0.into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
     Ok(())
@@ -393,7 +393,7 @@ pub(crate) async fn release_from_ended_builds(
     );
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ids()])).await?;
     let sql = format!(
-        "UPDATE artifacts SET had_owner = true, kept_until = NULL, look_at = $2
+        "UPDATE artifacts SET had_owner = true, kept_until = NULL, due_at = $2
          WHERE artifact_id IN ({list}) AND state <> 'deleting'"
     );
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ids(), now.0.into()])).await?;
@@ -459,7 +459,7 @@ pub(crate) async fn end_with(
         .col_expr(build::Column::Status, Expr::value(status))
         .col_expr(build::Column::EndedAt, Expr::value(now.0))
         .col_expr(build::Column::KeptUntil, kept_until.into())
-        .col_expr(build::Column::LookAt, Expr::value(now.0))
+        .col_expr(build::Column::DueAt, Expr::value(now.0))
         .filter(build::Column::BuildId.is_in(rows.iter().map(|row| row.build_id)))
         .exec(txn)
         .await?;

@@ -39,9 +39,9 @@ pub(crate) async fn lock_all(
     let backend = txn.get_database_backend();
     // The update without effect locks an existing row and returns it like a new one.
     let sql = format!(
-        "INSERT INTO holders (holder_id, team, created_at, look_at) SELECT id, $2, $3, $3 FROM ({}) AS given WHERE TRUE ORDER BY id
+        "INSERT INTO holders (holder_id, team, created_at, due_at) SELECT id, $2, $3, $3 FROM ({}) AS given WHERE TRUE ORDER BY id
          ON CONFLICT (holder_id) DO UPDATE SET holder_id = excluded.holder_id
-         RETURNING holder_id, team, created_at, settled_at, look_at",
+         RETURNING holder_id, team, created_at, settled_at, due_at",
         ids::query(backend, 1)
     );
     let values = [ids::value(backend, ids), team.into(), now.0.into()];

@@ -1,7 +1,7 @@
 //! Limits and capacity of a worker, from flags of the gateway or from an entry of a workers file.
 
 use domain::worker::Capacity;
-use rpc::spec::MOST_MEMORY_BYTES;
+use rpc::spec::MAX_MEMORY_BYTES;
 use runtime::Disk;
 use serde::{Deserialize, Deserializer};
 use server::settings::{cpu, size};
@@ -73,7 +73,7 @@ fn workloads_with(open_files: u64) -> u32 {
 
 fn memory(text: &str) -> Result<u64, String> {
     size(text).and_then(|bytes| {
-        if bytes > MOST_MEMORY_BYTES { Err("no worker has that much memory".to_owned()) } else { Ok(bytes) }
+        if bytes > MAX_MEMORY_BYTES { Err("no worker has that much memory".to_owned()) } else { Ok(bytes) }
     })
 }
 

@@ -8,7 +8,7 @@
 //! The database must be an empty PostgreSQL database. Each figure is prefixed with the number of
 //! workers `N`:
 //!
-//! - `hellos`: registrations per second, with 64 at a time.
+//! - `registrations`: registrations per second, with 64 at a time.
 //! - `core`: CPU cores that the scheduler uses while nothing changes and each worker sends and
 //!   receives one message every `--heartbeat` seconds. `database_core`: the same for PostgreSQL, if
 //!   `--postgres` contains the id of its first process.
@@ -198,7 +198,7 @@ async fn measure_scheduler(
 
     let begun = Instant::now();
     let mut crowd = Crowd::connect(arguments, &server, count).await?;
-    let hellos = count as f64 / begun.elapsed().as_secs_f64();
+    let registrations = count as f64 / begun.elapsed().as_secs_f64();
     for table in ["workers", "heartbeats"] {
         database.execute_unprepared(&format!("VACUUM ANALYZE {table}")).await?;
     }
@@ -216,7 +216,7 @@ async fn measure_scheduler(
     let (after, passed) = (times()?, begun.elapsed().as_secs_f64());
     let counted = [counted, self::counted(database).await?];
     let mut figures = vec![
-        ("hellos", hellos),
+        ("registrations", registrations),
         ("core", (after.0 - took.0) / passed),
         ("transactions", (counted[1].0 - counted[0].0) / passed),
         ("worker_writes", counted[1].1 - counted[0].1),
@@ -235,7 +235,7 @@ async fn measure_scheduler(
             .cordon_worker(pb::CordonWorkerRequest { worker: worker.clone(), interrupt_after: None })
             .await?;
         took.push(crowd.wait_for_directive(number, pb::Directive::Cordon).await? - begun);
-        client.run_worker(pb::RunWorkerRequest { worker }).await?;
+        client.uncordon_worker(pb::UncordonWorkerRequest { worker }).await?;
         crowd.wait_for_directive(number, pb::Directive::Run).await?;
     }
     took.sort();
@@ -336,7 +336,7 @@ impl Gateway {
             ..pb::WorkerLabels::default()
         };
         let marker = pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() };
-        let hello = pb::Hello {
+        let registration = pb::Registration {
             worker_name: name,
             gateway_instance: GatewayInstance::new().to_string(),
             session_credential: String::new(),
@@ -347,7 +347,7 @@ impl Gateway {
             protocol_versions: vec![1],
         };
         let (outgoing, messages) = mpsc::channel(1);
-        outgoing.send(pb::SynchronizeRequest { message: Some(Said::Hello(hello)) }).await?;
+        outgoing.send(pb::SynchronizeRequest { message: Some(Said::Registration(registration)) }).await?;
         let mut incoming = client.synchronize(ReceiverStream::new(messages)).await?.into_inner();
         match incoming.message().await?.and_then(|message| message.message) {
             Some(Told::Welcome(welcome)) => Ok(Self { welcome, outgoing, incoming }),

@@ -281,7 +281,7 @@ async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> any
     let rate = arguments.queue as f64 / begun.elapsed().as_secs_f64();
     let bytes = server.memory()?.saturating_sub(empty) as f64 / arguments.queue as f64;
 
-    let hello = pb::Hello {
+    let registration = pb::Registration {
         worker_name: "one".to_owned(),
         gateway_instance: GatewayInstance::new().to_string(),
         marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() }),
@@ -298,12 +298,12 @@ async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> any
             ..pb::Capacity::default()
         }),
         protocol_versions: vec![1],
-        ..pb::Hello::default()
+        ..pb::Registration::default()
     };
     let (outgoing, messages) = mpsc::channel(1);
     let begun = Instant::now();
-    let hello = pb::synchronize_request::Message::Hello(hello);
-    outgoing.send(pb::SynchronizeRequest { message: Some(hello) }).await?;
+    let registration = pb::synchronize_request::Message::Registration(registration);
+    outgoing.send(pb::SynchronizeRequest { message: Some(registration) }).await?;
     let mut workers = WorkersClient::new(connect_to(&server).await?).max_decoding_message_size(1 << 30);
     let mut incoming = workers.synchronize(ReceiverStream::new(messages)).await?.into_inner();
     while let Some(message) = incoming.message().await? {

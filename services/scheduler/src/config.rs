@@ -55,11 +55,11 @@ pub struct Config {
     /// Default limits of workers that declare none.
     pub limits: Limits,
     /// Teams that use only their own workers while they have some.
-    pub keep_to_their_own: BTreeSet<String>,
+    pub exclusive_teams: BTreeSet<String>,
     /// Maximum number of workloads of one team that may wait for a worker.
-    pub most_waiting: u64,
+    pub max_waiting_per_team: u64,
     /// Maximum number of bytes of specs of one team's workloads that may wait for a worker.
-    pub most_waiting_bytes: u64,
+    pub max_waiting_bytes_per_team: u64,
     /// Weights of teams in the fair queue. Other teams have weight 1.
     pub team_weights: HashMap<String, u32>,
     /// Waiting time after which a request counts as one priority higher. Zero: never.
@@ -69,7 +69,7 @@ pub struct Config {
     pub remember_lost: Duration,
     /// Whether replicas notify each other of changes. Without notifications, each replica finds
     /// changes with its next poll.
-    pub share_hints: bool,
+    pub share_notifications: bool,
     /// Interval at which loops poll the database without a notification.
     pub poll: Duration,
 }
@@ -108,13 +108,13 @@ impl Config {
             reconcile_grace: Duration::from_secs(5 * 60),
             chains: Chains::default(),
             limits: Limits::default(),
-            keep_to_their_own: BTreeSet::new(),
-            most_waiting: 200_000,
-            most_waiting_bytes: 256 << 20,
+            exclusive_teams: BTreeSet::new(),
+            max_waiting_per_team: 200_000,
+            max_waiting_bytes_per_team: 256 << 20,
             team_weights: HashMap::new(),
             queue_aging: Duration::from_secs(10 * 60),
             remember_lost: Duration::from_secs(5 * 60),
-            share_hints: true,
+            share_notifications: true,
             poll: Duration::from_secs(1),
         }
     }
@@ -135,8 +135,8 @@ impl Config {
             self.quarantine_for_at_most >= self.quarantine_for,
             "--quarantine-for-at-most must not be shorter than --quarantine-for"
         );
-        ensure!(self.most_waiting > 0, "--max-waiting-per-team must not be 0");
-        ensure!(self.most_waiting_bytes > 0, "--max-waiting-bytes-per-team must not be 0");
+        ensure!(self.max_waiting_per_team > 0, "--max-waiting-per-team must not be 0");
+        ensure!(self.max_waiting_bytes_per_team > 0, "--max-waiting-bytes-per-team must not be 0");
         ensure!(!self.reconcile_every.is_zero(), "--reconcile-interval must not be zero");
         Ok(())
     }

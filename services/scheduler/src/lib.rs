@@ -132,14 +132,15 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     resume.await.context("cannot resume the work of the previous start")?;
 
     // SQLite allows one replica only, so there is no other replica to notify.
-    let config = Arc::new(Config { share_hints: config.share_hints && !is_only_replica, ..config });
+    let config =
+        Arc::new(Config { share_notifications: config.share_notifications && !is_only_replica, ..config });
     let granting =
         db.with_own_connections(own).await.context("cannot open the dispatcher's database connections")?;
     if !is_only_replica {
         host.add_cleanup(granting.clone().close());
     }
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
-    let cluster = config.share_hints.then(ClusterNotifier::new);
+    let cluster = config.share_notifications.then(ClusterNotifier::new);
     let (notify, parcels) = Notifier::new(dispatch.workers.desired.clone(), cluster.clone());
     let context = Context { db, config, notify, tasks: host.tasks(), stopping: host.stopping() };
     let (heartbeats, received_heartbeats) = lifecycle::heartbeat_batches::channel();

@@ -151,7 +151,7 @@ struct Arguments {
         value_delimiter = ',',
         help_heading = "Placement"
     )]
-    keep_to_their_own: Vec<String>,
+    exclusive_teams: Vec<String>,
     /// Maximum number of workloads of one team that may wait for a worker. The scheduler rejects
     /// further workloads. With several replicas, the total may exceed the limit by the workloads
     /// that other replicas accept within one poll interval
@@ -272,7 +272,7 @@ impl Arguments {
             quarantine_for_at_most: self.quarantine_for_at_most,
             reconcile_every: self.reconcile_interval,
             reconcile_grace: self.reconcile_grace,
-            share_hints: true,
+            share_notifications: true,
             poll: self.poll_interval,
             chains: Chains {
                 builds: self.placement_strategy.clone(),
@@ -284,9 +284,9 @@ impl Arguments {
                 containers: self.max_containers_per_worker,
                 volumes: self.max_volumes_per_worker,
             },
-            keep_to_their_own: self.keep_to_their_own.iter().cloned().collect(),
-            most_waiting: self.max_waiting_per_team,
-            most_waiting_bytes: self.max_waiting_bytes_per_team,
+            exclusive_teams: self.exclusive_teams.iter().cloned().collect(),
+            max_waiting_per_team: self.max_waiting_per_team,
+            max_waiting_bytes_per_team: self.max_waiting_bytes_per_team,
             team_weights: self.team_weights.iter().cloned().collect(),
             queue_aging: self.queue_aging,
             remember_lost: self.remember_lost,

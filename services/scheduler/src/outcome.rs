@@ -258,7 +258,7 @@ fn exited_before_interruption(exit: Option<Exit>, failure: Option<&Failure>) -> 
 
 /// Maximum number of attempts at one workload that may end through the fault of a worker. The last
 /// one ends the workload.
-pub(crate) const MOST_FAULTS: usize = 10;
+pub(crate) const MAX_FAULTS: usize = 10;
 
 /// Returns the failure of a report if the worker caused it before the process started. Then another
 /// worker may try. `announced`: the process was about to start, so only a failure that excludes a

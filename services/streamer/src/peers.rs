@@ -257,8 +257,8 @@ impl Peers {
         })
         .await?;
         let outcome = match planned.outcome() {
-            store::PlanOutcome::Yours => PlanOutcome::Ours,
-            store::PlanOutcome::BeingMade => PlanOutcome::BeingMade,
+            store::PlanOutcome::Created => PlanOutcome::Ours,
+            store::PlanOutcome::InProgress => PlanOutcome::BeingMade,
             store::PlanOutcome::Complete => PlanOutcome::Complete,
             store::PlanOutcome::Unspecified => return Err(PeerError::Malformed("outcome")),
         };

@@ -42,7 +42,7 @@ pub fn parse_team(field: &str, team: String) -> Result<String, Status> {
 }
 
 /// Maximum size of a label, in bytes.
-const MOST_LABEL_BYTES: usize = 1024;
+const MAX_LABEL_BYTES: usize = 1024;
 
 /// Parses a label for people, which may be empty: at most 1024 bytes, without NUL, which databases
 /// cannot store.
@@ -52,8 +52,8 @@ pub fn parse_label(field: &str, label: String) -> Result<String, Status> {
 
 /// Checks a label: at most 1024 bytes, without NUL.
 pub fn check_label(field: &str, label: &str) -> Result<(), Status> {
-    if label.len() > MOST_LABEL_BYTES || label.contains('\0') {
-        return Err(invalid_field(field, format!("must be at most {MOST_LABEL_BYTES} bytes, without NUL")));
+    if label.len() > MAX_LABEL_BYTES || label.contains('\0') {
+        return Err(invalid_field(field, format!("must be at most {MAX_LABEL_BYTES} bytes, without NUL")));
     }
     Ok(())
 }
@@ -72,7 +72,7 @@ fn check_printable(field: &str, label: &str) -> Result<(), Status> {
 
 /// Maximum total size of the tags or capabilities of a request, in bytes. Lists return many
 /// requests in one message.
-const MOST_TAGS_BYTES: usize = 16 << 10;
+const MAX_TAGS_BYTES: usize = 16 << 10;
 
 /// Checks required tags: each is not empty and has no control characters.
 pub fn check_tags(field: &str, tags: &[String]) -> Result<(), Status> {
@@ -85,14 +85,14 @@ pub fn check_tags(field: &str, tags: &[String]) -> Result<(), Status> {
 /// Checks required labels: none has control characters, and their total size is limited.
 pub fn check_labels(field: &str, labels: &[String]) -> Result<(), Status> {
     labels.iter().try_for_each(|label| check_printable(field, label))?;
-    if labels.iter().map(String::len).sum::<usize>() > MOST_TAGS_BYTES {
-        return Err(invalid_field(field, format!("must be at most {MOST_TAGS_BYTES} bytes together")));
+    if labels.iter().map(String::len).sum::<usize>() > MAX_TAGS_BYTES {
+        return Err(invalid_field(field, format!("must be at most {MAX_TAGS_BYTES} bytes together")));
     }
     Ok(())
 }
 
 /// Maximum size of a name, in bytes.
-const MOST_NAME_BYTES: usize = 255;
+const MAX_NAME_BYTES: usize = 255;
 
 /// Parses a required name: 1 to 255 bytes, without control characters.
 pub fn parse_name(field: &str, name: String) -> Result<String, Status> {
@@ -101,8 +101,8 @@ pub fn parse_name(field: &str, name: String) -> Result<String, Status> {
 
 /// Checks a name: 1 to 255 bytes, without control characters.
 pub fn check_name(field: &str, name: &str) -> Result<(), Status> {
-    if name.is_empty() || name.len() > MOST_NAME_BYTES || name.contains(char::is_control) {
-        let message = format!("must be 1 to {MOST_NAME_BYTES} bytes, without control characters");
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || name.contains(char::is_control) {
+        let message = format!("must be 1 to {MAX_NAME_BYTES} bytes, without control characters");
         return Err(invalid_field(field, message));
     }
     Ok(())
@@ -175,11 +175,11 @@ pub fn duration(duration: Duration) -> prost_types::Duration {
 #[must_use]
 pub fn exit(exit: Exit) -> pb::Exit {
     let how = match exit {
-        Exit::Code(code) => pb::exit::How::Code(code.into()),
-        Exit::Signal(signal) => pb::exit::How::Signal(signal.into()),
-        Exit::OutOfMemory => pb::exit::How::OutOfMemory(pb::OutOfMemory {}),
+        Exit::Code(code) => pb::exit::Status::Code(code.into()),
+        Exit::Signal(signal) => pb::exit::Status::Signal(signal.into()),
+        Exit::OutOfMemory => pb::exit::Status::OutOfMemory(pb::OutOfMemory {}),
     };
-    pb::Exit { how: Some(how) }
+    pb::Exit { status: Some(how) }
 }
 
 /// Parses the exit of a process.
@@ -187,10 +187,10 @@ pub fn parse_exit(field: &str, exit: &pb::Exit) -> Result<Exit, Status> {
     let byte = |name: &str, n: u32| {
         u8::try_from(n).map_err(|_| invalid_field(format!("{field}.{name}"), "must be 0 to 255"))
     };
-    match exit.how {
-        Some(pb::exit::How::Code(code)) => byte("code", code).map(Exit::Code),
-        Some(pb::exit::How::Signal(signal)) => byte("signal", signal).map(Exit::Signal),
-        Some(pb::exit::How::OutOfMemory(_)) => Ok(Exit::OutOfMemory),
+    match exit.status {
+        Some(pb::exit::Status::Code(code)) => byte("code", code).map(Exit::Code),
+        Some(pb::exit::Status::Signal(signal)) => byte("signal", signal).map(Exit::Signal),
+        Some(pb::exit::Status::OutOfMemory(_)) => Ok(Exit::OutOfMemory),
         None => Err(invalid_field(field, "is required")),
     }
 }
@@ -202,7 +202,7 @@ pub fn failure(failure: &Failure) -> pb::Failure {
 }
 
 /// Maximum size of the message of a failure, in bytes.
-const MOST_FAILURE_BYTES: usize = 4096;
+const MAX_FAILURE_BYTES: usize = 4096;
 
 /// Converts a failure from its protobuf form. An unknown reason becomes `WORKER_FAILED` and is put
 /// into the message.
@@ -216,21 +216,21 @@ pub fn parse_failure(failure: pb::Failure) -> Failure {
         Ok(reason) => (reason, message),
         Err(_) => (FailureReason::WorkerFailed, format!("{reason}: {message}")),
     };
-    let message = clipped(&message, MOST_FAILURE_BYTES).replace('\0', "\u{fffd}");
+    let message = clipped(&message, MAX_FAILURE_BYTES).replace('\0', "\u{fffd}");
     Failure { reason, message }
 }
 
 /// Maximum number of stored notes of an attempt.
-const MOST_NOTES: usize = 32;
+const MAX_NOTES: usize = 32;
 /// Maximum size of a note, in bytes.
-const MOST_NOTE_BYTES: usize = 1024;
+const MAX_NOTE_BYTES: usize = 1024;
 
 /// Converts the notes of an attempt from their protobuf form. The conversion never fails; long
 /// notes are cut off.
 #[must_use]
 pub fn parse_notes(notes: Vec<String>) -> Vec<String> {
-    let parse = |note: String| clipped(&note, MOST_NOTE_BYTES).replace('\0', "\u{fffd}");
-    notes.into_iter().take(MOST_NOTES).map(parse).collect()
+    let parse = |note: String| clipped(&note, MAX_NOTE_BYTES).replace('\0', "\u{fffd}");
+    notes.into_iter().take(MAX_NOTES).map(parse).collect()
 }
 
 /// Cuts `text` off after `most` bytes and appends an ellipsis. Returns a shorter text unchanged.
@@ -330,8 +330,8 @@ mod tests {
     #[test]
     fn notes_are_cut_off_without_nul() {
         let notes = parse_notes(vec!["a\0".repeat(5000); 100]);
-        assert_eq!(notes.len(), MOST_NOTES);
-        assert!(notes.iter().all(|note| !note.contains('\0') && note.chars().count() == MOST_NOTE_BYTES + 1));
+        assert_eq!(notes.len(), MAX_NOTES);
+        assert!(notes.iter().all(|note| !note.contains('\0') && note.chars().count() == MAX_NOTE_BYTES + 1));
     }
 
     #[test]

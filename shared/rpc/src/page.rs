@@ -15,7 +15,7 @@ use crate::{Reason, invalid_field, pb};
 
 /// Maximum size of the items of a page in bytes, unless the page has a single item. Clients decode
 /// at most 4 MiB by default.
-pub const MOST_BYTES: usize = 2 << 20;
+pub const MAX_BYTES: usize = 2 << 20;
 
 /// Size of the digest in a token, in bytes.
 const CHECK: usize = 8;
@@ -105,7 +105,7 @@ impl Page {
         let (mut items, mut last, mut bytes) = (Vec::new(), None, 0);
         for (id, item) in found {
             bytes += item.encoded_len();
-            if bytes > MOST_BYTES && last.is_some() {
+            if bytes > MAX_BYTES && last.is_some() {
                 more = true;
                 break;
             }
@@ -214,12 +214,12 @@ mod tests {
         assert_eq!(sizes(page.end(small.clone(), false)), (vec![1, 2], None));
         assert_eq!(sizes(page.end(small.clone(), true)), (vec![1, 2], Some(small[1].0)));
 
-        let large = [item(MOST_BYTES - 1000), item(500), item(1000), item(1)];
-        let page_of_two = (vec![MOST_BYTES - 1000, 500], Some(large[1].0));
+        let large = [item(MAX_BYTES - 1000), item(500), item(1000), item(1)];
+        let page_of_two = (vec![MAX_BYTES - 1000, 500], Some(large[1].0));
         assert_eq!(sizes(page.end(large, false)), page_of_two);
-        let larger = [item(MOST_BYTES + 1), item(1)];
-        assert_eq!(sizes(page.end(larger.clone(), false)), (vec![MOST_BYTES + 1], Some(larger[0].0)));
-        assert_eq!(sizes(page.end([item(MOST_BYTES + 1)], false)), (vec![MOST_BYTES + 1], None));
+        let larger = [item(MAX_BYTES + 1), item(1)];
+        assert_eq!(sizes(page.end(larger.clone(), false)), (vec![MAX_BYTES + 1], Some(larger[0].0)));
+        assert_eq!(sizes(page.end([item(MAX_BYTES + 1)], false)), (vec![MAX_BYTES + 1], None));
         assert_eq!(sizes(page.end([], true)), (vec![], None));
     }
 

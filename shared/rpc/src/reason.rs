@@ -101,7 +101,7 @@ reasons! {
     /// stop its gateway, and wait until the worker is stalled.
     WorkerInContact = "WORKER_IN_CONTACT", FailedPrecondition;
     /// The worker was retired, and its contents were forgotten. Start and destroy nothing on the
-    /// worker. To bring it back, call `RunWorker`, or start it with empty storage.
+    /// worker. To bring it back, call `UncordonWorker`, or start it with empty storage.
     WorkerRetired = "WORKER_RETIRED", FailedPrecondition;
     /// The worker of this name belongs to another team or to all teams. Give this worker another
     /// name, or retire the other worker first.
@@ -247,10 +247,10 @@ impl Reason {
         about: impl IntoIterator<Item = (S, String)>,
     ) -> Status {
         let message = message.into();
-        let message = crate::clipped(&message, MOST_MESSAGE_BYTES);
+        let message = crate::clipped(&message, MAX_MESSAGE_BYTES);
         let about = about.into_iter();
         let metadata: HashMap<_, _> = about
-            .map(|(name, value)| (name.into(), crate::clipped(&value, MOST_DESCRIPTION_BYTES).into_owned()))
+            .map(|(name, value)| (name.into(), crate::clipped(&value, MAX_DESCRIPTION_BYTES).into_owned()))
             .collect();
         let mut details = ErrorDetails::with_error_info(self.as_str(), service, metadata);
         if matches!(self, Self::AllWorkersBusy | Self::TeamQueueFull | Self::Unavailable) {
@@ -268,16 +268,16 @@ impl fmt::Display for Reason {
 
 /// Maximum size of a message in bytes. Messages may quote request fields, and errors travel in
 /// headers, of which clients read at most 16 KiB by default.
-const MOST_MESSAGE_BYTES: usize = 2000;
+const MAX_MESSAGE_BYTES: usize = 2000;
 
 /// Maximum size of a field description or of one metadata value, in bytes.
-const MOST_DESCRIPTION_BYTES: usize = 500;
+const MAX_DESCRIPTION_BYTES: usize = 500;
 
 /// Returns the status for a missing or malformed field.
 #[must_use]
 pub fn invalid_field(field: impl Into<String>, description: impl Into<String>) -> Status {
     let (field, description) = (field.into(), description.into());
-    let description = crate::clipped(&description, MOST_DESCRIPTION_BYTES).into_owned();
+    let description = crate::clipped(&description, MAX_DESCRIPTION_BYTES).into_owned();
     let message = format!("{field}: {description}");
     let mut details = ErrorDetails::with_bad_request_violation(field, description);
     details.set_error_info(Reason::InvalidField.as_str(), "gantry", HashMap::new());

@@ -15,12 +15,12 @@ use transfer::{ArchiveWriteError, ArchiveWriter, Entry, EntryKind, Extent, Limit
 
 use crate::invalid_field;
 use crate::pb::artifacts as pb;
-use crate::pb::artifacts::small_tree_entry::What;
+use crate::pb::artifacts::small_tree_entry::Content;
 
 /// Maximum number of entries, including implied directories and without the root.
-pub const MOST_ENTRIES: usize = 1000;
+pub const MAX_ENTRIES: usize = 1000;
 /// Maximum total size of paths, contents and link targets, in bytes.
-pub const MOST_BYTES: usize = 1 << 20;
+pub const MAX_BYTES: usize = 1 << 20;
 
 const DEFAULT_FILE_MODE: u32 = 0o644;
 const DEFAULT_DIRECTORY_MODE: u32 = 0o755;
@@ -37,10 +37,10 @@ pub struct SmallTree {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotSmall {
     /// Too many entries.
-    #[error("the tree has more than {MOST_ENTRIES} entries")]
+    #[error("the tree has more than {MAX_ENTRIES} entries")]
     Entries,
     /// Too many bytes.
-    #[error("the paths and contents have more than {MOST_BYTES} bytes")]
+    #[error("the paths and contents have more than {MAX_BYTES} bytes")]
     Bytes,
     /// An entry of a kind that small trees do not support.
     #[error("{0:?} is {1}; use an upload instead")]
@@ -50,11 +50,11 @@ pub enum NotSmall {
 /// Parses a tree. Errors name fields below `field`.
 pub fn parse(field: &str, tree: &pb::SmallTree) -> Result<SmallTree, Status> {
     let of_entries = format!("{field}.entries");
-    if tree.entries.iter().filter(|entry| !entry.path.is_empty()).count() > MOST_ENTRIES {
-        return Err(invalid_field(of_entries, format!("must be at most {MOST_ENTRIES}; upload it instead")));
+    if tree.entries.iter().filter(|entry| !entry.path.is_empty()).count() > MAX_ENTRIES {
+        return Err(invalid_field(of_entries, format!("must be at most {MAX_ENTRIES}; upload it instead")));
     }
-    if tree.entries.iter().map(bytes_of).sum::<usize>() > MOST_BYTES {
-        let message = format!("must have at most {MOST_BYTES} bytes in all; upload them instead");
+    if tree.entries.iter().map(bytes_of).sum::<usize>() > MAX_BYTES {
+        let message = format!("must have at most {MAX_BYTES} bytes in all; upload them instead");
         return Err(invalid_field(of_entries, message));
     }
     let mut entries = Vec::with_capacity(tree.entries.len() + 1);
@@ -79,20 +79,20 @@ pub fn parse(field: &str, tree: &pb::SmallTree) -> Result<SmallTree, Status> {
     Ok(SmallTree { manifest: Arc::new(manifest), contents })
 }
 
-/// Returns the size of an entry that counts towards [`MOST_BYTES`].
+/// Returns the size of an entry that counts towards [`MAX_BYTES`].
 fn bytes_of(entry: &pb::SmallTreeEntry) -> usize {
-    let what = match &entry.what {
-        Some(What::File(bytes) | What::Symlink(bytes)) => bytes.len(),
-        Some(What::Directory(_)) | None => 0,
+    let what = match &entry.content {
+        Some(Content::File(bytes) | Content::Symlink(bytes)) => bytes.len(),
+        Some(Content::Directory(_)) | None => 0,
     };
     entry.path.len() + what
 }
 
 fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes), Status> {
     let of = |name: &str| format!("{field}.{name}");
-    let Some(what) = &entry.what else { return Err(invalid_field(of("what"), "is required")) };
+    let Some(what) = &entry.content else { return Err(invalid_field(of("what"), "is required")) };
     let (kind, default_mode, content) = match what {
-        What::File(content) => {
+        Content::File(content) => {
             let size_bytes = content.len() as u64;
             // No content exceeds the maximum size of an extent.
             let length = u32::try_from(content.len()).unwrap_or(u32::MAX);
@@ -100,8 +100,8 @@ fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes)
             let extents = if length == 0 { Vec::new() } else { vec![Extent { offset: 0, length, digest }] };
             (EntryKind::File { size_bytes, extents }, DEFAULT_FILE_MODE, content.clone())
         }
-        What::Symlink(target) => (EntryKind::Symlink { target: target.to_vec() }, 0, Bytes::new()),
-        What::Directory(_) => (EntryKind::Directory, DEFAULT_DIRECTORY_MODE, Bytes::new()),
+        Content::Symlink(target) => (EntryKind::Symlink { target: target.to_vec() }, 0, Bytes::new()),
+        Content::Directory(_) => (EntryKind::Directory, DEFAULT_DIRECTORY_MODE, Bytes::new()),
     };
     if entry.path.is_empty() && kind != EntryKind::Directory {
         return Err(invalid_field(of("path"), "is the root, which must be a directory"));
@@ -132,7 +132,7 @@ fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes)
 }
 
 /// Returns the parent directories that `entries` does not contain. Fails if the total exceeds
-/// [`MOST_ENTRIES`].
+/// [`MAX_ENTRIES`].
 fn implied(entries: &[(Entry, Bytes)]) -> Result<BTreeSet<Vec<u8>>, NotSmall> {
     let named: BTreeSet<&[u8]> = entries.iter().map(|(entry, _)| &entry.path[..]).collect();
     let mut implied = BTreeSet::new();
@@ -147,7 +147,7 @@ fn implied(entries: &[(Entry, Bytes)]) -> Result<BTreeSet<Vec<u8>>, NotSmall> {
                 break;
             }
             // The root does not count.
-            if entries.len() + implied.len() > MOST_ENTRIES + 1 {
+            if entries.len() + implied.len() > MAX_ENTRIES + 1 {
                 return Err(NotSmall::Entries);
             }
         }
@@ -174,10 +174,10 @@ pub fn from_manifest<E: From<NotSmall>>(
     mut read: impl FnMut(u64) -> Result<Bytes, E>,
 ) -> Result<pb::SmallTree, E> {
     // The root does not count.
-    if manifest.entries().len() > MOST_ENTRIES + 1 {
+    if manifest.entries().len() > MAX_ENTRIES + 1 {
         return Err(NotSmall::Entries.into());
     }
-    if manifest.size_bytes() > MOST_BYTES as u64 {
+    if manifest.size_bytes() > MAX_BYTES as u64 {
         return Err(NotSmall::Bytes.into());
     }
     let mut entries = Vec::with_capacity(manifest.entries().len());
@@ -187,11 +187,11 @@ pub fn from_manifest<E: From<NotSmall>>(
             return Err(not("an entry with extended attributes").into());
         }
         let what = match &entry.kind {
-            EntryKind::Directory => What::Directory(pb::SmallTreeDirectory {}),
-            EntryKind::Symlink { target } => What::Symlink(Bytes::copy_from_slice(target)),
+            EntryKind::Directory => Content::Directory(pb::SmallTreeDirectory {}),
+            EntryKind::Symlink { target } => Content::Symlink(Bytes::copy_from_slice(target)),
             EntryKind::File { size_bytes, extents } => {
                 // No file is larger than the whole tree.
-                let mut content = vec![0; usize::try_from(*size_bytes).unwrap_or(MOST_BYTES)];
+                let mut content = vec![0; usize::try_from(*size_bytes).unwrap_or(MAX_BYTES)];
                 for (ordinal, extent) in manifest.ordinals_of(index).zip(extents) {
                     let start = usize::try_from(extent.offset).unwrap_or(usize::MAX);
                     let data = read(ordinal)?;
@@ -199,7 +199,7 @@ pub fn from_manifest<E: From<NotSmall>>(
                         place.copy_from_slice(&data);
                     }
                 }
-                What::File(content.into())
+                Content::File(content.into())
             }
             EntryKind::HardLink { .. } => return Err(not("a hard link").into()),
             EntryKind::Fifo => return Err(not("a named pipe").into()),
@@ -208,14 +208,14 @@ pub fn from_manifest<E: From<NotSmall>>(
         let nanos = i32::try_from(entry.mtime_nanos).unwrap_or(0);
         entries.push(pb::SmallTreeEntry {
             path: Bytes::copy_from_slice(&entry.path),
-            mode: (!matches!(what, What::Symlink(_))).then_some(entry.mode),
+            mode: (!matches!(what, Content::Symlink(_))).then_some(entry.mode),
             uid: entry.uid,
             gid: entry.gid,
             modified_at: Some(prost_types::Timestamp { seconds: entry.mtime_seconds, nanos }),
-            what: Some(what),
+            content: Some(what),
         });
     }
-    if entries.iter().map(bytes_of).sum::<usize>() > MOST_BYTES {
+    if entries.iter().map(bytes_of).sum::<usize>() > MAX_BYTES {
         return Err(NotSmall::Bytes.into());
     }
     Ok(pb::SmallTree { entries })

@@ -24,28 +24,28 @@ pub const DEFAULT_DIRECTORY: &[u8] = b"/workspace";
 
 /// Minimum memory limit of a container, in bytes. The limit includes the container's init and the
 /// start of the process, which a smaller limit would kill.
-pub const LEAST_MEMORY_BYTES: u64 = 6 << 20;
+pub const MIN_MEMORY_BYTES: u64 = 6 << 20;
 /// Maximum memory limit of a container, in bytes. Every kernel accepts it, and no worker has more.
-pub const MOST_MEMORY_BYTES: u64 = 1 << 60;
+pub const MAX_MEMORY_BYTES: u64 = 1 << 60;
 /// Maximum processor limit of a container, in thousandths of a core. Every kernel accepts it, and
 /// no worker has more.
-pub const MOST_CPU_MILLIS: u64 = 10_000_000;
+pub const MAX_CPU_MILLIS: u64 = 10_000_000;
 /// Maximum number of retries of a workload.
-pub const MOST_RETRIES: u32 = 100;
+pub const MAX_RETRIES: u32 = 100;
 const READ_ONCE: &str = "not allowed with attached standard input, which can be read only once";
 /// Maximum process limit of a container. The kernel accepts one more, which is the container's
 /// init.
-pub const MOST_PIDS: u64 = (1 << 22) - 1;
+pub const MAX_PIDS: u64 = (1 << 22) - 1;
 
 /// Maximum size of an encoded spec, in bytes.
 const MAX_BYTES: usize = 1 << 20;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
 /// Maximum number of task caches in a spec.
-const MOST_CACHES: usize = 100;
+const MAX_CACHES: usize = 100;
 /// Maximum number of inputs, outputs and caches in a spec, together. An attempt then needs fewer
 /// than 1000 volumes and pins fewer than 1000 artifacts, which are the limits of the artifact store
 /// for one call.
-const MOST_MOUNTS: usize = 900;
+const MAX_MOUNTS: usize = 900;
 
 /// Validates a submitted spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
@@ -88,8 +88,8 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     if spec.interruptible && spec.stdin == i32::from(pb::StdinMode::Attached) {
         return Err(invalid_field("spec.interruptible", READ_ONCE));
     }
-    if spec.retries > MOST_RETRIES {
-        return Err(invalid_field("spec.retries", format!("must be at most {MOST_RETRIES}")));
+    if spec.retries > MAX_RETRIES {
+        return Err(invalid_field("spec.retries", format!("must be at most {MAX_RETRIES}")));
     }
     if spec.retries > 0 && spec.stdin == i32::from(pb::StdinMode::Attached) {
         return Err(invalid_field("spec.retries", READ_ONCE));
@@ -254,15 +254,15 @@ pub fn decode(bytes: &[u8]) -> Result<WorkloadSpec, Status> {
 }
 
 /// Maximum size of the complete spec of a finished workload, in bytes. A larger spec is abridged.
-pub const MOST_FINISHED_BYTES: usize = 8 << 10;
+pub const MAX_FINISHED_BYTES: usize = 8 << 10;
 
 /// Removes the large parts of the spec of a finished workload.
 #[must_use]
 pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
-    const MOST_PATH_BYTES: usize = 1 << 10;
+    const MAX_PATH_BYTES: usize = 1 << 10;
     spec.command.truncate(1);
-    spec.command.iter_mut().for_each(|program| program.truncate(MOST_PATH_BYTES));
-    spec.directory.truncate(MOST_PATH_BYTES);
+    spec.command.iter_mut().for_each(|program| program.truncate(MAX_PATH_BYTES));
+    spec.directory.truncate(MAX_PATH_BYTES);
     WorkloadSpec {
         environment: vec![],
         inputs: vec![],
@@ -333,8 +333,8 @@ fn parse_caches(
     caches: Vec<pb::CacheMount>,
     named: &mut HashSet<OutputOwner>,
 ) -> Result<Vec<CacheMount>, Status> {
-    if caches.len() > MOST_CACHES {
-        return Err(invalid_field("spec.caches", format!("must be at most {MOST_CACHES}")));
+    if caches.len() > MAX_CACHES {
+        return Err(invalid_field("spec.caches", format!("must be at most {MAX_CACHES}")));
     }
     let mut parsed = Vec::with_capacity(caches.len());
     for (index, mount) in caches.into_iter().enumerate() {
@@ -372,8 +372,8 @@ fn check_mounts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
         ("spec.caches", spec.caches.len()),
     ] {
         count += more;
-        if count > MOST_MOUNTS {
-            let why = format!("inputs, outputs and caches must be at most {MOST_MOUNTS} together");
+        if count > MAX_MOUNTS {
+            let why = format!("inputs, outputs and caches must be at most {MAX_MOUNTS} together");
             return Err(invalid_field(field, why));
         }
     }
@@ -383,16 +383,16 @@ fn check_mounts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
 fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
     let pb::Limits { cpu_millis, memory_bytes, pids } = *limits;
     let reject = |field: &str, why: String| Err(invalid_field(format!("spec.limits.{field}"), why));
-    if memory_bytes != 0 && memory_bytes < LEAST_MEMORY_BYTES {
+    if memory_bytes != 0 && memory_bytes < MIN_MEMORY_BYTES {
         return reject(
             "memory_bytes",
-            format!("must be at least {LEAST_MEMORY_BYTES}, the memory that a container needs to start"),
+            format!("must be at least {MIN_MEMORY_BYTES}, the memory that a container needs to start"),
         );
     }
     for (field, value, most) in [
-        ("memory_bytes", memory_bytes, MOST_MEMORY_BYTES),
-        ("cpu_millis", cpu_millis, MOST_CPU_MILLIS),
-        ("pids", pids, MOST_PIDS),
+        ("memory_bytes", memory_bytes, MAX_MEMORY_BYTES),
+        ("cpu_millis", cpu_millis, MAX_CPU_MILLIS),
+        ("pids", pids, MAX_PIDS),
     ] {
         if value > most {
             return reject(field, format!("must be at most {most}"));
@@ -633,9 +633,9 @@ mod tests {
     fn retries_with_attached_stdin_are_rejected() {
         let with =
             |retries, stdin: pb::StdinMode| pb::WorkloadSpec { retries, stdin: stdin.into(), ..spec() };
-        assert_eq!(parse(with(MOST_RETRIES, pb::StdinMode::None)).expect("a spec").retries, MOST_RETRIES);
+        assert_eq!(parse(with(MAX_RETRIES, pb::StdinMode::None)).expect("a spec").retries, MAX_RETRIES);
         assert_eq!(parse(with(0, pb::StdinMode::Attached)).expect("a spec").retries, 0);
-        for wrong in [with(1, pb::StdinMode::Attached), with(MOST_RETRIES + 1, pb::StdinMode::None)] {
+        for wrong in [with(1, pb::StdinMode::Attached), with(MAX_RETRIES + 1, pb::StdinMode::None)] {
             assert!(rejection(wrong).contains("spec.retries"));
         }
     }
@@ -687,7 +687,7 @@ mod tests {
         assert!(rejection(both).contains("only once"));
         let unnamed = pb::CacheMount { task_cache_id: "x".to_owned(), path: b"/a".as_slice().into() };
         assert!(rejection(with(vec![unnamed])).contains("spec.caches[0].task_cache_id"));
-        let many = (0..=MOST_CACHES).map(|index| cache(format!("/{index}").as_bytes()));
+        let many = (0..=MAX_CACHES).map(|index| cache(format!("/{index}").as_bytes()));
         assert!(rejection(with(many.collect())).contains("at most 100"));
     }
 
@@ -711,8 +711,8 @@ mod tests {
         let limits = pb::Limits::default();
         for (wrong, field) in [
             (pb::Limits { memory_bytes: 1, ..limits }, "spec.limits.memory_bytes"),
-            (pb::Limits { memory_bytes: LEAST_MEMORY_BYTES - 1, ..limits }, "spec.limits.memory_bytes"),
-            (pb::Limits { memory_bytes: MOST_MEMORY_BYTES + 1, ..limits }, "spec.limits.memory_bytes"),
+            (pb::Limits { memory_bytes: MIN_MEMORY_BYTES - 1, ..limits }, "spec.limits.memory_bytes"),
+            (pb::Limits { memory_bytes: MAX_MEMORY_BYTES + 1, ..limits }, "spec.limits.memory_bytes"),
             (pb::Limits { cpu_millis: u64::MAX, ..limits }, "spec.limits.cpu_millis"),
             (pb::Limits { pids: 1 << 22, ..limits }, "spec.limits.pids"),
         ] {
@@ -722,7 +722,7 @@ mod tests {
             assert_eq!(violations.field_violations[0].field, field);
             assert!(decode(&with(wrong).encode_to_vec()).is_ok());
         }
-        let most = pb::Limits { memory_bytes: LEAST_MEMORY_BYTES, cpu_millis: 1, pids: 1 };
+        let most = pb::Limits { memory_bytes: MIN_MEMORY_BYTES, cpu_millis: 1, pids: 1 };
         assert!(parse(with(most)).is_ok() && parse(with(limits)).is_ok());
     }
 }

@@ -125,7 +125,7 @@ pub const KEYS_KEPT: Duration = Duration::from_secs(5);
 /// Deadline of a call for keys.
 const KEYS_DEADLINE: Duration = Duration::from_secs(5);
 /// Maximum size of a token in bytes. Genuine tokens have a few hundred bytes.
-const MOST_TOKEN_BYTES: usize = 16 << 10;
+const MAX_TOKEN_BYTES: usize = 16 << 10;
 /// Minimum time between two calls for keys after the scheduler did not answer.
 pub const KEYS_RETRY: Duration = Duration::from_secs(1);
 
@@ -224,7 +224,7 @@ struct Unverified {
 
 impl Unverified {
     fn parse(token: &str) -> Result<Self, InvalidToken> {
-        if token.len() > MOST_TOKEN_BYTES {
+        if token.len() > MAX_TOKEN_BYTES {
             return Err(InvalidToken);
         }
         let mut payload = URL_SAFE_NO_PAD.decode(token).map_err(|_| InvalidToken)?;

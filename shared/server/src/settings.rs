@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
-use rpc::spec::MOST_CPU_MILLIS;
+use rpc::spec::MAX_CPU_MILLIS;
 
 /// All variables of all programs. A test of each program compares its settings with this list.
 const KNOWN_VARIABLES: &[&str] = &[
@@ -368,8 +368,8 @@ pub fn cpu(text: &str) -> Result<u64, String> {
         None => scaled(text, 1000),
     };
     let millis = millis.filter(|&millis| millis > 0).ok_or_else(malformed)?;
-    if millis > MOST_CPU_MILLIS {
-        return Err(format!("{text:?} is more than the maximum of {} cores", MOST_CPU_MILLIS / 1000));
+    if millis > MAX_CPU_MILLIS {
+        return Err(format!("{text:?} is more than the maximum of {} cores", MAX_CPU_MILLIS / 1000));
     }
     Ok(millis)
 }

@@ -32,7 +32,7 @@ use gantry::scheduler::v1::watch_response::Event;
 use gantry::scheduler::v1::workloads_client::WorkloadsClient;
 use gantry::scheduler::v1::{
     Access, ExplainRequest, HostImage, Image, Input, Network, Outcome, Output, OutputMode, Privilege,
-    StdinMode, SubmitRequest, Verdict, WatchRequest, Whereabouts, WorkloadKind, WorkloadSpec,
+    StdinMode, SubmitRequest, Verdict, WatchRequest, AttemptLocation, WorkloadKind, WorkloadSpec,
     explain_request, image,
 };
 use gantry::streamer::v1::streamer_client::StreamerClient;
@@ -134,10 +134,10 @@ impl Client {
         requests.send(UploadRequest { message: Some(Message::Open(open)) }).await?;
         let mut answers = self.streamer.clone().upload(ReceiverStream::new(stream)).await?.into_inner();
         let answer = answers.message().await?.and_then(|answer| answer.message);
-        let Some(upload_response::Message::GoTo(go_to)) = answer else { bail!("the stream was cut") };
+        let Some(upload_response::Message::Endpoint(endpoint)) = answer else { bail!("the stream was cut") };
 
-        let mut volumes = VolumesClient::new(self.gateway(&go_to.gateway_endpoint)?);
-        let archive = tokio_stream::iter(archive(directory, go_to.ticket)?);
+        let mut volumes = VolumesClient::new(self.gateway(&endpoint.gateway_endpoint)?);
+        let archive = tokio_stream::iter(archive(directory, endpoint.ticket)?);
         let digest = volumes.write_archive(archive).await?.into_inner().digest;
 
         // Without the commit, the upload has no effect.
@@ -208,7 +208,7 @@ impl Client {
 
     // docs:attach
     /// Returns both outputs completely. Its connection breaks once.
-    async fn attach(&self, at: &Whereabouts) -> anyhow::Result<(Vec<u8>, Vec<u8>, u32)> {
+    async fn attach(&self, at: &AttemptLocation) -> anyhow::Result<(Vec<u8>, Vec<u8>, u32)> {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         for connections in 1.. {
             let mut containers = ContainersClient::new(self.gateway(&at.gateway_endpoint)?);
@@ -257,9 +257,9 @@ impl Client {
         };
         let download = async || self.streamer.clone().download(request.clone()).await;
         let found = retry("gantry.streamer.v1.Streamer", "Download", download).await?;
-        let go_to = found.go_to.context("no worker was named")?;
-        let mut volumes = VolumesClient::new(self.gateway(&go_to.gateway_endpoint)?);
-        let request = ReadArchiveRequest { ticket: go_to.ticket, path: Vec::new() };
+        let endpoint = found.endpoint.context("no worker was named")?;
+        let mut volumes = VolumesClient::new(self.gateway(&endpoint.gateway_endpoint)?);
+        let request = ReadArchiveRequest { ticket: endpoint.ticket, path: Vec::new() };
         let mut parts = volumes.read_archive(request).await?.into_inner();
         let (mut content, mut digest) = (Vec::new(), None);
         while let Some(part) = parts.message().await? {
@@ -352,7 +352,7 @@ async fn main() -> anyhow::Result<()> {
     let build = PutBuildRequest {
         build_id: build_id.clone(),
         team: client.team.clone(),
-        ends_with_workload: workload_id.clone(),
+        ends_with_workload_id: workload_id.clone(),
         ..PutBuildRequest::default()
     };
     let put = async || client.owners.clone().put_build(build.clone()).await;
@@ -365,11 +365,11 @@ async fn main() -> anyhow::Result<()> {
     println!("submitted: {workload_id}");
 
     let runs = |event: &Event| match event {
-        Event::Running(running) => running.whereabouts.clone(),
+        Event::Running(running) => running.location.clone(),
         _ => None,
     };
-    let (revision, whereabouts) = client.watch(&workload_id, 0, runs).await?;
-    let (stdout, stderr, connections) = client.attach(&whereabouts).await?;
+    let (revision, location) = client.watch(&workload_id, 0, runs).await?;
+    let (stdout, stderr, connections) = client.attach(&location).await?;
     let expected: String = (0..40_000).map(|number| format!("line {number:06}\n")).collect();
     ensure!(stdout == expected.as_bytes() && stderr == vec![0; ERRORS], "not each byte once, in order");
     ensure!(connections > 1, "the connection was not broken");

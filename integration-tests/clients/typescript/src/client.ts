@@ -26,7 +26,7 @@ import {
   Privilege,
   StdinMode,
   type WatchResponse,
-  type Whereabouts,
+  type AttemptLocation,
   WorkloadKind,
   Workloads,
   WorkloadSpecSchema,
@@ -90,7 +90,7 @@ async function upload(directory: string, buildId: string) {
   const open = { team, artifactId: randomUUID(), buildId, label: "src" };
   void requests.write({ message: { case: "open", value: open } });
   const { value: first } = await answers.next();
-  if (first?.message.case !== "goTo") throw new Error("the stream was cut");
+  if (first?.message.case !== "endpoint") throw new Error("the stream was cut");
 
   const { gatewayEndpoint, ticket } = first.message.value;
   const { connection, transport } = gateway(gatewayEndpoint);
@@ -193,7 +193,7 @@ async function watch<Case extends NonNullable<WatchResponse["event"]["case"]>>(
 
 // docs:attach
 /** Returns both outputs completely. Its connection breaks once. */
-async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
+async function attach({ gatewayEndpoint, workerId, attemptId }: AttemptLocation) {
   const [stdout, stderr] = [new Output(), new Output()];
   const offsets = () => ({ stdoutOffset: BigInt(stdout.length), stderrOffset: BigInt(stderr.length) });
   let [connections, done] = [0, false];
@@ -246,11 +246,11 @@ class Output {
 // docs:download
 async function download(artifactId: string) {
   const found = await streamer.download({ team, artifactId });
-  if (found.goTo === undefined) throw new Error("no worker was named");
-  const { connection, transport } = gateway(found.goTo.gatewayEndpoint);
+  if (found.endpoint === undefined) throw new Error("no worker was named");
+  const { connection, transport } = gateway(found.endpoint.gatewayEndpoint);
   const parts: Uint8Array[] = [];
   let digest: Uint8Array | undefined;
-  for await (const { message } of createClient(Volumes, transport).readArchive({ ticket: found.goTo.ticket })) {
+  for await (const { message } of createClient(Volumes, transport).readArchive({ ticket: found.endpoint.ticket })) {
     if (message.case === "data") parts.push(message.value);
     if (message.case === "done") digest = message.value.digest;
   }
@@ -283,7 +283,7 @@ function errorInfo(error: unknown) {
 
 async function main(directory: string) {
   const [workloadId, buildId] = [randomUUID(), randomUUID()];
-  await owners.putBuild({ buildId, team, endsWithWorkload: workloadId });
+  await owners.putBuild({ buildId, team, endsWithWorkloadId: workloadId });
 
   const { artifactId, digest } = await upload(directory, buildId);
   console.log(`uploaded: ${artifactId}, digest ${Buffer.from(digest).toString("hex")}`);
@@ -292,8 +292,8 @@ async function main(directory: string) {
   console.log(`submitted: ${workloadId}`);
 
   const { revision, value: running } = await watch(workloadId, "running");
-  ok(running.whereabouts);
-  const { stdout, stderr, connections } = await attach(running.whereabouts);
+  ok(running.location);
+  const { stdout, stderr, connections } = await attach(running.location);
   const lines = Array.from({ length: 40_000 }, (_, number) => `line ${String(number).padStart(6, "0")}\n`);
   ok(stdout.equals(Buffer.from(lines.join(""))) && stderr.equals(Buffer.alloc(errors)), "each byte once, in order");
   ok(connections > 1, "the connection was broken");

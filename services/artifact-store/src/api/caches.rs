@@ -59,8 +59,8 @@ impl pb::caches_server::Caches for Handlers {
         };
         let outcome = match found {
             CacheOutcome::Ready(located) => Outcome::Ready(location(*located)),
-            CacheOutcome::Yours => Outcome::Yours(claim(cache_request.claim)),
-            CacheOutcome::BeingMade(by) => Outcome::BeingMade(claim(by)),
+            CacheOutcome::Claimed => Outcome::Claimed(claim(cache_request.claim)),
+            CacheOutcome::InProgress(by) => Outcome::InProgress(claim(by)),
         };
         Ok(Response::new(pb::FindOrCreateResourceCacheResponse {
             cache_id: cache.to_string(),

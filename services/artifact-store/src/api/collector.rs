@@ -90,14 +90,14 @@ async fn forward_marks(
 
 fn collected_message(collected: &CollectedItem) -> pb::Collected {
     let thing = match collected.kind {
-        Kind::Artifact => pb::Thing::Artifact,
-        Kind::Volume => pb::Thing::Volume,
-        Kind::Container => pb::Thing::Container,
+        Kind::Artifact => pb::ObjectKind::Artifact,
+        Kind::Volume => pb::ObjectKind::Volume,
+        Kind::Container => pb::ObjectKind::Container,
     };
     pb::Collected {
-        thing: thing.into(),
+        kind: thing.into(),
         id: collected.id.to_string(),
-        why: collected.why.to_string(),
+        reason: collected.why.to_string(),
         size_bytes: collected.size_bytes,
     }
 }

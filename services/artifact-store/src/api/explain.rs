@@ -9,7 +9,7 @@ use crate::explain::{Explanation, ItemKind, Keeper, Relation, Stage};
 pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
     let instant = |at: Option<Timestamp>| at.map(rpc::timestamp);
     pb::ExplainResponse {
-        thing: item_kind(explanation.thing).into(),
+        kind: item_kind(explanation.thing).into(),
         id: explanation.id.to_string(),
         state: state(explanation.state).into(),
         size_bytes: explanation.size_bytes,
@@ -19,7 +19,7 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
         relations: explanation.relations.iter().map(relation).collect(),
         marked_at: instant(explanation.marked_at),
         gone_at: instant(explanation.gone_at),
-        goes_at: instant(explanation.goes_at),
+        expires_at: instant(explanation.expires_at),
         remembered_until: instant(explanation.remembered_until),
         can_be_undeleted: explanation.can_be_undeleted,
         bytes_lost: explanation.bytes_lost,
@@ -28,22 +28,22 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
         can_be_adopted: explanation.can_be_adopted,
         in_store: explanation.in_store,
         label: explanation.label,
-        why: explanation.why,
+        reason: explanation.why,
     }
 }
 
 fn keeper(keeper: &Keeper) -> pb::Keeper {
     let (kind, id) = match keeper.thing {
         Some((kind, id)) => (item_kind(kind), id.to_string()),
-        None => (pb::Thing::Unspecified, String::new()),
+        None => (pb::ObjectKind::Unspecified, String::new()),
     };
-    pb::Keeper { thing: kind.into(), id, text: keeper.text.clone(), until: keeper.until.map(rpc::timestamp) }
+    pb::Keeper { kind: kind.into(), id, text: keeper.text.clone(), until: keeper.until.map(rpc::timestamp) }
 }
 
 fn relation(relation: &Relation) -> pb::Relation {
     pb::Relation {
         relation: relation.relation.to_owned(),
-        thing: item_kind(relation.thing).into(),
+        kind: item_kind(relation.thing).into(),
         ids: relation.ids.iter().map(Uuid::to_string).collect(),
         total: relation.total,
     }
@@ -61,35 +61,35 @@ fn state(stage: Stage) -> pb::ExplainedState {
         Stage::Destroying => pb::ExplainedState::Destroying,
         Stage::Sweeping => pb::ExplainedState::Sweeping,
         Stage::Gone => pb::ExplainedState::Gone,
-        Stage::GoingOn => pb::ExplainedState::GoingOn,
+        Stage::Running => pb::ExplainedState::Running,
         Stage::Succeeded => pb::ExplainedState::Succeeded,
         Stage::Failed => pb::ExplainedState::Failed,
         Stage::Errored => pb::ExplainedState::Errored,
         Stage::Aborted => pb::ExplainedState::Aborted,
         Stage::Settled => pb::ExplainedState::Settled,
         Stage::Ended => pb::ExplainedState::Ended,
-        Stage::Known => pb::ExplainedState::Known,
-        Stage::BeingMade => pb::ExplainedState::BeingMade,
+        Stage::Known => pb::ExplainedState::Registered,
+        Stage::Populating => pb::ExplainedState::Populating,
         Stage::Ready => pb::ExplainedState::Ready,
         Stage::Empty => pb::ExplainedState::Empty,
         Stage::Published => pb::ExplainedState::Published,
-        Stage::InPlace => pb::ExplainedState::InPlace,
+        Stage::Available => pb::ExplainedState::Available,
         Stage::Orphaned => pb::ExplainedState::Orphaned,
     }
 }
 
-fn item_kind(kind: ItemKind) -> pb::Thing {
+fn item_kind(kind: ItemKind) -> pb::ObjectKind {
     match kind {
-        ItemKind::Artifact => pb::Thing::Artifact,
-        ItemKind::Volume => pb::Thing::Volume,
-        ItemKind::Container => pb::Thing::Container,
-        ItemKind::Build => pb::Thing::Build,
-        ItemKind::Workload => pb::Thing::Workload,
-        ItemKind::Attempt => pb::Thing::Attempt,
-        ItemKind::Worker => pb::Thing::Worker,
-        ItemKind::Transfer => pb::Thing::Transfer,
-        ItemKind::ResourceCache => pb::Thing::ResourceCache,
-        ItemKind::TaskCache => pb::Thing::TaskCache,
-        ItemKind::BaseResourceType => pb::Thing::BaseResourceType,
+        ItemKind::Artifact => pb::ObjectKind::Artifact,
+        ItemKind::Volume => pb::ObjectKind::Volume,
+        ItemKind::Container => pb::ObjectKind::Container,
+        ItemKind::Build => pb::ObjectKind::Build,
+        ItemKind::Workload => pb::ObjectKind::Workload,
+        ItemKind::Attempt => pb::ObjectKind::Attempt,
+        ItemKind::Worker => pb::ObjectKind::Worker,
+        ItemKind::Transfer => pb::ObjectKind::Transfer,
+        ItemKind::ResourceCache => pb::ObjectKind::ResourceCache,
+        ItemKind::TaskCache => pb::ObjectKind::TaskCache,
+        ItemKind::BaseResourceType => pb::ObjectKind::BaseResourceType,
     }
 }

@@ -6,7 +6,7 @@ use rpc::pb::artifacts as pb;
 use tonic::Status;
 
 use crate::api::caches::{MAX_NAME, MAX_PATH, MAX_TEXT, limited_text, required_text};
-use crate::api::{Handlers, SERVICE, errors, parse_why};
+use crate::api::{Handlers, SERVICE, errors, parse_reason};
 use crate::db::entity::import;
 use crate::inventory::Bytes;
 use crate::inventory::imports::{self, Progress, ProvidedItem};
@@ -69,7 +69,7 @@ impl Handlers {
         request: pb::FailImportRequest,
     ) -> Result<pb::FailImportResponse, Status> {
         let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
-        let why = &parse_why(request.why)?;
+        let why = &parse_reason(request.reason)?;
         let claims = &self.session(&request.session_credential).await?;
         let now = self.store.now();
 
@@ -117,7 +117,7 @@ fn listed((row, progress): (import::Model, Progress)) -> pb::Import {
         }),
         state: state.into(),
         artifact_id: row.artifact_id.to_string(),
-        failed_why: row.failed_why.unwrap_or_default(),
+        failure_reason: row.failure_reason.unwrap_or_default(),
         failed_at: row.failed_at.map(|at| rpc::timestamp(Timestamp(at))),
     }
 }

@@ -16,7 +16,7 @@ use crate::api::inventory_messages::{
     parse_receipt, parse_state, parse_token, parse_unreachable, parse_volumes, receive_holdings,
     sweep_message, text, texts,
 };
-use crate::api::{Handlers, SERVICE, errors, orphans, parse_why};
+use crate::api::{Handlers, SERVICE, errors, orphans, parse_reason};
 use crate::artifacts;
 use crate::inventory::losses;
 use crate::inventory::report;
@@ -68,10 +68,10 @@ impl pb::inventory_server::Inventory for Handlers {
         }))
     }
 
-    async fn prepared(
+    async fn complete_prepare(
         &self,
-        request: Request<pb::PreparedRequest>,
-    ) -> Result<Response<pb::PreparedResponse>, Status> {
+        request: Request<pb::CompletePrepareRequest>,
+    ) -> Result<Response<pb::CompletePrepareResponse>, Status> {
         let request = request.into_inner();
         let attempt = rpc::parse_id("attempt_id", &request.attempt_id)?;
         let claims = &self.session(&request.session_credential).await?;
@@ -82,13 +82,13 @@ impl pb::inventory_server::Inventory for Handlers {
             .await
             .map_err(|error| self.forget_lost_session(error))?;
 
-        Ok(Response::new(pb::PreparedResponse {}))
+        Ok(Response::new(pb::CompletePrepareResponse {}))
     }
 
-    async fn volume_complete(
+    async fn complete_volume(
         &self,
-        request: Request<pb::VolumeCompleteRequest>,
-    ) -> Result<Response<pb::VolumeCompleteResponse>, Status> {
+        request: Request<pb::CompleteVolumeRequest>,
+    ) -> Result<Response<pb::CompleteVolumeResponse>, Status> {
         let request = request.into_inner();
         let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
         let bytes = &Bytes {
@@ -113,13 +113,13 @@ impl pb::inventory_server::Inventory for Handlers {
             .await
             .map_err(|error| self.forget_lost_session(error))?;
 
-        Ok(Response::new(pb::VolumeCompleteResponse { artifact_id: text(artifact) }))
+        Ok(Response::new(pb::CompleteVolumeResponse { artifact_id: text(artifact) }))
     }
 
-    async fn failed(
+    async fn fail_prepare(
         &self,
-        request: Request<pb::FailedRequest>,
-    ) -> Result<Response<pb::FailedResponse>, Status> {
+        request: Request<pb::FailPrepareRequest>,
+    ) -> Result<Response<pb::FailPrepareResponse>, Status> {
         let request = request.into_inner();
         let container = rpc::parse_optional_id("container_handle", &request.container_handle)?;
         if request.volume_handles.len() > MAX_VOLUMES {
@@ -127,7 +127,7 @@ impl pb::inventory_server::Inventory for Handlers {
         }
         let handles = request.volume_handles.iter().map(|handle| rpc::parse_id("volume_handles", handle));
         let volumes = &handles.collect::<Result<Vec<_>, _>>()?;
-        let why = &parse_why(request.why)?;
+        let why = &parse_reason(request.reason)?;
         let claims = &self.session(&request.session_credential).await?;
         let now = self.store.now();
 
@@ -141,7 +141,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .map_err(|error| self.forget_lost_session(error))?;
 
         self.store.sweep_wakers.wake(marked);
-        Ok(Response::new(pb::FailedResponse {}))
+        Ok(Response::new(pb::FailPrepareResponse {}))
     }
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {
@@ -165,7 +165,7 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<pb::MarkContainerResponse>, Status> {
         let request = request.into_inner();
         let handle = rpc::parse_id("container_handle", &request.container_handle)?;
-        let why = &parse_why(request.why)?;
+        let why = &parse_reason(request.reason)?;
         let claims = self.optional_session(&request.session_credential).await?;
         let claims = claims.as_ref();
         let now = self.store.now();
@@ -187,7 +187,7 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<pb::MarkVolumeResponse>, Status> {
         let request = request.into_inner();
         let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
-        let why = &parse_why(request.why)?;
+        let why = &parse_reason(request.reason)?;
         let claims = self.optional_session(&request.session_credential).await?;
         let claims = claims.as_ref();
         let now = self.store.now();
@@ -477,7 +477,7 @@ impl pb::inventory_server::Inventory for Handlers {
         let worker = rpc::parse_id("worker_id", &request.worker_id)?;
         let (now, policy) = (self.store.now(), &self.policy());
 
-        if request.only_check {
+        if request.dry_run {
             let checked = self.store.db.write(|txn| async move {
                 worker_removal::check(&txn, worker, request.force, now, policy).await
             });

@@ -206,7 +206,7 @@ pub(super) fn listed_volume(row: volume::Model) -> pb::Volume {
         size_bytes: units::size(row.size_bytes),
         created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
         lost_at: lost_since(row.state, row.lost_at).map(rpc::timestamp),
-        marked_why: row.marked_why.unwrap_or_default(),
+        mark_reason: row.mark_reason.unwrap_or_default(),
     }
 }
 
@@ -242,7 +242,7 @@ pub(super) fn listed_container(row: container::Model) -> pb::Container {
         created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
         lost_at: lost_since(row.state, row.lost_at).map(rpc::timestamp),
         touched_at: row.touched_at.map(|at| rpc::timestamp(Timestamp(at))),
-        marked_why: row.marked_why.unwrap_or_default(),
+        mark_reason: row.mark_reason.unwrap_or_default(),
     }
 }
 

@@ -41,7 +41,7 @@ const MAX_ARTIFACTS: usize = 1000;
 const MAX_TASK_CACHES: usize = 100;
 
 /// Maximum length of a reason for people, in bytes.
-const MAX_WHY: usize = 1000;
+const MAX_REASON_BYTES: usize = 1000;
 
 /// Maximum number of workers in one call.
 const MAX_WORKERS: usize = 1000;
@@ -140,7 +140,7 @@ fn artifact(located: LocatedArtifact, keepers: &Keepers) -> pb::Artifact {
         kept_by: kept_by(keepers),
         replicas: replicas.iter().map(replica).collect(),
         marked_at: artifact.marked_at.map(|at| rpc::timestamp(domain::Timestamp(at))),
-        marked_why: artifact.marked_why.unwrap_or_default(),
+        mark_reason: artifact.mark_reason.unwrap_or_default(),
         in_store: artifact.in_store,
         team: artifact.team,
         label: artifact.label,
@@ -224,15 +224,15 @@ fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, S
 }
 
 /// Parses a reason for people, which is required and limited.
-fn parse_why(why: String) -> Result<String, Status> {
-    match why.len() {
-        0 => Err(rpc::invalid_field("why", "is required")),
-        length if length > MAX_WHY => {
-            Err(rpc::invalid_field("why", format!("must be at most {MAX_WHY} bytes")))
+fn parse_reason(reason: String) -> Result<String, Status> {
+    match reason.len() {
+        0 => Err(rpc::invalid_field("reason", "is required")),
+        length if length > MAX_REASON_BYTES => {
+            Err(rpc::invalid_field("reason", format!("must be at most {MAX_REASON_BYTES} bytes")))
         }
         // PostgreSQL rejects texts with NUL.
-        _ if why.contains('\0') => Err(rpc::invalid_field("why", "must not contain NUL")),
-        _ => Ok(why),
+        _ if reason.contains('\0') => Err(rpc::invalid_field("reason", "must not contain NUL")),
+        _ => Ok(reason),
     }
 }
 

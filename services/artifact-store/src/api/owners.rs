@@ -24,7 +24,7 @@ impl pb::owners_server::Owners for Handlers {
     ) -> Result<Response<pb::PutBuildResponse>, Status> {
         let request = request.into_inner();
         let config = &self.store.config;
-        let ends_with = rpc::parse_optional_id("ends_with_workload", &request.ends_with_workload)?;
+        let ends_with = rpc::parse_optional_id("ends_with_workload_id", &request.ends_with_workload_id)?;
         let job = parse_job(request.job, request.number)?;
         let default_keep = if job.is_some() { Duration::ZERO } else { config.default_keep };
         let new = &NewBuild {

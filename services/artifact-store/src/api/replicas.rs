@@ -3,7 +3,7 @@
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
-use crate::api::{Handlers, artifact, errors, parse_why};
+use crate::api::{Handlers, artifact, errors, parse_reason};
 use crate::artifacts::replicas::{self, Direction, Outcome, Plan};
 use crate::inventory::delete_requests::{self, Drop};
 use crate::marks::references::Keepers;
@@ -28,8 +28,8 @@ impl pb::replicas_server::Replicas for Handlers {
 
         self.store.sweep_wakers.wake(planned.marked);
         let (outcome, transfer) = match planned.outcome {
-            Outcome::Yours => (pb::PlanOutcome::Yours, Some(plan.transfer)),
-            Outcome::BeingMade(transfer) => (pb::PlanOutcome::BeingMade, Some(transfer)),
+            Outcome::Created => (pb::PlanOutcome::Created, Some(plan.transfer)),
+            Outcome::InProgress(transfer) => (pb::PlanOutcome::InProgress, Some(transfer)),
             Outcome::Complete => (pb::PlanOutcome::Complete, None),
         };
         Ok(Response::new(pb::PlanReplicaResponse {
@@ -126,7 +126,7 @@ impl pb::replicas_server::Replicas for Handlers {
             team: rpc::parse_team("team", request.team)?,
             artifact: rpc::parse_id("artifact_id", &request.artifact_id)?,
             worker: rpc::parse_id("worker_id", &request.worker_id)?,
-            why: parse_why(request.why)?,
+            why: parse_reason(request.reason)?,
             force: request.force,
         };
         let (now, policy) = (self.store.now(), &self.policy());

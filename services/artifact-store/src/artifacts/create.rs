@@ -178,10 +178,10 @@ fn first_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
         had_owner: new.owner.is_some(),
         created_at: now.0,
         marked_at: None,
-        marked_why: None,
+        mark_reason: None,
         kept_until: None,
         // An owner schedules the check when it lets go.
-        look_at: new.owner.is_none().then_some(now.0),
+        due_at: new.owner.is_none().then_some(now.0),
         in_store: tree.is_some(),
     }
 }

@@ -77,9 +77,9 @@ pub(crate) struct PlannedReplica {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// The calling transfer fills it.
-    Yours,
+    Created,
     /// Another transfer fills it.
-    BeingMade(TransferId),
+    InProgress(TransferId),
     /// It is complete, and needs no transfer.
     Complete,
 }
@@ -128,7 +128,7 @@ pub(crate) async fn plan(
                 .filter(volume::Column::Handle.eq(mine.handle))
                 .exec(txn)
                 .await?;
-            return Ok(planned(mine.handle, Outcome::Yours));
+            return Ok(planned(mine.handle, Outcome::Created));
         }
         // The replica of this transfer was lost, and a report may find it again. It becomes a
         // replica without a transfer, and this transfer makes another one.
@@ -145,8 +145,8 @@ pub(crate) async fn plan(
     if is_copy {
         match find_copy(txn, plan, now).await? {
             ExistingCopy::Complete(handle) => return Ok(planned(handle, Outcome::Complete)),
-            ExistingCopy::BeingMade(handle, transfer) => {
-                return Ok(planned(handle, Outcome::BeingMade(transfer)));
+            ExistingCopy::InProgress(handle, transfer) => {
+                return Ok(planned(handle, Outcome::InProgress(transfer)));
             }
             ExistingCopy::Nothing { given_up } => {
                 marked = marks::mark_volumes(txn, &given_up, MarkReason::ClaimExpired, now).await?;
@@ -162,7 +162,7 @@ pub(crate) async fn plan(
         ..volumes::new_volume(handle, plan.worker, Purpose::Replica, worker.sequence, now)
     };
     volume::Entity::insert(row.into_active_model().reset_all()).exec_without_returning(txn).await?;
-    Ok(PlannedReplica { marked, ..planned(handle.uuid(), Outcome::Yours) })
+    Ok(PlannedReplica { marked, ..planned(handle.uuid(), Outcome::Created) })
 }
 
 /// Volumes of a sealed artifact on a worker.
@@ -170,7 +170,7 @@ enum ExistingCopy {
     /// A complete replica.
     Complete(Uuid),
     /// An unfinished copy with a valid claim.
-    BeingMade(Uuid, TransferId),
+    InProgress(Uuid, TransferId),
     /// Neither. There may be copies with expired claims.
     Nothing { given_up: Vec<Uuid> },
 }
@@ -201,7 +201,7 @@ async fn find_copy(
     let copies = || replicas.iter().filter(|row| row.is_copy && !row.complete);
     let goes_on = copies().find(|row| row.claimed_until.is_some_and(|until| until > now.0));
     if let Some((row, transfer)) = goes_on.and_then(|row| Some((row, row.transfer_id?))) {
-        return Ok(ExistingCopy::BeingMade(row.handle, TransferId::from_uuid(transfer)));
+        return Ok(ExistingCopy::InProgress(row.handle, TransferId::from_uuid(transfer)));
     }
     Ok(ExistingCopy::Nothing { given_up: copies().map(|row| row.handle).collect() })
 }
@@ -425,8 +425,8 @@ pub(crate) async fn abandon(
         artifact::Entity::update_many()
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
             .col_expr(artifact::Column::MarkedAt, Expr::value(now.0))
-            .col_expr(artifact::Column::LookAt, Expr::value(None::<i64>))
-            .col_expr(artifact::Column::MarkedWhy, Expr::value(MarkReason::TransferAbandoned.to_string()))
+            .col_expr(artifact::Column::DueAt, Expr::value(None::<i64>))
+            .col_expr(artifact::Column::MarkReason, Expr::value(MarkReason::TransferAbandoned.to_string()))
             .filter(artifact::Column::ArtifactId.eq(id))
             .filter(artifact::Column::State.eq(ArtifactState::Open))
             .exec(txn)

@@ -63,7 +63,7 @@ pub(crate) async fn undelete(
     let Some(row) = row.filter(|row| row.team == team) else { return Err(UndeleteError::NotFound(id)) };
 
     let mut keep = artifact::Entity::update_many()
-        .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+        .col_expr(artifact::Column::DueAt, Expr::value(now.0))
         .filter(artifact::Column::ArtifactId.eq(id.uuid()));
     if row.state == ArtifactState::Open {
         return Err(UndeleteError::Open(id));
@@ -74,7 +74,7 @@ pub(crate) async fn undelete(
         keep = keep
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Sealed))
             .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))
-            .col_expr(artifact::Column::MarkedWhy, Expr::value(None::<String>));
+            .col_expr(artifact::Column::MarkReason, Expr::value(None::<String>));
     }
     if let KeptBy::Reprieve(keep_for) = kept_by {
         let until = Ord::max(row.kept_until, Some((now + keep_for).0));

@@ -116,7 +116,7 @@ async fn make_locked_due(
         return Ok(());
     }
     artifact::Entity::update_many()
-        .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+        .col_expr(artifact::Column::DueAt, Expr::value(now.0))
         .filter(artifact::Column::ArtifactId.is_in(artifacts))
         .filter(artifact::Column::State.ne(ArtifactState::Deleting))
         .exec(txn)

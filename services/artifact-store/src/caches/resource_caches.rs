@@ -110,9 +110,9 @@ pub(crate) enum CacheOutcome {
     /// The cache is ready.
     Ready(Box<LocatedArtifact>),
     /// The caller must make the artifact.
-    Yours,
+    Claimed,
     /// Another maker holds this claim.
-    BeingMade(ClaimId),
+    InProgress(ClaimId),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -149,10 +149,10 @@ pub(crate) async fn find_or_create(
             let claim = ClaimId::from_uuid(row.claim_id);
             let goes_on = row.claimed_until.is_some_and(|until| until > now.0);
             if goes_on && claim != cache_request.claim {
-                CacheOutcome::BeingMade(claim)
+                CacheOutcome::InProgress(claim)
             } else {
                 take_claim(txn, &row, cache_request, now, term).await?;
-                CacheOutcome::Yours
+                CacheOutcome::Claimed
             }
         }
     };
@@ -183,7 +183,7 @@ async fn lock(
         artifact_id: None,
         last_used: now.0,
         created_at: now.0,
-        look_at: claimed_until,
+        due_at: claimed_until,
     };
     let by_claim = || {
         resource_cache::Entity::find().filter(resource_cache::Column::ClaimId.eq(cache_request.claim.uuid()))
@@ -229,7 +229,7 @@ async fn take_claim(
         .col_expr(resource_cache::Column::ClaimId, Expr::value(cache_request.claim.uuid()))
         .col_expr(resource_cache::Column::ClaimedUntil, Expr::value(claimed_until))
         .col_expr(resource_cache::Column::ArtifactId, Expr::value(None::<Uuid>))
-        .col_expr(resource_cache::Column::LookAt, Expr::value(claimed_until))
+        .col_expr(resource_cache::Column::DueAt, Expr::value(claimed_until))
         .filter(resource_cache::Column::CacheId.eq(row.cache_id))
         .exec(txn)
         .await
@@ -338,7 +338,7 @@ pub(super) async fn make_ready(
         .col_expr(resource_cache::Column::ArtifactId, Expr::value(artifact.uuid()))
         .col_expr(resource_cache::Column::ClaimedUntil, Expr::value(None::<i64>))
         .col_expr(resource_cache::Column::LastUsed, Expr::value(now.0))
-        .col_expr(resource_cache::Column::LookAt, Expr::value((now + ttl).0))
+        .col_expr(resource_cache::Column::DueAt, Expr::value((now + ttl).0))
         .filter(resource_cache::Column::CacheId.eq(cache))
         .exec(txn)
         .await

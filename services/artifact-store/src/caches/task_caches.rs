@@ -52,7 +52,7 @@ pub(crate) async fn find_or_create(
         ttl: micros(ttl),
         last_used: now.0,
         created_at: now.0,
-        look_at: (now + ttl).0,
+        due_at: (now + ttl).0,
     };
     let of_key = [
         task_cache::Column::Team,
@@ -60,7 +60,7 @@ pub(crate) async fn find_or_create(
         task_cache::Column::Step,
         task_cache::Column::Path,
     ];
-    let used = [task_cache::Column::Ttl, task_cache::Column::LastUsed, task_cache::Column::LookAt];
+    let used = [task_cache::Column::Ttl, task_cache::Column::LastUsed, task_cache::Column::DueAt];
     let row = task_cache::Entity::insert(fresh.into_active_model().reset_all())
         .on_conflict(OnConflict::columns(of_key).update_columns(used).to_owned())
         .exec_with_returning(txn)

@@ -160,9 +160,9 @@ entity! {
         had_owner: bool,
         created_at: i64,
         marked_at: Option<i64>,
-        marked_why: Option<String>,
+        mark_reason: Option<String>,
         kept_until: Option<i64>,
-        look_at: Option<i64>,
+        due_at: Option<i64>,
         in_store: bool,
     }
 }
@@ -172,7 +172,7 @@ entity! {
     tombstone, "tombstones" {
         #[sea_orm(primary_key, auto_increment = false)]
         artifact_id: Uuid,
-        look_at: i64,
+        due_at: i64,
     }
 }
 
@@ -214,7 +214,7 @@ entity! {
         ended_at: Option<i64>,
         kept_until: Option<i64>,
         created_at: i64,
-        look_at: Option<i64>,
+        due_at: Option<i64>,
     }
 }
 
@@ -244,7 +244,7 @@ entity! {
         artifact_id: Option<Uuid>,
         last_used: i64,
         created_at: i64,
-        look_at: i64,
+        due_at: i64,
     }
 }
 
@@ -273,7 +273,7 @@ entity! {
         ttl: i64,
         last_used: i64,
         created_at: i64,
-        look_at: i64,
+        due_at: i64,
     }
 }
 
@@ -321,7 +321,7 @@ entity! {
         artifact_id: Uuid,
         volume: Uuid,
         failed_at: Option<i64>,
-        failed_why: Option<String>,
+        failure_reason: Option<String>,
     }
 }
 
@@ -333,7 +333,7 @@ entity! {
         team: String,
         created_at: i64,
         settled_at: Option<i64>,
-        look_at: i64,
+        due_at: i64,
     }
 }
 
@@ -356,7 +356,7 @@ entity! {
         holder_id: Uuid,
         worker_id: Option<Uuid>,
         ended_at: Option<i64>,
-        look_at: Option<i64>,
+        due_at: Option<i64>,
     }
 }
 
@@ -382,7 +382,7 @@ entity! {
         verified: bool,
         created_at: i64,
         judged_after: i64,
-        marked_why: Option<String>,
+        mark_reason: Option<String>,
         marked_at: Option<i64>,
         marked_from: Option<State>,
         lost_at: Option<i64>,
@@ -418,7 +418,7 @@ entity! {
         holder_id: Uuid,
         created_at: i64,
         judged_after: i64,
-        marked_why: Option<String>,
+        mark_reason: Option<String>,
         marked_at: Option<i64>,
         touched_at: Option<i64>,
         lost_at: Option<i64>,
@@ -452,9 +452,9 @@ entity! {
         kind: DeletionKind,
         team: Option<String>,
         label: String,
-        marked_why: Option<String>,
+        mark_reason: Option<String>,
         marked_at: Option<i64>,
         gone_at: i64,
-        look_at: i64,
+        due_at: i64,
     }
 }

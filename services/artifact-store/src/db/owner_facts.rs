@@ -33,7 +33,7 @@ impl resource_cache::Model {
     /// Returns the facts for the retention rule.
     pub(crate) fn facts(&self, uses: Uses) -> ResourceCache {
         match self.claimed_until {
-            Some(until) => ResourceCache::BeingMade { claimed_until: Timestamp(until) },
+            Some(until) => ResourceCache::InProgress { claimed_until: Timestamp(until) },
             None => {
                 let ended = uses.ended.map_or(i64::MIN, |ended| ended.0);
                 let last_used = Timestamp(Ord::max(self.last_used, ended));
@@ -89,7 +89,7 @@ mod tests {
             artifact_id: Some(uuid::Uuid::now_v7()),
             last_used: at(10).0,
             created_at: 0,
-            look_at: 0,
+            due_at: 0,
         };
         let ttl = Duration::from_secs(100);
         for (endless, last_end, expected) in [

@@ -39,7 +39,7 @@ pub(crate) fn new_volume(
         verified: false,
         created_at: now.0,
         judged_after: sequence,
-        marked_why: None,
+        mark_reason: None,
         marked_at: None,
         marked_from: None,
         lost_at: None,

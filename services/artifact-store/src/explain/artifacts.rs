@@ -52,7 +52,7 @@ pub(super) async fn artifact(
         explanation.can_be_undeleted = row.digest.is_some() && (row.in_store || restorable.is_some());
         explanation.marked_at = row.marked_at.map(Timestamp);
         explanation.remembered_until = explanation.marked_at.map(|at| at + context.tombstone);
-        explanation.why = row.marked_why.unwrap_or_default();
+        explanation.why = row.mark_reason.unwrap_or_default();
     } else {
         explanation.bytes_lost = row.state == ArtifactState::Sealed
             && !row.in_store

@@ -22,7 +22,7 @@ pub(super) async fn resource_cache(
     if row.scope != context.team && row.scope != ALL_TEAMS {
         return Ok(None);
     }
-    let state = if row.claimed_until.is_some() { Stage::BeingMade } else { Stage::Ready };
+    let state = if row.claimed_until.is_some() { Stage::Populating } else { Stage::Ready };
     let mut explanation = Explanation {
         label: row.name(),
         created_at: Some(Timestamp(row.created_at)),
@@ -34,8 +34,8 @@ pub(super) async fn resource_cache(
     match (row.claimed_until.is_some(), row.facts(uses).release_time(context.resource_cache_ttl)) {
         (_, ReleaseTime::NotYet) => {
             users(conn, context, row.cache_id, &mut explanation).await?;
-            explanation.goes_at = row.deletion_time(&uses, context.resource_cache_ttl);
-            if explanation.goes_at.is_some() {
+            explanation.expires_at = row.deletion_time(&uses, context.resource_cache_ttl);
+            if explanation.expires_at.is_some() {
                 explanation.why = CacheEndReason::Unused.to_string();
             }
         }
@@ -130,7 +130,7 @@ fn name(row: &base_resource_type::Model) -> String {
 pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation {
     let mut explanation = Explanation {
         label: name(row),
-        ..Explanation::of(ItemKind::BaseResourceType, row.base_type_id, Stage::InPlace)
+        ..Explanation::of(ItemKind::BaseResourceType, row.base_type_id, Stage::Available)
     };
     explanation.relate_one("owns", ItemKind::Artifact, Some(row.artifact_id));
     explanation.relate_one("worker", ItemKind::Worker, row.worker_id);
@@ -145,7 +145,7 @@ impl Explanation {
         if at > now {
             self.kept_by.add(Keeper { thing: None, text: kept_by.to_owned(), until: Some(at) });
         }
-        self.goes_at = Some(at);
+        self.expires_at = Some(at);
         self.why = why.to_string();
     }
 }

@@ -29,7 +29,7 @@ pub(super) async fn build(
     let owned = owner::Entity::find().filter(owner::Column::BuildId.eq(row.build_id));
     explanation.relate(related(conn, "owns", ItemKind::Artifact, owned, owner::Column::ArtifactId).await?);
     explanation.relate_one("ends with", ItemKind::Workload, row.ends_with);
-    explanation.goes_at = row.kept_until.map(Timestamp);
+    explanation.expires_at = row.kept_until.map(Timestamp);
     if row.kept_until.is_none_or(|until| until > context.now.0) {
         explanation.kept_by.add(keeps(row));
     } else {
@@ -82,7 +82,7 @@ pub(super) fn which_build(row: &build::Model) -> String {
 
 fn status(status: Option<BuildStatus>) -> Stage {
     match status {
-        None => Stage::GoingOn,
+        None => Stage::Running,
         Some(BuildStatus::Succeeded) => Stage::Succeeded,
         Some(BuildStatus::Failed) => Stage::Failed,
         Some(BuildStatus::Errored) => Stage::Errored,
@@ -92,7 +92,7 @@ fn status(status: Option<BuildStatus>) -> Stage {
 
 pub(super) async fn workload(conn: &impl ConnectionTrait, row: &holder::Model) -> Result<Explanation, DbErr> {
     let id = row.holder_id;
-    let state = if row.settled_at.is_some() { Stage::Settled } else { Stage::GoingOn };
+    let state = if row.settled_at.is_some() { Stage::Settled } else { Stage::Running };
     let mut explanation = Explanation {
         created_at: Some(Timestamp(row.created_at)),
         ..Explanation::of(ItemKind::Workload, id, state)
@@ -116,7 +116,7 @@ pub(super) async fn attempt(
         return Ok(None);
     }
     let id = row.attempt_id;
-    let state = if row.ended_at.is_some() { Stage::Ended } else { Stage::GoingOn };
+    let state = if row.ended_at.is_some() { Stage::Ended } else { Stage::Running };
     let mut explanation = Explanation::of(ItemKind::Attempt, id, state);
     explanation.relate_one("workload", ItemKind::Workload, Some(row.holder_id));
     explanation.relate_one("worker", ItemKind::Worker, row.worker_id);
@@ -140,7 +140,7 @@ pub(super) async fn transfer(
         return Ok(None);
     }
     let claimed_until = row.claimed_until.filter(|_| !row.complete).map(Timestamp);
-    let state = if claimed_until.is_some() { Stage::GoingOn } else { Stage::Ended };
+    let state = if claimed_until.is_some() { Stage::Running } else { Stage::Ended };
     let mut explanation = Explanation {
         created_at: Some(Timestamp(row.created_at)),
         size_bytes: size(row.size_bytes),
@@ -152,7 +152,7 @@ pub(super) async fn transfer(
     if let Some(until) = claimed_until {
         let text = "its claim, which it renews until it ends".to_owned();
         explanation.kept_by.add(Keeper { thing: None, text, until: Some(until) });
-        explanation.goes_at = Some(until);
+        explanation.expires_at = Some(until);
         explanation.why = MarkReason::ClaimExpired.to_string();
     }
     Ok(Some(explanation))

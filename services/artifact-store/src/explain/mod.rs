@@ -62,7 +62,7 @@ pub(crate) enum Stage {
     Destroying,
     Sweeping,
     Gone,
-    GoingOn,
+    Running,
     Succeeded,
     Failed,
     Errored,
@@ -70,11 +70,11 @@ pub(crate) enum Stage {
     Settled,
     Ended,
     Known,
-    BeingMade,
+    Populating,
     Ready,
     Empty,
     Published,
-    InPlace,
+    Available,
     Orphaned,
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct Explanation {
     pub(crate) relations: Vec<Relation>,
     pub(crate) marked_at: Option<Timestamp>,
     pub(crate) gone_at: Option<Timestamp>,
-    pub(crate) goes_at: Option<Timestamp>,
+    pub(crate) expires_at: Option<Timestamp>,
     pub(crate) why: String,
     pub(crate) remembered_until: Option<Timestamp>,
     pub(crate) can_be_undeleted: bool,
@@ -120,7 +120,7 @@ impl Explanation {
             relations: Vec::new(),
             marked_at: None,
             gone_at: None,
-            goes_at: None,
+            expires_at: None,
             why: String::new(),
             remembered_until: None,
             can_be_undeleted: false,
@@ -150,7 +150,7 @@ impl Explanation {
     /// without references.
     fn set_deletion_time(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
         if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::predict_mark(last, judge)) {
-            self.goes_at = Some(at);
+            self.expires_at = Some(at);
             self.why = why.to_string();
         }
     }
@@ -290,7 +290,7 @@ fn from_log_entry(context: &ExplainContext<'_>, row: deletion::Model) -> Explana
     Explanation {
         marked_at: row.marked_at.map(Timestamp),
         gone_at: Some(Timestamp(row.gone_at)),
-        why: row.marked_why.unwrap_or_default(),
+        why: row.mark_reason.unwrap_or_default(),
         label: row.label,
         remembered_until: Some(Timestamp(row.gone_at) + context.tombstone),
         ..Explanation::of(thing, row.id, Stage::Gone)

@@ -42,7 +42,7 @@ pub(super) async fn volume(
 
     if row.state.is_garbage() {
         explanation.marked_at = row.marked_at.map(Timestamp);
-        explanation.why = row.marked_why.unwrap_or_default();
+        explanation.why = row.mark_reason.unwrap_or_default();
         return Ok(Some(explanation));
     }
     explanation.lost_at = row.lost_at.filter(|_| row.state == State::Lost).map(Timestamp);
@@ -176,7 +176,7 @@ pub(super) async fn container(
     explanation.relate_one("workload", ItemKind::Workload, known(row.holder_id));
     if row.state.is_garbage() {
         explanation.marked_at = row.marked_at.map(Timestamp);
-        explanation.why = row.marked_why.unwrap_or_default();
+        explanation.why = row.mark_reason.unwrap_or_default();
         return Ok(Some(explanation));
     }
     explanation.lost_at = row.lost_at.filter(|_| row.state == State::Lost).map(Timestamp);

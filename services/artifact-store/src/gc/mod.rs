@@ -2,7 +2,7 @@
 //!
 //! It gathers facts, lets [`crate::policy::garbage`] judge them, and applies the verdicts.
 //!
-//! The column `look_at` of a row says when it must be checked next. A round reads only the rows
+//! The column `due_at` of a row says when it must be checked next. A round reads only the rows
 //! that are due. It is a sequence of steps. Each step runs in batches, and each batch is one
 //! transaction:
 //!
@@ -90,7 +90,7 @@ impl Settings {
         }
     }
 
-    /// Returns the value of the column `look_at`.
+    /// Returns the value of the column `due_at`.
     fn column(&self, look: NextCheck) -> Option<i64> {
         match look {
             NextCheck::OnEvent => None,
@@ -162,7 +162,7 @@ async fn make_all_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<
     for table in
         ["attempts", "artifacts", "builds", "holders", "resource_caches", "task_caches", "tombstones"]
     {
-        let sql = format!("UPDATE {table} SET look_at = $1 WHERE look_at > $1 AND look_at <= $2");
+        let sql = format!("UPDATE {table} SET due_at = $1 WHERE due_at > $1 AND due_at <= $2");
         let values = [settings.now.0.into(), (settings.now + RECHECK_INTERVAL).0.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values);
         txn.execute_raw(statement).await?;
@@ -293,26 +293,26 @@ impl Step {
     /// scan the whole table for a first row.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
         let sql = match self {
-            Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
+            Self::Builds => "SELECT 1 AS due FROM builds WHERE due_at <= $1 ORDER BY due_at LIMIT 1",
             Self::ResourceCaches => {
-                "SELECT 1 AS due FROM resource_caches WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
+                "SELECT 1 AS due FROM resource_caches WHERE due_at <= $1 ORDER BY due_at LIMIT 1"
             }
             Self::TaskCaches => {
-                "SELECT 1 AS due FROM task_caches WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
+                "SELECT 1 AS due FROM task_caches WHERE due_at <= $1 ORDER BY due_at LIMIT 1"
             }
-            Self::Attempts => "SELECT 1 AS due FROM attempts WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
+            Self::Attempts => "SELECT 1 AS due FROM attempts WHERE due_at <= $1 ORDER BY due_at LIMIT 1",
             Self::Claims => {
                 "SELECT 1 AS due FROM volumes WHERE claimed_until <= $1 AND complete = FALSE AND given_up = FALSE
                      AND state NOT IN ('destroying', 'sweeping') ORDER BY claimed_until LIMIT 1"
             }
             Self::Artifacts => {
-                "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state <> 'deleting' ORDER BY look_at LIMIT 1"
+                "SELECT 1 AS due FROM artifacts WHERE due_at <= $1 AND state <> 'deleting' ORDER BY due_at LIMIT 1"
             }
             Self::Deleted => {
-                "SELECT 1 AS due FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
+                "SELECT 1 AS due FROM tombstones WHERE due_at <= $1 ORDER BY due_at LIMIT 1"
             }
-            Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
-            Self::DeletionLog => "SELECT 1 AS due FROM deletion_log WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
+            Self::Holders => "SELECT 1 AS due FROM holders WHERE due_at <= $1 ORDER BY due_at LIMIT 1",
+            Self::DeletionLog => "SELECT 1 AS due FROM deletion_log WHERE due_at <= $1 ORDER BY due_at LIMIT 1",
             Self::Losses => steps::losses::NEW,
             Self::OldLosses => steps::losses::OLD,
         };
@@ -358,7 +358,7 @@ macro_rules! scheduled {
     ($($table:ident: $id:ident),+) => {$(
         impl Scheduled for crate::db::entity::$table::Entity {
             const ID: Self::Column = crate::db::entity::$table::Column::$id;
-            const LOOK_AT: Self::Column = crate::db::entity::$table::Column::LookAt;
+            const LOOK_AT: Self::Column = crate::db::entity::$table::Column::DueAt;
         }
     )+};
 }
@@ -403,7 +403,7 @@ async fn schedule_next<E: Scheduled>(
     let (table, id) = (table.table_name(), id.as_str());
     let next = ids::pairs_query(backend, 1);
     let sql =
-        format!("UPDATE {table} SET look_at = next.at FROM ({next}) AS next WHERE {table}.{id} = next.id");
+        format!("UPDATE {table} SET due_at = next.at FROM ({next}) AS next WHERE {table}.{id} = next.id");
     let pairs = ids::pairs(checks.iter().map(|(id, look)| (*id, settings.column(*look))));
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [pairs])).await.map(drop)
 }

@@ -154,7 +154,7 @@ impl Target {
         }
         execute(
             db,
-            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, look_at)
+            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, due_at)
              VALUES ($1, $1, 'main', '', 'sealed', $2, 0, FALSE, 0, 0)",
             vec![artifact.uuid().into(), digest.as_bytes().to_vec().into()],
         )
@@ -186,20 +186,20 @@ impl Target {
                 let ended = BuildId::new();
                 execute(
                     db,
-                    "INSERT INTO builds (build_id, team, keep, bound, status, ended_at, kept_until, created_at, look_at)
+                    "INSERT INTO builds (build_id, team, keep, bound, status, ended_at, kept_until, created_at, due_at)
                      VALUES ($1, 'main', 0, FALSE, 'succeeded', 0, 0, 0, 0)",
                     vec![ended.uuid().into()],
                 )
                 .await;
                 let owned = vec![artifact.uuid().into(), ended.uuid().into()];
                 execute(db, "INSERT INTO owners (artifact_id, build_id) VALUES ($1, $2)", owned).await;
-                let told = "UPDATE artifacts SET had_owner = TRUE, look_at = NULL WHERE artifact_id = $1";
+                let told = "UPDATE artifacts SET had_owner = TRUE, due_at = NULL WHERE artifact_id = $1";
                 execute(db, told, vec![artifact.uuid().into()]).await;
             }
             Marker::ResourceCaches => {
                 execute(
                     db,
-                    "INSERT INTO resource_caches (cache_id, scope, key_digest, resource_type, version, params, team, claim_id, artifact_id, last_used, created_at, look_at)
+                    "INSERT INTO resource_caches (cache_id, scope, key_digest, resource_type, version, params, team, claim_id, artifact_id, last_used, created_at, due_at)
                      VALUES ($1, 'main', $2, '', '', '', 'main', $1, $1, 0, 0, 0)",
                     vec![artifact.uuid().into(), digest.as_bytes().to_vec().into()],
                 )
@@ -208,7 +208,7 @@ impl Target {
             Marker::TaskCaches => {
                 execute(
                     db,
-                    "INSERT INTO task_caches (cache_id, team, job, step, path, artifact_id, ttl, last_used, created_at, look_at)
+                    "INSERT INTO task_caches (cache_id, team, job, step, path, artifact_id, ttl, last_used, created_at, due_at)
                      VALUES ($1, 'main', $2, 'step', 'path', $1, 0, 0, 0, 0)",
                     vec![artifact.uuid().into(), artifact.to_string().into()],
                 )
@@ -285,7 +285,7 @@ impl Target {
                 let found = resource_caches::find_or_create(txn, &cache_request, NOW, PATIENCE)
                     .await
                     .expect("it is to be made");
-                assert!(matches!(found.1, CacheOutcome::Yours), "{found:?}");
+                assert!(matches!(found.1, CacheOutcome::Claimed), "{found:?}");
                 resource_caches::put(txn, TEAM, cache_request.claim, self.artifact, NOW, PATIENCE)
                     .await
                     .is_err()
@@ -504,7 +504,7 @@ async fn artifact_of_late_renewed_build_is_not_marked() {
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     let target = Target::new(&db, Marker::Builds).await;
     let overdue =
-        "UPDATE builds SET ends_with = build_id, term = 1, term_ends_at = 1, look_at = 1 WHERE build_id = $1";
+        "UPDATE builds SET ends_with = build_id, term = 1, term_ends_at = 1, due_at = 1 WHERE build_id = $1";
     execute(&db, overdue, vec![target.build.uuid().into()]).await;
     let owned = vec![target.artifact.uuid().into(), target.build.uuid().into()];
     execute(&db, "INSERT INTO owners (artifact_id, build_id) VALUES ($1, $2)", owned).await;
@@ -514,7 +514,7 @@ async fn artifact_of_late_renewed_build_is_not_marked() {
     let (party, renewing, build) = (renews.clone(), db.clone(), target.build);
     renewal.spawn(async move {
         let part = |txn: db::Transaction| async move {
-            let sql = "UPDATE builds SET term_ends_at = $1, look_at = $1 WHERE build_id = $2";
+            let sql = "UPDATE builds SET term_ends_at = $1, due_at = $1 WHERE build_id = $2";
             let values = [(NOW + PATIENCE).0.into(), build.uuid().into()];
             txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await?;
             Ok(())
@@ -639,7 +639,7 @@ async fn restoring_and_handing_out_exclude_each_other() {
         let id = || vec![target.artifact.uuid().into()];
         let artifact = "UPDATE artifacts SET state = 'deleting', marked_at = 0 WHERE artifact_id = $1";
         execute(&db, artifact, id()).await;
-        let tombstone = "INSERT INTO tombstones (artifact_id, look_at) VALUES ($1, 0)";
+        let tombstone = "INSERT INTO tombstones (artifact_id, due_at) VALUES ($1, 0)";
         execute(&db, tombstone, id()).await;
         let mark = "INSERT INTO sweep_queue (worker_id, handle, marked_at) SELECT worker_id, handle, 0 FROM volumes WHERE artifact_id = $1";
         execute(&db, mark, id()).await;

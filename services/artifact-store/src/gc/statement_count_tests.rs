@@ -75,7 +75,7 @@ where
     .expect("added");
 }
 
-fn artifact(state: ArtifactState, look_at: Option<i64>) -> artifact::Model {
+fn artifact(state: ArtifactState, due_at: Option<i64>) -> artifact::Model {
     let is_deleting = state == ArtifactState::Deleting;
     artifact::Model {
         artifact_id: Uuid::new_v4(),
@@ -88,9 +88,9 @@ fn artifact(state: ArtifactState, look_at: Option<i64>) -> artifact::Model {
         had_owner: true,
         created_at: 1,
         marked_at: is_deleting.then_some(1),
-        marked_why: is_deleting.then(|| "it was in the way".to_owned()),
+        mark_reason: is_deleting.then(|| "it was in the way".to_owned()),
         kept_until: None,
-        look_at,
+        due_at,
         in_store: false,
     }
 }
@@ -116,7 +116,7 @@ fn container(attempt: Uuid, workload: Uuid, worker: WorkerId) -> container::Mode
         holder_id: workload,
         created_at: 1,
         judged_after: 1,
-        marked_why: None,
+        mark_reason: None,
         marked_at: None,
         touched_at: None,
         lost_at: None,
@@ -150,7 +150,7 @@ async fn fill(db: &Database, count: usize) {
             team: TEAM.to_owned(),
             created_at: 1,
             settled_at: Some(2),
-            look_at: 3,
+            due_at: 3,
         });
         // Every other row of a batch gets another next check.
         let own = artifact(ArtifactState::Sealed, None);
@@ -168,7 +168,7 @@ async fn fill(db: &Database, count: usize) {
             ended_at: (number % 2 == 0).then_some(2),
             kept_until: (number % 2 == 0).then_some(2),
             created_at: 1,
-            look_at: Some(3),
+            due_at: Some(3),
         };
         owners.push(owner::Model { artifact_id: own.artifact_id, build_id: build.build_id });
         volumes.push(replica(&own, worker));
@@ -190,7 +190,7 @@ async fn fill(db: &Database, count: usize) {
             artifact_id: Some(cached.artifact_id),
             last_used: 1,
             created_at: 1,
-            look_at: 3,
+            due_at: 3,
         });
         uses.push(cache_use::Model { cache_id: cache, user_kind: UserKind::Workload, user_id: workload });
         artifacts.push(cached);
@@ -205,7 +205,7 @@ async fn fill(db: &Database, count: usize) {
             ttl: 0,
             last_used: 1,
             created_at: 1,
-            look_at: 3,
+            due_at: 3,
         });
         artifacts.push(cached);
 
@@ -219,7 +219,7 @@ async fn fill(db: &Database, count: usize) {
         });
         artifacts.push(artifact::Model { had_owner: false, ..old });
         let deleted = artifact(ArtifactState::Deleting, None);
-        tombstones.push(tombstone::Model { artifact_id: deleted.artifact_id, look_at: 3 });
+        tombstones.push(tombstone::Model { artifact_id: deleted.artifact_id, due_at: 3 });
         // Some replicas are left.
         volumes.extend((number % 2 == 0).then(|| replica(&deleted, worker)));
         artifacts.push(deleted);
@@ -233,7 +233,7 @@ async fn fill(db: &Database, count: usize) {
             holder_id: workload,
             worker_id: Some(worker.uuid()),
             ended_at: Some(2),
-            look_at: Some(3),
+            due_at: Some(3),
         });
         volumes.push(volume::Model {
             state: State::Created,
@@ -248,7 +248,7 @@ async fn fill(db: &Database, count: usize) {
             holder_id: workload,
             worker_id: Some(worker.uuid()),
             ended_at,
-            look_at: ended_at.map(|_| 3),
+            due_at: ended_at.map(|_| 3),
         };
         attempts.extend([other(empty, Some(2)), other(going_on, None)]);
         containers.push(container::Model {
@@ -264,10 +264,10 @@ async fn fill(db: &Database, count: usize) {
             kind: DeletionKind::Volume,
             team: None,
             label: String::new(),
-            marked_why: None,
+            mark_reason: None,
             marked_at: None,
             gone_at: 1,
-            look_at: 3,
+            due_at: 3,
         });
     }
     add(db, holders).await;

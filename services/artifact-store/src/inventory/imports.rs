@@ -161,7 +161,7 @@ async fn find_or_create_import(
         artifact_id: Uuid::nil(),
         volume: Uuid::nil(),
         failed_at: None,
-        failed_why: None,
+        failure_reason: None,
     };
     import::Entity::insert(row.into_active_model().reset_all())
         .on_conflict_do_nothing_on([import::Column::WorkerId, import::Column::ResourceType])
@@ -358,7 +358,7 @@ pub(crate) async fn complete(
 async fn forget_failure(txn: &DatabaseTransaction, import: Uuid) -> Result<(), DbErr> {
     import::Entity::update_many()
         .col_expr(import::Column::FailedAt, Expr::value(None::<i64>))
-        .col_expr(import::Column::FailedWhy, Expr::value(None::<String>))
+        .col_expr(import::Column::FailureReason, Expr::value(None::<String>))
         .filter(import::Column::ImportId.eq(import))
         .exec(txn)
         .await
@@ -390,7 +390,7 @@ pub(crate) async fn fail(
     if let Some(row) = row {
         import::Entity::update_many()
             .col_expr(import::Column::FailedAt, Expr::value(now.0))
-            .col_expr(import::Column::FailedWhy, Expr::value(why))
+            .col_expr(import::Column::FailureReason, Expr::value(why))
             .filter(import::Column::ImportId.eq(row.import_id))
             .exec(txn)
             .await?;
@@ -452,7 +452,7 @@ pub(crate) async fn list(
                 .iter()
                 .any(|owner| (owner.worker_id, owner.artifact_id) == (row.worker_id, row.artifact_id))
     };
-    let progress = |row: &import::Model| match (is_owned(row), &row.failed_why) {
+    let progress = |row: &import::Model| match (is_owned(row), &row.failure_reason) {
         (_, Some(_)) => Progress::Failed,
         (true, None) => Progress::Imported,
         (false, None) => Progress::Importing,

@@ -468,7 +468,7 @@ fn garbage_volume(row: &orphan::Model, sequence: i64, now: Timestamp) -> volume:
         state: State::Destroying,
         parent: row.parent,
         size_bytes: row.size_bytes,
-        marked_why: Some(PURGED.to_owned()),
+        mark_reason: Some(PURGED.to_owned()),
         marked_at: Some(now.0),
         given_up: true,
         ..volumes::new_volume(handle, worker, Purpose::Scratch, sequence, now)
@@ -485,7 +485,7 @@ fn garbage_container(row: &orphan::Model, sequence: i64, now: Timestamp) -> cont
         holder_id: Uuid::nil(),
         created_at: now.0,
         judged_after: sequence,
-        marked_why: Some(PURGED.to_owned()),
+        mark_reason: Some(PURGED.to_owned()),
         marked_at: Some(now.0),
         touched_at: None,
         lost_at: None,

@@ -192,7 +192,7 @@ async fn find_or_create_attempt(
         holder_id: Set(needs.holder.uuid()),
         worker_id: Set(Some(worker.uuid())),
         ended_at: Set(None),
-        look_at: Set(None),
+        due_at: Set(None),
     };
     let inserted = attempt::Entity::insert(fresh)
         .on_conflict_do_nothing_on([attempt::Column::AttemptId])
@@ -336,7 +336,7 @@ async fn make_container(
         holder_id: Set(needs.holder.uuid()),
         created_at: Set(now.0),
         judged_after: Set(sequence),
-        marked_why: Set(None),
+        mark_reason: Set(None),
         marked_at: Set(None),
         touched_at: Set(None),
         lost_at: Set(None),

@@ -71,12 +71,12 @@ impl RemovalSql {
             let is_marked =
                 "sweep_queue.worker_id = volumes.worker_id AND sweep_queue.handle = volumes.handle";
             let why =
-                "CASE WHEN sweep_queue.marked_at IS NULL THEN volumes.marked_why ELSE $7 END AS marked_why";
+                "CASE WHEN sweep_queue.marked_at IS NULL THEN volumes.mark_reason ELSE $7 END AS mark_reason";
             let at = "COALESCE(sweep_queue.marked_at, volumes.marked_at) AS marked_at";
             (Some("sweep_queue"), is_marked.to_owned(), format!("{why}, {at}"))
         } else {
             let is_marked = format!("{table}.state IN ('destroying', 'sweeping')");
-            (None, is_marked, "marked_why, marked_at".to_owned())
+            (None, is_marked, "mark_reason, marked_at".to_owned())
         };
         let ids = ids::query(backend, 1);
         let condition = format!(
@@ -87,10 +87,10 @@ impl RemovalSql {
 }
 
 const INSERT_ENTRIES: &str =
-    "INSERT INTO deletion_log (id, kind, label, marked_why, marked_at, gone_at, look_at)";
+    "INSERT INTO deletion_log (id, kind, label, mark_reason, marked_at, gone_at, due_at)";
 
 /// Query of attempts that only wait for deletions.
-const WAITING: &str = "SELECT attempt_id FROM attempts WHERE look_at > $4 AND look_at <= $6";
+const WAITING: &str = "SELECT attempt_id FROM attempts WHERE due_at > $4 AND due_at <= $6";
 
 async fn forget_with_one_statement<E: Sweepable>(
     txn: &DatabaseTransaction,
@@ -111,8 +111,8 @@ async fn forget_with_one_statement<E: Sweepable>(
               {unmarked}
               waiting AS (SELECT a.attempt_id FROM (SELECT DISTINCT attempt_id FROM gone WHERE attempt_id IS NOT NULL) AS g
                           CROSS JOIN LATERAL ({WAITING} AND attempt_id = g.attempt_id LIMIT 1 FOR UPDATE SKIP LOCKED) AS a),
-              due AS (UPDATE attempts SET look_at = $4 WHERE attempt_id IN (SELECT attempt_id FROM waiting)),
-              logged AS ({INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5 FROM gone ON CONFLICT (id) DO NOTHING)
+              due AS (UPDATE attempts SET due_at = $4 WHERE attempt_id IN (SELECT attempt_id FROM waiting)),
+              logged AS ({INSERT_ENTRIES} SELECT handle, '{kind}', '', mark_reason, marked_at, $4, $5 FROM gone ON CONFLICT (id) DO NOTHING)
          SELECT COUNT(*) AS number FROM gone"
     );
     let row = txn.query_one_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
@@ -130,13 +130,13 @@ async fn forget_with_several_statements<E: Sweepable>(
     let RemovalSql { table, mark_table, condition, marked } = RemovalSql::of::<E>(backend);
     let from = mark_table.map(|mark_table| format!(", {mark_table}")).unwrap_or_default();
     let insert_entries = format!(
-        "{INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5
+        "{INSERT_ENTRIES} SELECT handle, '{kind}', '', mark_reason, marked_at, $4, $5
          FROM (SELECT {table}.handle AS handle, {marked} FROM {table}{from} WHERE {condition}) AS gone WHERE TRUE
          ON CONFLICT (id) DO NOTHING",
         kind = E::KIND.to_value(),
     );
     let make_due = format!(
-        "UPDATE attempts SET look_at = $4 WHERE attempt_id IN
+        "UPDATE attempts SET due_at = $4 WHERE attempt_id IN
              ({WAITING} AND attempt_id IN (SELECT {table}.attempt_id FROM {table}{from} WHERE {condition}))"
     );
     let due = values.iter().take(6).cloned();

@@ -147,7 +147,7 @@ async fn record_handed_out_volumes(
     let backend = txn.get_database_backend();
     let sql = format!(
         "UPDATE volumes SET state = 'sweeping', given_up = TRUE, judged_after = $2,
-                            marked_why = CASE WHEN sweep_queue.marked_at IS NULL THEN volumes.marked_why ELSE $3 END,
+                            mark_reason = CASE WHEN sweep_queue.marked_at IS NULL THEN volumes.mark_reason ELSE $3 END,
                             marked_at = COALESCE(sweep_queue.marked_at, volumes.marked_at)
          FROM sweep_queue
          WHERE sweep_queue.worker_id = volumes.worker_id AND sweep_queue.handle = volumes.handle

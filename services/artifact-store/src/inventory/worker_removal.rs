@@ -120,8 +120,8 @@ async fn make_attempts_due(txn: &DatabaseTransaction, id: WorkerId, now: Timesta
     let backend = txn.get_database_backend();
     let sql = format!(
         "WITH waiting AS (SELECT attempt_id FROM attempts
-                          WHERE look_at > $2 AND look_at <= $3 AND worker_id = $1{})
-         UPDATE attempts SET look_at = $2 WHERE attempt_id IN (SELECT attempt_id FROM waiting)",
+                          WHERE due_at > $2 AND due_at <= $3 AND worker_id = $1{})
+         UPDATE attempts SET due_at = $2 WHERE attempt_id IN (SELECT attempt_id FROM waiting)",
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
     let values = [id.uuid().into(), now.0.into(), (now + REMAINS_RECHECK_INTERVAL).0.into()];

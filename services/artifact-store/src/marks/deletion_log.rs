@@ -22,7 +22,7 @@ pub(crate) struct LogEntry {
     team: Option<String>,
     /// Name for people.
     label: String,
-    marked_why: Option<String>,
+    mark_reason: Option<String>,
     marked_at: Option<i64>,
 }
 
@@ -31,10 +31,10 @@ impl LogEntry {
     pub(crate) fn of(
         id: Uuid,
         kind: DeletionKind,
-        marked_why: Option<String>,
+        mark_reason: Option<String>,
         marked_at: Option<i64>,
     ) -> Self {
-        Self { id, kind, team: None, label: String::new(), marked_why, marked_at }
+        Self { id, kind, team: None, label: String::new(), mark_reason, marked_at }
     }
 
     /// Returns the entry of a resource cache.
@@ -44,7 +44,7 @@ impl LogEntry {
             kind: DeletionKind::ResourceCache,
             team: (row.scope != ALL_TEAMS).then(|| row.scope.clone()),
             label: row.name(),
-            marked_why: Some(why.to_string()),
+            mark_reason: Some(why.to_string()),
             marked_at: None,
         }
     }
@@ -56,7 +56,7 @@ impl LogEntry {
             kind: DeletionKind::TaskCache,
             team: Some(row.team.clone()),
             label: row.name(),
-            marked_why: Some(why.to_string()),
+            mark_reason: Some(why.to_string()),
             marked_at: None,
         }
     }
@@ -77,15 +77,15 @@ pub(crate) async fn append(
         kind: entry.kind.to_value(),
         team: entry.team.as_deref(),
         label: &entry.label,
-        marked_why: entry.marked_why.as_deref(),
+        mark_reason: entry.mark_reason.as_deref(),
         marked_at: entry.marked_at,
     });
     let rows = db::rows::value(&rows.collect::<Vec<_>>())?;
     let backend = txn.get_database_backend();
     // Without a condition, SQLite would parse ON CONFLICT as a part of the query.
     let sql = format!(
-        "INSERT INTO deletion_log (id, kind, team, label, marked_why, marked_at, gone_at, look_at)
-         SELECT id, kind, team, label, marked_why, marked_at, $2, $3 FROM ({}) AS gone WHERE TRUE
+        "INSERT INTO deletion_log (id, kind, team, label, mark_reason, marked_at, gone_at, due_at)
+         SELECT id, kind, team, label, mark_reason, marked_at, $2, $3 FROM ({}) AS gone WHERE TRUE
          ON CONFLICT (id) DO NOTHING",
         db::rows::query(backend, 1, &ROW)
     );
@@ -100,7 +100,7 @@ struct Row<'a> {
     kind: String,
     team: Option<&'a str>,
     label: &'a str,
-    marked_why: Option<&'a str>,
+    mark_reason: Option<&'a str>,
     marked_at: Option<i64>,
 }
 
@@ -109,6 +109,6 @@ const ROW: [(&str, Column); 6] = [
     ("kind", Column::Text),
     ("team", Column::Text),
     ("label", Column::Text),
-    ("marked_why", Column::Text),
+    ("mark_reason", Column::Text),
     ("marked_at", Column::Integer),
 ];

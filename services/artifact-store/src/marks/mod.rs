@@ -124,7 +124,7 @@ async fn mark_rows<E: Sweepable>(
     // A join, because a subquery would run for each row.
     let update = format!(
         "UPDATE {table} SET state = 'destroying', judged_after = workers.sequence,
-                            marked_why = $2, marked_at = $3{besides}
+                            mark_reason = $2, marked_at = $3{besides}
          FROM workers
          WHERE workers.worker_id = {table}.worker_id AND {of_handles}
            AND {table}.state NOT IN ('destroying', 'sweeping')"
@@ -155,7 +155,7 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
         .col_expr(volume::Column::State, Expr::cust(before))
         .col_expr(volume::Column::GivenUp, Expr::value(false))
         .col_expr(volume::Column::JudgedAfter, Expr::cust(SEQUENCE))
-        .col_expr(volume::Column::MarkedWhy, Expr::value(None::<String>))
+        .col_expr(volume::Column::MarkReason, Expr::value(None::<String>))
         .col_expr(volume::Column::MarkedAt, Expr::value(None::<i64>))
         .col_expr(volume::Column::MarkedFrom, Expr::value(None::<String>))
         .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))

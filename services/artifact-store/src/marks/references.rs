@@ -88,7 +88,7 @@ pub(crate) struct ArtifactRow {
     created_at: i64,
     had_owner: bool,
     kept_until: Option<i64>,
-    pub(crate) look_at: Option<i64>,
+    pub(crate) due_at: Option<i64>,
     pub(crate) size_bytes: i64,
     pub(crate) state: ArtifactState,
 }
@@ -96,14 +96,14 @@ pub(crate) struct ArtifactRow {
 impl ArtifactRow {
     /// List of the columns.
     pub(crate) const COLUMNS: &str =
-        "artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state";
+        "artifact_id, created_at, had_owner, kept_until, due_at, size_bytes, state";
 }
 
 impl From<&artifact::Model> for ArtifactRow {
     fn from(row: &artifact::Model) -> Self {
         let artifact::Model { artifact_id, created_at, had_owner, kept_until, .. } = *row;
-        let artifact::Model { look_at, size_bytes, state, .. } = *row;
-        Self { artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state }
+        let artifact::Model { due_at, size_bytes, state, .. } = *row;
+        Self { artifact_id, created_at, had_owner, kept_until, due_at, size_bytes, state }
     }
 }
 

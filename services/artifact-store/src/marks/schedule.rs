@@ -27,8 +27,8 @@ pub(crate) async fn make_due(
     // A deleted artifact may have waited for the deletion of children of its replicas.
     for table in ["artifacts", "tombstones"] {
         let sql = format!(
-            "WITH waiting AS (SELECT artifact_id FROM {table} WHERE artifact_id IN ({}) AND look_at > $2{})
-             UPDATE {table} SET look_at = $2 WHERE artifact_id IN (SELECT artifact_id FROM waiting)",
+            "WITH waiting AS (SELECT artifact_id FROM {table} WHERE artifact_id IN ({}) AND due_at > $2{})
+             UPDATE {table} SET due_at = $2 WHERE artifact_id IN (SELECT artifact_id FROM waiting)",
             ids::query(backend, 1),
             ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
         );

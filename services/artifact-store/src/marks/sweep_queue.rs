@@ -187,7 +187,7 @@ pub(crate) async fn merge_marks(
             row.marked_from = Some(row.state);
             row.state = State::Destroying;
             row.marked_at = Some(*at);
-            row.marked_why = Some(MarkReason::ArtifactDeleted.to_string());
+            row.mark_reason = Some(MarkReason::ArtifactDeleted.to_string());
         }
     }
     Ok(())

@@ -17,14 +17,14 @@ use crate::db::ids;
 pub(crate) async fn add(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
-    look_at: i64,
+    due_at: i64,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
-        "INSERT INTO tombstones (artifact_id, look_at) SELECT id, $2 FROM ({}) AS ids",
+        "INSERT INTO tombstones (artifact_id, due_at) SELECT id, $2 FROM ({}) AS ids",
         ids::query(backend, 1)
     );
-    let values = [ids::value(backend, artifacts), look_at.into()];
+    let values = [ids::value(backend, artifacts), due_at.into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 

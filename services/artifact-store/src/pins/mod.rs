@@ -220,7 +220,7 @@ pub(crate) async fn end_attempt(
         holder_id: Set(holder.uuid()),
         worker_id: Set(None),
         ended_at: Set(Some(now.0)),
-        look_at: Set(Some(now.0)),
+        due_at: Set(Some(now.0)),
     };
     let first_end =
         Func::coalesce([Expr::col((attempt::Entity, attempt::Column::EndedAt)), Expr::value(now.0)]);
@@ -228,7 +228,7 @@ pub(crate) async fn end_attempt(
         .on_conflict(
             OnConflict::column(attempt::Column::AttemptId)
                 .value(attempt::Column::EndedAt, Expr::from(first_end))
-                .update_column(attempt::Column::LookAt)
+                .update_column(attempt::Column::DueAt)
                 .to_owned(),
         )
         .exec_with_returning(txn)

@@ -156,7 +156,7 @@ async fn release_holders(
     let pinned = pin::Entity::delete_many().filter(among()).exec_with_returning(txn).await?;
     attempt::Entity::update_many()
         .col_expr(attempt::Column::EndedAt, Expr::value(now.0))
-        .col_expr(attempt::Column::LookAt, Expr::value(now.0))
+        .col_expr(attempt::Column::DueAt, Expr::value(now.0))
         .filter(among())
         .filter(attempt::Column::EndedAt.is_null())
         .exec(txn)
@@ -168,7 +168,7 @@ async fn release_holders(
 async fn record_settled(txn: &DatabaseTransaction, holders: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
     holder::Entity::update_many()
         .col_expr(holder::Column::SettledAt, Expr::value(now.0))
-        .col_expr(holder::Column::LookAt, Expr::value(now.0))
+        .col_expr(holder::Column::DueAt, Expr::value(now.0))
         .filter(ids::among(txn.get_database_backend(), "holder_id", holders.iter().copied()))
         .exec(txn)
         .await
@@ -211,10 +211,10 @@ async fn seal_outputs(
             had_owner: output.for_owners_only,
             created_at: now.0,
             marked_at: None,
-            marked_why: None,
+            mark_reason: None,
             kept_until: None,
             // Checked at once, unless an owner keeps it.
-            look_at: Some(now.0),
+            due_at: Some(now.0),
             in_store: false,
         });
     }

@@ -92,7 +92,7 @@ pub(crate) struct Uses {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ResourceCache {
     /// Its maker holds a claim until this time, and may renew it.
-    BeingMade { claimed_until: Timestamp },
+    InProgress { claimed_until: Timestamp },
     /// It owns an artifact.
     Ready {
         /// Whether a build that has not let go, or a workload that is not settled, uses it.
@@ -104,7 +104,7 @@ pub(crate) enum ResourceCache {
 impl ResourceCache {
     pub(crate) fn release_time(&self, ttl: Duration) -> ReleaseTime {
         match *self {
-            Self::BeingMade { claimed_until } => ReleaseTime::At(claimed_until),
+            Self::InProgress { claimed_until } => ReleaseTime::At(claimed_until),
             Self::Ready { used: true, .. } => ReleaseTime::NotYet,
             Self::Ready { used: false, last_used } => ReleaseTime::At(last_used + ttl),
         }

@@ -263,7 +263,7 @@ async fn failed_build_keeps_until_next_of_job(database: TestDatabase) {
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
     let mut request = of_job(build, "job", 1, BuildStatus::Unspecified);
-    request.ends_with_workload = workload.to_string();
+    request.ends_with_workload_id = workload.to_string();
     put(&suite, request).await.expect("put");
     let (artifact, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
     suite.pin(workload, &[artifact], Some(build)).await.expect("bound");

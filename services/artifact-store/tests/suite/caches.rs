@@ -73,7 +73,7 @@ impl<'a> Caller<'a> {
     async fn ready(&self, content: u64, user: Option<pb::CacheUser>) -> Option<pb::Location> {
         match self.ask(content, ClaimId::new(), user).await.expect("asked").1 {
             Outcome::Ready(location) => Some(location),
-            Outcome::Yours(_) | Outcome::BeingMade(_) => None,
+            Outcome::Claimed(_) | Outcome::InProgress(_) => None,
         }
     }
 
@@ -97,7 +97,7 @@ impl<'a> Caller<'a> {
     async fn make(&self, content: u64, artifact: ArtifactId) -> String {
         let claim = ClaimId::new();
         let (cache, outcome) = self.ask(content, claim, None).await.expect("asked");
-        assert!(matches!(outcome, Outcome::Yours(_)), "{outcome:?}");
+        assert!(matches!(outcome, Outcome::Claimed(_)), "{outcome:?}");
         assert_eq!(self.put(claim, artifact).await.expect("put"), cache);
         cache
     }

@@ -51,7 +51,7 @@ async fn copied_artifact_is_found_on_its_worker(database: TestDatabase) {
     assert_eq!(missing.volumes[0].missing_artifact_id, artifact.to_string());
 
     let planned = plan(&suite, artifact, here.worker, transfer).await.expect("planned");
-    assert_eq!(planned.outcome(), PlanOutcome::Yours);
+    assert_eq!(planned.outcome(), PlanOutcome::Created);
     assert_eq!((planned.digest.as_ref(), planned.size_bytes), (digest(1).as_bytes() as &[u8], 10));
     assert_eq!(planned.transfer_id, transfer.to_string());
     assert_ne!(planned.volume_handle, source);
@@ -124,10 +124,10 @@ async fn one_of_concurrent_callers_makes_the_copy(database: TestDatabase) {
         let answers = [a, b, c, d];
         let (maker, made) = answers
             .iter()
-            .find(|(_, planned)| planned.outcome() == PlanOutcome::Yours)
+            .find(|(_, planned)| planned.outcome() == PlanOutcome::Created)
             .expect("one caller makes it");
         for (transfer, planned) in &answers {
-            assert_eq!(planned.outcome() == PlanOutcome::Yours, transfer == maker);
+            assert_eq!(planned.outcome() == PlanOutcome::Created, transfer == maker);
             assert_eq!(planned.volume_handle, made.volume_handle);
             assert_eq!(planned.transfer_id, maker.to_string());
         }
@@ -148,10 +148,10 @@ async fn copy_is_made_again_after_claim_expires(database: TestDatabase) {
     suite.clock.advance(Duration::from_secs(50));
     progress(&suite, first).await.expect("renewed");
     suite.clock.advance(Duration::from_secs(50));
-    assert_eq!(ask().await.outcome(), PlanOutcome::BeingMade);
+    assert_eq!(ask().await.outcome(), PlanOutcome::InProgress);
     suite.clock.advance(Duration::from_secs(10));
     let again = ask().await;
-    assert_eq!(again.outcome(), PlanOutcome::Yours);
+    assert_eq!(again.outcome(), PlanOutcome::Created);
     assert_ne!(again.volume_handle, old, "a handle is never used twice");
 
     assert_refused(progress(&suite, first).await, Reason::ClaimLost);
@@ -207,7 +207,7 @@ async fn unconfirmed_replica_is_not_copied_again(database: TestDatabase) {
     assert_refused(asked, Reason::Unavailable);
     reborn.report(&[], &[]).await.expect("reported");
     let again = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned");
-    assert_eq!(again.outcome(), PlanOutcome::Yours);
+    assert_eq!(again.outcome(), PlanOutcome::Created);
     assert_ne!(again.volume_handle, made);
     suite.stop().await;
 }

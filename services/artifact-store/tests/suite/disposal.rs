@@ -27,13 +27,13 @@ async fn failed(
     replicas: &[&str],
 ) -> Answer<()> {
     let volumes = planned.volumes.iter().map(|volume| volume.volume_handle.clone());
-    let request = pb::FailedRequest {
+    let request = pb::FailPrepareRequest {
         session_credential: gateway.credential.clone(),
         container_handle: planned.container_handle.clone(),
         volume_handles: volumes.chain(replicas.iter().map(ToString::to_string)).collect(),
-        why: "the disk is full".to_owned(),
+        reason: "the disk is full".to_owned(),
     };
-    suite.inventory().failed(request).await?;
+    suite.inventory().fail_prepare(request).await?;
     Ok(())
 }
 
@@ -48,7 +48,7 @@ async fn mark_volume(suite: &Suite, gateway: Option<&Gateway>, handle: &str) -> 
     let request = pb::MarkVolumeRequest {
         session_credential: gateway.map(|gateway| gateway.credential.clone()).unwrap_or_default(),
         volume_handle: handle.to_owned(),
-        why: "I say so".to_owned(),
+        reason: "I say so".to_owned(),
     };
     suite.inventory().mark_volume(request).await?;
     Ok(())
@@ -58,7 +58,7 @@ async fn mark_container(suite: &Suite, gateway: Option<&Gateway>, handle: &str) 
     let request = pb::MarkContainerRequest {
         session_credential: gateway.map(|gateway| gateway.credential.clone()).unwrap_or_default(),
         container_handle: handle.to_owned(),
-        why: "I say so".to_owned(),
+        reason: "I say so".to_owned(),
     };
     suite.inventory().mark_container(request).await?;
     Ok(())
@@ -69,7 +69,7 @@ fn dropping(artifact: ArtifactId, worker: WorkerId) -> pb::DropReplicaRequest {
         team: TEAM.to_owned(),
         artifact_id: artifact.to_string(),
         worker_id: worker.to_string(),
-        why: "the disk is needed".to_owned(),
+        reason: "the disk is needed".to_owned(),
         force: false,
     }
 }
@@ -117,10 +117,10 @@ async fn failed_container_and_volumes_are_marked_at_once(database: TestDatabase)
     }
     let marked = container(&suite, &planned.container_handle).await.expect("there");
     assert_eq!(
-        (marked.state(), marked.marked_why.as_str()),
+        (marked.state(), marked.mark_reason.as_str()),
         (InventoryState::Destroying, "the disk is full")
     );
-    assert_eq!(volume(&suite, of_output).await.expect("there").marked_why, "the disk is full");
+    assert_eq!(volume(&suite, of_output).await.expect("there").mark_reason, "the disk is full");
     assert_eq!(volume(&suite, &replica).await.expect("there").state(), InventoryState::Created);
     gateway.swept(&[&planned.container_handle], &[of_input, of_output]).await;
     gateway.report(std::slice::from_ref(&replica), &[]).await.expect("reported");
@@ -196,7 +196,7 @@ async fn operator_marks_container_before_its_volumes(database: TestDatabase) {
     for _ in 0..2 {
         mark_container(&suite, None, &planned.container_handle).await.expect("marked");
     }
-    assert_eq!(container(&suite, &planned.container_handle).await.expect("there").marked_why, "I say so");
+    assert_eq!(container(&suite, &planned.container_handle).await.expect("there").mark_reason, "I say so");
     for _ in 0..2 {
         mark_volume(&suite, None, of_input).await.expect("marked");
     }

@@ -92,7 +92,7 @@ async fn queues_are_true(url: &str) {
         SELECT 'mark' FROM sweep_queue m WHERE NOT EXISTS (SELECT 1 FROM volumes v WHERE v.handle = m.handle)
         UNION ALL
         SELECT 'artifact' FROM artifacts a LEFT JOIN tombstones t ON t.artifact_id = a.artifact_id
-            WHERE (a.state = 'deleting') <> (t.artifact_id IS NOT NULL) OR (a.state = 'deleting' AND a.look_at IS NOT NULL)
+            WHERE (a.state = 'deleting') <> (t.artifact_id IS NOT NULL) OR (a.state = 'deleting' AND a.due_at IS NOT NULL)
         UNION ALL
         SELECT 'tombstone' FROM tombstones t WHERE NOT EXISTS (SELECT 1 FROM artifacts a WHERE a.artifact_id = t.artifact_id)";
     let connection = sea_orm::Database::connect(url).await.expect("the database");
@@ -202,7 +202,7 @@ impl Callers {
         let request = pb::PutBuildRequest {
             build_id: build.to_string(),
             team: TEAM.to_owned(),
-            ends_with_workload: workload.to_string(),
+            ends_with_workload_id: workload.to_string(),
             keep: keep.map(rpc::duration),
             ..Default::default()
         };
@@ -458,11 +458,11 @@ impl Gateway {
     }
 
     pub(crate) async fn prepared(&self, attempt: AttemptId) -> Answer<()> {
-        let request = pb::PreparedRequest {
+        let request = pb::CompletePrepareRequest {
             session_credential: self.credential.clone(),
             attempt_id: attempt.to_string(),
         };
-        self.inventory().prepared(request).await?;
+        self.inventory().complete_prepare(request).await?;
         Ok(())
     }
 
@@ -483,14 +483,14 @@ impl Gateway {
         digest: Digest,
         verification: pb::Verification,
     ) -> Answer<()> {
-        let request = pb::VolumeCompleteRequest {
+        let request = pb::CompleteVolumeRequest {
             session_credential: self.credential.clone(),
             volume_handle: handle.to_owned(),
             size_bytes: 10,
             digest: digest.as_bytes().to_vec().into(),
             verification: verification.into(),
         };
-        self.inventory().volume_complete(request).await?;
+        self.inventory().complete_volume(request).await?;
         Ok(())
     }
 

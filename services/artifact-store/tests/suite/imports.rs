@@ -5,7 +5,7 @@ use std::time::Duration;
 use domain::{ArtifactId, AttemptId, Digest, TransferId, WorkerId, WorkloadId};
 use rpc::Reason;
 use rpc::pb::artifacts as pb;
-use rpc::pb::artifacts::{ArtifactState, DryRun, ImportState, InventoryState, Thing};
+use rpc::pb::artifacts::{ArtifactState, DryRun, ImportState, InventoryState, ObjectKind};
 use testing::databases::TestDatabase;
 
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both_databases};
@@ -65,7 +65,7 @@ impl Gateway {
         let request = pb::FailImportRequest {
             session_credential: self.credential.clone(),
             volume_handle: volume.to_owned(),
-            why: why.to_owned(),
+            reason: why.to_owned(),
         };
         suite.inventory().fail_import(request).await?;
         Ok(())
@@ -113,7 +113,7 @@ impl Suite {
     }
 
     async fn forget(&self, worker: WorkerId, force: bool) -> Answer<()> {
-        let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force, only_check: false };
+        let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force, dry_run: false };
         self.inventory().forget_worker(request).await?;
         Ok(())
     }
@@ -232,7 +232,7 @@ async fn newer_version_replaces_imported_version(database: TestDatabase) {
     let (fourth, _) = gateway.import(&suite, elsewhere, 3).await;
     let collected = async || {
         let collected = suite.collect(DryRun::Off).await.into_iter();
-        collected.filter(|one| one.thing() == pb::Thing::Artifact).map(|one| one.id).collect::<Vec<_>>()
+        collected.filter(|one| one.kind() == pb::ObjectKind::Artifact).map(|one| one.id).collect::<Vec<_>>()
     };
     assert_eq!(collected().await, [third.to_string()], "the first is in use");
     assert_eq!(suite.volume_state(&volume).await, Some(InventoryState::Destroying));
@@ -367,7 +367,7 @@ async fn failed_import_is_shown_and_keeps_previous_artifact(database: TestDataba
         gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("recorded");
     }
     let listed = suite.listed().await;
-    assert_eq!((listed.state(), &*listed.failed_why), (ImportState::Failed, "no such path"));
+    assert_eq!((listed.state(), &*listed.failure_reason), (ImportState::Failed, "no such path"));
     assert!(listed.failed_at.is_some());
     assert_eq!(suite.volume_state(&begun.volume_handle).await, Some(InventoryState::Destroying));
     assert_eq!(suite.base_types().await[0].artifact_id, first.to_string(), "it is there still");
@@ -380,7 +380,10 @@ async fn failed_import_is_shown_and_keeps_previous_artifact(database: TestDataba
     assert_eq!(suite.listed().await.state(), ImportState::Failed);
     gateway.complete_import(&suite, &again.volume_handle, digest(2)).await.expect("complete");
     let listed = suite.listed().await;
-    assert_eq!((listed.state(), &*listed.failed_why, listed.failed_at), (ImportState::Imported, "", None));
+    assert_eq!(
+        (listed.state(), &*listed.failure_reason, listed.failed_at),
+        (ImportState::Imported, "", None)
+    );
 
     // The failure of another version is not shown.
     let begun = gateway.prepare_import(&suite, git("3")).await.expect("prepared");
@@ -496,7 +499,7 @@ async fn explanation_of_import_names_its_keeper(database: TestDatabase) {
     };
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
     let explained = explain(&begun.artifact_id).await;
-    let by = explained.kept_by.iter().find(|by| by.thing() == Thing::Volume).expect("the import");
+    let by = explained.kept_by.iter().find(|by| by.kind() == ObjectKind::Volume).expect("the import");
     assert_eq!(by.id, begun.volume_handle);
     assert!(by.text.contains("imported") && by.until.is_some(), "{by:?}");
     assert!(
@@ -515,17 +518,17 @@ async fn explanation_of_import_names_its_keeper(database: TestDatabase) {
     let explained = explain(&begun.artifact_id).await;
     let [by] = &explained.kept_by[..] else { panic!("{explained:?}") };
     let worker = gateway.worker.to_string();
-    assert_eq!((by.thing(), by.until), (Thing::BaseResourceType, None));
+    assert_eq!((by.kind(), by.until), (ObjectKind::BaseResourceType, None));
     assert!(by.text.contains("git 1") && by.text.contains(&worker), "{}", by.text);
     assert_eq!(explained.label, "git 1");
     let of_type = explain(&by.id).await;
-    assert_eq!((of_type.thing(), &*of_type.label), (Thing::BaseResourceType, "git 1"));
+    assert_eq!((of_type.kind(), &*of_type.label), (ObjectKind::BaseResourceType, "git 1"));
     let of_volume = explain(&begun.volume_handle).await;
     assert!(of_volume.kept_by.iter().any(|by| by.id == begun.artifact_id), "{of_volume:?}");
 
     let (of_certs, _) = gateway.import(&suite, certs("/certs"), 2).await;
     let explained = explain(&of_certs.to_string()).await;
     let [by] = &explained.kept_by[..] else { panic!("{explained:?}") };
-    assert_eq!((by.thing(), &by.id), (Thing::Worker, &worker));
+    assert_eq!((by.kind(), &by.id), (ObjectKind::Worker, &worker));
     suite.stop().await;
 }

@@ -59,7 +59,7 @@ async fn workload_leaves_outputs_and_finally_nothing(database: TestDatabase) {
     assert_eq!(would_go.len(), 1 + 2 + 3, "a container, two artifacts, three volumes: {would_go:?}");
     assert_eq!(suite.get(out).await.expect("it is there").state(), ArtifactState::Sealed);
     let mut went = suite.collect(DryRun::Off).await;
-    let key = |collected: &pb::Collected| (collected.thing, collected.id.clone());
+    let key = |collected: &pb::Collected| (collected.kind, collected.id.clone());
     went.sort_by_key(key);
     let mut would_go = would_go;
     would_go.sort_by_key(key);

@@ -60,13 +60,13 @@ async fn copy(suite: &Suite, gateway: &Gateway, artifact: ArtifactId, content: u
 }
 
 async fn forget(suite: &Suite, worker: WorkerId, force: bool) -> Answer<pb::ForgetWorkerResponse> {
-    let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force, only_check: false };
+    let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force, dry_run: false };
     Ok(suite.inventory().forget_worker(request).await?.into_inner())
 }
 
 /// Checks whether the worker could be forgotten without force.
 async fn check(suite: &Suite, worker: WorkerId) -> Answer<pb::ForgetWorkerResponse> {
-    let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force: false, only_check: true };
+    let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force: false, dry_run: true };
     Ok(suite.inventory().forget_worker(request).await?.into_inner())
 }
 
@@ -278,7 +278,7 @@ async fn lost_replica_is_read_from_another_worker(database: TestDatabase) {
         transfer_id: transfer.to_string(),
     };
     let planned = suite.replicas().plan_replica(request).await.expect("planned").into_inner();
-    assert_eq!(planned.outcome(), PlanOutcome::Yours, "what is lost is no copy");
+    assert_eq!(planned.outcome(), PlanOutcome::Created, "what is lost is no copy");
     here.complete(&planned.volume_handle, digest(1)).await.expect("complete");
     let prepared = here.prepare(workload, attempt, &needs).await.expect("prepared");
     assert_eq!(prepared.volumes[0].parent_handle, planned.volume_handle);

@@ -225,8 +225,8 @@ async fn unknown_items_of_restored_store_become_orphans(database: TestDatabase) 
     assert_eq!((newer.team.as_str(), &newer.digest[..]), (TEAM, digest(2).as_bytes()));
     assert_eq!(of(restored.input()).description.expect("described").parent_handle, restored.known.1);
     let explained = explain(suite, &restored.newer.1).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (pb::Thing::Volume, pb::ExplainedState::Orphaned));
-    assert_eq!((explained.kept_by_total, explained.goes_at), (1, None));
+    assert_eq!((explained.kind(), explained.state()), (pb::ObjectKind::Volume, pb::ExplainedState::Orphaned));
+    assert_eq!((explained.kept_by_total, explained.expires_at), (1, None));
 
     // The older artifact is garbage by now, but its child is not.
     suite.clock.advance(Duration::from_secs(13 * 3600));
@@ -327,7 +327,7 @@ async fn items_of_worker_without_life_become_orphans(database: TestDatabase) {
     let reported = gateway.report(std::slice::from_ref(&stray), &[]).await.expect("reported");
     assert_nothing_unknown(&reported);
     let forget =
-        |force| pb::ForgetWorkerRequest { worker_id: gateway.worker.to_string(), force, only_check: false };
+        |force| pb::ForgetWorkerRequest { worker_id: gateway.worker.to_string(), force, dry_run: false };
     let refused = suite.inventory().forget_worker(forget(false)).await.map_err(rpc::Refusal::from);
     assert_refused(refused, Reason::HoldsOrphans);
     assert_eq!(list(&suite, None, 0).await.len(), 1, "nothing was decided");
@@ -478,17 +478,20 @@ async fn orphan_is_explained(database: TestDatabase) {
     restored.describe().await;
     let (suite, (artifact, volume)) = (&restored.suite, &restored.newer);
     let explained = explain(suite, volume).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (pb::Thing::Volume, pb::ExplainedState::Orphaned));
+    assert_eq!((explained.kind(), explained.state()), (pb::ObjectKind::Volume, pb::ExplainedState::Orphaned));
     assert_eq!((explained.team.as_str(), explained.can_be_adopted, explained.size_bytes), (TEAM, true, 10));
     let explained = explain(suite, restored.input()).await.expect("explained");
     assert_eq!((explained.team.as_str(), explained.can_be_adopted), ("", false));
     let explained = explain(suite, &restored.prepared.container_handle).await.expect("explained");
-    assert_eq!((explained.thing(), explained.can_be_adopted), (pb::Thing::Container, false));
+    assert_eq!((explained.kind(), explained.can_be_adopted), (pb::ObjectKind::Container, false));
 
     // Its artifact is unknown as well, and its explanation names the volume until it is adopted.
     let id = artifact.to_string();
     let explained = explain(suite, &id).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (pb::Thing::Artifact, pb::ExplainedState::Orphaned));
+    assert_eq!(
+        (explained.kind(), explained.state()),
+        (pb::ObjectKind::Artifact, pb::ExplainedState::Orphaned)
+    );
     assert_eq!((explained.can_be_adopted, explained.size_bytes), (true, 10));
     assert_eq!(
         (&explained.relations[0].relation, &explained.relations[0].ids[..]),
@@ -522,14 +525,14 @@ async fn purged_orphan_is_swept(database: TestDatabase) {
     assert_eq!(purge(suite, &[container, input]).await.expect("purged"), (1, 0), "the container was");
     assert_refused(adopt(suite, adoption(input)).await, Reason::NotOrphaned);
     let explained = explain(suite, container).await.expect("explained");
-    assert!(explained.why.contains("purged"), "{explained:?}");
+    assert!(explained.reason.contains("purged"), "{explained:?}");
     assert_eq!(explained.relations.len(), 1, "its worker, and no attempt");
     restored.gateway.swept(&[container], &[input]).await;
     let left: Vec<_> = restored.volumes().into_iter().filter(|volume| volume != input).collect();
     let reported = restored.gateway.report(&left, &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.orphans), (2, 2));
     let explained = explain(suite, input).await.expect("explained");
-    assert_eq!((explained.state(), explained.why.contains("purged")), (pb::ExplainedState::Gone, true));
+    assert_eq!((explained.state(), explained.reason.contains("purged")), (pb::ExplainedState::Gone, true));
     assert_eq!(purge(suite, &[container, input]).await.expect("again"), (0, 0));
     restored.suite.stop().await;
 }
@@ -638,6 +641,6 @@ async fn missing_orphan_is_forgotten(database: TestDatabase) {
     assert_eq!(list(&suite, None, 0).await.len(), 1);
     let explained = explain(&suite, &second).await.expect("explained");
     assert_eq!(explained.state(), pb::ExplainedState::Gone);
-    assert!(explained.why.contains("orphan"), "{explained:?}");
+    assert!(explained.reason.contains("orphan"), "{explained:?}");
     suite.stop().await;
 }

@@ -150,7 +150,7 @@ async fn artifact_with_very_many_owners_is_collected(database: TestDatabase) {
         _ => ("gen_random_uuid()", format!("'{artifact}'")),
     };
     let builds = format!(
-        "INSERT INTO builds (build_id, team, ends_with, keep, term, term_ends_at, bound, status, ended_at, kept_until, created_at, look_at)
+        "INSERT INTO builds (build_id, team, ends_with, keep, term, term_ends_at, bound, status, ended_at, kept_until, created_at, due_at)
          WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {OWNERS})
          SELECT {uuid}, 'main', {uuid}, 0, 0, 0, TRUE,
                 CASE WHEN i % 2 = 1 THEN NULL ELSE 'succeeded' END,

@@ -102,7 +102,7 @@ async fn malformed_requests_are_rejected(database: TestDatabase) {
     let put = pb::PutBuildRequest {
         build_id: BuildId::new().to_string(),
         team: team(),
-        ends_with_workload: WorkloadId::new().to_string(),
+        ends_with_workload_id: WorkloadId::new().to_string(),
         keep: None,
         term: Some(rpc::duration(Duration::from_secs(24 * 3600 + 1))),
         ..Default::default()

@@ -5,7 +5,7 @@ use std::time::Duration;
 use domain::{ArtifactId, AttemptId, BuildId, Digest, TransferId, WorkerId, WorkloadId};
 use rpc::Reason;
 use rpc::pb::artifacts as pb;
-use rpc::pb::artifacts::small_tree_entry::What;
+use rpc::pb::artifacts::small_tree_entry::Content;
 use rpc::pb::artifacts::{ArtifactState, DryRun, PlanOutcome};
 use testing::databases::TestDatabase;
 
@@ -20,16 +20,16 @@ on_both_databases! {
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-fn entry(path: &str, what: What) -> pb::SmallTreeEntry {
-    pb::SmallTreeEntry { path: path.as_bytes().to_vec().into(), what: Some(what), ..Default::default() }
+fn entry(path: &str, what: Content) -> pb::SmallTreeEntry {
+    pb::SmallTreeEntry { path: path.as_bytes().to_vec().into(), content: Some(what), ..Default::default() }
 }
 
 fn file(path: &str, content: impl Into<Vec<u8>>) -> pb::SmallTreeEntry {
-    entry(path, What::File(content.into().into()))
+    entry(path, Content::File(content.into().into()))
 }
 
 fn tree(content: u8) -> pb::SmallTree {
-    let link = entry("bin/link", What::Symlink("tool".into()));
+    let link = entry("bin/link", Content::Symlink("tool".into()));
     let tool = pb::SmallTreeEntry { mode: Some(0o755), ..file("bin/tool", [content]) };
     pb::SmallTree { entries: vec![tool, link, file("empty", "")] }
 }
@@ -193,7 +193,7 @@ async fn lost_replica_of_tree_is_made_again(database: TestDatabase) {
     let mut before = String::new();
     for _ in 0..2 {
         let planned = suite.planned(artifact, gateway.worker).await;
-        assert_eq!(planned.outcome(), PlanOutcome::Yours);
+        assert_eq!(planned.outcome(), PlanOutcome::Created);
         assert_eq!(planned.digest, tree_digest.as_bytes().to_vec());
         assert_ne!(planned.volume_handle, before);
         assert_refused(gateway.complete(&planned.volume_handle, digest(1)).await, Reason::ClaimLost);
@@ -218,7 +218,7 @@ async fn lost_replica_of_tree_is_made_again(database: TestDatabase) {
         team: TEAM.to_owned(),
         artifact_id: artifact.to_string(),
         worker_id: gateway.worker.to_string(),
-        why: "the disk is full".to_owned(),
+        reason: "the disk is full".to_owned(),
         force: false,
     };
     suite.replicas().drop_replica(drop).await.expect("the store has the bytes");
@@ -226,7 +226,7 @@ async fn lost_replica_of_tree_is_made_again(database: TestDatabase) {
     let planned = suite.planned(artifact, other.worker).await;
     other.complete(&planned.volume_handle, tree_digest).await.expect("complete");
     let forget =
-        pb::ForgetWorkerRequest { worker_id: other.worker.to_string(), force: false, only_check: false };
+        pb::ForgetWorkerRequest { worker_id: other.worker.to_string(), force: false, dry_run: false };
     suite.inventory().forget_worker(forget).await.expect("the store has the bytes");
     let watched = suite.inventory().watch_lost(pb::WatchLostRequest::default()).await.expect("watched");
     let notice = watched.into_inner().message().await.expect("no error").expect("a loss");
@@ -240,7 +240,7 @@ async fn tree_stays_until_its_tombstone_expires(database: TestDatabase) {
     let (owned, _) = suite.handed_over(Some(build), 1).await;
     let (unowned, _) = suite.handed_over(None, 2).await;
     let kept = suite.why(unowned).await.expect("explained");
-    assert!(kept.in_store && kept.relations.is_empty() && kept.goes_at.is_some(), "{kept:?}");
+    assert!(kept.in_store && kept.relations.is_empty() && kept.expires_at.is_some(), "{kept:?}");
     suite.clock.advance(12 * HOUR);
     assert_eq!(suite.collect(DryRun::Off).await.len(), 1);
     let deleted = suite.why(unowned).await.expect("explained");

@@ -74,7 +74,7 @@ async fn another_team_sees_and_changes_nothing(database: TestDatabase) {
     let put = pb::PutBuildRequest {
         build_id: build.to_string(),
         team: team(),
-        ends_with_workload: workload.to_string(),
+        ends_with_workload_id: workload.to_string(),
         ..Default::default()
     };
     assert_refused(answer(owners.put_build(put).await), Reason::BuildExists);
@@ -134,7 +134,7 @@ async fn outputs_never_go_to_build_of_another_team(database: TestDatabase) {
     let put = pb::PutBuildRequest {
         build_id: foreign.to_string(),
         team: OTHER.to_owned(),
-        ends_with_workload: WorkloadId::new().to_string(),
+        ends_with_workload_id: WorkloadId::new().to_string(),
         ..Default::default()
     };
     pb::owners_client::OwnersClient::new(suite.peer.clone()).put_build(put).await.expect("put");

@@ -5,7 +5,7 @@ use std::time::Duration;
 use domain::{ArtifactId, AttemptId, BuildId, ClaimId, Timestamp, TransferId, WorkloadId};
 use rpc::Reason;
 use rpc::pb::artifacts as pb;
-use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState, Thing};
+use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState, ObjectKind};
 use testing::databases::TestDatabase;
 
 use crate::{
@@ -93,7 +93,7 @@ impl When for pb::ExplainResponse {
     }
 
     fn goes(&self) -> Option<Timestamp> {
-        self.goes_at.as_ref().map(rpc::from_timestamp)
+        self.expires_at.as_ref().map(rpc::from_timestamp)
     }
 
     fn forgotten(&self) -> Option<Timestamp> {
@@ -101,10 +101,10 @@ impl When for pb::ExplainResponse {
     }
 }
 
-fn kept_by(explained: &pb::ExplainResponse) -> Vec<(Thing, &str, Option<Timestamp>)> {
+fn kept_by(explained: &pb::ExplainResponse) -> Vec<(ObjectKind, &str, Option<Timestamp>)> {
     let keepers = explained.kept_by.iter();
     keepers
-        .map(|keeper| (keeper.thing(), keeper.id.as_str(), keeper.until.as_ref().map(rpc::from_timestamp)))
+        .map(|keeper| (keeper.kind(), keeper.id.as_str(), keeper.until.as_ref().map(rpc::from_timestamp)))
         .collect()
 }
 
@@ -119,12 +119,12 @@ async fn artifact_explanation_names_keepers_and_ends(database: TestDatabase) {
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
     let made_at = suite.clock.now();
     let explained = suite.explain(artifact).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Artifact, pb::ExplainedState::Sealed));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Artifact, pb::ExplainedState::Sealed));
     assert_eq!(related(&explained, "replicas"), std::slice::from_ref(&replica));
     let old = made_at + 12 * HOUR;
-    assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(old))]);
+    assert_eq!(kept_by(&explained), [(ObjectKind::Unspecified, "", Some(old))]);
     assert_eq!(explained.goes(), Some(old));
-    assert_eq!(explained.why, "it never had an owner, and it is old");
+    assert_eq!(explained.reason, "it never had an owner, and it is old");
 
     // All kinds of references at once.
     let (build, of_build, user, attempt) =
@@ -145,14 +145,14 @@ async fn artifact_explanation_names_keepers_and_ends(database: TestDatabase) {
     assert_eq!(
         kept_by(&explained),
         [
-            (Thing::Build, build_id.as_str(), None),
-            (Thing::Workload, workload.as_str(), None),
-            (Thing::Transfer, transfer.as_str(), Some(made_at + MINUTE)),
-            (Thing::Volume, planned.volumes[0].volume_handle.as_str(), None),
+            (ObjectKind::Build, build_id.as_str(), None),
+            (ObjectKind::Workload, workload.as_str(), None),
+            (ObjectKind::Transfer, transfer.as_str(), Some(made_at + MINUTE)),
+            (ObjectKind::Volume, planned.volumes[0].volume_handle.as_str(), None),
         ]
     );
     assert_eq!(explained.kept_by_total, 4);
-    assert_eq!((explained.goes(), explained.why.as_str()), (None, ""), "not before something happens");
+    assert_eq!((explained.goes(), explained.reason.as_str()), (None, ""), "not before something happens");
     assert!(explained.kept_by[0].text.ends_with("which is open"), "{:?}", explained.kept_by[0]);
 
     // When only the build is left, the artifact is deleted at the predicted time.
@@ -161,9 +161,12 @@ async fn artifact_explanation_names_keepers_and_ends(database: TestDatabase) {
     suite.settle(of_build, None, &[], None).await.expect("settled");
     suite.collect(DryRun::Off).await;
     let explained = suite.explain(artifact).await.expect("explained");
-    assert_eq!(kept_by(&explained), [(Thing::Build, build_id.as_str(), Some(suite.clock.now() + MINUTE))]);
+    assert_eq!(
+        kept_by(&explained),
+        [(ObjectKind::Build, build_id.as_str(), Some(suite.clock.now() + MINUTE))]
+    );
     assert_eq!(explained.goes(), suite.after(MINUTE));
-    assert_eq!(explained.why, "every owner of it has let go");
+    assert_eq!(explained.reason, "every owner of it has let go");
     suite.clock.advance(MINUTE - Duration::from_micros(1));
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.clock.advance(Duration::from_micros(1));
@@ -178,19 +181,19 @@ async fn deletion_is_explained_until_tombstone_expires(database: TestDatabase) {
     let marked_at = suite.after(Duration::ZERO);
     let shown = suite.get(artifact).await.expect("its tombstone");
     assert_eq!(
-        (shown.marked_at.as_ref().map(rpc::from_timestamp), shown.marked_why.as_str()),
+        (shown.marked_at.as_ref().map(rpc::from_timestamp), shown.mark_reason.as_str()),
         (marked_at, "every owner of it has let go")
     );
 
     let explained = suite.explain(artifact).await.expect("explained");
     assert_eq!(explained.state(), pb::ExplainedState::Deleting);
     assert_eq!((explained.marked(), explained.goes()), (marked_at, None));
-    assert_eq!(explained.why, "every owner of it has let go");
+    assert_eq!(explained.reason, "every owner of it has let go");
     assert_eq!(explained.forgotten(), suite.after(HOUR));
     assert!(explained.can_be_undeleted);
     let explained = suite.explain(&replica).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Volume, pb::ExplainedState::Destroying));
-    assert_eq!((explained.marked(), explained.why.as_str()), (marked_at, "its artifact is deleted"));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Volume, pb::ExplainedState::Destroying));
+    assert_eq!((explained.marked(), explained.reason.as_str()), (marked_at, "its artifact is deleted"));
 
     gateway.swept(&[], &[&replica]).await;
     assert_eq!(suite.explain(&replica).await.expect("explained").state(), pb::ExplainedState::Sweeping);
@@ -198,9 +201,9 @@ async fn deletion_is_explained_until_tombstone_expires(database: TestDatabase) {
     suite.clock.advance(MINUTE);
     assert_eq!(gateway.report(&[], &[]).await.expect("reported").forgotten, 1);
     let explained = suite.explain(&replica).await.expect("its grave");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Volume, pb::ExplainedState::Gone));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Volume, pb::ExplainedState::Gone));
     assert_eq!((explained.marked(), explained.gone()), (marked_at, suite.after(Duration::ZERO)));
-    assert_eq!(explained.why, "its artifact is deleted");
+    assert_eq!(explained.reason, "its artifact is deleted");
     assert_eq!(explained.forgotten(), suite.after(HOUR));
 
     suite.clock.advance(HOUR - Duration::from_micros(1));
@@ -232,7 +235,7 @@ async fn attempt_items_are_deleted_when_explained(database: TestDatabase) {
     let attempt_id = attempt.to_string();
     for handle in [container, source, out] {
         let explained = suite.explain(handle).await.expect("explained");
-        assert_eq!(kept_by(&explained), [(Thing::Attempt, attempt_id.as_str(), None)], "{explained:?}");
+        assert_eq!(kept_by(&explained), [(ObjectKind::Attempt, attempt_id.as_str(), None)], "{explained:?}");
         assert_eq!((explained.goes(), explained.state()), (None, pb::ExplainedState::Created));
         assert_eq!(related(&explained, "workload"), [workload.to_string()]);
         assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
@@ -242,11 +245,11 @@ async fn attempt_items_are_deleted_when_explained(database: TestDatabase) {
     assert_eq!(related(&explained, "parent"), [replica]);
     assert_eq!(related(&explained, "made from"), [artifact.to_string()]);
     let explained = suite.explain(attempt).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Attempt, pb::ExplainedState::GoingOn));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Attempt, pb::ExplainedState::Running));
     assert_eq!(related(&explained, "containers"), [container]);
     assert_eq!(related(&explained, "volumes").len(), 2);
     let explained = suite.explain(workload).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Workload, pb::ExplainedState::GoingOn));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Workload, pb::ExplainedState::Running));
     assert_eq!(related(&explained, "attempts"), [attempt_id]);
 
     suite.settle(workload, None, &[], None).await.expect("settled");
@@ -255,7 +258,7 @@ async fn attempt_items_are_deleted_when_explained(database: TestDatabase) {
     for handle in [container, source, out] {
         let explained = suite.explain(handle).await.expect("explained");
         assert_eq!(explained.goes(), suite.after(5 * MINUTE), "{explained:?}");
-        assert_eq!(explained.why, "its attempt has ended");
+        assert_eq!(explained.reason, "its attempt has ended");
         assert_eq!(explained.kept_by.len(), 1);
     }
     suite.clock.advance(5 * MINUTE - Duration::from_micros(1));
@@ -266,14 +269,14 @@ async fn attempt_items_are_deleted_when_explained(database: TestDatabase) {
         let explained = suite.explain(handle).await.expect("explained");
         assert_eq!(explained.marked(), suite.after(Duration::ZERO));
         assert_eq!(
-            (explained.why.as_str(), explained.state()),
+            (explained.reason.as_str(), explained.state()),
             ("its attempt has ended", pb::ExplainedState::Destroying)
         );
     }
     gateway.swept(&[container], &[source, out]).await;
     gateway.report(&[], &[]).await.expect("reported");
     let explained = suite.explain(container).await.expect("its grave");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Container, pb::ExplainedState::Gone));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Container, pb::ExplainedState::Gone));
     suite.stop().await;
 }
 
@@ -284,9 +287,9 @@ async fn replica_explanation_names_its_keepers(database: TestDatabase) {
     let artifact_id = artifact.to_string();
     let explained = suite.explain(&replica).await.expect("explained");
     let old = suite.clock.now() + 12 * HOUR;
-    assert_eq!(kept_by(&explained), [(Thing::Artifact, artifact_id.as_str(), Some(old))]);
+    assert_eq!(kept_by(&explained), [(ObjectKind::Artifact, artifact_id.as_str(), Some(old))]);
     assert_eq!(explained.goes(), Some(old), "with its artifact");
-    assert_eq!(explained.why, "its artifact is deleted");
+    assert_eq!(explained.reason, "its artifact is deleted");
 
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
     let planned = gateway.prepare(workload, attempt, &[input("in", artifact)]).await.expect("prepared");
@@ -294,7 +297,7 @@ async fn replica_explanation_names_its_keepers(database: TestDatabase) {
     let explained = suite.explain(&replica).await.expect("explained");
     assert_eq!(
         kept_by(&explained),
-        [(Thing::Volume, child, None), (Thing::Artifact, artifact_id.as_str(), None)]
+        [(ObjectKind::Volume, child, None), (ObjectKind::Artifact, artifact_id.as_str(), None)]
     );
     assert_eq!(related(&explained, "children"), [child]);
     assert_eq!(explained.goes(), None);
@@ -304,9 +307,9 @@ async fn replica_explanation_names_its_keepers(database: TestDatabase) {
     let filled = suite.plan(open, gateway.worker, transfer).await.expect("planned");
     let explained = suite.explain(&filled).await.expect("explained");
     let (transfer, until) = (transfer.to_string(), suite.clock.now() + MINUTE);
-    assert_eq!(kept_by(&explained), [(Thing::Transfer, transfer.as_str(), Some(until))]);
+    assert_eq!(kept_by(&explained), [(ObjectKind::Transfer, transfer.as_str(), Some(until))]);
     assert_eq!(explained.goes(), Some(until));
-    assert_eq!(explained.why, "the claim of its transfer expired");
+    assert_eq!(explained.reason, "the claim of its transfer expired");
     suite.clock.advance(MINUTE);
     suite.collect(DryRun::Off).await;
     let explained = suite.explain(&filled).await.expect("explained");
@@ -321,9 +324,9 @@ async fn build_explanation_says_when_it_lets_go(database: TestDatabase) {
     suite.put_build(build, workload, Some(MINUTE)).await.expect("put");
     let (artifact, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
     let explained = suite.explain(build).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Build, pb::ExplainedState::GoingOn));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Build, pb::ExplainedState::Running));
     let term = suite.clock.now() + 10 * MINUTE;
-    assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(term))]);
+    assert_eq!(kept_by(&explained), [(ObjectKind::Unspecified, "", Some(term))]);
     assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
     assert_eq!(related(&explained, "ends with"), [workload.to_string()]);
     assert_eq!(explained.goes(), None);
@@ -331,7 +334,7 @@ async fn build_explanation_says_when_it_lets_go(database: TestDatabase) {
     suite.pin(workload, &[], Some(build)).await.expect("bound");
     let explained = suite.explain(build).await.expect("explained");
     let workload_id = workload.to_string();
-    assert_eq!(kept_by(&explained), [(Thing::Workload, workload_id.as_str(), None)]);
+    assert_eq!(kept_by(&explained), [(ObjectKind::Workload, workload_id.as_str(), None)]);
     suite.settle(workload, None, &[], None).await.expect("settled");
     let explained = suite.explain(build).await.expect("explained");
     assert_eq!((explained.state(), explained.goes()), (pb::ExplainedState::Succeeded, suite.after(MINUTE)));
@@ -362,10 +365,10 @@ async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
     let cache = asked.cache_id;
     let explained = suite.explain(&cache).await.expect("explained");
     assert_eq!(
-        (explained.thing(), explained.state(), explained.label.as_str()),
-        (Thing::ResourceCache, pb::ExplainedState::BeingMade, "git v1")
+        (explained.kind(), explained.state(), explained.label.as_str()),
+        (ObjectKind::ResourceCache, pb::ExplainedState::Populating, "git v1")
     );
-    assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", suite.after(MINUTE))]);
+    assert_eq!(kept_by(&explained), [(ObjectKind::Unspecified, "", suite.after(MINUTE))]);
     assert_eq!(explained.goes(), suite.after(MINUTE), "unless its maker renews");
 
     let put = pb::PutResourceCacheRequest {
@@ -379,7 +382,7 @@ async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
     assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
     // The explanation of the artifact names the cache.
     let keeper = suite.explain(artifact).await.expect("explained");
-    assert_eq!(kept_by(&keeper), [(Thing::ResourceCache, cache.as_str(), suite.after(HOUR))]);
+    assert_eq!(kept_by(&keeper), [(ObjectKind::ResourceCache, cache.as_str(), suite.after(HOUR))]);
     assert_eq!((keeper.goes(), keeper.kept_by_total), (suite.after(HOUR), 1), "it has had an owner");
 
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -393,11 +396,12 @@ async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
         suite.caches().use_resource_cache(request).await.expect("used");
     }
     let explained = suite.explain(&cache).await.expect("explained");
-    let users = [(Thing::Build, build.to_string(), None), (Thing::Workload, workload.to_string(), None)];
+    let users =
+        [(ObjectKind::Build, build.to_string(), None), (ObjectKind::Workload, workload.to_string(), None)];
     let said: Vec<_> =
         kept_by(&explained).into_iter().map(|(thing, id, at)| (thing, id.to_owned(), at)).collect();
     assert_eq!((said, explained.kept_by_total), (users.to_vec(), 2));
-    assert_eq!((explained.goes(), explained.why.as_str()), (None, ""));
+    assert_eq!((explained.goes(), explained.reason.as_str()), (None, ""));
     assert_eq!(suite.explain(artifact).await.expect("explained").goes(), None);
     assert_refused(suite.explain_to("other", &cache).await, Reason::UnknownId);
     // After the uses have ended, it is deleted at the predicted time.
@@ -422,8 +426,8 @@ async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
     let asked = suite.caches().find_or_create_task_cache(ask).await.expect("asked").into_inner();
     let explained = suite.explain(&asked.cache_id).await.expect("explained");
     assert_eq!(
-        (explained.thing(), explained.state(), explained.label.as_str(), explained.goes()),
-        (Thing::TaskCache, pb::ExplainedState::Empty, "job step path", suite.after(MINUTE))
+        (explained.kind(), explained.state(), explained.label.as_str(), explained.goes()),
+        (ObjectKind::TaskCache, pb::ExplainedState::Empty, "job step path", suite.after(MINUTE))
     );
     assert_refused(suite.explain_to("other", &asked.cache_id).await, Reason::UnknownId);
 
@@ -437,11 +441,11 @@ async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
     };
     suite.caches().put_base_resource_type(put).await.expect("put");
     let keeper = suite.explain(image).await.expect("explained");
-    let [(Thing::BaseResourceType, id, None)] = kept_by(&keeper)[..] else { panic!("{keeper:?}") };
+    let [(ObjectKind::BaseResourceType, id, None)] = kept_by(&keeper)[..] else { panic!("{keeper:?}") };
     let explained = suite.explain_to("other", id).await.expect("it is every team's");
     assert_eq!(
-        (explained.thing(), explained.label.as_str(), explained.goes()),
-        (Thing::BaseResourceType, "git v2", None)
+        (explained.kind(), explained.label.as_str(), explained.goes()),
+        (ObjectKind::BaseResourceType, "git v2", None)
     );
     assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
     suite.stop().await;
@@ -502,7 +506,7 @@ async fn deleted_artifact_is_restored_while_bytes_exist(database: TestDatabase) 
     for _ in 0..2 {
         let back = suite.undelete(artifact, None).await.expect("it is back");
         assert_eq!((back.state(), back.replicas.len()), (ArtifactState::Sealed, 1));
-        assert_eq!((back.marked_at, back.marked_why.as_str()), (None, ""));
+        assert_eq!((back.marked_at, back.mark_reason.as_str()), (None, ""));
         assert_eq!(back.kept_by, ["no owner: kept for a limited time"]);
     }
     assert_eq!(gateway.report_with(early, &[], &[]).await.expect("reported").lost, 0);
@@ -651,7 +655,10 @@ async fn watcher_receives_collected_items(database: TestDatabase) {
         seen.iter().map(|marked| marked.id.as_str()).collect::<Vec<_>>(),
         [&artifact.to_string(), &replica]
     );
-    assert_eq!((seen[1].thing(), seen[1].why.as_str()), (pb::Thing::Volume, "its artifact is deleted"));
+    assert_eq!(
+        (seen[1].kind(), seen[1].reason.as_str()),
+        (pb::ObjectKind::Volume, "its artifact is deleted")
+    );
     suite.stop().await;
     assert_eq!(stream.message().await.expect("no error"), None, "the stream ends with the store");
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use domain::ArtifactId;
 use domain::workload::Image;
-use rpc::spec::{LEAST_MEMORY_BYTES, MOST_MEMORY_BYTES};
+use rpc::spec::{MAX_MEMORY_BYTES, MIN_MEMORY_BYTES};
 pub(crate) use server::settings::{cpu, duration, size};
 
 use crate::render::table;
@@ -207,13 +207,13 @@ pub(crate) fn term(text: &str) -> Result<Duration, String> {
 /// Parses the memory limit of a container, in bytes, with the syntax of [`size`].
 pub(crate) fn memory(text: &str) -> Result<u64, String> {
     let bytes = size(text)?;
-    if bytes < LEAST_MEMORY_BYTES {
+    if bytes < MIN_MEMORY_BYTES {
         return Err(format!(
             "the limit is too small: a container needs {} to start, and the command needs more",
-            table::bytes(LEAST_MEMORY_BYTES)
+            table::bytes(MIN_MEMORY_BYTES)
         ));
     }
-    if bytes > MOST_MEMORY_BYTES {
+    if bytes > MAX_MEMORY_BYTES {
         return Err("no worker has that much memory".to_owned());
     }
     Ok(bytes)

@@ -6,10 +6,10 @@ use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, CollectResponse, Container, GetArtifactRequest, GetContainerRequest, GetVolumeRequest,
     ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListOrphansRequest, ListVolumesRequest,
-    Orphan, Thing, Volume,
+    ObjectKind, Orphan, Volume,
 };
 use rpc::pb::scheduler::{
-    GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, Worker, WorkerDesire,
+    DesiredWorkerState, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, Worker,
     WorkerState, Workload, WorkloadState,
 };
 
@@ -72,8 +72,9 @@ pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item
 
 /// Lists the ids of workers that are not in contact, cordoned or retiring.
 pub(crate) async fn unreliable_workers(connection: &Connection) -> anyhow::Result<Vec<String>> {
-    let stays =
-        |worker: &Worker| worker.state() == WorkerState::Running && worker.desired() == WorkerDesire::Run;
+    let stays = |worker: &Worker| {
+        worker.state() == WorkerState::Running && worker.desired() == DesiredWorkerState::Run
+    };
     let others = workers(connection)
         .try_filter(|worker| std::future::ready(!stays(worker)))
         .map_ok(|worker| worker.worker_id);
@@ -149,7 +150,7 @@ pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Resul
 
 /// Describes the worker of a workload. Empty: the worker runs normally, or the workload has none.
 pub(crate) async fn standing(connection: &Connection, of: &Workload) -> anyhow::Result<String> {
-    let Some(there) = of.whereabouts.as_ref().filter(|_| labels::holds_lease(of.state())) else {
+    let Some(there) = of.location.as_ref().filter(|_| labels::holds_lease(of.state())) else {
         return Ok(String::new());
     };
     let worker = match worker(connection, "show", &there.worker_id).await {
@@ -161,7 +162,7 @@ pub(crate) async fn standing(connection: &Connection, of: &Workload) -> anyhow::
         Err(error) => return Err(error),
     };
     Ok(match worker.state() {
-        WorkerState::Running if worker.desired() == WorkerDesire::Run => String::new(),
+        WorkerState::Running if worker.desired() == DesiredWorkerState::Run => String::new(),
         WorkerState::Running => labels::standing(&worker),
         _ => labels::silent(&worker),
     })
@@ -186,7 +187,7 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
 /// Returns the number of bytes that collected volumes free. Artifacts have no bytes besides those
 /// of their volumes.
 pub(crate) fn freed(response: &CollectResponse) -> u64 {
-    let volumes = response.collected.iter().filter(|collected| collected.thing() == Thing::Volume);
+    let volumes = response.collected.iter().filter(|collected| collected.kind() == ObjectKind::Volume);
     volumes.map(|volume| volume.size_bytes).sum()
 }
 

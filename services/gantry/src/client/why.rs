@@ -4,7 +4,7 @@
 //! Commands and transfers call it. It only reads.
 
 use rpc::Reason;
-use rpc::pb::artifacts::{ExplainRequest, ExplainResponse, ExplainedState, Thing};
+use rpc::pb::artifacts::{ExplainRequest, ExplainResponse, ExplainedState, ObjectKind};
 
 use crate::client::connect::{Connection, repeat};
 use crate::ending::error::{refusal, with_advice};
@@ -55,16 +55,16 @@ pub(crate) async fn orphan_advice(connection: &Connection, id: &str) -> Option<S
 /// Returns the remedy for an object that is missing or deleted.
 pub(crate) fn advice(explained: &ExplainResponse) -> String {
     let id = &explained.id;
-    match (explained.thing(), explained.state()) {
+    match (explained.kind(), explained.state()) {
         (_, ExplainedState::Orphaned) => decide(explained),
-        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
+        (ObjectKind::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
             format!("the artifact was deleted; `gantry undelete {id}` restores it")
         }
-        (Thing::Artifact, ExplainedState::Deleting) => {
+        (ObjectKind::Artifact, ExplainedState::Deleting) => {
             format!("the artifact was deleted; `gantry explain {id}` says why; produce it again")
         }
         _ if explained.bytes_lost => format!("its bytes are lost; {LOST_BYTES_REMEDY}"),
-        (Thing::Artifact, ExplainedState::Sealed) => format!(
+        (ObjectKind::Artifact, ExplainedState::Sealed) => format!(
             "its bytes may have been lost, or may be on a worker that is not in contact; see `gantry explain {id}`"
         ),
         _ => format!("see `gantry explain {id}`"),
@@ -74,8 +74,8 @@ pub(crate) fn advice(explained: &ExplainResponse) -> String {
 /// Returns the remedy for an orphan.
 pub(crate) fn decide(explained: &ExplainResponse) -> String {
     let id = &explained.id;
-    match (explained.thing(), explained.relations.iter().find(|relation| relation.relation == "volumes")) {
-        (Thing::Artifact, Some(volumes)) => {
+    match (explained.kind(), explained.relations.iter().find(|relation| relation.relation == "volumes")) {
+        (ObjectKind::Artifact, Some(volumes)) => {
             let volume = volumes.ids.first().map(String::as_str).unwrap_or_default();
             if explained.can_be_adopted {
                 format!("the orphaned volume {volume} has its bytes; `gantry adopt {volume}` restores it")

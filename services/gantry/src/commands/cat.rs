@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use base64::engine::general_purpose::STANDARD;
 use base64::write::EncoderWriter;
 use rpc::pb::runtime::{ReadFileRequest, ReadFileResponse};
-use rpc::pb::streamer::{DownloadResponse, GoTo};
+use rpc::pb::streamer::{DownloadResponse, TransferEndpoint};
 use serde_json::json;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -92,8 +92,9 @@ struct FileTransfer<'a> {
 impl FileTransfer<'_> {
     /// Continues the transfer, from another gateway if there is one.
     async fn attempt(&mut self) -> anyhow::Result<()> {
-        let DownloadResponse { go_to, .. } = locate(self.connection, self.artifact, &self.avoid).await?;
-        let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+        let DownloadResponse { endpoint, .. } = locate(self.connection, self.artifact, &self.avoid).await?;
+        let TransferEndpoint { gateway_endpoint, ticket, .. } =
+            endpoint.context("the streamer named no worker")?;
         self.avoid.push(gateway_endpoint.clone());
         let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(self.path) };
         let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;

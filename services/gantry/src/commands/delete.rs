@@ -7,7 +7,7 @@ use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, DeleteArtifactsRequest, DryRun,
-    Thing,
+    ObjectKind,
 };
 use rpc::pb::scheduler::{Worker, WorkloadState};
 use serde_json::json;
@@ -207,9 +207,9 @@ fn bytes_to_free(capacity: u64, free: u64) -> Option<u64> {
 /// Returns whether an artifact is only kept by ended builds and rules, all with a time limit.
 async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result<bool> {
     let explained = why::explain(connection, id).await?;
-    let ends = |thing: Thing| matches!(thing, Thing::Build | Thing::Unspecified);
+    let ends = |thing: ObjectKind| matches!(thing, ObjectKind::Build | ObjectKind::Unspecified);
     Ok(explained.kept_by_total == explained.kept_by.len() as u64
-        && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.thing())))
+        && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.kind())))
 }
 
 /// Executes `gantry gc`.
@@ -238,7 +238,7 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
         true => "no garbage\n".to_owned(),
         false => {
             let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
-            let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
+            let table = render(&["KIND", "ID", "SIZE", "REASON"], &rows);
             format!("{table}\n{}\n", summary(&response, args.dry_run))
         }
     };
@@ -262,13 +262,15 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
 }
 
 fn summary(response: &CollectResponse, dry_run: bool) -> String {
-    let number = |thing: Thing| {
-        let number = response.collected.iter().filter(|collected| collected.thing() == thing).count();
+    let number = |thing: ObjectKind| {
+        let number = response.collected.iter().filter(|collected| collected.kind() == thing).count();
         let number = u64::try_from(number).unwrap_or(u64::MAX);
         (number > 0).then(|| count(number, labels::thing(thing)))
     };
-    let things: Vec<_> =
-        [Thing::Artifact, Thing::Volume, Thing::Container].into_iter().filter_map(number).collect();
+    let things: Vec<_> = [ObjectKind::Artifact, ObjectKind::Volume, ObjectKind::Container]
+        .into_iter()
+        .filter_map(number)
+        .collect();
     let verb = if dry_run { "would be marked" } else { "marked" };
     let mut text = format!("{} {verb}, {} on workers", things.join(", "), bytes(queries::freed(response)));
     if response.truncated {
@@ -279,10 +281,10 @@ fn summary(response: &CollectResponse, dry_run: bool) -> String {
 
 fn collected_row(collected: &Collected) -> Vec<String> {
     vec![
-        labels::thing(collected.thing()).to_owned(),
+        labels::thing(collected.kind()).to_owned(),
         collected.id.clone(),
         labels::size(collected.size_bytes),
-        plain(&collected.why, 100),
+        plain(&collected.reason, 100),
     ]
 }
 
@@ -309,9 +311,9 @@ mod tests {
     #[test]
     fn garbage_is_summarized() {
         let collected =
-            |thing: Thing| Collected { thing: thing.into(), size_bytes: 512, ..Default::default() };
+            |thing: ObjectKind| Collected { kind: thing.into(), size_bytes: 512, ..Default::default() };
         let mut response = CollectResponse {
-            collected: [Thing::Artifact, Thing::Volume, Thing::Volume].map(collected).to_vec(),
+            collected: [ObjectKind::Artifact, ObjectKind::Volume, ObjectKind::Volume].map(collected).to_vec(),
             truncated: false,
         };
         assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");

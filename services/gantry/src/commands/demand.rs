@@ -28,9 +28,9 @@ pub(crate) async fn demand(connection: &Connection, as_json: bool) -> anyhow::Re
 }
 
 fn text(response: &GetDemandResponse) -> String {
-    let GetDemandResponse { waiting, waiting_for_none, oldest_since, demand, supply, removable, refused } =
+    let GetDemandResponse { waiting, waiting_unplaceable, oldest_since, demand, supply, removable, refused } =
         response;
-    let mut text = match (waiting, waiting_for_none) {
+    let mut text = match (waiting, waiting_unplaceable) {
         (0, _) => "no workload or lease waits for a worker\n".to_owned(),
         (count, none) => {
             let of_these = match none {
@@ -69,7 +69,10 @@ fn text(response: &GetDemandResponse) -> String {
     }
     if !removable.is_empty() {
         text.push_str("\nWorkers to remove, the one with the least harm first\n");
-        text.push_str(&filled(&["WORKER", "WHY"], &removable.iter().map(removable_row).collect::<Vec<_>>()));
+        text.push_str(&filled(
+            &["WORKER", "REASON"],
+            &removable.iter().map(removable_row).collect::<Vec<_>>(),
+        ));
     }
     text
 }
@@ -112,7 +115,7 @@ fn waiting_row(shape: &WaitingShape) -> Vec<String> {
         plain(&process.capabilities.join(", "), WIDTH),
         shape.requests.as_ref().map(labels::amounts).unwrap_or_default(),
         plain(&shape.waits_for, WIDTH),
-        if shape.count_for_none > 0 { shape.count_for_none.to_string() } else { String::new() },
+        if shape.count_unplaceable > 0 { shape.count_unplaceable.to_string() } else { String::new() },
     ]
 }
 
@@ -143,7 +146,7 @@ fn removable_row(worker: &RemovableWorker) -> Vec<String> {
 fn document(response: &GetDemandResponse) -> Value {
     json!({
         "waiting": response.waiting,
-        "waiting_for_none": response.waiting_for_none,
+        "waiting_unplaceable": response.waiting_unplaceable,
         "oldest_since": response.oldest_since.as_ref().map(labels::instant),
         "demand": response.demand.iter().map(waiting).collect::<Vec<_>>(),
         "supply": response.supply.iter().map(supply).collect::<Vec<_>>(),
@@ -168,7 +171,7 @@ fn waiting(shape: &WaitingShape) -> Value {
         "requests": shape.requests.as_ref().map(requests),
         "only_its_own_workers": shape.team_workers() == TeamWorkers::Own,
         "count": shape.count,
-        "count_for_none": shape.count_for_none,
+        "count_unplaceable": shape.count_unplaceable,
         "oldest_since": shape.oldest_since.as_ref().map(labels::instant),
         "waits_for": shape.waits_for,
         "never_for": shape.never_for,
@@ -223,7 +226,7 @@ mod tests {
         );
         let response = GetDemandResponse {
             waiting: 5,
-            waiting_for_none: 2,
+            waiting_unplaceable: 2,
             demand: vec![WaitingShape {
                 team: "main".to_owned(),
                 platform: "linux".to_owned(),
@@ -231,7 +234,7 @@ mod tests {
                 process: Some(ProcessRequirements { image_kind: "host".to_owned(), ..Default::default() }),
                 requests: Some(ResourceRequests { memory_bytes: 1 << 30, ..Default::default() }),
                 count: 2,
-                count_for_none: 2,
+                count_unplaceable: 2,
                 waits_for: "NEVER".to_owned(),
                 never_for: vec!["one: lacks the tag gpu".to_owned()],
                 ..Default::default()
@@ -268,7 +271,7 @@ mod tests {
             WORKERS  IN SERVICE  IDLE  USED SLOTS  FREE  PLATFORM\n\
             3        2           0     4           0     linux\n\n\
             Workers to remove, the one with the least harm first\n\
-            WORKER  WHY\none     idle\n";
+            WORKER  REASON\none     idle\n";
         assert_eq!(printed, expected);
         assert_eq!(document(&response)["removable"][0]["would_lose"], Value::Null);
     }

@@ -31,13 +31,13 @@ pub(crate) async fn undelete(
 
 fn restored(artifact: &Artifact, args: &UndeleteArgs) -> String {
     let replicas = u64::try_from(artifact.replicas.len()).unwrap_or(u64::MAX);
-    let whereabouts = match (artifact.in_store, replicas) {
+    let location = match (artifact.in_store, replicas) {
         (true, 0) => labels::IN_STORE.to_owned(),
         (true, replicas) => format!("{} and on {}", labels::IN_STORE, count(replicas, "worker")),
         (false, replicas) => format!("on {}", count(replicas, "worker")),
     };
     format!(
-        "artifact {} is restored: {} {whereabouts}, kept for at least {}\n",
+        "artifact {} is restored: {} {location}, kept for at least {}\n",
         artifact.artifact_id,
         bytes(artifact.size_bytes),
         duration(args.keep)

@@ -8,7 +8,7 @@ use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::scheduler::{
     CordonWorkerRequest, ListRequest, PruneWorkerRequest, PruneWorkerResponse, PrunedWorkload,
-    RetireWorkerRequest, RunWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
+    RetireWorkerRequest, UncordonWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 
 use crate::cli::args::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
@@ -58,10 +58,11 @@ pub(crate) async fn uncordon(
     args: &UncordonArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let request = RunWorkerRequest { worker: args.worker.clone() };
+    let request = UncordonWorkerRequest { worker: args.worker.clone() };
     let client = connection.workers();
     let doing = format!("cannot uncordon worker {}", args.worker);
-    let running = repeat(&doing, async || client.clone().run_worker(request.clone()).await).await?.worker;
+    let running =
+        repeat(&doing, async || client.clone().uncordon_worker(request.clone()).await).await?.worker;
     answer(&args.worker, running.as_ref(), "may register again", as_json)
 }
 
@@ -83,16 +84,16 @@ pub(crate) async fn retire(
     let left = match retiring {
         Some(retiring) if !args.wait.no_wait => {
             let left = DrainWait { connection, ui, seen: None }
-                .wait_until(retiring, |worker| !worker.held_up_by.is_empty());
+                .wait_until(retiring, |worker| !worker.blocked_by.is_empty());
             left.await?
         }
         retiring => retiring,
     };
-    if let Some(held_up) = left.as_ref().filter(|left| !left.held_up_by.is_empty()) {
+    if let Some(held_up) = left.as_ref().filter(|left| !left.blocked_by.is_empty()) {
         bail!(
             "worker {} is drained but cannot be removed: {}; copy the artifacts to another worker, or retry with --force",
             plain(&held_up.name, 255),
-            held_up.held_up_by
+            held_up.blocked_by
         );
     }
     answer(&args.worker, left.as_ref(), "removed", as_json)
@@ -204,9 +205,8 @@ impl DrainWait<'_> {
 
     /// Lists the workloads that hold a lease of a worker.
     async fn running_on(&self, worker: &str) -> anyhow::Result<Vec<Workload>> {
-        let there = |workload: &Workload| {
-            workload.whereabouts.as_ref().is_some_and(|there| there.worker_id == worker)
-        };
+        let there =
+            |workload: &Workload| workload.location.as_ref().is_some_and(|there| there.worker_id == worker);
         let mut running = Vec::new();
         for state in [WorkloadState::Assigned, WorkloadState::Starting, WorkloadState::Running] {
             let all = pages(async |page_token| {
@@ -258,7 +258,7 @@ fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::scheduler::{WorkerDesire, WorkloadSpec};
+    use rpc::pb::scheduler::{DesiredWorkerState, WorkloadSpec};
 
     use super::*;
 
@@ -285,7 +285,7 @@ mod tests {
         let worker = Worker {
             name: "one".to_owned(),
             state: WorkerState::Running.into(),
-            desired: WorkerDesire::Cordon.into(),
+            desired: DesiredWorkerState::Cordon.into(),
             leases: 7,
             uninterruptible_leases: 5,
             ..Worker::default()

@@ -3,7 +3,7 @@
 //! `run`, `attach` and `watch` end with the exit code of the workload. Codes from 124 on have the
 //! meaning that `gantry help run` lists.
 
-use rpc::pb::scheduler::{Exit, Failure, Finished, Outcome, exit::How};
+use rpc::pb::scheduler::{Exit, Failure, Finished, Outcome, exit::Status};
 
 use crate::ending::error::advice;
 
@@ -84,21 +84,21 @@ fn errored(failure: Option<&Failure>, exit: Option<&Exit>) -> End {
 /// Describes the failure, and adds the command's own exit code.
 fn with_exit(failure: &Failure, exit: Option<&Exit>) -> String {
     let message = sentence(failure);
-    match exit.and_then(|exit| exit.how.as_ref()) {
-        Some(How::Code(code)) => format!("{message}; the command itself ended with exit code {code}"),
+    match exit.and_then(|exit| exit.status.as_ref()) {
+        Some(Status::Code(code)) => format!("{message}; the command itself ended with exit code {code}"),
         _ => message,
     }
 }
 
 fn exited(exit: Option<&Exit>) -> End {
     let byte = |number: u32| u8::try_from(number).unwrap_or(GANTRY_FAILED);
-    match exit.and_then(|exit| exit.how.as_ref()) {
-        Some(How::Code(code)) => End { code: byte(*code), message: None },
-        Some(How::Signal(signal)) => End {
+    match exit.and_then(|exit| exit.status.as_ref()) {
+        Some(Status::Code(code)) => End { code: byte(*code), message: None },
+        Some(Status::Signal(signal)) => End {
             code: byte(signal.saturating_add(128)),
             message: Some(format!("the command was ended by signal {}", signal_name(*signal))),
         },
-        Some(How::OutOfMemory(_)) => End {
+        Some(Status::OutOfMemory(_)) => End {
             code: OUT_OF_MEMORY,
             message: Some(
                 "the command was killed: it ran out of memory; allow more with --memory".to_owned(),
@@ -143,31 +143,31 @@ mod tests {
 
     use super::*;
 
-    fn finished(outcome: Outcome, how: Option<How>, reason: Option<&str>) -> Finished {
+    fn finished(outcome: Outcome, how: Option<Status>, reason: Option<&str>) -> Finished {
         Finished {
             outcome: outcome.into(),
-            exit: how.map(|how| Exit { how: Some(how) }),
+            exit: how.map(|how| Exit { status: Some(how) }),
             failure: reason
                 .map(|reason| Failure { reason: reason.to_owned(), message: "it went wrong".to_owned() }),
             ..Finished::default()
         }
     }
 
-    fn code(outcome: Outcome, how: Option<How>, reason: Option<&str>, cancel_code: Option<u8>) -> u8 {
+    fn code(outcome: Outcome, how: Option<Status>, reason: Option<&str>, cancel_code: Option<u8>) -> u8 {
         end(&finished(outcome, how, reason), cancel_code).code
     }
 
     #[test]
     fn exit_code_is_that_of_process() {
         assert_eq!(
-            end(&finished(Outcome::Succeeded, Some(How::Code(0)), None), None),
+            end(&finished(Outcome::Succeeded, Some(Status::Code(0)), None), None),
             End { code: 0, message: None }
         );
-        assert_eq!(code(Outcome::Failed, Some(How::Code(3)), None, None), 3);
-        assert_eq!(code(Outcome::Failed, Some(How::Code(255)), None, None), 255);
-        assert_eq!(code(Outcome::Failed, Some(How::Signal(9)), None, None), 137);
-        assert_eq!(code(Outcome::Failed, Some(How::Signal(11)), None, None), 139);
-        let killed = end(&finished(Outcome::Failed, Some(How::OutOfMemory(OutOfMemory {})), None), None);
+        assert_eq!(code(Outcome::Failed, Some(Status::Code(3)), None, None), 3);
+        assert_eq!(code(Outcome::Failed, Some(Status::Code(255)), None, None), 255);
+        assert_eq!(code(Outcome::Failed, Some(Status::Signal(9)), None, None), 137);
+        assert_eq!(code(Outcome::Failed, Some(Status::Signal(11)), None, None), 139);
+        let killed = end(&finished(Outcome::Failed, Some(Status::OutOfMemory(OutOfMemory {})), None), None);
         assert_eq!(killed.code, 137);
         assert!(killed.message.expect("a message").contains("out of memory"));
     }
@@ -176,26 +176,26 @@ mod tests {
     fn failure_outside_process_has_own_exit_code() {
         assert_eq!(code(Outcome::Errored, None, Some("PROGRAM_NOT_EXECUTABLE"), None), 126);
         assert_eq!(code(Outcome::Errored, None, Some("PROGRAM_NOT_FOUND"), None), 127);
-        assert_eq!(code(Outcome::Errored, Some(How::Signal(15)), Some("RUN_TIMEOUT"), None), 124);
+        assert_eq!(code(Outcome::Errored, Some(Status::Signal(15)), Some("RUN_TIMEOUT"), None), 124);
         assert_eq!(code(Outcome::Errored, None, Some("QUEUE_TIMEOUT"), None), 125);
-        assert_eq!(code(Outcome::Errored, Some(How::Code(0)), Some("OUTPUT_MISSING"), None), 125);
+        assert_eq!(code(Outcome::Errored, Some(Status::Code(0)), Some("OUTPUT_MISSING"), None), 125);
         assert_eq!(code(Outcome::Errored, None, None, None), 125);
         assert_eq!(code(Outcome::Unspecified, None, None, None), 125);
     }
 
     #[test]
     fn exit_code_wins_over_failure() {
-        let ended = end(&finished(Outcome::Failed, Some(How::Code(3)), Some("OUTPUT_MISSING")), None);
+        let ended = end(&finished(Outcome::Failed, Some(Status::Code(3)), Some("OUTPUT_MISSING")), None);
         let message = "it went wrong (OUTPUT_MISSING); the command itself ended with exit code 3";
         assert_eq!(ended, End { code: 3, message: Some(message.to_owned()) });
-        let killed = end(&finished(Outcome::Failed, Some(How::Signal(9)), Some("OUTPUT_MISSING")), None);
+        let killed = end(&finished(Outcome::Failed, Some(Status::Signal(9)), Some("OUTPUT_MISSING")), None);
         let message = killed.message.expect("a message");
         assert!(message.contains("signal 9 (KILL)") && message.contains("OUTPUT_MISSING"), "{message}");
     }
 
     #[test]
     fn message_has_exit_code_when_output_fails() {
-        let ended = end(&finished(Outcome::Errored, Some(How::Code(0)), Some("PUBLISH_FAILED")), None);
+        let ended = end(&finished(Outcome::Errored, Some(Status::Code(0)), Some("PUBLISH_FAILED")), None);
         let message = ended.message.expect("a message");
         assert!(message.ends_with("the command itself ended with exit code 0"), "{message}");
         assert_eq!(ended.code, GANTRY_FAILED);
@@ -204,25 +204,25 @@ mod tests {
     #[test]
     fn notes_are_in_message_of_success() {
         let notes = vec!["output \"o\": left out: \"s\" is a socket".to_owned()];
-        let finished = Finished { notes, ..finished(Outcome::Succeeded, Some(How::Code(0)), None) };
+        let finished = Finished { notes, ..finished(Outcome::Succeeded, Some(Status::Code(0)), None) };
         let message = "output \"o\": left out: \"s\" is a socket".to_owned();
         assert_eq!(end(&finished, None), End { code: 0, message: Some(message) });
     }
 
     #[test]
     fn cancelled_workload_ends_with_code_of_cancellation() {
-        assert_eq!(code(Outcome::Aborted, Some(How::Signal(15)), None, Some(INTERRUPTED)), 130);
-        assert_eq!(code(Outcome::Aborted, Some(How::Code(0)), None, Some(PIPE)), 141);
+        assert_eq!(code(Outcome::Aborted, Some(Status::Signal(15)), None, Some(INTERRUPTED)), 130);
+        assert_eq!(code(Outcome::Aborted, Some(Status::Code(0)), None, Some(PIPE)), 141);
         assert_eq!(code(Outcome::Aborted, None, None, None), 143);
         // The workload ended before it was cancelled.
-        assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(INTERRUPTED)), 0);
-        assert_eq!(code(Outcome::Failed, Some(How::Code(3)), None, Some(PIPE)), 3);
+        assert_eq!(code(Outcome::Succeeded, Some(Status::Code(0)), None, Some(INTERRUPTED)), 0);
+        assert_eq!(code(Outcome::Failed, Some(Status::Code(3)), None, Some(PIPE)), 3);
     }
 
     #[test]
     fn unwritten_output_is_not_success() {
         for cancel_code in [PIPE, GANTRY_FAILED] {
-            assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(cancel_code)), cancel_code);
+            assert_eq!(code(Outcome::Succeeded, Some(Status::Code(0)), None, Some(cancel_code)), cancel_code);
         }
     }
 }

@@ -16,7 +16,7 @@ use rpc::pb::runtime::{
     attach_request::Message as RequestMessage, attach_response::Message as ResponseMessage,
 };
 use rpc::pb::scheduler::{
-    GetRequest, GetWorkerRequest, Whereabouts, Worker, WorkerState, Workload, WorkloadState,
+    AttemptLocation, GetRequest, GetWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 use rpc::{Peer, Reason, pb::runtime::containers_client::ContainersClient};
 use tokio::sync::{Notify, mpsc, watch};
@@ -105,7 +105,7 @@ impl MissingWorker {
     /// Asks the scheduler about the worker of a workload that has ended. `None`: the worker may
     /// answer, or the scheduler did not say.
     async fn of(connection: &Connection, ended: &Workload) -> Option<Self> {
-        let there = ended.whereabouts.as_ref().filter(|_| ended.state() == WorkloadState::Finished)?;
+        let there = ended.location.as_ref().filter(|_| ended.state() == WorkloadState::Finished)?;
         let request = GetWorkerRequest { worker: there.worker_id.clone() };
         match connection.workers().get_worker(request).await {
             Ok(response) => {
@@ -126,13 +126,13 @@ pub(crate) async fn attach(
     connection: &Connection,
     ui: &Ui,
     workload: &str,
-    mut whereabouts: Whereabouts,
+    mut location: AttemptLocation,
     streams: &mut Streams,
 ) -> AttachEnd {
     let mut outage = Outage::default();
     let interrupted = AtomicBool::new(false);
     loop {
-        if streams.process.as_ref() != Some(&whereabouts.attempt_id) {
+        if streams.process.as_ref() != Some(&location.attempt_id) {
             if streams.process.is_some() {
                 // Another attempt is another process, with separate output.
                 match restart(streams).await {
@@ -140,10 +140,10 @@ pub(crate) async fn attach(
                     Err(Closed) => return AttachEnd::StdoutClosed,
                 }
             }
-            streams.process = Some(whereabouts.attempt_id.clone());
+            streams.process = Some(location.attempt_id.clone());
         }
         let before = progress(streams);
-        let refused = match attach_once(connection, ui, workload, &whereabouts, streams, &interrupted).await {
+        let refused = match attach_once(connection, ui, workload, &location, streams, &interrupted).await {
             Ok(end) => return end,
             Err(refused) => refused,
         };
@@ -164,7 +164,7 @@ pub(crate) async fn attach(
             return AttachEnd::Lost(refused);
         }
         if outage.is_news() {
-            let (worker, why, patience) = (&whereabouts.worker_name, refused.cause(), duration(PATIENCE));
+            let (worker, why, patience) = (&location.worker_name, refused.cause(), duration(PATIENCE));
             let hint = connection.hint_at_proxies();
             ui.note(&format!("worker {worker} does not answer ({why}); retrying for {patience}{hint}"));
         }
@@ -175,7 +175,7 @@ pub(crate) async fn attach(
         if let Some(missing) = MissingWorker::of(connection, &now).await {
             return AttachEnd::WorkerMissing(missing);
         }
-        whereabouts = now.whereabouts.unwrap_or(whereabouts);
+        location = now.location.unwrap_or(location);
     }
 }
 
@@ -199,14 +199,14 @@ async fn attach_once(
     connection: &Connection,
     ui: &Ui,
     workload: &str,
-    whereabouts: &Whereabouts,
+    location: &AttemptLocation,
     streams: &mut Streams,
     interrupted: &AtomicBool,
 ) -> Result<AttachEnd, Refused> {
     let unusable = |error: anyhow::Error| {
         Refused::from(Reason::WorkerUnreachable.status("gantry", crate::ending::error::describe(&error)))
     };
-    let containers = connection.containers_at(&whereabouts.gateway_endpoint).await.map_err(unusable)?;
+    let containers = connection.containers_at(&location.gateway_endpoint).await.map_err(unusable)?;
     // A connection to a machine that is off fails only after some seconds.
     let doubt = async {
         tokio::time::sleep(WORKER_CHECK_AFTER).await;
@@ -223,7 +223,7 @@ async fn attach_once(
         }
     };
     let (requests, responses) = tokio::select! {
-        opened = open(containers, &connection.team, whereabouts, streams) => opened?,
+        opened = open(containers, &connection.team, location, streams) => opened?,
         Some(missing) = doubt => return Ok(AttachEnd::WorkerMissing(missing)),
     };
 
@@ -256,17 +256,17 @@ async fn attach_once(
 async fn open(
     mut containers: ContainersClient<Peer>,
     team: &str,
-    whereabouts: &Whereabouts,
+    location: &AttemptLocation,
     streams: &Streams,
 ) -> Result<(mpsc::Sender<AttachRequest>, Streaming<AttachResponse>), Refused> {
     let (requests, queue) = mpsc::channel(4);
     let resume = Resume {
         team: team.to_owned(),
-        process_id: whereabouts.attempt_id.clone(),
+        process_id: location.attempt_id.clone(),
         stdout_offset: streams.stdout.received(),
         stderr_offset: streams.stderr.received(),
-        worker_id: whereabouts.worker_id.clone(),
-        observes: !streams.acknowledge,
+        worker_id: location.worker_id.clone(),
+        observer: !streams.acknowledge,
     };
     // This cannot fail: the queue is empty and its receiver exists.
     _ = requests.send(request(RequestMessage::Resume(resume))).await;
@@ -275,10 +275,10 @@ async fn open(
 }
 
 /// Sends the gateway a Detach message, so that the process is not slowed down for long.
-pub(crate) async fn detach(connection: &Connection, whereabouts: &Whereabouts, streams: &Streams) {
-    let Ok(containers) = connection.containers_at(&whereabouts.gateway_endpoint).await else { return };
+pub(crate) async fn detach(connection: &Connection, location: &AttemptLocation, streams: &Streams) {
+    let Ok(containers) = connection.containers_at(&location.gateway_endpoint).await else { return };
     let sending = async {
-        let (requests, mut responses) = open(containers, &connection.team, whereabouts, streams).await?;
+        let (requests, mut responses) = open(containers, &connection.team, location, streams).await?;
         _ = requests.send(request(RequestMessage::Detach(Detach {}))).await;
         drop(requests);
         while responses.message().await?.is_some() {}

@@ -15,7 +15,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rpc::Reason;
 use rpc::pb::scheduler::{
-    CancelRequest, Finished, GetRequest, Whereabouts, WorkloadState, watch_response::Event,
+    AttemptLocation, CancelRequest, Finished, GetRequest, WorkloadState, watch_response::Event,
 };
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
@@ -80,7 +80,7 @@ pub(crate) struct FollowResult {
 /// Events of the workload so far, and signals that were received.
 #[derive(Default)]
 struct State {
-    running: Option<Whereabouts>,
+    running: Option<AttemptLocation>,
     finished: Option<Finished>,
     /// Exit code of the event because of which the workload was cancelled.
     cancel_code: Option<u8>,
@@ -104,8 +104,8 @@ impl Follow<'_> {
 
         let finished = loop {
             // There is no output before the process runs. An interrupted workload runs again.
-            if let Some(whereabouts) = state.running.take() {
-                output_lost |= self.copy(whereabouts, &mut watch, signals, &mut state).await?;
+            if let Some(location) = state.running.take() {
+                output_lost |= self.copy(location, &mut watch, signals, &mut state).await?;
             }
             if state.running.is_some() {
                 continue;
@@ -133,7 +133,7 @@ impl Follow<'_> {
     /// Copies output and input to their end. Returns whether some output is lost.
     async fn copy(
         &self,
-        whereabouts: Whereabouts,
+        location: AttemptLocation,
         watch: &mut Watch<'_>,
         signals: &mut Signals,
         state: &mut State,
@@ -142,7 +142,7 @@ impl Follow<'_> {
         let mut streams = streams(ui, self.stdin, self.acknowledge)?;
         streams.interrupt = state.interrupt.clone();
         let attached = loop {
-            let copying = attach(connection, ui, &self.workload, whereabouts.clone(), &mut streams)
+            let copying = attach(connection, ui, &self.workload, location.clone(), &mut streams)
                 .instrument(tracing::info_span!(target: "gantry", "copy output", service = "gantry"));
             tokio::pin!(copying);
             let attached = loop {
@@ -200,11 +200,11 @@ impl Follow<'_> {
                 Ok(true)
             }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Leave) => {
-                self.leave(&whereabouts, &streams, state).await;
+                self.leave(&location, &streams, state).await;
                 Err(Interrupted(code).into())
             }
             (Err(code), _) => {
-                self.leave(&whereabouts, &streams, state).await;
+                self.leave(&location, &streams, state).await;
                 Err(Interrupted(code).into())
             }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Cancel) => {
@@ -227,7 +227,7 @@ impl Follow<'_> {
             self.print_event(&event, state);
         }
         match event {
-            Event::Running(event) => state.running = event.whereabouts,
+            Event::Running(event) => state.running = event.location,
             Event::Finished(event) => state.finished = Some(event),
             // The process ended before it was cancelled, so its outputs are kept.
             Event::Publishing(_) if state.interrupted => state.cancelling = JoinSet::new(),
@@ -311,9 +311,9 @@ impl Follow<'_> {
         state.cancelling.spawn(cancel(self.connection, self.workload.clone(), GRACE));
     }
 
-    async fn leave(&self, whereabouts: &Whereabouts, streams: &Streams, state: &State) {
+    async fn leave(&self, location: &AttemptLocation, streams: &Streams, state: &State) {
         if self.acknowledge {
-            detach(self.connection, whereabouts, streams).await;
+            detach(self.connection, location, streams).await;
         }
         self.print_if_running(state).await;
     }

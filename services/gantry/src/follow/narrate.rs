@@ -2,7 +2,7 @@
 
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::{
-    ExplainRequest, InputProgress, WaitingWorkload, Whereabouts, watch_response::Event,
+    AttemptLocation, ExplainRequest, InputProgress, WaitingWorkload, watch_response::Event,
 };
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
@@ -44,8 +44,8 @@ pub(crate) fn describe_event(event: &Event) -> EventDescription {
             ("queued", json!({ "reasons": queued.reasons }), text, !queued.reasons.is_empty())
         }
         Event::Placed(placed) => {
-            let at = placed.whereabouts.as_ref();
-            let details = json!({ "whereabouts": at.map(shown::whereabouts), "reason": placed.reason });
+            let at = placed.location.as_ref();
+            let details = json!({ "location": at.map(shown::location), "reason": placed.reason });
             let text = format!("placed on {}: {}", worker(at), plain(&placed.reason, WIDTH));
             ("placed", details, text, true)
         }
@@ -60,8 +60,8 @@ pub(crate) fn describe_event(event: &Event) -> EventDescription {
             ("materializing", details, describe_inputs(inputs), true)
         }
         Event::Running(running) => {
-            let at = running.whereabouts.as_ref();
-            let details = json!({ "whereabouts": at.map(shown::whereabouts) });
+            let at = running.location.as_ref();
+            let details = json!({ "location": at.map(shown::location) });
             ("running", details, format!("running on {}", worker(at)), false)
         }
         Event::Publishing(_) => ("publishing", json!({}), "publishing the outputs".to_owned(), false),
@@ -76,7 +76,7 @@ pub(crate) fn describe_event(event: &Event) -> EventDescription {
     EventDescription { name, details, text, is_news }
 }
 
-fn worker(at: Option<&Whereabouts>) -> String {
+fn worker(at: Option<&AttemptLocation>) -> String {
     at.map_or_else(|| "a worker".to_owned(), |at| plain(&at.worker_name, WIDTH))
 }
 
@@ -132,7 +132,7 @@ impl WaitReasons {
                     let response = response.into_inner();
                     let details = json!({
                         "queue_position": response.queue_position,
-                        "why": response.summary,
+                        "reason": response.summary,
                         "expected_wait_seconds": labels::expected_wait(&response).map(|wait| wait.as_secs_f64()),
                     });
                     Some(WaitReason { details, text: explanation::short(&response), key: response.summary })

@@ -70,7 +70,7 @@ pub(crate) fn text(response: &ExplainResponse, waits: bool) -> String {
     // The remaining workers are grouped.
     let (known, gone) = (response.workers_known, response.workers_gone);
     if known + gone > workers.len() as u64 {
-        let willing = response.workers_willing;
+        let willing = response.workers_eligible;
         let would = (willing > 0).then(|| vec![willing.to_string(), "can run it".to_owned(), String::new()]);
         let refuse = groups.iter().map(|group| {
             let says: Vec<_> = group.refusals.iter().map(|refusal| refusal.message.as_str()).collect();

@@ -8,21 +8,21 @@ use serde_json::{Value, json};
 
 use crate::render::labels;
 
-pub(crate) fn whereabouts(whereabouts: &scheduler::Whereabouts) -> Value {
+pub(crate) fn location(location: &scheduler::AttemptLocation) -> Value {
     json!({
-        "worker_id": whereabouts.worker_id,
-        "worker_name": whereabouts.worker_name,
-        "gateway_endpoint": whereabouts.gateway_endpoint,
-        "attempt_id": whereabouts.attempt_id,
+        "worker_id": location.worker_id,
+        "worker_name": location.worker_name,
+        "gateway_endpoint": location.gateway_endpoint,
+        "attempt_id": location.attempt_id,
     })
 }
 
 pub(crate) fn exit(exit: &scheduler::Exit) -> Value {
-    use scheduler::exit::How;
-    match &exit.how {
-        Some(How::Code(code)) => json!({ "code": code }),
-        Some(How::Signal(signal)) => json!({ "signal": signal }),
-        Some(How::OutOfMemory(_)) => json!({ "out_of_memory": true }),
+    use scheduler::exit::Status;
+    match &exit.status {
+        Some(Status::Code(code)) => json!({ "code": code }),
+        Some(Status::Signal(signal)) => json!({ "signal": signal }),
+        Some(Status::OutOfMemory(_)) => json!({ "out_of_memory": true }),
         None => Value::Null,
     }
 }
@@ -91,7 +91,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
         "interrupt_at": worker.interrupt_at.as_ref().map(labels::instant),
         "leases": worker.leases,
         "uninterruptible_leases": worker.uninterruptible_leases,
-        "held_up_by": some(&worker.held_up_by),
+        "blocked_by": some(&worker.blocked_by),
         "refusals": worker.refusals.iter().map(refusal).collect::<Vec<_>>(),
         "failures": worker.failures,
         "last_failure": some(&worker.last_failure),
@@ -113,7 +113,7 @@ fn refusal(refusal: &scheduler::PlacementRefusal) -> Value {
         "passing": refusal.duration() == scheduler::RefusalDuration::Passing,
         "ended_by": refusal.ended_by,
         "limit": refusal.limit.as_ref().map(|limit| {
-            json!({ "of": limit.of, "limit": limit.limit, "amount": limit.amount })
+            json!({ "of": limit.resource, "limit": limit.limit, "amount": limit.amount })
         }),
         "labels": refusal.labels,
     })
@@ -149,7 +149,7 @@ pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
         "expected_wait_seconds": labels::expected_wait(explanation).map(|wait| wait.as_secs_f64()),
         "expected_wait_basis": some(&explanation.expected_wait_basis),
         "workers_known": explanation.workers_known,
-        "workers_willing": explanation.workers_willing,
+        "workers_eligible": explanation.workers_eligible,
         "workers_gone": explanation.workers_gone,
         "groups": explanation.groups.iter().map(group).collect::<Vec<_>>(),
     })
@@ -164,7 +164,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
         "submitted_at": workload.submitted_at.as_ref().map(labels::instant),
         "started_at": workload.started_at.as_ref().map(labels::instant),
         "finished_at": workload.finished_at.as_ref().map(labels::instant),
-        "whereabouts": workload.whereabouts.as_ref().map(whereabouts),
+        "location": workload.location.as_ref().map(location),
         "outcome": labels::outcome(workload.outcome()),
         "exit": workload.exit.as_ref().map(exit),
         "failure": workload.failure.as_ref().map(failure),
@@ -267,7 +267,7 @@ pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {
         "created_at": artifact.created_at.as_ref().map(labels::instant),
         "kept_by": artifact.kept_by,
         "marked_at": artifact.marked_at.as_ref().map(labels::instant),
-        "marked_why": some(&artifact.marked_why),
+        "mark_reason": some(&artifact.mark_reason),
         "in_store": artifact.in_store,
         "replicas": artifact.replicas.iter().map(|replica| json!({
             "volume_handle": replica.volume_handle,
@@ -283,14 +283,14 @@ pub(crate) fn some(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }
 
-fn thing(thing: artifacts::Thing) -> Option<&'static str> {
-    (thing != artifacts::Thing::Unspecified).then(|| labels::thing(thing))
+fn thing(thing: artifacts::ObjectKind) -> Option<&'static str> {
+    (thing != artifacts::ObjectKind::Unspecified).then(|| labels::thing(thing))
 }
 
 pub(crate) fn relation(relation: &artifacts::Relation) -> Value {
     json!({
         "relation": relation.relation,
-        "thing": thing(relation.thing()),
+        "kind": thing(relation.kind()),
         "ids": relation.ids,
         "total": relation.total,
     })
@@ -300,14 +300,14 @@ pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
     let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(labels::instant);
     let keeper = |keeper: &artifacts::Keeper| {
         json!({
-            "thing": thing(keeper.thing()),
+            "kind": thing(keeper.kind()),
             "id": some(&keeper.id),
             "text": keeper.text,
             "until": instant(&keeper.until),
         })
     };
     json!({
-        "thing": thing(explained.thing()),
+        "kind": thing(explained.kind()),
         "id": explained.id,
         "state": labels::explained_state(explained.state()),
         "label": explained.label,
@@ -318,9 +318,9 @@ pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
         "relations": explained.relations.iter().map(relation).collect::<Vec<_>>(),
         "marked_at": instant(&explained.marked_at),
         "gone_at": instant(&explained.gone_at),
-        "goes_at": instant(&explained.goes_at),
+        "expires_at": instant(&explained.expires_at),
         "in_store": explained.in_store,
-        "why": some(&explained.why),
+        "reason": some(&explained.reason),
         "remembered_until": instant(&explained.remembered_until),
         "can_be_undeleted": explained.can_be_undeleted,
         "bytes_lost": explained.bytes_lost,
@@ -342,7 +342,7 @@ pub(crate) fn volume(volume: &artifacts::Volume) -> Value {
         "size_bytes": volume.size_bytes,
         "created_at": volume.created_at.as_ref().map(labels::instant),
         "lost_at": volume.lost_at.as_ref().map(labels::instant),
-        "marked_why": volume.marked_why,
+        "mark_reason": volume.mark_reason,
     })
 }
 
@@ -366,7 +366,7 @@ pub(crate) fn import(import: &artifacts::Import) -> Value {
         "path": brought.path,
         "state": labels::import_state(import.state()),
         "artifact_id": import.artifact_id,
-        "failed_why": some(&import.failed_why),
+        "failure_reason": some(&import.failure_reason),
         "failed_at": import.failed_at.as_ref().map(labels::instant),
     })
 }
@@ -397,15 +397,15 @@ pub(crate) fn container(container: &artifacts::Container) -> Value {
         "created_at": container.created_at.as_ref().map(labels::instant),
         "lost_at": container.lost_at.as_ref().map(labels::instant),
         "touched_at": container.touched_at.as_ref().map(labels::instant),
-        "marked_why": container.marked_why,
+        "mark_reason": container.mark_reason,
     })
 }
 
 pub(crate) fn collected(collected: &artifacts::Collected) -> Value {
     json!({
-        "kind": labels::thing(collected.thing()),
+        "kind": labels::thing(collected.kind()),
         "id": collected.id,
-        "why": collected.why,
+        "reason": collected.reason,
         "size_bytes": collected.size_bytes,
     })
 }
@@ -428,6 +428,6 @@ pub(crate) fn lease(lease: &scheduler::Lease) -> Value {
         "expires_at": instant(&lease.expires_at),
         "stop_reason": some(labels::stop_reason(lease.stop_reason())),
         "ended_at": instant(&lease.ended_at),
-        "why": labels::lease_end(lease.end()),
+        "reason": labels::lease_end(lease.end()),
     })
 }

@@ -3,10 +3,12 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
-use rpc::pb::artifacts::{ArtifactState, ExplainedState, ImportState, InventoryState, Thing, VolumePurpose};
+use rpc::pb::artifacts::{
+    ArtifactState, ExplainedState, ImportState, InventoryState, ObjectKind, VolumePurpose,
+};
 use rpc::pb::scheduler::{
-    ExplainResponse, LeaseEnd, LeaseState, Outcome, PlacementKind, ResourceRequests, StopReason, Verdict,
-    Worker, WorkerDesire, WorkerState, Workload, WorkloadSpec, WorkloadState, exit::How,
+    DesiredWorkerState, ExplainResponse, LeaseEnd, LeaseState, Outcome, PlacementKind, ResourceRequests,
+    StopReason, Verdict, Worker, WorkerState, Workload, WorkloadSpec, WorkloadState, exit::Status,
 };
 
 use crate::render::table::{bytes, duration};
@@ -36,10 +38,10 @@ fn word(name: &str, prefix: &str) -> String {
 pub(crate) fn standing(worker: &Worker) -> String {
     let mut words = vec![worker_state(worker.state())];
     match (worker.desired(), &worker.drained_at) {
-        (WorkerDesire::Cordon, Some(_)) if worker.leases == 0 => words.extend(["cordoned", "drained"]),
-        (WorkerDesire::Cordon, _) => words.push("cordoned"),
-        (WorkerDesire::Retire, _) => words.push("retiring"),
-        (WorkerDesire::Run | WorkerDesire::Unspecified, _) => {}
+        (DesiredWorkerState::Cordon, Some(_)) if worker.leases == 0 => words.extend(["cordoned", "drained"]),
+        (DesiredWorkerState::Cordon, _) => words.push("cordoned"),
+        (DesiredWorkerState::Retire, _) => words.push("retiring"),
+        (DesiredWorkerState::Run | DesiredWorkerState::Unspecified, _) => {}
     }
     if !worker.unsupported_versions.is_empty() {
         words.push("incompatible");
@@ -65,8 +67,8 @@ pub(crate) fn cores(millis: u64) -> String {
 }
 
 /// Returns the word for the desired state of a worker.
-pub(crate) fn desire(desire: WorkerDesire) -> String {
-    word(desire.as_str_name(), "WORKER_DESIRE_")
+pub(crate) fn desire(desire: DesiredWorkerState) -> String {
+    word(desire.as_str_name(), "DESIRED_WORKER_STATE_")
 }
 
 /// Returns whether a workload in this state holds a lease.
@@ -107,10 +109,10 @@ pub(crate) fn end(workload: &Workload) -> String {
     if let Some(failure) = &workload.failure {
         return failure.reason.clone();
     }
-    match workload.exit.as_ref().and_then(|exit| exit.how.as_ref()) {
-        Some(How::Code(code)) => format!("exit {code}"),
-        Some(How::Signal(signal)) => format!("signal {signal}"),
-        Some(How::OutOfMemory(_)) => "out of memory".to_owned(),
+    match workload.exit.as_ref().and_then(|exit| exit.status.as_ref()) {
+        Some(Status::Code(code)) => format!("exit {code}"),
+        Some(Status::Signal(signal)) => format!("signal {signal}"),
+        Some(Status::OutOfMemory(_)) => "out of memory".to_owned(),
         None => String::new(),
     }
 }
@@ -163,20 +165,20 @@ pub(crate) fn stop_reason(reason: StopReason) -> &'static str {
 }
 
 /// Returns the word for a kind of object of the artifact store.
-pub(crate) fn thing(thing: Thing) -> &'static str {
+pub(crate) fn thing(thing: ObjectKind) -> &'static str {
     match thing {
-        Thing::Unspecified => "unknown",
-        Thing::Artifact => "artifact",
-        Thing::Volume => "volume",
-        Thing::Container => "container",
-        Thing::Build => "build",
-        Thing::Workload => "workload",
-        Thing::Attempt => "attempt",
-        Thing::Worker => "worker",
-        Thing::Transfer => "transfer",
-        Thing::ResourceCache => "resource cache",
-        Thing::TaskCache => "task cache",
-        Thing::BaseResourceType => "base resource type",
+        ObjectKind::Unspecified => "unknown",
+        ObjectKind::Artifact => "artifact",
+        ObjectKind::Volume => "volume",
+        ObjectKind::Container => "container",
+        ObjectKind::Build => "build",
+        ObjectKind::Workload => "workload",
+        ObjectKind::Attempt => "attempt",
+        ObjectKind::Worker => "worker",
+        ObjectKind::Transfer => "transfer",
+        ObjectKind::ResourceCache => "resource cache",
+        ObjectKind::TaskCache => "task cache",
+        ObjectKind::BaseResourceType => "base resource type",
     }
 }
 

@@ -96,19 +96,19 @@ mod tests {
             vec!["größer".to_owned(), String::new(), String::new()],
         ];
         assert_eq!(
-            render(&["ID", "NAME", "WHY"], &rows),
-            "ID      NAME       WHY\na       long name  x\ngrößer\n"
+            render(&["ID", "NAME", "REASON"], &rows),
+            "ID      NAME       REASON\na       long name  x\ngrößer\n"
         );
         assert_eq!(render(&["ID", "NAME"], &[]), "ID  NAME\n");
         let wide = vec![vec!["語".to_owned(), "x".to_owned()]];
         assert_eq!(render(&["ID", "NAME"], &wide), "ID  NAME\n語  x\n", "it takes two columns of a terminal");
         let rows = vec![vec!["1".to_owned(), String::new(), "x".to_owned()], vec![String::new(); 3]];
-        assert_eq!(filled(&["ID", "NAME", "WHY"], &rows), "ID  WHY\n1   x\n\n");
+        assert_eq!(filled(&["ID", "NAME", "REASON"], &rows), "ID  REASON\n1   x\n\n");
     }
 
     #[test]
     fn empty_fields_are_left_out() {
-        let shown = fields(&[("id", "7".to_owned()), ("why", String::new()), ("kept", "a\nb".to_owned())]);
+        let shown = fields(&[("id", "7".to_owned()), ("reason", String::new()), ("kept", "a\nb".to_owned())]);
         assert_eq!(shown, "id:   7\nkept: a\n      b\n");
     }
 

@@ -17,7 +17,7 @@ use rpc::pb::runtime::{
     ExtentRunsEnd, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
     read_response::Message as ResponseMessage,
 };
-use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
+use rpc::pb::streamer::{DownloadRequest, DownloadResponse, TransferEndpoint};
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -113,8 +113,9 @@ impl Downloader<'_> {
                 .context("the reader thread ended unexpectedly")??;
         }
         // The ticket is requested after the lock, because it may expire during the wait.
-        let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact, avoid).await?;
-        let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer did not name a worker")?;
+        let DownloadResponse { endpoint, digest, .. } = locate(self.connection, artifact, avoid).await?;
+        let TransferEndpoint { gateway_endpoint, ticket, .. } =
+            endpoint.context("the streamer did not name a worker")?;
         avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();
         // This runs in parallel, because it takes about as long as the calls.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! scan ──▶ Streamer.Upload{digest} ──▶ uploaded (the cluster has these bytes)
-//!                                └──▶ go_to: Volumes.Write of missing bytes ──▶ commit ──▶ uploaded
+//!                                └──▶ endpoint: Volumes.Write of missing bytes ──▶ commit ──▶ uploaded
 //! ```
 
 use std::collections::HashMap;
@@ -19,7 +19,8 @@ use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::{WriteResponse, write_response::Message as ResponseMessage};
 use rpc::pb::streamer::{
-    GoTo, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request, upload_response,
+    TransferEndpoint, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request,
+    upload_response,
 };
 use rpc::small_tree::NotSmall;
 use serde_json::json;
@@ -283,10 +284,10 @@ impl Uploader<'_> {
                         uploaded.artifact_id.parse().context("the streamer named an invalid artifact id")?;
                     return Ok(SendResult { artifact, bytes: sent });
                 }
-                Some(upload_response::Message::GoTo(go_to)) => {
+                Some(upload_response::Message::Endpoint(endpoint)) => {
                     // A message before all content was sent is an error.
                     let written = tokio::select! {
-                        written = self.write(go_to, directory, manifest) => written?,
+                        written = self.write(endpoint, directory, manifest) => written?,
                         early = answers.message() => {
                             return Err(early.err().map_or_else(Refused::cut, Refused::from).into());
                         }
@@ -304,14 +305,15 @@ impl Uploader<'_> {
     /// Fills the volume. Returns the number of bytes of content that were sent.
     async fn write(
         &self,
-        go_to: GoTo,
+        endpoint: TransferEndpoint,
         directory: &Directory<'_>,
         manifest: &Arc<Manifest>,
     ) -> Result<u64, SendError> {
-        let mut volumes: VolumesClient<_> = self.connection.volumes_at(&go_to.gateway_endpoint).await?;
+        let mut volumes: VolumesClient<_> = self.connection.volumes_at(&endpoint.gateway_endpoint).await?;
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
-        let sending = send_tree(go_to.ticket, directory.path.to_owned(), manifest.clone(), missing, requests);
+        let sending =
+            send_tree(endpoint.ticket, directory.path.to_owned(), manifest.clone(), missing, requests);
         let mut sender = JoinSet::new();
         sender.spawn(sending);
 

@@ -71,7 +71,7 @@ pub(super) async fn attach(
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
-    let _attached = (!resume.observes).then(|| AttachGuard::new(attendance.clone(), process, caller));
+    let _attached = (!resume.observer).then(|| AttachGuard::new(attendance.clone(), process, caller));
     let started = AttachAnswer::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
@@ -191,16 +191,16 @@ fn attach_answer(event: ProcessEvent) -> (AttachAnswer, bool) {
         }
         ProcessEvent::Ended(ended) => {
             let how = match ended {
-                Ended::Exited { exit: Exit::Code(code), .. } => Some(pb::exited::How::Code(code.into())),
+                Ended::Exited { exit: Exit::Code(code), .. } => Some(pb::exited::Status::Code(code.into())),
                 Ended::Exited { exit: Exit::Signal(signal), .. } => {
-                    Some(pb::exited::How::Signal(signal.into()))
+                    Some(pb::exited::Status::Signal(signal.into()))
                 }
                 Ended::Exited { exit: Exit::OutOfMemory, .. } => {
-                    Some(pb::exited::How::OutOfMemory(pb::KilledForMemory {}))
+                    Some(pb::exited::Status::OutOfMemory(pb::OutOfMemory {}))
                 }
                 Ended::NotStarted(_) | Ended::Unknown(_) => None,
             };
-            (AttachAnswer::Exited(pb::Exited { how }), false)
+            (AttachAnswer::Exited(pb::Exited { status: how }), false)
         }
         ProcessEvent::Done(offsets) => (
             AttachAnswer::Done(pb::Done { stdout_offset: offsets.stdout, stderr_offset: offsets.stderr }),

@@ -109,8 +109,8 @@ impl Containers for Handler {
         Ok(Response::new(pb::GetAttendanceResponse {
             attached: state.map_or(0, |state| state.attached),
             unattended_since: unattended.map(|(since, _)| rpc::timestamp(since)),
-            left_at: unattended.map(|(_, left_at)| rpc::timestamp(left_at)),
-            is_left: state.is_some_and(|state| state.is_abandoned),
+            abandoned_at: unattended.map(|(_, abandoned_at)| rpc::timestamp(abandoned_at)),
+            is_abandoned: state.is_some_and(|state| state.is_abandoned),
         }))
     }
 }

@@ -85,7 +85,7 @@ async fn process_is_abandoned_after_term_of_caller() {
         let resume = pb::Resume {
             team: "main".to_owned(),
             process_id: process.to_string(),
-            observes,
+            observer: observes,
             ..pb::Resume::default()
         };
         let requests =
@@ -107,13 +107,16 @@ async fn process_is_abandoned_after_term_of_caller() {
         };
         tokio::time::sleep(TERM * 3).await;
         let before = attendance().await;
-        assert!((before.attached, before.is_left) == (1, false) && before.left_at.is_none(), "{before:?}");
+        assert!(
+            (before.attached, before.is_abandoned) == (1, false) && before.abandoned_at.is_none(),
+            "{before:?}"
+        );
         drop(caller);
         // The process exits when its input ends.
         runtime.ended(process).await;
         let after = attendance().await;
         assert!(
-            (after.attached, after.is_left) == (0, true) && after.unattended_since.is_some(),
+            (after.attached, after.is_abandoned) == (0, true) && after.unattended_since.is_some(),
             "{after:?}"
         );
         drop(observer);

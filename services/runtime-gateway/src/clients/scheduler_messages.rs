@@ -10,7 +10,7 @@ use domain::workload::{FailureReason, WorkloadSpec};
 use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, WorkloadId};
 use rpc::Refusal;
 use rpc::pb::scheduler as pb;
-use rpc::pb::scheduler::desired_lease::Wish;
+use rpc::pb::scheduler::desired_lease::Action;
 use rpc::pb::scheduler::synchronize_request::Message as Up;
 use rpc::pb::scheduler::synchronize_response::Message as Down;
 use runtime::{Capabilities, Disk};
@@ -56,7 +56,7 @@ pub(crate) struct AttemptTask {
 }
 
 /// The first message of a gateway.
-pub(crate) struct Registration(pb::Hello);
+pub(crate) struct Registration(pb::Registration);
 
 impl Registration {
     /// Creates a registration. `credential` is that of this instance's last session, or empty.
@@ -70,7 +70,7 @@ impl Registration {
     ) -> Self {
         let labels = config.labels(capabilities);
         let capacity = config.amounts.capacity(capabilities, disk);
-        Self(pb::Hello {
+        Self(pb::Registration {
             worker_name: config.worker_name.clone(),
             gateway_instance: instance.to_string(),
             session_credential: credential,
@@ -198,7 +198,7 @@ impl SchedulerStream {
     ) -> Result<(Self, Welcome), StreamError> {
         let (up, requests) = mpsc::channel(4);
         // Cannot fail, because the receiver is the stream below.
-        up.send(pb::SynchronizeRequest { message: Some(Up::Hello(registration.0)) }).await.ok();
+        up.send(pb::SynchronizeRequest { message: Some(Up::Registration(registration.0)) }).await.ok();
         let mut down =
             scheduler.workers.clone().synchronize(ReceiverStream::new(requests)).await?.into_inner();
         match down.message().await?.and_then(|response| response.message) {
@@ -278,7 +278,7 @@ fn duration_or(duration: Option<impl TryInto<Duration>>, default: Duration) -> D
 fn parse_desired(desired: pb::Desired) -> DesiredState {
     DesiredState {
         generation: desired.generation,
-        received: desired.heard,
+        received: desired.observed_number,
         directive: match desired.directive() {
             pb::Directive::Run | pb::Directive::Unspecified => Directive::Run,
             pb::Directive::Cordon => Directive::Cordon,
@@ -295,9 +295,9 @@ fn parse_lease(lease: pb::DesiredLease) -> Option<DesiredLease> {
         tracing::error!(lease.id = lease.lease_id, "cannot parse a desired lease: its id is not a UUID");
         return None;
     };
-    let request = lease.wish.map(|wish| match wish {
-        Wish::Run(run) => parse_run(id, run),
-        Wish::Stop(stop) => LeaseRequest::Stop {
+    let request = lease.action.map(|action| match action {
+        Action::Run(run) => parse_run(id, run),
+        Action::Stop(stop) => LeaseRequest::Stop {
             attempt: stop.attempt_id.parse().ok(),
             reason: stop_reason(stop.reason()),
             token: stop.lease_token,

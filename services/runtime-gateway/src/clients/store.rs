@@ -169,11 +169,11 @@ impl StoreClient {
 
     /// Reports that the container and the volumes of an attempt exist.
     pub(crate) async fn mark_prepared(&self, credential: &str, attempt: AttemptId) -> Result<(), Refusal> {
-        let request = pb::PreparedRequest {
+        let request = pb::CompletePrepareRequest {
             session_credential: credential.to_owned(),
             attempt_id: attempt.to_string(),
         };
-        self.0.clone().prepared(request).await?;
+        self.0.clone().complete_prepare(request).await?;
         Ok(())
     }
 
@@ -185,13 +185,13 @@ impl StoreClient {
         volumes: &[VolumeHandle],
         why: String,
     ) -> Result<(), Refusal> {
-        let request = pb::FailedRequest {
+        let request = pb::FailPrepareRequest {
             session_credential: credential.to_owned(),
             container_handle: container.to_string(),
             volume_handles: volumes.iter().map(ToString::to_string).collect(),
-            why,
+            reason: why,
         };
-        self.0.clone().failed(request).await?;
+        self.0.clone().fail_prepare(request).await?;
         Ok(())
     }
 
@@ -212,14 +212,14 @@ impl StoreClient {
         size_bytes: u64,
         digest: Digest,
     ) -> Result<Option<ArtifactId>, Refusal> {
-        let request = pb::VolumeCompleteRequest {
+        let request = pb::CompleteVolumeRequest {
             session_credential: credential.to_owned(),
             volume_handle: volume.to_string(),
             size_bytes,
             digest: digest.as_bytes().to_vec().into(),
             verification: pb::Verification::Verified.into(),
         };
-        let answer = self.0.clone().volume_complete(request).await?.into_inner();
+        let answer = self.0.clone().complete_volume(request).await?.into_inner();
         Ok(answer.artifact_id.parse().ok())
     }
 
@@ -276,7 +276,7 @@ impl StoreClient {
         let request = pb::FailImportRequest {
             session_credential: credential.to_owned(),
             volume_handle: volume.to_string(),
-            why,
+            reason: why,
         };
         self.0.clone().fail_import(request).await?;
         Ok(())

@@ -114,10 +114,10 @@ impl scheduler::workers_server::Workers for Schedule {
         unused()
     }
 
-    async fn run_worker(
+    async fn uncordon_worker(
         &self,
-        _: tonic::Request<scheduler::RunWorkerRequest>,
-    ) -> Result<Response<scheduler::RunWorkerResponse>, Status> {
+        _: tonic::Request<scheduler::UncordonWorkerRequest>,
+    ) -> Result<Response<scheduler::UncordonWorkerResponse>, Status> {
         unused()
     }
 

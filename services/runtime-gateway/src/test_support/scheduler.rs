@@ -122,10 +122,10 @@ impl Workers for Schedule {
         unused()
     }
 
-    async fn run_worker(
+    async fn uncordon_worker(
         &self,
-        _: Request<pb::RunWorkerRequest>,
-    ) -> Result<Response<pb::RunWorkerResponse>, Status> {
+        _: Request<pb::UncordonWorkerRequest>,
+    ) -> Result<Response<pb::UncordonWorkerResponse>, Status> {
         unused()
     }
 

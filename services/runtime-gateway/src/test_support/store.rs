@@ -21,9 +21,9 @@ pub(crate) type Answer<T> = oneshot::Sender<Result<T, Status>>;
 /// A call that the test must answer.
 pub(crate) enum StoreCall {
     Prepare(pb::PrepareRequest, Answer<pb::PrepareResponse>),
-    Failed(pb::FailedRequest, Answer<pb::FailedResponse>),
+    Failed(pb::FailPrepareRequest, Answer<pb::FailPrepareResponse>),
     Touch(pb::TouchRequest, Answer<pb::TouchResponse>),
-    VolumeComplete(pb::VolumeCompleteRequest, Answer<pb::VolumeCompleteResponse>),
+    CompleteVolume(pb::CompleteVolumeRequest, Answer<pb::CompleteVolumeResponse>),
     PrepareImport(pb::PrepareImportRequest, Answer<pb::PrepareImportResponse>),
     CompleteImport(pb::CompleteImportRequest, Answer<pb::CompleteImportResponse>),
     FailImport(pb::FailImportRequest, Answer<pb::FailImportResponse>),
@@ -74,17 +74,17 @@ impl Inventory for Script {
         self.forward(|answer| StoreCall::Prepare(request.into_inner(), answer)).await
     }
 
-    async fn prepared(
+    async fn complete_prepare(
         &self,
-        _: Request<pb::PreparedRequest>,
-    ) -> Result<Response<pb::PreparedResponse>, Status> {
-        Ok(Response::new(pb::PreparedResponse::default()))
+        _: Request<pb::CompletePrepareRequest>,
+    ) -> Result<Response<pb::CompletePrepareResponse>, Status> {
+        Ok(Response::new(pb::CompletePrepareResponse::default()))
     }
 
-    async fn failed(
+    async fn fail_prepare(
         &self,
-        request: Request<pb::FailedRequest>,
-    ) -> Result<Response<pb::FailedResponse>, Status> {
+        request: Request<pb::FailPrepareRequest>,
+    ) -> Result<Response<pb::FailPrepareResponse>, Status> {
         self.forward(|answer| StoreCall::Failed(request.into_inner(), answer)).await
     }
 
@@ -163,11 +163,11 @@ impl Inventory for Script {
         unused()
     }
 
-    async fn volume_complete(
+    async fn complete_volume(
         &self,
-        request: Request<pb::VolumeCompleteRequest>,
-    ) -> Result<Response<pb::VolumeCompleteResponse>, Status> {
-        self.forward(|answer| StoreCall::VolumeComplete(request.into_inner(), answer)).await
+        request: Request<pb::CompleteVolumeRequest>,
+    ) -> Result<Response<pb::CompleteVolumeResponse>, Status> {
+        self.forward(|answer| StoreCall::CompleteVolume(request.into_inner(), answer)).await
     }
 
     async fn prepare_import(

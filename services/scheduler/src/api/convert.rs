@@ -23,14 +23,14 @@ use crate::placement::{
 };
 use crate::workers::Worker;
 use crate::workloads::Workload;
-use crate::workloads::events::{Event, InputProgress, Revision, Whereabouts};
+use crate::workloads::events::{AttemptLocation, Event, InputProgress, Revision};
 
-pub(super) fn whereabouts(whereabouts: Whereabouts) -> pb::Whereabouts {
-    pb::Whereabouts {
-        worker_id: whereabouts.worker.to_string(),
-        worker_name: whereabouts.worker_name,
-        gateway_endpoint: whereabouts.gateway_endpoint,
-        attempt_id: whereabouts.attempt.to_string(),
+pub(super) fn location(location: AttemptLocation) -> pb::AttemptLocation {
+    pb::AttemptLocation {
+        worker_id: location.worker.to_string(),
+        worker_name: location.worker_name,
+        gateway_endpoint: location.gateway_endpoint,
+        attempt_id: location.attempt.to_string(),
     }
 }
 
@@ -38,8 +38,8 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
     use pb::watch_response::Event as Pb;
     let event = match revision.event {
         Event::Queued { reasons } => Pb::Queued(pb::Queued { reasons }),
-        Event::Placed { whereabouts: at, reason } => {
-            Pb::Placed(pb::Placed { whereabouts: Some(whereabouts(at)), reason })
+        Event::Placed { location: at, reason } => {
+            Pb::Placed(pb::Placed { location: Some(location(at)), reason })
         }
         Event::Preparing => Pb::Preparing(pb::Preparing {}),
         Event::Materializing { inputs } => {
@@ -49,16 +49,16 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
             });
             Pb::Materializing(pb::Materializing { inputs: inputs.collect() })
         }
-        Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
+        Event::Running { location: at } => Pb::Running(pb::Running { location: Some(location(at)) }),
         Event::Publishing => Pb::Publishing(pb::Publishing {}),
-        Event::Finished { ending, whereabouts: at } => {
+        Event::Finished { ending, location: at } => {
             let Ending { outcome, exit, failure, outputs, caches: _, usage, notes } = ending;
             Pb::Finished(pb::Finished {
                 outcome: rpc::outcome(outcome).into(),
                 exit: exit.map(rpc::exit),
                 failure: failure.as_ref().map(rpc::failure),
                 outputs: outputs.iter().map(rpc::published_output).collect(),
-                whereabouts: at.map(whereabouts),
+                location: at.map(location),
                 usage: usage.as_ref().map(rpc::usage),
                 notes,
             })
@@ -118,7 +118,7 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
         submitted_at: Some(timestamp(workload.submitted_at)),
         started_at: workload.started_at.map(timestamp),
         finished_at: workload.finished_at.map(timestamp),
-        whereabouts: workload.whereabouts.map(whereabouts),
+        location: workload.location.map(location),
         outcome: outcome.into(),
         exit: ending.as_ref().and_then(|ending| ending.exit).map(rpc::exit),
         failure: ending.as_ref().and_then(|ending| ending.failure.as_ref()).map(rpc::failure),
@@ -148,9 +148,9 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
     let refusals = placement::standing_refusals(&worker.placed).iter().map(refusal).collect();
     let Worker { placed, session, kept, last_contact_at, awaited_since, .. } = worker;
     let desired = match placed.desired {
-        worker::Desired::Run => pb::WorkerDesire::Run,
-        worker::Desired::Cordon => pb::WorkerDesire::Cordon,
-        worker::Desired::Retire => pb::WorkerDesire::Retire,
+        worker::Desired::Run => pb::DesiredWorkerState::Run,
+        worker::Desired::Cordon => pb::DesiredWorkerState::Cordon,
+        worker::Desired::Retire => pb::DesiredWorkerState::Retire,
     };
     let state = match placed.state {
         worker::State::Running => pb::WorkerState::Running,
@@ -184,7 +184,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         interrupt_at: worker.interrupt_at.map(timestamp),
         leases: worker.load.leases,
         uninterruptible_leases: worker.load.uninterruptible,
-        held_up_by: worker.held_up_by,
+        blocked_by: worker.blocked_by,
         refusals,
         failures: worker.failures,
         last_failure: worker.last_failure,
@@ -195,16 +195,16 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
     }
 }
 
-pub(super) fn to_gone_worker(gone: removed_worker::Model) -> pb::GoneWorker {
+pub(super) fn to_gone_worker(gone: removed_worker::Model) -> pb::RemovedWorker {
     let how = match gone.how {
         WorkerEnd::Retired => pb::WorkerEnd::Retired,
         WorkerEnd::Pruned => pb::WorkerEnd::Pruned,
         WorkerEnd::Expired => pb::WorkerEnd::Expired,
     };
-    pb::GoneWorker {
+    pb::RemovedWorker {
         worker_id: gone.id.to_string(),
         name: gone.name,
-        how: how.into(),
+        end: how.into(),
         at: Some(timestamp(Timestamp(gone.removed_at))),
     }
 }
@@ -252,7 +252,7 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
         expected_wait: explanation.expected_wait.map(rpc::duration),
         expected_wait_basis: explanation.expected_wait_basis,
         workers_known: known as u64,
-        workers_willing: willing as u64,
+        workers_eligible: willing as u64,
         groups: groups.into_iter().map(group).collect(),
         workers_gone: gone as u64,
     }
@@ -299,7 +299,7 @@ fn refusal(refusal: &Refusal) -> pb::PlacementRefusal {
         duration: duration.into(),
         ended_by: refusal.ended_by(),
         limit: refusal.limit().map(|(of, limit, amount)| pb::ReachedLimit {
-            of: of.to_owned(),
+            resource: of.to_owned(),
             limit,
             amount,
         }),
@@ -394,7 +394,7 @@ fn requests(resources: Resources) -> Option<pb::ResourceRequests> {
 pub(super) fn feed(feed: capacity::Feed, now: Timestamp) -> pb::GetDemandResponse {
     pb::GetDemandResponse {
         waiting: feed.waiting as u64,
-        waiting_for_none: feed.for_none as u64,
+        waiting_unplaceable: feed.for_none as u64,
         oldest_since: feed.oldest.map(timestamp),
         demand: first_mebibyte(feed.demand.into_iter().map(waiting_shape)),
         supply: first_mebibyte(feed.supply.into_iter().map(worker_shape)),
@@ -432,7 +432,7 @@ fn waiting_shape(waiting: capacity::WaitingDemand) -> pb::WaitingShape {
         requests: requests(shape.requests),
         team_workers: team_workers.into(),
         count: waiting.count as u64,
-        count_for_none: waiting.for_none as u64,
+        count_unplaceable: waiting.for_none as u64,
         oldest_since: Some(timestamp(waiting.oldest)),
         waits_for: waiting.waits_for.to_owned(),
         never_for: waiting.never_for,
@@ -489,24 +489,27 @@ const MAX_LABELS_BYTES: usize = 16 << 10;
 
 pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
     if labels.platform.is_empty() {
-        return Err(invalid_field("hello.labels.platform", "is required"));
+        return Err(invalid_field("registration.labels.platform", "is required"));
     }
     let bytes = labels.encoded_len();
     let texts = |field: &str, texts: Vec<String>| {
-        let field = format!("hello.labels.{field}");
+        let field = format!("registration.labels.{field}");
         texts.into_iter().map(|text| rpc::parse_printable(&field, text)).collect::<Result<Vec<_>, _>>()
     };
     let team = Some(labels.team).filter(|team| !team.is_empty());
     let labels = Labels {
-        platform: rpc::parse_printable("hello.labels.platform", labels.platform)?,
+        platform: rpc::parse_printable("registration.labels.platform", labels.platform)?,
         tags: texts("tags", labels.tags)?,
-        team: team.map(|team| rpc::parse_team("hello.labels.team", team)).transpose()?,
+        team: team.map(|team| rpc::parse_team("registration.labels.team", team)).transpose()?,
         image_kinds: texts("image_kinds", labels.image_kinds)?,
         capabilities: texts("capabilities", labels.capabilities)?,
         resource_types: parse_resource_types(labels.resource_types)?,
     };
     if bytes > MAX_LABELS_BYTES {
-        return Err(invalid_field("hello.labels", format!("must be at most {MAX_LABELS_BYTES} bytes")));
+        return Err(invalid_field(
+            "registration.labels",
+            format!("must be at most {MAX_LABELS_BYTES} bytes"),
+        ));
     }
     Ok(labels)
 }
@@ -514,13 +517,16 @@ pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
 fn parse_resource_types(types: Vec<pb::ResourceType>) -> Result<Vec<ResourceType>, Status> {
     let mut names = HashSet::new();
     let parse = |pb::ResourceType { name, version }: pb::ResourceType| {
-        let name = rpc::parse_name("hello.labels.resource_types.name", name)?;
+        let name = rpc::parse_name("registration.labels.resource_types.name", name)?;
         if !names.insert(name.clone()) {
-            return Err(invalid_field("hello.labels.resource_types.name", format!("names {name:?} twice")));
+            return Err(invalid_field(
+                "registration.labels.resource_types.name",
+                format!("names {name:?} twice"),
+            ));
         }
         Ok(ResourceType {
             name,
-            version: rpc::parse_printable("hello.labels.resource_types.version", version)?,
+            version: rpc::parse_printable("registration.labels.resource_types.version", version)?,
         })
     };
     types.into_iter().map(parse).collect()

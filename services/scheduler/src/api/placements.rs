@@ -311,8 +311,8 @@ impl PlacementsService {
         if owner.len() > 200 || owner.chars().any(char::is_control) {
             return Err(invalid_field(of("owner"), "must be at most 200 bytes, without control characters"));
         }
-        if !owner.is_empty() && !request.same_worker_as.is_empty() {
-            return Err(invalid_field(of("owner"), "cannot be combined with same_worker_as"));
+        if !owner.is_empty() && !request.same_worker_as_lease_id.is_empty() {
+            return Err(invalid_field(of("owner"), "cannot be combined with same_worker_as_lease_id"));
         }
         let wait = rpc::parse_duration(&of("wait"), request.wait)?.unwrap_or_default();
         if wait > MAX_WAIT {
@@ -320,7 +320,7 @@ impl PlacementsService {
         }
         let priority = rpc::spec::parse_priority(&of("priority"), request.priority)?;
         let constraints =
-            (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as);
+            (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as_lease_id);
         let uses = (&owner, &inputs.artifacts, &inputs.caches);
         // The default process is omitted, because the encoding is stored with each lease.
         let process = shape.process.as_ref().filter(|process| **process != placement::Process::default());
@@ -329,10 +329,10 @@ impl PlacementsService {
             Some(process) => to_json(&(constraints, &avoid, uses, process)),
         };
         let encoded = encoded.map_err(|error| database("encode a request", &error))?;
-        let only = match request.same_worker_as.as_str() {
+        let only = match request.same_worker_as_lease_id.as_str() {
             "" => None,
             near => {
-                let near: LeaseId = parse_id(&of("same_worker_as"), near)?;
+                let near: LeaseId = parse_id(&of("same_worker_as_lease_id"), near)?;
                 let found = leases::find(self.0.context.db.read(), near).await;
                 match found.map_err(|error| database("find a lease", &error))? {
                     Some(near) if near.state != lease::State::Ended && near.team == shape.team => {

@@ -53,7 +53,9 @@ pub(super) async fn follow(scheduler: &App, after: u64, changes: &Changes) -> Re
         let mut found: Vec<_> = changed
             .into_iter()
             .map(|worker| (worker.revision, Change::Worker(to_proto(scheduler, worker))))
-            .chain(gone.into_iter().map(|gone| (gone.revision, Change::Gone(convert::to_gone_worker(gone)))))
+            .chain(
+                gone.into_iter().map(|gone| (gone.revision, Change::Removed(convert::to_gone_worker(gone)))),
+            )
             .collect();
         found.sort_by_key(|(revision, _)| *revision);
         let mut found = found.into_iter().peekable();

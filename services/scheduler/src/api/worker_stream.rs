@@ -45,8 +45,8 @@ const PROTOCOL: u32 = 1;
 /// supports none.
 const MAX_VERSIONS: usize = 100;
 
-/// Maximum number of bytes of `Wish` messages in one message, which one further wish may exceed.
-/// The client of a gateway decodes 4 MiB by default.
+/// Maximum number of bytes of `LeaseAction` messages in one message, which one further action may
+/// exceed. The client of a gateway decodes 4 MiB by default.
 const MAX_WISH_BYTES: usize = 2 << 20;
 
 /// Largest text about the progress of an input, in bytes. Each change is stored as an event.
@@ -102,9 +102,9 @@ async fn begin<'s>(
     answers: &'s Answers,
 ) -> Result<Attendance<'s>, Status> {
     let registration = match inbound.message().await?.and_then(|message| message.message) {
-        Some(Said::Hello(hello)) => {
-            let versions = hello.protocol_versions.clone();
-            let registration = parse_hello(scheduler, hello)?;
+        Some(Said::Registration(registration)) => {
+            let versions = registration.protocol_versions.clone();
+            let registration = parse_registration(scheduler, registration)?;
             if !versions.contains(&PROTOCOL) {
                 scheduler
                     .lifecycle
@@ -119,7 +119,7 @@ async fn begin<'s>(
             registration
         }
         Some(Said::Observed(_)) | None => {
-            return Err(invalid_field("hello", "must be the first message"));
+            return Err(invalid_field("registration", "must be the first message"));
         }
     };
     let name = registration.name.clone();
@@ -202,7 +202,7 @@ struct Attendance<'s> {
     /// Live leases that must stop, with the grace period in microseconds and the reason as last
     /// sent.
     stops: HashMap<Uuid, (Option<i64>, Option<lease::StopReason>)>,
-    /// Whether wishes remain for the next message.
+    /// Whether actions remain for the next message.
     has_more: bool,
     /// The last recorded heartbeat.
     noted: Timestamp,
@@ -232,7 +232,8 @@ impl Attendance<'_> {
         if matches!(error, SessionError::Forgotten) {
             let generation = self.sent.unwrap_or_default().unsigned_abs().saturating_add(1);
             let directive = pb::Directive::RegisterAgain.into();
-            let desired = pb::Desired { generation, leases: vec![], heard: self.last_number, directive };
+            let desired =
+                pb::Desired { generation, leases: vec![], observed_number: self.last_number, directive };
             if let Err(left) = self.send(Outgoing::Desired(desired)).await {
                 return left;
             }
@@ -313,8 +314,13 @@ impl Attendance<'_> {
         let complete = (!self.has_more).then_some(known.generation);
         let generation = complete.or(self.sent).unwrap_or(0).unsigned_abs();
         let directive = directive.into();
-        self.send(Outgoing::Desired(pb::Desired { generation, leases, heard: self.last_number, directive }))
-            .await?;
+        self.send(Outgoing::Desired(pb::Desired {
+            generation,
+            leases,
+            observed_number: self.last_number,
+            directive,
+        }))
+        .await?;
         if self.has_more {
             return Ok(());
         }
@@ -325,7 +331,7 @@ impl Attendance<'_> {
         Ok(())
     }
 
-    /// Builds the entry of `lease`. `room`: the bytes of wishes that still fit. Returns `None` for
+    /// Builds the entry of `lease`. `room`: the bytes of actions that still fit. Returns `None` for
     /// a lease that is not for the gateway.
     async fn desired_lease(
         &mut self,
@@ -333,7 +339,7 @@ impl Attendance<'_> {
         room: &mut usize,
     ) -> Result<Option<pb::DesiredLease>, Status> {
         let Some((workload, attempt)) = leases::claims(lease).attempt else { return Ok(None) };
-        let mut desired = pb::DesiredLease { lease_id: lease.id.to_string(), wish: None };
+        let mut desired = pb::DesiredLease { lease_id: lease.id.to_string(), action: None };
         let stop = (lease.state == lease::State::Ending).then_some((lease.stop_grace_us, lease.stop_reason));
         let was_sent = match &stop {
             Some(stop) => self.stops.get(&lease.id) == Some(stop),
@@ -346,9 +352,9 @@ impl Attendance<'_> {
             self.has_more = true;
             return Ok(Some(desired));
         }
-        desired.wish = Some(if let Some((grace, reason)) = stop {
+        desired.action = Some(if let Some((grace, reason)) = stop {
             let micros = u64::try_from(grace.unwrap_or(0)).unwrap_or(0);
-            pb::desired_lease::Wish::Stop(pb::StopAttempt {
+            pb::desired_lease::Action::Stop(pb::StopAttempt {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
                 reason: convert::stop_reason(reason.unwrap_or(lease::StopReason::Cancelled)).into(),
                 lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
@@ -357,7 +363,7 @@ impl Attendance<'_> {
             })
         } else {
             let Some(run) = self.run(lease, workload, attempt).await? else { return Ok(None) };
-            pb::desired_lease::Wish::Run(run)
+            pb::desired_lease::Action::Run(run)
         });
         *room = room.saturating_sub(rpc::Message::encoded_len(&desired));
         match stop {
@@ -574,26 +580,26 @@ impl Attendance<'_> {
     }
 }
 
-fn parse_hello(scheduler: &App, hello: pb::Hello) -> Result<Registration, Status> {
-    if !(1..=MAX_VERSIONS).contains(&hello.protocol_versions.len()) {
-        return Err(invalid_field("hello.protocol_versions", format!("must be 1 to {MAX_VERSIONS}")));
+fn parse_registration(scheduler: &App, registration: pb::Registration) -> Result<Registration, Status> {
+    if !(1..=MAX_VERSIONS).contains(&registration.protocol_versions.len()) {
+        return Err(invalid_field("registration.protocol_versions", format!("must be 1 to {MAX_VERSIONS}")));
     }
-    let marker = required("hello.marker", hello.marker)?;
-    let labels = required("hello.labels", hello.labels)?;
+    let marker = required("registration.marker", registration.marker)?;
+    let labels = required("registration.labels", registration.labels)?;
     Ok(Registration {
-        name: rpc::parse_name("hello.worker_name", hello.worker_name)?,
-        instance: parse_id("hello.gateway_instance", &hello.gateway_instance)?,
+        name: rpc::parse_name("registration.worker_name", registration.worker_name)?,
+        instance: parse_id("registration.gateway_instance", &registration.gateway_instance)?,
         // A credential that another key signed belongs to a lost database. It proves nothing, and
         // is no reason to reject the gateway.
-        last: scheduler.signer.verify(&hello.session_credential).ok(),
+        last: scheduler.signer.verify(&registration.session_credential).ok(),
         marker: Marker {
-            id: parse_id("hello.marker.marker_id", &marker.marker_id)?,
-            boot: rpc::parse_label("hello.marker.boot_id", marker.boot_id)?,
+            id: parse_id("registration.marker.marker_id", &marker.marker_id)?,
+            boot: rpc::parse_label("registration.marker.boot_id", marker.boot_id)?,
         },
-        endpoint: parse_endpoint("hello.endpoint", hello.endpoint)?,
+        endpoint: parse_endpoint("registration.endpoint", registration.endpoint)?,
         ephemeral: labels.ephemeral,
         labels: convert::parse_labels(labels)?,
-        capacity: convert::parse_capacity(hello.capacity.unwrap_or_default()),
+        capacity: convert::parse_capacity(registration.capacity.unwrap_or_default()),
     })
 }
 

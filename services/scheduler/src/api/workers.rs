@@ -179,16 +179,16 @@ impl Workers for WorkersService {
         Ok(Response::new(pb::CordonWorkerResponse { worker }))
     }
 
-    async fn run_worker(
+    async fn uncordon_worker(
         &self,
-        request: Request<pb::RunWorkerRequest>,
-    ) -> Result<Response<pb::RunWorkerResponse>, Status> {
+        request: Request<pb::UncordonWorkerRequest>,
+    ) -> Result<Response<pb::UncordonWorkerResponse>, Status> {
         let request = request.into_inner();
 
         let running =
-            self.0.lifecycle.run_worker(named(&request.worker)?).await.map_err(IntoStatus::status)?;
+            self.0.lifecycle.uncordon_worker(named(&request.worker)?).await.map_err(IntoStatus::status)?;
 
-        Ok(Response::new(pb::RunWorkerResponse { worker: running.map(|worker| self.to_proto(worker)) }))
+        Ok(Response::new(pb::UncordonWorkerResponse { worker: running.map(|worker| self.to_proto(worker)) }))
     }
 
     async fn retire_worker(

@@ -47,7 +47,7 @@ pub(crate) struct Submissions {
 impl Submissions {
     pub(crate) fn new(context: Context, store: Store, dispatch: Dispatch) -> Self {
         let config = &context.config;
-        let admissions = Admissions::new(config.most_waiting, config.most_waiting_bytes);
+        let admissions = Admissions::new(config.max_waiting_per_team, config.max_waiting_bytes_per_team);
         Self { context, store, dispatch, admissions }
     }
 

@@ -37,7 +37,7 @@ use crate::workers;
 use crate::workers::cache::{self, TransactionId};
 use crate::workers::load_counters::{LoadChanges, LockedWorkers, known_rows, signed};
 use crate::workloads;
-use crate::workloads::events::{Event, Whereabouts};
+use crate::workloads::events::{AttemptLocation, Event};
 
 /// The content of one transaction.
 #[derive(Debug, Default)]
@@ -92,7 +92,7 @@ pub(crate) enum Holder {
         settles: bool,
     },
     /// A workload that waits, or that this transaction inserts.
-    Workload { id: WorkloadId, attempt: AttemptId, whereabouts: Whereabouts, reason: String },
+    Workload { id: WorkloadId, attempt: AttemptId, location: AttemptLocation, reason: String },
 }
 
 /// The result of a commit.
@@ -381,7 +381,7 @@ struct NewWorkload<'r> {
     queue_deadline: Option<i64>,
     lease_id: Option<Uuid>,
     attempt_id: Option<Uuid>,
-    whereabouts: Option<String>,
+    location: Option<String>,
     waiting_for: &'r str,
     priority: i64,
     interruptible: bool,
@@ -401,7 +401,7 @@ const NEW_WORKLOAD: [(&str, Column); 17] = [
     ("queue_deadline", Column::Integer),
     ("lease_id", Column::Uuid),
     ("attempt_id", Column::Uuid),
-    ("whereabouts", Column::Text),
+    ("location", Column::Text),
     ("waiting_for", Column::Text),
     ("priority", Column::Integer),
     ("interruptible", Column::Boolean),
@@ -429,10 +429,10 @@ fn submit(
             continue;
         }
         let holder = grant.map(|grant| &grant.holder);
-        let (attempt_id, whereabouts, event) = match holder {
-            Some(Holder::Workload { attempt, whereabouts, reason, .. }) => {
-                let event = Event::Placed { whereabouts: whereabouts.clone(), reason: reason.clone() };
-                (Some(attempt.uuid()), Some(to_json(whereabouts)?), event)
+        let (attempt_id, location, event) = match holder {
+            Some(Holder::Workload { attempt, location, reason, .. }) => {
+                let event = Event::Placed { location: location.clone(), reason: reason.clone() };
+                (Some(attempt.uuid()), Some(to_json(location)?), event)
             }
             Some(Holder::Driven { .. }) | None => {
                 (None, None, Event::Queued { reasons: crate::db::entity::from_json(&row.waiting_for)? })
@@ -453,7 +453,7 @@ fn submit(
             queue_deadline: row.queue_deadline,
             lease_id: grant.map(|grant| grant.lease.uuid()),
             attempt_id,
-            whereabouts,
+            location,
             waiting_for: if grant.is_some() { "[]" } else { &row.waiting_for },
             priority: row.priority,
             interruptible: row.interruptible,
@@ -466,10 +466,10 @@ fn submit(
     writes.add([rows::value(&fresh)?], |backend, n| {
         format!(
             "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
-             queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority, interruptible,
+             queue_deadline, lease_id, attempt_id, location, locations, waiting_for, priority, interruptible,
              start_timeout_us)
              SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
-             attempt_id, whereabouts, '[]', waiting_for, priority, interruptible, start_timeout_us FROM ({}) AS given",
+             attempt_id, location, '[]', waiting_for, priority, interruptible, start_timeout_us FROM ({}) AS given",
             rows::query(backend, n, &NEW_WORKLOAD)
         )
     });
@@ -523,7 +523,7 @@ struct WorkloadChange {
     state: String,
     lease_id: Option<Uuid>,
     attempt_id: Option<Uuid>,
-    whereabouts: Option<String>,
+    location: Option<String>,
     locations: Option<String>,
     waiting_for: String,
 }
@@ -533,7 +533,7 @@ const WORKLOAD_CHANGE: [(&str, Column); 7] = [
     ("state", Column::Text),
     ("lease_id", Column::Uuid),
     ("attempt_id", Column::Uuid),
-    ("whereabouts", Column::Text),
+    ("location", Column::Text),
     ("locations", Column::Text),
     ("waiting_for", Column::Text),
 ];
@@ -551,7 +551,7 @@ async fn assign(
     let mut pinned: HashMap<_, _> = plan.pinned.iter().map(|pinned| (pinned.id, pinned)).collect();
     let granted: HashSet<_> = granted.iter().map(|grant| grant.lease).collect();
     for grant in &plan.grants {
-        let Holder::Workload { id, attempt, whereabouts, reason } = &grant.holder else { continue };
+        let Holder::Workload { id, attempt, location, reason } = &grant.holder else { continue };
         let locations = pinned.remove(id).map(|pinned| pinned.locations.clone());
         if !waiting.contains(id) || !granted.contains(&grant.lease) {
             continue;
@@ -561,11 +561,11 @@ async fn assign(
             state: workload::State::Assigned.to_value(),
             lease_id: Some(grant.lease.uuid()),
             attempt_id: Some(attempt.uuid()),
-            whereabouts: Some(to_json(whereabouts)?),
+            location: Some(to_json(location)?),
             locations,
             waiting_for: "[]".to_owned(),
         });
-        let event = Event::Placed { whereabouts: whereabouts.clone(), reason: reason.clone() };
+        let event = Event::Placed { location: location.clone(), reason: reason.clone() };
         events.insert(id.uuid(), to_json(&event)?);
     }
     for pinned in pinned.into_values().filter(|pinned| waiting.contains(&pinned.id)) {
@@ -574,7 +574,7 @@ async fn assign(
             state: workload::State::Pending.to_value(),
             lease_id: None,
             attempt_id: None,
-            whereabouts: None,
+            location: None,
             locations: Some(pinned.locations.clone()),
             waiting_for: to_json(&pinned.reasons)?,
         });
@@ -586,7 +586,7 @@ async fn assign(
     let backend = txn.get_database_backend();
     let query = format!(
         "UPDATE workloads SET state = given.state, revision = revision + 1, lease_id = given.lease_id,
-         attempt_id = given.attempt_id, whereabouts = COALESCE(given.whereabouts, workloads.whereabouts),
+         attempt_id = given.attempt_id, location = COALESCE(given.location, workloads.location),
          locations = COALESCE(given.locations, workloads.locations), waiting_for = given.waiting_for
          FROM ({}) AS given WHERE workloads.id = given.id
          RETURNING workloads.id, workloads.revision, workloads.sequence, workloads.submitted_at",

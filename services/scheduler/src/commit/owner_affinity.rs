@@ -165,7 +165,7 @@ mod tests {
     use crate::notify::changes::Effects;
     use crate::placement::{DecidedBy, Purpose, Resources, Shape};
     use crate::workers;
-    use crate::workers::test_support::hello;
+    use crate::workers::test_support::registration;
 
     fn grant(session: &SessionClaims, owner: &str, group: Option<usize>) -> Grant {
         let shape = Shape {
@@ -209,7 +209,7 @@ mod tests {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config::new(&database.url, "");
         let register = async |name: &str| {
-            let registration = hello(name);
+            let registration = registration(name);
             let sessions = db.write(async |txn| {
                 workers::register(&txn, &[&registration], &config, Timestamp::now(), &mut Effects::default())
                     .await

@@ -15,7 +15,7 @@ use crate::notify::changes::Effects;
 use crate::workers;
 use crate::workers::cache::WorkerCache;
 use crate::workers::revisions;
-use crate::workers::test_support::hello;
+use crate::workers::test_support::registration;
 use crate::workloads;
 
 /// Number of live rows, and of ended rows.
@@ -29,9 +29,10 @@ const ASKED: usize = 10;
 async fn start() -> (TestDatabase, Database, Config) {
     let database = testing::databases::postgres().await;
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
-    let (hello, config, now) = (hello("one"), Config::new("", ""), Timestamp::now());
-    let let_in =
-        db.write(async |txn| workers::register(&txn, &[&hello], &config, now, &mut Effects::default()).await);
+    let (registration, config, now) = (registration("one"), Config::new("", ""), Timestamp::now());
+    let let_in = db.write(async |txn| {
+        workers::register(&txn, &[&registration], &config, now, &mut Effects::default()).await
+    });
     let_in.await.expect("the database answers").remove(0).expect("registered");
     (database, db, config)
 }

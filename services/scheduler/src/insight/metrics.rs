@@ -189,10 +189,10 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     ];
     for (why, matching) in why {
         let count = worker::Entity::find().filter(matching).count(db.read()).await?;
-        metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => why).set(count as f64);
+        metrics::gauge!("gantry_scheduler_workers_out_of_service", "reason" => why).set(count as f64);
     }
     let count = reservation::all(db.read(), Timestamp::now()).await?.len();
-    metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => "reserved").set(count as f64);
+    metrics::gauge!("gantry_scheduler_workers_out_of_service", "reason" => "reserved").set(count as f64);
 
     let workloads: Vec<(workload::State, i64)> = workload::Entity::find()
         .select_only()
@@ -266,7 +266,7 @@ mod tests {
     use crate::config::Config;
     use crate::notify::changes::Effects;
     use crate::workers;
-    use crate::workers::test_support::hello;
+    use crate::workers::test_support::registration;
 
     #[test]
     fn ended_waits_become_zero_and_further_teams_share() {
@@ -302,11 +302,11 @@ mod tests {
             let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
             let drift = async || counters_drift(db.read()).await.expect("compared").map(|(_, drift)| drift);
             assert_eq!(drift().await, [0; 5], "there are no workers");
-            let gateways = ["one", "two"].map(hello);
-            let (hellos, config) = (gateways.iter().collect::<Vec<_>>(), Config::new("", ""));
+            let gateways = ["one", "two"].map(registration);
+            let (registrations, config) = (gateways.iter().collect::<Vec<_>>(), Config::new("", ""));
             let now = Timestamp::now();
             db.write(async |txn| {
-                workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await
+                workers::register(&txn, &registrations, &config, now, &mut Effects::default()).await
             })
             .await
             .expect("let in");

@@ -106,7 +106,7 @@ pub(crate) async fn withdraw_worker(
                 desired: Set(desired),
                 force_retire: Set(force),
                 interrupt_at: Set(interrupt_at),
-                held_up_by: Set(String::new()),
+                blocked_by: Set(String::new()),
                 generation: Set(row.generation + 1),
                 ..Default::default()
             })
@@ -144,7 +144,7 @@ pub(crate) async fn run(
                 force_retire: Set(false),
                 interrupt_at: Set(None),
                 landed_at: Set(None),
-                held_up_by: Set(String::new()),
+                blocked_by: Set(String::new()),
                 generation: Set(row.generation + 1),
                 ..quarantine::no_failures()
             })
@@ -303,7 +303,7 @@ async fn depart_if_due(
             })
             .await?;
     }
-    let refused = last_checks.get(&row.id).filter(|_| !row.held_up_by.is_empty());
+    let refused = last_checks.get(&row.id).filter(|_| !row.blocked_by.is_empty());
     let too_early = refused.is_some_and(|checked| Timestamp::now().since(*checked) < CHECK_INTERVAL);
     if row.desired == Desired::Retire && load.leases == 0 && !too_early && !is_settling(db, row.id).await? {
         last_checks.insert(row.id, Timestamp::now());
@@ -354,7 +354,7 @@ async fn record_refusal(lifecycle: &Lifecycle, row: &Model, refusal: rpc::Refusa
         return Ok(());
     }
     let why = refusal.message;
-    if why == row.held_up_by {
+    if why == row.blocked_by {
         return Ok(());
     }
     tracing::warn!(worker.name = row.name, why, "worker cannot be retired yet");
@@ -363,7 +363,7 @@ async fn record_refusal(lifecycle: &Lifecycle, row: &Model, refusal: rpc::Refusa
         .change(async |txn| {
             let mut effects = Effects::default();
             let updated = worker::Entity::update_many()
-                .col_expr(worker::Column::HeldUpBy, Expr::value(why.clone()))
+                .col_expr(worker::Column::BlockedBy, Expr::value(why.clone()))
                 .filter(worker::Column::Id.eq(row.id))
                 .filter(worker::Column::Desired.eq(Desired::Retire))
                 .exec(&*txn)

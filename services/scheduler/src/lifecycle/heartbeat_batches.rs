@@ -183,7 +183,7 @@ mod tests {
     use crate::config::Config;
     use crate::db::entity::{heartbeat, worker};
     use crate::workers::Registration;
-    use crate::workers::test_support::hello;
+    use crate::workers::test_support::registration;
 
     async fn open(database: &TestDatabase) -> Database {
         Database::connect::<crate::Schema>(&database.url).await.expect("a database")
@@ -191,11 +191,11 @@ mod tests {
 
     async fn register(
         txn: &DatabaseTransaction,
-        hello: &Registration,
+        registration: &Registration,
     ) -> Result<SessionClaims, SessionError> {
         let config = Config::new("", "");
         let registered =
-            workers::register(txn, &[hello], &config, Timestamp::now(), &mut Effects::default()).await;
+            workers::register(txn, &[registration], &config, Timestamp::now(), &mut Effects::default()).await;
         registered?.remove(0)
     }
 
@@ -217,12 +217,13 @@ mod tests {
 
     async fn heartbeat_counts_only_for_its_session(database: TestDatabase) {
         let db = open(&database).await;
-        let [one, two, gone] = ["one", "two", "gone"].map(hello);
+        let [one, two, gone] = ["one", "two", "gone"].map(registration);
         let reborn =
             Registration { marker: Marker { id: MarkerId::new(), boot: String::new() }, ..two.clone() };
         let mut sessions = Vec::new();
-        for hello in [&one, &two, &reborn, &gone] {
-            sessions.push(db.write(async |txn| register(&txn, hello).await).await.expect("registered"));
+        for registration in [&one, &two, &reborn, &gone] {
+            sessions
+                .push(db.write(async |txn| register(&txn, registration).await).await.expect("registered"));
         }
         let [one, old, new, gone] = <[SessionClaims; 4]>::try_from(sessions).expect("four");
         assert_eq!(old.worker, new.worker);
@@ -289,8 +290,9 @@ mod tests {
         let db = open(&database).await;
         let mut all = Vec::new();
         for number in 0..100 {
-            let hello = hello(&format!("worker-{number}"));
-            let session = db.write(async |txn| register(&txn, &hello).await).await.expect("registered");
+            let registration = registration(&format!("worker-{number}"));
+            let session =
+                db.write(async |txn| register(&txn, &registration).await).await.expect("registered");
             all.push(heartbeat_of(&session, number, Timestamp::now()));
         }
         let count = "CREATE TABLE statements (on_table TEXT);
@@ -341,7 +343,7 @@ mod tests {
     async fn takeover_and_heartbeat_exclude_each_other() {
         let database = testing::databases::postgres().await;
         let db = open(&database).await;
-        let first = hello("one");
+        let first = registration("one");
         let session = db.write(async |txn| register(&txn, &first).await).await.expect("registered");
         let silent = "UPDATE heartbeats SET last_contact_at = 1";
         db.read().execute_unprepared(silent).await.expect("written");

@@ -60,7 +60,7 @@ impl Lifecycle {
 
     /// Lets a worker take work again. Returns `None` if the worker was retired, and may register
     /// again.
-    pub(crate) async fn run_worker(&self, worker: &str) -> Result<Option<Worker>, RegistryError> {
+    pub(crate) async fn uncordon_worker(&self, worker: &str) -> Result<Option<Worker>, RegistryError> {
         let id = self
             .context
             .change(async |txn| {

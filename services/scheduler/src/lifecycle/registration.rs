@@ -160,13 +160,13 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::db::entity::worker;
-    use crate::workers::test_support::hello;
+    use crate::workers::test_support::registration;
 
     #[tokio::test]
     async fn registration_of_ended_stream_is_dropped() {
         let (registrations, mut receiver) = channel();
         let mut calls = ["one", "gone", "gone", "two", "one"]
-            .map(|name| Box::pin(registrations.register(hello(name))))
+            .map(|name| Box::pin(registrations.register(registration(name))))
             .into_iter()
             .collect::<Vec<_>>();
         for call in &mut calls {
@@ -199,7 +199,7 @@ mod tests {
         };
         let revision = async || revisions::revisions(db.read()).await.expect("revisions").last;
         let before = revision().await;
-        let (one, two, three) = (hello("one"), hello("two"), hello("three"));
+        let (one, two, three) = (registration("one"), registration("two"), registration("three"));
         let (first, changed) = register_all(&[&one, &two]).await;
         let first: Vec<_> = first.into_iter().map(|session| session.expect("registered")).collect();
         assert_eq!(changed, first.iter().map(|session| session.worker).collect::<Vec<_>>());

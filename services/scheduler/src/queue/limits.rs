@@ -56,8 +56,8 @@ pub(crate) struct Admissions {
 }
 
 impl Admissions {
-    pub(crate) fn new(most_waiting: u64, most_waiting_bytes: u64) -> Arc<Self> {
-        let most = Load { count: most_waiting, bytes: most_waiting_bytes };
+    pub(crate) fn new(max_waiting_per_team: u64, max_waiting_bytes_per_team: u64) -> Arc<Self> {
+        let most = Load { count: max_waiting_per_team, bytes: max_waiting_bytes_per_team };
         Arc::new(Self { most, under_way: Mutex::default() })
     }
 

@@ -21,7 +21,7 @@ use crate::leases;
 use crate::notify::changes::Effects;
 use crate::placement::{Choice, Demand, Location, Part, Placement};
 use crate::queue::WaitingRequest;
-use crate::workloads::events::Whereabouts;
+use crate::workloads::events::AttemptLocation;
 use crate::workloads::{self, Submission};
 
 /// Maximum number of orders in which the leases of a group are tried.
@@ -252,7 +252,7 @@ impl Dispatcher {
         let mut workers = self.cache.workers.lock();
         let worker = workers.get(placement.worker)?;
         let attempt = AttemptId::new();
-        let whereabouts = Whereabouts {
+        let location = AttemptLocation {
             worker: worker.id,
             worker_name: worker.name.clone(),
             gateway_endpoint: worker.endpoint.clone(),
@@ -266,7 +266,7 @@ impl Dispatcher {
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
-            holder: Holder::Workload { id, attempt, whereabouts, reason: placement.reason },
+            holder: Holder::Workload { id, attempt, location, reason: placement.reason },
             decided_by: placement.decided_by,
         })
     }

@@ -99,8 +99,8 @@ pub(crate) enum PlaceError {
     /// The id belongs to another lease, or its lease has ended.
     #[error("the id belongs to another lease, or to one that has ended")]
     Exists,
-    /// The lease named by `same_worker_as` is unknown or has ended.
-    #[error("the lease named by same_worker_as is unknown, or has ended")]
+    /// The lease named by `same_worker_as_lease_id` is unknown or has ended.
+    #[error("the lease named by same_worker_as_lease_id is unknown, or has ended")]
     NoSuchLease,
     /// An input is unknown to the team, not sealed, or its bytes are lost.
     #[error("artifact {0} cannot be used as an input")]
@@ -533,7 +533,7 @@ mod tests {
     use super::*;
     use crate::commit::Holder;
     use crate::placement::{Purpose, Resources};
-    use crate::workloads::events::Whereabouts;
+    use crate::workloads::events::AttemptLocation;
 
     #[test]
     fn only_granted_leases_count_as_placed() {
@@ -563,8 +563,8 @@ mod tests {
         let of_workload = |lease, by, id| {
             let attempt = AttemptId::new();
             let (worker_name, gateway_endpoint) = (String::new(), String::new());
-            let whereabouts = Whereabouts { worker, worker_name, gateway_endpoint, attempt };
-            grant(lease, by, Holder::Workload { id, attempt, whereabouts, reason: String::new() })
+            let location = AttemptLocation { worker, worker_name, gateway_endpoint, attempt };
+            grant(lease, by, Holder::Workload { id, attempt, location, reason: String::new() })
         };
         let [granted, refused, assigned, moot] = [(); 4].map(|()| LeaseId::new());
         let workloads = [WorkloadId::new(), WorkloadId::new()];

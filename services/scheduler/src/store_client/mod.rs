@@ -268,7 +268,7 @@ impl Store {
         let request = pb::ForgetWorkerRequest {
             worker_id: worker.to_string(),
             force: forget == Forget::Now,
-            only_check: forget == Forget::Check,
+            dry_run: forget == Forget::Check,
         };
         let mut request = Request::new(request);
         request.set_timeout(FORGET_DEADLINE);

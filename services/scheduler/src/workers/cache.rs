@@ -214,7 +214,7 @@ pub(crate) async fn index(db: &impl ConnectionTrait, config: &Config) -> Result<
     let mut facts = Facts::new(config);
     let contacts = heartbeat::Entity::find().all(db).await?;
     facts.contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
-    let mut index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
+    let mut index = Index::new(config.chains.clone(), config.exclusive_teams.clone());
     for row in worker::Entity::find().all(db).await? {
         index.put(facts.as_placed(&row)?);
     }
@@ -223,7 +223,7 @@ pub(crate) async fn index(db: &impl ConnectionTrait, config: &Config) -> Result<
 
 impl WorkerCache {
     pub(crate) fn new(config: &Config) -> Self {
-        let index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
+        let index = Index::new(config.chains.clone(), config.exclusive_teams.clone());
         Self {
             workers: Workers { index: Arc::new(Mutex::new(index)), desired: DesiredStates::default() },
             facts: SharedFacts::new(Facts::new(config)),
@@ -451,13 +451,13 @@ mod tests {
     use super::*;
     use crate::db::entity::lease::Kind;
     use crate::notify::changes::Effects;
-    use crate::workers::test_support::hello;
+    use crate::workers::test_support::registration;
 
     async fn assert_removal_is_reported_once(remember_lost: Duration) {
         let database = databases::sqlite();
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config { remember_lost, ..Config::new("", "") };
-        let (one, now) = (hello("one"), Timestamp::now());
+        let (one, now) = (registration("one"), Timestamp::now());
         db.write(async |txn| workers::register(&txn, &[&one], &config, now, &mut Effects::default()).await)
             .await
             .expect("registered");
@@ -483,11 +483,13 @@ mod tests {
         let database = databases::sqlite();
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config::new("", "");
-        let gateways = ["one", "two"].map(hello);
-        let (hellos, now) = (gateways.iter().collect::<Vec<_>>(), Timestamp::now());
-        db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await)
-            .await
-            .expect("registered");
+        let gateways = ["one", "two"].map(registration);
+        let (registrations, now) = (gateways.iter().collect::<Vec<_>>(), Timestamp::now());
+        db.write(async |txn| {
+            workers::register(&txn, &registrations, &config, now, &mut Effects::default()).await
+        })
+        .await
+        .expect("registered");
         let mut cache = WorkerCache::new(&config);
         cache.catch_up(&db).await.expect("read");
         let mut rows = worker::Entity::find().all(db.read()).await.expect("rows");
@@ -518,11 +520,13 @@ mod tests {
         let database = databases::postgres().await;
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let (config, now) = (Config::new("", ""), Timestamp::now());
-        let gateways = ["one", "two"].map(hello);
-        let hellos = gateways.iter().collect::<Vec<_>>();
-        db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await)
-            .await
-            .expect("registered");
+        let gateways = ["one", "two"].map(registration);
+        let registrations = gateways.iter().collect::<Vec<_>>();
+        db.write(async |txn| {
+            workers::register(&txn, &registrations, &config, now, &mut Effects::default()).await
+        })
+        .await
+        .expect("registered");
         let mut cache = WorkerCache::new(&config);
         cache.catch_up(&db).await.expect("read");
         // Returns the transaction that wrote the row.
@@ -560,10 +564,10 @@ mod tests {
         let database = databases::sqlite();
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let (config, registered_at) = (Config::new("", ""), Timestamp::now());
-        let gateways = ["lost", "removed"].map(hello);
-        let hellos = gateways.iter().collect::<Vec<_>>();
+        let gateways = ["lost", "removed"].map(registration);
+        let registrations = gateways.iter().collect::<Vec<_>>();
         db.write(async |txn| {
-            workers::register(&txn, &hellos, &config, registered_at, &mut Effects::default()).await
+            workers::register(&txn, &registrations, &config, registered_at, &mut Effects::default()).await
         })
         .await
         .expect("registered");

@@ -118,7 +118,7 @@ pub(crate) struct Worker {
     pub(crate) ephemeral: bool,
     pub(crate) landed_at: Option<Timestamp>,
     pub(crate) interrupt_at: Option<Timestamp>,
-    pub(crate) held_up_by: String,
+    pub(crate) blocked_by: String,
     pub(crate) failures: u32,
     pub(crate) last_failure: String,
     pub(crate) quarantined_until: Option<Timestamp>,
@@ -693,7 +693,7 @@ fn view(
         failures: u32::try_from(row.failures).unwrap_or(u32::MAX),
         quarantined_until: row.quarantined_until.map(Timestamp),
         revision: row.revision,
-        held_up_by: row.held_up_by,
+        blocked_by: row.blocked_by,
         last_failure: row.last_failure,
         failed_team: row.failed_team,
     })

@@ -6,7 +6,7 @@ use domain::{GatewayInstance, MarkerId};
 use super::Registration;
 
 /// Returns the registration of a plain worker by a new gateway.
-pub(crate) fn hello(name: &str) -> Registration {
+pub(crate) fn registration(name: &str) -> Registration {
     Registration {
         name: name.to_owned(),
         instance: GatewayInstance::new(),

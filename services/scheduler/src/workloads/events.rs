@@ -17,17 +17,17 @@ pub(crate) enum Event {
     /// The workload waits for a worker.
     Queued { reasons: Vec<String> },
     /// The workload was placed on a worker.
-    Placed { whereabouts: Whereabouts, reason: String },
+    Placed { location: AttemptLocation, reason: String },
     /// The container is being created.
     Preparing,
     /// Inputs are being copied to the worker.
     Materializing { inputs: Vec<InputProgress> },
     /// The process runs.
-    Running { whereabouts: Whereabouts },
+    Running { location: AttemptLocation },
     /// The process has ended, and its outputs are being read.
     Publishing,
     /// The workload has ended. Always the last event.
-    Finished { ending: Ending, whereabouts: Option<Whereabouts> },
+    Finished { ending: Ending, location: Option<AttemptLocation> },
 }
 
 /// Progress of an input that is copied to a worker.
@@ -52,7 +52,7 @@ impl InputProgress {
 
 /// The worker, gateway and id of an attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Whereabouts {
+pub(crate) struct AttemptLocation {
     pub(crate) worker: WorkerId,
     pub(crate) worker_name: String,
     pub(crate) gateway_endpoint: String,

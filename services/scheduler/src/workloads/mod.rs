@@ -40,7 +40,7 @@ use crate::outcome::{self, Allowed, AttemptEnd, Ending, NextStep, Report};
 use crate::placement::{Demand, FailedWorker, Location};
 use crate::workers;
 use crate::workers::quarantine;
-use crate::workloads::events::{Event, InputProgress, Whereabouts};
+use crate::workloads::events::{AttemptLocation, Event, InputProgress};
 
 mod deadlines;
 pub(crate) mod events;
@@ -145,7 +145,7 @@ impl Submission {
             run_deadline: None,
             lease_id: None,
             attempt_id: None,
-            whereabouts: None,
+            location: None,
             locations: "[]".to_owned(),
             waiting_for: "[]".to_owned(),
             ending: None,
@@ -245,7 +245,7 @@ pub(crate) async fn save(
                 run_deadline: Set(row.run_deadline),
                 lease_id: Set(row.lease_id),
                 attempt_id: Set(row.attempt_id),
-                whereabouts: Set(row.whereabouts),
+                location: Set(row.location),
                 locations: Set(row.locations),
                 waiting_for: Set(row.waiting_for),
                 ending: Set(row.ending),
@@ -353,7 +353,7 @@ async fn finish(
     row.state = State::Finished;
     row.finished_at = Some(now.0);
     row.outcome = Some(ending.outcome.into());
-    if row.spec.len() > rpc::spec::MOST_FINISHED_BYTES {
+    if row.spec.len() > rpc::spec::MAX_FINISHED_BYTES {
         let kept = rpc::spec::encode(&rpc::spec::abridged(spec(&row)?));
         workload::Entity::update_many()
             .col_expr(workload::Column::Spec, Expr::value(kept))
@@ -362,7 +362,7 @@ async fn finish(
             .exec(txn)
             .await?;
     }
-    let event = Event::Finished { ending, whereabouts: whereabouts(&row)? };
+    let event = Event::Finished { ending, location: location(&row)? };
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }
 
@@ -409,8 +409,8 @@ fn ending(row: &Model) -> Result<Ending, DbErr> {
 }
 
 /// Returns the worker, gateway and id of the present or last attempt.
-pub(crate) fn whereabouts(row: &Model) -> Result<Option<Whereabouts>, DbErr> {
-    row.whereabouts.as_deref().map(from_json).transpose()
+pub(crate) fn location(row: &Model) -> Result<Option<AttemptLocation>, DbErr> {
+    row.location.as_deref().map(from_json).transpose()
 }
 
 /// Marks the process of an attempt as about to start. From the commit on, the attempt counts as
@@ -644,13 +644,13 @@ async fn emit_running(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    let Some(whereabouts) = whereabouts(row)? else { return Ok(()) };
+    let Some(location) = location(row)? else { return Ok(()) };
     let id = WorkloadId::from_uuid(row.id);
-    quarantine::record_success(txn, whereabouts.worker.uuid(), effects).await?;
+    quarantine::record_success(txn, location.worker.uuid(), effects).await?;
     row.state = State::Running;
     row.started_at.get_or_insert(now.0);
     row.revision += 1;
-    events::append(txn, id, row.revision, &Event::Running { whereabouts }, now).await?;
+    events::append(txn, id, row.revision, &Event::Running { location }, now).await?;
     effects.workloads.push(id);
     Ok(())
 }
@@ -693,9 +693,9 @@ pub(crate) async fn observe_phase(
         (Phase::Running, State::Starting) => {
             row.state = State::Running;
             row.started_at = Some(now.0);
-            let Some(whereabouts) = whereabouts(&row)? else { return Ok(()) };
+            let Some(location) = location(&row)? else { return Ok(()) };
             quarantine::record_success(txn, lease.worker_id, effects).await?;
-            Event::Running { whereabouts }
+            Event::Running { location }
         }
         (Phase::Publishing, State::Starting | State::Running) => {
             if row.state == State::Starting {
@@ -823,10 +823,10 @@ pub(crate) fn settlement_of_finished(row: &Model) -> Result<Option<Settlement>, 
         return Ok(None);
     }
     let ending = ending(row)?;
-    let whereabouts = whereabouts(row)?;
+    let location = location(row)?;
     Ok(Some(Settlement {
         team: row.team.clone(),
-        attempt: whereabouts.map(|whereabouts| whereabouts.attempt),
+        attempt: location.map(|location| location.attempt),
         outputs: vec![],
         build: spec(row)?.build,
         outcome: ending.outcome,

@@ -70,11 +70,11 @@ pub(crate) async fn get(context: &Context, team: &str, id: WorkloadId) -> Result
     let row = workloads::find(db, id).await?.filter(|row| row.team == team);
     let mut views = workloads::view(db, row.into_iter().collect()).await?;
     let mut workload = views.pop().ok_or(WorkloadError::NotFound(id))?;
-    if let Some(whereabouts) = &mut workload.whereabouts
-        && let Some((_, endpoint)) = workers::reach(db, whereabouts.worker).await?
+    if let Some(location) = &mut workload.location
+        && let Some((_, endpoint)) = workers::reach(db, location.worker).await?
     {
         // The gateway may have moved since the workload was placed.
-        whereabouts.gateway_endpoint = endpoint;
+        location.gateway_endpoint = endpoint;
     }
     Ok(workload)
 }

@@ -7,7 +7,7 @@ use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::{DatabaseTransaction, DbErr};
 use uuid::Uuid;
 
-use super::{Write, demand, lock, queue, remaining_retries, spec, stop, whereabouts};
+use super::{Write, demand, location, lock, queue, remaining_retries, spec, stop};
 use crate::config::Config;
 use crate::db::entity::lease::{self, EndedBy, StopReason};
 use crate::db::entity::workload::{Model, State};
@@ -41,7 +41,7 @@ pub(super) async fn after_fault(
         return Ok(false);
     };
     if leases::end(txn, LeaseId::from_uuid(lease.id), EndedBy::Reported, now, effects).await? {
-        let name = whereabouts(&row)?.map(|there| there.worker_name).unwrap_or_default();
+        let name = location(&row)?.map(|there| there.worker_name).unwrap_or_default();
         let reasons = vec![format!("{name}: {}", Refusal::FailedWorker(failure.clone()))];
         requeue(txn, row, lease.attempt_id, reasons, now, effects).await?;
     }
@@ -76,7 +76,7 @@ async fn exclude_worker(
     let lasts = |failed: &FailedWorker| !outcome::is_temporary_fault(&failed.failure);
     let counts =
         |failed: &&FailedWorker| lasts(failed) && failed.failure.reason != FailureReason::StartTimeout;
-    if failed_on.iter().filter(counts).count() >= outcome::MOST_FAULTS {
+    if failed_on.iter().filter(counts).count() >= outcome::MAX_FAULTS {
         return Ok(None);
     }
     let mut known = cache::index(txn, config).await?;

@@ -9,13 +9,13 @@ use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
 use uuid::Uuid;
 
-use super::{ending, spec, whereabouts};
+use super::{ending, location, spec};
 use crate::db::entity::from_json;
 use crate::db::entity::lease::StopReason;
 use crate::db::entity::workload::{self, Model, Outcome, State};
 use crate::leases;
 use crate::outcome::Ending;
-use crate::workloads::events::Whereabouts;
+use crate::workloads::events::AttemptLocation;
 
 /// A workload as callers see it.
 #[derive(Debug, Clone)]
@@ -27,7 +27,7 @@ pub(crate) struct Workload {
     pub(crate) submitted_at: Timestamp,
     pub(crate) started_at: Option<Timestamp>,
     pub(crate) finished_at: Option<Timestamp>,
-    pub(crate) whereabouts: Option<Whereabouts>,
+    pub(crate) location: Option<AttemptLocation>,
     /// End of the workload. Set once finished.
     pub(crate) ending: Option<Ending>,
     /// Refusals of the workers. Set while pending.
@@ -59,7 +59,7 @@ pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<
             submitted_at: Timestamp(row.submitted_at),
             started_at: row.started_at.map(Timestamp),
             finished_at: row.finished_at.map(Timestamp),
-            whereabouts: whereabouts(&row)?,
+            location: location(&row)?,
             ending: if finished { Some(ending(&row)?) } else { None },
             waiting_for: if pending { from_json(&row.waiting_for)? } else { vec![] },
             retried: u32::try_from(row.retried).unwrap_or(0),
@@ -108,7 +108,7 @@ pub(crate) async fn list(
     let (mut limit, mut bytes) = (0, 0);
     for size in sizes.iter().take(usize::try_from(page.size).unwrap_or(usize::MAX)) {
         bytes += usize::try_from(*size).unwrap_or(0);
-        if bytes > page::MOST_BYTES && limit > 0 {
+        if bytes > page::MAX_BYTES && limit > 0 {
             break;
         }
         limit += 1;

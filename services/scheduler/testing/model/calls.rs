@@ -15,7 +15,7 @@ use crate::db::entity::lease::{EndedBy, Kind, State as LeaseState};
 pub(super) struct WaitingCall {
     pub(super) call: Call,
     pub(super) replica: usize,
-    /// The only allowed worker, because of `same_worker_as` at the time of the call.
+    /// The only allowed worker, because of `same_worker_as_lease_id` at the time of the call.
     pub(super) only: Option<WorkerId>,
     /// The worker of the first lease's owner at the time of the call.
     pub(super) owner_worker: Option<WorkerId>,
@@ -32,7 +32,7 @@ pub(super) struct WaitingCall {
 impl WaitingCall {
     /// Returns whether all callers have disconnected. The call stays in the queue until the next
     /// check.
-    pub(super) fn is_left(&self) -> bool {
+    pub(super) fn is_abandoned(&self) -> bool {
         self.has_gone && self.earlier.is_empty()
     }
 
@@ -55,7 +55,8 @@ impl WaitingCall {
     }
 }
 
-/// Returns the requirements of a lease, with the worker of its owner or of `same_worker_as`.
+/// Returns the requirements of a lease, with the worker of its owner or of
+/// `same_worker_as_lease_id`.
 fn requirements_of(state: &State, id: LeaseId, kind: Kind, only: Option<WorkerId>) -> Requirements {
     let requirements = fixtures::requirements_of_lease(id, kind);
     let only = only.or_else(|| state.worker_of_owner(requirements.team, fixtures::owner_of_lease(id)));
@@ -205,7 +206,7 @@ impl State {
                 in_its_way.extend(unit.leases());
             } else {
                 // The disconnect of its caller may have been noticed.
-                assert!(old.is_left(), "{old:?} waits with one of the ids");
+                assert!(old.is_abandoned(), "{old:?} waits with one of the ids");
                 self.waiting.remove(there);
             }
         }
@@ -249,7 +250,7 @@ impl State {
             assert!(call.wait > 0 && granted.is_empty(), "{call:?} must not wait");
             assert!(call.leases().all(|id| !before.leases.contains_key(&id)), "an existing lease");
             items.iter().for_each(may_find_nobody);
-            let took_over = replaced.as_ref().map(|old| (old.arrived, old.is_left()));
+            let took_over = replaced.as_ref().map(|old| (old.arrived, old.is_abandoned()));
             self.arrivals += 1;
             let arrived = match took_over {
                 Some((_, true)) => None,
@@ -330,7 +331,7 @@ impl State {
 
     /// Removes calls of disconnected callers from the queue of a replica.
     pub(super) fn drop_disconnected(&mut self, replica: usize) {
-        self.waiting.retain(|waiting| !(waiting.is_left() && waiting.is_there(replica)));
+        self.waiting.retain(|waiting| !(waiting.is_abandoned() && waiting.is_there(replica)));
     }
 
     /// Checks the answers to waiting calls of the replica that took `step`.
@@ -378,7 +379,7 @@ impl State {
         for waiting in self.waiting.iter().filter(|known| known.is_there(step_result.replica())) {
             if let Step::EndWaits { minutes, .. } = step {
                 assert!(
-                    waiting.is_left() || waiting.call.wait > *minutes,
+                    waiting.is_abandoned() || waiting.call.wait > *minutes,
                     "the waiting time of {waiting:?} is over"
                 );
             }

@@ -42,7 +42,7 @@ pub(super) fn config(database: &str, store: &str) -> Config {
         // The model has no reservations.
         queue_aging: Duration::ZERO,
         team_weights: [(TEAM.to_owned(), HEAVY)].into(),
-        share_hints: false,
+        share_notifications: false,
         ..Config::new(database, store)
     }
 }
@@ -130,7 +130,7 @@ pub(super) fn traits(name: &str) -> Traits {
     }
 }
 
-pub(super) fn hello(
+pub(super) fn registration(
     name: &str,
     instance: GatewayInstance,
     marker: MarkerId,
@@ -164,9 +164,10 @@ pub(super) fn hello(
 }
 
 /// Converts a registration to its message.
-pub(super) fn hello_on_stream(hello: &Registration, signer: &TokenSigner) -> pb::Hello {
-    let Registration { name, instance, last, marker, endpoint, labels, capacity, ephemeral } = hello.clone();
-    pb::Hello {
+pub(super) fn registration_on_stream(registration: &Registration, signer: &TokenSigner) -> pb::Registration {
+    let Registration { name, instance, last, marker, endpoint, labels, capacity, ephemeral } =
+        registration.clone();
+    pb::Registration {
         worker_name: name,
         gateway_instance: instance.to_string(),
         session_credential: last.map(|last| signer.sign(&last)).unwrap_or_default(),

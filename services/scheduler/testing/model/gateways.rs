@@ -18,7 +18,7 @@ use crate::workloads::Phase;
 
 /// The desired state of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Wish {
+pub(super) enum LeaseAction {
     Run,
     /// Stop, with this grace period in seconds.
     Stop(i64),
@@ -28,7 +28,7 @@ pub(super) enum Wish {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ReceivedState {
     pub(super) generation: u64,
-    pub(super) wishes: BTreeMap<LeaseId, Wish>,
+    pub(super) actions: BTreeMap<LeaseId, LeaseAction>,
 }
 
 /// A gateway's report about its leases.
@@ -50,18 +50,18 @@ pub(super) struct OpenStream {
     pub(super) sent: Vec<SentReport>,
 }
 
-/// Decodes the wish for a lease. `before`: the last wish on this stream, which holds if there is no
-/// new one.
-fn wish(lease: &pb::DesiredLease, before: Option<Wish>) -> Wish {
-    match &lease.wish {
-        Some(pb::desired_lease::Wish::Run(_)) => {
-            assert_eq!(before, None, "a wish is sent once");
-            Wish::Run
+/// Decodes the action for a lease. `before`: the last action on this stream, which holds if there
+/// is no new one.
+fn action(lease: &pb::DesiredLease, before: Option<LeaseAction>) -> LeaseAction {
+    match &lease.action {
+        Some(pb::desired_lease::Action::Run(_)) => {
+            assert_eq!(before, None, "an action is sent once");
+            LeaseAction::Run
         }
-        Some(pb::desired_lease::Wish::Stop(stop)) => {
-            Wish::Stop(stop.grace.as_ref().map_or(0, |grace| grace.seconds))
+        Some(pb::desired_lease::Action::Stop(stop)) => {
+            LeaseAction::Stop(stop.grace.as_ref().map_or(0, |grace| grace.seconds))
         }
-        None => before.expect("a wish"),
+        None => before.expect("an action"),
     }
 }
 
@@ -72,13 +72,13 @@ impl OpenStream {
             if desired.directive() == pb::Directive::RegisterAgain {
                 continue;
             }
-            let before = |id: &LeaseId| self.received.last().and_then(|state| state.wishes.get(id)).copied();
-            let wishes = desired.leases.iter().map(|lease| {
+            let before = |id: &LeaseId| self.received.last().and_then(|state| state.actions.get(id)).copied();
+            let actions = desired.leases.iter().map(|lease| {
                 let id = lease.lease_id.parse().expect("an id");
-                (id, wish(lease, before(&id)))
+                (id, action(lease, before(&id)))
             });
-            let wishes = wishes.collect();
-            let state = ReceivedState { generation: desired.generation, wishes };
+            let actions = actions.collect();
+            let state = ReceivedState { generation: desired.generation, actions };
             assert!(self.newest() <= state.generation, "{state:?} was sent after {:?}", self.received.last());
             self.received.push(state);
         }
@@ -91,18 +91,18 @@ impl OpenStream {
 
     /// Returns whether the gateway has received a lease, according to the echoed generation.
     fn has_received(&self, lease: LeaseId, echo: u64) -> bool {
-        self.received.iter().any(|state| state.generation <= echo && state.wishes.contains_key(&lease))
+        self.received.iter().any(|state| state.generation <= echo && state.actions.contains_key(&lease))
     }
 }
 
 impl State {
     /// Returns the desired state of the worker of this session.
-    fn wishes(&self, session: &SessionClaims) -> BTreeMap<LeaseId, Wish> {
-        let wish = |lease: &Lease| match lease.state {
-            LeaseState::Ending => Wish::Stop(lease.grace.expect("a grace period")),
-            _ => Wish::Run,
+    fn actions(&self, session: &SessionClaims) -> BTreeMap<LeaseId, LeaseAction> {
+        let action = |lease: &Lease| match lease.state {
+            LeaseState::Ending => LeaseAction::Stop(lease.grace.expect("a grace period")),
+            _ => LeaseAction::Run,
         };
-        self.attempts_of(session).map(|(id, lease)| (id, wish(lease))).collect()
+        self.attempts_of(session).map(|(id, lease)| (id, action(lease))).collect()
     }
 
     /// Returns the live leases of attempts in this incarnation.
@@ -124,8 +124,8 @@ impl State {
             let state = stream.received.last().expect("a registered gateway receives a desired state");
             assert!(state.generation <= newest, "{state:?} is newer than {newest}");
             if state.generation == newest {
-                let shall = self.wishes(&stream.session);
-                assert_eq!(state.wishes, shall, "{stream:#?} has the newest generation");
+                let shall = self.actions(&stream.session);
+                assert_eq!(state.actions, shall, "{stream:#?} has the newest generation");
             }
         }
     }

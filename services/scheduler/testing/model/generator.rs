@@ -30,7 +30,7 @@ pub(super) fn instance(number: u128) -> GatewayInstance {
 
 #[derive(Debug, Clone, Copy)]
 enum StepKind {
-    Hello,
+    Registration,
     Attend,
     SendReport,
     Misfit,
@@ -133,7 +133,7 @@ impl World {
             Phase::Ended,
         ];
         let mut report = SentReport { echo: state.generation, phases: BTreeMap::new() };
-        for id in state.wishes.keys().copied() {
+        for id in state.actions.keys().copied() {
             if !dice.random_bool(lacks) {
                 report.phases.insert(id, *phases.choose(dice).expect("some"));
             }
@@ -158,7 +158,7 @@ impl World {
         let claims = self.claims();
         let dice = &mut self.dice;
         let weights = [
-            (StepKind::Hello, 3),
+            (StepKind::Registration, 3),
             (StepKind::Attend, 4),
             (StepKind::SendReport, 10),
             (StepKind::Misfit, 1),
@@ -189,7 +189,7 @@ impl World {
             (StepKind::Reconcile, 3),
         ];
         let when_failing = [
-            (StepKind::Hello, 8),
+            (StepKind::Registration, 8),
             (StepKind::Attend, 4),
             (StepKind::SendReport, 4),
             (StepKind::Heard, 14),
@@ -206,7 +206,7 @@ impl World {
             (StepKind::Observe, 2),
         ];
         let when_busy = [
-            (StepKind::Hello, 5),
+            (StepKind::Registration, 5),
             (StepKind::Heard, 4),
             (StepKind::Run, 4),
             (StepKind::Submit, 14),
@@ -221,7 +221,7 @@ impl World {
             (StepKind::Cancel, 5),
         ];
         let when_spoken = [
-            (StepKind::Hello, 6),
+            (StepKind::Registration, 6),
             (StepKind::Attend, 10),
             (StepKind::SendReport, 60),
             (StepKind::SignOff, 9),
@@ -239,7 +239,7 @@ impl World {
             (StepKind::Cancel, 8),
         ];
         let when_lost = [
-            (StepKind::Hello, 8),
+            (StepKind::Registration, 8),
             (StepKind::Attend, 4),
             (StepKind::SendReport, 4),
             (StepKind::Heard, 3),
@@ -275,7 +275,7 @@ impl World {
         let name = *WORKERS.choose(dice).expect("some");
         let known = &mut self.known;
         Some(match draw {
-            StepKind::Hello | StepKind::Misfit | StepKind::Attend => {
+            StepKind::Registration | StepKind::Misfit | StepKind::Attend => {
                 // One of two gateways, mostly with the present contents of the worker.
                 let instance = instance(dice.random_range(1..=2));
                 let markers = known.markers.entry(name).or_default();
@@ -285,24 +285,24 @@ impl World {
                 let marker = if dice.random_bool(0.9) { markers.last() } else { markers.choose(dice) };
                 let marker = *marker.expect("a marker");
                 let last = Self::some(dice, &known.sessions).filter(|_| dice.random_bool(0.3));
-                let mut hello = fixtures::hello(name, instance, marker, last);
+                let mut registration = fixtures::registration(name, instance, marker, last);
                 if dice.random_bool(0.05) {
-                    hello.labels.team = Some("third".to_owned());
+                    registration.labels.team = Some("third".to_owned());
                 }
-                let hello = Box::new(hello);
+                let registration = Box::new(registration);
                 match draw {
-                    StepKind::Hello => Step::Hello(hello),
-                    StepKind::Misfit => Step::Misfit(hello),
+                    StepKind::Registration => Step::Registration(registration),
+                    StepKind::Misfit => Step::Misfit(registration),
                     _ => {
                         self.opened += 1;
-                        Step::Attend { stream: self.opened, hello }
+                        Step::Attend { stream: self.opened, registration }
                     }
                 }
             }
             StepKind::SendReport => {
                 let numbers: Vec<_> = known.streams.keys().copied().collect();
                 let has_some = |number: &usize| {
-                    known.streams[number].received.last().is_some_and(|state| !state.wishes.is_empty())
+                    known.streams[number].received.last().is_some_and(|state| !state.actions.is_empty())
                 };
                 let of_some: Vec<_> = numbers.iter().copied().filter(has_some).collect();
                 let of_some = Self::some(dice, &of_some).filter(|_| dice.random_bool(0.8));
@@ -322,8 +322,8 @@ impl World {
                 let marker = self.model.workers[name].marker;
                 let other = if session.instance == instance(1) { instance(2) } else { instance(1) };
                 let last = Some(session.clone()).filter(|_| dice.random_bool(0.5));
-                let hello = Box::new(fixtures::hello(name, other, marker, last));
-                self.up_next = dice.random_bool(0.8).then_some(Step::Hello(hello));
+                let registration = Box::new(fixtures::registration(name, other, marker, last));
+                self.up_next = dice.random_bool(0.8).then_some(Step::Registration(registration));
                 Step::SignOff { session, is_last: true }
             }
             StepKind::SignOff => {

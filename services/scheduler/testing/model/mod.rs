@@ -85,7 +85,7 @@ struct KnownObjects {
     sessions: Vec<SessionClaims>,
     claims: Vec<LeaseClaims>,
     driven: Vec<(LeaseId, Kind)>,
-    /// The first value of `same_worker_as` of each lease.
+    /// The first value of `same_worker_as_lease_id` of each lease.
     near: BTreeMap<LeaseId, Option<LeaseId>>,
     /// Calls with a waiting time.
     patient: Vec<Call>,
@@ -364,7 +364,8 @@ impl World {
                 let instance = generator::instance(*instance);
                 let marker = MarkerId::new();
                 self.known.markers.entry(name).or_default().push(marker);
-                self.take(Step::Hello(Box::new(fixtures::hello(name, instance, marker, None)))).await;
+                self.take(Step::Registration(Box::new(fixtures::registration(name, instance, marker, None))))
+                    .await;
             }
         }
     }
@@ -378,8 +379,8 @@ impl World {
             let marker = known.map_or_else(MarkerId::new, |one| one.marker);
             self.known.markers.entry(name).or_default().push(marker);
             self.opened += 1;
-            let hello = Box::new(fixtures::hello(name, instance, marker, None));
-            self.take(Step::Attend { stream: self.opened, hello }).await;
+            let registration = Box::new(fixtures::registration(name, instance, marker, None));
+            self.take(Step::Attend { stream: self.opened, registration }).await;
         }
     }
 

@@ -18,12 +18,12 @@ use crate::workloads::Phase;
 /// One step. A caller may repeat a step that was killed or not answered.
 #[derive(Debug, Clone)]
 pub(super) enum Step {
-    Hello(Box<Registration>),
+    Registration(Box<Registration>),
     Misfit(Box<Registration>),
     /// Register on a stream, which stays open.
     Attend {
         stream: usize,
-        hello: Box<Registration>,
+        registration: Box<Registration>,
     },
     /// Send a report on a stream, however late. `is_fresh`: the replica has just polled.
     SendReport {
@@ -102,7 +102,7 @@ pub(super) struct Call {
     pub(super) number: usize,
     pub(super) items: Vec<(LeaseId, Kind)>,
     pub(super) together: bool,
-    /// The lease named by `same_worker_as`.
+    /// The lease named by `same_worker_as_lease_id`.
     pub(super) near: Option<LeaseId>,
     /// Waiting time, for calls with one lease or one group.
     pub(super) wait: Minutes,

@@ -54,19 +54,19 @@ impl State {
         let StepResult { answer, after, known, now, .. } = *step_result;
         let mut expected = "Ok";
         match step {
-            Step::Hello(hello) => {
+            Step::Registration(registration) => {
                 let session = answer.and_then(|answer| answer.session.as_ref());
-                expected = self.register(hello, session, now);
+                expected = self.register(registration, session, now);
             }
-            Step::Attend { hello, .. } => {
+            Step::Attend { registration, .. } => {
                 let session = answer.and_then(|answer| answer.session.as_ref());
-                expected = self.register(hello, session, now);
+                expected = self.register(registration, session, now);
                 self.end_stranded_leases(now);
             }
             Step::SendReport { stream, report, is_fresh, .. } => {
                 return self.observed(&known.streams[stream], report, *is_fresh, step_result);
             }
-            Step::Misfit(hello) => expected = self.misfit(hello, after, now),
+            Step::Misfit(registration) => expected = self.misfit(registration, after, now),
             Step::SignOff { session, is_last: true } => self.sign_off(session),
             Step::SignOff { is_last: false, .. } => {}
             Step::Heard(session) => expected = self.record_heartbeat(session, now),

@@ -39,8 +39,10 @@ impl State {
     /// Returns the requests that wait at the replicas of the step, without those of disconnected
     /// callers.
     fn waiting_requests(&self, step_result: &StepResult<'_>) -> Vec<WaitingRequest> {
-        let calls =
-            self.waiting.iter().filter(|known| step_result.by.contains(&known.replica) && !known.is_left());
+        let calls = self
+            .waiting
+            .iter()
+            .filter(|known| step_result.by.contains(&known.replica) && !known.is_abandoned());
         let calls = calls.map(|known| WaitingRequest::Call(Box::new(known.clone())));
         self.pending().into_iter().map(WaitingRequest::Workload).chain(calls).collect()
     }

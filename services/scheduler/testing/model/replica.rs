@@ -107,13 +107,13 @@ impl Replica {
     }
 
     /// Registers a gateway on a stream.
-    async fn attend(&mut self, number: usize, hello: &Registration) -> Answer {
+    async fn attend(&mut self, number: usize, registration: &Registration) -> Answer {
         let (registrations, receiver) = registration::channel();
         let app = App { registrations, ..self.app.clone() };
-        let hello = fixtures::hello_on_stream(hello, &self.cluster.signer);
+        let registration = fixtures::registration_on_stream(registration, &self.cluster.signer);
         let (stream, output) = tokio::select! {
             biased;
-            opened = Stream::open(app.clone(), hello) => opened,
+            opened = Stream::open(app.clone(), registration) => opened,
             () = registration::register_forever(app.lifecycle.clone(), receiver) => panic!("the loop does not end"),
         };
         // The registering task does this after each batch.
@@ -235,18 +235,20 @@ impl Replica {
         let app = self.app.clone();
         let (db, config, now) = (&app.context.db, &app.context.config, Timestamp::now());
         match step {
-            Step::Hello(hello) => {
+            Step::Registration(registration) => {
                 let sessions = db
                     .write(async |txn| {
-                        workers::register(&txn, &[hello], config, now, &mut Effects::default()).await
+                        workers::register(&txn, &[registration], config, now, &mut Effects::default()).await
                     })
                     .await;
                 let mut sessions = sessions.expect("the database answers");
                 let session = sessions.remove(0);
                 Answer { session: session.as_ref().ok().cloned(), ..Answer::of([session]) }
             }
-            Step::Misfit(hello) => Answer::of([app.lifecycle.list_incompatible(hello, &[99]).await]),
-            Step::Attend { stream, hello } => self.attend(*stream, hello).await,
+            Step::Misfit(registration) => {
+                Answer::of([app.lifecycle.list_incompatible(registration, &[99]).await])
+            }
+            Step::Attend { stream, registration } => self.attend(*stream, registration).await,
             Step::SendReport { stream, report, is_fresh } => {
                 if *is_fresh {
                     self.poll(true).await;
@@ -282,7 +284,7 @@ impl Replica {
                     interrupt_after.map(|minutes| super::MINUTE * u32::try_from(minutes).expect("few"));
                 Answer::of([app.lifecycle.withdraw_worker(name, *down, after).await])
             }
-            Step::Run(name) => Answer::of([app.lifecycle.run_worker(name).await]),
+            Step::Run(name) => Answer::of([app.lifecycle.uncordon_worker(name).await]),
             Step::Prune(name) => {
                 let pruned =
                     db.write(async |txn| departure::prune(&txn, name, &mut Effects::default()).await).await;

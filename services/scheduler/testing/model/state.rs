@@ -34,7 +34,7 @@ pub(super) struct State {
     pub(super) arrivals: usize,
     /// Order of arrival of workloads.
     pub(super) arrived: BTreeMap<WorkloadId, usize>,
-    /// The value of `same_worker_as` of driven leases.
+    /// The value of `same_worker_as_lease_id` of driven leases.
     pub(super) near: BTreeMap<LeaseId, Option<LeaseId>>,
     /// The generation of each worker's desired state. Only the scheduler decides when it rises.
     pub(super) generations: BTreeMap<WorkerId, u64>,

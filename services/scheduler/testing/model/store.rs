@@ -88,7 +88,7 @@ impl Store {
         };
         let planned = replicas.plan_replica(plan).await?.into_inner();
         let digest: Vec<u8> = digest(AttemptId::new()).into();
-        inventory.volume_complete(complete(session_credential, planned.volume_handle, &digest)).await?;
+        inventory.complete_volume(complete(session_credential, planned.volume_handle, &digest)).await?;
         let digest = digest.into();
         replicas.seal_upload(pb::SealUploadRequest { team, artifact_id, digest }).await?;
         Ok(artifact)
@@ -99,7 +99,7 @@ impl Store {
         let request = pb::PutBuildRequest {
             build_id: build.to_string(),
             team: team.to_owned(),
-            ends_with_workload: workload.to_string(),
+            ends_with_workload_id: workload.to_string(),
             ..Default::default()
         };
         let put = OwnersClient::new(self.peer()).put_build(request).await.map_err(Refusal::from);
@@ -136,12 +136,12 @@ impl Store {
             }
         };
         let attempt_id = attempt.to_string();
-        let made = pb::PreparedRequest { session_credential: session_credential.clone(), attempt_id };
-        inventory.prepared(made).await.expect("the volumes exist");
+        let made = pb::CompletePrepareRequest { session_credential: session_credential.clone(), attempt_id };
+        inventory.complete_prepare(made).await.expect("the volumes exist");
         let volume = prepared.volumes[0].volume_handle.clone();
         let digest = digest(attempt);
         let complete = complete(session_credential, volume, &digest);
-        inventory.volume_complete(complete).await.expect("the volume is complete");
+        inventory.complete_volume(complete).await.expect("the volume is complete");
         true
     }
 
@@ -166,8 +166,8 @@ impl Store {
     }
 }
 
-fn complete(session_credential: String, volume_handle: String, digest: &[u8]) -> pb::VolumeCompleteRequest {
-    pb::VolumeCompleteRequest {
+fn complete(session_credential: String, volume_handle: String, digest: &[u8]) -> pb::CompleteVolumeRequest {
+    pb::CompleteVolumeRequest {
         session_credential,
         volume_handle,
         size_bytes: 1,

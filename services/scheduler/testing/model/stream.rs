@@ -164,10 +164,10 @@ fn name(status: Status) -> &'static str {
 
 impl Stream {
     /// Opens a stream and registers.
-    pub(super) async fn open(app: App, hello: pb::Hello) -> (Self, StreamOutput) {
+    pub(super) async fn open(app: App, registration: pb::Registration) -> (Self, StreamOutput) {
         let signer = app.signer.clone();
         let mailbox = Arc::new(Mailbox::default());
-        mailbox.send(pb::synchronize_request::Message::Hello(hello));
+        mailbox.send(pb::synchronize_request::Message::Registration(registration));
         let from = mailbox.clone();
         let messages = futures::stream::poll_fn(move |context| from.poll(context));
         let body = EncodeBody::new_client(Frames, messages, None, None);

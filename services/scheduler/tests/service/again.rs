@@ -10,7 +10,7 @@ use rpc::{Reason, Refusal};
 use scheduler::Config;
 use testing::databases::TestDatabase;
 
-use crate::support::{Gateway, Running, config, finish, hello, spec, start};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start};
 
 const SHORT: Duration = Duration::from_millis(50);
 
@@ -29,18 +29,23 @@ fn reason(failure: Option<pb::Failure>) -> String {
 }
 
 /// Reconnects the worker with a new incarnation.
-async fn reincarnate(scheduler: &Running, gateway: Gateway, mut hello: pb::Hello) -> (Gateway, pb::Hello) {
-    hello.session_credential = gateway.welcome.session_credential.clone();
-    hello.marker = Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
+async fn reincarnate(
+    scheduler: &Running,
+    gateway: Gateway,
+    mut registration: pb::Registration,
+) -> (Gateway, pb::Registration) {
+    registration.session_credential = gateway.welcome.session_credential.clone();
+    registration.marker =
+        Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
     gateway.leave().await;
-    let gateway = Gateway::connect(scheduler, hello.clone()).await.expect("welcome");
-    (gateway, hello)
+    let gateway = Gateway::connect(scheduler, registration.clone()).await.expect("welcome");
+    (gateway, registration)
 }
 
 pub(crate) async fn workload_is_retried_after_start_timeout(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let late = |retries| pb::WorkloadSpec { start_timeout: Some(rpc::duration(SHORT)), retries, ..spec() };
-    let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut first = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
 
     let id = scheduler.submit(late(0)).await.expect("accepted");
     let (_, stop) = first.stop(id).await;
@@ -64,7 +69,7 @@ pub(crate) async fn workload_is_retried_after_start_timeout(database: TestDataba
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
     first
         .desires("another attempt to end", |lease| {
-            (lease.lease_id != before && matches!(lease.wish, Some(pb::desired_lease::Wish::Stop(_))))
+            (lease.lease_id != before && matches!(lease.action, Some(pb::desired_lease::Action::Stop(_))))
                 .then_some(())
         })
         .await;
@@ -77,7 +82,7 @@ pub(crate) async fn workload_is_retried_after_start_timeout(database: TestDataba
     // Another worker is preferred when one exists.
     let id = scheduler.submit(late(1)).await.expect("accepted");
     let (_, stop) = first.stop(id).await;
-    let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let mut second = Gateway::connect(&scheduler, registration("two")).await.expect("welcome");
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
     let (_, stop) = second.stop(id).await;
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
@@ -88,7 +93,7 @@ pub(crate) async fn workload_is_retried_after_start_timeout(database: TestDataba
 pub(crate) async fn started_workload_outlives_its_start_timeout(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let in_time = pb::WorkloadSpec { start_timeout: Some(rpc::duration(Duration::from_secs(2))), ..spec() };
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let started = scheduler.submit(in_time.clone()).await.expect("accepted");
     let (_, run) = gateway.run(started).await;
     start(&scheduler, &run.lease_token).await.expect("in time");
@@ -107,7 +112,7 @@ pub(crate) async fn start_timeouts_are_checked_between_polls(database: TestDatab
     let rarely = Config { poll: Duration::from_secs(600), ..config(&database) };
     let scheduler = Running::start(rarely).await;
     let late = pb::WorkloadSpec { start_timeout: Some(rpc::duration(SHORT)), ..spec() };
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(late.clone()).await.expect("placed");
     let (_, stop) = gateway.stop(id).await;
     let other = scheduler.submit(spec()).await.expect("placed");
@@ -122,8 +127,8 @@ pub(crate) async fn start_timeouts_are_checked_between_polls(database: TestDatab
 
 pub(crate) async fn lost_workload_is_retried_within_its_limit(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let hello = hello("one");
-    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let registration = registration("one");
+    let mut gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
     let queue_timeout = Duration::from_secs(4);
     let again = pb::WorkloadSpec { retries: 1, queue_timeout: Some(rpc::duration(queue_timeout)), ..spec() };
     let (once, twice) = (
@@ -134,12 +139,12 @@ pub(crate) async fn lost_workload_is_retried_within_its_limit(database: TestData
         let (_, run) = gateway.run(id).await;
         start(&scheduler, &run.lease_token).await.expect("started");
     }
-    let (mut gateway, hello) = reincarnate(&scheduler, gateway, hello).await;
+    let (mut gateway, registration) = reincarnate(&scheduler, gateway, registration).await;
     assert_eq!(reason(scheduler.finished(once).await.failure), "WORKER_LOST");
     let (_, run) = gateway.run(twice).await;
     assert_eq!(scheduler.get(twice).await.retried, 1);
     start(&scheduler, &run.lease_token).await.expect("started once more");
-    let (mut gateway, hello) = reincarnate(&scheduler, gateway, hello).await;
+    let (mut gateway, registration) = reincarnate(&scheduler, gateway, registration).await;
     let finished = scheduler.finished(twice).await;
     assert_eq!((finished.outcome(), &*reason(finished.failure)), (pb::Outcome::Errored, "WORKER_LOST"));
 
@@ -162,7 +167,7 @@ pub(crate) async fn lost_workload_is_retried_within_its_limit(database: TestData
     scheduler.cordon("one", None).await.expect("cordoned");
     let waiting = scheduler.submit(again).await.expect("queued");
     assert_eq!(reason(scheduler.finished(waiting).await.failure), "QUEUE_TIMEOUT");
-    let (_gateway, _) = reincarnate(&scheduler, gateway, hello).await;
+    let (_gateway, _) = reincarnate(&scheduler, gateway, registration).await;
     assert_eq!(scheduler.finished(cancelled).await.outcome(), pb::Outcome::Aborted);
     let events = scheduler.watch(ran, 0).await;
     let at = |event: &pb::WatchResponse| rpc::from_timestamp(&event.at.expect("an instant"));
@@ -178,8 +183,8 @@ pub(crate) async fn lost_workload_is_retried_within_its_limit(database: TestData
 /// Waits until `gateway` has to run an attempt that is not in `attempts`.
 async fn another(gateway: &mut Gateway, attempts: &HashSet<String>) -> pb::RunAttempt {
     gateway
-        .desires("another attempt", |lease| match &lease.wish {
-            Some(pb::desired_lease::Wish::Run(run)) if !attempts.contains(&run.attempt_id) => {
+        .desires("another attempt", |lease| match &lease.action {
+            Some(pb::desired_lease::Action::Run(run)) if !attempts.contains(&run.attempt_id) => {
                 Some(run.clone())
             }
             _ => None,
@@ -190,7 +195,7 @@ async fn another(gateway: &mut Gateway, attempts: &HashSet<String>) -> pb::RunAt
 pub(crate) async fn full_worker_is_tried_again_without_failure(database: TestDatabase) {
     // One failure of the worker would suffice for a quarantine.
     let scheduler = Running::start(Config { quarantine_after: 1, ..config(&database) }).await;
-    let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut first = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let mut attempts = HashSet::new();
     // No other worker exists. The worker reports that it is full more often than a failure is
@@ -206,7 +211,7 @@ pub(crate) async fn full_worker_is_tried_again_without_failure(database: TestDat
     // Another worker is tried before the first one is tried again.
     let run = another(&mut first, &attempts).await;
     attempts.insert(run.attempt_id.clone());
-    let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let mut second = Gateway::connect(&scheduler, registration("two")).await.expect("welcome");
     fail(&scheduler, &run.lease_token, "WORKER_FULL").await;
     let (_, run) = second.run(id).await;
     fail(&scheduler, &run.lease_token, "WORKER_FULL").await;
@@ -229,7 +234,7 @@ pub(crate) async fn full_worker_is_tried_again_without_failure(database: TestDat
 
 pub(crate) async fn usage_of_attempt_is_stored(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
@@ -244,7 +249,7 @@ pub(crate) async fn usage_of_attempt_is_stored(database: TestDatabase) {
     negative.seconds = -1;
     let mut request = pb::FinishAttemptRequest {
         lease_token: run.lease_token,
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Code(0)) }),
         usage: Some(pb::Usage { cpu_time: Some(negative), ..used }),
         ..pb::FinishAttemptRequest::default()
     };
@@ -264,10 +269,10 @@ pub(crate) async fn usage_of_attempt_is_stored(database: TestDatabase) {
 
 pub(crate) async fn damaged_input_moves_workload_to_another_worker(database: TestDatabase) {
     let scheduler = Running::start(Config { quarantine_after: 1, ..config(&database) }).await;
-    let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut first = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = first.run(id).await;
-    let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let mut second = Gateway::connect(&scheduler, registration("two")).await.expect("welcome");
     fail(&scheduler, &run.lease_token, "INPUT_DAMAGED").await;
     let worker = scheduler.worker("one").await;
     assert_eq!(

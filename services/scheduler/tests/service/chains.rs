@@ -13,14 +13,15 @@ use crate::explain::explain_spec;
 use crate::leases::{of_kind, task};
 use crate::places::{place, release};
 use crate::store::Place;
-use crate::support::{Gateway, Running, config, hello, spec, until};
+use crate::support::{Gateway, Running, config, registration, spec, until};
 
 /// Connects a worker without limits.
 async fn connect(scheduler: &Running, name: &str) -> Gateway {
-    let mut hello = hello(name);
-    hello.capacity = None;
-    hello.labels.as_mut().expect("labels").image_kinds = vec!["host".to_owned(), "artifact".to_owned()];
-    Gateway::connect(scheduler, hello).await.expect("welcome")
+    let mut registration = registration(name);
+    registration.capacity = None;
+    registration.labels.as_mut().expect("labels").image_kinds =
+        vec!["host".to_owned(), "artifact".to_owned()];
+    Gateway::connect(scheduler, registration).await.expect("welcome")
 }
 
 /// Connects three workers. Each is the best choice of exactly one chain.
@@ -120,7 +121,7 @@ pub(crate) async fn strategy_chain_depends_on_kind_and_inputs(database: TestData
         let best = explain_spec(&scheduler, spec.clone()).await.workers.swap_remove(0);
         assert_eq!(best.worker_name, expected, "{spec:?}");
         let id = scheduler.submit(spec.clone()).await.expect("accepted");
-        let placed = until("the workload is placed", async || scheduler.get(id).await.whereabouts).await;
+        let placed = until("the workload is placed", async || scheduler.get(id).await.location).await;
         assert_eq!(placed.worker_name, expected, "{spec:?}");
     }
     store.stop().await;

@@ -11,7 +11,7 @@ use sea_orm::{ConnectionTrait, TransactionTrait};
 use testing::databases::TestDatabase;
 
 use crate::store::Place;
-use crate::support::{Gateway, Running, config, finish, hello, spec, start, until, within};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start, until, within};
 
 /// Configuration in which only streams cause reads of the database during a test.
 fn only_streams(database: &TestDatabase) -> Config {
@@ -20,15 +20,16 @@ fn only_streams(database: &TestDatabase) -> Config {
 }
 
 async fn connect(scheduler: &Running, count: usize) -> Vec<Gateway> {
-    let gateways = (0..count).map(|number| Gateway::connect(scheduler, hello(&format!("worker-{number}"))));
+    let gateways =
+        (0..count).map(|number| Gateway::connect(scheduler, registration(&format!("worker-{number}"))));
     try_join_all(gateways).await.expect("welcome")
 }
 
 /// Reports until the scheduler acknowledges a report.
 async fn wait_for_acknowledgement(gateway: &mut Gateway) {
-    let before = gateway.desired.heard;
+    let before = gateway.desired.observed_number;
     within("an acknowledgement", async {
-        while gateway.desired.heard == before {
+        while gateway.desired.observed_number == before {
             gateway.observe(&[]).await;
             gateway.next().await.expect("the stream is open");
         }
@@ -72,8 +73,7 @@ async fn streams_read_nothing_while_nothing_changes() {
 
     // All gateways are still connected.
     let id = scheduler.submit(spec()).await.expect("accepted");
-    let name =
-        until("the workload is placed", async || scheduler.get(id).await.whereabouts).await.worker_name;
+    let name = until("the workload is placed", async || scheduler.get(id).await.location).await.worker_name;
     let number: usize = name.rsplit_once('-').and_then(|(_, number)| number.parse().ok()).expect("a number");
     let (_, run) = gateways[number].run(id).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
@@ -96,7 +96,7 @@ pub(crate) async fn desired_state_reaches_every_worker(database: TestDatabase) {
     for id in submitted {
         let id = id.expect("accepted");
         let name =
-            until("the workload is placed", async || scheduler.get(id).await.whereabouts).await.worker_name;
+            until("the workload is placed", async || scheduler.get(id).await.location).await.worker_name;
         placed.push((id, name));
     }
     for (id, name) in placed {
@@ -120,7 +120,7 @@ pub(crate) async fn desired_state_reaches_every_worker(database: TestDatabase) {
 fn only_polls(database: &TestDatabase) -> Config {
     let hour = Duration::from_secs(3600);
     Config {
-        share_hints: false,
+        share_notifications: false,
         heartbeat: hour / 2,
         poll: Duration::from_millis(100),
         ..only_streams(database)
@@ -132,14 +132,14 @@ async fn gateway_receives_changes_of_another_replica_without_hints() {
     let database = testing::databases::postgres().await;
     let one = Running::start(only_polls(&database)).await;
     let other = Running::start(only_polls(&database)).await;
-    let first = hello("one");
+    let first = registration("one");
     let mut gateway = Gateway::connect(&one, first.clone()).await.expect("welcome");
     for _ in 0..3 {
         other.cordon("one", None).await.expect("accepted");
         wait_for_directive(&mut gateway, pb::Directive::Cordon).await;
         other
             .workers()
-            .run_worker(pb::RunWorkerRequest { worker: "one".to_owned() })
+            .uncordon_worker(pb::UncordonWorkerRequest { worker: "one".to_owned() })
             .await
             .expect("accepted");
         wait_for_directive(&mut gateway, pb::Directive::Run).await;
@@ -153,9 +153,10 @@ async fn gateway_receives_changes_of_another_replica_without_hints() {
 
     // A second stream of the same gateway signs off, so that another gateway may take over. The
     // first stream receives no notice.
-    let again = pb::Hello { session_credential: gateway.welcome.session_credential.clone(), ..first.clone() };
+    let again =
+        pb::Registration { session_credential: gateway.welcome.session_credential.clone(), ..first.clone() };
     Gateway::connect(&one, again).await.expect("reconnected").leave().await;
-    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
+    let standby = pb::Registration { gateway_instance: GatewayInstance::new().to_string(), ..first };
     let mut next = Gateway::connect(&other, standby).await.expect("the standby takes over");
     assert!(next.welcome.session > gateway.welcome.session);
     let refused = within("the stream ends", async {
@@ -186,12 +187,12 @@ async fn worker_pruned_by_another_replica_registers_again() {
     let database = testing::databases::postgres().await;
     let place = Place::new();
     let store = place.start().await;
-    let config = Config { artifact_store: place.endpoint(), share_hints: false, ..config(&database) };
+    let config = Config { artifact_store: place.endpoint(), share_notifications: false, ..config(&database) };
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
-    let hello = hello("one");
-    let mut gateway = Gateway::connect(&one, hello.clone()).await.expect("welcome");
+    let registration = registration("one");
+    let mut gateway = Gateway::connect(&one, registration.clone()).await.expect("welcome");
     // A second stream of the same gateway signs off, so that the worker is out of contact.
-    Gateway::connect(&one, hello.clone()).await.expect("a second stream").leave().await;
+    Gateway::connect(&one, registration.clone()).await.expect("a second stream").leave().await;
     other.prune("one", true).await.expect("pruned");
     // The gateway receives the directive no later than after its next report.
     within("the directive", async {
@@ -201,7 +202,7 @@ async fn worker_pruned_by_another_replica_registers_again() {
         }
     })
     .await;
-    let again = Gateway::connect(&one, hello).await.expect("welcome");
+    let again = Gateway::connect(&one, registration).await.expect("welcome");
     assert_ne!(again.welcome.worker_id, gateway.welcome.worker_id);
     store.stop().await;
     one.stop().await;

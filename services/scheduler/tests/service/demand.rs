@@ -9,7 +9,7 @@ use testing::databases::TestDatabase;
 
 use super::leases::of_kind;
 use super::store::Place;
-use super::support::{Gateway, Running, config, finish, hello, spec, start, until};
+use super::support::{Gateway, Running, config, finish, registration, spec, start, until};
 
 pub(crate) async fn demand(scheduler: &Running) -> pb::GetDemandResponse {
     let request = pb::GetDemandRequest::default();
@@ -36,17 +36,17 @@ pub(crate) async fn demand_reports_queue_and_workers(database: TestDatabase) {
     let tagged = |tag: &str| pb::WorkloadSpec { tags: vec![tag.to_owned()], ..spec() };
     let early = scheduler.submit(tagged("gpu")).await.expect("accepted without workers");
     let answer = demand(&scheduler).await;
-    assert_eq!((answer.waiting, answer.waiting_for_none), (1, 0));
-    assert_eq!(answer.demand[0].waits_for, "NOBODY");
+    assert_eq!((answer.waiting, answer.waiting_unplaceable), (1, 0));
+    assert_eq!(answer.demand[0].waits_for, "NO_WORKER");
 
-    let mut one = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let two = pb::Hello {
+    let mut one = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
+    let two = pb::Registration {
         capacity: Some(pb::Capacity { max_tasks: 0, disk_bytes: 1 << 30, ..Default::default() }),
         labels: Some(pb::WorkerLabels {
             tags: vec!["arm".to_owned()],
-            ..hello("two").labels.expect("labels")
+            ..registration("two").labels.expect("labels")
         }),
-        ..hello("two")
+        ..registration("two")
     };
     let two = Gateway::connect(&scheduler, two).await.expect("welcome");
     two.observe(&[]).await;
@@ -60,14 +60,14 @@ pub(crate) async fn demand_reports_queue_and_workers(database: TestDatabase) {
         scheduler.submit(waiting).await.expect("accepted");
     }
     let answer = demand(&scheduler).await;
-    assert_eq!((answer.waiting, answer.waiting_for_none), (4, 1));
+    assert_eq!((answer.waiting, answer.waiting_unplaceable), (4, 1));
     let [full, none] = answer.demand.as_slice() else { panic!("{answer:?}") };
-    assert_eq!((full.count, full.count_for_none, full.waits_for.as_str()), (3, 0, "FULL"));
+    assert_eq!((full.count, full.count_unplaceable, full.waits_for.as_str()), (3, 0, "FULL"));
     assert_eq!(full.requests, Some(requests));
     assert_eq!(full.process.as_ref().map(|process| process.image_kind.as_str()), Some("host"));
     assert_eq!((full.team.as_str(), full.team_workers()), ("main", pb::TeamWorkers::Any));
     assert!(full.never_for.is_empty());
-    assert_eq!((none.count, none.count_for_none, none.waits_for.as_str()), (1, 1, "NEVER"));
+    assert_eq!((none.count, none.count_unplaceable, none.waits_for.as_str()), (1, 1, "NEVER"));
     assert_eq!(none.tags, ["gpu"]);
     assert_eq!(none.never_for, ["one: lacks the tag gpu", "two: lacks the tag gpu"]);
     assert_eq!(answer.oldest_since, none.oldest_since);
@@ -86,9 +86,9 @@ pub(crate) async fn demand_reports_queue_and_workers(database: TestDatabase) {
     let request = pb::PlaceRequest { tags, process, ..of_kind(pb::PlacementKind::Task) };
     scheduler.placements().place(request).await.expect_err("no worker has the tag");
     let later = demand(&scheduler).await;
-    assert_eq!((later.waiting, later.waiting_for_none), (4, 1));
+    assert_eq!((later.waiting, later.waiting_unplaceable), (4, 1));
     let [refused] = later.refused.as_slice() else { panic!("{later:?}") };
-    assert_eq!((refused.count, refused.count_for_none, refused.waits_for.as_str()), (3, 3, "NEVER"));
+    assert_eq!((refused.count, refused.count_unplaceable, refused.waits_for.as_str()), (3, 3, "NEVER"));
     assert_eq!(refused.tags, ["fpga"]);
     assert_eq!(refused.never_for, ["one: lacks the tag fpga", "two: lacks the tag fpga"]);
 
@@ -156,8 +156,8 @@ pub(crate) async fn demand_reports_replicas_lost_with_worker(database: TestDatab
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
-    let holder = Gateway::connect(&scheduler, hello("holder")).await.expect("welcome");
-    let other = Gateway::connect(&scheduler, hello("other")).await.expect("welcome");
+    let holder = Gateway::connect(&scheduler, registration("holder")).await.expect("welcome");
+    let other = Gateway::connect(&scheduler, registration("other")).await.expect("welcome");
     holder.observe(&[]).await;
     other.observe(&[]).await;
     let worker = holder.welcome.worker_id.parse().expect("an id");

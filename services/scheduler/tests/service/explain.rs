@@ -9,7 +9,7 @@ use rpc::pb::scheduler::explain_request::Subject;
 use rpc::{Reason, Refusal};
 use testing::databases::TestDatabase;
 
-use super::support::{Gateway, Running, config, finish, hello, spec, start};
+use super::support::{Gateway, Running, config, finish, registration, spec, start};
 
 pub(crate) async fn explain(scheduler: &Running, subject: Subject) -> Result<pb::ExplainResponse, Refusal> {
     let request = pb::ExplainRequest { subject: Some(subject), ..Default::default() };
@@ -42,8 +42,8 @@ pub(crate) async fn spec_is_explained_without_side_effects(database: TestDatabas
         ["a worker registers that can do it (platform linux, capabilities network-private)"]
     );
 
-    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let mut tagged = hello("other");
+    let _gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
+    let mut tagged = registration("other");
     tagged.labels.as_mut().expect("labels").tags = vec!["gpu".to_owned()];
     let _other = Gateway::connect(&scheduler, tagged).await.expect("welcome");
 
@@ -58,7 +58,7 @@ pub(crate) async fn spec_is_explained_without_side_effects(database: TestDatabas
     assert_eq!(one.scores, [score("limit-active-tasks", 0)]);
     assert_eq!(other.refusals[0].labels, ["gpu"]);
     assert_eq!(placed.unblocked_by, [""; 0]);
-    assert_eq!((placed.workers_known, placed.workers_willing), (2, 1));
+    assert_eq!((placed.workers_known, placed.workers_eligible), (2, 1));
     assert_eq!(placed.summary, "1 of 2 workers would take it now");
     assert_eq!((placed.expected_wait, placed.expected_wait_basis.as_str()), (None, ""));
 
@@ -98,7 +98,7 @@ pub(crate) async fn spec_is_explained_without_side_effects(database: TestDatabas
 
 pub(crate) async fn explanation_shows_queue_position_and_reasons(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let mut ids = Vec::new();
     for _ in 0..4 {
         ids.push(scheduler.submit(spec()).await.expect("accepted"));
@@ -113,7 +113,7 @@ pub(crate) async fn explanation_shows_queue_position_and_reasons(database: TestD
     let waits = explain(&scheduler, waiting("main", ids[2])).await.expect("explained");
     assert_eq!(waits.summary, "the only worker that could take it, one, is full (2 of 2 tasks)");
     let limit = waits.workers[0].refusals[0].limit.clone().expect("a limit");
-    assert_eq!((limit.of.as_str(), limit.limit, limit.amount), ("tasks", 2, 2));
+    assert_eq!((limit.resource.as_str(), limit.limit, limit.amount), ("tasks", 2, 2));
     let later = explain_spec(&scheduler, spec()).await;
     assert_eq!((later.verdict(), later.queue_position), (pb::Verdict::NotNow, 3));
 
@@ -130,10 +130,10 @@ pub(crate) async fn explanation_groups_workers_and_limits_details(database: Test
     let scheduler = Running::start(config(&database)).await;
     let mut gateways = Vec::new();
     for n in 0..15 {
-        let mut one = hello(&format!("full-{n:02}"));
+        let mut one = registration(&format!("full-{n:02}"));
         one.capacity = one.capacity.map(|capacity| pb::Capacity { max_tasks: 1, ..capacity });
         gateways.push(Gateway::connect(&scheduler, one).await.expect("welcome"));
-        let mut other = hello(&format!("other-{n:02}"));
+        let mut other = registration(&format!("other-{n:02}"));
         other.labels.as_mut().expect("labels").platform = "darwin".to_owned();
         gateways.push(Gateway::connect(&scheduler, other).await.expect("welcome"));
     }
@@ -150,7 +150,7 @@ pub(crate) async fn explanation_groups_workers_and_limits_details(database: Test
         Ok::<_, Refusal>(scheduler.placements().explain(request).await?.into_inner())
     };
     let explained = explain_queued(0, &[]).await.expect("explained");
-    assert_eq!((explained.workers_known, explained.workers_willing, explained.queue_position), (30, 0, 1));
+    assert_eq!((explained.workers_known, explained.workers_eligible, explained.queue_position), (30, 0, 1));
     assert_eq!(explained.workers.len(), 20);
     assert_eq!(reasons(&explained.workers[14]), [("FULL", pb::RefusalDuration::Passing)]);
     assert_eq!(reasons(&explained.workers[15]), [("PLATFORM", pb::RefusalDuration::Lasting)]);
@@ -182,7 +182,7 @@ pub(crate) async fn explanation_groups_workers_and_limits_details(database: Test
 
 pub(crate) async fn expected_wait_follows_released_slots(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     for _ in 0..3 {
         let id = scheduler.submit(spec()).await.expect("accepted");
         let (_, run) = gateway.run(id).await;
@@ -213,10 +213,10 @@ pub(crate) async fn only_stated_limits_require_capabilities(database: TestDataba
         ("garden", &["limits-memory", "limits-pids"]),
         ("none", &[]),
     ] {
-        let mut hello = hello(name);
-        let labels = hello.labels.as_mut().expect("labels");
+        let mut registration = registration(name);
+        let labels = registration.labels.as_mut().expect("labels");
         labels.capabilities = can.iter().chain(&["network-private"]).map(ToString::to_string).collect();
-        gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
+        gateways.push(Gateway::connect(&scheduler, registration).await.expect("welcome"));
     }
     // Missing capabilities of each worker.
     let lacks_for = async |spec: pb::WorkloadSpec| {

@@ -9,22 +9,22 @@ use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
 use crate::config_with_limits;
-use crate::support::{Gateway, Running, config, hello, spec, until, within};
+use crate::support::{Gateway, Running, config, registration, spec, until, within};
 
 pub(crate) async fn worker_has_one_gateway_at_a_time(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let first = hello("one");
+    let first = registration("one");
     let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
     let (worker, session) = (gateway.welcome.worker_id.clone(), gateway.welcome.session);
     let credential = gateway.welcome.session_credential.clone();
 
-    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first.clone() };
+    let standby = pb::Registration { gateway_instance: GatewayInstance::new().to_string(), ..first.clone() };
     let refused =
         Gateway::connect(&scheduler, standby.clone()).await.err().expect("the worker has a gateway");
     assert!(refused.is(Reason::AlreadyAttended), "{refused}");
 
     // The gateway reconnects before its first stream ends.
-    let again = pb::Hello { session_credential: credential.clone(), ..first.clone() };
+    let again = pb::Registration { session_credential: credential.clone(), ..first.clone() };
     let second = Gateway::connect(&scheduler, again.clone()).await.expect("reconnected");
     assert_eq!(second.welcome.session, session);
     gateway.leave().await;
@@ -42,13 +42,13 @@ pub(crate) async fn worker_has_one_gateway_at_a_time(database: TestDatabase) {
 
 pub(crate) async fn dropped_call_releases_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let first = hello("one");
+    let first = registration("one");
     let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
     let session = gateway.welcome.session;
     // tonic reports a dropped call like a call that ended, so the scheduler treats the gateway as
     // departed.
     drop(gateway);
-    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
+    let standby = pb::Registration { gateway_instance: GatewayInstance::new().to_string(), ..first };
     let gateway =
         until("the standby takes over", async || Gateway::connect(&scheduler, standby.clone()).await.ok())
             .await;
@@ -58,24 +58,24 @@ pub(crate) async fn dropped_call_releases_worker(database: TestDatabase) {
 
 pub(crate) async fn only_received_reports_are_acknowledged(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    assert_eq!(gateway.desired.heard, 0, "no report was sent");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
+    assert_eq!(gateway.desired.observed_number, 0, "no report was sent");
     // The scheduler sends heartbeats without a report of the gateway.
     for _ in 0..5 {
         within("a heartbeat", gateway.next()).await.expect("the stream is open");
-        assert_eq!(gateway.desired.heard, 0);
+        assert_eq!(gateway.desired.observed_number, 0);
     }
     gateway.observe(&[]).await;
     within("the acknowledgement of the report", async {
-        while gateway.desired.heard == 0 {
+        while gateway.desired.observed_number == 0 {
             gateway.next().await.expect("the stream is open");
         }
     })
     .await;
-    assert_eq!(gateway.desired.heard, 1);
+    assert_eq!(gateway.desired.observed_number, 1);
     for _ in 0..5 {
         within("a heartbeat", gateway.next()).await.expect("the stream is open");
-        assert_eq!(gateway.desired.heard, 1, "no further report was sent");
+        assert_eq!(gateway.desired.observed_number, 1, "no further report was sent");
     }
     scheduler.stop().await;
 }
@@ -84,9 +84,9 @@ pub(crate) async fn silent_gateway_is_superseded(database: TestDatabase) {
     let scheduler =
         Running::start(config_with_limits(&database, Duration::from_millis(400), Duration::from_secs(3600)))
             .await;
-    let first = hello("one");
+    let first = registration("one");
     let mut silent = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
-    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
+    let standby = pb::Registration { gateway_instance: GatewayInstance::new().to_string(), ..first };
     let gateway = within("the standby takes over", async {
         loop {
             match Gateway::connect(&scheduler, standby.clone()).await {
@@ -116,7 +116,7 @@ const LARGE: u32 = 9;
 pub(crate) async fn large_specs_are_sent_in_several_messages(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let capacity = pb::Capacity { max_tasks: LARGE, disk_bytes: 1 << 30, ..pb::Capacity::default() };
-    let first = pb::Hello { capacity: Some(capacity), ..hello("one") };
+    let first = pb::Registration { capacity: Some(capacity), ..registration("one") };
     let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
     let value = vec![b'x'; (1 << 20) - 1000];
     let variable = pb::EnvironmentVariable { name: b"LARGE".as_slice().into(), value: value.into() };
@@ -131,10 +131,10 @@ pub(crate) async fn large_specs_are_sent_in_several_messages(database: TestDatab
 
     // A second stream receives the full desired state again, in parts. Reports in between end no
     // lease.
-    let again = pb::Hello { session_credential: gateway.welcome.session_credential.clone(), ..first };
+    let again = pb::Registration { session_credential: gateway.welcome.session_credential.clone(), ..first };
     let mut gateway = Gateway::connect(&scheduler, again).await.expect("reconnected");
     let unsent_wishes =
-        |desired: &pb::Desired| desired.leases.iter().filter(|lease| lease.wish.is_none()).count();
+        |desired: &pb::Desired| desired.leases.iter().filter(|lease| lease.action.is_none()).count();
     assert_eq!((gateway.desired.leases.len(), gateway.desired.generation), (workloads.len(), 0));
     assert!(unsent_wishes(&gateway.desired) > 0, "the first message has no room for all");
     gateway.observe(&[]).await;
@@ -153,9 +153,9 @@ pub(crate) async fn large_specs_are_sent_in_several_messages(database: TestDatab
     gateway.observe(&preparing).await;
 
     // From now on messages contain the leases without their specs.
-    let heard = gateway.desired.heard;
+    let heard = gateway.desired.observed_number;
     within("an acknowledgement", async {
-        while gateway.desired.heard == heard {
+        while gateway.desired.observed_number == heard {
             gateway.observe(&preparing).await;
             gateway.next().await.expect("the stream is open");
         }

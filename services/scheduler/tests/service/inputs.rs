@@ -4,11 +4,11 @@ use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
 use crate::names;
-use crate::support::{Gateway, Running, config, finish, hello, spec, start};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start};
 
 pub(crate) async fn watchers_see_progress_of_inputs(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
     let inputs = |bytes_done| {
@@ -56,7 +56,7 @@ pub(crate) async fn watchers_see_progress_of_inputs(database: TestDatabase) {
 
 pub(crate) async fn progress_of_inputs_is_bounded(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
     for change in 0..250 {

@@ -12,7 +12,7 @@ use rpc::token::Keys;
 use testing::databases::TestDatabase;
 
 use crate::places::place;
-use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start, until};
 
 pub(crate) fn of_kind(kind: pb::PlacementKind) -> pb::PlaceRequest {
     pb::PlaceRequest {
@@ -59,9 +59,9 @@ fn failures(results: &[Placed]) -> BTreeMap<String, usize> {
 }
 
 pub(crate) async fn with_slots(scheduler: &Running, name: &str, max_tasks: u32) -> Gateway {
-    let mut hello = hello(name);
-    hello.capacity = Some(pb::Capacity { max_tasks, ..pb::Capacity::default() });
-    Gateway::connect(scheduler, hello).await.expect("welcome")
+    let mut registration = registration(name);
+    registration.capacity = Some(pb::Capacity { max_tasks, ..pb::Capacity::default() });
+    Gateway::connect(scheduler, registration).await.expect("welcome")
 }
 
 async fn lease(scheduler: &Running, team: &str, id: &str) -> Result<pb::Lease, rpc::Refusal> {
@@ -148,7 +148,7 @@ pub(crate) async fn leases_respect_preferred_and_avoided_workers(database: TestD
     let avoiding = pb::PlaceRequest { avoid_workers: vec![other.clone()], ..task() };
     let first = avoiding.lease_id.clone();
     assert_eq!(place(avoiding).await, "one");
-    let near = || pb::PlaceRequest { same_worker_as: first.clone(), ..task() };
+    let near = || pb::PlaceRequest { same_worker_as_lease_id: first.clone(), ..task() };
     assert_eq!(place(near()).await, "one", "the other worker has more free slots");
     let preferring = || pb::PlaceRequest { prefer_workers: vec![one.clone()], ..task() };
     assert_eq!(place(preferring()).await, "one");
@@ -158,14 +158,14 @@ pub(crate) async fn leases_respect_preferred_and_avoided_workers(database: TestD
     let nowhere = refused(&scheduler, nowhere).await;
     assert!(nowhere.is(Reason::NoCompatibleWorker));
     assert_eq!(nowhere.about.get("other").map(String::as_str), Some("is avoided by the request"));
-    let gone = pb::PlaceRequest { same_worker_as: LeaseId::new().to_string(), ..task() };
+    let gone = pb::PlaceRequest { same_worker_as_lease_id: LeaseId::new().to_string(), ..task() };
     assert!(refused(&scheduler, gone).await.is(Reason::LeaseLost));
     scheduler.stop().await;
 }
 
 pub(crate) async fn resources_of_leases_are_reserved(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut small = hello("small");
+    let mut small = registration("small");
     small.capacity = Some(pb::Capacity {
         memory_bytes: 100,
         cpu_millis: 2000,
@@ -320,7 +320,7 @@ pub(crate) async fn driven_lease_uses_no_slot(database: TestDatabase) {
     let busy = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
     assert!(busy.expect_err("no worker is registered").is(Reason::AllWorkersBusy));
 
-    let mut one = hello("one");
+    let mut one = registration("one");
     one.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
     let mut gateway = Gateway::connect(&scheduler, one).await.expect("welcome");
     let busy = scheduler.submit(spec()).await.expect("accepted");
@@ -354,7 +354,7 @@ pub(crate) async fn driven_lease_uses_no_slot(database: TestDatabase) {
 pub(crate) async fn driven_lease_expires_when_not_renewed(database: TestDatabase) {
     let term = Duration::from_millis(50);
     let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
-    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let _gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let request = pb::PlaceRequest {
         lease_id: LeaseId::new().to_string(),
         team: "main".to_owned(),

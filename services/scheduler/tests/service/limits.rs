@@ -8,17 +8,18 @@ use testing::databases::TestDatabase;
 use crate::explain::explain_spec;
 use crate::leases::{refused, task};
 use crate::places::{place, release};
-use crate::support::{Gateway, Running, config, hello, spec, until};
+use crate::support::{Gateway, Running, config, registration, spec, until};
 
 /// Numbers of tasks, containers and volumes.
 type Counts = [u32; 3];
 
 /// Worker that accepts only requests with its name as a tag.
-fn worker(name: &str, [max_tasks, max_containers, max_volumes]: Counts) -> pb::Hello {
-    let mut hello = hello(name);
-    hello.labels.as_mut().expect("labels").tags = vec![name.to_owned()];
-    hello.capacity = Some(pb::Capacity { max_tasks, max_containers, max_volumes, ..pb::Capacity::default() });
-    hello
+fn worker(name: &str, [max_tasks, max_containers, max_volumes]: Counts) -> pb::Registration {
+    let mut registration = registration(name);
+    registration.labels.as_mut().expect("labels").tags = vec![name.to_owned()];
+    registration.capacity =
+        Some(pb::Capacity { max_tasks, max_containers, max_volumes, ..pb::Capacity::default() });
+    registration
 }
 
 /// Current refusals of a worker and the limits that are reached.

@@ -9,15 +9,16 @@ use rpc::{Reason, Refusal};
 use testing::databases::TestDatabase;
 
 use crate::leases::{of_kind, with_slots};
-use crate::support::{Gateway, Running, config, finish, hello, spec, start};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start};
 
 pub(crate) async fn lists_are_paginated(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut gateways = Vec::new();
     for name in ["c", "a", "b"] {
-        let tagged = pb::WorkerLabels { tags: vec!["x".to_owned()], ..hello(name).labels.expect("labels") };
-        let hello = pb::Hello { labels: Some(tagged), ..hello(name) };
-        gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
+        let tagged =
+            pb::WorkerLabels { tags: vec!["x".to_owned()], ..registration(name).labels.expect("labels") };
+        let registration = pb::Registration { labels: Some(tagged), ..registration(name) };
+        gateways.push(Gateway::connect(&scheduler, registration).await.expect("welcome"));
     }
     let mut listed = Vec::new();
     let mut page_token = String::new();
@@ -96,7 +97,7 @@ pub(crate) async fn workloads_are_listed_by_outcome(database: TestDatabase) {
     let errored = scheduler.submit(pb::WorkloadSpec { queue_timeout, ..spec() }).await.expect("queued");
     scheduler.finished(errored).await;
     let mut ended = vec![errored];
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     for code in [0, 3] {
         let id = scheduler.submit(spec()).await.expect("accepted");
         let (_, run) = gateway.run(id).await;
@@ -216,7 +217,7 @@ pub(crate) async fn pages_of_large_workloads_are_short(database: TestDatabase) {
 
 pub(crate) async fn large_spec_is_abridged_once_its_workload_has_finished(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let variable =
         pb::EnvironmentVariable { name: b"NAME".as_slice().into(), value: b"value".as_slice().into() };
     for (bytes, kept) in [(7000, 7000), (9000, 0)] {

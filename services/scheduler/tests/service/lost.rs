@@ -15,7 +15,7 @@ use crate::demand::demand;
 use crate::explain::explain_spec;
 use crate::leases::{refused, task, with_slots};
 use crate::places::{place, wait_for_waiting_requests, waiting};
-use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start, until};
 
 /// Way in which a worker becomes unavailable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +73,7 @@ async fn in_contact<T>(gateway: &Gateway, future: impl Future<Output = T>) -> T 
 
 /// Connects a worker that cannot take the request, so that at least one worker is always known.
 async fn connect_incompatible(scheduler: &Running) -> Gateway {
-    let mut other = hello("other");
+    let mut other = registration("other");
     other.labels.as_mut().expect("labels").platform = "darwin".to_owned();
     Gateway::connect(scheduler, other).await.expect("welcome")
 }
@@ -89,7 +89,7 @@ async fn reasons(scheduler: &Running) -> (pb::Verdict, Vec<(String, pb::RefusalD
 async fn check_request_waits(database: TestDatabase, removal: Removal) {
     let scheduler = Running::start(config_remembering(&database, removal, Duration::from_secs(3600))).await;
     let _other = connect_incompatible(&scheduler).await;
-    let gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     remove(&scheduler, gateway, removal).await;
     let (reason, message) = match removal {
         Removal::Lost => ("JUST_LOST", "was lost minutes ago"),
@@ -109,8 +109,8 @@ async fn check_request_waits(database: TestDatabase, removal: Removal) {
     })
     .await;
     assert_eq!(queued.state(), pb::WorkloadState::Pending);
-    let back = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let placed = until("the workload is placed", async || scheduler.get(id).await.whereabouts);
+    let back = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
+    let placed = until("the workload is placed", async || scheduler.get(id).await.location);
     assert_eq!(in_contact(&back, placed).await.worker_name, "one");
     scheduler.stop().await;
 }
@@ -159,12 +159,12 @@ pub(crate) async fn request_ignores_worker_pruned_long_ago(database: TestDatabas
 pub(crate) async fn explanation_names_lost_and_removed_workers(database: TestDatabase) {
     let scheduler =
         Running::start(config_remembering(&database, Removal::Lost, Duration::from_secs(3600))).await;
-    let plain = hello("ephemeral");
+    let plain = registration("ephemeral");
     let labels = plain.labels.map(|labels| pb::WorkerLabels { ephemeral: true, ..labels });
-    let ephemeral = pb::Hello { labels, ..plain };
-    for hello in [ephemeral, hello("pruned"), hello("retired"), hello("lost")] {
-        let gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
-        if hello.worker_name == "retired" {
+    let ephemeral = pb::Registration { labels, ..plain };
+    for registration in [ephemeral, registration("pruned"), registration("retired"), registration("lost")] {
+        let gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
+        if registration.worker_name == "retired" {
             scheduler.retire("retired", true).await.expect("accepted");
         }
         drop(gateway);
@@ -228,7 +228,7 @@ pub(crate) async fn lost_worker_keeps_slots_of_running_attempts(database: TestDa
     let mut lost = Vec::new();
     // One worker reconnects and stops the attempt, one starts a new incarnation, and one is pruned.
     for name in ["back", "restarted", "pruned"] {
-        let plain = hello(name);
+        let plain = registration(name);
         let labels = pb::WorkerLabels {
             capabilities: vec!["network-private".to_owned()],
             tags: vec![name.to_owned()],
@@ -236,14 +236,14 @@ pub(crate) async fn lost_worker_keeps_slots_of_running_attempts(database: TestDa
             ..plain.labels.expect("labels")
         };
         let capacity = Some(pb::Capacity { max_tasks: 1, ..plain.capacity.expect("capacity") });
-        let hello = pb::Hello { labels: Some(labels), capacity, ..plain };
-        let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+        let registration = pb::Registration { labels: Some(labels), capacity, ..plain };
+        let mut gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
         let retried = pb::WorkloadSpec { interruptible: true, retries: 3, ..tagged(spec(), name) };
         let id = scheduler.submit(retried).await.expect("accepted");
         let (lease, run) = gateway.run_while_reporting(id).await;
         start(&scheduler, &run.lease_token).await.expect("started");
         gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
-        lost.push((name, hello, gateway, id, lease, run.lease_token));
+        lost.push((name, registration, gateway, id, lease, run.lease_token));
     }
     for (name, _, _, id, ..) in &lost {
         let finished = scheduler.finished(*id).await;
@@ -274,11 +274,12 @@ pub(crate) async fn lost_worker_keeps_slots_of_running_attempts(database: TestDa
     gateway.run_while_reporting(waiting).await;
     assert_eq!(scheduler.get(id).await.outcome(), pb::Outcome::Errored, "the workload has already ended");
 
-    let (_, mut hello, gateway, ..) = restarted;
+    let (_, mut registration, gateway, ..) = restarted;
     drop(gateway);
-    hello.gateway_instance = GatewayInstance::new().to_string();
-    hello.marker = Some(pb::Marker { boot_id: "another".to_owned(), ..hello.marker.expect("a marker") });
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    registration.gateway_instance = GatewayInstance::new().to_string();
+    registration.marker =
+        Some(pb::Marker { boot_id: "another".to_owned(), ..registration.marker.expect("a marker") });
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let next = scheduler.submit(tagged(spec(), "restarted")).await.expect("accepted");
 
     // By now the scheduler has checked the departing workers.

@@ -94,7 +94,7 @@ use store::{
     unavailable_store_delays_only_the_end, unpinnable_inputs_are_rejected,
     workload_cancelled_before_pinning_never_runs,
 };
-use support::{Gateway, Running, config, finish, hello, spec, start, until};
+use support::{Gateway, Running, config, finish, registration, spec, start, until};
 use terms::{
     driven_lease_has_full_term_after_restart, restart_keeps_time_of_last_contact,
     restart_places_work_on_reconnected_workers,
@@ -147,7 +147,7 @@ fn names(events: &[pb::WatchResponse]) -> Vec<&'static str> {
 
 async fn workload_runs_from_submission_to_end(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     assert_eq!(gateway.welcome.protocol_version, 1);
 
     let id = scheduler.submit(spec()).await.expect("accepted");
@@ -158,9 +158,9 @@ async fn workload_runs_from_submission_to_end(database: TestDatabase) {
     start(&scheduler, &run.lease_token).await.expect("a repeat");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
     let running = scheduler.wait_for(id, pb::WorkloadState::Running).await;
-    let whereabouts = running.whereabouts.expect("a worker");
-    assert_eq!(whereabouts.worker_name, "one");
-    assert_eq!(whereabouts.attempt_id, run.attempt_id);
+    let location = running.location.expect("a worker");
+    assert_eq!(location.worker_name, "one");
+    assert_eq!(location.attempt_id, run.attempt_id);
     assert_eq!(scheduler.worker("one").await.active_tasks, 1);
 
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
@@ -181,7 +181,7 @@ async fn workload_runs_from_submission_to_end(database: TestDatabase) {
 
 async fn repeated_submission_creates_one_workload(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = WorkloadId::new();
     let submissions = (0..8).map(|_| scheduler.submit_as(id, spec()));
     for submitted in futures::future::join_all(submissions).await {
@@ -204,7 +204,7 @@ async fn workload_waits_for_first_worker(database: TestDatabase) {
     let waiting = scheduler.wait_for(id, pb::WorkloadState::Pending).await;
     assert_eq!(waiting.waiting_for, ["no worker has registered yet"]);
 
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let (_, run) = gateway.run(id).await;
     finish(&scheduler, &run.lease_token, 3).await.expect("finished");
     let events = scheduler.watch(id, 0).await;
@@ -214,13 +214,13 @@ async fn workload_waits_for_first_worker(database: TestDatabase) {
     assert_eq!(names, ["queued", "placed", "finished"]);
     let finished = scheduler.finished(id).await;
     assert_eq!(finished.outcome(), pb::Outcome::Failed);
-    assert_eq!(finished.exit.and_then(|exit| exit.how), Some(pb::exit::How::Code(3)));
+    assert_eq!(finished.exit.and_then(|exit| exit.status), Some(pb::exit::Status::Code(3)));
     scheduler.stop().await;
 }
 
 async fn workload_without_compatible_worker_is_rejected(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let _gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = WorkloadId::new();
     let tagged = pb::WorkloadSpec { tags: vec!["gpu".to_owned()], ..spec() };
     let refused = scheduler.submit_as(id, tagged).await.expect_err("refused");
@@ -234,7 +234,7 @@ async fn workload_without_compatible_worker_is_rejected(database: TestDatabase) 
 
 async fn workloads_wait_when_all_slots_are_used(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let mut ids = Vec::new();
     for _ in 0..4 {
         ids.push(scheduler.submit(spec()).await.expect("accepted"));
@@ -272,7 +272,7 @@ async fn waiting_workload_is_cancelled_immediately(database: TestDatabase) {
 
 async fn placed_workload_cannot_start_after_cancellation(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
     scheduler.cancel(id, Duration::from_secs(5)).await;
@@ -281,8 +281,8 @@ async fn placed_workload_cannot_start_after_cancellation(database: TestDatabase)
     scheduler.cancel(id, Duration::from_secs(9)).await;
     scheduler.cancel(id, Duration::from_secs(1)).await;
     gateway
-        .desires("a shorter grace", |lease| match &lease.wish {
-            Some(pb::desired_lease::Wish::Stop(stop)) => {
+        .desires("a shorter grace", |lease| match &lease.action {
+            Some(pb::desired_lease::Action::Stop(stop)) => {
                 let grace = stop.grace.as_ref().map_or(0, |grace| grace.seconds);
                 assert_ne!(grace, 9, "a later call cannot extend the grace period");
                 (grace == 1).then_some(())
@@ -307,7 +307,7 @@ async fn placed_workload_cannot_start_after_cancellation(database: TestDatabase)
 
 async fn attempt_ends_without_report_if_not_started(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, _) = gateway.run(id).await;
     scheduler.cancel(id, Duration::ZERO).await;
@@ -331,7 +331,7 @@ async fn workload_ends_when_its_timeouts_expire(database: TestDatabase) {
         "no worker took the workload in time; the workload waited for: no worker has registered yet"
     );
 
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let running = pb::WorkloadSpec { run_timeout: short, ..spec() };
     let id = scheduler.submit(running).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
@@ -347,8 +347,8 @@ async fn workload_ends_when_its_timeouts_expire(database: TestDatabase) {
 
 async fn new_incarnation_ends_attempts_of_old_one(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut hello = hello("one");
-    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let mut registration = registration("one");
+    let mut gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
     let (prepared, started) = (
         scheduler.submit(spec()).await.expect("accepted"),
         scheduler.submit(spec()).await.expect("accepted"),
@@ -359,9 +359,10 @@ async fn new_incarnation_ends_attempts_of_old_one(database: TestDatabase) {
     let before = gateway.welcome.clone();
     gateway.leave().await;
 
-    hello.session_credential = before.session_credential;
-    hello.marker = Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    registration.session_credential = before.session_credential;
+    registration.marker =
+        Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     assert_eq!(gateway.welcome.worker_id, before.worker_id);
     assert_eq!(gateway.welcome.session, before.session, "the gateway instance is unchanged");
     assert!(gateway.welcome.incarnation > before.incarnation);
@@ -382,7 +383,7 @@ async fn new_incarnation_ends_attempts_of_old_one(database: TestDatabase) {
 
 async fn attempt_unknown_to_gateway_is_not_running(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let (prepared, started) = (
         scheduler.submit(spec()).await.expect("accepted"),
         scheduler.submit(spec()).await.expect("accepted"),
@@ -408,8 +409,8 @@ async fn attempt_unknown_to_gateway_is_not_running(database: TestDatabase) {
     let unknown = scheduler.finished(started).await;
     assert_eq!(unknown.failure.map(|failure| failure.reason), Some("START_UNKNOWN".to_owned()));
     let again = gateway
-        .desires("a new attempt", |lease| match &lease.wish {
-            Some(pb::desired_lease::Wish::Run(run)) => (run.attempt_id != first.attempt_id
+        .desires("a new attempt", |lease| match &lease.action {
+            Some(pb::desired_lease::Action::Run(run)) => (run.attempt_id != first.attempt_id
                 && run.workload_id == prepared.to_string())
             .then(|| run.clone()),
             _ => None,
@@ -436,7 +437,7 @@ pub(crate) fn config_with_limits(
 async fn silent_worker_becomes_lost(database: TestDatabase) {
     let (ttl, lost_after) = (Duration::from_millis(300), Duration::from_millis(800));
     let scheduler = Running::start(config_with_limits(&database, ttl, lost_after)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
@@ -462,7 +463,7 @@ async fn silent_worker_becomes_lost(database: TestDatabase) {
 async fn attempt_ends_when_finish_is_never_reported(database: TestDatabase) {
     let ttl = Duration::from_millis(500);
     let scheduler = Running::start(config_with_limits(&database, ttl, Duration::from_secs(60))).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
@@ -483,7 +484,7 @@ async fn attempt_ends_when_finish_is_never_reported(database: TestDatabase) {
 async fn unstarted_attempt_leaves_silent_worker(database: TestDatabase) {
     let ttl = Duration::from_millis(300);
     let scheduler = Running::start(config_with_limits(&database, ttl, Duration::from_secs(60))).await;
-    let mut silent = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut silent = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = silent.run(id).await;
     until("the workload is queued again", async || {
@@ -495,7 +496,7 @@ async fn unstarted_attempt_leaves_silent_worker(database: TestDatabase) {
         start(&scheduler, &run.lease_token).await.expect_err("the lease belongs to another attempt");
     assert!(refused.is(Reason::LeaseLost), "{refused}");
 
-    let mut other = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let mut other = Gateway::connect(&scheduler, registration("two")).await.expect("welcome");
     let (_, run) = other.run(id).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
@@ -504,7 +505,7 @@ async fn unstarted_attempt_leaves_silent_worker(database: TestDatabase) {
 
 async fn attempts_survive_restart_of_scheduler(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut first = hello("one");
+    let mut first = registration("one");
     let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
@@ -528,7 +529,7 @@ async fn ticket_is_issued_for_reachable_worker(database: TestDatabase) {
     let place = Place::new();
     let artifact_store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
-    let gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let worker = gateway.welcome.worker_id.parse().expect("an id");
     let artifact = place.upload_to(worker).await.expect("uploaded");
     let replica = place.replicas(artifact).await.expect("located").remove(0);
@@ -725,7 +726,7 @@ async fn replicas_share_one_database() {
     let database = testing::databases::postgres().await;
     let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
     // The gateway is connected to one replica. The callers use the other one.
-    let mut gateway = Gateway::connect(&replicas[0], hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&replicas[0], registration("one")).await.expect("welcome");
     let mut ids = Vec::new();
     for turn in 0..6 {
         ids.push(replicas[turn % 2].submit(spec()).await.expect("accepted"));

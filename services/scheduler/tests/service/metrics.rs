@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use crate::explain::explain_spec;
 use crate::leases::{refused, task};
 use crate::places::place;
-use crate::support::{Gateway, Running, finish, hello, spec, until, within};
+use crate::support::{Gateway, Running, finish, registration, spec, until, within};
 
 /// Scheduler process, started as by an operator. The process ends with the test.
 struct Process {
@@ -110,15 +110,18 @@ fn counted(values: &Values) -> Vec<(&str, f64)> {
 }
 
 /// Worker that accepts only requests with its tag.
-fn tagged(name: &str, max_tasks: u32) -> pb::Hello {
-    let mut hello = untagged(name);
-    hello.labels.as_mut().expect("labels").tags = vec![name.to_owned()];
-    hello.capacity.as_mut().expect("a capacity").max_tasks = max_tasks;
-    hello
+fn tagged(name: &str, max_tasks: u32) -> pb::Registration {
+    let mut registration = untagged(name);
+    registration.labels.as_mut().expect("labels").tags = vec![name.to_owned()];
+    registration.capacity.as_mut().expect("a capacity").max_tasks = max_tasks;
+    registration
 }
 
-fn untagged(name: &str) -> pb::Hello {
-    pb::Hello { capacity: Some(pb::Capacity { max_tasks: 9, ..pb::Capacity::default() }), ..hello(name) }
+fn untagged(name: &str) -> pb::Registration {
+    pb::Registration {
+        capacity: Some(pb::Capacity { max_tasks: 9, ..pb::Capacity::default() }),
+        ..registration(name)
+    }
 }
 
 /// Spec for the workers with this tag. An empty tag selects workers without tags.
@@ -138,7 +141,7 @@ async fn metrics_count_queue_placements_and_refusals() {
     let refusals = values(&metrics, "refusals_total").await;
     assert!(refusals.len() > 20 && counted(&refusals).is_empty(), "{refusals:?}");
 
-    let connect = async |hello| Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let connect = async |registration| Gateway::connect(&scheduler, registration).await.expect("welcome");
     let mut full = connect(tagged("full", 1)).await;
     let silent = connect(tagged("silent", 1)).await;
     let (mut one, _other) = (connect(untagged("one")).await, connect(untagged("other")).await);
@@ -150,7 +153,7 @@ async fn metrics_count_queue_placements_and_refusals() {
         scheduler.submit(of("alpha", "")).await.expect("the other worker is next");
     }
     let preferred = pb::PlaceRequest { prefer_workers: vec![one.welcome.worker_id.clone()], ..task() };
-    let near = pb::PlaceRequest { same_worker_as: preferred.lease_id.clone(), ..task() };
+    let near = pb::PlaceRequest { same_worker_as_lease_id: preferred.lease_id.clone(), ..task() };
     for request in [preferred, near] {
         assert_eq!(place(&scheduler, request).await.expect("granted").worker_name, "one");
     }

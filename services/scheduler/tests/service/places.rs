@@ -16,7 +16,7 @@ use testing::databases::TestDatabase;
 
 use crate::leases::{grouped, place_many, refused, task, with_slots};
 use crate::store::Place;
-use crate::support::{Gateway, Running, config, finish, hello, spec, until, within};
+use crate::support::{Gateway, Running, config, finish, registration, spec, until, within};
 
 pub(crate) fn waiting(request: pb::PlaceRequest) -> pb::PlaceRequest {
     pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_secs(60))), ..request }
@@ -148,8 +148,8 @@ pub(crate) async fn wait_ends_by_timeout_or_dropped_call(database: TestDatabase)
 pub(crate) async fn wait_ends_when_no_worker_is_compatible(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
-    let hello = pb::Hello { capacity, ..hello("one") };
-    let _gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let registration = pb::Registration { capacity, ..registration("one") };
+    let _gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
     place(&scheduler, task()).await.expect("granted");
     let workload = scheduler.submit(spec()).await.expect("queued");
     let alone =
@@ -159,9 +159,13 @@ pub(crate) async fn wait_ends_when_no_worker_is_compatible(database: TestDatabas
     let then = async {
         wait_for_waiting_requests(&scheduler, 3).await;
         // A worker with tags accepts only requests with tags.
-        let labels =
-            hello.labels.clone().map(|labels| pb::WorkerLabels { tags: vec!["gpu".to_owned()], ..labels });
-        Gateway::connect(&scheduler, pb::Hello { labels, ..hello.clone() }).await.expect("welcome")
+        let labels = registration
+            .labels
+            .clone()
+            .map(|labels| pb::WorkerLabels { tags: vec!["gpu".to_owned()], ..labels });
+        Gateway::connect(&scheduler, pb::Registration { labels, ..registration.clone() })
+            .await
+            .expect("welcome")
     };
     let (alone, group, _gateway) = futures::join!(alone(), place_many(&scheduler, group), then);
     assert!(alone.is(Reason::NoCompatibleWorker), "{alone}");
@@ -321,9 +325,9 @@ pub(crate) async fn owner_group_is_placed_on_one_worker(database: TestDatabase) 
 pub(crate) async fn owner_group_waits_for_fitting_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let of_memory = |name: &str, memory_bytes: u64| {
-        let mut hello = hello(name);
-        hello.capacity = Some(pb::Capacity { max_tasks: 2, memory_bytes, ..pb::Capacity::default() });
-        hello
+        let mut registration = registration(name);
+        registration.capacity = Some(pb::Capacity { max_tasks: 2, memory_bytes, ..pb::Capacity::default() });
+        registration
     };
     let small = Gateway::connect(&scheduler, of_memory("small", 50)).await.expect("welcome");
     let large = Gateway::connect(&scheduler, of_memory("large", 100)).await.expect("welcome");
@@ -415,7 +419,7 @@ pub(crate) async fn leases_of_owner_share_worker(database: TestDatabase) {
         let both = crate::leases::granted(&place_many(&scheduler, both).await);
         assert_eq!(both.len(), 2);
         assert_eq!(both[0].worker_name, both[1].worker_name);
-        let near = pb::PlaceRequest { same_worker_as: LeaseId::new().to_string(), ..of_owner("x") };
+        let near = pb::PlaceRequest { same_worker_as_lease_id: LeaseId::new().to_string(), ..of_owner("x") };
         assert!(refused(&scheduler, near).await.is(Reason::InvalidField));
 
         // While the worker is silent, requests of the owner wait. After the loss of the worker, all
@@ -567,7 +571,7 @@ pub(crate) async fn pins_of_ended_leases_are_released_after_outage(database: Tes
     };
     let scheduler = Running::start(frequently).await;
     let _gateway = with_slots(&scheduler, "one", 9).await;
-    let worker = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let worker = Gateway::connect(&scheduler, registration("two")).await.expect("welcome");
     let worker = worker.welcome.worker_id.parse::<WorkerId>().expect("an id");
     let artifact = until("the store answers", async || bytes.upload_to(worker).await.ok()).await;
     let using = || pb::PlaceRequest { artifact_ids: vec![artifact.to_string()], ..task() };

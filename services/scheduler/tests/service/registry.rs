@@ -12,7 +12,7 @@ use tonic::Streaming;
 
 use crate::leases::of_kind;
 use crate::store::Place;
-use crate::support::{Gateway, Running, config, finish, hello, spec, start, until, within};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start, until, within};
 
 impl Running {
     pub(crate) async fn cordon(
@@ -35,9 +35,9 @@ impl Running {
         Ok(self.workers().prune_worker(request).await?.into_inner())
     }
 
-    async fn run_worker(&self, worker: &str) -> Result<Option<pb::Worker>, Refusal> {
-        let request = pb::RunWorkerRequest { worker: worker.to_owned() };
-        Ok(self.workers().run_worker(request).await?.into_inner().worker)
+    async fn uncordon_worker(&self, worker: &str) -> Result<Option<pb::Worker>, Refusal> {
+        let request = pb::UncordonWorkerRequest { worker: worker.to_owned() };
+        Ok(self.workers().uncordon_worker(request).await?.into_inner().worker)
     }
 
     pub(crate) async fn find_worker(&self, worker: &str) -> Option<pb::Worker> {
@@ -67,7 +67,7 @@ fn interruptible() -> pb::WorkloadSpec {
 async fn finish_interrupted(scheduler: &Running, token: &str) {
     let request = pb::FinishAttemptRequest {
         lease_token: token.to_owned(),
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Signal(15)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Signal(15)) }),
         failure: Some(pb::Failure { reason: "INTERRUPTED".to_owned(), message: "stopped".to_owned() }),
         ..pb::FinishAttemptRequest::default()
     };
@@ -80,7 +80,7 @@ fn reasons(worker: &pb::Worker) -> Vec<&str> {
 
 pub(crate) async fn cordon_waits_for_uninterruptible_work(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let first = hello("one");
+    let first = registration("one");
     let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
     assert_eq!(gateway.desired.directive(), pb::Directive::Run);
     let (uninterruptible, interrupted) = (
@@ -94,7 +94,7 @@ pub(crate) async fn cordon_waits_for_uninterruptible_work(database: TestDatabase
     }
 
     let cordoned = scheduler.cordon("one", None).await.expect("accepted");
-    assert_eq!(cordoned.desired(), pb::WorkerDesire::Cordon);
+    assert_eq!(cordoned.desired(), pb::DesiredWorkerState::Cordon);
     assert_eq!((cordoned.leases, cordoned.uninterruptible_leases), (2, 1));
     within("the gateway receives the change", async {
         while gateway.desired.directive() != pb::Directive::Cordon {
@@ -115,7 +115,7 @@ pub(crate) async fn cordon_waits_for_uninterruptible_work(database: TestDatabase
     assert_eq!(gateway.desired.leases.len(), 2);
     scheduler.cordon(&cordoned.worker_id, None).await.expect("a repeat, by its id");
     let worker = scheduler.worker("one").await;
-    assert_eq!((worker.desired(), worker.drained_at), (pb::WorkerDesire::Cordon, None));
+    assert_eq!((worker.desired(), worker.drained_at), (pb::DesiredWorkerState::Cordon, None));
     assert_eq!(reasons(&worker), ["CORDONED", "FULL"]);
 
     finish(&scheduler, &staying.lease_token, 0).await.expect("finished");
@@ -129,7 +129,7 @@ pub(crate) async fn cordon_waits_for_uninterruptible_work(database: TestDatabase
     finish_interrupted(&scheduler, &going.lease_token).await;
     scheduler.wait_for(interrupted, pb::WorkloadState::Pending).await;
     gateway.leave().await;
-    let new_incarnation = pb::Hello {
+    let new_incarnation = pb::Registration {
         marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "other".to_owned() }),
         gateway_instance: GatewayInstance::new().to_string(),
         ..first
@@ -139,8 +139,8 @@ pub(crate) async fn cordon_waits_for_uninterruptible_work(database: TestDatabase
     assert_eq!(scheduler.worker("one").await.drained_at, drained.drained_at);
 
     for _ in 0..2 {
-        let running = scheduler.run_worker("one").await.expect("accepted").expect("a worker");
-        assert_eq!((running.desired(), running.drained_at), (pb::WorkerDesire::Run, None));
+        let running = scheduler.uncordon_worker("one").await.expect("accepted").expect("a worker");
+        assert_eq!((running.desired(), running.drained_at), (pb::DesiredWorkerState::Run, None));
     }
     let (_, again) = gateway.run(interrupted).await;
     assert_ne!(again.attempt_id, going.attempt_id);
@@ -156,7 +156,7 @@ pub(crate) async fn cordon_waits_for_uninterruptible_work(database: TestDatabase
 
 pub(crate) async fn cordon_interrupts_work_at_deadline(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let (started, unstarted) = (
         scheduler.submit(spec()).await.expect("accepted"),
         scheduler.submit(spec()).await.expect("accepted"),
@@ -221,8 +221,8 @@ pub(crate) async fn retired_worker_is_removed_when_safe(database: TestDatabase) 
     let store = place.start().await;
     let config = Config { artifact_store: place.endpoint(), ..config(&database) };
     let scheduler = Running::start(config).await;
-    let hello = hello("one");
-    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let registration = registration("one");
+    let mut gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
     let id = gateway.welcome.worker_id.clone();
     let busy = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = gateway.run(busy).await;
@@ -242,13 +242,17 @@ pub(crate) async fn retired_worker_is_removed_when_safe(database: TestDatabase) 
         assert_eq!(refused.about.get("artifact_id"), Some(&artifact.to_string()));
         assert_eq!(refused.about.get("artifacts").map(String::as_str), Some("1"));
     }
-    assert_eq!(scheduler.worker("one").await.desired(), pb::WorkerDesire::Run, "the worker is unchanged");
+    assert_eq!(
+        scheduler.worker("one").await.desired(),
+        pb::DesiredWorkerState::Run,
+        "the worker is unchanged"
+    );
 
     // A forced retirement can be undone until it is complete.
     let retiring = scheduler.retire("one", true).await.expect("accepted").expect("the worker still exists");
-    assert_eq!(retiring.desired(), pb::WorkerDesire::Retire);
+    assert_eq!(retiring.desired(), pb::DesiredWorkerState::Retire);
     assert_eq!(reasons(&retiring), ["RETIRING"]);
-    scheduler.run_worker("one").await.expect("accepted");
+    scheduler.uncordon_worker("one").await.expect("accepted");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.wait_until_idle().await;
     assert!(scheduler.find_worker("one").await.is_some());
@@ -272,21 +276,22 @@ pub(crate) async fn retired_worker_is_removed_when_safe(database: TestDatabase) 
     })
     .await;
 
-    let again = |hello: &pb::Hello| pb::Hello {
+    let again = |registration: &pb::Registration| pb::Registration {
         gateway_instance: GatewayInstance::new().to_string(),
-        ..hello.clone()
+        ..registration.clone()
     };
-    let refused = Gateway::connect(&scheduler, again(&hello)).await.err().expect("the worker was retired");
+    let refused =
+        Gateway::connect(&scheduler, again(&registration)).await.err().expect("the worker was retired");
     assert!(refused.is(Reason::WorkerRetired), "{refused}");
-    assert!(scheduler.run_worker("one").await.expect("accepted").is_none());
-    let back = Gateway::connect(&scheduler, again(&hello)).await.expect("a new registration");
+    assert!(scheduler.uncordon_worker("one").await.expect("accepted").is_none());
+    let back = Gateway::connect(&scheduler, again(&registration)).await.expect("a new registration");
     assert_ne!(back.welcome.worker_id, id);
     scheduler.retire("one", true).await.expect("accepted");
     scheduler.wait_until_removed("one").await;
     // An empty worker may take the name of a removed worker.
-    let empty = pb::Hello {
+    let empty = pb::Registration {
         marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() }),
-        ..again(&hello)
+        ..again(&registration)
     };
     Gateway::connect(&scheduler, empty).await.expect("another worker");
     store.stop().await;
@@ -298,7 +303,7 @@ pub(crate) async fn new_replica_blocks_retirement(database: TestDatabase) {
     let store = place.start().await;
     let config = Config { artifact_store: place.endpoint(), ..config(&database) };
     let scheduler = Running::start(config).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let busy = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = gateway.run(busy).await;
     until("the store answers", async || scheduler.retire("one", false).await.ok()).await;
@@ -307,10 +312,10 @@ pub(crate) async fn new_replica_blocks_retirement(database: TestDatabase) {
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
 
     let held_up = until("the retirement is blocked", async || {
-        Some(scheduler.worker("one").await).filter(|worker| !worker.held_up_by.is_empty())
+        Some(scheduler.worker("one").await).filter(|worker| !worker.blocked_by.is_empty())
     })
     .await;
-    assert!(held_up.held_up_by.contains("last replica of a kept artifact"), "{}", held_up.held_up_by);
+    assert!(held_up.blocked_by.contains("last replica of a kept artifact"), "{}", held_up.blocked_by);
     assert!(held_up.drained_at.is_some());
     scheduler.retire("one", true).await.expect("forced");
     scheduler.wait_until_removed("one").await;
@@ -324,8 +329,8 @@ pub(crate) async fn prune_removes_unreachable_worker_with_its_attempts(database:
     let ttl = Duration::from_millis(400);
     let config = Config { artifact_store: place.endpoint(), worker_ttl: ttl, ..config(&database) };
     let scheduler = Running::start(config).await;
-    let hello = hello("one");
-    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let registration = registration("one");
+    let mut gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
     let id = gateway.welcome.worker_id.clone();
     let started = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(started).await;
@@ -372,7 +377,7 @@ pub(crate) async fn prune_removes_unreachable_worker_with_its_attempts(database:
     })
     .await;
     assert_eq!(gateway.desired.leases, []);
-    let again = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let again = Gateway::connect(&scheduler, registration).await.expect("welcome");
     assert_ne!(again.welcome.worker_id, id);
     store.stop().await;
     scheduler.stop().await;
@@ -387,8 +392,11 @@ pub(crate) async fn ephemeral_worker_is_removed_when_lost(database: TestDatabase
     };
     let scheduler = Running::start(config).await;
     let ephemeral = |name: &str, ephemeral| {
-        let hello = hello(name);
-        pb::Hello { labels: hello.labels.map(|labels| pb::WorkerLabels { ephemeral, ..labels }), ..hello }
+        let registration = registration(name);
+        pb::Registration {
+            labels: registration.labels.map(|labels| pb::WorkerLabels { ephemeral, ..labels }),
+            ..registration
+        }
     };
     let mut gateway = Gateway::connect(&scheduler, ephemeral("brief", true)).await.expect("welcome");
     assert!(scheduler.worker("brief").await.labels.expect("labels").ephemeral);
@@ -411,8 +419,11 @@ pub(crate) async fn ephemeral_worker_is_removed_when_lost(database: TestDatabase
 pub(crate) async fn worker_cannot_change_its_team(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let of = |name: &str, team: &str| {
-        let (hello, team) = (hello(name), team.to_owned());
-        pb::Hello { labels: hello.labels.map(|labels| pb::WorkerLabels { team, ..labels }), ..hello }
+        let (registration, team) = (registration(name), team.to_owned());
+        pb::Registration {
+            labels: registration.labels.map(|labels| pb::WorkerLabels { team, ..labels }),
+            ..registration
+        }
     };
     for (first, second) in [("main", "other"), ("main", ""), ("", "main")] {
         let name = format!("{first}-{second}");
@@ -429,7 +440,7 @@ pub(crate) async fn worker_cannot_change_its_team(database: TestDatabase) {
 
 pub(crate) async fn worker_with_unsupported_protocol_is_never_chosen(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let newer = pb::Hello { protocol_versions: vec![2, 3], ..hello("newer") };
+    let newer = pb::Registration { protocol_versions: vec![2, 3], ..registration("newer") };
     for _ in 0..2 {
         let refused = Gateway::connect(&scheduler, newer.clone()).await.err().expect("no version in common");
         assert!(refused.is(Reason::UnsupportedProtocol), "{refused}");
@@ -445,9 +456,9 @@ pub(crate) async fn worker_with_unsupported_protocol_is_never_chosen(database: T
     assert!(refused.is(Reason::NoCompatibleWorker), "{refused}");
 
     // While a gateway is connected, an incompatible second gateway changes nothing.
-    let one = hello("one");
+    let one = registration("one");
     let gateway = Gateway::connect(&scheduler, one.clone()).await.expect("welcome");
-    let other = pb::Hello {
+    let other = pb::Registration {
         gateway_instance: GatewayInstance::new().to_string(),
         protocol_versions: vec![2],
         ..one.clone()
@@ -456,7 +467,7 @@ pub(crate) async fn worker_with_unsupported_protocol_is_never_chosen(database: T
     assert!(refused.is(Reason::AlreadyAttended), "{refused}");
     assert_eq!(reasons(&scheduler.worker("one").await), [""; 0]);
     gateway.leave().await;
-    let of_no_version = pb::Hello { protocol_versions: vec![], ..other.clone() };
+    let of_no_version = pb::Registration { protocol_versions: vec![], ..other.clone() };
     let refused = Gateway::connect(&scheduler, of_no_version).await.err().expect("no protocol version");
     assert!(refused.is(Reason::InvalidField), "{refused}");
     assert_eq!(reasons(&scheduler.worker("one").await), ["STALLED"], "the versions are unknown");
@@ -464,9 +475,10 @@ pub(crate) async fn worker_with_unsupported_protocol_is_never_chosen(database: T
     assert_eq!(reasons(&scheduler.worker("one").await), ["INCOMPATIBLE", "STALLED"]);
 
     // A worker with a supported version is accepted like any other worker.
-    let mut gateway = Gateway::connect(&scheduler, pb::Hello { protocol_versions: vec![3, 1], ..newer })
-        .await
-        .expect("a version in common");
+    let mut gateway =
+        Gateway::connect(&scheduler, pb::Registration { protocol_versions: vec![3, 1], ..newer })
+            .await
+            .expect("a version in common");
     assert_eq!(scheduler.worker("newer").await.unsupported_versions, [0; 0]);
     let id = scheduler.submit(spec()).await.expect("accepted");
     gateway.run(id).await;
@@ -514,7 +526,7 @@ fn names(changes: &[Change]) -> Vec<&str> {
         .iter()
         .map(|change| match change {
             Change::Worker(worker) => worker.name.as_str(),
-            Change::Gone(gone) => gone.name.as_str(),
+            Change::Removed(gone) => gone.name.as_str(),
             Change::Synced(_) => "synced",
         })
         .collect()
@@ -525,8 +537,8 @@ pub(crate) async fn watch_of_workers_misses_no_change(database: TestDatabase) {
     let scheduler = Running::start(keep).await;
     let mut watcher = Watcher::after(&scheduler, 0).await;
     assert_eq!(watcher.synced().await.1, []);
-    let _one = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let two = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let _one = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
+    let two = Gateway::connect(&scheduler, registration("two")).await.expect("welcome");
     let (seen_two, _) = watcher
         .until(|change| matches!(change, Change::Worker(worker) if worker.name == "two").then_some(()))
         .await;
@@ -538,7 +550,7 @@ pub(crate) async fn watch_of_workers_misses_no_change(database: TestDatabase) {
     scheduler.cordon("one", None).await.expect("accepted");
     for watcher in [&mut watcher, &mut late] {
         let cordoned = |change: &Change| match change {
-            Change::Worker(worker) if worker.desired() == pb::WorkerDesire::Cordon => {
+            Change::Worker(worker) if worker.desired() == pb::DesiredWorkerState::Cordon => {
                 Some(worker.name.clone())
             }
             _ => None,
@@ -555,17 +567,17 @@ pub(crate) async fn watch_of_workers_misses_no_change(database: TestDatabase) {
     scheduler.prune("two", true).await.expect("pruned");
     let (last, gone) = watcher
         .until(|change| match change {
-            Change::Gone(gone) => Some(gone.clone()),
+            Change::Removed(gone) => Some(gone.clone()),
             _ => None,
         })
         .await;
-    assert_eq!((gone.name.as_str(), gone.how()), ("two", pb::WorkerEnd::Pruned));
+    assert_eq!((gone.name.as_str(), gone.end()), ("two", pb::WorkerEnd::Pruned));
 
     // A resumed watch receives all later changes and all removed workers. A new watch receives no
     // removed worker.
     let (_, since) = Watcher::after(&scheduler, revision).await.synced().await;
     assert_eq!(names(&since), ["one", "two"]);
-    assert!(matches!(since.last(), Some(Change::Gone(_))));
+    assert!(matches!(since.last(), Some(Change::Removed(_))));
     let (_, there) = Watcher::after(&scheduler, 0).await.synced().await;
     assert_eq!(names(&there), ["one"]);
     let (_, nothing) = Watcher::after(&scheduler, last).await.synced().await;
@@ -601,7 +613,7 @@ pub(crate) async fn check_watchers_see_changes_of_another_replica() {
     let mut gateways = Vec::new();
     for number in 0..12 {
         let name = format!("worker-{number}");
-        gateways.push(Gateway::connect(&replicas[number % 2], hello(&name)).await.expect("welcome"));
+        gateways.push(Gateway::connect(&replicas[number % 2], registration(&name)).await.expect("welcome"));
     }
     for number in 0..12 {
         replicas[(number + 1) % 2].cordon(&format!("worker-{number}"), None).await.expect("accepted");
@@ -632,7 +644,7 @@ async fn fail_on(scheduler: &Running, gateway: &mut Gateway, id: WorkloadId) {
 
 pub(crate) async fn unstartable_workload_moves_to_another_worker(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut bad = Gateway::connect(&scheduler, hello("bad")).await.expect("welcome");
+    let mut bad = Gateway::connect(&scheduler, registration("bad")).await.expect("welcome");
     let alone = scheduler.submit(spec()).await.expect("accepted");
     fail_on(&scheduler, &mut bad, alone).await;
     let finished = scheduler.finished(alone).await;
@@ -641,9 +653,10 @@ pub(crate) async fn unstartable_workload_moves_to_another_worker(database: TestD
 
     // A full worker could take the workload later.
     let small = pb::Capacity { max_tasks: 1, ..pb::Capacity::default() };
-    let mut good = Gateway::connect(&scheduler, pb::Hello { capacity: Some(small), ..hello("good") })
-        .await
-        .expect("welcome");
+    let mut good =
+        Gateway::connect(&scheduler, pb::Registration { capacity: Some(small), ..registration("good") })
+            .await
+            .expect("welcome");
     let mut ids = Vec::new();
     for _ in 0..3 {
         ids.push(scheduler.submit(spec()).await.expect("accepted"));
@@ -651,8 +664,10 @@ pub(crate) async fn unstartable_workload_moves_to_another_worker(database: TestD
     let busy = within("one is on the good worker", async {
         loop {
             for id in &ids {
-                let run = good.desired.leases.iter().find_map(|lease| match &lease.wish {
-                    Some(pb::desired_lease::Wish::Run(run)) if run.workload_id == id.to_string() => Some(run),
+                let run = good.desired.leases.iter().find_map(|lease| match &lease.action {
+                    Some(pb::desired_lease::Action::Run(run)) if run.workload_id == id.to_string() => {
+                        Some(run)
+                    }
                     _ => None,
                 });
                 if let Some(run) = run {
@@ -690,7 +705,7 @@ pub(crate) async fn unstartable_workload_moves_to_another_worker(database: TestD
     within("both are placed", async {
         while on_bad.is_none() || on_good.is_none() {
             for id in [last, blocker] {
-                if let Some(there) = scheduler.get(id).await.whereabouts {
+                if let Some(there) = scheduler.get(id).await.location {
                     match there.worker_name.as_str() {
                         "bad" => on_bad = Some(id),
                         _ => on_good = Some(id),
@@ -719,7 +734,7 @@ pub(crate) async fn failing_worker_is_quarantined_and_tried_again(database: Test
         ..config(&database)
     };
     let scheduler = Running::start(config).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     for _ in 0..2 {
         let id = scheduler.submit(spec()).await.expect("accepted");
         fail_on(&scheduler, &mut gateway, id).await;
@@ -741,8 +756,8 @@ pub(crate) async fn failing_worker_is_quarantined_and_tried_again(database: Test
                 return worker;
             }
             // During the probation, the worker gets one workload at a time.
-            let Some(run) = gateway.desired.leases.iter().find_map(|lease| match &lease.wish {
-                Some(pb::desired_lease::Wish::Run(run)) => Some(run.clone()),
+            let Some(run) = gateway.desired.leases.iter().find_map(|lease| match &lease.action {
+                Some(pb::desired_lease::Action::Run(run)) => Some(run.clone()),
                 _ => None,
             }) else {
                 gateway.next().await.expect("the stream is open");
@@ -767,8 +782,8 @@ pub(crate) async fn failing_worker_is_quarantined_and_tried_again(database: Test
     })
     .await;
 
-    // `RunWorker` resets the failures. The next attempt succeeds.
-    scheduler.run_worker("one").await.expect("accepted");
+    // `UncordonWorker` resets the failures. The next attempt succeeds.
+    scheduler.uncordon_worker("one").await.expect("accepted");
     let worker = scheduler.worker("one").await;
     assert_eq!((worker.failures, worker.quarantined_until), (0, None));
     let (_, run) = gateway.run_any().await;
@@ -786,7 +801,7 @@ pub(crate) async fn started_process_ends_probation(database: TestDatabase) {
         ..config(&database)
     };
     let scheduler = Running::start(config).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     fail_on(&scheduler, &mut gateway, id).await;
     let ids =
@@ -815,7 +830,7 @@ pub(crate) async fn worker_is_quarantined_for_failing_team(database: TestDatabas
         ..config(&database)
     };
     let scheduler = Running::start(config).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let of = |team: &str| pb::WorkloadSpec { team: team.to_owned(), ..spec() };
     let quarantined = async || {
         let worker = scheduler.worker("one").await;
@@ -842,7 +857,7 @@ pub(crate) async fn worker_is_quarantined_for_failing_team(database: TestDatabas
     let waits = scheduler.submit(of("main")).await.expect("accepted");
 
     // A running process resets the failures. `StartAttempt` alone does not.
-    scheduler.run_worker("one").await.expect("accepted");
+    scheduler.uncordon_worker("one").await.expect("accepted");
     let (_, run) = gateway.run(waits).await;
     fail(&scheduler, &run.lease_token, "START_FAILED").await;
     let next = scheduler.submit(of("main")).await.expect("accepted");

@@ -9,7 +9,7 @@ use crate::demand::demand;
 use crate::explain::explain_spec;
 use crate::leases::{task, with_slots};
 use crate::places::{place, release, wait_for_waiting_requests, waiting};
-use crate::support::{Gateway, Running, config, finish, hello, spec, until, within};
+use crate::support::{Gateway, Running, config, finish, registration, spec, until, within};
 
 /// Configuration in which no periodic read happens during a test.
 fn only_hints(database: &TestDatabase) -> scheduler::Config {
@@ -27,7 +27,7 @@ fn only_hints(database: &TestDatabase) -> scheduler::Config {
 /// The gateway of a worker with one slot uses one replica. The callers use the other replica.
 async fn check_changes_reach_other_replica(config: scheduler::Config) {
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
-    let mut slot = hello("one");
+    let mut slot = registration("one");
     slot.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
     let mut gateway = Gateway::connect(&one, slot).await.expect("welcome");
     let mut waiting = Vec::new();
@@ -56,7 +56,7 @@ async fn changes_reach_other_replica_by_hints() {
 #[tokio::test(flavor = "multi_thread")]
 async fn changes_reach_other_replica_without_hints() {
     let database = testing::databases::postgres().await;
-    let config = scheduler::Config { share_hints: false, ..config(&database) };
+    let config = scheduler::Config { share_notifications: false, ..config(&database) };
     check_changes_reach_other_replica(config).await;
 }
 
@@ -64,7 +64,7 @@ async fn changes_reach_other_replica_without_hints() {
 /// other replica.
 async fn check_release_reaches_other_replica(config: scheduler::Config) {
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
-    let mut slot = hello("one");
+    let mut slot = registration("one");
     slot.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
     let mut gateway = Gateway::connect(&one, slot).await.expect("welcome");
     let mut held = place(&one, task()).await.expect("granted");
@@ -103,13 +103,13 @@ async fn release_reaches_other_replica_by_hints() {
 #[tokio::test(flavor = "multi_thread")]
 async fn release_reaches_other_replica_without_hints() {
     let database = testing::databases::postgres().await;
-    let config = scheduler::Config { share_hints: false, ..config(&database) };
+    let config = scheduler::Config { share_notifications: false, ..config(&database) };
     check_release_reaches_other_replica(config).await;
 }
 
 /// Configuration without periodic reads and without hints of the other replica.
 fn no_hints_or_reads(database: &TestDatabase) -> scheduler::Config {
-    scheduler::Config { share_hints: false, ..only_hints(database) }
+    scheduler::Config { share_notifications: false, ..only_hints(database) }
 }
 
 /// Lets a replica read the changes of other replicas once, as it does after each `poll`.
@@ -139,8 +139,8 @@ async fn lost_hint_is_recovered_by_next_read() {
         pb::CordonWorkerRequest { worker: "second".to_owned(), ..pb::CordonWorkerRequest::default() };
     one.workers().cordon_worker(cordon).await.expect("cordoned");
     let second = other.submit(spec()).await.expect("queued");
-    let runs = pb::RunWorkerRequest { worker: "second".to_owned() };
-    one.workers().run_worker(runs).await.expect("uncordoned");
+    let runs = pb::UncordonWorkerRequest { worker: "second".to_owned() };
+    one.workers().uncordon_worker(runs).await.expect("uncordoned");
     check_state(second, pb::WorkloadState::Pending).await;
     read_changes(&other).await;
     check_state(second, pb::WorkloadState::Assigned).await;
@@ -266,9 +266,9 @@ async fn reservation_is_respected_by_other_replica() {
     let database = testing::databases::postgres().await;
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let (one, other) = (Running::start(aging.clone()).await, Running::start(aging).await);
-    let mut hello = hello("one");
-    hello.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
-    let mut gateway = Gateway::connect(&other, hello).await.expect("welcome");
+    let mut registration = registration("one");
+    registration.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&other, registration).await.expect("welcome");
     let requesting = |memory_bytes: u64| Some(pb::ResourceRequests { memory_bytes, ..Default::default() });
     let first =
         other.submit(pb::WorkloadSpec { requests: requesting(60), ..spec() }).await.expect("accepted");
@@ -328,7 +328,7 @@ async fn burst_is_spread_over_all_workers() {
     let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
     let mut gateways = Vec::new();
     for number in 0..20 {
-        let mut roomy = hello(&format!("worker-{number}"));
+        let mut roomy = registration(&format!("worker-{number}"));
         roomy.capacity = Some(pb::Capacity { max_tasks: 100, ..pb::Capacity::default() });
         gateways.push(Gateway::connect(&replicas[number % 2], roomy).await.expect("welcome"));
     }

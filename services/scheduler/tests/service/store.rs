@@ -29,7 +29,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tracing::Instrument;
 
-use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start, until};
 
 /// Directory of an artifact store, which a test can start later.
 pub(crate) struct Place {
@@ -123,14 +123,14 @@ impl Place {
             worker_id: worker.to_string(),
             transfer_id: TransferId::new().to_string(),
         };
-        let complete = store::VolumeCompleteRequest {
+        let complete = store::CompleteVolumeRequest {
             session_credential,
             volume_handle: replicas.plan_replica(plan).await?.into_inner().volume_handle,
             size_bytes: 1,
             digest: digest.clone().into(),
             verification: store::Verification::Verified.into(),
         };
-        inventory.volume_complete(complete).await?;
+        inventory.complete_volume(complete).await?;
         let artifact_id = artifact.to_string();
         replicas.seal_upload(store::SealUploadRequest { team, artifact_id, digest: digest.into() }).await?;
         Ok(artifact)
@@ -162,17 +162,18 @@ impl Place {
         };
         let prepared = inventory.prepare(prepare).await?.into_inner();
         let attempt_id = attempt.to_owned();
-        let made = store::PreparedRequest { session_credential: session_credential.clone(), attempt_id };
-        inventory.prepared(made).await?;
+        let made =
+            store::CompletePrepareRequest { session_credential: session_credential.clone(), attempt_id };
+        inventory.complete_prepare(made).await?;
         let digest = vec![9; 32];
-        let complete = store::VolumeCompleteRequest {
+        let complete = store::CompleteVolumeRequest {
             session_credential,
             volume_handle: prepared.volumes[0].volume_handle.clone(),
             size_bytes: 1,
             digest: digest.clone().into(),
             verification: store::Verification::Verified.into(),
         };
-        inventory.volume_complete(complete).await?;
+        inventory.complete_volume(complete).await?;
         Ok(digest)
     }
 
@@ -215,7 +216,7 @@ impl Place {
         let request = store::PutBuildRequest {
             build_id: build.to_string(),
             team: team.to_owned(),
-            ends_with_workload: workload.to_string(),
+            ends_with_workload_id: workload.to_string(),
             ..Default::default()
         };
         OwnersClient::new(self.peer()).put_build(request).await?;
@@ -249,7 +250,7 @@ pub(crate) async fn build_ends_with_its_workload(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let (id, build) = (WorkloadId::new(), BuildId::new());
     let spec = pb::WorkloadSpec { build_id: build.to_string(), ..spec() };
 
@@ -340,7 +341,7 @@ pub(crate) async fn missing_outputs_fail_workload(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let output = pb::Output { name: "out".to_owned(), ..pb::Output::default() };
     let id = scheduler.submit(pb::WorkloadSpec { outputs: vec![output], ..spec() }).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
@@ -354,7 +355,7 @@ pub(crate) async fn missing_outputs_fail_workload(database: TestDatabase) {
     };
     let request = pb::FinishAttemptRequest {
         lease_token: run.lease_token,
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Code(0)) }),
         outputs: vec![published("out"), published("unknown")],
         ..pb::FinishAttemptRequest::default()
     };
@@ -362,7 +363,7 @@ pub(crate) async fn missing_outputs_fail_workload(database: TestDatabase) {
     let finished = scheduler.finished(id).await;
     assert_eq!(finished.outcome(), pb::Outcome::Errored);
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("SETTLE_FAILED".to_owned()));
-    assert_eq!(finished.exit.and_then(|exit| exit.how), Some(pb::exit::How::Code(0)));
+    assert_eq!(finished.exit.and_then(|exit| exit.status), Some(pb::exit::Status::Code(0)));
     assert!(finished.outputs.is_empty());
     scheduler.stop().await;
     store.stop().await;
@@ -374,7 +375,7 @@ pub(crate) async fn output_is_stored_in_named_caches(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let mut caches = store::caches_client::CachesClient::new(place.peer());
     let task = store::FindOrCreateTaskCacheRequest {
         team: "main".to_owned(),
@@ -422,7 +423,7 @@ pub(crate) async fn output_is_stored_in_named_caches(database: TestDatabase) {
     };
     let request = pb::FinishAttemptRequest {
         lease_token: run.lease_token,
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Code(0)) }),
         outputs: vec![published],
         ..pb::FinishAttemptRequest::default()
     };
@@ -444,8 +445,8 @@ pub(crate) async fn base_resource_type_provides_image_on_all_workers(database: T
         capabilities: vec!["network-private".to_owned()],
         ..pb::WorkerLabels::default()
     };
-    let hello = pb::Hello { labels: Some(labels), ..hello("one") };
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let registration = pb::Registration { labels: Some(labels), ..registration("one") };
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let git = || pb::image::Source::ResourceType("git".to_owned());
     let spec = pb::WorkloadSpec { image: Some(pb::Image { source: Some(git()) }), ..spec() };
     let explained = async || {
@@ -495,7 +496,7 @@ pub(crate) async fn cache_content_becomes_next_version(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let mut caches = store::caches_client::CachesClient::new(place.peer());
     let mut cache = async |team: &str| {
         let request = store::FindOrCreateTaskCacheRequest {
@@ -545,7 +546,7 @@ pub(crate) async fn cache_content_becomes_next_version(database: TestDatabase) {
     };
     let request = pb::FinishAttemptRequest {
         lease_token: run.lease_token,
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(3)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Code(3)) }),
         // A cache that the workload does not use is ignored.
         caches: vec![left(&ours, artifact), left(&foreign, artifact)],
         ..pb::FinishAttemptRequest::default()
@@ -573,7 +574,7 @@ pub(crate) async fn cache_content_becomes_next_version(database: TestDatabase) {
     place.candidate(id, &run.attempt_id, other).await.expect("a candidate");
     let request = pb::FinishAttemptRequest {
         lease_token: run.lease_token,
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Code(0)) }),
         caches: vec![left(&ours, other)],
         ..pb::FinishAttemptRequest::default()
     };
@@ -587,7 +588,7 @@ pub(crate) async fn cache_content_becomes_next_version(database: TestDatabase) {
 pub(crate) async fn unavailable_store_delays_only_the_end(database: TestDatabase) {
     let place = Place::new();
     let scheduler = Running::start(place.config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let output = pb::Output { name: "out".to_owned(), ..pb::Output::default() };
     let spec = pb::WorkloadSpec { outputs: vec![output], ..spec() };
     let id = scheduler.submit(spec).await.expect("accepted");
@@ -613,7 +614,7 @@ pub(crate) async fn unavailable_store_delays_only_the_end(database: TestDatabase
 pub(crate) async fn workload_cancelled_before_pinning_never_runs(database: TestDatabase) {
     let place = Place::new();
     let scheduler = Running::start(place.config(&database)).await;
-    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let _gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let id = WorkloadId::new();
     let input = pb::Input {
         name: "src".to_owned(),
@@ -669,7 +670,7 @@ pub(crate) async fn settlement_continues_trace_of_workload(database: TestDatabas
     let spans = spans();
     let place = Place::new();
     let scheduler = Running::start(place.config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let (id, build) = (WorkloadId::new(), BuildId::new());
     let trace = id.uuid().simple().to_string();
 

@@ -203,8 +203,8 @@ pub(crate) fn spec() -> pb::WorkloadSpec {
 }
 
 /// First message of a simulated gateway.
-pub(crate) fn hello(name: &str) -> pb::Hello {
-    pb::Hello {
+pub(crate) fn registration(name: &str) -> pb::Registration {
+    pb::Registration {
         worker_name: name.to_owned(),
         gateway_instance: GatewayInstance::new().to_string(),
         session_credential: String::new(),
@@ -225,27 +225,30 @@ pub(crate) fn hello(name: &str) -> pb::Hello {
 pub(crate) struct Gateway {
     pub(crate) welcome: pb::Welcome,
     pub(crate) desired: pb::Desired,
-    /// Number of wishes in the last message.
+    /// Number of actions in the last message.
     pub(crate) wish_count: usize,
     outgoing: Option<mpsc::Sender<pb::SynchronizeRequest>>,
     number: AtomicU64,
     incoming: Streaming<pb::SynchronizeResponse>,
 }
 
-fn wishes(desired: &pb::Desired) -> usize {
-    desired.leases.iter().filter(|lease| lease.wish.is_some()).count()
+fn actions(desired: &pb::Desired) -> usize {
+    desired.leases.iter().filter(|lease| lease.action.is_some()).count()
 }
 
 impl Gateway {
-    pub(crate) async fn connect(scheduler: &Running, hello: pb::Hello) -> Result<Self, Refusal> {
+    pub(crate) async fn connect(
+        scheduler: &Running,
+        registration: pb::Registration,
+    ) -> Result<Self, Refusal> {
         let (outgoing, messages) = mpsc::channel(16);
-        let opening = pb::SynchronizeRequest { message: Some(Said::Hello(hello)) };
+        let opening = pb::SynchronizeRequest { message: Some(Said::Registration(registration)) };
         outgoing.send(opening).await.expect("room");
         let call = scheduler.workers().synchronize(ReceiverStream::new(messages)).await?;
         let mut incoming = call.into_inner();
         let Some(Told::Welcome(welcome)) = next(&mut incoming).await? else { panic!("no welcome") };
         let Some(Told::Desired(desired)) = next(&mut incoming).await? else { panic!("no desired") };
-        let wish_count = wishes(&desired);
+        let wish_count = actions(&desired);
         Ok(Self {
             welcome,
             desired,
@@ -306,11 +309,11 @@ impl Gateway {
     pub(crate) async fn next(&mut self) -> Result<(), Refusal> {
         match next(&mut self.incoming).await? {
             Some(Told::Desired(mut desired)) => {
-                self.wish_count = wishes(&desired);
-                // A message without a wish leaves the previous wish unchanged.
-                for lease in desired.leases.iter_mut().filter(|lease| lease.wish.is_none()) {
+                self.wish_count = actions(&desired);
+                // A message without an action leaves the previous action unchanged.
+                for lease in desired.leases.iter_mut().filter(|lease| lease.action.is_none()) {
                     let before = self.desired.leases.iter().find(|before| before.lease_id == lease.lease_id);
-                    lease.wish = before.and_then(|before| before.wish.clone());
+                    lease.action = before.and_then(|before| before.action.clone());
                 }
                 self.desired = desired;
             }
@@ -338,8 +341,8 @@ impl Gateway {
 
     /// Waits until the desired state contains a run of `workload`.
     pub(crate) async fn run(&mut self, workload: WorkloadId) -> (String, pb::RunAttempt) {
-        self.desires("a run of the workload", |lease| match &lease.wish {
-            Some(pb::desired_lease::Wish::Run(run)) if run.workload_id == workload.to_string() => {
+        self.desires("a run of the workload", |lease| match &lease.action {
+            Some(pb::desired_lease::Action::Run(run)) if run.workload_id == workload.to_string() => {
                 Some((lease.lease_id.clone(), run.clone()))
             }
             _ => None,
@@ -354,8 +357,8 @@ impl Gateway {
             loop {
                 self.observe(&[]).await;
                 self.next().await.expect("the stream is open");
-                let runs = self.desired.leases.iter().find_map(|lease| match &lease.wish {
-                    Some(pb::desired_lease::Wish::Run(run)) if run.workload_id == workload.to_string() => {
+                let runs = self.desired.leases.iter().find_map(|lease| match &lease.action {
+                    Some(pb::desired_lease::Action::Run(run)) if run.workload_id == workload.to_string() => {
                         Some((lease.lease_id.clone(), run.clone()))
                     }
                     _ => None,
@@ -370,8 +373,8 @@ impl Gateway {
 
     /// Waits until the desired state contains any run.
     pub(crate) async fn run_any(&mut self) -> (String, pb::RunAttempt) {
-        self.desires("a run", |lease| match &lease.wish {
-            Some(pb::desired_lease::Wish::Run(run)) => Some((lease.lease_id.clone(), run.clone())),
+        self.desires("a run", |lease| match &lease.action {
+            Some(pb::desired_lease::Action::Run(run)) => Some((lease.lease_id.clone(), run.clone())),
             _ => None,
         })
         .await
@@ -379,8 +382,8 @@ impl Gateway {
 
     /// Waits until the desired state contains a run of a workload that is not in `others`.
     pub(crate) async fn run_other_than(&mut self, others: &HashSet<String>) -> pb::RunAttempt {
-        self.desires("a run of another workload", |lease| match &lease.wish {
-            Some(pb::desired_lease::Wish::Run(run)) if !others.contains(&run.workload_id) => {
+        self.desires("a run of another workload", |lease| match &lease.action {
+            Some(pb::desired_lease::Action::Run(run)) if !others.contains(&run.workload_id) => {
                 Some(run.clone())
             }
             _ => None,
@@ -390,8 +393,8 @@ impl Gateway {
 
     /// Waits until the desired state contains a stop of `workload`.
     pub(crate) async fn stop(&mut self, workload: WorkloadId) -> (String, pb::StopAttempt) {
-        self.desires("a stop of the workload", |lease| match &lease.wish {
-            Some(pb::desired_lease::Wish::Stop(stop)) if stop.workload_id == workload.to_string() => {
+        self.desires("a stop of the workload", |lease| match &lease.action {
+            Some(pb::desired_lease::Action::Stop(stop)) if stop.workload_id == workload.to_string() => {
                 Some((lease.lease_id.clone(), stop.clone()))
             }
             _ => None,
@@ -431,7 +434,7 @@ pub(crate) async fn start(scheduler: &Running, token: &str) -> Result<(), Refusa
 pub(crate) async fn finish(scheduler: &Running, token: &str, code: u32) -> Result<(), Refusal> {
     let request = pb::FinishAttemptRequest {
         lease_token: token.to_owned(),
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(code)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Code(code)) }),
         ..pb::FinishAttemptRequest::default()
     };
     scheduler.workloads().finish_attempt(request).await?;

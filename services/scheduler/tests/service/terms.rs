@@ -7,7 +7,7 @@ use rpc::pb::scheduler as pb;
 use sea_orm::{ConnectionTrait, Statement, TransactionTrait};
 use testing::databases::TestDatabase;
 
-use crate::support::{Gateway, Running, config, hello, spec, start, until};
+use crate::support::{Gateway, Running, config, registration, spec, start, until};
 
 fn transfer() -> pb::PlaceRequest {
     pb::PlaceRequest {
@@ -30,7 +30,7 @@ async fn only_lease(database: &TestDatabase) -> (i64, String) {
 
 pub(crate) async fn driven_lease_has_full_term_after_restart(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let _gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let request = transfer();
     let granted = scheduler.placements().place(request.clone()).await.expect("granted").into_inner();
     scheduler.stop().await;
@@ -63,7 +63,7 @@ async fn lease_survives_database_outage() {
     let database = testing::databases::postgres().await;
     let term = Duration::from_secs(2);
     let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
-    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let _gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let request = transfer();
     let granted = scheduler.placements().place(request).await.expect("granted").into_inner();
 
@@ -104,7 +104,7 @@ pub(crate) async fn restart_keeps_time_of_last_contact(database: TestDatabase) {
         ..config(&database)
     };
     let scheduler = Running::start(config()).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("gone")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("gone")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
@@ -143,7 +143,7 @@ pub(crate) async fn restart_places_work_on_reconnected_workers(database: TestDat
     // No worker stalls during the test.
     let config = || scheduler::Config { worker_ttl: Duration::from_secs(500), ..config(&database) };
     let scheduler = Running::start(config()).await;
-    let (gone, back) = (hello("gone"), hello("back"));
+    let (gone, back) = (registration("gone"), registration("back"));
     let first = Gateway::connect(&scheduler, gone).await.expect("welcome");
     let second = Gateway::connect(&scheduler, back.clone()).await.expect("welcome");
     assert!(!scheduler.worker("gone").await.awaited);
@@ -162,7 +162,7 @@ pub(crate) async fn restart_places_work_on_reconnected_workers(database: TestDat
         gateway.run(id).await;
     }
     let id = scheduler.submit(spec()).await.expect("accepted");
-    let whereabouts = scheduler.get(id).await.whereabouts.expect("the workload is placed");
-    assert_eq!(whereabouts.worker_name, "gone", "the worker may reconnect, and the other one is full");
+    let location = scheduler.get(id).await.location.expect("the workload is placed");
+    assert_eq!(location.worker_name, "gone", "the worker may reconnect, and the other one is full");
     scheduler.stop().await;
 }

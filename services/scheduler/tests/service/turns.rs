@@ -13,13 +13,13 @@ use testing::databases::TestDatabase;
 use crate::explain::{explain, explain_spec};
 use crate::leases::{granted, grouped, place_many, task, with_slots};
 use crate::places::{place, wait_for_waiting_requests, waiting};
-use crate::support::{Gateway, Running, config, finish, hello, spec, until};
+use crate::support::{Gateway, Running, config, finish, registration, spec, until};
 
 async fn with_one_slot(scheduler: &Running) -> Gateway {
-    let mut hello = hello("one");
-    hello.capacity =
+    let mut registration = registration("one");
+    registration.capacity =
         Some(pb::Capacity { max_tasks: 1, memory_bytes: 100, cpu_millis: 2000, ..pb::Capacity::default() });
-    Gateway::connect(scheduler, hello).await.expect("welcome")
+    Gateway::connect(scheduler, registration).await.expect("welcome")
 }
 
 /// Submits the specs while the only slot is used. Then the slot is released repeatedly. Returns the
@@ -56,7 +56,7 @@ pub(crate) async fn higher_priority_is_placed_first(database: TestDatabase) {
 /// With one slot, no team uses a slot when the slot becomes free. The queue order then decides.
 pub(crate) async fn longer_queue_gives_team_no_precedence(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let of = |team: &str| pb::WorkloadSpec { team: team.to_owned(), ..spec() };
     // One team uses both slots. The same team has more waiting workloads, which are also older.
     let mut runs = Vec::new();
@@ -113,9 +113,9 @@ pub(crate) async fn teams_share_slots_by_their_weights(database: TestDatabase) {
 
 pub(crate) async fn requested_resources_are_reserved(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
-    let mut hello = hello("one");
-    hello.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let mut registration = registration("one");
+    registration.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let requesting = |memory_bytes: u64| {
         let requests = Some(pb::ResourceRequests { memory_bytes, ..pb::ResourceRequests::default() });
         pb::WorkloadSpec { requests, ..spec() }
@@ -161,9 +161,9 @@ async fn is_reserved(scheduler: &Running) -> bool {
 pub(crate) async fn worker_is_reserved_for_long_waiting_workload(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
-    let mut hello = hello("one");
-    hello.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let mut registration = registration("one");
+    registration.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let mut seen = HashSet::new();
     let mut runs = Vec::new();
     for _ in 0..2 {
@@ -208,9 +208,9 @@ pub(crate) async fn worker_is_reserved_for_long_waiting_workload(database: TestD
 pub(crate) async fn earlier_request_uses_reserved_worker(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
-    let mut hello = hello("one");
-    hello.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let mut registration = registration("one");
+    registration.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let first = scheduler.submit(of_memory(60)).await.expect("accepted");
     gateway.run(first).await;
     let large = scheduler.submit(of_memory(100)).await.expect("accepted");
@@ -230,18 +230,18 @@ pub(crate) async fn earlier_request_uses_reserved_worker(database: TestDatabase)
 pub(crate) async fn unplaceable_workload_reserves_no_worker(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
-    let mut hello = hello("one");
-    hello.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
-    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let mut registration = registration("one");
+    registration.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, registration.clone()).await.expect("welcome");
     let first = scheduler.submit(of_memory(60)).await.expect("accepted");
     gateway.run(first).await;
     let large = scheduler.submit(of_memory(100)).await.expect("accepted");
     let small = scheduler.submit(of_memory(50)).await.expect("accepted");
     wait_for_reservation(&scheduler, small).await;
     // The worker returns with less memory than requested and with the same number of slots.
-    hello.session_credential = gateway.welcome.session_credential.clone();
-    hello.capacity = Some(pb::Capacity { memory_bytes: 90, max_tasks: 3, ..pb::Capacity::default() });
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    registration.session_credential = gateway.welcome.session_credential.clone();
+    registration.capacity = Some(pb::Capacity { memory_bytes: 90, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let other = scheduler.submit(of_memory(30)).await.expect("accepted");
     gateway.run(other).await;
     until("the reservation has ended", async || (!is_reserved(&scheduler).await).then_some(())).await;
@@ -252,9 +252,9 @@ pub(crate) async fn unplaceable_workload_reserves_no_worker(database: TestDataba
 pub(crate) async fn worker_is_reserved_for_long_waiting_group(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
-    let mut hello = hello("one");
-    hello.capacity = Some(pb::Capacity { max_tasks: 2, ..pb::Capacity::default() });
-    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let mut registration = registration("one");
+    registration.capacity = Some(pb::Capacity { max_tasks: 2, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let mut runs = Vec::new();
     for _ in 0..2 {
         let id = scheduler.submit(spec()).await.expect("accepted");
@@ -292,7 +292,7 @@ pub(crate) async fn unreadable_workload_does_not_block_queue(database: TestDatab
     connection.close().await.expect("closed");
 
     let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&scheduler, registration("one")).await.expect("welcome");
     let (_, run) = gateway.run(other).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     assert_eq!(scheduler.finished(other).await.outcome(), pb::Outcome::Succeeded);
@@ -303,7 +303,7 @@ pub(crate) async fn unreadable_workload_does_not_block_queue(database: TestDatab
 }
 
 pub(crate) async fn team_with_full_queue_is_rejected(database: TestDatabase) {
-    let limits = Config { most_waiting: 3, most_waiting_bytes: 2000, ..config(&database) };
+    let limits = Config { max_waiting_per_team: 3, max_waiting_bytes_per_team: 2000, ..config(&database) };
     let scheduler = Running::start(limits.clone()).await;
     let mut gateway = with_one_slot(&scheduler).await;
     let first = scheduler.submit(spec()).await.expect("accepted");

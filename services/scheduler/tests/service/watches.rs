@@ -10,7 +10,7 @@ use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
 use crate::names;
-use crate::support::{Gateway, Running, config, finish, hello, spec, start, until, within};
+use crate::support::{Gateway, Running, config, finish, registration, spec, start, until, within};
 
 const WATCHERS: u64 = 4;
 /// Number of progress events.
@@ -57,7 +57,7 @@ pub(crate) async fn resumed_watch_neither_misses_nor_repeats_events(database: Te
     if database.url.starts_with("postgres://") {
         replicas.push(Running::start(config(&database)).await);
     }
-    let mut gateway = Gateway::connect(&replicas[0], hello("one")).await.expect("welcome");
+    let mut gateway = Gateway::connect(&replicas[0], registration("one")).await.expect("welcome");
     let id = replicas[replicas.len() - 1].submit(spec()).await.expect("accepted");
     let seen: Vec<_> = (0..WATCHERS).map(|_| AtomicU64::new(0)).collect();
     let run = async {

@@ -27,7 +27,7 @@ pub(super) fn parse_open(open: pb::UploadOpen) -> Result<UploadRequest, Status> 
 
 pub(super) fn upload_event(event: UploadEvent) -> pb::UploadResponse {
     let message = match event {
-        UploadEvent::Write { ticket, worker_name } => UploadMessage::GoTo(go_to(ticket, worker_name)),
+        UploadEvent::Write { ticket, worker_name } => UploadMessage::Endpoint(endpoint(ticket, worker_name)),
         UploadEvent::Uploaded { artifact_id } => UploadMessage::Uploaded(pb::Uploaded { artifact_id }),
     };
     pb::UploadResponse { message: Some(message) }
@@ -35,12 +35,12 @@ pub(super) fn upload_event(event: UploadEvent) -> pb::UploadResponse {
 
 pub(super) fn readable(readable: DownloadLocation) -> pb::DownloadResponse {
     let DownloadLocation { ticket, digest, size_bytes } = readable;
-    pb::DownloadResponse { go_to: Some(go_to(ticket, String::new())), digest, size_bytes }
+    pb::DownloadResponse { endpoint: Some(endpoint(ticket, String::new())), digest, size_bytes }
 }
 
-fn go_to(ticket: Ticket, worker_name: String) -> pb::GoTo {
+fn endpoint(ticket: Ticket, worker_name: String) -> pb::TransferEndpoint {
     let Ticket { ticket, gateway_endpoint } = ticket;
-    pb::GoTo { gateway_endpoint, ticket, worker_name }
+    pb::TransferEndpoint { gateway_endpoint, ticket, worker_name }
 }
 
 pub(super) fn copy_state(state: CopyState) -> Result<pb::MaterializeResponse, Status> {
@@ -74,7 +74,7 @@ fn progress(now: Progress) -> pb::TransferProgress {
         Route::Peer => pb::Route::Peer,
         Route::Workers => pb::Route::Workers,
         Route::Store => pb::Route::Store,
-        Route::Elsewhere => pb::Route::Elsewhere,
+        Route::Elsewhere => pb::Route::OtherStreamer,
     };
     pb::TransferProgress {
         bytes_done: now.done,

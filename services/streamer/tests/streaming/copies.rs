@@ -134,7 +134,7 @@ async fn callers_of_all_streamers_share_one_copy() {
         let Some(pb::materialize_response::Message::Progress(update)) = update.message else {
             panic!("{update:?}")
         };
-        if update.route() == pb::Route::Elsewhere {
+        if update.route() == pb::Route::OtherStreamer {
             break;
         }
     }
@@ -256,7 +256,7 @@ async fn killed_streamer_delays_copy_until_its_claim_expires() {
     suite.link(one).open();
     let copied = suite.materialize(artifact, two).await.expect("copied");
     assert!(
-        copied.updates.iter().any(|update| update.route() == pb::Route::Elsewhere),
+        copied.updates.iter().any(|update| update.route() == pb::Route::OtherStreamer),
         "the copy waits for the other streamer"
     );
     assert!(begun.elapsed() < TIMEOUT);

@@ -201,12 +201,16 @@ fn tree(root: &Path) -> transfer::Manifest {
 }
 
 /// Writes a whole tree to the gateway that the streamer named.
-async fn write(go_to: &pb::GoTo, root: &Path, manifest: transfer::Manifest) -> Result<(), Refusal> {
-    write_with(go_to, root, manifest, Outgoing::default()).await
+async fn write(
+    endpoint: &pb::TransferEndpoint,
+    root: &Path,
+    manifest: transfer::Manifest,
+) -> Result<(), Refusal> {
+    write_with(endpoint, root, manifest, Outgoing::default()).await
 }
 
 async fn write_with(
-    go_to: &pb::GoTo,
+    endpoint: &pb::TransferEndpoint,
     root: &Path,
     manifest: transfer::Manifest,
     outgoing: Outgoing,
@@ -214,12 +218,12 @@ async fn write_with(
     let manifest = Arc::new(manifest);
     let (sender, requests) = mpsc::channel(16);
     let send = |message| sender.send(runtime_pb::WriteRequest { message: Some(message) });
-    send(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    send(Write::Open(runtime_pb::WriteOpen { ticket: endpoint.ticket.clone() })).await.expect("a stream");
     for part in rpc::tree::manifest_parts(&manifest) {
         send(Write::Manifest(part)).await.expect("a stream");
     }
     send(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
-    let gateway = peer(&go_to.gateway_endpoint, outgoing).expect("an address");
+    let gateway = peer(&endpoint.gateway_endpoint, outgoing).expect("an address");
     let mut answers = VolumesClient::new(gateway).write(ReceiverStream::new(requests)).await?.into_inner();
     let mut missing = transfer::OrdinalRanges::new();
     loop {
@@ -285,8 +289,8 @@ async fn tree_is_sent_only_once() {
     let manifest = tree(&root);
     let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
     let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
-    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
-    write(&go_to, &root, manifest).await.expect("written");
+    let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
+    write(&endpoint, &root, manifest).await.expect("written");
     assert_eq!(suite.artifact(artifact).await.expect("it was made").state(), store::ArtifactState::Open);
     let uploaded = upload.commit(digest).await.expect("sealed");
     assert_eq!(uploaded, Answer::Uploaded(pb::Uploaded { artifact_id: artifact.to_string() }));
@@ -318,11 +322,12 @@ async fn services_present_the_cluster_token() {
     let manifest = tree(&root);
     let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
     let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
-    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
-    let refused = write(&go_to, &root, manifest.clone()).await.expect_err("the gateway requires the token");
+    let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
+    let refused =
+        write(&endpoint, &root, manifest.clone()).await.expect_err("the gateway requires the token");
     assert!(refused.is(Reason::Unauthenticated), "{refused}");
     let outgoing = Outgoing::default().with_token(Some("secret"));
-    write_with(&go_to, &root, manifest, outgoing).await.expect("written");
+    write_with(&endpoint, &root, manifest, outgoing).await.expect("written");
     upload.commit(digest).await.expect("sealed");
     suite.stop().await;
 }
@@ -357,8 +362,8 @@ async fn replica_damaged_by_a_crash_is_not_used() {
     let manifest = tree(&root);
     let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
     let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
-    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
-    write(&go_to, &root, manifest.clone()).await.expect("written");
+    let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
+    write(&endpoint, &root, manifest.clone()).await.expect("written");
     upload.commit(digest).await.expect("sealed");
     let directory = suite.stop_and_keep().await;
     crash(directory.path());
@@ -372,9 +377,9 @@ async fn replica_damaged_by_a_crash_is_not_used() {
             ..pb::DownloadRequest::default()
         };
         let found = StreamerClient::new(suite.peer.clone()).download(request).await?.into_inner();
-        let go_to = found.go_to.expect("where to read");
-        let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
-        let request = runtime_pb::ReadFileRequest { ticket: go_to.ticket, path: "directory/file".into() };
+        let endpoint = found.endpoint.expect("where to read");
+        let gateway = peer(&endpoint.gateway_endpoint, Outgoing::default()).expect("an address");
+        let request = runtime_pb::ReadFileRequest { ticket: endpoint.ticket, path: "directory/file".into() };
         VolumesClient::new(gateway).read_file(request).await?.into_inner().message().await
     };
     // The new gateway may not have a session yet, while the scheduler still has the old address.
@@ -388,15 +393,15 @@ async fn replica_damaged_by_a_crash_is_not_used() {
     };
     assert!(refused.is(Reason::DigestMismatch), "{refused}");
 
-    let (mut upload, go_to) = loop {
+    let (mut upload, endpoint) = loop {
         let (upload, answer) = suite.open_when_possible(ArtifactId::new(), digest).await;
-        if let Answer::GoTo(go_to) = answer {
-            break (upload, go_to);
+        if let Answer::Endpoint(endpoint) = answer {
+            break (upload, endpoint);
         }
         assert!(Instant::now() < deadline, "the store still returns the lost replica");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
-    write(&go_to, &root, manifest).await.expect("written");
+    write(&endpoint, &root, manifest).await.expect("written");
     upload.commit(digest).await.expect("sealed");
     suite.stop().await;
 }
@@ -432,8 +437,8 @@ async fn uncommitted_upload_is_deleted() {
     // All bytes are sent, but the caller leaves before the commit.
     let artifact = ArtifactId::new();
     let (upload, answer) = suite.open_when_possible(artifact, digest).await;
-    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
-    write(&go_to, &root, manifest).await.expect("written");
+    let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
+    write(&endpoint, &root, manifest).await.expect("written");
     drop(upload);
     gone(artifact).await;
     suite.stop().await;

@@ -57,7 +57,7 @@ enum State {
 
 /// Size of the end of the stream that may hold a message, in bytes.
 const TAIL: usize = 4 * 1024;
-const MOST_DRAINED: usize = 256 * 1024;
+const MAX_DRAINED: usize = 256 * 1024;
 
 impl<R> Archive<R> {
     /// Reads `source`, which has this encoding.
@@ -138,7 +138,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for Archive<R> {
             }
             if !this.encoded.is_empty() || !this.is_drained {
                 if let Err(error) = this.decode(false) {
-                    this.state = State::Draining { error, left: MOST_DRAINED };
+                    this.state = State::Draining { error, left: MAX_DRAINED };
                 }
                 continue;
             }

@@ -70,8 +70,8 @@ impl CreationOutcome {
 /// First poll interval of a creation. Copy-on-write volumes take a few milliseconds.
 const FIRST_POLL: Duration = Duration::from_millis(2);
 const SLOWEST_POLL: Duration = Duration::from_secs(1);
-const MOST_MESSAGE: u64 = 64 * 1024;
-const MOST_VOLUMES: u64 = 32 << 20;
+const MAX_MESSAGE: u64 = 64 * 1024;
+const MAX_VOLUMES: u64 = 32 << 20;
 
 impl Client {
     /// Creates a client of the server at `authority`, a host and a port.
@@ -89,12 +89,12 @@ impl Client {
             let sign = if i == 0 { '?' } else { '&' };
             target += &format!("{sign}{}={}", escape(name), escape(value));
         }
-        json(&self.call(Method::GET, &target, Vec::new(), MOST_VOLUMES).await?.1)
+        json(&self.call(Method::GET, &target, Vec::new(), MAX_VOLUMES).await?.1)
     }
 
     /// Returns one volume.
     pub async fn get(&self, handle: &Handle) -> Result<Volume, Error> {
-        json(&self.call(Method::GET, &format!("/volumes/{handle}"), Vec::new(), MOST_MESSAGE).await?.1)
+        json(&self.call(Method::GET, &format!("/volumes/{handle}"), Vec::new(), MAX_MESSAGE).await?.1)
     }
 
     /// Creates a volume, and waits for its completion.
@@ -134,7 +134,7 @@ impl Client {
         }
 
         let body = serde_json::to_vec(request).map_err(|error| Error::Protocol(error.to_string()))?;
-        match self.call(Method::POST, "/volumes-async", body, MOST_MESSAGE).await {
+        match self.call(Method::POST, "/volumes-async", body, MAX_MESSAGE).await {
             // After a lost answer the request may have arrived. After a failure a creation may be
             // pending. The outcome tells.
             Ok(_) | Err(Error::Lost(_)) => {}
@@ -187,7 +187,7 @@ impl Client {
     /// Returns the created volume, or `None` while the creation is pending.
     async fn outcome(&self, handle: &Handle) -> Result<Option<Volume>, Error> {
         let target = format!("/volumes-async/{handle}");
-        match self.call(Method::GET, &target, Vec::new(), MOST_MESSAGE).await? {
+        match self.call(Method::GET, &target, Vec::new(), MAX_MESSAGE).await? {
             (StatusCode::NO_CONTENT, _) => Ok(None),
             (_, body) => json(&body).map(Some),
         }
@@ -208,7 +208,7 @@ impl Client {
     /// Deletes the outcome of a creation. If the creation is pending, the worker cancels it and
     /// destroys the volume when it is complete.
     pub async fn cancel_creation(&self, handle: &Handle) -> Result<(), Error> {
-        self.call(Method::DELETE, &format!("/volumes-async/{handle}"), Vec::new(), MOST_MESSAGE)
+        self.call(Method::DELETE, &format!("/volumes-async/{handle}"), Vec::new(), MAX_MESSAGE)
             .await
             .map(drop)
     }
@@ -220,13 +220,13 @@ impl Client {
         }
         let target = format!("/volumes/{handle}/properties/{}", escape(name));
         let body = serde_json::json!({ "value": value }).to_string().into_bytes();
-        self.call(Method::PUT, &target, body, MOST_MESSAGE).await.map(drop)
+        self.call(Method::PUT, &target, body, MAX_MESSAGE).await.map(drop)
     }
 
     /// Whether ids in a volume are those of the host.
     pub async fn privileged(&self, handle: &Handle) -> Result<bool, Error> {
         let target = format!("/volumes/{handle}/privileged");
-        json(&self.call(Method::GET, &target, Vec::new(), MOST_MESSAGE).await?.1)
+        json(&self.call(Method::GET, &target, Vec::new(), MAX_MESSAGE).await?.1)
     }
 
     /// Sets whether ids in a volume are those of the host. The worker changes every file of the
@@ -234,26 +234,26 @@ impl Client {
     pub async fn set_privileged(&self, handle: &Handle, privileged: bool) -> Result<(), Error> {
         let target = format!("/volumes/{handle}/privileged");
         let body = serde_json::json!({ "value": privileged }).to_string().into_bytes();
-        self.call(Method::PUT, &target, body, MOST_MESSAGE).await.map(drop)
+        self.call(Method::PUT, &target, body, MAX_MESSAGE).await.map(drop)
     }
 
     /// Destroys a volume. The caller must destroy its children first, because remaining children
     /// may become empty.
     pub async fn destroy(&self, handle: &Handle) -> Result<(), Error> {
-        self.call(Method::DELETE, &format!("/volumes/{handle}"), Vec::new(), MOST_MESSAGE).await.map(drop)
+        self.call(Method::DELETE, &format!("/volumes/{handle}"), Vec::new(), MAX_MESSAGE).await.map(drop)
     }
 
     /// Destroys volumes concurrently, so `handles` must not contain children together with their
     /// parents. Unknown volumes are ignored. After an error, other volumes may have been destroyed.
     pub async fn destroy_many(&self, handles: &[Handle]) -> Result<(), Error> {
         let body = serde_json::to_vec(handles).map_err(|error| Error::Protocol(error.to_string()))?;
-        self.call(Method::DELETE, "/volumes/destroy", body, MOST_MESSAGE).await.map(drop)
+        self.call(Method::DELETE, "/volumes/destroy", body, MAX_MESSAGE).await.map(drop)
     }
 
     /// Requests the removal of leftovers of volumes. Workers before 8.1 do not support this, which
     /// is not an error.
     pub async fn clean_up(&self) -> Result<(), Error> {
-        match self.call(Method::POST, "/volumes/cleanup-orphans", Vec::new(), MOST_MESSAGE).await {
+        match self.call(Method::POST, "/volumes/cleanup-orphans", Vec::new(), MAX_MESSAGE).await {
             Ok(_) => Ok(()),
             Err(Error::Refused { status: StatusCode::METHOD_NOT_ALLOWED, .. }) => Ok(()),
             Err(error) => Err(error),
@@ -282,7 +282,7 @@ impl Client {
         };
         match answer.status {
             StatusCode::NO_CONTENT => Ok(()),
-            _ => tokio::time::timeout(self.timeouts.answer, success(answer, MOST_MESSAGE))
+            _ => tokio::time::timeout(self.timeouts.answer, success(answer, MAX_MESSAGE))
                 .await
                 .map_err(timeout_error)?
                 .and_then(|(status, _)| Err(unexpected(status))),
@@ -303,7 +303,7 @@ impl Client {
             let answer = self.send(request, Payload::Whole(Default::default())).await?;
             match answer.status {
                 StatusCode::OK => Ok(answer.body),
-                _ => success(answer, MOST_MESSAGE).await.and_then(|(status, _)| Err(unexpected(status))),
+                _ => success(answer, MAX_MESSAGE).await.and_then(|(status, _)| Err(unexpected(status))),
             }
         };
         let body: AnswerBody =
@@ -314,7 +314,7 @@ impl Client {
     /// Returns the address at which other workers reach this worker, as configured. The worker may
     /// not listen there.
     pub async fn p2p_url(&self) -> Result<P2pUrl, Error> {
-        let (_, body) = self.call(Method::GET, "/p2p-url", Vec::new(), MOST_MESSAGE).await?;
+        let (_, body) = self.call(Method::GET, "/p2p-url", Vec::new(), MAX_MESSAGE).await?;
         P2pUrl::parse(&String::from_utf8_lossy(&body))
     }
 
@@ -332,7 +332,7 @@ impl Client {
         let query = format!("path={path}&streamInURL={destination}&encoding={encoding}");
         let request = Request::put(format!("/volumes/{handle}/stream-p2p-out?{query}"));
         let answer = self.send(request, Payload::Whole(Default::default())).await?;
-        let (_, body) = success(answer, MOST_MESSAGE).await?;
+        let (_, body) = success(answer, MAX_MESSAGE).await?;
         match String::from_utf8_lossy(&body).trim() {
             "ok" => Ok(()),
             text => Err(Error::Transfer(text.to_owned())),
@@ -416,7 +416,7 @@ async fn success(answer: Answer, most: u64) -> Result<(StatusCode, Vec<u8>), Err
         return Ok((status, answer.body.whole(most).await?));
     }
     // A truncated explanation does not hide the status.
-    let body = answer.body.whole(MOST_MESSAGE).await.unwrap_or_default();
+    let body = answer.body.whole(MAX_MESSAGE).await.unwrap_or_default();
     let message = match serde_json::from_slice::<Message>(&body) {
         Ok(message) => message.error,
         Err(_) => String::from_utf8_lossy(&body).trim().to_owned(),

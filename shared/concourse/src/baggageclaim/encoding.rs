@@ -141,7 +141,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for Encoded<R> {
 /// Decoded bytes after which a decoder waits for its reader. One step adds at most one block.
 ///
 /// A few KiB can decode to GiB, so a limit of the input is not enough.
-const MOST_DECODED: usize = 1 << 20;
+const MAX_DECODED: usize = 1 << 20;
 
 /// Largest window of zstd, as a power of two: 32 MiB, which is the maximum of the encoders of
 /// workers.
@@ -158,7 +158,7 @@ pub(super) struct DecodeProgress {
 
 /// Decodes the input, and rejects bytes after the end of the stream.
 ///
-/// Invariant: one call produces at most [`MOST_DECODED`] bytes and one block, for any input.
+/// Invariant: one call produces at most [`MAX_DECODED`] bytes and one block, for any input.
 pub(super) enum Decoder {
     Raw,
     Gzip(flate2::write::GzDecoder<Vec<u8>>),
@@ -196,7 +196,7 @@ impl Decoder {
                 pushed(&[], true)
             }
             Self::Gzip(decoder) => {
-                while !bytes.is_empty() && out.len() < MOST_DECODED {
+                while !bytes.is_empty() && out.len() < MAX_DECODED {
                     let taken = decoder.write(bytes)?;
                     if taken == 0 {
                         return Err(broken("extra bytes follow the end of the gzip stream"));
@@ -214,7 +214,7 @@ impl Decoder {
                         let trailing = Err(broken("extra bytes follow the end of the zstd stream"));
                         return if bytes.is_empty() { pushed(bytes, true) } else { trailing };
                     }
-                    if out.len() >= MOST_DECODED {
+                    if out.len() >= MAX_DECODED {
                         return pushed(bytes, false);
                     }
                     let step = decoder.run_on_buffers(bytes, &mut piece)?;
@@ -230,7 +230,7 @@ impl Decoder {
                 pending.extend_from_slice(bytes);
                 let (mut read, mut is_drained) = (0, true);
                 while let [kind, a, b, c, rest @ ..] = &pending[read..] {
-                    if out.len() >= MOST_DECODED {
+                    if out.len() >= MAX_DECODED {
                         is_drained = false;
                         break;
                     }

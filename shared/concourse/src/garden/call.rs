@@ -14,10 +14,10 @@ use crate::exchange::{self, Failure, Payload, encoded};
 
 /// Limit of the body of an ordinary response, in bytes. The largest are lists of containers and
 /// their metrics.
-const MOST_BODY: u64 = 32 << 20;
+const MAX_BODY: u64 = 32 << 20;
 /// Limit of the body of an error response, in bytes, for a request that hijacks the connection.
-const MOST_ERROR: usize = 1 << 20;
-const MOST_HEAD: usize = 64 << 10;
+const MAX_ERROR: usize = 1 << 20;
+const MAX_HEAD: usize = 64 << 10;
 /// Size of the kernel's send buffer, in bytes. Requests are small.
 const SEND_BUFFER: usize = 128 << 10;
 
@@ -57,7 +57,7 @@ pub(super) async fn call(
         request.map_err(|_| Error::Refused("the method, path and headers form no valid request"))?;
     let answer = exchange::send(stream, address, request).await.map_err(failed)?;
     let status = answer.status;
-    let body = answer.body.whole(MOST_BODY).await.map_err(failed)?;
+    let body = answer.body.whole(MAX_BODY).await.map_err(failed)?;
     if status.is_success() { Ok(body.into()) } else { Err(Error::from_answer(status.as_u16(), &body)) }
 }
 
@@ -96,8 +96,8 @@ pub(super) async fn take_over(
         if let Some(head) = parse_head(&read)? {
             break head;
         }
-        if read.len() > MOST_HEAD {
-            return Err(Error::Protocol(format!("a head of more than {MOST_HEAD} bytes")));
+        if read.len() > MAX_HEAD {
+            return Err(Error::Protocol(format!("a head of more than {MAX_HEAD} bytes")));
         }
         more(stream, &mut read).await?;
     };
@@ -151,11 +151,11 @@ async fn more(stream: &mut TcpStream, read: &mut BytesMut) -> Result<(), Error> 
 }
 
 async fn error_body(stream: &mut TcpStream, read: &mut BytesMut, head: &Head) -> Result<BytesMut, Error> {
-    let too_long = || Error::Protocol(format!("an error of more than {MOST_ERROR} bytes"));
+    let too_long = || Error::Protocol(format!("an error of more than {MAX_ERROR} bytes"));
     if !head.chunked {
         // A Go server sends a length with every short response.
         let length = head.content_length.unwrap_or(0);
-        if length > MOST_ERROR {
+        if length > MAX_ERROR {
             return Err(too_long());
         }
         while read.len() < length {
@@ -176,7 +176,7 @@ async fn error_body(stream: &mut TcpStream, read: &mut BytesMut, head: &Head) ->
         if size == 0 {
             return Ok(body);
         }
-        if body.len().saturating_add(size) > MOST_ERROR {
+        if body.len().saturating_add(size) > MAX_ERROR {
             return Err(too_long());
         }
         while read.len() < start + size + 2 {

@@ -31,7 +31,7 @@ use super::json::{NextError, Values};
 use super::messages::{Signal, WindowSize};
 
 /// Largest message of standard input, in bytes. Go clients use this size, and servers accept any.
-const MOST_STDIN: usize = 32 << 10;
+const MAX_STDIN: usize = 32 << 10;
 
 /// An attachment to a process. Dropping it detaches, and the process continues.
 ///
@@ -285,7 +285,7 @@ impl Control {
         let mut sending = sending.lock().await;
         let mut rest = text;
         while !rest.is_empty() {
-            let (part, after) = rest.split_at(rest.floor_char_boundary(MOST_STDIN));
+            let (part, after) = rest.split_at(rest.floor_char_boundary(MAX_STDIN));
             sending.send(&json!({"process_id": self.process, "source": 0, "data": part}), false).await?;
             rest = after;
         }

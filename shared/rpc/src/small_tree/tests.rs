@@ -3,13 +3,13 @@ use transfer::ArchiveReader;
 
 use super::*;
 
-fn entry(path: impl AsRef<[u8]>, what: What) -> pb::SmallTreeEntry {
+fn entry(path: impl AsRef<[u8]>, what: Content) -> pb::SmallTreeEntry {
     let path = Bytes::copy_from_slice(path.as_ref());
-    pb::SmallTreeEntry { path, what: Some(what), ..Default::default() }
+    pb::SmallTreeEntry { path, content: Some(what), ..Default::default() }
 }
 
 fn file(path: impl AsRef<[u8]>, content: impl AsRef<[u8]>) -> pb::SmallTreeEntry {
-    entry(path, What::File(Bytes::copy_from_slice(content.as_ref())))
+    entry(path, Content::File(Bytes::copy_from_slice(content.as_ref())))
 }
 
 fn tree(entries: Vec<pb::SmallTreeEntry>) -> Result<SmallTree, Status> {
@@ -54,12 +54,12 @@ fn small_tree_has_digest_of_uploaded_tree() {
 #[test]
 fn small_tree_ignores_order_of_entries() {
     let plain = tree(vec![file("b/c", "1"), file("a", "2")]).expect("a valid tree");
-    let mut root = entry("", What::Directory(pb::SmallTreeDirectory {}));
+    let mut root = entry("", Content::Directory(pb::SmallTreeDirectory {}));
     root.mode = Some(0o755);
     let mut a = file("a", "2");
     a.mode = Some(0o644);
     let explicit =
-        tree(vec![a, entry("b", What::Directory(pb::SmallTreeDirectory {})), root, file("b/c", "1")]);
+        tree(vec![a, entry("b", Content::Directory(pb::SmallTreeDirectory {})), root, file("b/c", "1")]);
     assert_eq!(explicit.expect("a valid tree").digest(), plain.digest());
     let mut other = file("a", "2");
     other.modified_at = Some(prost_types::Timestamp { seconds: 1, nanos: 0 });
@@ -82,10 +82,10 @@ fn invalid_entry_is_rejected_by_field() {
     assert_eq!(fault(vec![file("", "x")]), "tree.entries[0].path");
     assert_eq!(fault(vec![file("a", "x"), file("b", "y"), file("a", "x")]), "tree.entries.path");
     assert_eq!(fault(vec![file("a/b", "x"), file("a", "y")]), "tree.entries.path", "an entry below a file");
-    let link = entry("a", What::Symlink(Bytes::from_static(b"b")));
+    let link = entry("a", Content::Symlink(Bytes::from_static(b"b")));
     assert_eq!(fault(vec![link.clone(), file("a/b", "x")]), "tree.entries.path", "an entry below a link");
     for target in [&b""[..], b"a\0b", &[b'x'; 4096]] {
-        let link = entry("a", What::Symlink(Bytes::copy_from_slice(target)));
+        let link = entry("a", Content::Symlink(Bytes::copy_from_slice(target)));
         assert_eq!(fault(vec![link]), "tree.entries[0].symlink");
     }
     let changed = |change: fn(&mut pb::SmallTreeEntry)| {
@@ -93,7 +93,7 @@ fn invalid_entry_is_rejected_by_field() {
         change(&mut entry);
         fault(vec![entry])
     };
-    assert_eq!(changed(|entry| entry.what = None), "tree.entries[0].what");
+    assert_eq!(changed(|entry| entry.content = None), "tree.entries[0].what");
     assert_eq!(changed(|entry| entry.mode = Some(0o10000)), "tree.entries[0].mode");
     for nanos in [-1, 1_000_000_000] {
         let mut entry = file("a", "x");
@@ -106,19 +106,19 @@ fn invalid_entry_is_rejected_by_field() {
 
 #[test]
 fn what_is_too_large_is_refused() {
-    let content = vec![7; MOST_BYTES - 1];
+    let content = vec![7; MAX_BYTES - 1];
     let full = tree(vec![file("a", &content)]).expect("it is just small enough");
-    assert!(full.archive().expect("packed").len() > MOST_BYTES);
+    assert!(full.archive().expect("packed").len() > MAX_BYTES);
     assert_eq!(fault(vec![file("ab", &content)]), "tree.entries");
     let many = |count: usize| (0..count).map(|n| file(n.to_string(), "")).collect::<Vec<_>>();
-    tree(many(MOST_ENTRIES)).expect("the largest valid tree");
-    assert_eq!(fault(many(MOST_ENTRIES + 1)), "tree.entries");
+    tree(many(MAX_ENTRIES)).expect("the largest valid tree");
+    assert_eq!(fault(many(MAX_ENTRIES + 1)), "tree.entries");
     // Implied directories count.
     let deep = |depth: usize| vec![file(format!("{}f", "d/".repeat(depth)), "")];
-    tree(deep(MOST_ENTRIES - 1)).expect("the largest valid tree");
-    assert_eq!(fault(deep(MOST_ENTRIES)), "tree.entries");
+    tree(deep(MAX_ENTRIES - 1)).expect("the largest valid tree");
+    assert_eq!(fault(deep(MAX_ENTRIES)), "tree.entries");
 
-    let entries = (0..=MOST_ENTRIES).map(|n| directory(format!("{n:04}").into_bytes()));
+    let entries = (0..=MAX_ENTRIES).map(|n| directory(format!("{n:04}").into_bytes()));
     let entries = std::iter::once(directory(Vec::new())).chain(entries);
     let manifest = Manifest::new(entries, Limits::default()).expect("a manifest");
     let no_content = |_| -> Result<Bytes, NotSmall> { Err(NotSmall::Bytes) };

@@ -106,8 +106,8 @@ fn spec() -> scheduler::WorkloadSpec {
     }
 }
 
-fn whereabouts() -> scheduler::Whereabouts {
-    scheduler::Whereabouts {
+fn location() -> scheduler::AttemptLocation {
+    scheduler::AttemptLocation {
         worker_id: text(ID),
         worker_name: text("one"),
         gateway_endpoint: text("http://127.0.0.1:7400"),
@@ -129,12 +129,12 @@ fn add_scheduler_messages(corpus: &mut Corpus) {
     );
 
     for (case, how) in [
-        ("code_0", Some(exit::How::Code(0))),
-        ("signal", Some(exit::How::Signal(9))),
-        ("out_of_memory", Some(exit::How::OutOfMemory(OutOfMemory {}))),
+        ("code_0", Some(exit::Status::Code(0))),
+        ("signal", Some(exit::Status::Signal(9))),
+        ("out_of_memory", Some(exit::Status::OutOfMemory(OutOfMemory {}))),
         ("unset", None),
     ] {
-        corpus.add(case, &Exit { how });
+        corpus.add(case, &Exit { status: how });
     }
     let outputs = vec![PublishedOutput {
         name: text("report"),
@@ -145,10 +145,10 @@ fn add_scheduler_messages(corpus: &mut Corpus) {
     }];
     let finished = Finished {
         outcome: Outcome::Failed.into(),
-        exit: Some(Exit { how: Some(exit::How::Code(3)) }),
+        exit: Some(Exit { status: Some(exit::Status::Code(3)) }),
         failure: Some(Failure { reason: text("OUTPUT_LOST"), message: text("why") }),
         outputs,
-        whereabouts: Some(whereabouts()),
+        location: Some(location()),
         // 0 differs from absent.
         usage: Some(Usage {
             queued: duration(0, 0),
@@ -164,10 +164,10 @@ fn add_scheduler_messages(corpus: &mut Corpus) {
         "queued",
         &event(1, Some(watch_response::Event::Queued(Queued { reasons: vec![text("one: is full")] }))),
     );
-    let placed = Placed { whereabouts: Some(whereabouts()), reason: text("it is the only worker") };
+    let placed = Placed { location: Some(location()), reason: text("it is the only worker") };
     corpus.add("placed", &event(2, Some(watch_response::Event::Placed(placed))));
     corpus.add("preparing", &event(3, Some(watch_response::Event::Preparing(Preparing {}))));
-    let running = Running { whereabouts: Some(whereabouts()) };
+    let running = Running { location: Some(location()) };
     corpus.add("running", &event(LARGE, Some(watch_response::Event::Running(running))));
     corpus.add("finished", &event(u64::MAX, Some(watch_response::Event::Finished(finished))));
     // An unknown event decodes as no event.
@@ -189,7 +189,7 @@ fn add_scheduler_messages(corpus: &mut Corpus) {
         message: text("is full (2 of 2 tasks)"),
         duration: RefusalDuration::Passing.into(),
         ended_by: text("one of its tasks ends"),
-        limit: Some(ReachedLimit { of: text("tasks"), limit: 2, amount: 2 }),
+        limit: Some(ReachedLimit { resource: text("tasks"), limit: 2, amount: 2 }),
         labels: Vec::new(),
     };
     let of_many = PlacementRefusal {
@@ -217,7 +217,7 @@ fn add_scheduler_messages(corpus: &mut Corpus) {
             expected_wait: duration(40, 1),
             expected_wait_basis: text("lately a slot was held for 40 s"),
             workers_known: LARGE,
-            workers_willing: 0,
+            workers_eligible: 0,
             workers_gone: 0,
             groups: vec![RefusingWorkers {
                 refusals: vec![of_many],
@@ -236,7 +236,7 @@ fn add_other_messages(corpus: &mut Corpus) {
         &PutBuildRequest {
             build_id: text(ID),
             team: text("main"),
-            ends_with_workload: text(ID),
+            ends_with_workload_id: text(ID),
             keep: duration(0, 1),
             term: duration(315_576_000_000, 0),
             ..Default::default()
@@ -254,13 +254,13 @@ fn add_other_messages(corpus: &mut Corpus) {
         "open",
         &streamer::UploadRequest { message: Some(streamer::upload_request::Message::Open(open)) },
     );
-    let go_to = streamer::GoTo {
+    let endpoint = streamer::TransferEndpoint {
         gateway_endpoint: text("unix:///run/gantry.sock"),
         ticket: text("ticket"),
         worker_name: text("one"),
     };
-    let go_to = streamer::upload_response::Message::GoTo(go_to);
-    corpus.add("go_to", &streamer::UploadResponse { message: Some(go_to) });
+    let endpoint = streamer::upload_response::Message::Endpoint(endpoint);
+    corpus.add("endpoint", &streamer::UploadResponse { message: Some(endpoint) });
 
     let resume = Resume {
         team: text("main"),
@@ -268,7 +268,7 @@ fn add_other_messages(corpus: &mut Corpus) {
         stdout_offset: LARGE,
         stderr_offset: 0,
         worker_id: String::new(),
-        observes: false,
+        observer: false,
     };
     corpus.add("resume", &AttachRequest { message: Some(attach_request::Message::Resume(resume)) });
     corpus.add(
@@ -279,7 +279,7 @@ fn add_other_messages(corpus: &mut Corpus) {
     corpus.add("output", &AttachResponse { message: Some(attach_response::Message::Output(output)) });
     corpus.add(
         "exited_unknown",
-        &AttachResponse { message: Some(attach_response::Message::Exited(Exited { how: None })) },
+        &AttachResponse { message: Some(attach_response::Message::Exited(Exited { status: None })) },
     );
     let done = Done { stdout_offset: LARGE, stderr_offset: 0 };
     corpus.add("done", &AttachResponse { message: Some(attach_response::Message::Done(done)) });

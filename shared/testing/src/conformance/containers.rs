@@ -153,7 +153,7 @@ pub async fn user_owns_writable_mounts(subject: impl Subject) {
         user: Some("1234:2345".to_owned()),
         ..on_root(&subject).await
     };
-    let output = runtime.run(spec.clone(), process(&programs::whereabouts())).await;
+    let output = runtime.run(spec.clone(), process(&programs::location())).await;
     assert_eq!(output.text(), "/workspace\n1234\n2345\n1234\n");
     assert_eq!(runtime.run(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
 }

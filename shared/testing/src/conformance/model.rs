@@ -27,8 +27,8 @@ use super::{
 use crate::seeds;
 
 /// Limits that fit on every worker of the tests.
-const MOST_VOLUMES: usize = 8;
-const MOST_CONTAINERS: usize = 3;
+const MAX_VOLUMES: usize = 8;
+const MAX_CONTAINERS: usize = 3;
 
 /// A worker matches the model after any sequence of operations.
 pub async fn worker_matches_model_after_random_operations(subject: impl Subject) {
@@ -126,7 +126,7 @@ impl<S: Subject> Model<S> {
     }
 
     async fn make_volume(&mut self) {
-        if self.volumes.len() < MOST_VOLUMES {
+        if self.volumes.len() < MAX_VOLUMES {
             let runtime = self.subject.runtime();
             let handle = runtime.volume().await;
             let lines = self.random.random_range(0..3);
@@ -152,7 +152,7 @@ impl<S: Subject> Model<S> {
         }
         // A volume that may still be written to cannot be a parent.
         let parent = self.any_volume(|model, volume| !model.is_mounted_writable(volume));
-        if let Some(parent) = parent.filter(|_| self.volumes.len() < MOST_VOLUMES) {
+        if let Some(parent) = parent.filter(|_| self.volumes.len() < MAX_VOLUMES) {
             let handle = runtime.child(parent).await;
             let lines = self.volumes[&parent].lines;
             self.volumes.insert(handle, Volume { lines, parent: Some(parent) });
@@ -189,7 +189,7 @@ impl<S: Subject> Model<S> {
 
     async fn make_container(&mut self) {
         let Some(volume) = self.any_volume(|model, volume| !model.is_mounted(volume)) else { return };
-        if self.containers.len() >= MOST_CONTAINERS {
+        if self.containers.len() >= MAX_CONTAINERS {
             return;
         }
         // A volume with children must not change.

@@ -123,7 +123,7 @@ pub fn environment() -> Vec<String> {
 /// Prints its working directory, its user, its group and the owner of the working directory, one
 /// per line.
 #[must_use]
-pub fn whereabouts() -> Vec<String> {
+pub fn location() -> Vec<String> {
     shell(WHEREABOUTS, &[])
 }
 

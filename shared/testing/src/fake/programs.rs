@@ -37,7 +37,7 @@ pub(super) enum Program {
     AppendAndWaitForAnother(PathBuf),
     LeaveBehind(PathBuf),
     Environment,
-    Whereabouts,
+    AttemptLocation,
     Trap,
     TerminalSize,
 }
@@ -99,7 +99,7 @@ impl Program {
             ("APPEND", [_]) => Self::Append(path()?),
             ("APPEND_AND_WAIT_FOR_ANOTHER", [_]) => Self::AppendAndWaitForAnother(path()?),
             ("LEAVE_BEHIND", [_]) => Self::LeaveBehind(path()?),
-            ("WHEREABOUTS", []) => Self::Whereabouts,
+            ("WHEREABOUTS", []) => Self::AttemptLocation,
             ("TRAP", []) => Self::Trap,
             ("WINDOW", []) => Self::TerminalSize,
             _ => return None,
@@ -187,7 +187,7 @@ impl Program {
                 system.process.write(Stdout, &lines.collect::<Vec<u8>>()).await;
                 0
             }
-            Self::Whereabouts => system.print_whereabouts().await,
+            Self::AttemptLocation => system.print_whereabouts().await,
             Self::Trap => {
                 system.process.catch(&[HUP, INT, USR1]);
                 system.say(Stdout, "ready\n").await;

@@ -15,7 +15,7 @@ use super::process::{Attachment, Process, Start};
 use super::{Break, Manner, State, lock};
 
 /// Default limit of containers per worker.
-pub(super) const MOST_CONTAINERS: usize = 250;
+pub(super) const MAX_CONTAINERS: usize = 250;
 /// Maximum length of an identifier in containerd, in bytes.
 const LONGEST_NAME: usize = 76;
 /// Maximum length of a property name, which containerd stores as a label, in bytes.

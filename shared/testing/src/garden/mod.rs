@@ -167,7 +167,7 @@ impl Server {
             ended: Mutex::default(),
             let_go: Condvar::new(),
             forgets_exits: AtomicBool::new(false),
-            most_containers: AtomicUsize::new(backend::MOST_CONTAINERS),
+            most_containers: AtomicUsize::new(backend::MAX_CONTAINERS),
             stopping: AtomicBool::new(false),
         });
         let (accepting, reaping) = (Arc::clone(&state), Arc::clone(&state));

@@ -41,7 +41,7 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<TestArtifact> {
     };
     let holder = Uuid::from_u128(random.random());
     write(
-        "INSERT INTO holders (holder_id, team, created_at, look_at) VALUES ($1, 'main', 0, 0)",
+        "INSERT INTO holders (holder_id, team, created_at, due_at) VALUES ($1, 'main', 0, 0)",
         vec![holder.into()],
     )
     .await;
@@ -56,7 +56,7 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<TestArtifact> {
         let (team, state) =
             (TEAMS[number % 2], ["sealed", "sealed", "open", "deleting", "sealed"][number % 5]);
         write(
-            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, marked_at, look_at, in_store)
+            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, marked_at, due_at, in_store)
              VALUES ($1, $1, $2, '', $3, $4, 0, TRUE, 0, 0, 9000000, FALSE)",
             vec![id.into(), team.into(), state.into(), id.as_bytes().repeat(2).into()],
         )

@@ -3,7 +3,7 @@
 -- Instants are microseconds since 1970 (UTC). Sizes are bytes. Digests are 32 bytes (BLAKE3). Ids
 -- are UUIDs.
 --
--- `look_at`: when the collector next checks a row that may become garbage or may be forgotten. A
+-- `due_at`: when the collector next checks a row that may become garbage or may be forgotten. A
 -- collection reads only rows that are due, however many rows there are.
 --
 -- An update of unindexed columns changes a row in place if its page has room (PostgreSQL: a
@@ -67,18 +67,18 @@ CREATE TABLE artifacts (
     -- When it was marked.
     marked_at BIGINT CHECK (state <> 'deleting' OR marked_at IS NOT NULL),
     -- Reason of the mark, for people.
-    marked_why TEXT,
+    mark_reason TEXT,
     -- Until when it is kept without an owner. NULL: it needs an owner once it had one.
     kept_until BIGINT,
     -- When to check it next. NULL: an owner keeps it and will schedule the check, or it is deleted
     -- and `tombstones` has the time.
-    look_at BIGINT,
+    due_at BIGINT,
     -- Whether its tree is in `trees`, so that its bytes exist without a replica.
     in_store BOOLEAN NOT NULL DEFAULT FALSE
 );
 CREATE INDEX artifacts_by_team ON artifacts (team, ordinal);
 CREATE INDEX artifacts_by_digest ON artifacts (team, digest) WHERE digest IS NOT NULL;
-CREATE INDEX artifacts_to_look_at ON artifacts (look_at) WHERE look_at IS NOT NULL;
+CREATE INDEX artifacts_due ON artifacts (due_at) WHERE due_at IS NOT NULL;
 -- Free space for updates in place. A mark adds an instant and a reason to the row, and ten
 -- neighbours may be marked at once.
 -- postgres: ALTER TABLE artifacts SET (fillfactor = 65);
@@ -89,9 +89,9 @@ CREATE TABLE tombstones (
     -- The artifact.
     artifact_id UUID PRIMARY KEY,
     -- When to check whether its replicas or the tombstone can be removed.
-    look_at BIGINT NOT NULL
+    due_at BIGINT NOT NULL
 );
-CREATE INDEX tombstones_to_look_at ON tombstones (look_at);
+CREATE INDEX tombstones_due ON tombstones (due_at);
 
 -- Bytes of small trees, from which artifacts were created without a worker. A separate table,
 -- because artifacts are often read without their bytes.
@@ -149,10 +149,10 @@ CREATE TABLE builds (
     -- When the row was created.
     created_at BIGINT NOT NULL,
     -- When to check it next. NULL: the transaction that changes it schedules the check.
-    look_at BIGINT
+    due_at BIGINT
 );
 CREATE INDEX builds_by_workload ON builds (ends_with) WHERE ends_with IS NOT NULL;
-CREATE INDEX builds_to_look_at ON builds (look_at) WHERE look_at IS NOT NULL;
+CREATE INDEX builds_due ON builds (due_at) WHERE due_at IS NOT NULL;
 CREATE UNIQUE INDEX builds_one_of_number ON builds (team, job, number) WHERE job IS NOT NULL;
 
 -- Artifacts owned by builds. A transaction that adds a row has locked both targets.
@@ -193,11 +193,11 @@ CREATE TABLE resource_caches (
     -- When the row was created.
     created_at BIGINT NOT NULL,
     -- When to check whether it can be deleted.
-    look_at BIGINT NOT NULL,
+    due_at BIGINT NOT NULL,
     UNIQUE (scope, key_digest)
 );
 CREATE INDEX resource_caches_by_artifact ON resource_caches (artifact_id) WHERE artifact_id IS NOT NULL;
-CREATE INDEX resource_caches_to_look_at ON resource_caches (look_at);
+CREATE INDEX resource_caches_due ON resource_caches (due_at);
 
 -- Uses of resource caches by builds and workloads. A use counts until its build lets go or its
 -- workload is settled, whether or not the row exists. The row is deleted at a later check.
@@ -232,11 +232,11 @@ CREATE TABLE task_caches (
     -- When the row was created.
     created_at BIGINT NOT NULL,
     -- When to check whether it can be deleted.
-    look_at BIGINT NOT NULL,
+    due_at BIGINT NOT NULL,
     UNIQUE (team, job, step, path)
 );
 CREATE INDEX task_caches_by_artifact ON task_caches (artifact_id) WHERE artifact_id IS NOT NULL;
-CREATE INDEX task_caches_to_look_at ON task_caches (look_at);
+CREATE INDEX task_caches_due ON task_caches (due_at);
 
 -- Task caches that workloads mount as directories. A used cache is kept. A use ends when its
 -- workload is settled. The workload's row is deleted after this one.
@@ -294,7 +294,7 @@ CREATE TABLE imports (
     -- Time and reason of the last failure. NULL: no failure since version and path were set, or
     -- since the import succeeded.
     failed_at BIGINT,
-    failed_why TEXT CHECK ((failed_why IS NULL) = (failed_at IS NULL)),
+    failure_reason TEXT CHECK ((failure_reason IS NULL) = (failed_at IS NULL)),
     PRIMARY KEY (worker_id, resource_type)
 );
 
@@ -309,10 +309,10 @@ CREATE TABLE holders (
     -- When it was settled. NULL: not settled.
     settled_at BIGINT,
     -- When to check whether it can be forgotten.
-    look_at BIGINT NOT NULL DEFAULT 0
+    due_at BIGINT NOT NULL DEFAULT 0
 );
 CREATE INDEX holders_going_on ON holders (holder_id) WHERE settled_at IS NULL;
-CREATE INDEX holders_to_look_at ON holders (look_at);
+CREATE INDEX holders_due ON holders (due_at);
 
 -- Pins of workloads on artifacts, from acceptance until the workload is settled. A transaction that
 -- adds a row has locked the artifact.
@@ -339,11 +339,11 @@ CREATE TABLE attempts (
     -- When it ended. NULL: not ended.
     ended_at BIGINT,
     -- When to check it next. NULL: its end schedules the check.
-    look_at BIGINT
+    due_at BIGINT
 );
 CREATE INDEX attempts_by_holder ON attempts (holder_id);
 CREATE INDEX attempts_going_on ON attempts (holder_id) WHERE ended_at IS NULL;
-CREATE INDEX attempts_to_look_at ON attempts (look_at) WHERE look_at IS NOT NULL;
+CREATE INDEX attempts_due ON attempts (due_at) WHERE due_at IS NOT NULL;
 
 -- Directories on workers. A row is written before its directory is created, and deleted after the
 -- directory is gone.
@@ -400,7 +400,7 @@ CREATE TABLE volumes (
     -- out.
     judged_after BIGINT NOT NULL,
     -- Reason of the mark, for people.
-    marked_why TEXT,
+    mark_reason TEXT,
     -- When it was marked. NULL: not marked.
     marked_at BIGINT,
     -- State before the mark. A replica returns to it when its artifact is restored. `unconfirmed`
@@ -471,7 +471,7 @@ CREATE TABLE containers (
     -- As for volumes.
     judged_after BIGINT NOT NULL,
     -- Reason of the mark, for people.
-    marked_why TEXT,
+    mark_reason TEXT,
     -- When it was marked. NULL: not marked.
     marked_at BIGINT,
     -- When it was last used interactively. NULL: never.
@@ -556,12 +556,12 @@ CREATE TABLE deletion_log (
     -- Name of a cache, for people. Empty: no name.
     label TEXT NOT NULL,
     -- Reason of the mark or deletion, for people.
-    marked_why TEXT,
+    mark_reason TEXT,
     -- When it was marked. NULL: deleted without a mark, or unknown.
     marked_at BIGINT,
     -- When a report no longer named it, or when the cache was deleted.
     gone_at BIGINT NOT NULL,
     -- When to check whether the entry can be forgotten.
-    look_at BIGINT NOT NULL
+    due_at BIGINT NOT NULL
 );
-CREATE INDEX deletion_log_to_look_at ON deletion_log (look_at);
+CREATE INDEX deletion_log_due ON deletion_log (due_at);

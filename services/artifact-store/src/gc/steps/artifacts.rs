@@ -18,7 +18,7 @@ use crate::policy::garbage::{self, MarkReason, Verdict};
 pub(crate) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
-        "SELECT {} FROM artifacts WHERE look_at <= $1 AND state <> 'deleting' ORDER BY look_at LIMIT $2{}",
+        "SELECT {} FROM artifacts WHERE due_at <= $1 AND state <> 'deleting' ORDER BY due_at LIMIT $2{}",
         ArtifactRow::COLUMNS,
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
@@ -45,7 +45,7 @@ pub(in crate::gc) async fn judge(
     let mut marked = Vec::new();
     for (row, facts) in rows.iter().zip(&facts) {
         match garbage::artifact(facts, settings.now, &settings.policy) {
-            Verdict::Keep(look) if settings.column(look) == row.look_at => {}
+            Verdict::Keep(look) if settings.column(look) == row.due_at => {}
             Verdict::Keep(look) => checks.push((row.artifact_id, look)),
             Verdict::Mark(why) => {
                 let (id, size_bytes) = (row.artifact_id, size(row.size_bytes));
@@ -66,12 +66,12 @@ pub(in crate::gc) async fn judge(
     let tombstone_over = settings.now + settings.tombstone;
     let mut alike: BTreeMap<_, Vec<Uuid>> = BTreeMap::new();
     for CollectedItem { id, why, .. } in &marked {
-        let look_at = if left.contains(id) { settings.now } else { tombstone_over };
-        alike.entry((*why, look_at)).or_default().push(*id);
+        let due_at = if left.contains(id) { settings.now } else { tombstone_over };
+        alike.entry((*why, due_at)).or_default().push(*id);
     }
-    for ((why, look_at), ids) in alike {
+    for ((why, due_at), ids) in alike {
         write_marks(txn, settings, &ids, why).await?;
-        tombstones::add(txn, ids, look_at.0).await?;
+        tombstones::add(txn, ids, due_at.0).await?;
     }
     Ok(())
 }
@@ -84,7 +84,7 @@ async fn write_marks(
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
-        "UPDATE artifacts SET state = 'deleting', marked_at = $2, marked_why = $3, look_at = NULL
+        "UPDATE artifacts SET state = 'deleting', marked_at = $2, mark_reason = $3, due_at = NULL
          WHERE artifact_id IN ({})",
         ids::query(backend, 1)
     );

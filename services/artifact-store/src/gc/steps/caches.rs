@@ -145,7 +145,7 @@ async fn release(
         .into_iter()
         .collect();
     artifact::Entity::update_many()
-        .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+        .col_expr(artifact::Column::DueAt, Expr::value(now.0))
         .filter(ids::among(backend, "artifact_id", locked.iter().copied()))
         .exec(txn)
         .await?;

@@ -64,7 +64,7 @@ async fn lock_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Vec<
     // A separate query of the queue: PostgreSQL then finds artifacts by id, however many rows it
     // expects in the queue.
     let sql = format!(
-        "WITH due AS (SELECT artifact_id FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT $2{lock})
+        "WITH due AS (SELECT artifact_id FROM tombstones WHERE due_at <= $1 ORDER BY due_at LIMIT $2{lock})
          SELECT artifact_id, marked_at FROM artifacts
          WHERE artifact_id IN (SELECT artifact_id FROM due) AND state = 'deleting'{lock}"
     );
@@ -309,7 +309,7 @@ mod tests {
             }
             let marked = volume::Model {
                 state: State::Destroying,
-                marked_why: Some(MarkReason::ArtifactDeleted.to_string()),
+                mark_reason: Some(MarkReason::ArtifactDeleted.to_string()),
                 marked_at: Some(NOW.0),
                 marked_from: Some(before.state),
                 ..before.clone()

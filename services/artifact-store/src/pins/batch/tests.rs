@@ -45,7 +45,7 @@ async fn store(database: &TestDatabase, cast: &Cast) -> Arc<Store> {
             (number != 2).into(),
         ];
         write(
-            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, look_at, in_store)
+            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, due_at, in_store)
              VALUES ($1, $1, $2, '', $3, $4, 0, TRUE, 0, 9000000, $5)",
             values,
         )
@@ -60,7 +60,7 @@ async fn store(database: &TestDatabase, cast: &Cast) -> Arc<Store> {
         .await;
     }
     write(
-        "INSERT INTO task_caches (cache_id, team, job, step, path, ttl, last_used, created_at, look_at)
+        "INSERT INTO task_caches (cache_id, team, job, step, path, ttl, last_used, created_at, due_at)
          VALUES ($1, 'main', 'job', 'step', 'path', 0, 0, 0, 0)",
         vec![cast.cache.uuid().into()],
     )
@@ -68,7 +68,7 @@ async fn store(database: &TestDatabase, cast: &Cast) -> Arc<Store> {
     for (number, holder) in cast.holders.iter().enumerate().filter(|(number, _)| number % 3 == 0) {
         // Most holders are unknown before they are pinned.
         let values = vec![holder.uuid().into(), team_of(number).into()];
-        write("INSERT INTO holders (holder_id, team, created_at, look_at) VALUES ($1, $2, 0, 0)", values)
+        write("INSERT INTO holders (holder_id, team, created_at, due_at) VALUES ($1, $2, 0, 0)", values)
             .await;
         let values = vec![AttemptId::from_uuid(holder.uuid()).uuid().into(), holder.uuid().into()];
         write("INSERT INTO attempts (attempt_id, holder_id) VALUES ($1, $2)", values).await;

@@ -98,7 +98,7 @@ impl<'a> World<'a> {
         let put = pb::PutBuildRequest {
             build_id: foreign_build.to_string(),
             team: OTHER.to_owned(),
-            ends_with_workload: foreign_workload.to_string(),
+            ends_with_workload_id: foreign_workload.to_string(),
             ..Default::default()
         };
         pb::owners_client::OwnersClient::new(suite.peer.clone()).put_build(put).await.expect("put");
@@ -357,7 +357,7 @@ fn owners(world: &World<'_>) -> Vec<Call> {
     let put = pb::PutBuildRequest {
         build_id: world.build.to_string(),
         team: TEAM.to_owned(),
-        ends_with_workload: world.builder.to_string(),
+        ends_with_workload_id: world.builder.to_string(),
         keep: Some(rpc::duration(Duration::from_secs(60))),
         term: Some(rpc::duration(Duration::from_secs(600))),
         ..Default::default()
@@ -373,9 +373,9 @@ fn owners(world: &World<'_>) -> Vec<Call> {
                 but("build_id", "that another workload ends", world.doomed_build, BuildExists),
                 team("team"),
                 but("team", "that does not have it", OTHER, BuildExists),
-                optional_id("ends_with_workload"),
-                but("ends_with_workload", "missing", "", BuildExists),
-                but("ends_with_workload", "that does not end it", WorkloadId::new(), BuildExists),
+                optional_id("ends_with_workload_id"),
+                but("ends_with_workload_id", "missing", "", BuildExists),
+                but("ends_with_workload_id", "that does not end it", WorkloadId::new(), BuildExists),
                 seconds("keep", 10 * 366 * 24 * 3600),
                 seconds("term", 24 * 3600),
                 label("job"),
@@ -523,11 +523,11 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
         volumes: vec![needed],
         unreachable_artifact_ids: vec![ArtifactId::new().to_string()],
     };
-    let prepared = pb::PreparedRequest {
+    let prepared = pb::CompletePrepareRequest {
         session_credential: session_credential.clone(),
         attempt_id: world.other_attempt.to_string(),
     };
-    let complete = pb::VolumeCompleteRequest {
+    let complete = pb::CompleteVolumeRequest {
         session_credential: session_credential.clone(),
         volume_handle: world.other_prepared.volumes[0].volume_handle.clone(),
         size_bytes: (1 << 63) - 1,
@@ -611,7 +611,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
             ],
         ),
         Call::new(
-            "Inventory.VolumeComplete",
+            "Inventory.CompleteVolume",
             [complete],
             [
                 credential("session_credential", world.suite, &world.here),

@@ -14,7 +14,7 @@ pub(super) fn refused_message() -> Expected {
 }
 
 /// Returns invalid reasons for people.
-pub(super) fn why(field: &str) -> Vec<Bad> {
+pub(super) fn reason(field: &str) -> Vec<Bad> {
     named(field, 1000)
 }
 

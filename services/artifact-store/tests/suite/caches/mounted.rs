@@ -175,7 +175,7 @@ async fn workload_finds_version_latest_when_prepared(database: TestDatabase) {
     // A replaced version stays for the workloads that found it, however often they ask, and is
     // deleted afterwards.
     assert_eq!(
-        suite.collect(DryRun::Off).await.iter().filter(|one| one.thing() == pb::Thing::Artifact).count(),
+        suite.collect(DryRun::Off).await.iter().filter(|one| one.kind() == pb::ObjectKind::Artifact).count(),
         0
     );
     assert_eq!(early.prepare(&[]).await.parent_handle, found.parent_handle);
@@ -239,7 +239,7 @@ async fn used_cache_is_not_deleted(database: TestDatabase) {
     let explained = suite.explain_cache(cache).await;
     assert_eq!(explained.kept_by.len(), 1, "{explained:?}");
     assert!(explained.kept_by[0].text.contains(&user.workload.to_string()), "{explained:?}");
-    assert_eq!(explained.goes_at, None);
+    assert_eq!(explained.expires_at, None);
     // It is unused from the end of the use on.
     user.settle(None, None).await.expect("settled");
     suite.clock.advance(HOUR - Duration::from_secs(1));

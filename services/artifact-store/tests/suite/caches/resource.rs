@@ -73,12 +73,12 @@ async fn all_ask(suite: &Suite, content: u64) -> (String, ClaimId, Vec<ClaimId>)
     }
     let answers = asking.join_all().await;
     let is_maker =
-        |answer: &pb::FindOrCreateResourceCacheResponse| matches!(answer.outcome, Some(Outcome::Yours(_)));
+        |answer: &pb::FindOrCreateResourceCacheResponse| matches!(answer.outcome, Some(Outcome::Claimed(_)));
     let makers: Vec<_> = answers.iter().filter(|(_, answer)| is_maker(answer)).collect();
     let [(maker, made)] = makers[..] else { panic!("{} make it", makers.len()) };
     for (claim, answer) in &answers {
         assert_eq!(answer.cache_id, made.cache_id);
-        let (Some(Outcome::Yours(claimed)) | Some(Outcome::BeingMade(claimed))) = &answer.outcome else {
+        let (Some(Outcome::Claimed(claimed)) | Some(Outcome::InProgress(claimed))) = &answer.outcome else {
             panic!("nothing is ready: {claim} got {answer:?}");
         };
         assert_eq!(claimed.claim_id, maker.to_string());
@@ -93,7 +93,7 @@ async fn maker_loses_claim_when_not_renewed(database: TestDatabase) {
     let main = Caller::of(&suite, TEAM);
     let (first, second) = (ClaimId::new(), ClaimId::new());
     let artifact = suite.uploaded(&gateway, 1).await;
-    let yours = async |claim| matches!(main.ask(1, claim, None).await.expect("asked").1, Outcome::Yours(_));
+    let yours = async |claim| matches!(main.ask(1, claim, None).await.expect("asked").1, Outcome::Claimed(_));
     assert!(yours(first).await);
     assert!(yours(first).await, "asked again");
     suite.clock.advance(Duration::from_secs(40));
@@ -137,12 +137,12 @@ async fn store_downtime_does_not_expire_claims(database: TestDatabase) {
     let suite = Suite::start_with(suite.stop().await, late).await;
     let main = Caller::of(&suite, TEAM);
     let asked = async || main.ask(1, second, None).await.expect("asked").1;
-    assert!(matches!(asked().await, Outcome::BeingMade(_)), "the first has a full term");
+    assert!(matches!(asked().await, Outcome::InProgress(_)), "the first has a full term");
     suite.clock.advance(Duration::from_secs(59));
     suite.collect(DryRun::Off).await;
     main.renew(first).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(60));
-    assert!(matches!(asked().await, Outcome::Yours(_)));
+    assert!(matches!(asked().await, Outcome::Claimed(_)));
     suite.stop().await;
 }
 
@@ -209,7 +209,10 @@ async fn resource_cache_is_deleted_after_ttl_without_use(database: TestDatabase)
     suite.clock.advance(2 * HOUR);
     let gone = suite.collect(DryRun::Off).await;
     assert_eq!(gone.len(), 2, "an artifact and its replica: {gone:?}");
-    assert!(gone.iter().any(|gone| gone.id == unused.to_string() && gone.why.contains("let go")), "{gone:?}");
+    assert!(
+        gone.iter().any(|gone| gone.id == unused.to_string() && gone.reason.contains("let go")),
+        "{gone:?}"
+    );
     suite.settle(workload, None, &[], None).await.expect("settled");
     suite.clock.advance(30 * HOUR);
     assert_eq!(suite.collect(DryRun::Off).await, [], "the build uses it");
@@ -321,7 +324,7 @@ async fn cache_with_lost_bytes_is_made_again(database: TestDatabase) {
 
     let claim = ClaimId::new();
     let (again, outcome) = main.ask(1, claim, None).await.expect("asked");
-    assert!(matches!(outcome, Outcome::Yours(_)), "{outcome:?}");
+    assert!(matches!(outcome, Outcome::Claimed(_)), "{outcome:?}");
     assert_eq!(again, cache);
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.state(artifact).await, ArtifactState::Deleting);

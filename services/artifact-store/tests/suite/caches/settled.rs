@@ -93,7 +93,7 @@ impl Caller<'_> {
     /// Returns the number of artifacts that a collection marks.
     async fn marked(&self) -> usize {
         let collected = self.suite.collect(DryRun::Off).await;
-        collected.iter().filter(|thing| thing.thing() == pb::Thing::Artifact).count()
+        collected.iter().filter(|thing| thing.kind() == pb::ObjectKind::Artifact).count()
     }
 
     /// Returns the latest version of a task cache.
@@ -105,7 +105,7 @@ impl Caller<'_> {
     async fn claim(&self, content: u64) -> (String, ClaimId) {
         let claim = ClaimId::new();
         let (cache, outcome) = self.ask(content, claim, None).await.expect("asked");
-        assert!(matches!(outcome, Outcome::Yours(_)), "{outcome:?}");
+        assert!(matches!(outcome, Outcome::Claimed(_)), "{outcome:?}");
         (cache, claim)
     }
 }
@@ -189,7 +189,7 @@ async fn owner_of_another_team_gets_no_output(database: TestDatabase) {
     let put = pb::PutBuildRequest {
         build_id: build.to_string(),
         team: OTHER.to_owned(),
-        ends_with_workload: WorkloadId::new().to_string(),
+        ends_with_workload_id: WorkloadId::new().to_string(),
         ..Default::default()
     };
     suite.owners().put_build(put).await.expect("put");
@@ -292,7 +292,7 @@ async fn claim_expiring_during_settlement_has_one_winner(database: TestDatabase)
                 made_in_time += 1;
                 assert_eq!(location.artifact_id, made.artifact().to_string());
             }
-            ([_], Outcome::Yours(_)) => {
+            ([_], Outcome::Claimed(_)) => {
                 too_late += 1;
                 assert_eq!(main.located(&[&cache]).await, []);
                 let put = suite.uploaded(&gateway, 1000 + round).await;

@@ -139,7 +139,7 @@ async fn copy_of_shared_cache_continues_while_renewed(database: TestDatabase) {
     // Another copy starts and takes longer than a term.
     let transfer = TransferId::new();
     let second = plan(transfer).await;
-    assert_eq!(second.outcome(), pb::PlanOutcome::Yours);
+    assert_eq!(second.outcome(), pb::PlanOutcome::Created);
     assert_ne!(second.volume_handle, first.volume_handle);
     for _ in 0..5 {
         suite.clock.advance(Duration::from_secs(15));

@@ -150,8 +150,8 @@ pub(crate) enum Outcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CacheOutcome {
     Ready(ArtifactId),
-    Yours,
-    BeingMade(Uuid),
+    Claimed,
+    InProgress(Uuid),
 }
 
 /// Validity of a report.
@@ -387,8 +387,8 @@ pub(crate) fn artifact_id(artifact: Artifact) -> ArtifactId {
 
 /// Returns a small tree with the size of all other contents.
 pub(crate) fn tree(content: u8) -> pb::SmallTree {
-    let what = pb::small_tree_entry::What::File(vec![content; usize::try_from(SIZE).expect("few")].into());
-    let file = pb::SmallTreeEntry { path: "file".into(), what: Some(what), ..Default::default() };
+    let what = pb::small_tree_entry::Content::File(vec![content; usize::try_from(SIZE).expect("few")].into());
+    let file = pb::SmallTreeEntry { path: "file".into(), content: Some(what), ..Default::default() };
     pb::SmallTree { entries: vec![file] }
 }
 

@@ -276,7 +276,7 @@ impl World {
                     team: TEAM.to_owned(),
                     artifact_id: artifact_id(artifact).to_string(),
                     worker_id: worker_id(worker).to_string(),
-                    why: "it is in the way".to_owned(),
+                    reason: "it is in the way".to_owned(),
                     force,
                 };
                 let drop_it = |callers: Callers| async move {
@@ -465,7 +465,7 @@ impl World {
 
     /// Returns whether the clock is ahead of the model by the permitted maximum.
     pub(crate) fn is_ahead(&self) -> bool {
-        *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) > MOST_AHEAD
+        *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) > MAX_AHEAD
     }
 
     /// Advances the clock by much less than the model's resolution. Returns the new time in
@@ -520,7 +520,7 @@ const TICK: Duration = Duration::from_millis(10);
 
 /// Maximum advance of the clock over the model, so that nothing ends too early by the model's
 /// seconds.
-const MOST_AHEAD: Duration = Duration::from_millis(500);
+const MAX_AHEAD: Duration = Duration::from_millis(500);
 
 /// Time for which the store remembers ended items, in seconds.
 pub(crate) const REMEMBER: i64 = 365 * 24 * 3600;
@@ -552,7 +552,7 @@ fn build_request(build: u16, ends_with: u16, keep: i64, job: Option<(u8, u16)>) 
     pb::PutBuildRequest {
         build_id: build_id(build).to_string(),
         team: TEAM.to_owned(),
-        ends_with_workload: workload_id(ends_with).to_string(),
+        ends_with_workload_id: workload_id(ends_with).to_string(),
         keep: Some(rpc::duration(Duration::from_secs(keep.unsigned_abs()))),
         job: job.map(|(job, _)| format!("job {job}")).unwrap_or_default(),
         number: job.map(|(_, number)| number.into()).unwrap_or_default(),

@@ -37,13 +37,13 @@ async fn items_of_ended_attempt_say_until_when(database: TestDatabase) {
     let explained = suite.explain(artifact).await.expect("explained");
     assert_eq!(
         kept_by(&explained),
-        [(Thing::Build, build_id.as_str(), kept), (Thing::Volume, source, grace)]
+        [(ObjectKind::Build, build_id.as_str(), kept), (ObjectKind::Volume, source, grace)]
     );
-    assert_eq!((explained.goes(), explained.why.as_str()), (grace, "every owner of it has let go"));
+    assert_eq!((explained.goes(), explained.reason.as_str()), (grace, "every owner of it has let go"));
     let explained = suite.explain(&replica).await.expect("explained");
     assert_eq!(
         kept_by(&explained),
-        [(Thing::Volume, source, grace), (Thing::Artifact, artifact_id.as_str(), grace)]
+        [(ObjectKind::Volume, source, grace), (ObjectKind::Artifact, artifact_id.as_str(), grace)]
     );
     assert_eq!(explained.goes(), grace);
 
@@ -138,8 +138,11 @@ async fn deleted_cache_is_explained(database: TestDatabase) {
     ];
     for (cache, (path, why, at)) in caches.iter().zip(went) {
         let explained = suite.explain(cache).await.expect("its grave");
-        assert_eq!((explained.thing(), explained.state()), (Thing::TaskCache, pb::ExplainedState::Gone));
-        assert_eq!((explained.label.as_str(), explained.why.as_str()), (&*format!("job step {path}"), why));
+        assert_eq!((explained.kind(), explained.state()), (ObjectKind::TaskCache, pb::ExplainedState::Gone));
+        assert_eq!(
+            (explained.label.as_str(), explained.reason.as_str()),
+            (&*format!("job step {path}"), why)
+        );
         assert_eq!((explained.gone(), explained.forgotten()), (at, at.map(|at| at + HOUR)));
         assert_refused(suite.explain_to("other", cache).await, Reason::UnknownId);
     }
@@ -160,9 +163,9 @@ async fn deleted_cache_is_explained(database: TestDatabase) {
         let delete = pb::DeleteResourceCacheRequest { team: TEAM.to_owned(), cache_id: cache.clone() };
         suite.caches().delete_resource_cache(delete).await.expect("deleted");
         let explained = suite.explain(&cache).await.expect("its grave");
-        assert_eq!((explained.thing(), explained.label.as_str()), (Thing::ResourceCache, "git v1"));
+        assert_eq!((explained.kind(), explained.label.as_str()), (ObjectKind::ResourceCache, "git v1"));
         assert_eq!(
-            (explained.state(), explained.why.as_str()),
+            (explained.state(), explained.reason.as_str()),
             (pb::ExplainedState::Gone, "a caller deleted it")
         );
         assert_eq!(suite.explain_to("other", &cache).await.is_ok(), other_knows);
@@ -180,7 +183,7 @@ async fn transfer_and_worker_are_explained(database: TestDatabase) {
     suite.create(open, None).await.expect("created");
     let filled = suite.plan(open, gateway.worker, transfer).await.expect("planned");
     let explained = suite.explain(transfer).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Transfer, pb::ExplainedState::GoingOn));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Transfer, pb::ExplainedState::Running));
     assert_eq!(related(&explained, "brings"), [open.to_string()]);
     assert_eq!(related(&explained, "into"), std::slice::from_ref(&filled));
     assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
@@ -191,7 +194,7 @@ async fn transfer_and_worker_are_explained(database: TestDatabase) {
     assert_eq!((explained.state(), explained.goes()), (pb::ExplainedState::Ended, None));
 
     let explained = suite.explain(gateway.worker).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state()), (Thing::Worker, pb::ExplainedState::Known));
+    assert_eq!((explained.kind(), explained.state()), (ObjectKind::Worker, pb::ExplainedState::Registered));
     assert_eq!(explained.label, "1 volume and 0 containers");
     assert_eq!(explained.size_bytes, 10);
     suite.stop().await;

@@ -39,7 +39,7 @@ async fn replica_is_marked_with_its_artifact(database: TestDatabase) {
     suite.clock.advance(MINUTE);
     for state in [pb::ExplainedState::Destroying, pb::ExplainedState::Sweeping] {
         let explained = suite.explain(&replica).await.expect("explained");
-        assert_eq!((explained.state(), explained.why.as_str()), (state, WHY));
+        assert_eq!((explained.state(), explained.reason.as_str()), (state, WHY));
         assert_eq!((explained.marked(), explained.kept_by.len()), (marked, 0), "{state:?}");
         gateway.swept(&[], &[&replica]).await;
     }
@@ -63,7 +63,7 @@ async fn replica_gone_before_hand_out_leaves_its_reason(database: TestDatabase) 
     let reported = gateway.report_with(early, &[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (1, 0));
     let explained = suite.explain(&replica).await.expect("explained");
-    assert_eq!((explained.state(), explained.why.as_str()), (pb::ExplainedState::Gone, WHY));
+    assert_eq!((explained.state(), explained.reason.as_str()), (pb::ExplainedState::Gone, WHY));
     assert_eq!((explained.marked(), explained.gone()), (marked, suite.after(Duration::ZERO)));
     suite.stop().await;
 }
@@ -100,7 +100,7 @@ async fn dropped_replica_is_restored_only_as_last(database: TestDatabase) {
             team: TEAM.to_owned(),
             artifact_id: artifact.to_string(),
             worker_id: gateway.worker.to_string(),
-            why: "it is in the way".to_owned(),
+            reason: "it is in the way".to_owned(),
             force: true,
         };
         suite.replicas().drop_replica(request).await.expect("dropped");

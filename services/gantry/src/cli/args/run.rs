@@ -203,7 +203,7 @@ pub(crate) struct RunArgs {
         long,
         value_name = "N",
         default_value_t = 0,
-        value_parser = clap::value_parser!(u32).range(0..=i64::from(rpc::spec::MOST_RETRIES)),
+        value_parser = clap::value_parser!(u32).range(0..=i64::from(rpc::spec::MAX_RETRIES)),
         requires = "detach",
         help_heading = "Timeouts and retries"
     )]

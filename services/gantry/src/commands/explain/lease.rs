@@ -2,7 +2,7 @@
 
 use prost_types::Timestamp;
 use rpc::Reason;
-use rpc::pb::artifacts::{Relation, Thing};
+use rpc::pb::artifacts::{ObjectKind, Relation};
 use rpc::pb::scheduler::{GetLeaseRequest, Lease, LeaseState, StopReason, WorkerState};
 use serde_json::Value;
 
@@ -30,7 +30,7 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
     };
     let held = match why::explain(connection, id).await {
         // The artifact store records the pins of a lease like those of a workload.
-        Ok(held) if held.thing() == Thing::Workload => held.relations,
+        Ok(held) if held.kind() == ObjectKind::Workload => held.relations,
         Ok(_) => Vec::new(),
         Err(error) if is_for(&error, Reason::UnknownId) => Vec::new(),
         Err(error) => return Err(error),
@@ -129,7 +129,8 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
 
 fn explained(lease: &Lease, held: &[Relation]) -> Value {
     let mut document = json::lease(lease);
-    document["thing"] = "lease".into();
+    document["placement_kind"] = document["kind"].take();
+    document["kind"] = "lease".into();
     document["relations"] = held.iter().map(relation).collect();
     document
 }

@@ -2,7 +2,7 @@
 
 use prost_types::Timestamp;
 use rpc::Reason;
-use rpc::pb::artifacts::{ExplainResponse, ExplainedState, Keeper, Relation, Thing};
+use rpc::pb::artifacts::{ExplainResponse, ExplainedState, Keeper, ObjectKind, Relation};
 use rpc::pb::scheduler::Worker;
 
 use crate::client::connect::Connection;
@@ -27,11 +27,11 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
             if queries::worker(connection, "explain", id).await.is_err() {
                 return Err(error);
             }
-            ExplainResponse { thing: Thing::Worker.into(), id: id.to_owned(), ..Default::default() }
+            ExplainResponse { kind: ObjectKind::Worker.into(), id: id.to_owned(), ..Default::default() }
         }
         Err(error) => return Err(error),
     };
-    if explained.thing() != Thing::Worker {
+    if explained.kind() != ObjectKind::Worker {
         return if as_json { print_json(&json::explained(&explained)) } else { print(&text(&explained)) };
     }
     let worker = queries::worker(connection, "explain", id).await.ok();
@@ -63,17 +63,20 @@ fn of_worker(explained: &ExplainResponse, worker: Option<&Worker>) -> String {
 }
 
 fn text(explained: &ExplainResponse) -> String {
-    let thing = labels::thing(explained.thing());
+    let thing = labels::thing(explained.kind());
     let mut shown = vec![
         (thing, explained.id.clone()),
-        (if explained.thing() == Thing::Volume { "for" } else { "label" }, plain(&explained.label, WIDTH)),
+        (
+            if explained.kind() == ObjectKind::Volume { "for" } else { "label" },
+            plain(&explained.label, WIDTH),
+        ),
         ("state", state(explained)),
         ("team", explained.team.clone()),
         ("size", labels::size(explained.size_bytes)),
         ("made", past(explained.created_at.as_ref())),
         ("kept by", kept_by(explained)),
     ];
-    let because = |when: String| match explained.why.as_str() {
+    let because = |when: String| match explained.reason.as_str() {
         _ if when.is_empty() => when,
         "" => when,
         why => format!("{when}: {}", plain(why, WIDTH)),
@@ -82,14 +85,16 @@ fn text(explained: &ExplainResponse) -> String {
     // A cache is deleted without being marked.
     let gone = past(explained.gone_at.as_ref());
     shown.push(("deleted", if explained.marked_at.is_none() { because(gone) } else { gone }));
-    shown.push(match (explained.thing(), &explained.goes_at) {
-        (Thing::Build, Some(at)) if labels::from_now(at).is_none() => ("released", because(past(Some(at)))),
-        (Thing::Build, Some(at)) => ("releases", because(due(at))),
+    shown.push(match (explained.kind(), &explained.expires_at) {
+        (ObjectKind::Build, Some(at)) if labels::from_now(at).is_none() => {
+            ("released", because(past(Some(at))))
+        }
+        (ObjectKind::Build, Some(at)) => ("releases", because(due(at))),
         (_, Some(at)) => ("expires", because(due(at))),
         (_, None) => ("expires", no_expiry(explained)),
     });
     shown.push(("logged", explained.remembered_until.as_ref().map(until).unwrap_or_default()));
-    shown.push(("bytes", whereabouts(explained)));
+    shown.push(("bytes", location(explained)));
     if !explained.bytes_lost {
         shown.push(("lost", past(explained.lost_at.as_ref())));
     }
@@ -109,7 +114,7 @@ fn text(explained: &ExplainResponse) -> String {
 }
 
 /// Describes the place of the bytes of an artifact, if that is not a replica.
-fn whereabouts(explained: &ExplainResponse) -> String {
+fn location(explained: &ExplainResponse) -> String {
     match (explained.in_store, explained.bytes_lost, &explained.lost_at) {
         (true, ..) => labels::IN_STORE.to_owned(),
         (_, true, Some(at)) => {
@@ -123,7 +128,7 @@ fn whereabouts(explained: &ExplainResponse) -> String {
 /// Describes the state of an object.
 fn state(explained: &ExplainResponse) -> String {
     let word = labels::explained_state(explained.state());
-    let means = match (explained.thing(), explained.state()) {
+    let means = match (explained.kind(), explained.state()) {
         (_, ExplainedState::Destroying) => "garbage; its destruction is not requested yet",
         (_, ExplainedState::Sweeping) => {
             "garbage; its destruction is requested from the gateway of its worker"
@@ -132,20 +137,22 @@ fn state(explained: &ExplainResponse) -> String {
             "its worker has a new incarnation, and has not reported its volumes and containers yet"
         }
         (_, ExplainedState::Lost) => "its worker does not have it any more",
-        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted && explained.in_store => {
+        (ObjectKind::Artifact, ExplainedState::Deleting)
+            if explained.can_be_undeleted && explained.in_store =>
+        {
             "garbage; the artifact store still has its bytes"
         }
-        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
+        (ObjectKind::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
             "garbage; its bytes are still on a worker"
         }
-        (Thing::Artifact, ExplainedState::Deleting)
+        (ObjectKind::Artifact, ExplainedState::Deleting)
             if explained.relations.iter().any(|one| one.relation == "replicas") =>
         {
             "garbage; its bytes are being destroyed, or cannot be read any more"
         }
-        (Thing::Artifact, ExplainedState::Deleting) => "garbage; its bytes are destroyed",
-        (Thing::Artifact, ExplainedState::Sealed) if explained.bytes_lost => "its bytes are lost",
-        (Thing::Artifact, ExplainedState::Orphaned) => {
+        (ObjectKind::Artifact, ExplainedState::Deleting) => "garbage; its bytes are destroyed",
+        (ObjectKind::Artifact, ExplainedState::Sealed) if explained.bytes_lost => "its bytes are lost",
+        (ObjectKind::Artifact, ExplainedState::Orphaned) => {
             "the store was restored from a backup and does not know it"
         }
         _ => return word,
@@ -179,7 +186,7 @@ fn no_expiry(explained: &ExplainResponse) -> String {
 
 /// Formats related objects: the kind of relation, and the ids.
 pub(crate) fn related(relation: &Relation) -> (String, String) {
-    let thing = labels::thing(relation.thing());
+    let thing = labels::thing(relation.kind());
     // The relation `worker` names the kind of object, but `children` and `made from` do not.
     let named = relation.relation.starts_with(thing);
     let line = |id: &String| if named { id.clone() } else { format!("{thing} {id}") };
@@ -224,7 +231,7 @@ mod tests {
     fn kept_object_has_keepers_and_expiry() {
         let keeper = |text: &str, until| Keeper { text: text.to_owned(), until, ..Default::default() };
         let mut explained = ExplainResponse {
-            thing: Thing::Artifact.into(),
+            kind: ObjectKind::Artifact.into(),
             id: "7".to_owned(),
             state: ExplainedState::Sealed.into(),
             kept_by: vec![keeper("build 8, which goes on", None), keeper("\u{1b}rule", LONG_AGO)],
@@ -232,7 +239,7 @@ mod tests {
             in_store: true,
             relations: vec![Relation {
                 relation: "replicas".to_owned(),
-                thing: Thing::Volume.into(),
+                kind: ObjectKind::Volume.into(),
                 ids: vec!["9".to_owned()],
                 total: 3,
             }],
@@ -252,8 +259,8 @@ mod tests {
                 "and 2 more",
             ]
         );
-        explained.goes_at = NEVER;
-        explained.why = "it is old".to_owned();
+        explained.expires_at = NEVER;
+        explained.reason = "it is old".to_owned();
         let expires = lines(&explained).swap_remove(5);
         assert!(
             expires.starts_with("expires: 9999-01-01T00:00:00Z (in ") && expires.ends_with(" d): it is old"),
@@ -264,11 +271,11 @@ mod tests {
     #[test]
     fn deleted_object_has_reason_and_remedy() {
         let explained = ExplainResponse {
-            thing: Thing::Artifact.into(),
+            kind: ObjectKind::Artifact.into(),
             id: "7".to_owned(),
             state: ExplainedState::Deleting.into(),
             marked_at: LONG_AGO,
-            why: "it was old".to_owned(),
+            reason: "it was old".to_owned(),
             can_be_undeleted: true,
             ..Default::default()
         };
@@ -294,7 +301,7 @@ mod tests {
     #[test]
     fn lost_bytes_have_time_of_loss() {
         let explained = ExplainResponse {
-            thing: Thing::Artifact.into(),
+            kind: ObjectKind::Artifact.into(),
             id: "7".to_owned(),
             state: ExplainedState::Sealed.into(),
             bytes_lost: true,
@@ -314,7 +321,7 @@ mod tests {
     fn orphan_has_remedy() {
         let keeper = Keeper { text: "undecided".to_owned(), ..Default::default() };
         let mut explained = ExplainResponse {
-            thing: Thing::Volume.into(),
+            kind: ObjectKind::Volume.into(),
             id: "7".to_owned(),
             state: ExplainedState::Orphaned.into(),
             team: "main".to_owned(),
@@ -342,7 +349,7 @@ mod tests {
         );
         assert!(!printed.iter().any(|line| line.starts_with("expires")), "{printed:?}");
 
-        explained.thing = Thing::Artifact.into();
+        explained.kind = ObjectKind::Artifact.into();
         explained.can_be_adopted = true;
         let (relation, ids) = ("volumes".to_owned(), vec!["8".to_owned()]);
         explained.relations = vec![Relation { relation, ids, total: 1, ..Default::default() }];

@@ -29,7 +29,7 @@ pub(super) async fn show(connection: &Connection, id: &str, as_json: bool) -> an
 
 /// Asks whether a caller is attached to a running workload. `None`: the gateway does not answer.
 async fn attendance(connection: &Connection, workload: &Workload) -> Option<GetAttendanceResponse> {
-    let there = workload.whereabouts.clone().filter(|_| workload.state() == WorkloadState::Running)?;
+    let there = workload.location.clone().filter(|_| workload.state() == WorkloadState::Running)?;
     let request = GetAttendanceRequest {
         team: connection.team.clone(),
         process_id: there.attempt_id,
@@ -46,13 +46,13 @@ const GATEWAY_PATIENCE: Duration = Duration::from_secs(2);
 /// Describes what happens to a process without a caller. Empty: a caller is attached.
 fn unattended(attendance: &GetAttendanceResponse) -> String {
     let since = attendance.unattended_since.as_ref();
-    match (since, attendance.is_left) {
+    match (since, attendance.is_abandoned) {
         (Some(since), true) => format!(
             "detached {} ago and did not return; the input has ended, and the oldest output is dropped",
             labels::ago(Some(since))
         ),
         (Some(since), false) => {
-            let left = attendance.left_at.as_ref().map(labels::instant).unwrap_or_default();
+            let left = attendance.abandoned_at.as_ref().map(labels::instant).unwrap_or_default();
             let ago = labels::ago(Some(since));
             format!(
                 "detached {ago} ago; unless a caller attaches before {left}, the input ends and the oldest output is dropped"
@@ -68,7 +68,7 @@ fn describe_workload(
     standing: &str,
     attendance: Option<&GetAttendanceResponse>,
 ) -> String {
-    let there = workload.whereabouts.clone().unwrap_or_default();
+    let there = workload.location.clone().unwrap_or_default();
     let on = match there.worker_name.as_str() {
         "" => String::new(),
         name => format!(" on {}", plain(name, WIDTH)),
@@ -111,13 +111,13 @@ fn describe_workload(
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::scheduler::{Failure, Outcome, Whereabouts};
+    use rpc::pb::scheduler::{AttemptLocation, Failure, Outcome};
 
     use super::*;
 
     #[test]
     fn text_has_worker_or_outcome() {
-        let there = Whereabouts {
+        let there = AttemptLocation {
             worker_id: "w".to_owned(),
             worker_name: "big".to_owned(),
             attempt_id: "a".to_owned(),
@@ -125,7 +125,7 @@ mod tests {
         };
         let mut workload = Workload {
             state: WorkloadState::Running.into(),
-            whereabouts: Some(there),
+            location: Some(there),
             started_at: Some(Timestamp { seconds: 60, nanos: 0 }),
             ..Default::default()
         };

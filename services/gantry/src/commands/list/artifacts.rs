@@ -21,7 +21,7 @@ pub(super) fn artifact_row(artifact: &Artifact) -> Vec<String> {
         plain(&artifact.label, 30),
         match artifact.marked_at {
             Some(at) => {
-                format!("deleted {} ago: {}", labels::ago(Some(&at)), plain(&artifact.marked_why, 80))
+                format!("deleted {} ago: {}", labels::ago(Some(&at)), plain(&artifact.mark_reason, 80))
             }
             None => plain(&artifact.kept_by.join(", "), 80),
         },
@@ -47,7 +47,7 @@ pub(super) fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)
         ("created", artifact.created_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("kept by", artifact.kept_by.join("\n")),
         ("deleted", artifact.marked_at.as_ref().map(labels::instant).unwrap_or_default()),
-        ("why", plain(&artifact.marked_why, 255)),
+        ("reason", plain(&artifact.mark_reason, 255)),
         ("bytes", bytes_are.join("\n")),
     ]
 }

@@ -29,6 +29,6 @@ pub(super) fn container_fields(container: &Container) -> Vec<(&'static str, Stri
         ("created", container.created_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("used", container.touched_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("lost", container.lost_at.as_ref().map(labels::instant).unwrap_or_default()),
-        ("garbage", plain(&container.marked_why, 1000)),
+        ("garbage", plain(&container.mark_reason, 1000)),
     ]
 }

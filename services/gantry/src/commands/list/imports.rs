@@ -13,7 +13,7 @@ use crate::render::table::plain;
 
 /// Executes `gantry list imports`.
 pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
-    let headers = ["WORKER", "RESOURCE TYPE", "VERSION", "STATE", "PATH", "ARTIFACT", "WHY"];
+    let headers = ["WORKER", "RESOURCE TYPE", "VERSION", "STATE", "PATH", "ARTIFACT", "REASON"];
     let names = Names::ask(connection, as_json).await;
     table(imports(connection), limit, as_json, json::import, &headers, |import| row(import, &names)).await
 }
@@ -38,7 +38,7 @@ fn row(import: &Import, names: &Names) -> Vec<String> {
         labels::import_state(import.state()),
         plain(&brought.path, 60),
         import.artifact_id.clone(),
-        plain(&import.failed_why, 100),
+        plain(&import.failure_reason, 100),
     ]
 }
 

@@ -34,6 +34,6 @@ pub(super) fn volume_fields(volume: &Volume) -> Vec<(&'static str, String)> {
         ("size", labels::size(volume.size_bytes)),
         ("created", volume.created_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("lost", volume.lost_at.as_ref().map(labels::instant).unwrap_or_default()),
-        ("garbage", plain(&volume.marked_why, 1000)),
+        ("garbage", plain(&volume.mark_reason, 1000)),
     ]
 }

@@ -17,7 +17,7 @@ pub(super) fn workload_row(workload: &Workload) -> Vec<String> {
         workload.workload_id.clone(),
         state,
         labels::end(workload),
-        workload.whereabouts.as_ref().map(|there| plain(&there.worker_name, 40)).unwrap_or_default(),
+        workload.location.as_ref().map(|there| plain(&there.worker_name, 40)).unwrap_or_default(),
         labels::ago(workload.submitted_at.as_ref()),
         plain(&labels::command(workload.spec.as_ref()), 60),
     ]
@@ -43,7 +43,7 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         format!("{}: cache {}", plain(&path, 255), mount.task_cache_id)
     };
     let failure = workload.failure.as_ref();
-    let mut worker = workload.whereabouts.as_ref().map(|there| there.worker_name.clone()).unwrap_or_default();
+    let mut worker = workload.location.as_ref().map(|there| there.worker_name.clone()).unwrap_or_default();
     if !standing.is_empty() {
         worker += &format!(" ({standing})");
     }
@@ -67,7 +67,7 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         ("caches", spec.caches.iter().map(cache).collect::<Vec<_>>().join("\n")),
         ("outputs", workload.outputs.iter().map(published).collect::<Vec<_>>().join("\n")),
         ("worker", worker),
-        ("attempt", workload.whereabouts.as_ref().map(|there| there.attempt_id.clone()).unwrap_or_default()),
+        ("attempt", workload.location.as_ref().map(|there| there.attempt_id.clone()).unwrap_or_default()),
         ("build", spec.build_id),
         ("submitted", instant(&workload.submitted_at)),
         ("started", instant(&workload.started_at)),

@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path};
 
-use rpc::pb::scheduler::{Finished, exit::How};
+use rpc::pb::scheduler::{Finished, exit::Status};
 
 use crate::cli::args::RunArgs;
 
@@ -19,7 +19,7 @@ const NOT_FOUND: u32 = 127;
 /// Returns a hint for a finished run. `None`: the failure is not about a path of this machine.
 pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) -> bool) -> Option<String> {
     let reason = finished.failure.as_ref().map(|failure| failure.reason.as_str());
-    let exit = finished.exit.as_ref().and_then(|exit| exit.how.as_ref());
+    let exit = finished.exit.as_ref().and_then(|exit| exit.status.as_ref());
     if let (Some("PROGRAM_NOT_FOUND"), [line]) = (reason, args.command.as_slice())
         && line.as_bytes().iter().any(u8::is_ascii_whitespace)
     {
@@ -34,7 +34,7 @@ pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) 
             .into_iter()
             .collect(),
         (Some("WORKING_DIRECTORY_MISSING"), _) => vec![&args.directory],
-        (_, Some(How::Code(NOT_FOUND))) => args.command.iter().flat_map(words).collect(),
+        (_, Some(Status::Code(NOT_FOUND))) => args.command.iter().flat_map(words).collect(),
         _ => return None,
     };
     candidates.into_iter().find_map(|path| missed(args, Path::new(path), &is_here))
@@ -100,7 +100,7 @@ mod tests {
             panic!("it is a run")
         };
         let failure = reason.map(|reason| Failure { reason: reason.to_owned(), message: String::new() });
-        let exit = reason.is_none().then_some(Exit { how: Some(How::Code(NOT_FOUND)) });
+        let exit = reason.is_none().then_some(Exit { status: Some(Status::Code(NOT_FOUND)) });
         hint(&args, &Finished { failure, exit, ..Finished::default() }, |path| !path.ends_with("gone"))
     }
 

@@ -188,7 +188,7 @@ async fn prepare_inputs(
     let put = PutBuildRequest {
         build_id: build.to_string(),
         team: connection.team.clone(),
-        ends_with_workload: workload.to_string(),
+        ends_with_workload_id: workload.to_string(),
         keep: Some(rpc::duration(args.keep)),
         term: Some(rpc::duration(args.abandoned_after)),
         ..Default::default()

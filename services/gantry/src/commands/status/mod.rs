@@ -344,7 +344,7 @@ fn queue_text(unfinished: &[Workload]) -> String {
         std::iter::once(head).chain(why.map(|why| vec![String::new(), String::new(), why]))
     });
     let rows: Vec<_> = rows.collect();
-    format!("\n{}", render(&["WAITING", "TEAM", "WHY"], &rows))
+    format!("\n{}", render(&["WAITING", "TEAM", "REASON"], &rows))
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ pub(super) async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec
     // A streamer that waits for the copy of another streamer lists it, too, but without details.
     let going = |transfer: &Transfer| (transfer.artifact_id.clone(), transfer.to_worker_id.clone());
     let elsewhere = |transfer: &Transfer| {
-        transfer.progress.as_ref().is_some_and(|progress| progress.route() == Route::Elsewhere)
+        transfer.progress.as_ref().is_some_and(|progress| progress.route() == Route::OtherStreamer)
     };
     let made: BTreeSet<_> = transfers.iter().filter(|transfer| !elsewhere(transfer)).map(going).collect();
     transfers.retain(|transfer| !elsewhere(transfer) || !made.contains(&going(transfer)));
@@ -58,7 +58,7 @@ pub(super) fn route(progress: &TransferProgress) -> &'static str {
         Route::Unspecified => "",
         Route::Peer => "gateways",
         Route::Workers => "workers",
-        Route::Elsewhere => "elsewhere",
+        Route::OtherStreamer => "elsewhere",
         Route::Store => "store",
     }
 }

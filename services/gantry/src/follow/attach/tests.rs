@@ -169,9 +169,12 @@ async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Atta
         interrupt: Arc::default(),
         opened: None,
     };
-    let whereabouts =
-        Whereabouts { gateway_endpoint: address, attempt_id: "it".to_owned(), ..Whereabouts::default() };
-    let end = attach(&connection, &ui, "it", whereabouts, &mut streams).await;
+    let location = AttemptLocation {
+        gateway_endpoint: address,
+        attempt_id: "it".to_owned(),
+        ..AttemptLocation::default()
+    };
+    let end = attach(&connection, &ui, "it", location, &mut streams).await;
     (end, streams.stdout.received(), streams.stdout.missing())
 }
 

@@ -326,7 +326,7 @@ async fn container_failure_is_reported_with_its_cause() {
         let StoreCall::Failed(report, answer) = suite.store.next_call().await else {
             panic!("an unexpected call")
         };
-        answer.send(Ok(store::FailedResponse {})).expect("the gateway waits");
+        answer.send(Ok(store::FailPrepareResponse {})).expect("the gateway waits");
         (planned, report)
     };
     let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
@@ -336,7 +336,7 @@ async fn container_failure_is_reported_with_its_cause() {
     assert_eq!(report.container_handle, planned.container_handle);
     let handles: Vec<_> = planned.volumes.iter().map(|volume| &volume.volume_handle).collect();
     assert_eq!(report.volume_handles.iter().collect::<Vec<_>>(), handles);
-    assert_eq!(report.why, format!("cannot make the container or its volumes: {stopped}"));
+    assert_eq!(report.reason, format!("cannot make the container or its volumes: {stopped}"));
     suite.end().await;
 }
 
@@ -368,7 +368,7 @@ async fn damaged_input_fails_the_attempt() {
         let StoreCall::Failed(_, answer) = suite.store.next_call().await else {
             panic!("an unexpected call")
         };
-        answer.send(Ok(store::FailedResponse {})).expect("the gateway waits");
+        answer.send(Ok(store::FailPrepareResponse {})).expect("the gateway waits");
     };
     let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
     let failure = failure(&within("the end", both).await.0.map(drop).expect_err("the input is damaged"));

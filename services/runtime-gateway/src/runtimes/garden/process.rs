@@ -39,7 +39,7 @@ use super::{Backend, Worker, properties};
 const NAMES: [&str; 2] = ["stdout", "stderr"];
 const GAPS: &str = "gaps";
 /// Largest message of standard input, in bytes.
-const MOST_STDIN: usize = 32 << 10;
+const MAX_STDIN: usize = 32 << 10;
 
 /// The phase of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -529,7 +529,7 @@ impl ProcessInput for Input {
     async fn stdin(&self, offset: u64, data: Bytes) -> Result<(), RuntimeError> {
         let (mut at, mut rest) = (offset, data);
         loop {
-            let part = rest.split_to(rest.len().min(MOST_STDIN));
+            let part = rest.split_to(rest.len().min(MAX_STDIN));
             let length = part.len() as u64;
             // The lock is held until the data is sent, so that writes stay in order.
             let Some((stdin, control)) = self.line().await? else { return Ok(()) };

@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt;
 
 const BLOCK: usize = 512;
 /// Bytes that may follow the only file of an archive: padding, and blocks of zeros.
-const MOST_REST: u64 = 1 << 20;
+const MAX_REST: u64 = 1 << 20;
 
 /// An archive without entries. A worker rejects an empty stream.
 pub(super) fn empty() -> Vec<u8> {
@@ -63,7 +63,7 @@ pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option
     };
     // The archive is valid only if its end was read. A longer archive was not written by Gantry.
     let passed_over = if found.is_some() { 0 } else { most as u64 };
-    let mut end = archive.take(MOST_REST.saturating_add(passed_over));
+    let mut end = archive.take(MAX_REST.saturating_add(passed_over));
     tokio::io::copy(&mut end, &mut tokio::io::sink()).await?;
     if end.limit() == 0 {
         return Err(io::Error::new(

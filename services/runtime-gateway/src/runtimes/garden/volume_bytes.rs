@@ -11,7 +11,7 @@ use runtime::{Archive, Inlet, RemoteVolume, RuntimeError};
 use super::{Worker, errors, properties, tar_util, volumes};
 
 /// Limit of a stored manifest, in bytes: the limit of [`transfer::Limits`] and a header.
-const MOST_MANIFEST: usize = (1 << 30) + 4096;
+const MAX_MANIFEST: usize = (1 << 30) + 4096;
 
 pub(super) struct Volume {
     worker: Arc<Worker>,
@@ -86,7 +86,7 @@ impl RemoteVolume for Volume {
             Err(error) => return Err(failed(error)),
         };
         let length = kept.properties.get(properties::MANIFEST_BYTES).and_then(|length| length.parse().ok());
-        let Some(length) = length.filter(|length: &usize| *length <= MOST_MANIFEST) else { return Ok(None) };
+        let Some(length) = length.filter(|length: &usize| *length <= MAX_MANIFEST) else { return Ok(None) };
         let archive = client.stream_out(&name, volumes::MANIFEST, self.worker.encoding).await;
         let archive = Box::pin(archive.map_err(failed)?);
         let found = tar_util::file(archive, length).await;

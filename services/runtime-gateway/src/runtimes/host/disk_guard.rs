@@ -37,7 +37,7 @@ const FREE_INODES: u64 = 100;
 
 /// Limit of open files and of mapped files that the guard checks per container. A container with
 /// more open files counts as the one that has written the most.
-const MOST_LOOKED_AT: u64 = 1_000_000;
+const MAX_LOOKED_AT: u64 = 1_000_000;
 
 /// Free space and free inodes of the disk.
 struct Disk {
@@ -193,7 +193,7 @@ impl Host {
             // The process may have ended.
             taken.add_unlinked(pid).unwrap_or_default();
         }
-        if taken.open > MOST_LOOKED_AT {
+        if taken.open > MAX_LOOKED_AT {
             (taken.bytes, taken.inodes) = (u64::MAX, u64::MAX);
         }
         Ok(taken)
@@ -297,7 +297,7 @@ impl DiskUsage {
         for entry in fs::read_dir(links)? {
             let count = counted(self);
             *count += 1;
-            if *count > MOST_LOOKED_AT {
+            if *count > MAX_LOOKED_AT {
                 return Ok(());
             }
             let path = entry?.path();

@@ -24,9 +24,9 @@ const INTERVAL: Duration = Duration::from_millis(250);
 /// Reserved memory, as a fraction of all memory: 1/32.
 const AVAILABLE: u64 = 32;
 /// Limit of the reserved memory, in bytes.
-const MOST_AVAILABLE: u64 = 512 << 20;
+const MAX_AVAILABLE: u64 = 512 << 20;
 /// Least memory of a container that the guard ends, in bytes.
-const LEAST_KEPT: u64 = 64 << 20;
+const MIN_KEPT: u64 = 64 << 20;
 /// Timeout of a supervisor's answer. An older supervisor does not know the request.
 const ANSWER: Duration = Duration::from_secs(5);
 
@@ -34,7 +34,7 @@ impl HostRuntime {
     /// Runs the memory guard with the default reserve. The future never completes.
     pub(super) async fn guard_memory(self: Arc<Self>) {
         let total = memory("MemTotal").unwrap_or(0);
-        self.guard_available_memory((total / AVAILABLE).min(MOST_AVAILABLE)).await;
+        self.guard_available_memory((total / AVAILABLE).min(MAX_AVAILABLE)).await;
     }
 
     /// Runs the memory guard, which keeps `reserve` bytes of memory and swap available. The future
@@ -95,7 +95,7 @@ impl Host {
             let in_sockets = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
             most = most.max(Some((self.cgroups.kept_memory(&cgroup) + in_sockets, process.id)));
         }
-        Ok(most.filter(|(kept, _)| *kept >= LEAST_KEPT).map(|(kept, id)| (id, kept)))
+        Ok(most.filter(|(kept, _)| *kept >= MIN_KEPT).map(|(kept, id)| (id, kept)))
     }
 }
 

@@ -185,7 +185,7 @@ async fn failed_import_is_reported_and_tried_again() {
     suite.begin(artifact, volume).await;
     let report = suite.fail().await;
     assert_eq!(report.volume_handle, volume.to_string());
-    assert!(!report.why.is_empty());
+    assert!(!report.reason.is_empty());
     let of_certs = ArtifactId::new();
     let (request, answer) = suite.prepare().await;
     assert_eq!(request.provided.expect("something").resource_type, "");

@@ -19,7 +19,7 @@ use crate::test_support::store::{Store, StoreCall};
 use crate::test_support::{FakeGateways, TIMEOUT, TestWorker, UNREACHABLE, within};
 use domain::WorkerId;
 use rpc::pb::scheduler as pb;
-use rpc::pb::scheduler::desired_lease::Wish;
+use rpc::pb::scheduler::desired_lease::Action;
 use rpc::pb::scheduler::synchronize_request::Message as Up;
 use rpc::pb::scheduler::synchronize_response::Message as Down;
 use testing::conformance::{lines, programs, until_lines};
@@ -101,10 +101,10 @@ impl Workers for Script {
         unused()
     }
 
-    async fn run_worker(
+    async fn uncordon_worker(
         &self,
-        _: Request<pb::RunWorkerRequest>,
-    ) -> Result<Response<pb::RunWorkerResponse>, Status> {
+        _: Request<pb::UncordonWorkerRequest>,
+    ) -> Result<Response<pb::UncordonWorkerResponse>, Status> {
         unused()
     }
 
@@ -234,7 +234,7 @@ impl Scene {
     }
 
     /// Waits for another stream, and returns its registration.
-    async fn another_stream(&mut self) -> pb::Hello {
+    async fn another_stream(&mut self) -> pb::Registration {
         (self.requests, self.responses) =
             within("another stream", self.streams.recv()).await.expect("a stream");
         receive_registration(&mut self.requests).await
@@ -243,8 +243,12 @@ impl Scene {
     /// Sends a desired state, and waits until the gateway has applied it.
     async fn desire(&mut self, heard: u64, leases: Vec<pb::DesiredLease>) {
         self.generation += 1;
-        let desired =
-            pb::Desired { generation: self.generation, leases, heard, directive: pb::Directive::Run.into() };
+        let desired = pb::Desired {
+            generation: self.generation,
+            leases,
+            observed_number: heard,
+            directive: pb::Directive::Run.into(),
+        };
         let response = pb::SynchronizeResponse { message: Some(Down::Desired(desired)) };
         self.responses.send(Ok(response)).await.expect("a stream");
         self.observe("the applied state", |observed, generation| observed.applied_generation == generation)
@@ -289,13 +293,13 @@ impl Scene {
 }
 
 /// Receives the registration of a stream.
-async fn receive_registration(requests: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
+async fn receive_registration(requests: &mut Streaming<pb::SynchronizeRequest>) -> pb::Registration {
     match within("the registration", requests.message())
         .await
         .expect("a message")
         .and_then(|request| request.message)
     {
-        Some(Up::Hello(registration)) => registration,
+        Some(Up::Registration(registration)) => registration,
         other => panic!("{other:?}"),
     }
 }
@@ -308,7 +312,7 @@ fn stop(lease: LeaseId, token: &str) -> pb::DesiredLease {
         workload_id: WorkloadId::new().to_string(),
         attempt_id: AttemptId::new().to_string(),
     };
-    pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Stop(stop)) }
+    pb::DesiredLease { lease_id: lease.to_string(), action: Some(Action::Stop(stop)) }
 }
 
 /// Creates a spec that runs `command` on the host image.
@@ -370,10 +374,10 @@ async fn invalid_lease_ends_without_affecting_others() {
     };
     let no_attempt = pb::RunAttempt { lease_token: "nameless".to_owned(), ..pb::RunAttempt::default() };
     let leases = vec![
-        pb::DesiredLease { lease_id: "no UUID".to_owned(), wish: Some(Wish::Run(run.clone())) },
-        pb::DesiredLease { lease_id: LeaseId::new().to_string(), wish: None },
-        pb::DesiredLease { lease_id: specless.to_string(), wish: Some(Wish::Run(run)) },
-        pb::DesiredLease { lease_id: nameless.to_string(), wish: Some(Wish::Run(no_attempt)) },
+        pb::DesiredLease { lease_id: "no UUID".to_owned(), action: Some(Action::Run(run.clone())) },
+        pb::DesiredLease { lease_id: LeaseId::new().to_string(), action: None },
+        pb::DesiredLease { lease_id: specless.to_string(), action: Some(Action::Run(run)) },
+        pb::DesiredLease { lease_id: nameless.to_string(), action: Some(Action::Run(no_attempt)) },
         stop(good, "good"),
     ];
     scene.desire(0, leases).await;
@@ -419,7 +423,9 @@ async fn attempt_continues_in_the_next_session() {
         spec: Some(spec),
         ..pb::RunAttempt::default()
     };
-    scene.desire(0, vec![pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) }]).await;
+    scene
+        .desire(0, vec![pb::DesiredLease { lease_id: lease.to_string(), action: Some(Action::Run(run)) }])
+        .await;
     for (credential, reason) in [("credential", Reason::StaleSession), ("new", Reason::DiskFull)] {
         let StoreCall::Prepare(request, answer) = store.next_call().await else {
             panic!("an unexpected call")
@@ -495,7 +501,7 @@ async fn attempt_runs_once_when_its_gateway_restarts() {
             spec: Some(pb::WorkloadSpec { outputs: vec![output], ..spec(&command) }),
             ..pb::RunAttempt::default()
         };
-        let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let request = pb::DesiredLease { lease_id: lease.to_string(), action: Some(Action::Run(run)) };
         let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
 
         let mut scene = Scene::of(&machine, &store.endpoint).await;
@@ -523,11 +529,11 @@ async fn attempt_runs_once_when_its_gateway_restarts() {
             .await;
         assert_eq!(lines(&*runtime, volume, file).await, 1, "the process is started once");
         std::fs::write(machine.path(volume).join(file), "line\nline\n").expect("write");
-        let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+        let StoreCall::CompleteVolume(request, answer) = store.next_call().await else {
             panic!("an unexpected call")
         };
         assert_eq!(request.volume_handle, attempt.volumes["output/out"].to_string());
-        answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("the gateway waits");
+        answer.send(Ok(artifacts::CompleteVolumeResponse::default())).expect("the gateway waits");
         let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
         assert_eq!(finish.failure, None);
         assert_eq!(finish.exit, Some(rpc::exit(domain::workload::Exit::Code(7))));
@@ -577,7 +583,7 @@ async fn interrupted_process_is_distinguished_from_one_that_exited() {
             spec: Some(spec(&command)),
             ..pb::RunAttempt::default()
         };
-        let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let request = pb::DesiredLease { lease_id: lease.to_string(), action: Some(Action::Run(run)) };
         let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
         scene.desire(0, vec![request]).await;
         attempt.prepared(&mut store).await;
@@ -599,7 +605,7 @@ async fn interrupted_process_is_distinguished_from_one_that_exited() {
             .await;
         }
         let mut stopped = stop(lease, "token");
-        if let Some(Wish::Stop(stop)) = &mut stopped.wish {
+        if let Some(Action::Stop(stop)) = &mut stopped.action {
             (stop.reason, stop.attempt_id) = (pb::StopReason::Interrupted.into(), attempt_id);
         }
         scene.desire(0, vec![stopped]).await;
@@ -627,7 +633,7 @@ async fn attempt_runs_when_its_command_runs() {
         spec: Some(spec(&programs::sleep())),
         ..pb::RunAttempt::default()
     };
-    let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+    let request = pb::DesiredLease { lease_id: lease.to_string(), action: Some(Action::Run(run)) };
     let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
     scene.desire(0, vec![request]).await;
     attempt.prepared(&mut store).await;
@@ -639,7 +645,7 @@ async fn attempt_runs_when_its_command_runs() {
     })
     .await;
     // A lease without a request continues unchanged.
-    let named = pb::DesiredLease { lease_id: lease.to_string(), wish: None };
+    let named = pb::DesiredLease { lease_id: lease.to_string(), action: None };
     for _ in 0..3 {
         scene.desire(0, vec![named.clone()]).await;
         let [observed] = &scene.observed.0.leases[..] else { panic!("{:?}", scene.observed.0) };

@@ -197,11 +197,11 @@ impl Scene {
 
 /// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &tokio::sync::Mutex<Store>, volume: VolumeHandle) {
-    let StoreCall::VolumeComplete(request, answer) = store.lock().await.next_call().await else {
+    let StoreCall::CompleteVolume(request, answer) = store.lock().await.next_call().await else {
         panic!("an unexpected call")
     };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("the gateway waits");
+    answer.send(Ok(artifacts::CompleteVolumeResponse::default())).expect("the gateway waits");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -56,11 +56,11 @@ fn tree(root: &Path) -> Arc<Manifest> {
 
 /// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &mut Store, volume: VolumeHandle) {
-    let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+    let StoreCall::CompleteVolume(request, answer) = store.next_call().await else {
         panic!("an unexpected call")
     };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("the gateway waits");
+    answer.send(Ok(pb::CompleteVolumeResponse::default())).expect("the gateway waits");
 }
 
 async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> VolumeWriter {

@@ -60,8 +60,8 @@ async fn fill(
 async fn completed(
     store: &mut Store,
     volume: VolumeHandle,
-) -> crate::test_support::store::Answer<pb::VolumeCompleteResponse> {
-    let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+) -> crate::test_support::store::Answer<pb::CompleteVolumeResponse> {
+    let StoreCall::CompleteVolume(request, answer) = store.next_call().await else {
         panic!("an unexpected call")
     };
     assert_eq!(request.volume_handle, volume.to_string());
@@ -92,7 +92,7 @@ async fn complete_volume_is_reported_again_after_a_restart() {
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
             .await
-            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .send(Ok(pb::CompleteVolumeResponse::default()))
             .expect("the gateway waits");
     });
     committed.expect("the store has the report");
@@ -119,7 +119,7 @@ async fn volume_is_not_reported_without_stored_manifest() {
         // The first report to the store.
         completed(&mut store, volume)
             .await
-            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .send(Ok(pb::CompleteVolumeResponse::default()))
             .expect("the gateway waits");
     });
     committed.expect("the store has the report");
@@ -230,7 +230,7 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
             .await
-            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .send(Ok(pb::CompleteVolumeResponse::default()))
             .expect("the gateway waits");
     });
     committed.expect("it is complete");

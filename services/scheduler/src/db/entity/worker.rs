@@ -28,7 +28,7 @@ pub(crate) struct Model {
     pub(crate) interrupt_at: Option<i64>,
     pub(crate) landed_at: Option<i64>,
     pub(crate) force_retire: bool,
-    pub(crate) held_up_by: String,
+    pub(crate) blocked_by: String,
     pub(crate) leaving: Option<WorkerEnd>,
     pub(crate) ephemeral: bool,
     pub(crate) unsupported_versions: String,

@@ -22,7 +22,7 @@ pub(crate) struct Model {
     pub(crate) run_deadline: Option<i64>,
     pub(crate) lease_id: Option<Uuid>,
     pub(crate) attempt_id: Option<Uuid>,
-    pub(crate) whereabouts: Option<String>,
+    pub(crate) location: Option<String>,
     pub(crate) locations: String,
     pub(crate) waiting_for: String,
     pub(crate) ending: Option<String>,

@@ -62,7 +62,7 @@ CREATE TABLE workers (
     force_retire BOOLEAN NOT NULL DEFAULT FALSE,
     -- While retired: why the artifact store does not let the worker go, although no lease is left.
     -- Empty: unknown.
-    held_up_by TEXT NOT NULL DEFAULT '',
+    blocked_by TEXT NOT NULL DEFAULT '',
     -- The decided removal, which waits only for the end of leases: pruned, expired. NULL: none.
     leaving TEXT,
     -- Whether the worker is removed once it is lost.
@@ -182,7 +182,7 @@ CREATE TABLE workloads (
     -- worker, with the failures.
     failed_on TEXT NOT NULL DEFAULT '[]',
     -- JSON: worker and gateway of the present or last attempt.
-    whereabouts TEXT,
+    location TEXT,
     -- JSON: locations of the inputs when they were pinned.
     locations TEXT NOT NULL,
     -- JSON: reasons for waiting while pending, one line for each worker, or the reason of a requeue.

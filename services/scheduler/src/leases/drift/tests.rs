@@ -32,15 +32,15 @@ fn only_lasting_disagreement_counts() {
     assert_eq!(drift.total(), Count::default());
 }
 
-fn registration() -> pb::Hello {
-    pb::Hello {
+fn registration() -> pb::Registration {
+    pb::Registration {
         worker_name: "one".to_owned(),
         gateway_instance: GatewayInstance::new().to_string(),
         marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() }),
         endpoint: "http://127.0.0.1:1".to_owned(),
         labels: Some(pb::WorkerLabels { platform: "linux".to_owned(), ..pb::WorkerLabels::default() }),
         protocol_versions: vec![1],
-        ..pb::Hello::default()
+        ..pb::Registration::default()
     }
 }
 
@@ -72,7 +72,7 @@ async fn stray_lease_counts_while_reported(database: TestDatabase) {
     let test = async {
         let (sender, messages) = mpsc::channel(16);
         let send = async |message| sender.send(pb::SynchronizeRequest { message: Some(message) }).await;
-        send(Said::Hello(registration())).await.expect("room");
+        send(Said::Registration(registration())).await.expect("room");
         let mut responses = WorkersClient::new(address)
             .synchronize(ReceiverStream::new(messages))
             .await

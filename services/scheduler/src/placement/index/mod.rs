@@ -33,7 +33,7 @@ use super::{Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Str
 use crate::placement::{Desired, State};
 
 /// No worker has registered yet.
-const NO_WORKER: &str = "NOBODY";
+const NO_WORKER: &str = "NO_WORKER";
 
 /// No known worker could ever take the demand.
 const NEVER: &str = "NEVER";
@@ -141,7 +141,7 @@ impl DecidedBy {
 pub(crate) struct Index {
     chains: Chains,
     /// Teams that use only their own workers while they have some.
-    keep_to_their_own: BTreeSet<String>,
+    exclusive_teams: BTreeSet<String>,
     places: Vec<Option<Place>>,
     free: Vec<usize>,
     /// Reserved workers, which need not be in the index, with their requests.
@@ -241,10 +241,10 @@ struct Best {
 }
 
 impl Index {
-    pub(crate) fn new(chains: Chains, keep_to_their_own: BTreeSet<String>) -> Self {
+    pub(crate) fn new(chains: Chains, exclusive_teams: BTreeSet<String>) -> Self {
         Self {
             chains,
-            keep_to_their_own,
+            exclusive_teams,
             places: Vec::new(),
             free: Vec::new(),
             reserved: BTreeMap::new(),
@@ -454,7 +454,7 @@ impl Index {
                 (true, false) => verdicts.global.push(number),
             }
         }
-        verdicts.uses_own_workers_only = has_its_own && self.keep_to_their_own.contains(&shape.team);
+        verdicts.uses_own_workers_only = has_its_own && self.exclusive_teams.contains(&shape.team);
         let verdicts = Arc::new(verdicts);
         if self.verdicts.len() >= MAX_CACHED_SHAPES {
             self.verdicts.clear();
@@ -544,8 +544,8 @@ impl Index {
     }
 
     /// Returns the reason code of the first worker that could take `demand`. `PENDING`: a worker
-    /// would take it. `NOBODY`: no worker has registered yet. `NEVER`: no known worker could ever
-    /// take it.
+    /// would take it. `NO_WORKER`: no worker has registered yet. `NEVER`: no known worker could
+    /// ever take it.
     pub(crate) fn waits_for(&mut self, demand: &Demand) -> &'static str {
         let verdicts = self.class_verdicts(&demand.shape);
         if verdicts.uses_own_workers_only && self.is_hopeless(demand) {

@@ -233,7 +233,7 @@ async fn group_is_placed_like_the_reference() {
         let mut scene = Scene::drawn(&mut dice);
         let config = Config {
             chains: scene.chains.clone(),
-            keep_to_their_own: scene.teams.clone(),
+            exclusive_teams: scene.teams.clone(),
             ..Config::new("", "")
         };
         let (dispatch, dispatcher) = Dispatcher::new(db.clone(), Arc::new(config));

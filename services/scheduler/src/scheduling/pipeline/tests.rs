@@ -12,7 +12,7 @@ use crate::db::entity::lease::Kind;
 use crate::placement::{DetailFilter, Process, Purpose, Resources, Shape};
 use crate::scheduling::{Dispatch, LeaseRequest, PlaceError, PlaceResult, REQUESTS};
 use crate::workers;
-use crate::workers::test_support::hello;
+use crate::workers::test_support::registration;
 use crate::workloads::Submission;
 use crate::workloads::test_support::spec;
 
@@ -42,7 +42,7 @@ async fn replica_with(database: TestDatabase, max_tasks: Option<u32>) -> Replica
 
 async fn register(db: &Database, name: &str, max_tasks: Option<u32>) {
     let config = Config::new("", "");
-    let mut gateway = hello(name);
+    let mut gateway = registration(name);
     gateway.labels.image_kinds = vec!["host".to_owned()];
     gateway.capacity.max_tasks = max_tasks;
     gateway.capacity.cpu_millis = Some(8000);

@@ -11,7 +11,7 @@ use crate::db::entity::lease::Kind;
 use crate::db::entity::to_json;
 use crate::placement::{FailedWorker, Resources};
 use crate::workers;
-use crate::workers::test_support::hello;
+use crate::workers::test_support::registration;
 use crate::workloads::Submission;
 use crate::workloads::test_support::spec;
 
@@ -84,13 +84,14 @@ async fn failed_worker_is_not_chosen_again(database: TestDatabase) {
     dispatcher.catch_up(false, &mut Effects::default()).await.expect("a poll");
 
     let gateways = ["there", "elsewhere"].map(|name| {
-        let mut hello = hello(name);
-        hello.labels.image_kinds.push("host".to_owned());
-        hello
+        let mut registration = registration(name);
+        registration.labels.image_kinds.push("host".to_owned());
+        registration
     });
-    let hellos: Vec<_> = gateways.iter().collect();
-    let registered =
-        db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await);
+    let registrations: Vec<_> = gateways.iter().collect();
+    let registered = db.write(async |txn| {
+        workers::register(&txn, &registrations, &config, now, &mut Effects::default()).await
+    });
     let registered =
         registered.await.expect("a poll").into_iter().map(|session| session.expect("registered").worker);
     let [there, elsewhere] = registered.collect::<Vec<_>>()[..] else { panic!("both registered") };
@@ -109,7 +110,7 @@ async fn failed_worker_is_not_chosen_again(database: TestDatabase) {
     dispatch.workers.lock().plan(elsewhere, Kind::Task, &busy);
     dispatcher.run_queue_pass(now, &mut Effects::default()).await.expect("placed");
     let row = workloads::find(db.read(), one.id).await.expect("the database answers").expect("a workload");
-    let placed = workloads::whereabouts(&row).expect("whereabouts").map(|placed| placed.worker);
+    let placed = workloads::location(&row).expect("location").map(|placed| placed.worker);
     assert_eq!(placed, Some(elsewhere));
 }
 
@@ -137,7 +138,7 @@ async fn open_transaction_is_seen_by_next_poll() {
             .await
     });
     queued.await.expect("written");
-    let mut gateway = hello("one");
+    let mut gateway = registration("one");
     gateway.labels.image_kinds = vec!["host".to_owned()];
     let (written, polled) = (Semaphore::new(0), Semaphore::new(0));
     let comes = db.write(async |txn| {

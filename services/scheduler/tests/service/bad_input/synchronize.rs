@@ -26,13 +26,13 @@ pub(super) fn call(world: &World<'_>) -> Call {
         disk_free_bytes: 5,
         number: 1,
     };
-    let said = [Said::Hello(world.two.clone()), Said::Observed(observed)];
+    let said = [Said::Registration(world.two.clone()), Said::Observed(observed)];
     Call::new(
         "Workers.Synchronize",
         said.map(|message| pb::SynchronizeRequest { message: Some(message) }),
         [
             out_of_order(),
-            within("hello", "hello", hello(world)),
+            within("registration", "registration", registration(world)),
             others(world),
             within("observed", "observed", observed_wrong(world)),
         ],
@@ -42,11 +42,11 @@ pub(super) fn call(world: &World<'_>) -> Call {
 /// Messages in the wrong order and empty messages.
 fn out_of_order() -> Vec<Bad> {
     let empty = |message: &mut DynamicMessage| *message = DynamicMessage::new(message.descriptor());
-    let mut bad = messages("of nothing", refused("hello"), Vec::clear);
-    bad.extend(messages("without a beginning", refused("hello"), |sent| {
+    let mut bad = messages("of nothing", refused("registration"), Vec::clear);
+    bad.extend(messages("without a beginning", refused("registration"), |sent| {
         sent.remove(0);
     }));
-    bad.extend(messages("that begin with nothing", refused("hello"), move |sent| empty(&mut sent[0])));
+    bad.extend(messages("that begin with nothing", refused("registration"), move |sent| empty(&mut sent[0])));
     bad.extend(later([
         messages("with another beginning", refused("observed"), |sent| sent[1] = sent[0].clone()),
         messages("with nothing after the beginning", refused("observed"), move |sent| empty(&mut sent[1])),
@@ -59,7 +59,7 @@ fn refuse(field: &str, what: &str, value: Value, reason: Reason) -> Vec<Bad> {
 }
 
 /// Invalid variants of the first message of a gateway.
-fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
+fn registration(world: &World<'_>) -> Vec<Vec<Bad>> {
     let control = |field: &str| invalid(field, "with a control character", text("a\u{1b}b"), field);
     let texts = |field: &str, most: usize| {
         let mut bad = longest(field, most);
@@ -78,7 +78,7 @@ fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
             .into_iter()
             .flat_map(|bad| {
                 let before = text(&world.two_before.session_credential);
-                given(move |sent| put(sent, "hello.session_credential", Some(&before)), [vec![bad]])
+                given(move |sent| put(sent, "registration.session_credential", Some(&before)), [vec![bad]])
             })
             .collect(),
         // An invalid credential of a former session is ignored.
@@ -128,42 +128,45 @@ fn malformed_team() -> Vec<Bad> {
 
 /// Connections for other workers, which the scheduler rejects.
 fn others(world: &World<'_>) -> Vec<Bad> {
-    let sent_by = |hello: &pb::Hello| {
-        let (name, marker) = (text(&hello.worker_name), hello.marker.clone().expect("a marker"));
-        let instance = text(&hello.gateway_instance);
+    let sent_by = |registration: &pb::Registration| {
+        let (name, marker) =
+            (text(&registration.worker_name), registration.marker.clone().expect("a marker"));
+        let instance = text(&registration.gateway_instance);
         move |sent: &mut Vec<DynamicMessage>| {
-            put(sent, "hello.worker_name", Some(&name));
-            put(sent, "hello.gateway_instance", Some(&instance));
-            put(sent, "hello.marker.marker_id", Some(&text(&marker.marker_id)));
-            put(sent, "hello.marker.boot_id", Some(&text(&marker.boot_id)));
+            put(sent, "registration.worker_name", Some(&name));
+            put(sent, "registration.gateway_instance", Some(&instance));
+            put(sent, "registration.marker.marker_id", Some(&text(&marker.marker_id)));
+            put(sent, "registration.marker.boot_id", Some(&text(&marker.boot_id)));
         }
     };
     let versions = Value::List(vec![Value::U32(2)]);
-    let unsupported =
-        |what: &str, versions: Value| refuse("hello.protocol_versions", what, versions, UnsupportedProtocol);
-    let retired = refuse("hello.endpoint", "of a worker that was retired", text("http://a:1"), WorkerRetired);
+    let unsupported = |what: &str, versions: Value| {
+        refuse("registration.protocol_versions", what, versions, UnsupportedProtocol)
+    };
+    let retired =
+        refuse("registration.endpoint", "of a worker that was retired", text("http://a:1"), WorkerRetired);
     let mut bad =
         given(sent_by(&world.old), [unsupported("that the scheduler does not support", versions.clone())]);
     bad.extend(given(sent_by(&world.retired), [retired]));
     bad.extend(given(
         sent_by(&world.theirs),
         [refuse(
-            "hello.protocol_versions",
+            "registration.protocol_versions",
             "that the scheduler does not support, of another team's worker",
             versions.clone(),
             WorkerOfAnotherTeam,
         )],
     ));
-    let taken_over = pb::Hello {
+    let taken_over = pb::Registration {
         worker_name: "one".to_owned(),
         gateway_instance: GatewayInstance::new().to_string(),
         marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: String::new() }),
-        ..pb::Hello::default()
+        ..pb::Registration::default()
     };
     bad.extend(given(
         sent_by(&taken_over),
         [refuse(
-            "hello.protocol_versions",
+            "registration.protocol_versions",
             "that the scheduler does not support, of a connected worker",
             versions,
             AlreadyAttended,

@@ -93,7 +93,11 @@ pub(super) fn ends(world: &World<'_>) -> Vec<Call> {
                 taken("force", "although nothing is lost", Value::Bool(true)),
             ],
         ),
-        Call::new("Workers.RunWorker", [pb::RunWorkerRequest { worker: three }], [worker("worker", world)]),
+        Call::new(
+            "Workers.UncordonWorker",
+            [pb::UncordonWorkerRequest { worker: three }],
+            [worker("worker", world)],
+        ),
         Call::new(
             "Workers.PruneWorker",
             [prune],

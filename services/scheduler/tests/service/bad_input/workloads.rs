@@ -164,7 +164,7 @@ async fn finish_attempt(world: &World<'_>) -> Call {
     };
     let finish = pb::FinishAttemptRequest {
         lease_token: attempt(),
-        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(255)) }),
+        exit: Some(pb::Exit { status: Some(pb::exit::Status::Code(255)) }),
         failure: None,
         outputs: vec![pb::PublishedOutput {
             name: "out".to_owned(),

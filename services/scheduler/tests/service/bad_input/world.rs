@@ -12,7 +12,7 @@ use rpc::{Reason, Refusal};
 
 use super::{OTHER, TEAM};
 use crate::store::{Place, credential};
-use crate::support::{Gateway, Running, finish, hello, spec, start, until};
+use crate::support::{Gateway, Running, finish, registration, spec, start, until};
 
 /// Workers, workloads and leases in every state that a request may refer to.
 pub(super) struct World<'a> {
@@ -21,13 +21,13 @@ pub(super) struct World<'a> {
     pub(super) one: Gateway,
     /// First message of the last gateway of a worker, which has disconnected, and of the gateway
     /// before.
-    pub(super) two: pb::Hello,
-    pub(super) two_before: pb::Hello,
+    pub(super) two: pb::Registration,
+    pub(super) two_before: pb::Registration,
     /// Worker of another team.
-    pub(super) theirs: pb::Hello,
+    pub(super) theirs: pb::Registration,
     /// Worker without a protocol version that the scheduler supports.
-    pub(super) old: pb::Hello,
-    pub(super) retired: pb::Hello,
+    pub(super) old: pb::Registration,
+    pub(super) retired: pb::Registration,
     /// Id of a pruned worker.
     pub(super) pruned: String,
     /// Worker that is out of contact and has a last replica.
@@ -75,7 +75,7 @@ pub(super) struct World<'a> {
 }
 
 /// Worker with every capability.
-fn able(name: &str) -> pb::Hello {
+fn able(name: &str) -> pb::Registration {
     let capabilities = [
         "privileged",
         "limits-memory",
@@ -107,13 +107,16 @@ fn able(name: &str) -> pb::Hello {
         resource_types: vec![git],
         ..pb::WorkerLabels::default()
     };
-    pb::Hello { labels: Some(labels), capacity: Some(pb::Capacity::default()), ..hello(name) }
+    pb::Registration { labels: Some(labels), capacity: Some(pb::Capacity::default()), ..registration(name) }
 }
 
 /// Worker that accepts only requests with its tag.
-fn tagged(name: &str) -> pb::Hello {
+fn tagged(name: &str) -> pb::Registration {
     let labels = able(name).labels.expect("labels");
-    pb::Hello { labels: Some(pb::WorkerLabels { tags: vec![name.to_owned()], ..labels }), ..able(name) }
+    pb::Registration {
+        labels: Some(pb::WorkerLabels { tags: vec![name.to_owned()], ..labels }),
+        ..able(name)
+    }
 }
 
 /// Request for a task on the worker with this tag.
@@ -133,8 +136,8 @@ async fn place(scheduler: &Running, request: &pb::PlaceRequest) -> String {
 }
 
 /// Connects and disconnects a gateway.
-async fn connect_and_leave(scheduler: &Running, hello: pb::Hello) -> pb::Welcome {
-    let gateway = Gateway::connect(scheduler, hello).await.expect("welcome");
+async fn connect_and_leave(scheduler: &Running, registration: pb::Registration) -> pb::Welcome {
+    let gateway = Gateway::connect(scheduler, registration).await.expect("welcome");
     let welcome = gateway.welcome.clone();
     gateway.leave().await;
     welcome
@@ -305,11 +308,11 @@ impl<'a> World<'a> {
 
 /// Workers of the test and data of removed workers.
 struct Workers {
-    two: pb::Hello,
-    two_before: pb::Hello,
-    theirs: pb::Hello,
-    old: pb::Hello,
-    retired: pb::Hello,
+    two: pb::Registration,
+    two_before: pb::Registration,
+    theirs: pb::Registration,
+    old: pb::Registration,
+    retired: pb::Registration,
     pruned: String,
     away: pb::Welcome,
     three: Gateway,
@@ -323,14 +326,14 @@ impl Workers {
         let mut two_before = tagged("two");
         two_before.session_credential =
             connect_and_leave(scheduler, two_before.clone()).await.session_credential;
-        let mut two = pb::Hello { marker: two_before.marker.clone(), ..tagged("two") };
+        let mut two = pb::Registration { marker: two_before.marker.clone(), ..tagged("two") };
         two.session_credential = connect_and_leave(scheduler, two.clone()).await.session_credential;
 
         let labels = tagged("theirs").labels.expect("labels");
         let labels = Some(pb::WorkerLabels { team: OTHER.to_owned(), ..labels });
-        let theirs = pb::Hello { labels, ..tagged("theirs") };
+        let theirs = pb::Registration { labels, ..tagged("theirs") };
         connect_and_leave(scheduler, theirs.clone()).await;
-        let old = pb::Hello { protocol_versions: vec![2], ..tagged("old") };
+        let old = pb::Registration { protocol_versions: vec![2], ..tagged("old") };
         let refused = Gateway::connect(scheduler, old.clone()).await.err().expect("an unsupported protocol");
         assert!(refused.is(Reason::UnsupportedProtocol), "{refused}");
         let retired = tagged("retired");

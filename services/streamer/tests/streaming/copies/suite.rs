@@ -295,8 +295,8 @@ impl Suite {
         let (manifest, artifact) = (Arc::new(scanned.manifest), ArtifactId::new());
         let digest = manifest.tree_digest();
         let (sender, mut answers, answer) = self.open(artifact, digest).await;
-        let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
-        write(&go_to, root, manifest).await;
+        let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
+        write(&endpoint, root, manifest).await;
         let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
         sender
             .send(pb::UploadRequest { message: Some(UploadMessage::Commit(commit)) })
@@ -346,7 +346,7 @@ impl Suite {
     pub(crate) async fn uploaded_artifact(&self, digest: Digest) -> Option<ArtifactId> {
         match self.open(ArtifactId::new(), digest).await.2 {
             Answer::Uploaded(uploaded) => Some(uploaded.artifact_id.parse().expect("an id")),
-            Answer::GoTo(_) => None,
+            Answer::Endpoint(_) => None,
         }
     }
 
@@ -407,7 +407,7 @@ impl Suite {
             avoid_gateway_endpoints: avoid.to_vec(),
         };
         let found = self.streamer().download(request).await.expect("found").into_inner();
-        found.go_to.expect("where to read").gateway_endpoint
+        found.endpoint.expect("where to read").gateway_endpoint
     }
 
     pub(crate) async fn cancel(&self, transfer: &str) {
@@ -543,15 +543,15 @@ async fn copy_result(mut answers: Streaming<pb::MaterializeResponse>) -> Result<
 }
 
 /// Writes the missing extents of a tree to the gateway that the streamer named.
-async fn write(go_to: &pb::GoTo, root: &Path, manifest: Arc<transfer::Manifest>) {
+async fn write(endpoint: &pb::TransferEndpoint, root: &Path, manifest: Arc<transfer::Manifest>) {
     let (sender, requests) = mpsc::channel(16);
     let send = |message| sender.send(runtime_pb::WriteRequest { message: Some(message) });
-    send(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    send(Write::Open(runtime_pb::WriteOpen { ticket: endpoint.ticket.clone() })).await.expect("a stream");
     for part in rpc::tree::manifest_parts(&manifest) {
         send(Write::Manifest(part)).await.expect("a stream");
     }
     send(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
-    let mut gateway = VolumesClient::new(client(&go_to.gateway_endpoint));
+    let mut gateway = VolumesClient::new(client(&endpoint.gateway_endpoint));
     let mut answers = gateway.write(ReceiverStream::new(requests)).await.expect("opened").into_inner();
     let mut missing = transfer::OrdinalRanges::new();
     loop {

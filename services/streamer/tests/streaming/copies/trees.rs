@@ -1,7 +1,7 @@
 //! Tests of small trees, which the artifact store has in its database and copies to any worker.
 
 use rpc::pb::artifacts as store;
-use rpc::pb::artifacts::small_tree_entry::What;
+use rpc::pb::artifacts::small_tree_entry::Content;
 use rpc::pb::streamer as pb;
 
 use super::on_disk;
@@ -10,10 +10,10 @@ use super::suite::{Suite, may_be_a_worker, until};
 fn small() -> store::SmallTree {
     let entry = |path: &str, what| store::SmallTreeEntry {
         path: path.as_bytes().to_vec().into(),
-        what: Some(what),
+        content: Some(what),
         ..Default::default()
     };
-    let tool = What::File(b"#!/bin/sh\n".to_vec().into());
+    let tool = Content::File(b"#!/bin/sh\n".to_vec().into());
     let entries = vec![
         store::SmallTreeEntry {
             mode: Some(0o4751),
@@ -22,9 +22,9 @@ fn small() -> store::SmallTree {
             modified_at: Some(prost_types::Timestamp { seconds: -1, nanos: 7 }),
             ..entry("bin/tool", tool)
         },
-        entry("bin/link", What::Symlink(b"../nowhere".to_vec().into())),
-        entry("large", What::File(vec![0xa5; 1_000_000].into())),
-        entry("empty", What::Directory(store::SmallTreeDirectory {})),
+        entry("bin/link", Content::Symlink(b"../nowhere".to_vec().into())),
+        entry("large", Content::File(vec![0xa5; 1_000_000].into())),
+        entry("empty", Content::Directory(store::SmallTreeDirectory {})),
     ];
     store::SmallTree { entries }
 }

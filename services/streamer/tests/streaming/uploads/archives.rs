@@ -47,11 +47,11 @@ fn packed(root: &Path, manifest: &Arc<Manifest>) -> Vec<u8> {
 
 /// Sends an archive in pieces, with or without a commit.
 async fn send(
-    go_to: &pb::GoTo,
+    endpoint: &pb::TransferEndpoint,
     archive: &[u8],
     commit: bool,
 ) -> Result<runtime_pb::WriteArchiveResponse, Refusal> {
-    let open = ArchiveMessage::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() });
+    let open = ArchiveMessage::Open(runtime_pb::WriteOpen { ticket: endpoint.ticket.clone() });
     let data = archive.chunks(CHUNK).map(|piece| ArchiveMessage::Data(Bytes::copy_from_slice(piece)));
     let end = commit.then_some(ArchiveMessage::Commit(runtime_pb::WriteCommit {}));
     let said: Vec<_> = std::iter::once(open)
@@ -59,7 +59,7 @@ async fn send(
         .chain(end)
         .map(|message| runtime_pb::WriteArchiveRequest { message: Some(message) })
         .collect();
-    let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
+    let gateway = peer(&endpoint.gateway_endpoint, Outgoing::default()).expect("an address");
     Ok(VolumesClient::new(gateway).write_archive(tokio_stream::iter(said)).await?.into_inner())
 }
 
@@ -71,9 +71,9 @@ async fn receive(suite: &Suite, artifact: ArtifactId, path: &str) -> Result<(Vec
         ..pb::DownloadRequest::default()
     };
     let found = StreamerClient::new(suite.peer.clone()).download(request).await?.into_inner();
-    let go_to = found.go_to.expect("where to read");
-    let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
-    let request = runtime_pb::ReadArchiveRequest { ticket: go_to.ticket, path: path.to_owned().into() };
+    let endpoint = found.endpoint.expect("where to read");
+    let gateway = peer(&endpoint.gateway_endpoint, Outgoing::default()).expect("an address");
+    let request = runtime_pb::ReadArchiveRequest { ticket: endpoint.ticket, path: path.to_owned().into() };
     let mut answers = VolumesClient::new(gateway).read_archive(request).await?.into_inner();
     let mut archive = Vec::new();
     loop {
@@ -88,8 +88,8 @@ async fn receive(suite: &Suite, artifact: ArtifactId, path: &str) -> Result<(Vec
 async fn upload(suite: &Suite, archive: &[u8]) -> (ArtifactId, Digest) {
     let artifact = ArtifactId::new();
     let (mut upload, answer) = suite.open_when_possible(artifact, None).await;
-    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
-    let written = send(&go_to, archive, true).await.expect("written");
+    let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
+    let written = send(&endpoint, archive, true).await.expect("written");
     let digest = Digest::try_from(written.digest.as_ref()).expect("a digest");
     upload.commit(digest).await.expect("sealed");
     (artifact, digest)
@@ -214,7 +214,7 @@ async fn truncated_archive_leaves_nothing_and_can_be_resent() {
     let archive = packed(&root, &manifest);
     let artifact = ArtifactId::new();
     let (mut upload, answer) = suite.open_when_possible(artifact, None).await;
-    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
     let before = volumes(&suite);
     // The padding at the end is not required.
     for cut in (0..archive.len() - 10_240).step_by(4096) {
@@ -222,7 +222,7 @@ async fn truncated_archive_leaves_nothing_and_can_be_resent() {
             let deadline = Instant::now() + TIMEOUT;
             let refused = loop {
                 let refused =
-                    send(&go_to, &archive[..cut], commit).await.expect_err("the archive is truncated");
+                    send(&endpoint, &archive[..cut], commit).await.expect_err("the archive is truncated");
                 // The partial volume of the previous caller is still being destroyed.
                 if !refused.is(Reason::Unavailable) {
                     break refused;
@@ -237,16 +237,16 @@ async fn truncated_archive_leaves_nothing_and_can_be_resent() {
         }
     }
     let written = loop {
-        match send(&go_to, &archive, true).await {
+        match send(&endpoint, &archive, true).await {
             Err(refused) if refused.is(Reason::Unavailable) => {}
             written => break written.expect("the archive is complete"),
         }
     };
     assert_eq!(written.digest.as_ref(), manifest.tree_digest().as_bytes());
     // The same archive is only reported again. Another one is rejected.
-    send(&go_to, &archive, true).await.expect("the same");
+    send(&endpoint, &archive, true).await.expect("the same");
     let empty = Arc::new(Manifest::new([manifest.entries()[0].clone()], Limits::default()).expect("valid"));
-    let other = send(&go_to, &packed(&root, &empty), true).await.expect_err("something else");
+    let other = send(&endpoint, &packed(&root, &empty), true).await.expect_err("something else");
     assert!(other.is(Reason::ClaimLost), "{other}");
     upload.commit(manifest.tree_digest()).await.expect("sealed");
     suite.stop().await;
@@ -273,7 +273,7 @@ async fn unsafe_and_invalid_archives_are_rejected() {
     }
     let suite = Suite::start(true).await;
     let (upload, answer) = suite.open_when_possible(ArtifactId::new(), None).await;
-    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
     let link = |name: &str, to: &str, kind| {
         let mut block = header(name, 0, kind);
         block[157..157 + to.len()].copy_from_slice(to.as_bytes());
@@ -299,7 +299,7 @@ async fn unsafe_and_invalid_archives_are_rejected() {
     ];
     let before = volumes(&suite);
     for (what, archive, says) in refused {
-        let refused = send(&go_to, &archive, true).await.expect_err(what);
+        let refused = send(&endpoint, &archive, true).await.expect_err(what);
         assert!(
             refused.is(Reason::InvalidArchive) && refused.to_string().contains(says),
             "{what}: {refused}"
@@ -310,7 +310,7 @@ async fn unsafe_and_invalid_archives_are_rejected() {
     let content = |text: &str| [text.as_bytes(), &vec![0; 512 - text.len()]].concat();
     let twice =
         [header("/a", 3, b'0'), content("one"), header("./a", 5, b'0'), content("other"), end()].concat();
-    let written = send(&go_to, &twice, true).await.expect("the archive is valid");
+    let written = send(&endpoint, &twice, true).await.expect("the archive is valid");
     assert_eq!(written.size_bytes, 5);
     drop(upload);
     suite.stop().await;

@@ -93,28 +93,28 @@ fn ends(world: &World<'_>) -> Vec<Call> {
     let mark_container = pb::MarkContainerRequest {
         session_credential: session_credential.clone(),
         container_handle: container_handle.clone(),
-        why: why.clone(),
+        reason: why.clone(),
     };
     let mark_volume = pb::MarkVolumeRequest {
         session_credential: session_credential.clone(),
         volume_handle: volume_handle.clone(),
-        why: why.clone(),
+        reason: why.clone(),
     };
-    let failed = pb::FailedRequest {
+    let failed = pb::FailPrepareRequest {
         session_credential,
         container_handle,
         volume_handles: vec![volume_handle],
-        why: why.clone(),
+        reason: why.clone(),
     };
     let drop = pb::DropReplicaRequest {
         team: TEAM.to_owned(),
         artifact_id: world.sealed.to_string(),
         worker_id: world.here.worker.to_string(),
-        why,
+        reason: why,
         force: true,
     };
     let forget =
-        pb::ForgetWorkerRequest { worker_id: world.here.worker.to_string(), force: true, only_check: false };
+        pb::ForgetWorkerRequest { worker_id: world.here.worker.to_string(), force: true, dry_run: false };
     let unforced = || Expected::Refused(LastReplica, String::new());
     vec![
         Call::new(
@@ -151,7 +151,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 but("session_credential", "of another worker", &world.there.credential, ContainerNotFound),
                 id("container_handle"),
                 but("container_handle", "unknown", WorkloadId::new(), ContainerNotFound),
-                super::why("why"),
+                super::reason("reason"),
             ],
         ),
         Call::new(
@@ -162,7 +162,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 but("session_credential", "of another worker", &world.there.credential, VolumeNotFound),
                 id("volume_handle"),
                 but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound),
-                super::why("why"),
+                super::reason("reason"),
             ],
         ),
         Call::new(
@@ -175,7 +175,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 nothing("container_handle", "unknown", text(WorkloadId::new())),
                 ids("volume_handles"),
                 nothing("volume_handles", "unknown", text(WorkloadId::new())),
-                super::why("why"),
+                super::reason("reason"),
             ],
         ),
         Call::new(
@@ -189,7 +189,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
                 id("worker_id"),
                 nothing("worker_id", "unknown", text(WorkerId::new())),
-                super::why("why"),
+                super::reason("reason"),
                 change("force", "missing", Value::Bool(false), unforced()),
             ],
         ),
@@ -200,7 +200,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 id("worker_id"),
                 nothing("worker_id", "unknown", text(WorkerId::new())),
                 change("force", "missing", Value::Bool(false), unforced()),
-                nothing("only_check", "asked for", Value::Bool(true)),
+                nothing("dry_run", "asked for", Value::Bool(true)),
             ],
         ),
     ]

@@ -29,7 +29,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let fail = pb::FailImportRequest {
         session_credential: here.credential.clone(),
         volume_handle: to_fail.clone(),
-        why: "x".repeat(1000),
+        reason: "x".repeat(1000),
     };
     let list =
         pb::ListImportsRequest { worker_id: here.worker.to_string(), page_size: 1, ..Default::default() };
@@ -84,7 +84,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound),
                 invalid("volume_handle", "of no import", text(other), "volume_handle"),
                 invalid("volume_handle", "that was completed", text(completed), "volume_handle"),
-                super::why("why"),
+                super::reason("reason"),
             ],
         ),
         Call::new(

@@ -4,8 +4,8 @@ use super::*;
 
 /// Returns a valid tree.
 pub(super) fn tree() -> pb::SmallTree {
-    let file = pb::small_tree_entry::What::File("content".into());
-    let entry = pb::SmallTreeEntry { path: "a".into(), what: Some(file), ..Default::default() };
+    let file = pb::small_tree_entry::Content::File("content".into());
+    let entry = pb::SmallTreeEntry { path: "a".into(), content: Some(file), ..Default::default() };
     pb::SmallTree { entries: vec![entry] }
 }
 

@@ -37,7 +37,7 @@ fn in_use() -> (State, View) {
     accepted(&mut state, build, Outcome::Done);
     accepted(&mut state, Operation::Create { upload: 0, owner: Some(0) }, Outcome::Done);
     let plan = Operation::Plan { transfer: 0, artifact: ARTIFACT, worker: 0, make: Make::Now };
-    let planned = Outcome::Planned { handle: REPLICA, outcome: pb::PlanOutcome::Yours };
+    let planned = Outcome::Planned { handle: REPLICA, outcome: pb::PlanOutcome::Created };
     accepted(&mut state, plan, planned);
     accepted(&mut state, Operation::Arrive { transfer: 0, content: 7 }, Outcome::Done);
     accepted(&mut state, Operation::Seal { upload: 0, content: 7 }, Outcome::Done);
@@ -129,7 +129,7 @@ fn check_finds_marked_artifact_of_cache() {
     let (mut state, mut view) = in_use();
     let cache = Uuid::from_u128(5);
     let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfWorkload(2)) };
-    accepted(&mut state, ask.clone(), Outcome::Asked { cache, found: CacheOutcome::Yours });
+    accepted(&mut state, ask.clone(), Outcome::Asked { cache, found: CacheOutcome::Claimed });
     accepted(&mut state, Operation::PutCache { claim: 0, artifact: ARTIFACT }, Outcome::Done);
     assert_found(check(&mut state, &mut History::default(), &view), "is owned by resource cache");
     artifact_in(&mut view).kept_by.push(format!("resource cache {cache}"));
@@ -148,9 +148,9 @@ fn check_finds_marked_artifact_of_cache() {
     accepted(&mut state, Operation::Advance { seconds }, Outcome::Done);
     check(&mut state, &mut History::default(), &view).expect("its TTL passed without a use");
     let other = Uuid::from_u128(6);
-    accepted(&mut state, ask, Outcome::Asked { cache: other, found: CacheOutcome::Yours });
+    accepted(&mut state, ask, Outcome::Asked { cache: other, found: CacheOutcome::Claimed });
     let ask = Operation::AskCache { cache: 0, claim: 1, user: None };
-    let twice = Outcome::Asked { cache: other, found: CacheOutcome::Yours };
+    let twice = Outcome::Asked { cache: other, found: CacheOutcome::Claimed };
     assert_found(state.accept(&ask, &twice), "another claim makes it");
 }
 
@@ -160,7 +160,7 @@ fn check_finds_cache_with_impossible_use() {
     let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 50, term: 600, job: None };
     accepted(&mut state, build, Outcome::Done);
     let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfBuild(0)) };
-    accepted(&mut state, ask, Outcome::Asked { cache: Uuid::from_u128(5), found: CacheOutcome::Yours });
+    accepted(&mut state, ask, Outcome::Asked { cache: Uuid::from_u128(5), found: CacheOutcome::Claimed });
     accepted(&mut state, Operation::Advance { seconds: 620 }, Outcome::Done);
     // Its term may have ended it before.
     let status = Status::Aborted;
@@ -200,7 +200,7 @@ fn check_finds_deleted_restored_artifact() {
 /// Adds a copy of the artifact on another worker.
 fn copied(state: &mut State, view: &mut View) {
     let plan = Operation::Plan { transfer: 1, artifact: ARTIFACT, worker: 1, make: Make::Now };
-    accepted(state, plan, Outcome::Planned { handle: COPY, outcome: pb::PlanOutcome::Yours });
+    accepted(state, plan, Outcome::Planned { handle: COPY, outcome: pb::PlanOutcome::Created });
     accepted(state, Operation::Arrive { transfer: 1, content: 7 }, Outcome::Done);
     let seen = SeenVolume { artifact: Some(artifact_id(ARTIFACT)), ..view.volumes[&REPLICA].clone() };
     view.volumes.insert(COPY, seen);

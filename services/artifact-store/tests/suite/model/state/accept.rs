@@ -249,7 +249,7 @@ impl State {
                 let has = known.is_some_and(|volume| volume.complete.is_some() && volume.complete == sealed);
                 must!(has, "no volume was completed under this handle");
             }
-            pb::PlanOutcome::BeingMade => must!(known.is_some(), "no transfer makes it"),
+            pb::PlanOutcome::InProgress => must!(known.is_some(), "no transfer makes it"),
             _ => {
                 let fresh = Volume {
                     worker,

@@ -150,12 +150,12 @@ impl State {
                 self.that_is(*artifact, known.artifact)?;
                 ResourceCache { last_used: now, ..known }
             }
-            (CacheOutcome::BeingMade(other), Some(known)) => {
+            (CacheOutcome::InProgress(other), Some(known)) => {
                 let bytes = known.artifact.is_some_and(|artifact| self.has_bytes(artifact));
                 must!(!bytes && claim_id(known.claim).uuid() == *other, "no claim makes it: {known:?}");
                 known
             }
-            (CacheOutcome::Yours, known) => {
+            (CacheOutcome::Claimed, known) => {
                 let fresh = ResourceCache {
                     id: *id,
                     claim,

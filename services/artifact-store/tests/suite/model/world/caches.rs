@@ -188,8 +188,8 @@ async fn ask_cache(
     let answer = callers.caches().find_or_create_resource_cache(request).await?.into_inner();
     let found = match answer.outcome.expect("an outcome") {
         Answered::Ready(location) => CacheOutcome::Ready(location.artifact_id.parse().expect("an id")),
-        Answered::Yours(_) => CacheOutcome::Yours,
-        Answered::BeingMade(claim) => CacheOutcome::BeingMade(claim.claim_id.parse().expect("an id")),
+        Answered::Claimed(_) => CacheOutcome::Claimed,
+        Answered::InProgress(claim) => CacheOutcome::InProgress(claim.claim_id.parse().expect("an id")),
     };
     Ok((answer.cache_id.parse().expect("an id"), found))
 }

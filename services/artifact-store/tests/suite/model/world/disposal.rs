@@ -33,7 +33,7 @@ impl World {
                 let request = pb::MarkContainerRequest {
                     session_credential: credential(gateway),
                     container_handle: container.to_string(),
-                    why,
+                    reason: why,
                 };
                 let mark = |callers: Callers| {
                     let request = request.clone();
@@ -50,7 +50,7 @@ impl World {
                 let request = pb::MarkVolumeRequest {
                     session_credential: credential(gateway),
                     volume_handle: volume.to_string(),
-                    why,
+                    reason: why,
                 };
                 let mark = |callers: Callers| {
                     let request = request.clone();
@@ -60,15 +60,15 @@ impl World {
                 Outcome::Disposed { containers, volumes: vec![*volume], answer }
             }
             _ => {
-                let request = pb::FailedRequest {
+                let request = pb::FailPrepareRequest {
                     session_credential: credential(true),
                     container_handle: text(containers.first()),
                     volume_handles: volumes.iter().map(ToString::to_string).collect(),
-                    why,
+                    reason: why,
                 };
                 let fail = |callers: Callers| {
                     let request = request.clone();
-                    async move { Ok(callers.inventory().failed(request).await.map(drop)?) }
+                    async move { Ok(callers.inventory().fail_prepare(request).await.map(drop)?) }
                 };
                 let answer = self.ask(fail).await;
                 Outcome::Disposed { containers, volumes, answer }

@@ -225,7 +225,7 @@ impl World {
         // The sequence of a returning worker begins at the current time, above its earlier numbers.
         let at = self.tick();
         let request =
-            || pb::ForgetWorkerRequest { worker_id: worker_id(worker).to_string(), force, only_check: false };
+            || pb::ForgetWorkerRequest { worker_id: worker_id(worker).to_string(), force, dry_run: false };
         let forget = |callers: Callers| async move {
             Ok(callers.inventory().forget_worker(request()).await.map(drop)?)
         };

@@ -155,7 +155,7 @@ impl World {
                     team: team(),
                     artifact_id: id(artifact),
                     worker_id: worker_id(worker).to_string(),
-                    why: "it is another's".to_owned(),
+                    reason: "it is another's".to_owned(),
                     force: true,
                 };
                 nothing(callers.replicas().drop_replica(request).await)

@@ -14,7 +14,7 @@ use crate::runtimes::host::mounts;
 const HOSTS: &str = "/etc/hosts";
 
 /// Limit of an image's `/etc/hosts`, in bytes.
-const MOST_HOSTS: u64 = 1 << 20;
+const MAX_HOSTS: u64 = 1 << 20;
 
 const LOCALHOST: &str = "localhost";
 
@@ -56,9 +56,9 @@ fn read(root: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
     // Opening a device or a pipe may have side effects.
     if FileType::from_raw_mode(rustix::fs::fstat(found.as_fd())?.st_mode).is_file() {
         let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
-        file.take(MOST_HOSTS + 1).read_to_end(&mut contents)?;
+        file.take(MAX_HOSTS + 1).read_to_end(&mut contents)?;
     }
-    Ok((contents.len() as u64 <= MOST_HOSTS).then_some(contents))
+    Ok((contents.len() as u64 <= MAX_HOSTS).then_some(contents))
 }
 
 fn is_missing(error: &io::Error) -> bool {

@@ -33,7 +33,7 @@ import gantry.scheduler.v1.Verdict;
 import gantry.scheduler.v1.WatchRequest;
 import gantry.scheduler.v1.WatchResponse;
 import gantry.scheduler.v1.WatchResponse.EventCase;
-import gantry.scheduler.v1.Whereabouts;
+import gantry.scheduler.v1.AttemptLocation;
 import gantry.scheduler.v1.WorkloadKind;
 import gantry.scheduler.v1.WorkloadSpec;
 import gantry.scheduler.v1.WorkloadsGrpc;
@@ -142,11 +142,11 @@ public final class Client implements AutoCloseable {
     call.write(UploadRequest.newBuilder()
         .setOpen(UploadOpen.newBuilder().setTeam(team).setArtifactId(UUID.randomUUID().toString()).setBuildId(buildId).setLabel("src"))
         .build());
-    var goTo = call.read().getGoTo();
+    var endpoint = call.read().getEndpoint();
 
-    var volumes = VolumesGrpc.newBlockingV2Stub(gateway(goTo.getGatewayEndpoint()));
+    var volumes = VolumesGrpc.newBlockingV2Stub(gateway(endpoint.getGatewayEndpoint()));
     var archive = volumes.writeArchive();
-    archive.write(WriteArchiveRequest.newBuilder().setOpen(WriteOpen.newBuilder().setTicket(goTo.getTicket())).build());
+    archive.write(WriteArchiveRequest.newBuilder().setOpen(WriteOpen.newBuilder().setTicket(endpoint.getTicket())).build());
     try (var tar = new TarArchiveOutputStream(new BufferedOutputStream(chunks(archive), 256 * 1024))) {
       pack(directory, tar);
     }
@@ -268,15 +268,15 @@ public final class Client implements AutoCloseable {
   record Attached(byte[] stdout, byte[] stderr, int connections) {}
 
   /** Returns both outputs completely. Its connection breaks once. */
-  Attached attach(Whereabouts whereabouts) throws Exception {
+  Attached attach(AttemptLocation location) throws Exception {
     var stdout = new ByteArrayOutputStream();
     var stderr = new ByteArrayOutputStream();
     for (int connections = 1; ; connections++) {
-      ManagedChannel channel = gateway(whereabouts.getGatewayEndpoint());
+      ManagedChannel channel = gateway(location.getGatewayEndpoint());
       var reader = new Reader(stdout, stderr, connections == 1 ? BREAK_AFTER : Integer.MAX_VALUE);
       var requests = ContainersGrpc.newStub(channel).attach(reader);
-      var resume = Resume.newBuilder().setTeam(team).setWorkerId(whereabouts.getWorkerId())
-          .setProcessId(whereabouts.getAttemptId()).setStdoutOffset(stdout.size()).setStderrOffset(stderr.size());
+      var resume = Resume.newBuilder().setTeam(team).setWorkerId(location.getWorkerId())
+          .setProcessId(location.getAttemptId()).setStdoutOffset(stdout.size()).setStderrOffset(stderr.size());
       requests.onNext(AttachRequest.newBuilder().setResume(resume).build());
       boolean done = reader.done.get();
       channel.shutdownNow().awaitTermination(5, TimeUnit.SECONDS); // Breaks the connection.
@@ -345,8 +345,8 @@ public final class Client implements AutoCloseable {
     var found = streamer.download(DownloadRequest.newBuilder().setTeam(team).setArtifactId(artifactId).build());
     var content = new ByteArrayOutputStream();
     ByteString digest = null;
-    var volumes = VolumesGrpc.newBlockingV2Stub(gateway(found.getGoTo().getGatewayEndpoint()));
-    var call = volumes.readArchive(ReadArchiveRequest.newBuilder().setTicket(found.getGoTo().getTicket()).build());
+    var volumes = VolumesGrpc.newBlockingV2Stub(gateway(found.getEndpoint().getGatewayEndpoint()));
+    var call = volumes.readArchive(ReadArchiveRequest.newBuilder().setTicket(found.getEndpoint().getTicket()).build());
     for (var part = call.read(); part != null; part = call.read()) {
       part.getData().writeTo(content);
       if (part.hasDone()) {
@@ -384,7 +384,7 @@ public final class Client implements AutoCloseable {
   private void run(Path directory) throws Exception {
     String workloadId = UUID.randomUUID().toString();
     String buildId = UUID.randomUUID().toString();
-    owners.putBuild(PutBuildRequest.newBuilder().setBuildId(buildId).setTeam(team).setEndsWithWorkload(workloadId).build());
+    owners.putBuild(PutBuildRequest.newBuilder().setBuildId(buildId).setTeam(team).setEndsWithWorkloadId(workloadId).build());
 
     Uploaded uploaded = upload(directory, buildId);
     System.out.printf("uploaded: %s, digest %s%n", uploaded.artifactId(), hex(uploaded.digest()));
@@ -393,7 +393,7 @@ public final class Client implements AutoCloseable {
     System.out.printf("submitted: %s%n", workloadId);
 
     WatchResponse running = watch(workloadId, EventCase.RUNNING, 0);
-    Attached attached = attach(running.getRunning().getWhereabouts());
+    Attached attached = attach(running.getRunning().getLocation());
     String expected = IntStream.range(0, 40_000).mapToObj("line %06d\n"::formatted).collect(Collectors.joining());
     check(Arrays.equals(attached.stdout(), expected.getBytes(StandardCharsets.UTF_8)), "not each byte once, in order");
     check(Arrays.equals(attached.stderr(), new byte[ERRORS]), "not each byte of standard error once");
