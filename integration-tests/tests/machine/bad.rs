@@ -127,7 +127,9 @@ fn full_disk_is_reported_and_cluster_survives() {
     fail(&cluster, &["-i", "large=large", "--", "true"], 125, &["DISK_FULL"]);
     drop(child.stdin.take());
     let ended = child.wait_with_output().expect("gantry ends");
-    assert_eq!(code(&ended), 5, "{}", describe(&ended));
+    // On a slow machine, the disk guard ends the process first.
+    let by_guard = code(&ended) == 125 && describe(&ended).contains("DISK_FULL");
+    assert!(code(&ended) == 5 || by_guard, "{}", describe(&ended));
     assert_nothing_left(&cluster, &before);
     works(&cluster);
     assert_nothing_left(&cluster, &before);

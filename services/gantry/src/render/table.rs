@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn empty_fields_are_left_out() {
-        let shown = fields(&[("id", "7".to_owned()), ("reason", String::new()), ("kept", "a\nb".to_owned())]);
+        let shown = fields(&[("id", "7".to_owned()), ("why", String::new()), ("kept", "a\nb".to_owned())]);
         assert_eq!(shown, "id:   7\nkept: a\n      b\n");
     }
 

@@ -601,7 +601,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
             ],
         ),
         Call::new(
-            "Inventory.Prepared",
+            "Inventory.CompletePrepare",
             [prepared],
             [
                 credential("session_credential", world.suite, &world.here),

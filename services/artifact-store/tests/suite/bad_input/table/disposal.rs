@@ -166,7 +166,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
             ],
         ),
         Call::new(
-            "Inventory.Failed",
+            "Inventory.FailPrepare",
             [failed],
             [
                 credential("session_credential", world.suite, &world.here),
