@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use domain::workload::{Limits, Network, OutputMode, Stdin};
-use domain::{AttemptId, ContainerHandle};
+use domain::{ContainerHandle, ProcessId};
 use runtime::{ContainerSpec, ProcessSpec, Root, Runtime};
 use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy, supervise_if_asked};
 
@@ -36,8 +36,9 @@ async fn run() -> anyhow::Result<()> {
     })?;
     for _ in 0..runs.parse::<usize>()? {
         let begin = Instant::now();
-        let (container, process) = (ContainerHandle::new(), AttemptId::new());
+        let (container, process) = (ContainerHandle::new(), ProcessId::new());
         let spec = ContainerSpec {
+            environment: Vec::new(),
             team: "main".to_owned(),
             root: Root::Host,
             mounts: Vec::new(),
@@ -49,6 +50,9 @@ async fn run() -> anyhow::Result<()> {
         };
         runtime.create_container(container, spec).await?;
         let command = ProcessSpec {
+            directory: None,
+            user: None,
+            role: runtime::ProcessRole::Main,
             command: vec![b"true".to_vec()],
             environment: Vec::new(),
             stdin: Stdin::None,

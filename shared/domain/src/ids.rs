@@ -67,8 +67,10 @@ typed_id! {
     WorkerId,
     /// Id of a workload. The caller chooses it.
     WorkloadId,
-    /// Id of an attempt, and of the process of that attempt.
+    /// Id of an attempt. Its main process has the same id.
     AttemptId,
+    /// Id of a process in a container. The caller chooses it.
+    ProcessId,
     /// Id of a lease.
     LeaseId,
     /// Id of an artifact.
@@ -107,6 +109,12 @@ impl WorkloadId {
     pub fn cache_artifact(self, cache: CacheId) -> ArtifactId {
         // Names of outputs have no slash, so the two kinds of ids differ.
         self.output_artifact(&format!("cache/{cache}"))
+    }
+}
+
+impl From<AttemptId> for ProcessId {
+    fn from(attempt: AttemptId) -> Self {
+        Self(attempt.0)
     }
 }
 

@@ -275,19 +275,28 @@ pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
 }
 
 fn parse_environment(variables: Vec<pb::EnvironmentVariable>) -> Result<Vec<EnvironmentVariable>, Status> {
+    let variables = variables.into_iter().map(|variable| (variable.name.into(), variable.value.into()));
+    parse_variables("spec.environment", variables)
+}
+
+/// Parses variables. Each name occurs once.
+pub fn parse_variables(
+    field: &str,
+    variables: impl IntoIterator<Item = (Bytes, Bytes)>,
+) -> Result<Vec<EnvironmentVariable>, Status> {
     let mut names = HashSet::new();
-    let mut parsed = Vec::with_capacity(variables.len());
-    for (index, variable) in variables.into_iter().enumerate() {
-        let field = format!("spec.environment[{index}]");
-        if variable.name.is_empty() || variable.name.contains(&b'=') {
+    let mut parsed = Vec::new();
+    for (index, (name, value)) in variables.into_iter().enumerate() {
+        let field = format!("{field}[{index}]");
+        if name.is_empty() || name.contains(&b'=') {
             return Err(invalid_field(format!("{field}.name"), "must not be empty or contain ="));
         }
-        no_nul(&format!("{field}.name"), &variable.name)?;
-        no_nul(&format!("{field}.value"), &variable.value)?;
-        if !names.insert(variable.name.clone()) {
+        no_nul(&format!("{field}.name"), &name)?;
+        no_nul(&format!("{field}.value"), &value)?;
+        if !names.insert(name.clone()) {
             return Err(invalid_field(format!("{field}.name"), "is given twice"));
         }
-        parsed.push(EnvironmentVariable { name: variable.name.into(), value: variable.value.into() });
+        parsed.push(EnvironmentVariable { name, value });
     }
     Ok(parsed)
 }

@@ -3,7 +3,7 @@
 use std::io;
 
 use domain::workload::{Failure, FailureReason};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
 
 /// Error of an operation on a worker.
 #[derive(Debug, thiserror::Error)]
@@ -17,9 +17,12 @@ pub enum RuntimeError {
     /// The worker has no such container.
     #[error("container {0} does not exist")]
     ContainerNotFound(ContainerHandle),
+    /// The main process of the container does not run yet, or has ended.
+    #[error("the main process of container {0} does not run")]
+    ContainerNotRunning(ContainerHandle),
     /// The worker has no such process.
     #[error("process {0} does not exist")]
-    ProcessNotFound(AttemptId),
+    ProcessNotFound(ProcessId),
     /// The image has no such user or group.
     #[error("user or group {0:?} does not exist in the image")]
     UserNotFound(String),
@@ -115,7 +118,9 @@ impl RuntimeError {
     pub fn reason(&self) -> FailureReason {
         match self {
             // A destroyed container has no processes.
-            Self::ContainerNotFound(_) | Self::ProcessNotFound(_) => FailureReason::ContainerNotFound,
+            Self::ContainerNotFound(_) | Self::ContainerNotRunning(_) | Self::ProcessNotFound(_) => {
+                FailureReason::ContainerNotFound
+            }
             Self::UserNotFound(_) => FailureReason::UserNotFound,
             Self::DirectoryMissing(_) => FailureReason::WorkingDirectoryMissing,
             Self::InvalidImage(_) => FailureReason::InvalidImage,

@@ -29,14 +29,14 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::{Marker, ResourceType, StoreMark};
-use domain::workload::{Bytes, Limits, Network, Usage};
-use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
+use domain::workload::{Bytes, EnvironmentVariable, Limits, Network, Usage};
+use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
 
 pub use contents::{Archive, Contents, Inlet, RemoteVolume};
 pub use error::RuntimeError;
 pub use process::{
-    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
-    TerminalSize,
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessRole, ProcessSpec,
+    ProcessState, TerminalSize,
 };
 
 /// The features and resources of a runtime.
@@ -46,6 +46,7 @@ pub struct Capabilities {
     pub image_kinds: Vec<String>,
     /// Names of optional features: `privileged`, `network-private`, `stop-after`, `terminal`, and
     ///
+    /// - `exec`: a container may have several processes at a time;
     /// - `limits-memory`, `limits-cpu`, `limits-pids`: this limit of [`ContainerSpec::limits`]
     ///   applies to all processes of a container;
     /// - `replaceable-outputs`: the runtime has [`Runtime::take_directory`], so outputs need not be
@@ -176,7 +177,9 @@ pub struct ContainerSpec {
     /// The volumes, each at a different path. A mount below the path of another mount appears
     /// inside that mount.
     pub mounts: Vec<Mount>,
-    /// The absolute working directory of the process. A missing directory is created if it is
+    /// The environment of every process in the container.
+    pub environment: Vec<EnvironmentVariable>,
+    /// The absolute working directory of the processes. A missing directory is created if it is
     /// `/workspace`, or if a mount lies at or below it. Otherwise the directory must exist.
     pub directory: Bytes,
     /// The user: `name`, `uid`, `name:group` or `uid:gid`, looked up in the image. `None`: root.
@@ -188,6 +191,15 @@ pub struct ContainerSpec {
     pub privileged: bool,
     /// The network of the container.
     pub network: Network,
+}
+
+/// The container of a process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProcessContainer {
+    /// The container.
+    pub handle: ContainerHandle,
+    /// The team that it belongs to.
+    pub team: String,
 }
 
 /// All containers and volumes on a worker, including incomplete ones.
@@ -323,15 +335,20 @@ pub trait Runtime: Send + Sync + 'static {
     /// of the container is left.
     async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError>;
 
-    /// Starts the process of a container. The call returns when the intent is durable and the start
+    /// Starts a process in a container. The call returns when the intent is durable and the start
     /// is in progress. [`Runtime::wait`] reports the result of the start. Starting an existing id
     /// does nothing and succeeds.
     ///
-    /// Errors: [`RuntimeError::ContainerNotFound`].
+    /// A process that starts while another process of the container runs joins the namespaces and
+    /// limits of the container. The first process is the main process: when it ends, all others
+    /// end, unless the worker lacks the capability `ends-whole`.
+    ///
+    /// Errors: [`RuntimeError::ContainerNotFound`]. [`RuntimeError::ContainerNotRunning`].
+    /// [`RuntimeError::Unsupported`] for a further process without the capability `exec`.
     async fn start(
         &self,
         container: ContainerHandle,
-        process: AttemptId,
+        process: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError>;
 
@@ -339,24 +356,24 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`] if [`Runtime::start`] was never called for it, or
     /// its container is destroyed.
-    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError>;
+    async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError>;
 
-    /// Returns the team of the container of a process.
+    /// Returns the container of a process, and its team.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
-    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError>;
+    async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError>;
 
     /// Waits until a process has exited and its output is complete. With the capability
     /// `ends-whole`, all other processes in its container are dead too.
     ///
     /// Cancel safe. Errors: [`RuntimeError::ProcessNotFound`].
-    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError>;
+    async fn wait(&self, process: ProcessId) -> Result<Ended, RuntimeError>;
 
     /// Returns the resource usage of an exited process and of all other processes in its container:
     /// run time, processor time, memory. Values that the worker does not know are missing.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
-    async fn usage(&self, process: AttemptId) -> Result<Usage, RuntimeError> {
+    async fn usage(&self, process: ProcessId) -> Result<Usage, RuntimeError> {
         self.process(process).await.map(|_| Usage::default())
     }
 
@@ -365,12 +382,12 @@ pub trait Runtime: Send + Sync + 'static {
     /// progress. A later call can only shorten the grace period.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
-    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError>;
+    async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError>;
 
     /// Attaches to the output and input of a process, starting at these offsets.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`], [`RuntimeError::OffsetOutOfRange`].
-    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError>;
+    async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError>;
 
     /// Records a contact between the gateway and the scheduler. Processes may continue for
     /// `stop_after` from `sent` on. `sent` is the `CLOCK_BOOTTIME` at which the gateway sent the

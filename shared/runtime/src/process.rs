@@ -14,16 +14,31 @@ pub struct ProcessSpec {
     /// Program and arguments, at least one. A program without a slash is looked up in the PATH of
     /// `environment`.
     pub command: Vec<Bytes>,
-    /// The environment. The runtime adds PATH and HOME if they are missing (HOME from the passwd
-    /// file of the image).
+    /// Variables besides those of the container, which they replace. The runtime adds PATH and HOME
+    /// if they are missing (HOME from the passwd file of the image).
     pub environment: Vec<EnvironmentVariable>,
+    /// The absolute working directory. `None`: that of the container.
+    pub directory: Option<Bytes>,
+    /// The user, as in [`crate::ContainerSpec::user`]. `None`: that of the container.
+    pub user: Option<String>,
     /// The source of standard input.
     pub stdin: Stdin,
     /// Whether unacknowledged output blocks the process or is dropped.
     pub output: OutputMode,
+    /// Whether the process may be the main process.
+    pub role: ProcessRole,
     /// The size of the terminal. `None`: the process has no terminal, and its two outputs are
     /// separate. A terminal needs the capability `terminal`.
     pub terminal: Option<TerminalSize>,
+}
+
+/// The relation of a process to the other processes of its container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProcessRole {
+    /// The process is the main process, or joins the container if that one runs.
+    Main,
+    /// The process needs a running main process.
+    Exec,
 }
 
 /// The size of a terminal, in characters.

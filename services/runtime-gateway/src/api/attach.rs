@@ -4,22 +4,20 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::AttemptId;
 use domain::workload::Exit;
+use domain::{AttemptId, ProcessId};
 use futures::StreamExt;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as AttachMessage;
 use rpc::pb::runtime::attach_response::Message as AttachAnswer;
 use rpc::{invalid_field, parse_id, parse_team};
-use runtime::{
-    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
-};
+use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState};
 use server::Caller;
 use tokio::sync::{Semaphore, mpsc};
 use tonic::{Status, Streaming};
 
 use super::errors::status;
-use super::{Answers, worker_of};
+use super::{Answers, check_team, exec, worker_of};
 use crate::worker::Worker;
 use crate::worker::attached_callers::AttachGuard;
 use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
@@ -41,17 +39,23 @@ pub(super) async fn attach(
     mut requests: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
-    let resume = match requests.message().await?.and_then(|request| request.message) {
-        Some(AttachMessage::Resume(resume)) => resume,
-        _ => return Err(invalid_field("message", "the first message must be `resume`")),
+    let attended;
+    let (process, from, observer) = match requests.message().await?.and_then(|request| request.message) {
+        Some(AttachMessage::Resume(resume)) => {
+            let process: ProcessId = parse_id("resume.process_id", &resume.process_id)?;
+            let team = parse_team("resume.team", resume.team)?;
+            attended = worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
+            check_team(&attended.worker, process, &team).await?;
+            let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
+            (process, from, resume.observer)
+        }
+        Some(AttachMessage::Start(start)) => {
+            attended = worker_of(&gateway, "start.worker_id", &start.worker_id).await?;
+            (exec::start(&attended.worker, start).await?, Offsets::default(), false)
+        }
+        _ => return Err(invalid_field("message", "the first message must be `resume` or `start`")),
     };
-    let team = parse_team("resume.team", resume.team)?;
-    let process: AttemptId = parse_id("resume.process_id", &resume.process_id)?;
-    let AttendedWorker { worker, attendance, .. } =
-        &*worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
-    if worker.runtime.team(process).await.map_err(status)? != team {
-        return Err(status(RuntimeError::ProcessNotFound(process)));
-    }
+    let AttendedWorker { worker, attendance, .. } = &*attended;
     // Without durable output, the worker sends each part of the output to one gateway only. So only
     // the gateway with the session may forward output, and above all claim that the output is
     // complete.
@@ -67,11 +71,10 @@ pub(super) async fn attach(
             None => std::future::pending().await,
         }
     };
-    let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
-    let _attached = (!resume.observer).then(|| AttachGuard::new(attendance.clone(), process, caller));
+    let _attached = (!observer).then(|| AttachGuard::new(attendance.clone(), process, caller));
     let started = AttachAnswer::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
@@ -139,14 +142,16 @@ pub(super) async fn attach(
 ///
 /// If the process runs, the first report waits for one interval. The grace that the store gives a
 /// container after the end is longer than that.
-pub(super) async fn touch(worker: &Worker, process: AttemptId, every: Duration) -> Infallible {
+pub(super) async fn touch(worker: &Worker, process: ProcessId, every: Duration) -> Infallible {
     let state = worker.runtime.process(process).await;
     if matches!(state, Ok(ProcessState::Starting | ProcessState::Started)) {
         tokio::time::sleep(every).await;
     }
+    // The main process of a container has the id of the attempt. Any other process ends with it.
+    let attempt = AttemptId::from_uuid(process.uuid());
     loop {
         if let Some(session) = worker.session.current()
-            && let Err(refusal) = worker.clients.store.touch(&session.credential, process).await
+            && let Err(refusal) = worker.clients.store.touch(&session.credential, attempt).await
         {
             tracing::debug!(attempt.id = %process, error = %refusal, "cannot report that a container is used");
         }
@@ -165,8 +170,12 @@ async fn apply_message(input: &dyn ProcessInput, message: Option<AttachMessage>)
             input.acknowledge(Offsets { stdout: ack.stdout_offset, stderr: ack.stderr_offset }).await
         }
         Some(AttachMessage::Detach(_)) => input.detach().await,
-        Some(AttachMessage::Resume(_)) => {
-            return Err(invalid_field("message", "`resume` must be sent only once"));
+        Some(AttachMessage::Resize(size)) => input.resize(exec::parse_size("resize", &size)?).await,
+        Some(AttachMessage::Resume(_) | AttachMessage::Start(_)) => {
+            return Err(invalid_field(
+                "message",
+                "`resume` and `start` must be sent only as the first message",
+            ));
         }
         Some(AttachMessage::Stdin(_) | AttachMessage::CloseStdin(_)) | None => {
             return Err(invalid_field("message", "is required"));
@@ -190,7 +199,8 @@ fn attach_answer(event: ProcessEvent) -> (AttachAnswer, bool) {
             (AttachAnswer::Truncated(pb::Truncated { stream: wire(stream), from, to }), false)
         }
         ProcessEvent::Ended(ended) => {
-            let how = match ended {
+            let (mut reason, mut message) = (String::new(), String::new());
+            let exit = match ended {
                 Ended::Exited { exit: Exit::Code(code), .. } => Some(pb::exited::Status::Code(code.into())),
                 Ended::Exited { exit: Exit::Signal(signal), .. } => {
                     Some(pb::exited::Status::Signal(signal.into()))
@@ -198,9 +208,12 @@ fn attach_answer(event: ProcessEvent) -> (AttachAnswer, bool) {
                 Ended::Exited { exit: Exit::OutOfMemory, .. } => {
                     Some(pb::exited::Status::OutOfMemory(pb::OutOfMemory {}))
                 }
-                Ended::NotStarted(_) | Ended::Unknown(_) => None,
+                Ended::NotStarted(failure) | Ended::Unknown(failure) => {
+                    (reason, message) = (failure.reason.as_str().to_owned(), failure.message);
+                    None
+                }
             };
-            (AttachAnswer::Exited(pb::Exited { status: how }), false)
+            (AttachAnswer::Exited(pb::Exited { status: exit, reason, message }), false)
         }
         ProcessEvent::Done(offsets) => (
             AttachAnswer::Done(pb::Done { stdout_offset: offsets.stdout, stderr_offset: offsets.stderr }),

@@ -6,6 +6,7 @@ mod archives;
 mod attach;
 pub(crate) mod auth;
 mod errors;
+mod exec;
 mod fetch;
 mod volumes;
 
@@ -14,7 +15,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use domain::AttemptId;
+use domain::ProcessId;
 use domain::worker::TicketOperation;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
@@ -28,6 +29,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
 use crate::SERVICE;
+use crate::worker::Worker;
 use crate::worker_set::{AttendedWorker, WorkerSet};
 use errors::status;
 
@@ -98,12 +100,10 @@ impl Containers for Handler {
         let (_, extensions, request) = request.into_parts();
         let gateway = self.gateway.for_call(&extensions);
         let team = parse_team("team", request.team)?;
-        let process: AttemptId = parse_id("process_id", &request.process_id)?;
+        let process: ProcessId = parse_id("process_id", &request.process_id)?;
         let AttendedWorker { worker, attendance, .. } =
             &*worker_of(&gateway, "worker_id", &request.worker_id).await?;
-        if worker.runtime.team(process).await.map_err(status)? != team {
-            return Err(status(RuntimeError::ProcessNotFound(process)));
-        }
+        check_team(worker, process, &team).await?;
         let state = attendance.state(process);
         let unattended = state.and_then(|state| state.unattended());
         Ok(Response::new(pb::GetAttendanceResponse {
@@ -112,6 +112,15 @@ impl Containers for Handler {
             abandoned_at: unattended.map(|(_, abandoned_at)| rpc::timestamp(abandoned_at)),
             is_abandoned: state.is_some_and(|state| state.is_abandoned),
         }))
+    }
+}
+
+/// Fails unless the process exists in a container of the team.
+async fn check_team(worker: &Worker, process: ProcessId, team: &str) -> Result<(), Status> {
+    if worker.runtime.container_of(process).await.map_err(status)?.team == team {
+        Ok(())
+    } else {
+        Err(status(RuntimeError::ProcessNotFound(process)))
     }
 }
 

@@ -24,17 +24,95 @@ use testing::fake::FakeWorker;
 async fn attached(
     containers: &ContainersClient<rpc::Peer>,
     team: &str,
-    process: AttemptId,
+    process: ProcessId,
 ) -> Result<Option<AttachAnswer>, Status> {
     let resume =
         pb::Resume { team: team.to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
-    let requests = tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
+    first_answer(containers, AttachMessage::Resume(resume)).await
+}
+
+/// Returns the first answer to a first message.
+async fn first_answer(
+    containers: &ContainersClient<rpc::Peer>,
+    message: AttachMessage,
+) -> Result<Option<AttachAnswer>, Status> {
+    let requests = tokio_stream::iter([pb::AttachRequest { message: Some(message) }]);
     let mut containers = containers.clone();
     let answer = async {
         let mut answers = containers.attach(requests).await?.into_inner();
         Ok(answers.message().await?.and_then(|response| response.message))
     };
     within("an answer", answer).await
+}
+
+/// A valid request to start a process, and requests that differ from it in one field.
+#[tokio::test(flavor = "multi_thread")]
+async fn invalid_start_is_rejected_with_its_field() {
+    let machine = FakeWorker::near();
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
+    let runtime = machine.runtime();
+    let container = runtime.made(container()).await;
+    let main = runtime.started(container, conformance::process(&programs::sleep())).await;
+    let gateway =
+        TestServer::start(|host| host.add_service(containers(gateway_of(&[worker], UNREACHABLE)))).await;
+    let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
+    let client = ContainersClient::new(peer);
+    let valid = pb::StartProcess {
+        team: "main".to_owned(),
+        process_id: ProcessId::new().to_string(),
+        container: Some(pb::start_process::Container::AttemptId(main.to_string())),
+        spec: Some(pb::ProcessSpec { command: vec!["true".into()], ..pb::ProcessSpec::default() }),
+        ..pb::StartProcess::default()
+    };
+    let refuse = async |change: &dyn Fn(&mut pb::StartProcess)| {
+        let mut start = valid.clone();
+        change(&mut start);
+        Refusal::from(first_answer(&client, AttachMessage::Start(start)).await.expect_err("rejected"))
+    };
+    // The fake worker runs one process in a container.
+    let refused = refuse(&|_| {}).await;
+    assert!(refused.is(Reason::Unsupported) && refused.to_string().contains("`exec`"), "{refused}");
+    let refused = refuse(&|start| start.team = "other".to_owned()).await;
+    assert!(refused.is(Reason::ProcessNotFound), "{refused}");
+
+    type Change = fn(&mut pb::StartProcess);
+    fn spec(start: &mut pb::StartProcess) -> &mut pb::ProcessSpec {
+        start.spec.as_mut().expect("a spec")
+    }
+    let variable = |name: &str| pb::ProcessVariable { name: name.to_owned().into(), value: "x".into() };
+    let cases: &[(&str, Change)] = &[
+        ("start.team", |start| start.team.clear()),
+        ("start.process_id", |start| start.process_id = "x".to_owned()),
+        ("start.container", |start| start.container = None),
+        ("start.spec", |start| start.spec = None),
+        ("start.spec.command", |start| spec(start).command.clear()),
+        ("start.spec.command", |start| spec(start).command = vec!["x".into(); 4097]),
+        ("start.spec.command", |start| spec(start).command = vec!["x".repeat((1 << 20) + 1).into()]),
+        ("start.spec.command[1]", |start| spec(start).command.push("a\0b".into())),
+        ("start.spec.directory", |start| spec(start).directory = "relative".into()),
+        ("start.spec.user", |start| spec(start).user = "a\0b".to_owned()),
+        ("start.spec.terminal.rows", |start| {
+            spec(start).terminal = Some(pb::TerminalSize { rows: 0, columns: 80 });
+        }),
+        ("start.spec.terminal.columns", |start| {
+            spec(start).terminal = Some(pb::TerminalSize { rows: 24, columns: 65536 });
+        }),
+    ];
+    for (field, change) in cases {
+        let refused = refuse(change).await;
+        assert!(
+            refused.is(Reason::InvalidField) && refused.to_string().contains(field),
+            "{field}: {refused}"
+        );
+    }
+    let refused = refuse(&|start| spec(start).environment = vec![variable("A"), variable("A")]).await;
+    assert!(refused.to_string().contains("start.spec.environment[1].name"), "{refused}");
+    let attempt = valid.process_id.clone();
+    let refused = refuse(&|start| {
+        start.container = Some(pb::start_process::Container::AttemptId(attempt.clone()));
+    })
+    .await;
+    assert!(refused.to_string().contains("start.process_id"), "{refused}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -57,7 +135,7 @@ async fn process_of_another_team_looks_nonexistent() {
         refused.to_string().replace(&process.to_string(), "…")
     };
     let other = refusal("other", process).await;
-    assert_eq!(other, refusal("other", AttemptId::new()).await, "the errors do not differ");
+    assert_eq!(other, refusal("other", ProcessId::new()).await, "the errors do not differ");
 
     drop(client);
     gateway.end().await;

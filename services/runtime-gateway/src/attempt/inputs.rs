@@ -129,7 +129,10 @@ async fn base_types(
         base_type.as_ref().is_none_or(|base_type| imports.artifact_of(base_type).is_some())
     };
     let is_there = is_imported(&image) && is_imported(&certs)
-        || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
+        || !matches!(
+            worker.runtime.process(task.attempt.into()).await,
+            Err(RuntimeError::ProcessNotFound(_))
+        );
     let artifact = async |base_type: Option<WorkerProvided>| match base_type {
         Some(base_type) if is_there => Ok(imports.artifact_of(&base_type)),
         Some(base_type) => imports.wait_until_imported(&base_type).await.map(Some),

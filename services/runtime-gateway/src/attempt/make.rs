@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use domain::workload::EnvironmentVariable;
 use domain::{Digest, VolumeHandle, error_chain};
 use runtime::{ContainerSpec, Mount, Root, VolumeSource};
 use transfer::{DeviceKind, EntryKind};
@@ -20,13 +21,13 @@ use crate::worker::Worker;
 /// Most bytes of a failure's cause that the artifact store keeps.
 const MAX_CAUSE_BYTES: usize = 1000;
 
-/// Makes the volumes and the container on the worker. Returns the default settings of the image.
+/// Makes the volumes and the container on the worker.
 pub(super) async fn make(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
     prepared: &AttemptHandles,
-) -> Result<ProcessDefaults, AttemptError> {
+) -> Result<(), AttemptError> {
     let AttemptContext { worker, transfers, images, .. } = context;
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
         let source = match *parent {
@@ -72,6 +73,7 @@ pub(super) async fn make(
         team: task.spec.team.clone(),
         root,
         mounts: mounts.collect(),
+        environment: environment(defaults.environment, &task.spec.environment),
         directory: task.spec.directory.clone(),
         user: task.spec.user.clone().or_else(|| defaults.user.clone()),
         limits: task.spec.limits,
@@ -80,7 +82,18 @@ pub(super) async fn make(
     };
     worker.runtime.create_container(prepared.container, spec).await?;
     worker.usage.add_container(prepared.container);
-    Ok(defaults)
+    Ok(())
+}
+
+/// Merges the variables of the image and those of the workload, which take precedence.
+fn environment(
+    image: Vec<EnvironmentVariable>,
+    workload: &[EnvironmentVariable],
+) -> Vec<EnvironmentVariable> {
+    let mut merged = image;
+    merged.retain(|variable| !workload.iter().any(|other| other.name == variable.name));
+    merged.extend(workload.iter().cloned());
+    merged
 }
 
 /// Returns how to make a child of a volume with this manifest, so that its container sees all of

@@ -218,7 +218,8 @@ async fn carry_out(
     let worker = &*context.worker;
     // The state of the process can be read concurrently. Only another gateway could start the
     // process meanwhile, and the runtime does not start it twice.
-    let state = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
+    let state =
+        async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt.into())) };
     let (prepared, process_state) = tokio::select! {
         state = state => state,
         request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
@@ -228,13 +229,10 @@ async fn carry_out(
     let mut since = None;
     if let Err(RuntimeError::ProcessNotFound(_)) = process_state {
         let made = make(context, task, &plan, &prepared).await.map_err(AttemptError::before_start);
-        let defaults = match made {
-            Ok(defaults) => defaults,
-            Err(stopped) => {
-                report_failed_container(worker, &prepared, &stopped).await;
-                return Err(stopped);
-            }
-        };
+        if let Err(stopped) = made {
+            report_failed_container(worker, &prepared, &stopped).await;
+            return Err(stopped);
+        }
         if let Some(request) = stop.borrow_and_update().clone() {
             return Err(AttemptError::StopRequested(request));
         }
@@ -244,7 +242,7 @@ async fn carry_out(
         }
         worker
             .runtime
-            .start(prepared.container, task.attempt, process_spec(task, defaults.environment))
+            .start(prepared.container, task.attempt.into(), process_spec(task))
             .await
             .map_err(|error| AttemptError::from(error).before_start())?;
         since = Some(Instant::now());
@@ -256,7 +254,7 @@ async fn carry_out(
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
-        never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
+        never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt.into(), (task.spec.stdin, task.spec.output)) => match never {},
     };
     let mut usage = resource_usage(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
@@ -269,7 +267,7 @@ async fn carry_out(
     let keeps_caches = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
     let stop_cause = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
-            let destroyed = worker.was_destroyed(task.attempt).await?;
+            let destroyed = worker.was_destroyed(task.attempt.into()).await?;
             Some(if destroyed { StopCause::ContainerDestroyed } else { StopCause::ContactLost })
         }
         _ => is_interrupted(stop, &ended).then_some(StopCause::Interrupted),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use domain::workload::{EnvironmentVariable, Usage};
 use domain::{AttemptId, error_chain};
-use runtime::{Ended, ProcessSpec, ProcessState, RuntimeError};
+use runtime::{Ended, ProcessRole, ProcessSpec, ProcessState, RuntimeError};
 use tokio::sync::watch;
 
 use super::error::AttemptError;
@@ -37,25 +37,21 @@ pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Resul
     Ok(())
 }
 
-/// Returns the process spec of an attempt. Variables of the workload take precedence over those of
-/// the image.
-pub(super) fn process_spec(task: &AttemptTask, defaults: Vec<EnvironmentVariable>) -> ProcessSpec {
-    let mut environment = defaults;
-    let is_overridden =
-        |variable: &EnvironmentVariable| task.spec.environment.iter().any(|s| s.name == variable.name);
-    environment.retain(|variable| !is_overridden(variable));
-    environment.extend(task.spec.environment.iter().cloned());
+/// Returns the process spec of an attempt.
+pub(super) fn process_spec(task: &AttemptTask) -> ProcessSpec {
     let traceparent =
         rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
-    if let Some(traceparent) = traceparent
-        && !environment.iter().any(|variable| variable.name == b"TRACEPARENT")
-    {
-        let value = traceparent.into_bytes();
-        environment.push(EnvironmentVariable { name: b"TRACEPARENT".to_vec(), value });
-    }
+    // A variable of the workload takes precedence.
+    let traceparent =
+        traceparent.filter(|_| !task.spec.environment.iter().any(|variable| variable.name == b"TRACEPARENT"));
+    let variable =
+        |value: String| EnvironmentVariable { name: b"TRACEPARENT".to_vec(), value: value.into_bytes() };
     ProcessSpec {
         command: task.spec.command.clone(),
-        environment,
+        environment: traceparent.map(variable).into_iter().collect(),
+        directory: None,
+        user: None,
+        role: ProcessRole::Main,
         stdin: task.spec.stdin,
         output: task.spec.output,
         terminal: None,
@@ -66,7 +62,7 @@ pub(super) fn process_spec(task: &AttemptTask, defaults: Vec<EnvironmentVariable
 pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infallible {
     let mut pause = START_POLL.0;
     for poll in 0.. {
-        match worker.runtime.process(task.attempt).await {
+        match worker.runtime.process(task.attempt.into()).await {
             Ok(ProcessState::Started) => {
                 worker.attempts.set_phase(task.lease, AttemptPhase::Running);
                 return std::future::pending().await;
@@ -92,7 +88,7 @@ pub(super) async fn wait(
     loop {
         let request = stop.borrow_and_update().clone();
         if let Some(request) = request {
-            match worker.runtime.stop(attempt, request.grace).await {
+            match worker.runtime.stop(attempt.into(), request.grace).await {
                 Err(error) if error.is_out_of_files() => {
                     stop.mark_changed();
                     tokio::time::sleep(FILES_RETRY_PAUSE).await;
@@ -102,7 +98,7 @@ pub(super) async fn wait(
             }
         }
         tokio::select! {
-            ended = worker.runtime.wait(attempt) => match ended {
+            ended = worker.runtime.wait(attempt.into()) => match ended {
                 // The process continues, and so does the wait.
                 Err(error) if error.is_out_of_files() => tokio::time::sleep(FILES_RETRY_PAUSE).await,
                 ended => return Ok(ended?),
@@ -125,7 +121,7 @@ pub(super) async fn stop_requested(stop: &mut watch::Receiver<Option<StopRequest
 
 /// Returns the resource usage of a process that has ended. Unknown usage is not an error.
 pub(super) async fn resource_usage(worker: &Worker, attempt: AttemptId) -> Usage {
-    worker.runtime.usage(attempt).await.unwrap_or_else(|error| {
+    worker.runtime.usage(attempt.into()).await.unwrap_or_else(|error| {
         tracing::debug!(attempt.id = %attempt, error = error_chain(&error), "cannot read the usage of a process");
         Usage::default()
     })
@@ -138,8 +134,8 @@ pub(super) async fn stop_process(worker: &Worker, attempt: AttemptId) -> bool {
         let stopped = async {
             // A process that another gateway handles must not be stopped.
             worker.session.wait_until_exclusive().await;
-            worker.runtime.stop(attempt, Duration::ZERO).await?;
-            worker.runtime.wait(attempt).await
+            worker.runtime.stop(attempt.into(), Duration::ZERO).await?;
+            worker.runtime.wait(attempt.into()).await
         };
         let stopped = tokio::select! {
             stopped = stopped => stopped,

@@ -19,7 +19,8 @@ pub(super) async fn worker_of_call(path: &str, first: Bytes, keys: &Keys) -> Res
     match path {
         "/gantry.runtime.v1.Containers/Attach" => match decode::<pb::AttachRequest>(first)?.message {
             Some(Attach::Resume(resume)) => parse_id("resume.worker_id", &resume.worker_id),
-            _ => Err(wrong_first_message("resume")),
+            Some(Attach::Start(start)) => parse_id("start.worker_id", &start.worker_id),
+            _ => Err(wrong_first_message("resume` or `start")),
         },
         "/gantry.runtime.v1.Containers/GetAttendance" => {
             parse_id("worker_id", &decode::<pb::GetAttendanceRequest>(first)?.worker_id)

@@ -170,6 +170,21 @@ impl Writer {
         Ok(moved)
     }
 
+    /// Moves available bytes from `terminal`, at most `room`. Returns 0 when no process has the
+    /// terminal open.
+    pub(crate) fn fill_from_terminal(&mut self, terminal: BorrowedFd<'_>, room: u64) -> io::Result<u64> {
+        let mut taken = [0; 4096];
+        let most = usize::try_from(room).unwrap_or(usize::MAX).min(taken.len());
+        match rustix::io::read(terminal, &mut taken[..most]) {
+            Ok(read) => {
+                self.push(&taken[..read])?;
+                Ok(read as u64)
+            }
+            Err(rustix::io::Errno::IO) => Ok(0),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// Stores `bytes`, and drops the oldest bytes if necessary.
     ///
     /// On a full disk the bytes go into the spare. If the spare is full too, they are lost and

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use domain::workload::{OutputMode, Stdin};
-use domain::{AttemptId, Timestamp};
+use domain::{ProcessId, Timestamp};
 use runtime::{Attachment, Offsets, Runtime, RuntimeError};
 use server::Caller;
 use tokio::sync::watch;
@@ -64,7 +64,7 @@ impl AttendanceState {
 pub(crate) struct Attendance {
     /// Time that a process waits for a caller while none is attached.
     term: Duration,
-    processes: Mutex<HashMap<AttemptId, watch::Sender<AttendanceState>>>,
+    processes: Mutex<HashMap<ProcessId, watch::Sender<AttendanceState>>>,
 }
 
 impl Attendance {
@@ -72,12 +72,12 @@ impl Attendance {
         Self { term, processes: Mutex::default() }
     }
 
-    fn processes(&self) -> MutexGuard<'_, HashMap<AttemptId, watch::Sender<AttendanceState>>> {
+    fn processes(&self) -> MutexGuard<'_, HashMap<ProcessId, watch::Sender<AttendanceState>>> {
         lock(&self.processes)
     }
 
     /// The callers of a process. `None`: the process does not run, or never waits for a caller.
-    pub(crate) fn state(&self, process: AttemptId) -> Option<AttendanceState> {
+    pub(crate) fn state(&self, process: ProcessId) -> Option<AttendanceState> {
         self.processes().get(&process).map(|state| *state.borrow()).filter(|state| state.is_enforced)
     }
 
@@ -87,7 +87,7 @@ impl Attendance {
     /// caller can create the entry too.
     fn change(
         &self,
-        process: AttemptId,
+        process: ProcessId,
         change: impl FnOnce(&mut AttendanceState),
     ) -> watch::Receiver<AttendanceState> {
         let mut processes = self.processes();
@@ -105,12 +105,12 @@ impl Attendance {
 /// An `Attach` call, for as long as it lasts.
 pub(crate) struct AttachGuard {
     attendance: Arc<Attendance>,
-    process: AttemptId,
+    process: ProcessId,
     caller: Option<Caller>,
 }
 
 impl AttachGuard {
-    pub(crate) fn new(attendance: Arc<Attendance>, process: AttemptId, caller: Option<Caller>) -> Self {
+    pub(crate) fn new(attendance: Arc<Attendance>, process: ProcessId, caller: Option<Caller>) -> Self {
         attendance.change(process, |state| state.attached += 1);
         Self { attendance, process, caller }
     }
@@ -129,7 +129,7 @@ impl Drop for AttachGuard {
 }
 
 /// An attempt that enforces the term of its process.
-struct TermGuard<'a>(&'a Attendance, AttemptId);
+struct TermGuard<'a>(&'a Attendance, ProcessId);
 
 impl Drop for TermGuard<'_> {
     fn drop(&mut self) {
@@ -142,7 +142,7 @@ impl Drop for TermGuard<'_> {
 pub(crate) async fn enforce_term(
     attendance: &Attendance,
     runtime: &dyn Runtime,
-    process: AttemptId,
+    process: ProcessId,
     (stdin, output): (Stdin, OutputMode),
 ) -> Infallible {
     if stdin == Stdin::None && output == OutputMode::Spooled {
@@ -178,7 +178,7 @@ pub(crate) async fn enforce_term(
 
 async fn abandon(
     runtime: &dyn Runtime,
-    process: AttemptId,
+    process: ProcessId,
     (stdin, output): (Stdin, OutputMode),
 ) -> Result<(), RuntimeError> {
     let Attachment { input, .. } = runtime.attach(process, Offsets { stdout: 0, stderr: 0 }).await?;

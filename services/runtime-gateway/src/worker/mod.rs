@@ -12,7 +12,7 @@ pub(crate) mod usage;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use domain::{AttemptId, ContainerHandle};
+use domain::{ContainerHandle, ProcessId};
 use runtime::{Runtime, RuntimeError};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -75,7 +75,7 @@ impl Worker {
     }
 
     /// Whether a process ended because its container was destroyed.
-    pub(crate) async fn was_destroyed(&self, process: AttemptId) -> Result<bool, RuntimeError> {
+    pub(crate) async fn was_destroyed(&self, process: ProcessId) -> Result<bool, RuntimeError> {
         let mut destroying = self.destroying.subscribe();
         // A destruction that begins later cannot be the cause.
         let under_way = destroying.borrow_and_update().clone();

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::{AttemptId, VolumeHandle, WorkerId};
+use domain::{ProcessId, VolumeHandle, WorkerId};
 use rpc::client::{Outgoing, PROXY_TICKET_HEADER, peer};
 use rpc::pb::artifacts;
 use rpc::pb::artifacts::replicas_server::{Replicas, ReplicasServer};
@@ -65,7 +65,7 @@ struct Machine {
     name: &'static str,
     worker: Arc<FakeWorker>,
     volume: VolumeHandle,
-    process: AttemptId,
+    process: ProcessId,
 }
 
 impl Machine {
@@ -146,7 +146,7 @@ async fn file(
 }
 
 /// Reads the output of `process` of `worker` through `gateway`.
-async fn output(gateway: &Served, worker: &str, process: AttemptId) -> Result<String, Refusal> {
+async fn output(gateway: &Served, worker: &str, process: ProcessId) -> Result<String, Refusal> {
     output_by_ticket(gateway, worker, process, None).await
 }
 
@@ -154,7 +154,7 @@ async fn output(gateway: &Served, worker: &str, process: AttemptId) -> Result<St
 async fn output_by_ticket(
     gateway: &Served,
     worker: &str,
-    process: AttemptId,
+    process: ProcessId,
     ticket: Option<&str>,
 ) -> Result<String, Refusal> {
     let resume = pb::Resume {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use domain::workload::{EnvironmentVariable, FailureReason};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{ContainerSpec, Mount, ProcessSpec, Root, RuntimeError};
 
 use super::{
@@ -20,7 +20,7 @@ pub async fn container_creation_and_destruction_are_idempotent(subject: impl Sub
     runtime.destroy_container(handle).await.expect("destroy");
     runtime.destroy_container(handle).await.expect("destroy again");
     assert_eq!(runtime.list().await.expect("list").containers, []);
-    let refused = runtime.start(handle, AttemptId::new(), process(&programs::exit(0))).await;
+    let refused = runtime.start(handle, ProcessId::new(), process(&programs::exit(0))).await;
     assert!(matches!(refused, Err(RuntimeError::ContainerNotFound(_))), "{refused:?}");
 }
 

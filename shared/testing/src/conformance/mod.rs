@@ -11,6 +11,7 @@
 //! test without other checks then prints `not applicable: …`.
 
 mod containers;
+mod exec;
 mod limits;
 mod model;
 mod output;
@@ -29,11 +30,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::workload::{Exit, FailureReason, Limits, Network, OutputMode, Stdin};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use futures::{Stream, StreamExt};
 use runtime::{
-    Attachment, ContainerSpec, Contents, Ended, Mount, Offsets, OutputStream, ProcessEvent, ProcessSpec,
-    Root, Runtime, RuntimeError, VolumeSource,
+    Attachment, ContainerSpec, Contents, Ended, Mount, Offsets, OutputStream, ProcessEvent, ProcessRole,
+    ProcessSpec, Root, Runtime, RuntimeError, VolumeSource,
 };
 
 pub use containers::{
@@ -41,6 +42,10 @@ pub use containers::{
     nested_mounts_are_visible, process_receives_its_environment, take_directory_moves_a_directory,
     unsupported_root_kinds_are_rejected, user_owns_writable_mounts, volume_mounts_at_two_paths,
     volumes_mount_read_only_and_writable,
+};
+pub use exec::{
+    further_process_ends_with_main_process, further_process_joins_container,
+    further_process_survives_its_runtime,
 };
 pub use limits::{
     cpu_limit_applies_to_container, memory_limit_applies_to_container, process_limit_applies_to_container,
@@ -137,6 +142,7 @@ pub fn container() -> ContainerSpec {
         team: "main".to_owned(),
         root: Root::Host,
         mounts: Vec::new(),
+        environment: Vec::new(),
         directory: b"/".to_vec(),
         user: None,
         limits: Limits::default(),
@@ -157,6 +163,9 @@ pub fn process(command: &[String]) -> ProcessSpec {
     ProcessSpec {
         command: command.iter().map(|argument| argument.as_bytes().to_vec()).collect(),
         environment: Vec::new(),
+        directory: None,
+        user: None,
+        role: ProcessRole::Main,
         stdin: Stdin::None,
         output: OutputMode::Attached,
         terminal: None,
@@ -198,13 +207,13 @@ pub trait RuntimeExt {
     /// Creates a container.
     async fn made(&self, spec: ContainerSpec) -> ContainerHandle;
     /// Starts a process in a container.
-    async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> AttemptId;
+    async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> ProcessId;
     /// Runs a process in a new container, and returns its output.
     async fn run(&self, container: ContainerSpec, spec: ProcessSpec) -> ProcessOutput;
     /// Waits for the end of a process.
-    async fn ended(&self, process: AttemptId) -> Ended;
+    async fn ended(&self, process: ProcessId) -> Ended;
     /// Reads and acknowledges the output of a process from the beginning to its end.
-    async fn read_output(&self, process: AttemptId) -> ProcessOutput;
+    async fn read_output(&self, process: ProcessId) -> ProcessOutput;
 }
 
 #[async_trait]
@@ -227,8 +236,8 @@ impl RuntimeExt for Arc<dyn Runtime> {
         handle
     }
 
-    async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> AttemptId {
-        let id = AttemptId::new();
+    async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> ProcessId {
+        let id = ProcessId::new();
         self.start(container, id, spec).await.expect("start a process");
         id
     }
@@ -239,11 +248,11 @@ impl RuntimeExt for Arc<dyn Runtime> {
         self.read_output(process).await
     }
 
-    async fn ended(&self, process: AttemptId) -> Ended {
+    async fn ended(&self, process: ProcessId) -> Ended {
         in_time("the end of a process", self.wait(process)).await.expect("wait for a process")
     }
 
-    async fn read_output(&self, process: AttemptId) -> ProcessOutput {
+    async fn read_output(&self, process: ProcessId) -> ProcessOutput {
         let attachment = self.attach(process, Offsets::default()).await.expect("attach");
         in_time("the output of a process", read_all(attachment)).await
     }
@@ -377,6 +386,7 @@ macro_rules! runtime_conformance {
             output_is_readable_from_any_offset unread_output_blocks_its_process spooled_output_drops_its_beginning
             process_continues_after_detach dropped_readers_and_waiters_change_nothing repeated_input_arrives_once
             binary_input_arrives_or_is_rejected unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime
+            further_process_joins_container further_process_ends_with_main_process further_process_survives_its_runtime
             worker_matches_model_after_random_operations
         }
     };

@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use domain::workload::Exit;
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{RngExt, SeedableRng};
@@ -65,7 +65,7 @@ struct Container {
 
 #[derive(Debug, Clone)]
 struct Process {
-    id: AttemptId,
+    id: ProcessId,
     command: Vec<String>,
     /// The end, if the process has ended.
     ended: Option<Ended>,
@@ -76,7 +76,7 @@ struct Process {
 struct DestroyedHandles {
     volumes: Vec<VolumeHandle>,
     containers: Vec<ContainerHandle>,
-    processes: Vec<AttemptId>,
+    processes: Vec<ProcessId>,
 }
 
 struct Model<S> {
@@ -209,7 +209,7 @@ impl<S: Subject> Model<S> {
     async fn start(&mut self) {
         let runtime = self.subject.runtime();
         if let Some(gone) = self.gone.containers.iter().choose(&mut self.random) {
-            let refused = runtime.start(*gone, AttemptId::new(), process(&programs::exit(0))).await;
+            let refused = runtime.start(*gone, ProcessId::new(), process(&programs::exit(0))).await;
             assert!(matches!(refused, Err(RuntimeError::ContainerNotFound(_))), "{refused:?}");
         }
         let Some(handle) = self.any_container(|container| container.process.is_none()) else { return };
@@ -312,7 +312,7 @@ impl<S: Subject> Model<S> {
                     "{command:?}: {state:?}"
                 ),
             }
-            assert_eq!(runtime.team(*id).await.expect("a team"), container.team);
+            assert_eq!(runtime.container_of(*id).await.expect("a container").team, container.team);
         }
         for gone in &self.gone.processes {
             let state = runtime.process(*gone).await;

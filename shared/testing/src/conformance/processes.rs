@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use domain::AttemptId;
+use domain::ProcessId;
 use domain::workload::FailureReason;
 use runtime::{ContainerSpec, Ended, Offsets, ProcessState, RuntimeError};
 
@@ -46,11 +46,11 @@ pub async fn unrunnable_programs_are_reported(subject: impl Subject) {
 
 /// A process that was never started is not found.
 pub async fn unknown_process_is_not_found(subject: impl Subject) {
-    let (runtime, id) = (subject.runtime(), AttemptId::new());
+    let (runtime, id) = (subject.runtime(), ProcessId::new());
     let not_found =
         |error: RuntimeError| matches!(error, RuntimeError::ProcessNotFound(unknown) if unknown == id);
     assert!(runtime.process(id).await.is_err_and(not_found));
-    assert!(runtime.team(id).await.is_err_and(not_found));
+    assert!(runtime.container_of(id).await.is_err_and(not_found));
     assert!(runtime.wait(id).await.is_err_and(not_found));
     assert!(runtime.stop(id, Duration::ZERO).await.is_err_and(not_found));
     assert!(runtime.attach(id, Offsets::default()).await.is_err_and(not_found));
@@ -63,7 +63,7 @@ pub async fn process_starts_once(mut subject: impl Subject) {
     let handle = runtime
         .made(ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..on_root(&subject).await })
         .await;
-    let id = AttemptId::new();
+    let id = ProcessId::new();
     let start = || runtime.start(handle, id, process(&programs::append("/out/file")));
     let (first, second, third) = tokio::join!(start(), start(), start());
     first.and(second).and(third).expect("start");
@@ -105,14 +105,14 @@ pub async fn process_team_survives_reopening(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let handle = runtime.made(ContainerSpec { team: "other".to_owned(), ..on_root(&subject).await }).await;
     let id = runtime.started(handle, process(&programs::exit(0))).await;
-    assert_eq!(runtime.team(id).await.expect("a team"), "other");
+    assert_eq!(runtime.container_of(id).await.expect("a container").team, "other");
     assert_eq!(runtime.ended(id).await, exited(0));
     drop(runtime);
     subject.reopen().await;
     let runtime = subject.runtime();
-    assert_eq!(runtime.team(id).await.expect("a team"), "other");
+    assert_eq!(runtime.container_of(id).await.expect("a container").team, "other");
     runtime.destroy_container(handle).await.expect("destroy");
-    let gone = runtime.team(id).await;
+    let gone = runtime.container_of(id).await;
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(unknown)) if unknown == id), "{gone:?}");
 }
 

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use domain::AttemptId;
+use domain::ProcessId;
 use domain::workload::Stdin;
 use runtime::{Attachment, Offsets, ProcessSpec, Runtime, TerminalSize};
 
 use super::{RuntimeExt, Subject, claims, exited, on_root, process, programs, read_until};
 
 /// Starts a process in a terminal, attaches to it, and waits until it has printed the size.
-async fn in_a_terminal(subject: &impl Subject, runtime: &Arc<dyn Runtime>) -> (AttemptId, Attachment) {
+async fn in_a_terminal(subject: &impl Subject, runtime: &Arc<dyn Runtime>) -> (ProcessId, Attachment) {
     let handle = runtime.made(on_root(subject).await).await;
     let terminal = Some(TerminalSize { columns: 91, rows: 37 });
     let spec = ProcessSpec { stdin: Stdin::Attached, terminal, ..process(&programs::window()) };
@@ -21,7 +21,7 @@ async fn in_a_terminal(subject: &impl Subject, runtime: &Arc<dyn Runtime>) -> (A
 }
 
 /// Changes the size, waits until the process has printed it, and ends the process.
-async fn resize_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId, mut attachment: Attachment) {
+async fn resize_and_end(runtime: &Arc<dyn Runtime>, id: ProcessId, mut attachment: Attachment) {
     let typed = attachment.stdin_offset;
     attachment.input.resize(TerminalSize { columns: 120, rows: 50 }).await.expect("resize");
     attachment.input.stdin(typed, Bytes::from_static(b"again\n")).await.expect("type");

@@ -26,10 +26,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::{Marker, StoreMark};
-use domain::{ArtifactId, AttemptId, ContainerHandle, MarkerId, VolumeHandle};
+use domain::{ArtifactId, ContainerHandle, MarkerId, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
-    ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvidedPath,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
+    ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvidedPath,
 };
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -71,7 +71,7 @@ struct State {
     store: Option<StoreMark>,
     volumes: BTreeMap<VolumeHandle, Volume>,
     containers: BTreeMap<ContainerHandle, Arc<Container>>,
-    processes: BTreeMap<AttemptId, (ContainerHandle, Arc<Process>)>,
+    processes: BTreeMap<ProcessId, (ContainerHandle, Arc<Process>)>,
 }
 
 /// A worker in memory and in a temporary directory.
@@ -220,13 +220,13 @@ impl FakeWorker {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn find(&self, process: AttemptId) -> Result<Arc<Process>, RuntimeError> {
+    fn find(&self, process: ProcessId) -> Result<Arc<Process>, RuntimeError> {
         let state = self.state();
         let found = state.processes.get(&process).map(|(_, process)| process.clone());
         found.ok_or(RuntimeError::ProcessNotFound(process))
     }
 
-    fn start(&self, handle: ContainerHandle, id: AttemptId, spec: &ProcessSpec) -> Result<(), RuntimeError> {
+    fn start(&self, handle: ContainerHandle, id: ProcessId, spec: &ProcessSpec) -> Result<(), RuntimeError> {
         let mut state = self.state();
         if state.processes.contains_key(&id) {
             return Ok(());
@@ -239,8 +239,11 @@ impl FakeWorker {
         }
         let process = Process::new(id, spec, SPOOL_BYTES);
         state.processes.insert(id, (handle, process.clone()));
-        let mut environment: Vec<_> =
-            spec.environment.iter().map(|one| (one.name.clone(), one.value.clone())).collect();
+        let of_container = container.spec.environment.iter();
+        let of_container =
+            of_container.filter(|one| !spec.environment.iter().any(|other| other.name == one.name));
+        let all = of_container.chain(&spec.environment);
+        let mut environment: Vec<_> = all.map(|one| (one.name.clone(), one.value.clone())).collect();
         for (name, value) in [("PATH", PATH), ("HOME", container.user.home.as_str())] {
             if !environment.iter().any(|(known, _)| known == name.as_bytes()) {
                 environment.push((name.into(), value.into()));
@@ -421,26 +424,29 @@ impl Runtime for FakeRuntime {
     async fn start(
         &self,
         container: ContainerHandle,
-        process: AttemptId,
+        process: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
         self.worker.start(container, process, &spec)
     }
 
-    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
+    async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError> {
         self.worker.faults.reach()?;
         Ok(self.worker.find(process)?.lock().state.clone())
     }
 
-    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
+    async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError> {
         self.worker.faults.reach()?;
         let state = self.worker.state();
-        let container = state.processes.get(&process).and_then(|(handle, _)| state.containers.get(handle));
-        container.map(|container| container.spec.team.clone()).ok_or(RuntimeError::ProcessNotFound(process))
+        let found = state.processes.get(&process).and_then(|(handle, _)| {
+            let team = state.containers.get(handle)?.spec.team.clone();
+            Some(ProcessContainer { handle: *handle, team })
+        });
+        found.ok_or(RuntimeError::ProcessNotFound(process))
     }
 
-    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
+    async fn wait(&self, process: ProcessId) -> Result<Ended, RuntimeError> {
         let process = self.worker.find(process)?;
         tokio::select! {
             biased;
@@ -449,14 +455,14 @@ impl Runtime for FakeRuntime {
         }
     }
 
-    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+    async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
         self.worker.faults.stop()?;
         self.worker.find(process)?.stop(grace);
         Ok(())
     }
 
-    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError> {
+    async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         self.worker.faults.reach()?;
         attach::attach(&self.worker, &self.worker.find(process)?, from)
     }

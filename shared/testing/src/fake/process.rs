@@ -13,7 +13,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use domain::AttemptId;
+use domain::ProcessId;
 use domain::workload::{Exit, Failure, FailureReason, OutputMode, Stdin};
 use runtime::{Ended, OutputStream, ProcessSpec, ProcessState, RuntimeError, TerminalSize};
 use tokio::sync::watch;
@@ -139,7 +139,7 @@ impl Inner {
 }
 
 pub(super) struct Process {
-    pub(super) id: AttemptId,
+    pub(super) id: ProcessId,
     inner: Mutex<Inner>,
     changes: watch::Sender<()>,
     spool_bytes: u64,
@@ -148,7 +148,7 @@ pub(super) struct Process {
 }
 
 impl Process {
-    pub(super) fn new(id: AttemptId, spec: &ProcessSpec, spool_bytes: u64) -> Arc<Self> {
+    pub(super) fn new(id: ProcessId, spec: &ProcessSpec, spool_bytes: u64) -> Arc<Self> {
         let input = Input {
             waiting: VecDeque::new(),
             taken: 0,

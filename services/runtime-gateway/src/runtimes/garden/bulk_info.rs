@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use domain::{AttemptId, ContainerHandle};
+use domain::{ContainerHandle, ProcessId};
 use runtime::RuntimeError;
 use tokio_util::sync::CancellationToken;
 
@@ -28,13 +28,13 @@ type Container = (ContainerHandle, BTreeMap<String, String>);
 pub(super) struct BulkInfo {
     /// The term in which the results are valid. `None`: no query was made.
     term: Option<CancellationToken>,
-    containers: HashMap<AttemptId, Container>,
+    containers: HashMap<ProcessId, Container>,
 }
 
 impl Worker {
     /// Returns the container of a process from the results of a bulk query. `None`: the process
     /// must be queried separately.
-    pub(super) async fn bulk_info(&self, process: AttemptId) -> Option<Container> {
+    pub(super) async fn bulk_info(&self, process: ProcessId) -> Option<Container> {
         if self.backend != Backend::Guardian {
             return None;
         }
@@ -58,7 +58,7 @@ impl Worker {
         self.bulk_info.lock().await.containers.retain(|_, (other, _)| *other != handle);
     }
 
-    async fn survey(&self) -> Result<HashMap<AttemptId, Container>, RuntimeError> {
+    async fn survey(&self) -> Result<HashMap<ProcessId, Container>, RuntimeError> {
         let mut containers = HashMap::new();
         for handles in self.list_containers().await?.chunks(AT_ONCE) {
             let names: Vec<_> = handles.iter().map(ToString::to_string).collect();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use concourse::garden::{self, BindMount, Error, IpRange, Limits, NetOutRule};
 use domain::workload::Network;
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{ContainerSpec, Root, RuntimeError};
 
 use crate::util::keyed_locks::lock;
@@ -29,7 +29,7 @@ pub(super) struct ContainerProperties {
     pub(super) root: Option<VolumeHandle>,
     /// Whether the whole volume is the root file system.
     pub(super) whole: bool,
-    pub(super) process: Option<AttemptId>,
+    pub(super) process: Option<ProcessId>,
 }
 
 impl ContainerProperties {
@@ -194,6 +194,15 @@ impl Worker {
         if checked.whole {
             properties.insert(properties::WHOLE.to_owned(), properties::YES.to_owned());
         }
+        let made = ContainerProperties {
+            team: spec.team,
+            directory: checked.directory.clone(),
+            user: checked.user.clone(),
+            root: Some(checked.root),
+            whole: checked.whole,
+            process: None,
+        };
+        let environment = self.environment(&made, spec.environment).await?;
         let below = if checked.whole { "" } else { "/rootfs" };
         // On a containerd worker, a container with any rule has a network.
         let everywhere = IpRange { start: "0.0.0.0".to_owned(), end: "255.255.255.255".to_owned() };
@@ -202,20 +211,13 @@ impl Worker {
             rootfs: format!("raw://{}{below}", directory(&checked.root)),
             bind_mounts: bind_mounts.collect(),
             properties,
+            env: environment,
             privileged: spec.privileged,
             limits: limits(spec.limits),
             netout_rules: vec![NetOutRule { networks: vec![everywhere], ..NetOutRule::default() }],
             ..garden::ContainerSpec::default()
         };
-        let process = self.make(handle, &request).await?;
-        let made = ContainerProperties {
-            team: spec.team,
-            directory: checked.directory,
-            user: checked.user,
-            root: Some(checked.root),
-            whole: checked.whole,
-            process,
-        };
+        let made = ContainerProperties { process: self.make(handle, &request).await?, ..made };
         lock(&self.containers).insert(handle, made);
         Ok(())
     }
@@ -227,7 +229,7 @@ impl Worker {
         &self,
         handle: ContainerHandle,
         request: &garden::ContainerSpec,
-    ) -> Result<Option<AttemptId>, RuntimeError> {
+    ) -> Result<Option<ProcessId>, RuntimeError> {
         // Houdini would silently replace an existing container.
         let mut exists = self.backend == Backend::Houdini && self.exists(handle).await?;
         let begun = Instant::now();

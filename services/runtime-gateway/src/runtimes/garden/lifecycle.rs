@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use concourse::garden::{self, Error, Exit, Output, Tty, WaitError, WindowSize};
 use domain::workload::{EnvironmentVariable, FailureReason, OutputMode, Stdin};
-use domain::{AttemptId, ContainerHandle};
+use domain::{ContainerHandle, ProcessId};
 use runtime::{ProcessSpec, RuntimeError};
 use tokio::io::AsyncReadExt;
 use tokio::time::Instant;
@@ -61,16 +61,21 @@ enum AttachOutcome {
     End(End),
 }
 
-fn text(bytes: Vec<u8>) -> Result<String, RuntimeError> {
+pub(super) fn text(bytes: Vec<u8>) -> Result<String, RuntimeError> {
     let no_text = |_| RuntimeError::Unsupported("a Garden worker supports only UTF-8 text".to_owned());
     String::from_utf8(bytes).map_err(no_text)
 }
 
+/// Converts variables into Garden's form.
+fn variables(variables: Vec<EnvironmentVariable>) -> Result<Vec<String>, RuntimeError> {
+    let pair = |EnvironmentVariable { name, value }| Ok(format!("{}={}", text(name)?, text(value)?));
+    variables.into_iter().map(pair).collect()
+}
+
 /// Converts a process specification into a Garden request.
 fn process_request(
-    id: AttemptId,
+    id: ProcessId,
     made: &ContainerProperties,
-    home: &str,
     spec: ProcessSpec,
 ) -> Result<garden::ProcessSpec, RuntimeError> {
     let mut command = spec.command.into_iter().map(text);
@@ -78,23 +83,14 @@ fn process_request(
         .next()
         .ok_or_else(|| RuntimeError::Other("cannot start a process without a program".to_owned()))??;
     let args = command.collect::<Result<Vec<_>, _>>()?;
-    let mut env = Vec::new();
-    for EnvironmentVariable { name, value } in spec.environment {
-        env.push(format!("{}={}", text(name)?, text(value)?));
-    }
-    for (name, value) in [("PATH", PATH), ("HOME", home)] {
-        if !env.iter().any(|pair| pair.split('=').next() == Some(name)) {
-            env.push(format!("{name}={value}"));
-        }
-    }
     let window = |window: runtime::TerminalSize| WindowSize { columns: window.columns, rows: window.rows };
     Ok(garden::ProcessSpec {
         id: id.to_string(),
         path,
         args,
-        env,
-        dir: made.directory.clone(),
-        user: made.user.clone().unwrap_or_default(),
+        env: variables(spec.environment)?,
+        dir: spec.directory.map(text).transpose()?.unwrap_or_else(|| made.directory.clone()),
+        user: spec.user.or_else(|| made.user.clone()).unwrap_or_default(),
         tty: spec.terminal.map(|size| Tty { window_size: Some(window(size)) }),
         ..garden::ProcessSpec::default()
     })
@@ -119,7 +115,7 @@ impl Worker {
     pub(super) async fn start(
         self: &Arc<Self>,
         container: ContainerHandle,
-        id: AttemptId,
+        id: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
         if self.cached_process(id).is_some() {
@@ -137,8 +133,7 @@ impl Worker {
         }
         let terminal = spec.terminal.is_some();
         let (stdin, output) = (spec.stdin, spec.output);
-        let home = self.home(&made).await?;
-        let spec = match process_request(id, &made, &home, spec) {
+        let spec = match process_request(id, &made, spec) {
             Ok(mut spec) => {
                 // The last value of a variable counts.
                 let own = self.config.environment.iter().map(|(name, value)| format!("{name}={value}"));
@@ -189,7 +184,7 @@ impl Worker {
         &self,
         container: ContainerHandle,
         made: &ContainerProperties,
-        id: AttemptId,
+        id: ProcessId,
         input: Option<&str>,
     ) -> Result<(), RuntimeError> {
         let name = container.to_string();
@@ -222,6 +217,17 @@ impl Worker {
             made.process = Some(id);
         }
         Ok(())
+    }
+
+    /// The environment of a container. The last value of a variable counts.
+    pub(super) async fn environment(
+        &self,
+        made: &ContainerProperties,
+        environment: Vec<EnvironmentVariable>,
+    ) -> Result<Vec<String>, RuntimeError> {
+        let mut all = vec![format!("PATH={PATH}"), format!("HOME={}", self.home(made).await?)];
+        all.extend(variables(environment)?);
+        Ok(all)
     }
 
     /// The home directory of the container's user, from the passwd file of the image.
@@ -257,7 +263,7 @@ impl Worker {
 
     /// Returns the process with this id. A process of an earlier gateway is queried, and followed
     /// from now on.
-    pub(super) async fn find(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
+    pub(super) async fn find(self: &Arc<Self>, id: ProcessId) -> Result<Arc<Process>, RuntimeError> {
         let process = match self.cached_process(id) {
             Some(process) => process,
             None => {
@@ -274,7 +280,7 @@ impl Worker {
         Ok(process)
     }
 
-    async fn look_for(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
+    async fn look_for(self: &Arc<Self>, id: ProcessId) -> Result<Arc<Process>, RuntimeError> {
         let term = self.term();
         if let Some((handle, properties)) = self.bulk_info(id).await {
             let made = self.properties_of(handle, &properties);
@@ -310,7 +316,7 @@ impl Worker {
     /// intent.
     async fn find_by_root_volume(
         self: &Arc<Self>,
-        id: AttemptId,
+        id: ProcessId,
         term: CancellationToken,
     ) -> Result<Arc<Process>, RuntimeError> {
         let found = self.volumes.list(&[(properties::PROCESS, &id.to_string())]).await;
@@ -389,7 +395,7 @@ impl Worker {
     async fn base(
         &self,
         container: ContainerHandle,
-        id: AttemptId,
+        id: ProcessId,
         properties: &BTreeMap<String, String>,
     ) -> Result<u64, RuntimeError> {
         let (directory, last) =

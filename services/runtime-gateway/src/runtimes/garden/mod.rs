@@ -55,10 +55,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use concourse::{baggageclaim, garden};
 use domain::worker::{Marker, StoreMark};
-use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
-    ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvided, WorkerProvidedPath,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
+    ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvided,
+    WorkerProvidedPath,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
@@ -178,7 +179,7 @@ struct Worker {
     /// Properties of containers that were created or queried.
     containers: Mutex<HashMap<ContainerHandle, ContainerProperties>>,
     /// Processes that were started or queried.
-    processes: Mutex<HashMap<AttemptId, Arc<Process>>>,
+    processes: Mutex<HashMap<ProcessId, Arc<Process>>>,
     /// The current term. It ends when another gateway takes over, and with it the validity of all
     /// state of processes.
     term: Mutex<CancellationToken>,
@@ -377,31 +378,32 @@ impl Runtime for GardenRuntime {
     async fn start(
         &self,
         container: ContainerHandle,
-        process: AttemptId,
+        process: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
         let _turn = self.worker.locks.lock(container.uuid()).await;
         self.worker.start(container, process, spec).await
     }
 
-    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
+    async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError> {
         self.worker.find(process).await?.state()
     }
 
-    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
-        Ok(self.worker.find(process).await?.team.clone())
+    async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError> {
+        let process = self.worker.find(process).await?;
+        Ok(ProcessContainer { handle: process.container, team: process.team.clone() })
     }
 
-    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
+    async fn wait(&self, process: ProcessId) -> Result<Ended, RuntimeError> {
         self.worker.find(process).await?.wait().await
     }
 
-    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+    async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError> {
         let found = self.worker.find(process).await?;
         self.worker.stop(&found, grace).await
     }
 
-    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError> {
+    async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         let found = self.worker.find(process).await?;
         process::attach(&self.worker, found, from)
     }
@@ -423,7 +425,7 @@ impl Runtime for GardenRuntime {
 
 impl Worker {
     /// Returns the process of this id, if it is in memory.
-    fn cached_process(&self, id: AttemptId) -> Option<Arc<Process>> {
+    fn cached_process(&self, id: ProcessId) -> Option<Arc<Process>> {
         // A process may be added just after the table was cleared.
         lock(&self.processes).get(&id).filter(|process| !process.term.is_cancelled()).cloned()
     }

@@ -21,7 +21,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use concourse::garden::{Control, Signal, WindowSize};
 use domain::workload::FailureReason;
-use domain::{AttemptId, ContainerHandle};
+use domain::{ContainerHandle, ProcessId};
 use futures::stream;
 use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
@@ -88,7 +88,7 @@ pub(super) struct Stdin {
 /// A process of a container.
 #[derive(Debug)]
 pub(super) struct Process {
-    pub(super) id: AttemptId,
+    pub(super) id: ProcessId,
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     dir: PathBuf,
@@ -110,7 +110,7 @@ pub(super) struct Process {
 
 /// State of a process when this gateway begins to follow it.
 pub(super) struct InitialState {
-    pub(super) id: AttemptId,
+    pub(super) id: ProcessId,
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     pub(super) terminal: bool,
@@ -127,7 +127,7 @@ pub(super) struct InitialState {
 }
 
 /// The directory for the output of a process.
-pub(super) fn directory(state_dir: &Path, process: AttemptId) -> PathBuf {
+pub(super) fn directory(state_dir: &Path, process: ProcessId) -> PathBuf {
     state_dir.join("processes").join(process.to_string())
 }
 

@@ -47,6 +47,8 @@ pub(super) fn capabilities(
         "ends-whole",
         "image-checks",
         "exact-environment",
+        "exec",
+        "terminal",
     ];
     let optional = [
         ("network-private", network_pool.is_some()),

@@ -249,6 +249,29 @@ impl Cgroups {
         self.groups(name).try_for_each(|group| kill_all(&group))
     }
 
+    /// Adds a process to the groups of this name.
+    pub(super) fn add(&self, name: &str, pid: rustix::process::Pid) -> io::Result<()> {
+        let pid = pid.as_raw_nonzero().to_string();
+        self.groups(name).try_for_each(|group| match fs::write(group.join("cgroup.procs"), &pid) {
+            // A hierarchy in which the container has no group.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            written => written,
+        })
+    }
+
+    /// Kills all processes in the groups of this name, and waits until they are dead.
+    pub(super) fn kill_and_wait(&self, name: &str) -> io::Result<()> {
+        let deadline = Instant::now() + REMOVAL;
+        while !self.processes(name).is_empty() {
+            if Instant::now() > deadline {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.kill(name)?;
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        Ok(())
+    }
+
     /// Kills all processes in the groups, and removes the groups.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         let deadline = Instant::now() + REMOVAL;

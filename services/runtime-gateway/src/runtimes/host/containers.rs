@@ -95,7 +95,10 @@ impl Host {
             }
             if known {
                 lock(&self.processes).insert(id, container);
-                written.extend(volumes.iter().map(|volume| (*volume, id)));
+                // A process that joined the container uses the mounts of the main process.
+                if Self::taken_intent(&process)?.is_none_or(|intent| intent.joins.is_none()) {
+                    written.extend(volumes.iter().map(|volume| (*volume, id)));
+                }
                 // This also settles processes without a supervisor. A process that cannot be
                 // settled now is settled at its next use.
                 if let Err(error) = self.status(&process) {
@@ -433,7 +436,7 @@ fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
 }
 
 /// Looks up a user in the image.
-fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result<User, RuntimeError> {
+pub(super) fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result<User, RuntimeError> {
     let read = |path: &str| {
         let path = Path::new(path);
         let contents = match mounts::open_in(root, path, OFlags::PATH) {
@@ -632,7 +635,16 @@ fn check_directory(
 impl Host {
     /// Reads the intent of a process, if it is readable.
     pub(super) fn intent(process: &Process) -> Result<Option<Intent>, RuntimeError> {
-        let path = process.file(paths::INTENT);
+        Self::read_intent(process, paths::INTENT)
+    }
+
+    /// Reads the intent of a process that was started, if it is readable.
+    pub(super) fn taken_intent(process: &Process) -> Result<Option<Intent>, RuntimeError> {
+        Self::read_intent(process, paths::STARTED)
+    }
+
+    fn read_intent(process: &Process, name: &str) -> Result<Option<Intent>, RuntimeError> {
+        let path = process.file(name);
         let contents = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         Ok(contents.and_then(|contents| serde_json::from_slice(&contents).ok()))
     }

@@ -237,7 +237,7 @@ mod tests {
             eprintln!("not applicable: not root");
             return Ok(());
         }
-        let group = root.at.join(format!("gantry-{}", domain::AttemptId::new()));
+        let group = root.at.join(format!("gantry-{}", domain::ProcessId::new()));
         fs::create_dir(&group)?;
         let directory = tempfile::tempdir()?;
         let kmsg = directory.path().join("kmsg");

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use domain::{AttemptId, ContainerHandle, VolumeHandle, error_chain};
+use domain::{ContainerHandle, ProcessId, VolumeHandle, error_chain};
 use runtime::{Ended, RuntimeError};
 use rustix::fs::{AtFlags, FileType, Stat, statat};
 use transfer::TreeWalk;
@@ -55,7 +55,7 @@ impl Disk {
 
 /// A process to end, with the reason.
 struct GuardDecision {
-    process: AttemptId,
+    process: ProcessId,
     message: String,
 }
 
@@ -205,7 +205,7 @@ impl Host {
         let mut its = lock(&self.processes).clone();
         its.retain(|_, other| *other == container);
         let has_ended =
-            |id: &AttemptId| matches!(self.status(&Process::new(self, container, *id)), Ok(Status::Ended(_)));
+            |id: &ProcessId| matches!(self.status(&Process::new(self, container, *id)), Ok(Status::Ended(_)));
         if its.is_empty() || !its.keys().all(has_ended) {
             return Ok(());
         }

@@ -11,7 +11,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::{AttemptId, error_chain};
+use domain::{ProcessId, error_chain};
 use runtime::RuntimeError;
 
 use super::persisted::OwnNetwork;
@@ -58,7 +58,7 @@ impl HostRuntime {
         }
     }
 
-    async fn end_for_memory(&self, process: AttemptId) -> Result<(), RuntimeError> {
+    async fn end_for_memory(&self, process: ProcessId) -> Result<(), RuntimeError> {
         let process = self.host.find(process)?;
         let answer =
             tokio::time::timeout(ANSWER, self.host.send_request(&process, &Request::EndForMemory)).await;
@@ -78,7 +78,7 @@ impl HostRuntime {
 impl Host {
     /// Selects the process to end because the machine's memory is nearly exhausted. Returns it with
     /// the memory that it holds.
-    fn choose_to_end_for_memory(&self, reserve: u64) -> Result<Option<(AttemptId, u64)>, RuntimeError> {
+    fn choose_to_end_for_memory(&self, reserve: u64) -> Result<Option<(ProcessId, u64)>, RuntimeError> {
         let available = memory("MemAvailable").map(|bytes| bytes + memory("SwapFree").unwrap_or(0));
         if available.is_none_or(|available| available >= reserve) {
             return Ok(None);

@@ -65,10 +65,10 @@ use async_trait::async_trait;
 use domain::error_chain;
 use domain::worker::{Marker, StoreMark};
 use domain::workload::Usage;
-use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
-    ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
+    ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use rustix::fs::{Mode, OFlags};
 
@@ -426,34 +426,34 @@ impl Runtime for HostRuntime {
     async fn start(
         &self,
         container: ContainerHandle,
-        process: AttemptId,
+        process: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
         Host::start(&self.host, container, process, spec).await
     }
 
-    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
+    async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError> {
         Host::process(&self.host, process).await
     }
 
-    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
-        Host::team(&self.host, process).await
+    async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError> {
+        Host::container_of(&self.host, process).await
     }
 
-    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
+    async fn wait(&self, process: ProcessId) -> Result<Ended, RuntimeError> {
         Host::wait(&self.host, process).await
     }
 
-    async fn usage(&self, process: AttemptId) -> Result<Usage, RuntimeError> {
+    async fn usage(&self, process: ProcessId) -> Result<Usage, RuntimeError> {
         let host = Arc::clone(&self.host);
         blocking(move || host.usage(process)).await
     }
 
-    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+    async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError> {
         Host::stop(&self.host, process, grace).await
     }
 
-    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError> {
+    async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         Host::attach(&self.host, process, from).await
     }
 

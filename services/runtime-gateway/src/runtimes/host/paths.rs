@@ -7,6 +7,8 @@ pub(super) const PROCESSES: &str = "processes";
 
 /// A file with the process id of the supervisor, which locks it while it lives.
 pub(super) const ALIVE: &str = "alive";
+/// The process id of init. Written before the intent is taken.
+pub(super) const INIT: &str = "init";
 /// The intent to start, until it is taken or revoked.
 pub(super) const INTENT: &str = "intent";
 /// The taken intent: the process was started, or its start failed.

@@ -9,8 +9,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use domain::workload::{EnvironmentVariable, Limits, Network, OutputMode, Stdin};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
-use runtime::{ContainerSpec, ProcessSpec, Root};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
+use runtime::{ContainerSpec, ProcessSpec, Root, TerminalSize};
 use serde::{Deserialize, Serialize};
 
 use super::user_namespace::Range;
@@ -60,6 +60,9 @@ pub(super) struct Container {
     #[serde(default)]
     pub(super) root: Option<VolumeHandle>,
     pub(super) mounts: Vec<Mount>,
+    /// The environment of every process. Contains secrets, so only root can read it.
+    #[serde(default)]
+    pub(super) environment: Vec<(Text, Text)>,
     pub(super) directory: Text,
     /// Whether a missing working directory is created.
     pub(super) make_directory: bool,
@@ -109,6 +112,7 @@ impl Container {
                 Root::Volume(volume) | Root::WholeVolume(volume) => Some(volume),
             },
             mounts,
+            environment: spec.environment.into_iter().map(variable).collect(),
             directory: spec.directory.into(),
             make_directory,
             user,
@@ -144,7 +148,7 @@ impl Container {
 /// container.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Intent {
-    pub(super) process: AttemptId,
+    pub(super) process: ProcessId,
     /// The boot in which the intent was written. After a reboot, nothing proves that the process
     /// was not started.
     pub(super) boot: String,
@@ -153,11 +157,27 @@ pub(super) struct Intent {
     pub(super) stdin: bool,
     /// Whether the process blocks rather than lose output.
     pub(super) held_back: bool,
+    /// The main process of the container, whose namespaces the process joins. `None`: it is the
+    /// main process.
+    #[serde(default)]
+    pub(super) joins: Option<ProcessId>,
+    /// `None`: the directory of the container.
+    #[serde(default)]
+    pub(super) directory: Option<Text>,
+    /// `None`: the user of the container.
+    #[serde(default)]
+    pub(super) user: Option<String>,
+    /// Columns and rows of the terminal.
+    #[serde(default)]
+    pub(super) terminal: Option<(u16, u16)>,
+}
+
+fn variable(variable: EnvironmentVariable) -> (Text, Text) {
+    (Text::from(variable.name), Text::from(variable.value))
 }
 
 impl Intent {
-    pub(super) fn new(process: AttemptId, boot: String, spec: ProcessSpec) -> Self {
-        let variable = |EnvironmentVariable { name, value }| (Text::from(name), Text::from(value));
+    pub(super) fn new(process: ProcessId, boot: String, joins: Option<ProcessId>, spec: ProcessSpec) -> Self {
         Self {
             process,
             boot,
@@ -165,7 +185,16 @@ impl Intent {
             environment: spec.environment.into_iter().map(variable).collect(),
             stdin: spec.stdin == Stdin::Attached,
             held_back: spec.output == OutputMode::Attached,
+            joins,
+            directory: spec.directory.map(Text::from),
+            user: spec.user,
+            terminal: spec.terminal.map(|size| (size.columns, size.rows)),
         }
+    }
+
+    /// The size of the terminal, if the process has one.
+    pub(super) fn terminal(&self) -> Option<TerminalSize> {
+        self.terminal.map(|(columns, rows)| TerminalSize { columns, rows })
     }
 }
 
@@ -186,6 +215,10 @@ pub(super) struct Launch {
     pub(super) socket: PathBuf,
     /// The name of the control groups.
     pub(super) cgroup: String,
+    /// The directory of the main process, whose namespaces and control groups this process joins.
+    /// `None`: this is the main process.
+    #[serde(default)]
+    pub(super) joins: Option<PathBuf>,
     /// Whether the root layer of the container is in memory.
     pub(super) upper_in_memory: bool,
     /// Paths of Gantry that are hidden from the container.

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use domain::worker::StoreMark;
-use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
+use domain::{ContainerHandle, MarkerId, ProcessId, VolumeHandle};
 use runtime::{Disk, RuntimeError};
 
 use super::capabilities::private_network;
@@ -40,10 +40,10 @@ pub(super) struct Host {
     pub(super) network_pool: Option<Pool>,
     pub(super) locks: Locks,
     /// The container of each process.
-    pub(super) processes: Mutex<HashMap<AttemptId, ContainerHandle>>,
+    pub(super) processes: Mutex<HashMap<ProcessId, ContainerHandle>>,
     /// Volumes that a container writes to through a separate mount, with their process, which may
     /// have ended.
-    pub(super) written: Mutex<HashMap<VolumeHandle, AttemptId>>,
+    pub(super) written: Mutex<HashMap<VolumeHandle, ProcessId>>,
     /// Held while the end of a process without a supervisor is stored.
     pub(super) settling: Mutex<()>,
     /// The last contact, by `CLOCK_BOOTTIME`, and for how long processes may continue from then on.
@@ -112,7 +112,7 @@ impl Host {
         Ok(running)
     }
 
-    pub(super) fn is_running(&self, process: AttemptId) -> Result<bool, RuntimeError> {
+    pub(super) fn is_running(&self, process: ProcessId) -> Result<bool, RuntimeError> {
         match self.find(process) {
             Ok(process) => Ok(!matches!(self.status(&process)?, Status::Ended(_))),
             Err(_) => Ok(false),

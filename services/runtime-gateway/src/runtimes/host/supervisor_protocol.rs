@@ -13,6 +13,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use runtime::TerminalSize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
@@ -75,6 +76,8 @@ pub(super) enum Request {
     EndForDisk(String),
     /// Kills all processes, and reports that the container ran out of memory.
     EndForMemory,
+    /// Changes the size of the terminal. Ignored if the process has none.
+    Resize(TerminalSize),
 }
 
 /// An answer of a supervisor.
@@ -97,6 +100,12 @@ impl Fields<'_> {
         let (first, rest) = self.0.split_first()?;
         self.0 = rest;
         Some(*first)
+    }
+
+    fn short(&mut self) -> Option<u16> {
+        let (first, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(u16::from_le_bytes(*first))
     }
 
     fn number(&mut self) -> Option<u64> {
@@ -165,6 +174,11 @@ impl Request {
                 out.extend_from_slice(why.as_bytes());
             }
             Self::EndForMemory => out.push(12),
+            Self::Resize(TerminalSize { columns, rows }) => {
+                out.push(13);
+                out.extend_from_slice(&columns.to_le_bytes());
+                out.extend_from_slice(&rows.to_le_bytes());
+            }
         }
         let length = u32::try_from(out.len() - 4).unwrap_or(u32::MAX);
         out[..4].copy_from_slice(&length.to_le_bytes());
@@ -193,6 +207,7 @@ impl Request {
             10 => Self::AwaitEnd,
             11 => Self::EndForDisk(String::from_utf8_lossy(fields.0).into_owned()),
             12 => Self::EndForMemory,
+            13 => Self::Resize(TerminalSize { columns: fields.short()?, rows: fields.short()? }),
             _ => return None,
         })
     }
@@ -318,6 +333,7 @@ mod tests {
             Request::AwaitEnd,
             Request::EndForDisk("full".to_owned()),
             Request::EndForMemory,
+            Request::Resize(TerminalSize { columns: 80, rows: 24 }),
         ];
         for request in requests {
             assert_eq!(Request::decode(&request.encode()[4..]), Some(request));

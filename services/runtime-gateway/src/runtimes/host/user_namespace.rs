@@ -171,8 +171,11 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    /// Assumes the identity. The process must have just entered the container's user namespace.
+    /// Assumes the identity. The process must have just entered the container's user namespace, or
+    /// be root of the machine.
     pub(super) fn assume(&self) -> io::Result<()> {
+        // Root of the machine would lose its capabilities with its user id.
+        rustix::thread::set_keep_capabilities(true)?;
         let groups: Vec<_> = self.groups.iter().map(|group| Gid::from_raw(*group)).collect();
         rustix::thread::set_thread_groups(&groups)?;
         let (user, group) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));

@@ -25,6 +25,7 @@ fn reports_are_spread_by_a_fifth() {
 async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
     let handle = ContainerHandle::new();
     let spec = ContainerSpec {
+        environment: Vec::new(),
         team: "main".to_owned(),
         root: Root::Host,
         mounts: Vec::new(),
@@ -329,16 +330,16 @@ async fn destroyed_process_differs_from_stopped_process() {
     for destroyed in [true, false] {
         let (handle, attempt) = (container(&machine).await, AttemptId::new());
         let sleeping = testing::conformance::process(&["sleep", "3600"].map(str::to_owned));
-        machine.runtime().start(handle, attempt, sleeping).await.expect("started");
+        machine.runtime().start(handle, attempt.into(), sleeping).await.expect("started");
         let ended = async {
-            let ended = worker.runtime.wait(attempt).await.expect("it ends");
-            (ended, worker.was_destroyed(attempt).await.expect("it is known"))
+            let ended = worker.runtime.wait(attempt.into()).await.expect("it ends");
+            (ended, worker.was_destroyed(attempt.into()).await.expect("it is known"))
         };
         let end = async {
             if destroyed {
                 assert!(destroy(&worker.transfers, vec![handle], Vec::new()).await);
             } else {
-                worker.runtime.stop(attempt, Duration::ZERO).await.expect("it is told");
+                worker.runtime.stop(attempt.into(), Duration::ZERO).await.expect("it is told");
             }
         };
         let ((ended, known), ()) = within("its end", async { tokio::join!(ended, end) }).await;

@@ -598,7 +598,7 @@ async fn interrupted_process_is_distinguished_from_one_that_exited() {
             let runtime = scene.machine.runtime();
             let attempt: AttemptId = attempt_id.parse().expect("an id");
             within("its end", async {
-                while runtime.wait(attempt).await.is_err() {
+                while runtime.wait(attempt.into()).await.is_err() {
                     tokio::task::yield_now().await;
                 }
             })
@@ -639,7 +639,7 @@ async fn attempt_runs_when_its_command_runs() {
     attempt.prepared(&mut store).await;
     let runtime = scene.machine.runtime();
     within("a process that is started", async {
-        while runtime.process(attempt_id).await.is_err() {
+        while runtime.process(attempt_id.into()).await.is_err() {
             tokio::task::yield_now().await;
         }
     })

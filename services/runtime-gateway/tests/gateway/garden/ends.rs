@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::{Exit, FailureReason, Limits};
-use domain::{AttemptId, ContainerHandle};
+use domain::{ContainerHandle, ProcessId};
 use runtime::{ContainerSpec, Ended, ProcessSpec, ProcessState, Runtime, RuntimeError};
 use runtime_gateway::garden::GardenConfig;
 use testing::conformance::{RuntimeExt, Subject, in_time, process, programs, put, until, until_lines};
@@ -42,7 +42,7 @@ fn unknown(ended: &Ended) -> FailureReason {
     }
 }
 
-async fn until_started(runtime: &Arc<dyn Runtime>, id: AttemptId) {
+async fn until_started(runtime: &Arc<dyn Runtime>, id: ProcessId) {
     in_time("a start that is known", async {
         while runtime.process(id).await.expect("a state") != ProcessState::Started {
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -132,7 +132,7 @@ async fn start_fails_when_container_vanished_before() {
         let Some(bench) = Bench::new(manner).await else { return };
         let handle = bench.runtime.made(bench.spec.clone()).await;
         bench.subject.server().lose(&handle.to_string());
-        let id = AttemptId::new();
+        let id = ProcessId::new();
         match bench.runtime.start(handle, id, process(&programs::append("/out/file"))).await {
             // A guardian worker stores the intent of a missing container.
             Ok(()) => {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use domain::workload::{FailureReason, Stdin};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use futures::StreamExt;
 use runtime::{
     ContainerSpec, Contents, Ended, Offsets, OutputStream, ProcessEvent, ProcessSpec, ProcessState, Runtime,
@@ -273,7 +273,7 @@ async fn process_is_not_rerun_when_containers_are_lost() {
         let ended = runtime.ended(id).await;
         let Ended::Unknown(failure) = ended else { panic!("{manner:?}: {ended:?}") };
         assert_eq!(failure.reason, FailureReason::ExitUnknown);
-        let unknown = runtime.process(AttemptId::new()).await;
+        let unknown = runtime.process(ProcessId::new()).await;
         assert!(matches!(unknown, Err(RuntimeError::ProcessNotFound(_))), "{unknown:?}");
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use domain::workload::{Exit, FailureReason, Stdin};
-use domain::{AttemptId, ContainerHandle};
+use domain::{ContainerHandle, ProcessId};
 use futures::StreamExt;
 use runtime::{
     ContainerSpec, Ended, Offsets, OutputStream, ProcessEvent, ProcessSpec, ProcessState, Runtime,
@@ -23,7 +23,7 @@ fn append() -> ProcessSpec {
     process(&["/bin/sh", "-c", "echo line >> /out/file; exit 7"].map(str::to_owned))
 }
 
-async fn until_started(runtime: &Arc<dyn Runtime>, id: AttemptId) {
+async fn until_started(runtime: &Arc<dyn Runtime>, id: ProcessId) {
     in_time("a start that is known", async {
         while runtime.process(id).await.expect("a state") != ProcessState::Started {
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -33,14 +33,14 @@ async fn until_started(runtime: &Arc<dyn Runtime>, id: AttemptId) {
 }
 
 /// Waits until the worker has received more than `times` attach requests for a process.
-async fn until_attached(bench: &Bench, id: AttemptId, times: usize) {
+async fn until_attached(bench: &Bench, id: ProcessId, times: usize) {
     let attached = |line: &&String| line.starts_with("GET") && line.ends_with(&format!("/processes/{id}"));
     until("an attachment", || bench.subject.server().requests().iter().filter(attached).count() > times)
         .await;
 }
 
 /// The number of gaps in standard output, and the end of the process.
-async fn gaps_and_end(runtime: &Arc<dyn Runtime>, id: AttemptId) -> (usize, Ended) {
+async fn gaps_and_end(runtime: &Arc<dyn Runtime>, id: ProcessId) -> (usize, Ended) {
     let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
     let mut gaps = 0;
     in_time("the end of a process", async {
@@ -69,7 +69,7 @@ async fn ended_unreaped(
     bench: &Bench,
     runtime: &Arc<dyn Runtime>,
     lost: Lost,
-) -> (ContainerHandle, AttemptId) {
+) -> (ContainerHandle, ProcessId) {
     let server = bench.subject.server();
     server.hold_ended(true);
     if let Lost::Answer = lost {
@@ -204,7 +204,11 @@ async fn container_properties_may_be_long() {
         assert!(is_exit(&bench.runtime.ended(id).await, 7));
         drop(bench.runtime);
         bench.subject.reopen().await;
-        assert_eq!(bench.subject.runtime().team(id).await.expect("a team"), team, "{manner:?}");
+        assert_eq!(
+            bench.subject.runtime().container_of(id).await.expect("a container").team,
+            team,
+            "{manner:?}"
+        );
     }
 }
 
@@ -215,7 +219,7 @@ fn count_requests(bench: &Bench, before: usize, what: &str) -> usize {
 }
 
 /// Starts some processes in separate containers.
-async fn running(bench: &Bench) -> Vec<(ContainerHandle, AttemptId)> {
+async fn running(bench: &Bench) -> Vec<(ContainerHandle, ProcessId)> {
     let mut all = Vec::new();
     for _ in 0..4 {
         let handle = bench.runtime.made(bench.spec.clone()).await;
@@ -242,7 +246,7 @@ async fn guardian_containers_are_queried_in_bulk() {
     next.taken_over().await;
     next.process(all[0].1).await.expect("a state");
     assert_eq!(count_requests(&bench, before, "/containers/bulk_info?"), 2);
-    let unknown = next.process(AttemptId::new()).await;
+    let unknown = next.process(ProcessId::new()).await;
     assert!(matches!(unknown, Err(RuntimeError::ProcessNotFound(_))), "{unknown:?}");
     // A container that was destroyed before its process was looked up does not count as lost.
     let (handle, id) = all[1];

@@ -80,7 +80,7 @@ async fn root_and_volumes_are_mounted_nodev_and_nosuid() {
 }
 
 /// The control group with the device policy of a process.
-fn device_group(process: domain::AttemptId) -> Option<PathBuf> {
+fn device_group(process: domain::ProcessId) -> Option<PathBuf> {
     let name = format!("gantry-{process}");
     let roots = ["/sys/fs/cgroup/devices", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&name));
     roots.into_iter().find(|group| group.join("cgroup.procs").exists())

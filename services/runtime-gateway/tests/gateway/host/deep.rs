@@ -22,7 +22,7 @@ fn chain(at: &str, depth: u32) -> Vec<String> {
 async fn run(subject: &HostSubject, spec: ContainerSpec, command: &[String]) -> ContainerHandle {
     let runtime = subject.runtime();
     let handle = runtime.made(spec).await;
-    let id = domain::AttemptId::new();
+    let id = domain::ProcessId::new();
     runtime.start(handle, id, process(command)).await.expect("start");
     // Creating many directories takes longer than the usual timeout.
     let ended = tokio::time::timeout(Duration::from_secs(300), runtime.wait(id)).await.expect("an end");

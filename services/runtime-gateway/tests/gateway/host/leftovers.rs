@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use domain::workload::{EnvironmentVariable, Exit, FailureReason, Limits, OutputMode};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{ContainerSpec, Ended, ProcessSpec, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use testing::conformance::{self, RuntimeExt, Subject, container, in_time, mount, process, programs, until};
@@ -47,7 +47,7 @@ fn users_of(directory: &Path) -> BTreeSet<String> {
     found
 }
 
-fn footprint(subject: &HostSubject, ids: &[AttemptId]) -> Footprint {
+fn footprint(subject: &HostSubject, ids: &[ProcessId]) -> Footprint {
     let dir = subject.dir.path();
     let mut files = BTreeSet::new();
     walk(dir, &mut files);
@@ -95,12 +95,12 @@ const ENDINGS: [Ending; 11] = [
     Ending::SupervisorKilled,
 ];
 
-fn process_dir(subject: &HostSubject, container: ContainerHandle, id: AttemptId) -> PathBuf {
+fn process_dir(subject: &HostSubject, container: ContainerHandle, id: ProcessId) -> PathBuf {
     subject.dir.path().join(format!("state/containers/{container}/processes/{id}"))
 }
 
 /// Kills the supervisor of a process, once its process id is stored.
-async fn kill_supervisor(subject: &HostSubject, container: ContainerHandle, id: AttemptId) {
+async fn kill_supervisor(subject: &HostSubject, container: ContainerHandle, id: ProcessId) {
     let path = process_dir(subject, container, id).join("alive");
     let pid = || fs::read_to_string(&path).ok().and_then(|text| text.parse().ok());
     until("a supervisor", || pid().is_some()).await;
@@ -108,14 +108,14 @@ async fn kill_supervisor(subject: &HostSubject, container: ContainerHandle, id: 
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("kill");
 }
 
-async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> AttemptId {
+async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> ProcessId {
     let runtime = subject.runtime();
     let limits = match ending {
         Ending::OutOfMemory => Limits { memory_bytes: Some(32 << 20), ..Limits::default() },
         _ => Limits { memory_bytes: Some(1 << 30), cpu_millis: Some(900), pids: Some(100) },
     };
     let handle = runtime.made(ContainerSpec { limits, ..spec }).await;
-    let id = AttemptId::new();
+    let id = ProcessId::new();
     let command = match ending {
         Ending::Exit => programs::leave_behind("/out/file"),
         Ending::NotFound => programs::missing(),
@@ -224,7 +224,7 @@ async fn incomplete_objects_are_listed_or_removed_at_opening() {
     fs::create_dir_all(state.join(format!("containers/.gone-{container}/upper"))).expect("make");
     let marker = fs::read_to_string(state.join("marker")).expect("a marker");
     let sockets = subject.dir.path().join("run").join(marker.trim());
-    fs::write(sockets.join(AttemptId::new().to_string()), "").expect("write");
+    fs::write(sockets.join(ProcessId::new().to_string()), "").expect("write");
     let holdings = subject.runtime().list().await.expect("list");
     assert_eq!((holdings.volumes, holdings.containers), (vec![volume], vec![container]));
     subject.reopen().await;
@@ -372,7 +372,7 @@ async fn full_disk_is_reported_without_leftovers() {
     };
     full(runtime.create_volume(VolumeHandle::new(), VolumeSource::CopyOnWrite { parent }).await);
     full(runtime.create_container(ContainerHandle::new(), container()).await);
-    let id = AttemptId::new();
+    let id = ProcessId::new();
     full(runtime.start(handle, id, process(&programs::exit(0))).await);
     assert!(matches!(runtime.process(id).await, Err(RuntimeError::ProcessNotFound(_))));
     assert_eq!(runtime.list().await.expect("list"), before);
@@ -495,7 +495,7 @@ async fn killed_runtime_leaves_complete_starts_or_none() {
 }
 
 /// Writes the remains of a process from an earlier boot.
-fn left_behind(dir: &Path, id: AttemptId, name: &str, boot: &str) {
+fn left_behind(dir: &Path, id: ProcessId, name: &str, boot: &str) {
     fs::create_dir_all(dir).expect("make");
     let intent = format!(
         r#"{{"process":"{id}","boot":"{boot}","command":["true"],"environment":[],"stdin":false,"held_back":true}}"#
@@ -508,7 +508,7 @@ async fn reboot_keeps_volumes_and_repeats_no_start() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
-    let [intended, started, current] = [(); 3].map(|()| AttemptId::new());
+    let [intended, started, current] = [(); 3].map(|()| ProcessId::new());
     left_behind(&process_dir(&subject, handle, intended), intended, "intent", "an earlier one");
     left_behind(&process_dir(&subject, handle, started), started, "started", "an earlier one");
     // An intent of this boot that still exists was not executed.

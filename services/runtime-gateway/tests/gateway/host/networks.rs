@@ -134,7 +134,7 @@ async fn private_network_does_not_reach_the_machine() {
     let loopback = TcpListener::bind("127.0.0.1:0").expect("listen");
     let loopback_port = loopback.local_addr().expect("an address").port();
     tell_addresses(loopback);
-    let abstract_name = format!("gantry-test-{}", domain::AttemptId::new());
+    let abstract_name = format!("gantry-test-{}", domain::ProcessId::new());
     let address = UnixAddr::from_abstract_name(&abstract_name).expect("a name");
     let _listener = UnixListener::bind_addr(&address).expect("listen");
 

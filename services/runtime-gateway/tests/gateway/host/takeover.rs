@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use domain::{AttemptId, VolumeHandle};
+use domain::{ProcessId, VolumeHandle};
 use runtime::{Ended, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use testing::conformance::{self, RuntimeExt, container, in_time, until};
@@ -44,7 +44,7 @@ fn place() -> Option<tempfile::TempDir> {
     Some(tempfile::tempdir().expect("a directory"))
 }
 
-async fn wait_until_started(runtime: &HostRuntime, process: AttemptId) {
+async fn wait_until_started(runtime: &HostRuntime, process: ProcessId) {
     in_time("the start", async {
         while !matches!(runtime.process(process).await, Ok(ProcessState::Started)) {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -85,7 +85,7 @@ async fn processes_continue_and_old_holder_is_inactive() {
     refused(old.destroy_container(handle).await);
     refused(old.destroy_volume(volume).await);
     refused(old.create_volume(VolumeHandle::new(), VolumeSource::Empty).await);
-    refused(old.start(handle, AttemptId::new(), shell("true")).await);
+    refused(old.start(handle, ProcessId::new(), shell("true")).await);
     refused(old.process(process).await.map(|_| ()));
     assert!(matches!(new.process(process).await, Ok(ProcessState::Started)), "the process runs");
     drop(old);

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::AttemptId;
+use domain::ProcessId;
 use domain::workload::{Exit, FailureReason, Network, OutputMode, Stdin};
 use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Root, Runtime};
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until, until};
@@ -29,7 +29,7 @@ async fn script_output(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: 
 }
 
 /// The process ids, on the machine, of all processes in a container.
-fn processes(process: AttemptId) -> Vec<String> {
+fn processes(process: ProcessId) -> Vec<String> {
     let group = format!("gantry-{process}");
     let roots = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&group));
     let listed = roots.iter().find_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
@@ -276,7 +276,7 @@ async fn volume_with_layers_has_one_writable_mount() {
     assert_eq!(String::from_utf8_lossy(&read), "belowabove\nnew\nready\n");
 
     let second = runtime.made(spec).await;
-    let refused = runtime.start(second, AttemptId::new(), shell("true")).await;
+    let refused = runtime.start(second, ProcessId::new(), shell("true")).await;
     assert!(matches!(refused, Err(runtime::RuntimeError::Unsupported(_))), "{refused:?}");
     attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
     runtime.ended(id).await;

@@ -119,7 +119,7 @@ fn failed(doing: &'static str) -> impl FnOnce(io::Error) -> PrepareError {
 pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
     let routes = Connection::open(libc::NETLINK_ROUTE).map_err(failed("open a netlink socket"))?;
     // Several runtimes may open at the same time.
-    let probe = interface(&domain::AttemptId::new().to_string());
+    let probe = interface(&domain::ProcessId::new().to_string());
     add_pair(&routes, &probe, None).map_err(failed("create a pair of network interfaces"))?;
     let removed = remove_link(&routes, &probe);
     removed.map_err(failed("remove a network interface"))?;
@@ -450,7 +450,7 @@ mod tests {
 
     #[test]
     fn interface_name_fits() {
-        let name = interface(&domain::AttemptId::new().to_string());
+        let name = interface(&domain::ProcessId::new().to_string());
         assert!(name.len() <= 15 && name.starts_with(PREFIX), "{name}");
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use domain::AttemptId;
+use domain::ProcessId;
 use futures::stream;
 use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, TerminalSize,
@@ -19,17 +19,22 @@ use crate::util::blocking::blocking;
 impl Host {
     pub(in crate::runtimes::host) async fn attach(
         self: &Arc<Self>,
-        id: AttemptId,
+        id: ProcessId,
         from: Offsets,
     ) -> Result<Attachment, RuntimeError> {
         let process = self.find(id)?;
         let opened = process.clone();
-        let spools = blocking(move || {
+        let (spools, has_terminal) = blocking(move || {
+            let intent = match Self::intent(&opened)? {
+                Some(intent) => Some(intent),
+                None => Self::taken_intent(&opened)?,
+            };
             let open = |name| {
                 let path = opened.file(name);
                 Reader::open(&path).map(Arc::new).map_err(at("open", &path))
             };
-            Ok([open(paths::STDOUT)?, open(paths::STDERR)?])
+            let has_terminal = intent.is_some_and(|intent| intent.terminal.is_some());
+            Ok(([open(paths::STDOUT)?, open(paths::STDERR)?], has_terminal))
         })
         .await?;
         for (spool, offset) in spools.iter().zip([from.stdout, from.stderr]) {
@@ -50,7 +55,12 @@ impl Host {
                 Err(error) => Some((Err(error), None)),
             }
         });
-        let input = Input { host: Arc::clone(self), process, connection: tokio::sync::Mutex::default() };
+        let input = Input {
+            host: Arc::clone(self),
+            process,
+            has_terminal,
+            connection: tokio::sync::Mutex::default(),
+        };
         Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
     }
 }
@@ -191,6 +201,7 @@ impl Events {
 struct Input {
     host: Arc<Host>,
     process: Process,
+    has_terminal: bool,
     /// Taken out during a request, so that the connection of a cancelled request is not used again.
     connection: tokio::sync::Mutex<Option<Connection>>,
 }
@@ -252,8 +263,11 @@ impl ProcessInput for Input {
         self.send_request(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
     }
 
-    async fn resize(&self, _window: TerminalSize) -> Result<(), RuntimeError> {
-        Err(RuntimeError::Unsupported("processes on this worker have no terminal".to_owned()))
+    async fn resize(&self, size: TerminalSize) -> Result<(), RuntimeError> {
+        if !self.has_terminal {
+            return Err(RuntimeError::Unsupported(format!("process {} has no terminal", self.process.id)));
+        }
+        self.send_request(&Request::Resize(size)).await.map(|_| ())
     }
 
     async fn detach(&self) -> Result<(), RuntimeError> {

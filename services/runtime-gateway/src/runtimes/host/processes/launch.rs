@@ -8,8 +8,8 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::{AttemptId, ContainerHandle};
-use runtime::{ProcessSpec, RuntimeError};
+use domain::{ContainerHandle, ProcessId};
+use runtime::{ProcessRole, ProcessSpec, RuntimeError};
 use rustix::mount::MountAttrFlags;
 
 use super::{Process, RESERVE, Status};
@@ -26,7 +26,7 @@ impl Host {
     pub(in crate::runtimes::host) async fn start(
         self: &Arc<Self>,
         container: ContainerHandle,
-        id: AttemptId,
+        id: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
         let (guard, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
@@ -41,7 +41,7 @@ impl Host {
     fn start_process(
         &self,
         handle: ContainerHandle,
-        id: AttemptId,
+        id: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
         if lock(&self.processes).contains_key(&id) {
@@ -50,13 +50,14 @@ impl Host {
         let Some(container) = self.read_container(handle)? else {
             return Err(RuntimeError::ContainerNotFound(handle));
         };
-        for other in self.processes_of(handle)? {
-            if !matches!(self.status(&other)?, Status::Ended(_)) || other.is_alive()? {
-                let what = format!("a second process in container {handle} while {} runs", other.id);
-                return Err(RuntimeError::Unsupported(what));
-            }
+        let main = self.running_main(handle)?;
+        if spec.role == ProcessRole::Exec && main.is_none() {
+            return Err(RuntimeError::ContainerNotRunning(handle));
         }
         let range = self.range(&container);
+        if let Some(main) = main {
+            return self.launch_or_undo(&Process::new(self, handle, id), Some(&main), spec, range);
+        }
         let mut written = Vec::new();
         if range.is_some() {
             for volume in container.written() {
@@ -77,22 +78,57 @@ impl Host {
                 self.directory(volume)?;
             }
         }
-        let process = Process::new(self, handle, id);
-        let launched = self.launch(&process, spec, range);
-        match &launched {
-            Ok(()) => {
-                lock(&self.processes).insert(id, handle);
-                lock(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
+        self.launch_or_undo(&Process::new(self, handle, id), None, spec, range)?;
+        lock(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
+        Ok(())
+    }
+
+    /// Returns the main process of a container, if it runs.
+    ///
+    /// Errors: a process is starting or ending, so that it can be neither joined nor replaced.
+    fn running_main(&self, container: ContainerHandle) -> Result<Option<Process>, RuntimeError> {
+        let mut main = None;
+        for process in self.processes_of(container)? {
+            let status = self.status(&process)?;
+            if matches!(status, Status::Ended(_)) && !process.is_alive()? {
+                continue;
             }
+            if Self::taken_intent(&process)?.is_some_and(|intent| intent.joins.is_some()) {
+                continue;
+            }
+            if status != Status::Started {
+                return Err(RuntimeError::ContainerNotRunning(container));
+            }
+            main = Some(process);
+        }
+        Ok(main)
+    }
+
+    fn launch_or_undo(
+        &self,
+        process: &Process,
+        main: Option<&Process>,
+        spec: ProcessSpec,
+        range: Option<Range>,
+    ) -> Result<(), RuntimeError> {
+        let launched = self.launch(process, main, spec, range);
+        match &launched {
+            Ok(()) => _ = lock(&self.processes).insert(process.id, process.container),
             // A gateway that took over may have replaced the files of the process.
             Err(_) if !self.hold.is_ours()? => {}
-            Err(_) => self.undo_start(&process)?,
+            Err(_) => self.undo_start(process)?,
         }
         launched
     }
 
-    fn launch(&self, process: &Process, spec: ProcessSpec, range: Option<Range>) -> Result<(), RuntimeError> {
-        let (alive, log) = self.intend(process, spec)?;
+    fn launch(
+        &self,
+        process: &Process,
+        main: Option<&Process>,
+        spec: ProcessSpec,
+        range: Option<Range>,
+    ) -> Result<(), RuntimeError> {
+        let (alive, log) = self.intend(process, main, spec)?;
         self.hold.check()?;
         let name = process.id.to_string();
         let socket = self.sockets.path(&name);
@@ -105,7 +141,8 @@ impl Host {
             container_dir: self.container(process.container),
             process_dir: process.dir.clone(),
             socket,
-            cgroup: process.cgroup(),
+            cgroup: main.unwrap_or(process).cgroup(),
+            joins: main.map(|main| main.dir.clone()),
             upper_in_memory: self.upper_in_memory,
             hidden: self.hidden(),
             host_paths: self.config.policy.host_paths().to_owned(),
@@ -129,9 +166,15 @@ impl Host {
     /// Creates the directory of a process with the intent to start it, atomically and durably. With
     /// a truncated intent, no gateway could tell whether the process was started. Returns the lock
     /// and the log of the supervisor.
-    fn intend(&self, process: &Process, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
+    fn intend(
+        &self,
+        process: &Process,
+        main: Option<&Process>,
+        spec: ProcessSpec,
+    ) -> Result<(File, File), RuntimeError> {
         let (dir, unfinished) = (&process.dir, process.unfinished());
-        let made = self.fill(&unfinished, process.id, spec).and_then(|made| {
+        let intent = Intent::new(process.id, self.boot.clone(), main.map(|main| main.id), spec);
+        let made = self.fill(&unfinished, &intent).and_then(|made| {
             self.hold.check()?;
             filesystem::rename_exclusively(&unfinished, dir).map_err(at("make", dir))?;
             Ok(made)
@@ -148,7 +191,7 @@ impl Host {
         Ok(made)
     }
 
-    fn fill(&self, dir: &Path, id: AttemptId, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
+    fn fill(&self, dir: &Path, intent: &Intent) -> Result<(File, File), RuntimeError> {
         fs::create_dir(dir).map_err(at("make", dir))?;
         let path = dir.join(paths::ALIVE);
         let alive =
@@ -161,8 +204,7 @@ impl Host {
         fs::write(&path, [b' '; RESERVE]).map_err(at("write", &path))?;
         let path = dir.join(paths::LOG);
         let log = File::create_new(&path).map_err(at("make", &path))?;
-        let intent = Intent::new(id, self.boot.clone(), spec);
-        let intent = serde_json::to_vec(&intent).map_err(|error| RuntimeError::Other(error.to_string()))?;
+        let intent = serde_json::to_vec(intent).map_err(|error| RuntimeError::Other(error.to_string()))?;
         let path = dir.join(paths::INTENT);
         filesystem::write_new(&path, &intent).map_err(at("write", &path))?;
         Ok((alive, log))

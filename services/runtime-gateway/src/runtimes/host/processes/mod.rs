@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::{FailureReason, Usage};
-use domain::{AttemptId, ContainerHandle};
-use runtime::{Ended, ProcessState, RuntimeError};
+use domain::{ContainerHandle, ProcessId};
+use runtime::{Ended, ProcessContainer, ProcessState, RuntimeError};
 use uuid::Uuid;
 
 use crate::util::blocking::blocking;
@@ -35,7 +35,7 @@ const RESERVE: usize = 4096;
 /// A process and its directory.
 #[derive(Debug, Clone)]
 pub(super) struct Process {
-    pub(super) id: AttemptId,
+    pub(super) id: ProcessId,
     pub(super) container: ContainerHandle,
     pub(super) dir: PathBuf,
 }
@@ -50,7 +50,7 @@ pub(super) enum Status {
 }
 
 impl Process {
-    pub(super) fn new(host: &Host, container: ContainerHandle, id: AttemptId) -> Self {
+    pub(super) fn new(host: &Host, container: ContainerHandle, id: ProcessId) -> Self {
         let dir = host.container(container).join(paths::PROCESSES).join(id.to_string());
         Self { id, container, dir }
     }
@@ -148,13 +148,13 @@ impl Process {
 }
 
 impl Host {
-    pub(super) fn find(&self, id: AttemptId) -> Result<Process, RuntimeError> {
+    pub(super) fn find(&self, id: ProcessId) -> Result<Process, RuntimeError> {
         let container = lock(&self.processes).get(&id).copied();
         container.map(|container| Process::new(self, container, id)).ok_or(RuntimeError::ProcessNotFound(id))
     }
 
     /// Returns the resource usage of an ended process.
-    pub(super) fn usage(&self, id: AttemptId) -> Result<Usage, RuntimeError> {
+    pub(super) fn usage(&self, id: ProcessId) -> Result<Usage, RuntimeError> {
         let path = self.find(id)?.file(paths::USAGE);
         let text = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
         // Unreadable values are reported as unknown.
@@ -257,11 +257,16 @@ impl Host {
         .await
     }
 
-    /// Returns the team of the container of a process.
-    pub(super) async fn team(self: &Arc<Self>, id: AttemptId) -> Result<String, RuntimeError> {
+    /// Returns the container of a process, and its team.
+    pub(super) async fn container_of(
+        self: &Arc<Self>,
+        id: ProcessId,
+    ) -> Result<ProcessContainer, RuntimeError> {
         let (process, host) = (self.find(id)?, Arc::clone(self));
-        let container = blocking(move || host.read_container(process.container)).await?;
-        container.map(|container| container.team).ok_or(RuntimeError::ProcessNotFound(id))
+        let handle = process.container;
+        let container = blocking(move || host.read_container(handle)).await?;
+        let team = container.map(|container| container.team).ok_or(RuntimeError::ProcessNotFound(id))?;
+        Ok(ProcessContainer { handle, team })
     }
 
     /// Undoes a start that failed before it was in progress.
@@ -280,7 +285,7 @@ impl Host {
         filesystem::remove_tree(&unfinished).map_err(at("remove", &unfinished))
     }
 
-    pub(super) async fn process(self: &Arc<Self>, id: AttemptId) -> Result<ProcessState, RuntimeError> {
+    pub(super) async fn process(self: &Arc<Self>, id: ProcessId) -> Result<ProcessState, RuntimeError> {
         Ok(match self.status_of(&self.find(id)?).await? {
             Status::Starting => ProcessState::Starting,
             Status::Started => ProcessState::Started,
@@ -289,7 +294,7 @@ impl Host {
         })
     }
 
-    pub(super) async fn wait(self: &Arc<Self>, id: AttemptId) -> Result<Ended, RuntimeError> {
+    pub(super) async fn wait(self: &Arc<Self>, id: ProcessId) -> Result<Ended, RuntimeError> {
         let process = self.find(id)?;
         loop {
             if let Some(ended) = ended(self.status_of(&process).await?) {
@@ -307,7 +312,7 @@ impl Host {
         Ok(())
     }
 
-    pub(super) async fn stop(self: &Arc<Self>, id: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+    pub(super) async fn stop(self: &Arc<Self>, id: ProcessId, grace: Duration) -> Result<(), RuntimeError> {
         let process = self.find(id)?;
         let (host, revoked) = (Arc::clone(self), process.clone());
         let revoke = move || {

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use domain::workload::{FailureReason, Usage};
+use runtime::TerminalSize;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -39,8 +40,9 @@ const SHORT_OF_FILES: Duration = Duration::from_millis(20);
 /// An output of the process.
 struct Output {
     spool: output_spool::Writer,
-    /// `None` after the end of the output.
+    /// `None` after the end of the output, or before the terminal arrives.
     pipe: Option<OwnedFd>,
+    is_terminal: bool,
 }
 
 impl Output {
@@ -52,7 +54,12 @@ impl Output {
             if room == 0 {
                 break;
             }
-            match self.spool.fill(pipe.as_fd(), room, held) {
+            let filled = if self.is_terminal {
+                self.spool.fill_from_terminal(pipe.as_fd(), room)
+            } else {
+                self.spool.fill(pipe.as_fd(), room, held)
+            };
+            match filled {
                 Ok(0) => self.pipe = None,
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -95,6 +102,8 @@ pub(super) struct RunningContainer {
     socket: PathBuf,
     cgroup: String,
     cgroups: Cgroups,
+    /// Whether the process has joined the container of another one.
+    has_joined: bool,
     init: Pid,
     /// When the start of the process was requested.
     since: Duration,
@@ -106,6 +115,10 @@ pub(super) struct RunningContainer {
     /// `None` if the process has no input, or its input is closed.
     stdin: Option<OwnedFd>,
     stdin_taken: u64,
+    /// The terminal, when init has created it.
+    terminal: Option<OwnedFd>,
+    /// The size that was requested before the terminal existed.
+    requested_size: Option<TerminalSize>,
     /// Whether standard input will be closed after pending input.
     close_stdin: bool,
     held_back: bool,
@@ -138,7 +151,7 @@ impl RunningContainer {
         let mut streams = streams.into_iter();
         let mut output = |name| {
             let spool = output_spool::Writer::open(&launch.process_dir.join(name))?;
-            Ok::<_, io::Error>(Output { spool, pipe: streams.next() })
+            Ok::<_, io::Error>(Output { spool, pipe: streams.next(), is_terminal: false })
         };
         let outputs = [output(paths::STDOUT)?, output(paths::STDERR)?];
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
@@ -148,6 +161,7 @@ impl RunningContainer {
             socket: launch.socket.clone(),
             cgroup: launch.cgroup.clone(),
             cgroups,
+            has_joined: launch.joins.is_some(),
             init,
             since: since_boot(),
             init_watch: rustix::process::pidfd_open(init, PidfdFlags::empty())?,
@@ -156,6 +170,8 @@ impl RunningContainer {
             outputs,
             stdin: streams.next(),
             stdin_taken: 0,
+            terminal: None,
+            requested_size: None,
             close_stdin: false,
             held_back: intent.held_back,
             init_has_ended: false,
@@ -179,7 +195,7 @@ impl RunningContainer {
         loop {
             let ready = self.wait(&listener)?;
             if ready.reported {
-                self.read_report()?;
+                self.read_reports()?;
             }
             self.update_timer()?;
             let held = self.held_back;
@@ -248,17 +264,45 @@ impl RunningContainer {
         matches!(self.report, None | Some(Report::Started))
     }
 
-    fn read_report(&mut self) -> io::Result<()> {
-        let mut bytes = [0; REPORT];
-        match rustix::net::recv(&self.reports, &mut bytes, rustix::net::RecvFlags::DONTWAIT) {
-            Ok((_, REPORT)) => {}
-            Ok(_) | Err(Errno::AGAIN | Errno::CONNRESET) => return Ok(()),
-            Err(error) => return Err(error.into()),
+    /// Reads all pending reports.
+    fn read_reports(&mut self) -> io::Result<()> {
+        use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+        while self.report_due() {
+            let mut bytes = [0; REPORT];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+            let slices = &mut [io::IoSliceMut::new(&mut bytes)];
+            match rustix::net::recvmsg(&self.reports, slices, &mut control, flags) {
+                Ok(received) if received.bytes == REPORT => {}
+                Ok(_) | Err(Errno::AGAIN | Errno::CONNRESET) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+            let descriptor = control.drain().find_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(mut rights) => rights.next(),
+                _ => None,
+            });
+            match (Report::decode(bytes), descriptor) {
+                (Some(Report::Terminal), Some(terminal)) => self.set_terminal(terminal)?,
+                (report, _) => self.report = report,
+            }
+            if self.report == Some(Report::Started) {
+                self.phase = Phase::Started;
+            }
         }
-        self.report = Report::decode(bytes);
-        if self.report == Some(Report::Started) {
-            self.phase = Phase::Started;
+        Ok(())
+    }
+
+    /// Uses a terminal for input and output. The second output stays empty.
+    fn set_terminal(&mut self, terminal: OwnedFd) -> io::Result<()> {
+        rustix::io::ioctl_fionbio(&terminal, true)?;
+        if let Some(size) = self.requested_size {
+            init::set_size(terminal.as_fd(), size)?;
         }
+        let [output, _] = &mut self.outputs;
+        (output.pipe, output.is_terminal) = (Some(terminal.try_clone()?), true);
+        self.stdin = Some(terminal.try_clone()?);
+        self.terminal = Some(terminal);
         Ok(())
     }
 
@@ -316,9 +360,14 @@ impl RunningContainer {
         Ok(())
     }
 
-    /// Kills all processes of the container: its PID namespace ends with init.
+    /// Kills all processes of the container: its PID namespace ends with init. Of a process that
+    /// has joined, only its group is killed.
     fn kill(&self) -> io::Result<()> {
         self.cgroups.lift_quota(&self.cgroup);
+        if self.has_joined {
+            let kill = u8::try_from(libc::SIGKILL).unwrap_or(9);
+            return init::signal(self.reports.as_fd(), kill);
+        }
         match rustix::process::pidfd_send_signal(&self.init_watch, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
@@ -371,6 +420,10 @@ impl RunningContainer {
                 }
             }
             Request::Detach => self.held_back = false,
+            Request::Resize(size) => match &self.terminal {
+                Some(terminal) => init::set_size(terminal.as_fd(), *size)?,
+                None => self.requested_size = Some(*size),
+            },
             Request::Stop(grace) => {
                 self.stop(since_boot().saturating_add(*grace))?;
                 self.update_timer()?;
@@ -426,8 +479,8 @@ impl RunningContainer {
                 }
             }
         }
-        if self.close_stdin && !writing {
-            self.stdin = None;
+        if self.close_stdin && !writing && self.stdin.take().is_some() {
+            self.end_terminal_input();
         }
         let progress = self.progress();
         for client in &mut clients {
@@ -459,11 +512,20 @@ impl RunningContainer {
                 Err(Errno::AGAIN) => return Ok(false),
                 Err(Errno::INTR) => {}
                 // The process no longer reads, so its input is discarded.
-                Err(Errno::PIPE) => self.stdin = None,
+                Err(Errno::PIPE | Errno::IO) => self.stdin = None,
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(true)
+    }
+
+    /// Sends a terminal the character for the end of input. Programs may read more after it, so a
+    /// full terminal may miss it.
+    fn end_terminal_input(&self) {
+        const END_OF_INPUT: u8 = 4;
+        if let Some(terminal) = &self.terminal {
+            rustix::io::write(terminal, &[END_OF_INPUT]).ok();
+        }
     }
 
     // End of the process.
@@ -471,26 +533,27 @@ impl RunningContainer {
     /// Waits until all processes of the container are dead, stores the last output, and writes the
     /// exit record.
     fn finish(mut self, listener: &OwnedFd) -> io::Result<()> {
-        if self.report_due() {
-            self.read_report()?;
-        }
-        // Two reports may be pending: the start, and the end.
-        if self.report_due() {
-            self.read_report()?;
-        }
+        self.read_reports()?;
         let init_signal = self.reap()?;
+        if !self.has_joined {
+            // Processes that have joined died with the namespace, but not the parents of those.
+            self.cgroups.kill_and_wait(&self.cgroup)?;
+        }
         // All writers are dead, so this ends. The spool has extra room for the contents of the
-        // pipe.
+        // pipe. What a process that has joined left behind may write more, which is not read.
         self.outputs.iter_mut().try_for_each(|output| output.take(false, usize::MAX))?;
         let end = self.end(init_signal);
-        if !matches!(end, End::NotStarted { .. } | End::Unknown { .. })
+        if !self.has_joined
+            && !matches!(end, End::NotStarted { .. } | End::Unknown { .. })
             && let Err(error) = self.write_usage()
         {
             eprintln!("supervisor: cannot write the resource usage: {error}");
         }
         // After the end is known, the worker mounts volumes for writing. Two writable mounts of one
         // volume must not exist.
-        if let Err(error) = rootfs::release_volumes(&self.mounts) {
+        if !self.has_joined
+            && let Err(error) = rootfs::release_volumes(&self.mounts)
+        {
             eprintln!("supervisor: cannot unmount the volumes of the container: {error}");
         }
         super::write_end(&self.process_dir, &end)?;
@@ -500,7 +563,7 @@ impl RunningContainer {
         let all = vec![true; self.clients.len()];
         self.receive(&all)?;
         self.answer()?;
-        self.cgroups.remove(&self.cgroup)?;
+        self.remove_groups()?;
         crate::runtimes::host::filesystem::remove_file(&self.socket)
     }
 
@@ -534,7 +597,9 @@ impl RunningContainer {
         if let Some(why) = &self.ended_for_disk {
             return End::unknown(FailureReason::DiskFull, why);
         }
-        let out_of_memory = || self.ended_for_memory || self.cgroups.out_of_memory_kills(&self.cgroup) > 0;
+        let out_of_memory = || {
+            self.ended_for_memory || !self.has_joined && self.cgroups.out_of_memory_kills(&self.cgroup) > 0
+        };
         match self.report {
             // A shell reports the killed program in this way.
             Some(Report::Code(code)) if code == 128 + killed && out_of_memory() => {
@@ -547,7 +612,7 @@ impl RunningContainer {
             Some(Report::Signal(signal)) => End::Signal { signal, stopped },
             Some(Report::Failed(step, errno)) => not_started(step, &io::Error::from_raw_os_error(errno)),
             // Init was killed, by the supervisor or for lack of memory.
-            Some(Report::Started) | None => {
+            Some(Report::Started | Report::Terminal) | None => {
                 if out_of_memory() {
                     End::OutOfMemory { stopped }
                 } else {
@@ -561,8 +626,13 @@ impl RunningContainer {
     pub(super) fn destroy(&mut self) -> io::Result<()> {
         self.kill()?;
         self.reap()?;
-        self.cgroups.remove(&self.cgroup)?;
+        self.remove_groups()?;
         crate::runtimes::host::filesystem::remove_file(&self.socket)
+    }
+
+    /// Removes the control groups, which belong to the main process.
+    fn remove_groups(&self) -> io::Result<()> {
+        if self.has_joined { Ok(()) } else { self.cgroups.remove(&self.cgroup) }
     }
 }
 
@@ -582,6 +652,13 @@ fn not_started(step: Step, error: &io::Error) -> End {
         }
         Step::User => {
             End::not_started(FailureReason::StartFailed, format!("cannot change to the user: {error}"))
+        }
+        Step::Join => End::not_started(
+            FailureReason::StartFailed,
+            format!("cannot enter the namespaces of the container: {error}"),
+        ),
+        Step::Terminal => {
+            End::not_started(FailureReason::StartFailed, format!("cannot create a terminal: {error}"))
         }
         Step::Fork => End::not_started(FailureReason::StartFailed, format!("cannot fork: {error}")),
     }

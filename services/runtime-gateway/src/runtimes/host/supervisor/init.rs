@@ -8,11 +8,16 @@
 //!
 //! Init never execs, so it runs the code of the supervisor. It is not dumpable, so no process of
 //! the container can inspect it. It dies with its supervisor.
+//!
+//! A further process of the container has such a parent, too. This one joins the namespaces of the
+//! first init, but not its PID namespace, which only the program enters. So no process of the
+//! container sees it.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::ffi::CString;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use libcontainer::oci_spec::runtime::Spec;
@@ -22,6 +27,8 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, Signal, WaitOptions};
 use rustix::thread::LinkNameSpaceType;
 use seccompiler::BpfProgram;
+
+use runtime::TerminalSize;
 
 use crate::runtimes::host::filesystem;
 use crate::runtimes::host::user_namespace::Identity;
@@ -33,6 +40,8 @@ pub(super) enum Report {
     Started,
     /// The program was not started: the failed step, and the error.
     Failed(Step, i32),
+    /// The terminal of the program, whose descriptor comes with the report.
+    Terminal,
     Code(u8),
     Signal(u8),
 }
@@ -48,6 +57,10 @@ pub(super) enum Step {
     /// Finding the program.
     Find,
     Exec,
+    /// Joining the namespaces of a container.
+    Join,
+    /// Creating a terminal.
+    Terminal,
 }
 
 /// Size of a report, in bytes.
@@ -59,6 +72,7 @@ impl Report {
             Self::Started => (0, 0),
             Self::Code(code) => (1, i32::from(code)),
             Self::Signal(signal) => (2, i32::from(signal)),
+            Self::Terminal => (3, 0),
             Self::Failed(step, errno) => (10 + step as u8, errno),
         };
         let [a, b, c, d] = value.to_le_bytes();
@@ -73,12 +87,15 @@ impl Report {
             0 => Some(Self::Started),
             1 => Some(Self::Code(byte)),
             2 => Some(Self::Signal(byte)),
+            3 => Some(Self::Terminal),
             10 => step(Step::User),
             11 => step(Step::Fork),
             12 => step(Step::Directory),
             13 => step(Step::Seccomp),
             14 => step(Step::Find),
             15 => step(Step::Exec),
+            16 => step(Step::Join),
+            17 => step(Step::Terminal),
             _ => None,
         }
     }
@@ -93,9 +110,13 @@ pub(super) struct Init {
     pub(super) environment: Vec<CString>,
     pub(super) directory: CString,
     pub(super) filters: Vec<BpfProgram>,
-    /// The user namespace to enter, with the identity in it. `None`: libcontainer has set the
-    /// identity.
-    pub(super) users: Option<(RawFd, Identity)>,
+    /// The container to join: its first process. `None`: libcontainer has created the namespaces.
+    pub(super) joined: Option<RawFd>,
+    /// The identity to assume, and the user namespace to enter before. `None`: libcontainer has set
+    /// the identity.
+    pub(super) identity: Option<(Option<RawFd>, Identity)>,
+    /// The size of the terminal. `None`: the program has no terminal.
+    pub(super) terminal: Option<TerminalSize>,
     /// Init's end of the connection to the supervisor.
     pub(super) supervisor: RawFd,
     /// Descriptors of the supervisor that must not stay open in a container.
@@ -123,7 +144,7 @@ impl Executor for Init {
 }
 
 impl Init {
-    fn close_and_tie(&self) -> io::Result<()> {
+    pub(super) fn close_and_tie(&self) -> io::Result<()> {
         for descriptor in &self.close {
             // SAFETY: this process is a copy of the supervisor, and never uses these descriptors
             // again.
@@ -149,44 +170,57 @@ impl Init {
         Ok(())
     }
 
-    /// Enters the user namespace of the container.
-    fn become_user(&self, namespace: RawFd, identity: &Identity) -> io::Result<()> {
-        // SAFETY: the descriptor was inherited from the supervisor, and is open until
-        // `close_all_but` is called.
-        let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
-        rustix::thread::move_into_link_name_space(namespace, Some(LinkNameSpaceType::User))?;
+    /// Enters the user namespace of the container, if it has one, and assumes the identity.
+    fn become_user(&self, namespace: Option<RawFd>, identity: &Identity) -> io::Result<()> {
+        if let Some(namespace) = namespace {
+            // SAFETY: the descriptor was inherited from the supervisor, and is open until
+            // `close_all_but` is called.
+            let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
+            rustix::thread::move_into_link_name_space(namespace, Some(LinkNameSpaceType::User))?;
+        }
         identity.assume()?;
         self.tie_to_supervisor()
     }
 
-    fn run(&self) -> io::Result<Infallible> {
+    pub(super) fn run(&self) -> io::Result<Infallible> {
         // SAFETY: no other value in this process owns the descriptor.
         let supervisor = unsafe { OwnedFd::from_raw_fd(self.supervisor) };
         let report = |report: Report| rustix::io::write(&supervisor, &report.encode());
-        if let Some((namespace, identity)) = &self.users
+        let fail = |step, error: &io::Error| {
+            report(Report::Failed(step, error.raw_os_error().unwrap_or(libc::EIO)))?;
+            exit()
+        };
+        if let Some(container) = self.joined
+            && let Err(error) = join(container)
+        {
+            return fail(Step::Join, &error);
+        }
+        if let Some((namespace, identity)) = &self.identity
             && let Err(error) = self.become_user(*namespace, identity)
         {
-            report(Report::Failed(Step::User, error.raw_os_error().unwrap_or(libc::EIO)))?;
-            exit();
+            return fail(Step::User, &error);
         }
         // No code in this process uses the other descriptors again.
         filesystem::close_all_but(self.supervisor)?;
         let signals = block_signals()?;
+        let terminal = match self.terminal.map(|size| create_terminal(size, supervisor.as_fd())).transpose() {
+            Ok(terminal) => terminal,
+            Err(error) => return fail(Step::Terminal, &error),
+        };
         let (failure, failed) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         // SAFETY: this process has one thread.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            let (step, error) = self.become_program();
+            let (step, error) = self.become_program(terminal.as_ref());
             let report = Report::Failed(step, error.raw_os_error().unwrap_or(libc::EIO)).encode();
             let reported = rustix::io::write(&failed, &report).is_ok();
             // SAFETY: ends this process without running destructors or handlers of the supervisor.
             unsafe { libc::_exit(if reported { 127 } else { 126 }) };
         }
         let Some(child) = Pid::from_raw(child) else {
-            report(Report::Failed(Step::Fork, io::Error::last_os_error().raw_os_error().unwrap_or(0)))?;
-            exit();
+            return fail(Step::Fork, &io::Error::last_os_error());
         };
-        drop(failed);
+        drop((failed, terminal));
         // Init must not hold the program's streams open, so that their end is the end of the
         // program's output.
         let null = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty())?;
@@ -213,7 +247,7 @@ impl Init {
                 if rustix::io::read(&supervisor, &mut signal)? == 0 {
                     exit();
                 }
-                send(child, i32::from(signal[0]));
+                self.send(child, i32::from(signal[0]));
             }
             if !poll[0].revents().is_empty() {
                 // SAFETY: all zeros is a valid value of this plain struct.
@@ -223,7 +257,7 @@ impl Init {
                 let read = unsafe { libc::read(signals.as_raw_fd(), (&raw mut info).cast(), size) };
                 let signal = i32::try_from(info.ssi_signo).unwrap_or(0);
                 if read == isize::try_from(size).unwrap_or(0) && signal != libc::SIGCHLD {
-                    send(child, signal);
+                    self.send(child, signal);
                 }
                 if let Some(end) = reap(child)? {
                     report(end)?;
@@ -233,9 +267,31 @@ impl Init {
         }
     }
 
+    /// Sends a signal to the program. An ended program is ignored.
+    fn send(&self, child: Pid, signal: i32) {
+        let pid = child.as_raw_nonzero().get();
+        // The namespace does not end with this process, so the group is killed, too.
+        if self.joined.is_some() && signal == libc::SIGKILL {
+            // SAFETY: the call accesses no memory.
+            unsafe { libc::kill(-pid, signal) };
+        }
+        // SAFETY: the call accesses no memory.
+        unsafe { libc::kill(pid, signal) };
+    }
+
     /// Returns only on failure.
-    fn become_program(&self) -> (Step, io::Error) {
+    fn become_program(&self, terminal: Option<&OwnedFd>) -> (Step, io::Error) {
         reset_signals();
+        if let Some(terminal) = terminal
+            && let Err(error) = take_terminal(terminal)
+        {
+            return (Step::Terminal, error);
+        }
+        if self.joined.is_some()
+            && let Err(error) = rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        {
+            return (Step::Join, error.into());
+        }
         // SAFETY: the path is a C string.
         if unsafe { libc::chdir(self.directory.as_ptr()) } < 0 {
             return (Step::Directory, io::Error::last_os_error());
@@ -302,10 +358,57 @@ fn reset_signals() {
     }
 }
 
-/// Sends a signal to the program. An ended program is ignored.
-fn send(child: Pid, signal: i32) {
-    // SAFETY: the call accesses no memory.
-    unsafe { libc::kill(child.as_raw_nonzero().get(), signal) };
+/// Enters the namespaces of the container with this first process, except its user namespace.
+/// Children of this process enter its PID namespace.
+fn join(first: RawFd) -> io::Result<()> {
+    use rustix::thread::ThreadNameSpaceType as Kind;
+    // SAFETY: the descriptor was inherited from the supervisor, and is open until `close_all_but`
+    // is called.
+    let first = unsafe { BorrowedFd::borrow_raw(first) };
+    let namespaces = Kind::MOUNT
+        | Kind::CONTROL_GROUP
+        | Kind::HOST_NAME_AND_NIS_DOMAIN_NAME
+        | Kind::INTER_PROCESS_COMMUNICATION
+        | Kind::NETWORK
+        | Kind::PROCESS_ID;
+    Ok(rustix::thread::move_into_thread_name_spaces(first, namespaces)?)
+}
+
+/// Creates a terminal in the container, and sends the supervisor its end. Returns the end of the
+/// program.
+fn create_terminal(size: TerminalSize, supervisor: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+    use rustix::pty::OpenptFlags;
+    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+    let ours = rustix::pty::openpt(flags)?;
+    rustix::pty::unlockpt(&ours)?;
+    let theirs = rustix::pty::ioctl_tiocgptpeer(&ours, flags)?;
+    set_size(ours.as_fd(), size)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [ours.as_fd()];
+    if !control.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+        return Err(io::ErrorKind::OutOfMemory.into());
+    }
+    let report = Report::Terminal.encode();
+    rustix::net::sendmsg(supervisor, &[io::IoSlice::new(&report)], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(theirs)
+}
+
+/// Makes the terminal the controlling terminal and the standard streams of this process, which must
+/// have just become the leader of its session.
+fn take_terminal(terminal: &OwnedFd) -> io::Result<()> {
+    rustix::process::ioctl_tiocsctty(terminal)?;
+    rustix::stdio::dup2_stdin(terminal)?;
+    rustix::stdio::dup2_stdout(terminal)?;
+    Ok(rustix::stdio::dup2_stderr(terminal)?)
+}
+
+/// Sets the size of a terminal. The kernel notifies its foreground processes.
+pub(super) fn set_size(terminal: BorrowedFd<'_>, size: TerminalSize) -> io::Result<()> {
+    let TerminalSize { columns, rows } = size;
+    let size = rustix::termios::Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    Ok(rustix::termios::tcsetwinsize(terminal, size)?)
 }
 
 /// Reaps all ended processes. Returns the report of the program if it was among them.
@@ -354,9 +457,18 @@ mod tests {
 
     #[test]
     fn report_encoding_round_trips() {
-        let steps = [Step::User, Step::Fork, Step::Directory, Step::Seccomp, Step::Find, Step::Exec];
+        let steps = [
+            Step::User,
+            Step::Fork,
+            Step::Directory,
+            Step::Seccomp,
+            Step::Find,
+            Step::Exec,
+            Step::Join,
+            Step::Terminal,
+        ];
         let failed = steps.map(|step| Report::Failed(step, 13));
-        let others = [Report::Started, Report::Code(3), Report::Signal(15)];
+        let others = [Report::Started, Report::Code(3), Report::Signal(15), Report::Terminal];
         for report in failed.into_iter().chain(others) {
             assert_eq!(Report::decode(report.encode()), Some(report));
         }

@@ -17,6 +17,7 @@
 mod event_loop;
 mod hosts;
 mod init;
+mod join;
 mod oci_spec;
 mod program;
 mod rootfs;
@@ -229,6 +230,9 @@ fn start(
     let (_, contents) = read(intent_path.clone())?;
     let intent: Intent =
         serde_json::from_slice(&contents).map_err(StartError::while_doing("parse the intent"))?;
+    if let Some(main) = &launch.joins {
+        return join::start(launch, main, (&container, &intent), (alive, listener), held);
+    }
     let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
     let cgroups = Cgroups::find(&mounted);
 
@@ -256,12 +260,13 @@ fn start(
         .map_err(StartError::while_doing("open the streams"))?;
     let (connection, init_end) =
         init::connection().map_err(StartError::while_doing("create a connection to init"))?;
-    let mut program = program(&container, &intent)?;
-    require_parts(&places.root, &container, &program)?;
+    let mut program = program(&container, &container.user, &intent)?;
+    require_parts(&places.root, &container.user, &program)?;
     program.supervisor = init_end.as_raw_fd();
-    program.users = places.users.as_ref().map(|users| {
+    program.identity = places.users.as_ref().map(|users| {
         let User { uid, gid, groups, .. } = container.user.clone();
-        (users.as_raw_fd(), Identity { uid, gid, groups, capabilities: oci_spec::default_capabilities() })
+        let identity = Identity { uid, gid, groups, capabilities: oci_spec::default_capabilities() };
+        (Some(users.as_raw_fd()), identity)
     });
     program.close =
         streams.own.iter().chain([&connection, alive, listener]).map(AsRawFd::as_raw_fd).collect();
@@ -310,6 +315,8 @@ fn start(
     let mut running =
         event_loop::RunningContainer::new(launch, &intent, init, connection, streams.own, cgroups)
             .map_err(StartError::while_doing("watch the container"))?;
+    fs::write(launch.process_dir.join(paths::INIT), init.as_raw_nonzero().to_string())
+        .map_err(StartError::while_doing("store the process id of init"))?;
     let started = launch.process_dir.join(paths::STARTED);
     if !restricted {
         if let Err(error) = running.destroy() {
@@ -367,6 +374,12 @@ impl Streams {
             }
             Ok::<_, io::Error>((read, write))
         };
+        if intent.terminal.is_some() {
+            // Init replaces them by the terminal.
+            let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+            let (stdout, stderr) = (null.try_clone()?, null.try_clone()?);
+            return Ok(Self { stdin: null, stdout, stderr, own: Vec::new() });
+        }
         let ((own_stdout, stdout), (own_stderr, stderr)) = (output()?, output()?);
         let mut own = vec![own_stdout, own_stderr];
         let stdin = if intent.stdin {
@@ -383,7 +396,7 @@ impl Streams {
 }
 
 /// The program that init will start.
-fn program(container: &Container, intent: &Intent) -> Result<Init, StartError> {
+fn program(container: &Container, user: &User, intent: &Intent) -> Result<Init, StartError> {
     let string = |text: &[u8]| CString::new(text).map_err(StartError::while_doing("pass text with a NUL"));
     let arguments: Vec<_> =
         intent.command.iter().map(|text| string(text.as_bytes())).collect::<Result<_, _>>()?;
@@ -394,8 +407,10 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, StartError> {
             cause: "the command is empty".to_owned(),
         });
     };
-    let mut environment = intent.environment.clone();
-    for (missing, value) in [("PATH", PATH), ("HOME", container.user.home.as_str())] {
+    let mut environment = container.environment.clone();
+    environment.retain(|(name, _)| !intent.environment.iter().any(|(other, _)| other == name));
+    environment.extend(intent.environment.iter().cloned());
+    for (missing, value) in [("PATH", PATH), ("HOME", user.home.as_str())] {
         if !environment.iter().any(|(name, _)| name.as_bytes() == missing.as_bytes()) {
             environment.push((Text::Utf8(missing.to_owned()), Text::Utf8(value.to_owned())));
         }
@@ -419,9 +434,11 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, StartError> {
         candidates,
         arguments,
         environment: variables.map(|variable| string(&variable)).collect::<Result<_, _>>()?,
-        directory: string(container.directory.as_path().as_os_str().as_bytes())?,
+        directory: string(intent.directory.as_ref().unwrap_or(&container.directory).as_bytes())?,
         filters,
-        users: None,
+        joined: None,
+        identity: None,
+        terminal: intent.terminal(),
         supervisor: -1,
         close: Vec::new(),
     })
@@ -429,11 +446,12 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, StartError> {
 
 /// Fails if the interpreter or loader of the program is missing, because the error of the kernel
 /// would not name it.
-fn require_parts(root: &Path, container: &Container, program: &Init) -> Result<(), StartError> {
+fn require_parts(root: &Path, user: &User, program: &Init) -> Result<(), StartError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::open(root, flags, Mode::empty())
         .map_err(|error| StartError::while_doing("open the root")(io::Error::from(error)))?;
-    let (directory, as_root) = (container.directory.as_path(), container.user.uid == 0);
+    let as_root = user.uid == 0;
+    let directory = Path::new(std::ffi::OsStr::from_bytes(program.directory.as_bytes()));
     let lookup = Lookup { root: root.as_fd(), directory, as_root };
     match lookup.missing_part(&program.candidates) {
         None => Ok(()),

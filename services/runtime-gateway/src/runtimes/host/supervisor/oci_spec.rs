@@ -100,7 +100,7 @@ const SHARED_MEMORY: &str = "size=10%";
 
 /// OOM score adjustment of containers. The kernel kills their processes before others of the same
 /// size.
-const OOM_SCORE: i32 = 500;
+pub(super) const OOM_SCORE: i32 = 500;
 
 /// The group of terminals, by convention.
 const TERMINALS: u32 = 5;
@@ -132,6 +132,12 @@ pub(super) fn default_capabilities() -> CapabilitySet {
     let known = ALL_CAPABILITIES.iter().enumerate();
     let requested = known.filter(|(_, name)| CAPABILITIES.contains(name));
     CapabilitySet::from_bits_retain(requested.map(|(number, _)| 1 << number).sum())
+}
+
+/// The capabilities of a container's processes, within those of this process.
+pub(super) fn capabilities(container: &Container, held: u64) -> CapabilitySet {
+    let requested = if container.privileged { CapabilitySet::all() } else { default_capabilities() };
+    requested & CapabilitySet::from_bits_retain(held)
 }
 
 /// The host name of a container.
@@ -270,6 +276,7 @@ mod tests {
             handle: domain::ContainerHandle::new(),
             root: None,
             mounts: Vec::new(),
+            environment: Vec::new(),
             directory: Text::Utf8("/".to_owned()),
             make_directory: false,
             user: User { uid: 1, gid: 2, groups: vec![3], home: "/".to_owned() },

@@ -1,0 +1,175 @@
+//! Start of a further process in a running container.
+//!
+//! The supervisor of the process is not that of the container. It joins the control groups of the
+//! container, and its child joins the namespaces of the container's init.
+//!
+//! Invariant: the joined init belongs to a supervisor that lives. Its process id cannot be reused
+//! before this supervisor has reaped it.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, PidfdFlags};
+
+use super::event_loop::RunningContainer;
+use super::init::{self, Init};
+use super::{StartError, Streams, held_capabilities, lower_oom_score, oci_spec, program, require_parts};
+use crate::runtimes::host::cgroups::Cgroups;
+use crate::runtimes::host::containers::find_user;
+use crate::runtimes::host::persisted::{Container, Intent, Launch};
+use crate::runtimes::host::user_namespace::Identity;
+use crate::runtimes::host::users::User;
+use crate::runtimes::host::{filesystem, mounts, paths};
+
+/// Init of a running container.
+struct ContainerInit {
+    pid: Pid,
+    watch: OwnedFd,
+    root: PathBuf,
+}
+
+impl ContainerInit {
+    /// Opens the init of the container with this main process.
+    fn open(main: &Path) -> io::Result<Self> {
+        let read = |name: &str| {
+            let text = fs::read_to_string(main.join(name))?;
+            let pid = text.trim().parse().ok().filter(|pid| *pid > 1).and_then(Pid::from_raw);
+            pid.ok_or_else(|| {
+                io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not a process id"))
+            })
+        };
+        let (supervisor, pid) = (read(paths::ALIVE)?, read(paths::INIT)?);
+        let watch = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+        let ended = || io::Error::new(io::ErrorKind::NotFound, "its main process has ended");
+        if parent(pid)? != Some(supervisor) || filesystem::exists(&main.join(paths::END))? {
+            return Err(ended());
+        }
+        Ok(Self { pid, watch, root: PathBuf::from(format!("/proc/{}/root", pid.as_raw_nonzero())) })
+    }
+
+    /// Its user namespace.
+    fn users(&self) -> io::Result<OwnedFd> {
+        let path = format!("/proc/{}/ns/user", self.pid.as_raw_nonzero());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+}
+
+/// Starts the process in the container of the main process `main`. `held` tells whether this launch
+/// is not obsolete. `None`: the intent was revoked, and nothing was started.
+pub(super) fn start(
+    launch: &Launch,
+    main: &Path,
+    (container, intent): (&Container, &Intent),
+    (alive, listener): (&OwnedFd, &OwnedFd),
+    held: impl Fn() -> Result<bool, StartError>,
+) -> Result<Option<RunningContainer>, StartError> {
+    let joined = ContainerInit::open(main).map_err(StartError::while_doing("find the container"))?;
+    let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
+    let cgroups = Cgroups::find(&mounted);
+    let user = user(&joined, container, intent)?;
+    let streams =
+        Streams::open(launch, &user, intent).map_err(StartError::while_doing("open the streams"))?;
+    let (connection, init_end) =
+        init::connection().map_err(StartError::while_doing("create a connection to init"))?;
+    let mut program = program(container, &user, intent)?;
+    require_parts(&joined.root, &user, &program)?;
+    let users = launch
+        .range
+        .map(|_| joined.users())
+        .transpose()
+        .map_err(StartError::while_doing("open the user namespace"))?;
+    let held_now = held_capabilities().map_err(StartError::while_doing("read its capabilities"))?;
+    let User { uid, gid, groups, .. } = user;
+    let capabilities = oci_spec::capabilities(container, held_now);
+    program.identity =
+        Some((users.as_ref().map(AsRawFd::as_raw_fd), Identity { uid, gid, groups, capabilities }));
+    program.joined = Some(joined.watch.as_raw_fd());
+    program.supervisor = init_end.as_raw_fd();
+    program.close =
+        streams.own.iter().chain([&connection, alive, listener]).map(AsRawFd::as_raw_fd).collect();
+
+    if !held()? {
+        return Ok(None);
+    }
+    let (intent_path, started) =
+        (launch.process_dir.join(paths::INTENT), launch.process_dir.join(paths::STARTED));
+    match filesystem::rename_exclusively(&intent_path, &started) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(StartError::while_doing("take the intent")(error)),
+    }
+    let init = fork(&program, &streams, &cgroups, launch, container)
+        .map_err(StartError::while_doing("start a process in the container"))?;
+    drop((init_end, users));
+    lower_oom_score();
+    RunningContainer::new(launch, intent, init, connection, streams.own, cgroups)
+        .map(Some)
+        .map_err(StartError::while_doing("watch the process"))
+}
+
+/// The user of the process.
+fn user(joined: &ContainerInit, container: &Container, intent: &Intent) -> Result<User, StartError> {
+    let Some(requested) = &intent.user else { return Ok(container.user.clone()) };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = rustix::fs::open(&joined.root, flags, Mode::empty())
+        .map_err(|error| StartError::while_doing("open the root")(io::Error::from(error)))?;
+    find_user(root.as_fd(), Some(requested)).map_err(|error| StartError {
+        reason: error.reason(),
+        operation: "start a process in the container".to_owned(),
+        cause: error.to_string(),
+    })
+}
+
+/// Starts the parent of the program.
+fn fork(
+    program: &Init,
+    streams: &Streams,
+    cgroups: &Cgroups,
+    launch: &Launch,
+    container: &Container,
+) -> io::Result<Pid> {
+    // SAFETY: this process has one thread.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let ran = become_init(program, streams, cgroups, launch, container);
+        let Err(error) = ran;
+        eprintln!("supervisor: cannot enter the container: {error}");
+        // SAFETY: ends this process without running destructors or handlers of the supervisor.
+        unsafe { libc::_exit(1) };
+    }
+    Pid::from_raw(child).ok_or_else(io::Error::last_os_error)
+}
+
+/// Returns only on failure.
+fn become_init(
+    program: &Init,
+    streams: &Streams,
+    cgroups: &Cgroups,
+    launch: &Launch,
+    container: &Container,
+) -> io::Result<std::convert::Infallible> {
+    cgroups.add(&launch.cgroup, rustix::process::getpid())?;
+    fs::write("/proc/self/oom_score_adj", oci_spec::OOM_SCORE.to_string())?;
+    // Like init of the container, this process is not dumpable.
+    rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable)?;
+    if !container.privileged {
+        rustix::thread::set_no_new_privs(true)?;
+    }
+    program.close_and_tie()?;
+    rustix::stdio::dup2_stdin(&streams.stdin)?;
+    rustix::stdio::dup2_stdout(&streams.stdout)?;
+    rustix::stdio::dup2_stderr(&streams.stderr)?;
+    program.run()
+}
+
+/// The parent of a process.
+fn parent(pid: Pid) -> io::Result<Option<Pid>> {
+    let stat = fs::read(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
+    let stat = String::from_utf8_lossy(&stat);
+    // The process name may contain any characters. The state follows it, then the parent.
+    let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1));
+    Ok(parent.and_then(|parent| parent.parse().ok()).and_then(Pid::from_raw))
+}
