@@ -279,7 +279,7 @@ fn add_other_messages(corpus: &mut Corpus) {
     corpus.add("output", &AttachResponse { message: Some(attach_response::Message::Output(output)) });
     corpus.add(
         "exited_unknown",
-        &AttachResponse { message: Some(attach_response::Message::Exited(Exited { status: None })) },
+        &AttachResponse { message: Some(attach_response::Message::Exited(Exited::default())) },
     );
     let done = Done { stdout_offset: LARGE, stderr_offset: 0 };
     corpus.add("done", &AttachResponse { message: Some(attach_response::Message::Done(done)) });

@@ -63,7 +63,7 @@ fn path(path: &[u8]) -> Result<String, &'static str> {
 }
 
 /// Checks a user: Garden supports a name, or numbers.
-fn user(user: &str) -> Result<String, RuntimeError> {
+pub(super) fn user(user: &str) -> Result<String, RuntimeError> {
     match user.split_once(':') {
         Some((uid, gid)) if [uid, gid].iter().any(|id| id.parse::<u32>().is_err()) => {
             let message = format!("user {user:?}: a Garden worker supports a name or `uid:gid`");

@@ -17,7 +17,7 @@ use std::time::Duration;
 use concourse::garden::{self, Error, Exit, Output, Tty, WaitError, WindowSize};
 use domain::workload::{EnvironmentVariable, FailureReason, OutputMode, Stdin};
 use domain::{ContainerHandle, ProcessId};
-use runtime::{ProcessSpec, RuntimeError};
+use runtime::{ProcessRole, ProcessSpec, RuntimeError};
 use tokio::io::AsyncReadExt;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -26,7 +26,7 @@ use crate::runtimes::exit_record::End;
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
 
-use super::containers::ContainerProperties;
+use super::containers::{ContainerProperties, user};
 use super::output_offsets::{self, SpoolOwner};
 use super::process::{InitialState, InputLink, Phase, Process};
 use super::{Backend, Worker, errors, process, properties, volumes};
@@ -90,7 +90,7 @@ fn process_request(
         args,
         env: variables(spec.environment)?,
         dir: spec.directory.map(text).transpose()?.unwrap_or_else(|| made.directory.clone()),
-        user: spec.user.or_else(|| made.user.clone()).unwrap_or_default(),
+        user: spec.user.as_deref().map(user).transpose()?.or_else(|| made.user.clone()).unwrap_or_default(),
         tty: spec.terminal.map(|size| Tty { window_size: Some(window(size)) }),
         ..garden::ProcessSpec::default()
     })
@@ -123,14 +123,21 @@ impl Worker {
         }
         let term = self.term();
         let made = self.container_properties(container).await?;
-        match made.process {
+        let is_further = match made.process {
             Some(process) if process == id => return self.find(id).await.map(|_| ()),
-            Some(_) => {
-                let message = format!("container {container} already had its process");
-                return Err(RuntimeError::Other(message));
+            Some(main) => {
+                self.check_joinable(container, main).await?;
+                match self.look_for_further(id, self.term()).await {
+                    Err(RuntimeError::ProcessNotFound(_)) => {}
+                    found => return found.map(|_| ()),
+                }
+                true
             }
-            None => {}
-        }
+            None if spec.role == ProcessRole::Exec => {
+                return Err(RuntimeError::ContainerNotRunning(container));
+            }
+            None => false,
+        };
         let terminal = spec.terminal.is_some();
         let (stdin, output) = (spec.stdin, spec.output);
         let spec = match process_request(id, &made, spec) {
@@ -150,7 +157,11 @@ impl Worker {
             (false, Stdin::Attached) => Some(properties::STREAM),
             (false, Stdin::None) => None,
         };
-        self.intend(container, &made, id, input).await?;
+        if is_further {
+            self.intend_further(container, id, input).await?;
+        } else {
+            self.intend(container, &made, id, input).await?;
+        }
 
         let spool_bytes = match output {
             OutputMode::Attached => self.config.spool_bytes.saturating_mul(ATTACHED),
@@ -164,6 +175,7 @@ impl Worker {
             container,
             team,
             terminal,
+            is_further,
             closed,
             stopped,
             phase,
@@ -177,6 +189,71 @@ impl Worker {
             Err(end) => self.finish(&process, end).await,
         }
         Ok(())
+    }
+
+    /// Fails unless the main process of a container runs, so that another process may join it.
+    async fn check_joinable(
+        self: &Arc<Self>,
+        container: ContainerHandle,
+        main: ProcessId,
+    ) -> Result<(), RuntimeError> {
+        if self.backend == Backend::Houdini {
+            let message = format!("a second process in container {container}");
+            return Err(RuntimeError::Unsupported(message));
+        }
+        match self.find(main).await?.phase() {
+            Phase::Started => Ok(()),
+            _ => Err(RuntimeError::ContainerNotRunning(container)),
+        }
+    }
+
+    /// Stores the intent to start a further process on the container.
+    async fn intend_further(
+        &self,
+        container: ContainerHandle,
+        id: ProcessId,
+        input: Option<&str>,
+    ) -> Result<(), RuntimeError> {
+        let name = container.to_string();
+        let intent = (properties::of_process(properties::EXEC, id), id.to_string());
+        let input = input.map(|input| (properties::of_process(properties::INPUT, id), input.to_owned()));
+        for (property, value) in input.into_iter().chain([intent]) {
+            match self.garden.set_property(&name, &property, &value).await {
+                Err(Error::ContainerNotFound(_)) => return Err(RuntimeError::ContainerNotFound(container)),
+                set => set.map_err(|error| errors::garden("store an intent", error))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds a further process of an earlier gateway.
+    async fn look_for_further(
+        self: &Arc<Self>,
+        id: ProcessId,
+        term: CancellationToken,
+    ) -> Result<Arc<Process>, RuntimeError> {
+        let filter = BTreeMap::from([(properties::of_process(properties::EXEC, id), id.to_string())]);
+        let listed = self.garden.list(&filter).await;
+        let listed = listed.map_err(|error| errors::garden("list containers", error))?;
+        for handle in listed.iter().filter_map(|handle| handle.parse().ok()) {
+            let Some(properties) = self.raw_properties(handle).await? else { continue };
+            let Some(made) = self.properties_of(handle, &properties) else { continue };
+            let own = |name: &str| {
+                let value = properties.get(&properties::of_process(name, id))?;
+                Some((name.to_owned(), value.clone()))
+            };
+            let names = [
+                properties::INPUT,
+                properties::STARTED,
+                properties::READER,
+                properties::STOPPED,
+                properties::END,
+            ];
+            let properties: BTreeMap<_, _> = names.into_iter().filter_map(own).collect();
+            let made = ContainerProperties { process: Some(id), ..made };
+            return self.adopt(handle, made, true, &properties, term).await;
+        }
+        Err(RuntimeError::ProcessNotFound(id))
     }
 
     /// Stores the intent to start a process, on the container and on the volume of its root.
@@ -285,7 +362,7 @@ impl Worker {
         if let Some((handle, properties)) = self.bulk_info(id).await {
             let made = self.properties_of(handle, &properties);
             if let Some(made) = made.filter(|made| made.process == Some(id)) {
-                return self.adopt(handle, made, &properties, term).await;
+                return self.adopt(handle, made, false, &properties, term).await;
             }
         }
         let filter = BTreeMap::from([(properties::PROCESS.to_owned(), id.to_string())]);
@@ -296,10 +373,13 @@ impl Worker {
             // The following steps require that this is the intended container.
             let made = self.properties_of(handle, &properties);
             if let Some(made) = made.filter(|made| made.process == Some(id)) {
-                return self.adopt(handle, made, &properties, term).await;
+                return self.adopt(handle, made, false, &properties, term).await;
             }
         }
-        self.find_by_root_volume(id, term).await
+        match self.look_for_further(id, term.clone()).await {
+            Err(RuntimeError::ProcessNotFound(_)) => self.find_by_root_volume(id, term).await,
+            found => found,
+        }
     }
 
     fn properties_of(
@@ -336,6 +416,7 @@ impl Worker {
             container: ContainerHandle::new(),
             team: String::new(),
             terminal: false,
+            is_further: false,
             closed: true,
             stopped: false,
             phase: Phase::Ended(end.into()),
@@ -350,6 +431,7 @@ impl Worker {
         self: &Arc<Self>,
         container: ContainerHandle,
         made: ContainerProperties,
+        is_further: bool,
         properties: &BTreeMap<String, String>,
         term: CancellationToken,
     ) -> Result<Arc<Process>, RuntimeError> {
@@ -357,7 +439,12 @@ impl Worker {
         let end = properties.get(properties::END).and_then(|end| serde_json::from_str::<End>(end).ok());
         let phase = end.map_or(Phase::Starting, |end| Phase::Ended(end.into()));
         let ended = phase != Phase::Starting;
-        let base = self.base(container, id, properties).await?;
+        let reader = if is_further {
+            properties::of_process(properties::READER, id)
+        } else {
+            properties::READER.to_owned()
+        };
+        let base = self.base(container, id, &reader, properties.get(properties::READER)).await?;
         let process = self
             .register_process(InitialState {
                 id,
@@ -366,6 +453,7 @@ impl Worker {
                 terminal: properties
                     .get(properties::INPUT)
                     .is_some_and(|input| input == properties::TERMINAL),
+                is_further,
                 closed: properties.get(properties::INPUT).is_none_or(|input| input == properties::CLOSED),
                 stopped: properties.contains_key(properties::STOPPED),
                 phase,
@@ -396,10 +484,10 @@ impl Worker {
         &self,
         container: ContainerHandle,
         id: ProcessId,
-        properties: &BTreeMap<String, String>,
+        property: &str,
+        last: Option<&String>,
     ) -> Result<u64, RuntimeError> {
-        let (directory, last) =
-            (process::directory(&self.config.state_dir, id), properties.get(properties::READER));
+        let directory = process::directory(&self.config.state_dir, id);
         let (looked, last) = (directory.clone(), last.cloned());
         let next = match blocking(move || {
             Ok::<_, RuntimeError>(output_offsets::spool_owner(&looked, last.as_deref()))
@@ -409,7 +497,7 @@ impl Worker {
             SpoolOwner::Ours { base } => return Ok(base),
             SpoolOwner::Next(next) => next,
         };
-        let set = self.garden.set_property(&container.to_string(), properties::READER, &next.text()).await;
+        let set = self.garden.set_property(&container.to_string(), property, &next.text()).await;
         set.map_err(|error| errors::garden("store the reader of a process", error))?;
         let base = next.base();
         let failed = |error| RuntimeError::io("create a directory for output", error);
@@ -538,9 +626,8 @@ impl Worker {
                 let handle = process.container.to_string();
                 // Without the record of the start, another gateway must query the worker, which
                 // usually knows.
-                if let Err(error) =
-                    self.garden.set_property(&handle, properties::STARTED, properties::YES).await
-                {
+                let name = process.property(properties::STARTED);
+                if let Err(error) = self.garden.set_property(&handle, &name, properties::YES).await {
                     tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "cannot store the record of a start");
                 }
             }
@@ -641,7 +728,7 @@ impl Worker {
     /// which ones above 128 were signals.
     async fn end(&self, process: &Process, exit: Exit) -> End {
         let stopped = process.asked_to_end();
-        if exit.status == 137 && self.backend == Backend::Guardian {
+        if exit.status == 137 && self.backend == Backend::Guardian && !process.is_further {
             let info = self.garden.info(&process.container.to_string()).await;
             if info.is_ok_and(|info| info.events.iter().any(|event| event == "oom")) {
                 return End::OutOfMemory { stopped };
@@ -651,10 +738,11 @@ impl Worker {
         End::Code { code: u8::try_from(exit.status).unwrap_or(u8::MAX), stopped }
     }
 
-    /// Kills the other processes of the container, stores the end, and reports it.
+    /// Stores the end, and reports it. After the main process, kills the other processes of the
+    /// container.
     async fn finish(&self, process: &Process, end: End) {
         let handle = process.container.to_string();
-        let ran = !matches!(end, End::NotStarted { .. });
+        let ran = !process.is_further && !matches!(end, End::NotStarted { .. });
         let survivors = async {
             if ran && let Err(error) = self.garden.stop(&handle, true).await {
                 tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "cannot stop the other processes of a container");
@@ -663,7 +751,8 @@ impl Worker {
         let written = async {
             let written = match serde_json::to_string(&end) {
                 Ok(end) => {
-                    let set = self.garden.set_property(&handle, properties::END, &end).await;
+                    let set =
+                        self.garden.set_property(&handle, &process.property(properties::END), &end).await;
                     set.map_err(|error| domain::error_chain(&error))
                 }
                 Err(error) => Err(domain::error_chain(&error)),
@@ -717,7 +806,8 @@ impl Worker {
             return Ok(());
         }
         let handle = process.container.to_string();
-        if let Err(error) = self.garden.set_property(&handle, properties::STOPPED, properties::YES).await {
+        let name = process.property(properties::STOPPED);
+        if let Err(error) = self.garden.set_property(&handle, &name, properties::YES).await {
             tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "cannot store the stop of a process");
         }
         self.end_by(process);
@@ -740,7 +830,7 @@ impl Worker {
                 loop {
                     let kill_at = process.kill_at.borrow().unwrap_or_else(Instant::now);
                     let kill = kill_at <= Instant::now();
-                    let stop = worker.garden.stop(&handle, kill);
+                    let stop = worker.stop_process(&process, &handle, kill);
                     tokio::select! {
                         // The worker waits until the processes have ended. Without KILL it kills
                         // them itself after ten seconds.
@@ -767,6 +857,22 @@ impl Worker {
                 () = worker.follow_ends(&process) => {}
             }
         });
+    }
+
+    /// Stops a process. The call of the worker stops all processes of a container, so a further
+    /// process receives a signal, which a containerd worker ignores.
+    async fn stop_process(&self, process: &Process, handle: &str, kill: bool) -> Result<(), Error> {
+        if !process.is_further {
+            return self.garden.stop(handle, kill).await;
+        }
+        if let Ok(stdin) = process.stdin.try_lock()
+            && let InputLink::Up(control) = &stdin.line
+        {
+            let signal = if kill { garden::Signal::Kill } else { garden::Signal::Terminate };
+            // A broken connection is found by the task that follows the process.
+            control.signal(signal).await.ok();
+        }
+        Ok(())
     }
 
     /// Stops the processes of a container once, by the call of the worker. This does not count as a

@@ -240,7 +240,14 @@ fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     if backend == Backend::Houdini {
         features.push("network-host");
     } else {
-        features.extend(["network-private", "privileged", "complete-output", "limits-memory", "limits-pids"]);
+        features.extend([
+            "network-private",
+            "privileged",
+            "complete-output",
+            "limits-memory",
+            "limits-pids",
+            "exec",
+        ]);
     }
     if config.peer_to_peer {
         features.push("peer-to-peer");

@@ -100,6 +100,8 @@ pub(super) struct Process {
     /// Wakes tasks that wait for the connection.
     pub(super) line_changed: watch::Sender<()>,
     pub(super) terminal: bool,
+    /// Whether this is a further process, beside the main process.
+    pub(super) is_further: bool,
     /// Whether a stop was requested.
     pub(super) stopped: AtomicBool,
     /// When the process will be killed, after a stop was requested.
@@ -114,6 +116,7 @@ pub(super) struct InitialState {
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     pub(super) terminal: bool,
+    pub(super) is_further: bool,
     /// Whether standard input is closed.
     pub(super) closed: bool,
     pub(super) stopped: bool,
@@ -162,6 +165,7 @@ impl Process {
             stdin: Arc::new(tokio::sync::Mutex::new(Stdin { line, partial: Vec::new() })),
             line_changed: watch::Sender::new(()),
             terminal: known.terminal,
+            is_further: known.is_further,
             stopped: AtomicBool::new(known.stopped),
             kill_at: watch::Sender::new(None),
             base: known.base,
@@ -572,9 +576,8 @@ impl ProcessInput for Input {
             let handle = self.process.container.to_string();
             // Without this property, another gateway would report the end of input as a broken
             // connection.
-            if let Err(error) =
-                self.worker.garden.set_property(&handle, properties::INPUT, properties::CLOSED).await
-            {
+            let name = self.process.property(properties::INPUT);
+            if let Err(error) = self.worker.garden.set_property(&handle, &name, properties::CLOSED).await {
                 tracing::debug!(process.id = %self.process.id, error = domain::error_chain(&error), "cannot store the end of the input of a process");
             }
         }
@@ -604,6 +607,10 @@ impl ProcessInput for Input {
                 return Ok(());
             }
         }
+        if self.process.is_further {
+            let message = "signals for a process beside the main process";
+            return Err(RuntimeError::Unsupported(message.to_owned()));
+        }
         self.worker.end_processes(&self.process, kill);
         Ok(())
     }
@@ -631,6 +638,11 @@ impl ProcessInput for Input {
 }
 
 impl Process {
+    /// The name of a property of this process.
+    pub(super) fn property(&self, name: &str) -> String {
+        if self.is_further { properties::of_process(name, self.id) } else { name.to_owned() }
+    }
+
     /// Records that a stop was requested.
     pub(super) fn ask_to_end(&self) {
         self.stopped.store(true, Ordering::SeqCst);

@@ -59,5 +59,14 @@ pub(super) const READER: &str = "gantry.reader";
 pub(super) const STOPPED: &str = "gantry.stopped";
 /// Of a container: how its process ended.
 pub(super) const END: &str = "gantry.end";
+/// Of a container: a further process to start beside the main process, `gantry.exec.ID`. This is
+/// the intent. The other properties of the process also end with its id.
+pub(super) const EXEC: &str = "gantry.exec";
+
+/// The name of a property of a further process.
+pub(super) fn of_process(name: &str, process: domain::ProcessId) -> String {
+    format!("{name}.{process}")
+}
+
 /// Value of a property that is only a flag.
 pub(super) const YES: &str = "yes";
