@@ -155,7 +155,7 @@ impl Host {
             return Ok(None);
         }
         let mut most = None;
-        for process in self.running_processes() {
+        for process in self.running_main_processes() {
             let taken = self.disk_usage(&process)?;
             most = most.max(Some((if missing > 0 { taken.bytes } else { taken.inodes }, process.id)));
         }
@@ -173,11 +173,16 @@ impl Host {
         }))
     }
 
-    /// Lists the running processes.
-    pub(super) fn running_processes(&self) -> Vec<Process> {
+    /// Lists the running main processes. A process that joined a container ends with it.
+    pub(super) fn running_main_processes(&self) -> Vec<Process> {
         let all = lock(&self.processes).clone();
         let all = all.into_iter().map(|(id, container)| Process::new(self, container, id));
-        all.filter(|process| matches!(self.status(process), Ok(Status::Started))).collect()
+        let is_main = |process: &Process| {
+            let intent = Self::taken_intent(process).ok().flatten();
+            intent.is_none_or(|intent| intent.joins.is_none())
+        };
+        all.filter(|process| matches!(self.status(process), Ok(Status::Started)) && is_main(process))
+            .collect()
     }
 
     fn disk_usage(&self, process: &Process) -> Result<DiskUsage, RuntimeError> {

@@ -84,7 +84,7 @@ impl Host {
             return Ok(None);
         }
         let mut most = None;
-        for process in self.running_processes() {
+        for process in self.running_main_processes() {
             // In the network of the machine, other programs have sockets too.
             let is_alone = self
                 .read_container(process.container)?
