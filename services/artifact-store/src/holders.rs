@@ -41,7 +41,7 @@ pub(crate) async fn lock_all(
     let sql = format!(
         "INSERT INTO holders (holder_id, team, created_at, due_at) SELECT id, $2, $3, $3 FROM ({}) AS given WHERE TRUE ORDER BY id
          ON CONFLICT (holder_id) DO UPDATE SET holder_id = excluded.holder_id
-         RETURNING holder_id, team, created_at, settled_at, due_at",
+         RETURNING holder_id, team, created_at, settled_at, settlement, due_at",
         ids::query(backend, 1)
     );
     let values = [ids::value(backend, ids), team.into(), now.0.into()];

@@ -2,7 +2,8 @@
 
 use std::collections::HashSet;
 
-use domain::Timestamp;
+use domain::{Digest, Timestamp};
+use rpc::Message;
 use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
@@ -36,23 +37,26 @@ impl pb::pins_server::Pins for Handlers {
         &self,
         request: Request<pb::SettleRequest>,
     ) -> Result<Response<pb::SettleResponse>, Status> {
-        let request = request.into_inner();
+        let mut request = request.into_inner();
+        let attempt = std::mem::take(&mut request.attempt_id);
+        let digest = Digest(*blake3::hash(&request.encode_to_vec()).as_bytes());
         let settlement = Settlement {
             holder: rpc::parse_id("holder_id", &request.holder_id)?,
             team: rpc::parse_team("team", request.team)?,
-            attempt: rpc::parse_optional_id("attempt_id", &request.attempt_id)?,
+            attempt: rpc::parse_optional_id("attempt_id", &attempt)?,
+            digest,
             outputs: parse_outputs(request.outputs)?,
             build: rpc::parse_optional_id("build_id", &request.build_id)?,
             status: parse_build_status("status", request.status)?,
         };
 
-        let missing = self.pins.settle(settlement).await?;
+        let settled = self.pins.settle(settlement).await?;
 
-        let missing = missing.into_iter().map(|(owner, artifact)| pb::OwnerMissing {
+        let missing = settled.missing.into_iter().map(|(owner, artifact)| pb::OwnerMissing {
             artifact_id: artifact.to_string(),
             owner: Some(rpc::owner::settled(owner)),
         });
-        Ok(Response::new(pb::SettleResponse { missing: missing.collect() }))
+        Ok(Response::new(pb::SettleResponse { missing: missing.collect(), differs: settled.differs }))
     }
 
     async fn end_attempt(

@@ -333,6 +333,7 @@ entity! {
         team: String,
         created_at: i64,
         settled_at: Option<i64>,
+        settlement: Option<Vec<u8>>,
         due_at: i64,
     }
 }

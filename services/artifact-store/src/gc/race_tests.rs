@@ -551,6 +551,7 @@ async fn build_ends_when_its_workload_settles_concurrently() {
             holder: workload,
             team: TEAM.to_owned(),
             attempt: None,
+            digest: Digest([0; 32]),
             outputs: vec![],
             build: None,
             status: BuildStatus::Succeeded,

@@ -150,6 +150,7 @@ async fn fill(db: &Database, count: usize) {
             team: TEAM.to_owned(),
             created_at: 1,
             settled_at: Some(2),
+            settlement: None,
             due_at: 3,
         });
         // Every other row of a batch gets another next check.

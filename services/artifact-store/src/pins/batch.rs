@@ -13,9 +13,8 @@ use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
 
 use crate::app::Store;
-use crate::caches::outputs::OwnedOutput;
 use crate::pins::settle::settle_plain;
-use crate::pins::{PinAnswer, PinError, PinRequest, SettleError, Settlement, pin, pin_all, settle};
+use crate::pins::{PinAnswer, PinError, PinRequest, SettleError, Settled, Settlement, pin, pin_all, settle};
 
 /// Maximum number of calls in a batch.
 const MAX: usize = 64;
@@ -25,7 +24,7 @@ const MAX: usize = 64;
 pub(crate) struct Pins {
     store: Arc<Store>,
     pinning: Batcher<PinRequest, Result<PinAnswer, PinError>>,
-    settling: Batcher<Settlement, Result<Vec<OwnedOutput>, SettleError>>,
+    settling: Batcher<Settlement, Result<Settled, SettleError>>,
 }
 
 impl Pins {
@@ -61,7 +60,7 @@ impl Pins {
     }
 
     /// Settles like [`settle()`]. A settlement without outputs is batched with others.
-    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<OwnedOutput>, SettleError> {
+    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Settled, SettleError> {
         if settlement.outputs.is_empty() {
             return self.settling.call(settlement).await.map_err(DbErr::from)?;
         }
@@ -99,7 +98,7 @@ async fn pin_group(
 /// Settles holders of one team without outputs.
 async fn settle_group(
     store: &Store,
-    (settlements, answers): (Vec<Settlement>, ReplySenders<Result<Vec<OwnedOutput>, SettleError>>),
+    (settlements, answers): (Vec<Settlement>, ReplySenders<Result<Settled, SettleError>>),
 ) {
     let (db, now, ttl) = (&store.db, store.now(), store.config.resource_cache_ttl);
     let holders: &Vec<_> = &settlements.iter().map(|settlement| settlement.holder).collect();
@@ -116,7 +115,7 @@ async fn settle_group(
     let each = settlements.iter().zip(answers).map(async |(settlement, answer)| {
         let settled = match left.contains(&settlement.holder) {
             true => db.write(|txn| async move { settle(&txn, settlement, now, ttl).await }).await,
-            false => Ok(Vec::new()),
+            false => Ok(Settled::default()),
         };
         answer.send(settled).ok();
     });

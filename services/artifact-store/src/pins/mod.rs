@@ -33,7 +33,7 @@ use serde::Serialize;
 use uuid::Uuid;
 
 pub(crate) use self::batch::Pins;
-pub(crate) use self::settle::{SettleError, SettledOutput, Settlement, settle};
+pub(crate) use self::settle::{SettleError, Settled, SettledOutput, Settlement, settle};
 use crate::artifacts::{self, LocatedArtifact};
 use crate::builds::OwnerEnded;
 use crate::caches::task_caches;

@@ -8,7 +8,7 @@ use domain::{ArtifactId, AttemptId, BuildId, Digest, Timestamp, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
-    QueryFilter, QuerySelect,
+    QueryFilter, QueryOrder, QuerySelect,
 };
 use uuid::Uuid;
 
@@ -26,7 +26,10 @@ use crate::marks::schedule::make_due;
 pub(crate) struct Settlement {
     pub(crate) holder: WorkloadId,
     pub(crate) team: String,
+    /// Attempt that has the outputs. `None`: any attempt of the holder that has not ended.
     pub(crate) attempt: Option<AttemptId>,
+    /// Digest of the call, without the attempt.
+    pub(crate) digest: Digest,
     pub(crate) outputs: Vec<SettledOutput>,
     pub(crate) build: Option<BuildId>,
     pub(crate) status: BuildStatus,
@@ -54,11 +57,20 @@ pub(crate) struct SettledOutput {
     pub(crate) for_owners_only: bool,
 }
 
+/// Result of a settlement.
+#[derive(Debug, Default)]
+pub(crate) struct Settled {
+    /// Outputs with owners that are not available.
+    pub(crate) missing: Vec<OwnedOutput>,
+    /// Whether the settlement has outputs, and the holder was settled before with other ones.
+    pub(crate) differs: bool,
+}
+
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SettleError {
     #[error(transparent)]
     Holder(#[from] HolderError),
-    #[error("cannot seal artifact {0}: the attempt has no complete volume with that digest")]
+    #[error("cannot seal artifact {0}: no such attempt has a complete volume with that digest")]
     CandidateMissing(ArtifactId),
     #[error("artifact {0} already exists")]
     ArtifactTaken(ArtifactId),
@@ -69,18 +81,18 @@ pub(crate) enum SettleError {
 /// Settles a workload.
 ///
 /// Seals its outputs, gives them their owners, deletes its pins, and ends its attempts and the
-/// builds that end with it. The first call counts. A repeat changes nothing. Returns the outputs
-/// whose owners are not available.
+/// builds that end with it. The first call counts. A repeat changes nothing.
 pub(crate) async fn settle(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
     now: Timestamp,
     resource_cache_ttl: Duration,
-) -> Result<Vec<OwnedOutput>, SettleError> {
+) -> Result<Settled, SettleError> {
     let holder = settlement.holder;
     let row = holders::lock(txn, holder, &settlement.team, now).await?;
+    let digest = (!settlement.outputs.is_empty()).then(|| settlement.digest.as_bytes().to_vec());
     if row.settled_at.is_some() {
-        return Ok(Vec::new());
+        return Ok(Settled { missing: Vec::new(), differs: digest.is_some() && row.settlement != digest });
     }
     let (mut missing, mut owned) = (Vec::new(), Vec::new());
     if !settlement.outputs.is_empty() {
@@ -91,11 +103,11 @@ pub(crate) async fn settle(
 
     let released = release_holders(txn, &[holder.uuid()], now).await?;
     builds::end_with(txn, holder, settlement.status, now).await?;
-    record_settled(txn, &[holder.uuid()], now).await?;
+    record_settled(txn, &[holder.uuid()], digest, now).await?;
     missing.extend(outputs::give(txn, &settlement.team, holder, owned, now, resource_cache_ttl).await?);
     // Last: a transaction that has locked one of these artifacts may wait for rows locked above.
     make_due(txn, released, now).await?;
-    Ok(missing)
+    Ok(Settled { missing, differs: false })
 }
 
 /// Settles holders of one team without outputs, unless a build ends with them or they use task
@@ -118,7 +130,7 @@ pub(super) async fn settle_plain(
     let others = holders_with_other_ends(txn, &going_on).await?;
     going_on.retain(|id| !others.contains(id));
     let released = release_holders(txn, &going_on, now).await?;
-    record_settled(txn, &going_on, now).await?;
+    record_settled(txn, &going_on, None, now).await?;
     make_due(txn, released, now).await?;
     Ok(others.into_iter().map(WorkloadId::from_uuid).collect())
 }
@@ -164,9 +176,15 @@ async fn release_holders(
     Ok(pinned.into_iter().map(|pin| pin.artifact_id).collect())
 }
 
-/// Records that locked holders are settled.
-async fn record_settled(txn: &DatabaseTransaction, holders: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
+/// Records that locked holders are settled. `digest`: of a settlement with outputs.
+async fn record_settled(
+    txn: &DatabaseTransaction,
+    holders: &[Uuid],
+    digest: Option<Vec<u8>>,
+    now: Timestamp,
+) -> Result<(), DbErr> {
     holder::Entity::update_many()
+        .col_expr(holder::Column::Settlement, Expr::value(digest))
         .col_expr(holder::Column::SettledAt, Expr::value(now.0))
         .col_expr(holder::Column::DueAt, Expr::value(now.0))
         .filter(ids::among(txn.get_database_backend(), "holder_id", holders.iter().copied()))
@@ -187,9 +205,7 @@ async fn seal_outputs(
     let mut handles = Vec::with_capacity(settlement.outputs.len());
     let mut left_out = HashSet::new();
     for output in &settlement.outputs {
-        let candidate = candidates
-            .get(&output.artifact.uuid())
-            .filter(|candidate| candidate.digest.as_deref() == Some(output.digest.as_bytes()));
+        let candidate = candidates.get(&(output.artifact.uuid(), output.digest.as_bytes().to_vec()));
         let candidate = match candidate {
             Some(candidate) => candidate,
             None if output.for_owners_only => {
@@ -272,25 +288,31 @@ async fn give_to_builds(
     Ok(missing)
 }
 
-/// Locks the complete output volumes of an active attempt, by the artifacts that they may become.
+/// Locks the complete output volumes of the active attempt of a settlement, or of all active
+/// attempts of its holder, by the artifacts that they may become and by their digests.
 async fn lock_candidates(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
-) -> Result<HashMap<Uuid, volume::Model>, DbErr> {
-    let Some(id) = settlement.attempt else { return Ok(HashMap::new()) };
-    let attempt = attempt::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
-    let goes_on = attempt
-        .is_some_and(|attempt| attempt.ended_at.is_none() && attempt.holder_id == settlement.holder.uuid());
-    if !goes_on {
+) -> Result<HashMap<(Uuid, Vec<u8>), volume::Model>, DbErr> {
+    let attempts = attempt::Entity::find().filter(attempt::Column::HolderId.eq(settlement.holder.uuid()));
+    let attempts = match settlement.attempt {
+        Some(id) => attempts.filter(attempt::Column::AttemptId.eq(id.uuid())),
+        None => attempts.filter(attempt::Column::EndedAt.is_null()).order_by_asc(attempt::Column::AttemptId),
+    };
+    let mut attempts = attempts.lock_exclusive().all(txn).await?;
+    attempts.retain(|attempt| attempt.ended_at.is_none());
+    if attempts.is_empty() {
         return Ok(HashMap::new());
     }
     let rows = volume::Entity::find()
-        .filter(volume::Column::AttemptId.eq(id.uuid()))
+        .filter(volume::Column::AttemptId.is_in(attempts.into_iter().map(|attempt| attempt.attempt_id)))
         .filter(volume::Column::Purpose.eq(Purpose::Output))
         .filter(volume::Column::Complete.eq(true))
         .filter(volume::Column::State.is_in(State::PRESENT))
+        // Later rows win: the oldest of equal candidates.
+        .order_by_desc(volume::Column::Handle)
         .lock_exclusive()
         .all(txn)
         .await?;
-    Ok(rows.into_iter().filter_map(|row| Some((row.artifact_id?, row))).collect())
+    Ok(rows.into_iter().filter_map(|row| Some(((row.artifact_id?, row.digest.clone()?), row))).collect())
 }

@@ -44,6 +44,16 @@ impl Deref for Suite {
     }
 }
 
+/// Output of a settlement without owners of its own.
+pub(crate) fn settled_output((artifact, digest): &(ArtifactId, Digest)) -> pb::SettledOutput {
+    pb::SettledOutput {
+        artifact_id: artifact.to_string(),
+        digest: digest.as_bytes().to_vec().into(),
+        label: "out".to_owned(),
+        ..Default::default()
+    }
+}
+
 impl Suite {
     /// Starts a store that deletes garbage at once, and collects only on request.
     pub(crate) async fn start(database: TestDatabase) -> Self {
@@ -338,17 +348,11 @@ impl Callers {
         build: Option<BuildId>,
         status: pb::BuildStatus,
     ) -> Answer<()> {
-        let output = |(artifact, digest): &(ArtifactId, Digest)| pb::SettledOutput {
-            artifact_id: artifact.to_string(),
-            digest: digest.as_bytes().to_vec().into(),
-            label: "out".to_owned(),
-            ..Default::default()
-        };
         let request = pb::SettleRequest {
             holder_id: workload.to_string(),
             team: TEAM.to_owned(),
             attempt_id: text(attempt),
-            outputs: outputs.iter().map(output).collect(),
+            outputs: outputs.iter().map(settled_output).collect(),
             build_id: text(build),
             status: status.into(),
         };

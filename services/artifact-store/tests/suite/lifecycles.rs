@@ -9,7 +9,7 @@ use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState};
 use testing::databases::TestDatabase;
 
-use crate::{Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
+use crate::{Suite, TEAM, assert_refused, digest, input, on_both_databases, output, settled_output};
 
 on_both_databases! {
     workload_leaves_outputs_and_finally_nothing,
@@ -21,6 +21,8 @@ on_both_databases! {
     artifact_on_excluded_workers_is_not_adopted,
     ended_attempt_prepares_and_settles_nothing,
     settled_workload_stays_settled,
+    holder_is_settled_with_outputs_of_several_attempts,
+    lease_with_containers_is_settled_without_pins,
     unbound_build_ends_by_its_term,
     store_downtime_expires_no_terms,
 }
@@ -418,5 +420,58 @@ async fn unbound_build_ends_by_its_term(database: TestDatabase) {
     assert_eq!(suite.get(kept).await.expect("it is there").state(), ArtifactState::Sealed);
     suite.clock.advance(Duration::from_secs(1));
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2);
+    suite.stop().await;
+}
+
+async fn holder_is_settled_with_outputs_of_several_attempts(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let lease = WorkloadId::new();
+    let (attempts, outputs) = ([(); 3].map(|()| AttemptId::new()), [(); 3].map(|()| ArtifactId::new()));
+    for (number, (attempt, out)) in (1..).zip(attempts.into_iter().zip(outputs)) {
+        let prepared = gateway.prepare(lease, attempt, &[output("out", out)]).await.expect("prepared");
+        gateway.prepared(attempt).await.expect("recorded");
+        gateway.complete(&prepared.volumes[0].volume_handle, digest(number)).await.expect("complete");
+    }
+    suite.end_attempt(lease, attempts[2]).await.expect("ended");
+
+    let all = [(outputs[0], digest(1)), (outputs[1], digest(2)), (outputs[2], digest(3))];
+    assert_refused(suite.settle(lease, None, &all, None).await, Reason::CandidateMissing);
+    assert_refused(suite.settle(lease, Some(attempts[0]), &all[..2], None).await, Reason::CandidateMissing);
+    suite.settle(lease, None, &all[..2], None).await.expect("settled");
+    for (out, digest) in &all[..2] {
+        assert_eq!(suite.get(*out).await.expect("it is sealed").digest, digest.as_bytes());
+    }
+    assert_refused(suite.get(outputs[2]).await, Reason::ArtifactNotFound);
+    let needs = [output("out", ArtifactId::new())];
+    assert_refused(gateway.prepare(lease, AttemptId::new(), &needs).await, Reason::AttemptEnded);
+
+    // Only a settlement with other outputs differs. A settlement without outputs seals nothing.
+    for (outputs, differs) in [(&all[..2], false), (&all[..1], true), (&all[..0], false)] {
+        let request = pb::SettleRequest {
+            holder_id: lease.to_string(),
+            team: TEAM.to_owned(),
+            outputs: outputs.iter().map(settled_output).collect(),
+            status: pb::BuildStatus::Succeeded.into(),
+            ..Default::default()
+        };
+        let repeated = suite.pins().settle(request).await.expect("a repeat").into_inner();
+        assert_eq!(repeated.differs, differs, "{outputs:?}");
+    }
+    suite.stop().await;
+}
+
+async fn lease_with_containers_is_settled_without_pins(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (lease, attempt) = (WorkloadId::new(), AttemptId::new());
+    let out = output("out", ArtifactId::new());
+    let made = gateway.prepare(lease, attempt, &[out]).await.expect("prepared");
+    gateway.prepared(attempt).await.expect("recorded");
+    assert_eq!(suite.collect(DryRun::Off).await, [], "the attempt is active");
+    suite.settle(lease, None, &[], None).await.expect("settled");
+    let went: Vec<_> = suite.collect(DryRun::Off).await.into_iter().map(|collected| collected.id).collect();
+    assert!(went.contains(&made.container_handle), "{went:?}");
+    assert!(went.contains(&made.volumes[0].volume_handle), "{went:?}");
     suite.stop().await;
 }

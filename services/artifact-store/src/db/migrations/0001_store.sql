@@ -308,6 +308,9 @@ CREATE TABLE holders (
     created_at BIGINT NOT NULL,
     -- When it was settled. NULL: not settled.
     settled_at BIGINT,
+    -- Digest of the call that settled it, which distinguishes a repeat from another call. NULL: not
+    -- settled, or settled without outputs.
+    settlement BYTEA,
     -- When to check whether it can be forgotten.
     due_at BIGINT NOT NULL DEFAULT 0
 );

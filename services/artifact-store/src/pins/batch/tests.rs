@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use domain::{ArtifactId, AttemptId, BuildId, CacheId, Timestamp, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, CacheId, Digest, Timestamp, WorkloadId};
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
@@ -184,6 +184,7 @@ async fn batched_calls_have_results_of_single_calls(databases: [TestDatabase; 2]
                     holder: cast.holders[*at],
                     team: team(*at).to_owned(),
                     attempt: None,
+                    digest: Digest([0; 32]),
                     outputs: Vec::new(),
                     build: None,
                     status: BuildStatus::Errored,
@@ -194,12 +195,12 @@ async fn batched_calls_have_results_of_single_calls(databases: [TestDatabase; 2]
             for (settlement, answer) in settlements.iter().zip(join_all(calls).await) {
                 let beside =
                     alone.db.write(|txn| async move { settle(&txn, settlement, NOW, ttl).await }).await;
-                let answer = describe_result(answer, |missing| format!("{missing:?}"));
+                let answer = describe_result(answer, |settled| format!("{settled:?}"));
                 refused += usize::from(beside.is_err());
                 done += usize::from(beside.is_ok());
                 assert_eq!(
                     answer,
-                    describe_result(beside, |missing| format!("{missing:?}")),
+                    describe_result(beside, |settled| format!("{settled:?}")),
                     "{settlement:?}, with {settlements:?}"
                 );
             }

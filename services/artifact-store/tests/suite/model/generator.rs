@@ -8,8 +8,8 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::operations::{
-    Artifact, CONTENTS, Delivery, Make, Operation, Outputs, Owner, REPLICAS, Remains, Status, TREES,
-    Trespass, User, WORKERS,
+    Artifact, CONTENTS, Delivery, EVERY_ATTEMPT, Make, Operation, Outputs, Owner, REPLICAS, Remains, Status,
+    TREES, Trespass, User, WORKERS,
 };
 
 /// Numbers of resource caches, task caches and jobs.
@@ -561,6 +561,9 @@ impl Generator {
         }
         let mut attempt = 0;
         let mut candidate = None;
+        // A lease may have several containers, each with an attempt.
+        let is_lease = self.chance(25);
+        let mut others = None;
         while self.chance(90) {
             for artifact in &pins {
                 let sealed = self.sealed.iter().find(|(sealed, _)| sealed == artifact).copied();
@@ -591,7 +594,8 @@ impl Generator {
             if self.chance(15) {
                 script.push(Operation::Touch { workload, attempt });
             }
-            candidate = self.chance(80).then(|| self.content());
+            // Which one of two equal candidates is sealed is not specified.
+            candidate = self.chance(80).then(|| self.content()).filter(|content| Some(*content) != others);
             if let Some(content) = candidate {
                 script.push(Operation::Finish { workload, attempt, content });
             }
@@ -607,9 +611,18 @@ impl Generator {
                 break;
             }
             // A second attempt.
-            script.push(Operation::EndAttempt { workload, attempt });
+            if !is_lease {
+                script.push(Operation::EndAttempt { workload, attempt });
+            } else if attempt > 0 {
+                break;
+            }
             attempt += 1;
-            candidate = None;
+            others = candidate.take().filter(|_| is_lease);
+        }
+        let mut settled = attempt;
+        if is_lease {
+            settled = EVERY_ATTEMPT;
+            candidate = others.filter(|_| self.chance(50)).or(candidate);
         }
         let status = self.status();
         let owners = self.owners(&mut script);
@@ -626,7 +639,7 @@ impl Generator {
             _ => Outputs::NoOutput,
         };
         let leaves_something = outputs != Outputs::NoOutput;
-        script.push(Operation::Settle { workload, attempt, status, outputs, build });
+        script.push(Operation::Settle { workload, attempt: settled, status, outputs, build });
         if self.chance(15) {
             // A user attaches to its container after its end.
             script.push(Operation::Touch { workload, attempt });
@@ -634,7 +647,7 @@ impl Generator {
         if leaves_something && self.chance(50) {
             // The store rejected it, so that the scheduler settles without outputs.
             let (status, outputs) = (Status::Errored, Outputs::NoOutput);
-            script.push(Operation::Settle { workload, attempt, status, outputs, build });
+            script.push(Operation::Settle { workload, attempt: settled, status, outputs, build });
         }
         script
     }

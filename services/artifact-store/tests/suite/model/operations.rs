@@ -17,6 +17,9 @@ pub(crate) const CONTENTS: u8 = 20;
 /// First content that is a small tree in the store.
 pub(crate) const TREES: u8 = 100;
 
+/// As the attempt of [`Operation::Settle`]: all attempts of the workload that have not ended.
+pub(crate) const EVERY_ATTEMPT: u8 = u8::MAX;
+
 /// Number of an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Artifact {
@@ -282,6 +285,7 @@ pub(crate) enum Operation {
         attempt: u8,
         content: u8,
     },
+    /// Ends the workload, with an output of this attempt or of [`EVERY_ATTEMPT`].
     Settle {
         workload: u16,
         attempt: u8,

@@ -31,7 +31,7 @@ use self::caches::{ResourceCache, TaskCache};
 use self::orphans::Orphans;
 pub(crate) use self::orphans::{Decision, OrphanDescription, stray_id};
 use super::check::SIZE;
-use super::operations::{Artifact, Owner, Status, TREES};
+use super::operations::{Artifact, Outputs, Owner, Status, TREES};
 use crate::digest;
 
 /// Time after which an artifact that never had an owner is deleted, in seconds.
@@ -103,6 +103,8 @@ pub(crate) enum Outcome {
     /// Owners that were missing.
     Settled {
         missing: Vec<Owner>,
+        /// Whether another settlement came before.
+        differs: bool,
     },
     /// Result of using task caches.
     Used {
@@ -202,6 +204,8 @@ impl Build {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Holder {
     settled_at: Option<i64>,
+    /// The settlement, if it had an output.
+    settlement: Option<(Outputs, Status, Option<u16>)>,
     pins: BTreeSet<Artifact>,
     /// Task caches that it uses.
     caches: BTreeMap<u8, Uuid>,

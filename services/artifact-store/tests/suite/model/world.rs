@@ -25,7 +25,7 @@ use tokio::runtime::Runtime;
 use uuid::Uuid;
 
 use self::gateways::{Forgets, Marks, Reports};
-use super::operations::{Artifact, Operation, Owner, REPLICAS, Status, WORKERS};
+use super::operations::{Artifact, EVERY_ATTEMPT, Operation, Owner, REPLICAS, Status, WORKERS};
 use super::state::{
     Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, State, UNOWNED_TTL, artifact_id, attempt_id,
     build_id, claim_id, digest_of, transfer_id, tree, worker_id, workload_id,
@@ -343,7 +343,10 @@ impl World {
                 };
                 let request = pb::SettleRequest {
                     holder_id: workload_id(workload).to_string(),
-                    attempt_id: attempt_id(workload, attempt).to_string(),
+                    attempt_id: match attempt {
+                        EVERY_ATTEMPT => String::new(),
+                        _ => attempt_id(workload, attempt).to_string(),
+                    },
                     outputs: candidate.map(output).into_iter().collect(),
                     status: build_status(status).into(),
                     build_id: build.map(|build| build_id(build).to_string()).unwrap_or_default(),
@@ -354,7 +357,10 @@ impl World {
                     let is_missing = |(_, said): &(_, &_)| missing.contains(said);
                     owners.iter().zip(&said).filter(is_missing).map(|(owner, _)| *owner).collect()
                 };
-                settled.map_or_else(Outcome::Refused, |them| Outcome::Settled { missing: missing(them) })
+                settled.map_or_else(Outcome::Refused, |(them, differs)| Outcome::Settled {
+                    missing: missing(them),
+                    differs,
+                })
             }
             O::EndAttempt { workload, attempt } => {
                 let (workload, attempt) = (workload_id(workload), attempt_id(workload, attempt));
@@ -574,10 +580,12 @@ fn build_status(status: Status) -> pb::BuildStatus {
     }
 }
 
-async fn settle(callers: Callers, mut request: pb::SettleRequest) -> Answer<Vec<pb::OutputOwner>> {
+/// Returns the missing owners, and whether another settlement came before.
+async fn settle(callers: Callers, mut request: pb::SettleRequest) -> Answer<(Vec<pb::OutputOwner>, bool)> {
     request.team = TEAM.to_owned();
-    let missing = callers.pins().settle(request).await?.into_inner().missing;
-    Ok(missing.into_iter().map(|missing| missing.owner.expect("an owner")).collect())
+    let settled = callers.pins().settle(request).await?.into_inner();
+    let missing = settled.missing.into_iter().map(|missing| missing.owner.expect("an owner"));
+    Ok((missing.collect(), settled.differs))
 }
 
 /// Returns the owner of an output for a request. A task cache that was never requested has none.

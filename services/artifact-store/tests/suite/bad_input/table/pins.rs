@@ -85,7 +85,6 @@ pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
                 team("team"),
                 invalid("team", "that does not have it", text(OTHER), "team"),
                 optional_id("attempt_id"),
-                but("attempt_id", "missing", "", CandidateMissing),
                 but("attempt_id", "unknown", AttemptId::new(), CandidateMissing),
                 but("attempt_id", "of another workload", world.other_attempt, CandidateMissing),
                 many("outputs", 1001),

@@ -73,7 +73,7 @@ fn let_the_grace_pass(state: &mut State) {
 fn settle(state: &mut State) {
     let (status, outputs) = (Status::Failed, Outputs::NoOutput);
     let settle = Operation::Settle { workload: 1, attempt: 0, status, outputs, build: None };
-    accepted(state, settle, Outcome::Settled { missing: vec![] });
+    accepted(state, settle, Outcome::Settled { missing: vec![], differs: false });
 }
 
 fn prepared() -> Outcome {

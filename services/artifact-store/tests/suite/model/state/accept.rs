@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::{
     Accepted, Build, CLAIM_TERM, Container, Outcome, Record, State, Violation, Volume, artifact_id, must,
 };
-use crate::model::operations::{Artifact, Make, Operation, Outputs, Status, TREES};
+use crate::model::operations::{Artifact, EVERY_ATTEMPT, Make, Operation, Outputs, Status, TREES};
 
 /// Parses a handle in an answer.
 pub(super) fn handle(text: &str) -> Result<Uuid, Violation> {
@@ -618,6 +618,15 @@ impl State {
         Ok(())
     }
 
+    /// Returns the active attempts of a workload: this one, or all.
+    fn attempts(&self, workload: u16, attempt: u8) -> impl Iterator<Item = (u16, u8)> {
+        let known = self.holders.get(&workload).into_iter().flat_map(|holder| holder.attempts.keys());
+        known
+            .filter(move |known| attempt == EVERY_ATTEMPT || **known == attempt)
+            .map(move |known| (workload, *known))
+            .filter(|attempt| self.goes_on(*attempt))
+    }
+
     fn settle(
         &mut self,
         workload: u16,
@@ -628,17 +637,23 @@ impl State {
         outcome: &Outcome,
     ) -> Accepted {
         if self.is_settled(workload) {
-            let Outcome::Settled { missing } = outcome else {
+            let Outcome::Settled { missing, differs } = outcome else {
                 return Err(Violation("a repeat is answered".to_owned()));
             };
             must!(missing.is_empty(), "a repeat changes nothing");
+            let repeated = Some((outputs.clone(), status, build));
+            let is_other = outputs.candidate().is_some() && self.holders[&workload].settlement != repeated;
+            // A task cache may have another id by now.
+            let is_sure = is_other || outputs.candidate().is_none_or(|(_, owners)| owners.is_empty());
+            must!(!is_sure || *differs == is_other, "only another settlement differs");
             return Ok(());
         }
         let candidate = match outputs.candidate() {
             None => None,
             Some((content, owners)) => {
-                let output = self.output((workload, attempt)).filter(|_| self.goes_on((workload, attempt)));
-                let output = output.filter(|output| self.volumes[output].complete == Some(content));
+                let made = |attempt| self.output(attempt);
+                let mut candidates = self.attempts(workload, attempt).filter_map(made);
+                let output = candidates.find(|output| self.volumes[output].complete == Some(content));
                 if let Outcome::Refused(refusal) = outcome {
                     // A recreated volume has other bytes.
                     let is_there = |output: Uuid| {
@@ -653,7 +668,7 @@ impl State {
                 output.map(|output| (output, content, owners))
             }
         };
-        let Outcome::Settled { missing } = outcome else {
+        let Outcome::Settled { missing, differs: false } = outcome else {
             return Err(Violation("there is nothing in its way".to_owned()));
         };
         if let Some((output, content, owners)) = candidate {
@@ -671,6 +686,7 @@ impl State {
         let now = self.now;
         let holder = self.holders.entry(workload).or_default();
         holder.settled_at = Some(now);
+        holder.settlement = outputs.candidate().map(|_| (outputs.clone(), status, build));
         holder.pins.clear();
         for (attempt, on) in &mut holder.attempts {
             holder.ended.entry(*attempt).or_insert(now);
