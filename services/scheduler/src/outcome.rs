@@ -4,7 +4,7 @@ use domain::Timestamp;
 use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput, Usage};
 use serde::{Deserialize, Serialize};
 
-/// Reason why an attempt must stop.
+/// Reason why an attempt or a driven lease in use must stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StopReason {
     /// The caller cancelled the workload.
@@ -18,6 +18,10 @@ pub(crate) enum StopReason {
     /// The worker was lost and may still run the attempt. The workload does not wait for this
     /// attempt.
     WorkerLost,
+    /// The holder of a driven lease in use released it.
+    Released,
+    /// The holder of a driven lease in use did not renew it in time.
+    Expired,
 }
 
 /// End of a workload, as its row stores it.
@@ -214,7 +218,11 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             let again = !started || interruptible;
             return if again { NextStep::Again } else { NextStep::End(Ending { exit, ..interrupted }) };
         }
-        Some(StopReason::Interrupted | StopReason::WorkerLost) | None => {}
+        // Driven leases have no workload, so only their reasons do not occur here.
+        Some(
+            StopReason::Interrupted | StopReason::WorkerLost | StopReason::Released | StopReason::Expired,
+        )
+        | None => {}
     }
     if let Some((reason, message)) = assumed_end {
         return if started { NextStep::End(Ending::errored(reason, message)) } else { NextStep::Again };

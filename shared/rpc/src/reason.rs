@@ -80,7 +80,8 @@ reasons! {
     TeamQueueFull = "TEAM_QUEUE_FULL", ResourceExhausted;
     /// The lease has ended or is ending. Stop all work under the lease, and publish nothing.
     LeaseLost = "LEASE_LOST", FailedPrecondition;
-    /// The id belongs to another request, or to a lease that has ended. Choose another id.
+    /// The id belongs to another request, to a lease that has ended, or to a workload. Choose
+    /// another id.
     LeaseExists = "LEASE_EXISTS", AlreadyExists;
     /// The team has no such lease, or the lease ended long ago. Check the id and the team.
     LeaseNotFound = "LEASE_NOT_FOUND", NotFound;

@@ -161,6 +161,8 @@ pub(crate) fn stop_reason(reason: StopReason) -> &'static str {
         StopReason::RunTimeout => "RUN_TIMEOUT",
         StopReason::Interrupted => "INTERRUPTED",
         StopReason::WorkerLost => "WORKER_LOST",
+        StopReason::Released => "RELEASED",
+        StopReason::Expired => "EXPIRED",
     }
 }
 

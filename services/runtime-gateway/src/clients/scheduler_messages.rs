@@ -295,14 +295,15 @@ fn parse_lease(lease: pb::DesiredLease) -> Option<DesiredLease> {
         tracing::error!(lease.id = lease.lease_id, "cannot parse a desired lease: its id is not a UUID");
         return None;
     };
-    let request = lease.action.map(|action| match action {
-        Action::Run(run) => parse_run(id, run),
-        Action::Stop(stop) => LeaseRequest::Stop {
+    let request = lease.action.and_then(|action| match action {
+        Action::Run(run) => Some(parse_run(id, run)),
+        Action::Stop(stop) => Some(LeaseRequest::Stop {
             attempt: stop.attempt_id.parse().ok(),
             reason: stop_reason(stop.reason()),
             token: stop.lease_token,
             grace: duration_or(stop.grace, Duration::ZERO),
-        },
+        }),
+        Action::Hold(_) => None,
     });
     Some(DesiredLease { lease: id, request })
 }
@@ -315,6 +316,8 @@ fn stop_reason(reason: pb::StopReason) -> FailureReason {
         pb::StopReason::RunTimeout => FailureReason::RunTimeout,
         pb::StopReason::Interrupted => FailureReason::Interrupted,
         pb::StopReason::WorkerLost => FailureReason::WorkerLost,
+        // Only driven leases have these reasons, and they report no failure.
+        pb::StopReason::Released | pb::StopReason::Expired => FailureReason::Cancelled,
     }
 }
 

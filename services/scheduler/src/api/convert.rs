@@ -323,7 +323,7 @@ pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::C
     })
 }
 
-/// Converts the stop reason of an attempt.
+/// Converts the stop reason of a lease.
 pub(super) fn stop_reason(reason: StopReason) -> pb::StopReason {
     match reason {
         StopReason::Cancelled => pb::StopReason::Cancelled,
@@ -331,6 +331,8 @@ pub(super) fn stop_reason(reason: StopReason) -> pb::StopReason {
         StopReason::RunTimeout => pb::StopReason::RunTimeout,
         StopReason::Interrupted => pb::StopReason::Interrupted,
         StopReason::WorkerLost => pb::StopReason::WorkerLost,
+        StopReason::Released => pb::StopReason::Released,
+        StopReason::Expired => pb::StopReason::Expired,
     }
 }
 

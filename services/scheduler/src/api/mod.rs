@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use crate::app::TicketError;
 use crate::insight::explain::ExplainError;
-use crate::leases::{LeaseError, RenewError};
+use crate::leases::{LeaseError, RenewError, UseError};
 use crate::lifecycle::departure::{self, RegistryError};
 use crate::placement::Refusals;
 use crate::scheduling::{PlaceError, SubmitError};
@@ -182,6 +182,17 @@ impl IntoStatus for RenewError {
         match self {
             Self::Lost => Reason::LeaseLost.status(SERVICE, self.to_string()),
             Self::Database(error) => database("renew a lease", &error),
+        }
+    }
+}
+
+impl IntoStatus for UseError {
+    fn status(self) -> Status {
+        match self {
+            Self::Lost => Reason::LeaseLost.status(SERVICE, self.to_string()),
+            Self::Transfer => rpc::invalid_field("lease_token", self.to_string()),
+            Self::WorkloadId => Reason::LeaseExists.status(SERVICE, self.to_string()),
+            Self::Database(error) => database("use a lease", &error),
         }
     }
 }

@@ -104,6 +104,22 @@ impl Placements for PlacementsService {
         Ok(Response::new(pb::RenewResponse { term: Some(rpc::duration(self.0.context.config.lease_term)) }))
     }
 
+    async fn use_lease(
+        &self,
+        request: Request<pb::UseLeaseRequest>,
+    ) -> Result<Response<pb::UseLeaseResponse>, Status> {
+        let claims: LeaseClaims =
+            self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
+        if claims.attempt.is_some() {
+            let message = "cannot use the lease of an attempt: call StartAttempt";
+            return Err(Reason::InvalidToken.status(SERVICE, message));
+        }
+
+        self.0.leasing.use_lease(&claims).await.map_err(IntoStatus::status)?;
+
+        Ok(Response::new(pb::UseLeaseResponse {}))
+    }
+
     async fn release(
         &self,
         request: Request<pb::ReleaseRequest>,

@@ -161,7 +161,7 @@ async fn begin<'s>(
     Ok(attendance)
 }
 
-/// The live leases for attempts on a worker, as last read.
+/// The live leases in use on a worker, as last read.
 #[derive(Default)]
 struct Live {
     /// The generation up to which the leases are current. `None`: not read yet.
@@ -197,7 +197,7 @@ struct Attendance<'s> {
     /// The last generation that was sent.
     sent: Option<i64>,
     live: Live,
-    /// Live leases whose `RunAttempt` was sent. The message is large and never changes.
+    /// Live leases whose `RunAttempt` or `HoldLease` was sent. The message never changes.
     runs: HashSet<Uuid>,
     /// Live leases that must stop, with the grace period in microseconds and the reason as last
     /// sent.
@@ -279,7 +279,7 @@ impl Attendance<'_> {
     async fn take_live(&mut self, known: &DesiredState) -> Result<Vec<lease::Model>, Status> {
         if self.live.as_of != Some(known.generation) {
             let (worker, incarnation) = (self.session.worker, self.session.incarnation);
-            self.live.leases = leases::live_tasks(self.scheduler.context.db.read(), worker, incarnation)
+            self.live.leases = leases::live_in_use(self.scheduler.context.db.read(), worker, incarnation)
                 .await
                 .map_err(|error| database("read leases", &error))?;
             self.live.as_of = Some(known.generation);
@@ -338,7 +338,7 @@ impl Attendance<'_> {
         lease: &lease::Model,
         room: &mut usize,
     ) -> Result<Option<pb::DesiredLease>, Status> {
-        let Some((workload, attempt)) = leases::claims(lease).attempt else { return Ok(None) };
+        let claims = leases::claims(lease);
         let mut desired = pb::DesiredLease { lease_id: lease.id.to_string(), action: None };
         let stop = (lease.state == lease::State::Ending).then_some((lease.stop_grace_us, lease.stop_reason));
         let was_sent = match &stop {
@@ -357,13 +357,16 @@ impl Attendance<'_> {
             pb::desired_lease::Action::Stop(pb::StopAttempt {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
                 reason: convert::stop_reason(reason.unwrap_or(lease::StopReason::Cancelled)).into(),
-                lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
-                workload_id: workload.to_string(),
-                attempt_id: attempt.to_string(),
+                lease_token: self.scheduler.signer.sign(&claims),
+                workload_id: claims.attempt.map(|(id, _)| id.to_string()).unwrap_or_default(),
+                attempt_id: claims.attempt.map(|(_, id)| id.to_string()).unwrap_or_default(),
             })
-        } else {
+        } else if let Some((workload, attempt)) = claims.attempt {
             let Some(run) = self.run(lease, workload, attempt).await? else { return Ok(None) };
             pb::desired_lease::Action::Run(run)
+        } else {
+            let lease_token = self.scheduler.signer.sign(&claims);
+            pb::desired_lease::Action::Hold(pb::HoldLease { lease_token, team: claims.team })
         });
         *room = room.saturating_sub(rpc::Message::encoded_len(&desired));
         match stop {
@@ -457,7 +460,7 @@ impl Attendance<'_> {
             match phases.get(&LeaseId::from_uuid(lease.id)) {
                 // FinishAttempt reports the end of an attempt, unless the attempt must stop and its
                 // start was rejected. A gateway whose FinishAttempt never arrives has limited time.
-                Some(Phase::Ended) if lease.state != lease::State::Ending => {
+                Some(Phase::Ended) if lease.state != lease::State::Ending && !lease.is_driven() => {
                     let since = self.ended.get(&lease.id).copied().unwrap_or(now);
                     if now.since(since) < self.scheduler.context.config.worker_ttl {
                         ended.insert(lease.id, since);
@@ -467,10 +470,13 @@ impl Attendance<'_> {
                     observation.absent.push(lease.clone());
                 }
                 // For a lease that was given up, the report only confirms that the attempt has
-                // stopped.
-                Some(Phase::Ended) if lease.stop_reason == Some(lease::StopReason::WorkerLost) => {
+                // stopped. A driven lease has no other end to report.
+                Some(Phase::Ended)
+                    if lease.is_driven() || lease.stop_reason == Some(lease::StopReason::WorkerLost) =>
+                {
                     observation.absent.push(lease.clone());
                 }
+                Some(_) if lease.is_driven() => {}
                 Some(phase) if *phase as i64 > lease.phase => {
                     observation.advanced.push((lease.clone(), *phase))
                 }

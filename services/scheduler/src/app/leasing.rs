@@ -10,7 +10,8 @@ use rpc::Reason;
 use sea_orm::{ConnAcquireErr, DbErr};
 
 use crate::context::Context;
-use crate::leases::{self, RenewError};
+use crate::leases::{self, RenewError, UseError};
+use crate::notify::changes::Effects;
 use crate::scheduling::{Dispatch, LeaseRequest, PlaceError, PlaceResult, Request};
 use crate::store_client::{Inputs, Store};
 
@@ -96,6 +97,17 @@ impl Leasing {
         self.context
             .db
             .write(async |txn| leases::renew(&txn, claims.lease, Timestamp::now(), term).await)
+            .await
+    }
+
+    /// Marks a driven lease as in use.
+    pub(crate) async fn use_lease(&self, claims: &LeaseClaims) -> Result<(), UseError> {
+        self.context
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                leases::use_lease(&txn, claims.lease, &mut effects).await?;
+                Ok::<_, UseError>(((), effects))
+            })
             .await
     }
 

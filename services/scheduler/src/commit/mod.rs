@@ -26,7 +26,7 @@ use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, FromQuery
 use serde::Serialize;
 use uuid::Uuid;
 
-use self::release::end_and_lock;
+use self::release::release_and_lock;
 use crate::db::entity::lease::{self, Kind, State};
 use crate::db::entity::{STATE_OF_NAMED, to_json, worker, workload};
 use crate::db::writes::Writes;
@@ -118,6 +118,8 @@ pub(crate) struct CommitResult {
     pub(crate) affine_workers: HashMap<LeaseId, WorkerId>,
     /// Workers on which released slots became free.
     pub(crate) freed: HashSet<WorkerId>,
+    /// Workers with released leases that are in use, whose gateways must stop them.
+    pub(crate) stopping: HashSet<WorkerId>,
     /// Calls to the artifact store that the transaction wrote to the outbox.
     pub(crate) parcels: Vec<Parcel>,
     /// Sort key and submission time of workloads that were accepted before.
@@ -164,7 +166,8 @@ pub(crate) async fn commit_plan(
         }
     }
     let concerned = grants.iter().map(|grant| grant.worker.uuid());
-    let (ended, locked) = end_and_lock(txn, &plan.releases, concerned, now).await?;
+    let (released, locked) = release_and_lock(txn, &plan.releases, concerned, now).await?;
+    let (stopping, ended): (Vec<_>, Vec<_>) = released.into_iter().partition(|lease| lease.in_use);
     are_locked();
     let LockedWorkers { rows: mut locked, others, transaction } = known_rows(locked, facts);
     locked.extend(workers::find_all(txn, others).await?);
@@ -177,9 +180,15 @@ pub(crate) async fn commit_plan(
             done.freed.insert(WorkerId::from_uuid(lease.worker_id));
         }
         changes.release(lease);
+    }
+    for lease in &stopping {
+        changes.stop(lease.worker_id);
+        done.stopping.insert(WorkerId::from_uuid(lease.worker_id));
+    }
+    for lease in ended.iter().chain(&stopping) {
         // A repeated request must not receive a lease that this plan releases.
         if let Some(known) = done.existing.get_mut(&LeaseId::from_uuid(lease.lease_id)) {
-            known.state = State::Ended;
+            known.state = if lease.in_use { State::Ending } else { State::Ended };
         }
     }
     done.parcels = leases::release_pins(txn, &ended, now).await?;
@@ -687,9 +696,9 @@ fn insert_leases(
     writes.add(values, |backend, n| {
         format!(
             "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, workload_id, attempt_id, phase, request,
-             expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes, settles, owner)
+             expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes, in_use, settles, owner)
              SELECT id, worker_id, incarnation, kind, team, ${}, generation, workload_id, attempt_id, 0, request, expires_at, ${},
-             cpu_millis, memory_bytes, disk_bytes, settles, owner FROM ({}) AS given",
+             cpu_millis, memory_bytes, disk_bytes, workload_id IS NOT NULL, settles, owner FROM ({}) AS given",
             n + 1,
             n + 2,
             rows::query(backend, n, &NEW_LEASE)

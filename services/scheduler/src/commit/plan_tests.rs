@@ -102,7 +102,7 @@ async fn rows_are_found_by_id_with_old_statistics() {
 
     let worker = WorkerId::new();
     let released = leases(1).into_iter().map(|lease| (lease, worker)).collect::<Vec<_>>();
-    let (ended, _) = end_and_lock(&txn, &released, iter::empty(), now).await.expect("released");
+    let (ended, _) = release_and_lock(&txn, &released, iter::empty(), now).await.expect("released");
     assert_eq!(ended.len(), ASKED);
     few("releasing leases").await;
 
@@ -150,7 +150,7 @@ async fn old_plan_reads_few_rows_of_grown_table() {
     let from = |n: i64| (0..ASKED as i64).map(move |more| Uuid::from_u128((n + more) as u128));
     let release = async |n: i64| {
         let releases: Vec<_> = from(n).map(|id| (LeaseId::from_uuid(id), worker)).collect();
-        let released = end_and_lock(&txn, &releases, iter::empty(), Timestamp::now()).await;
+        let released = release_and_lock(&txn, &releases, iter::empty(), Timestamp::now()).await;
         released.expect("released").0.len()
     };
     assert_eq!(release(ROWS * 10).await, 0, "planned");

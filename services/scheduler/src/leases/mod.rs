@@ -5,8 +5,13 @@
 //!    │                      └──as below───────────────────────────────────▶ ended
 //!    ├──its gateway reports the end, or does not know the lease───────────▶ ended
 //!    ├──its worker is stalled and has not started it──────────────────────▶ ended
-//!    └──its worker is lost, a new incarnation, or not renewed─────────────▶ ended
+//!    ├──its worker is lost, or a new incarnation──────────────────────────▶ ended
+//!    └──not in use, and released, not renewed or interrupted──────────────▶ ended
 //! ```
+//!
+//! A lease of an attempt is in use from its grant on, and a driven lease from [`use_lease`] on.
+//! Only leases in use are part of the desired state of their worker. A driven lease in use that is
+//! released, not renewed or interrupted must stop, like an attempt.
 //!
 //! If the worker is lost and may still run the attempt, the lease is given up instead of ended. The
 //! workload ends without it. The lease stays `ending` until its gateway reports the stop, the
@@ -39,7 +44,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::db::entity::lease::{self, EndedBy, EndedLease, Kind, State, StopReason};
-use crate::db::entity::{STATE_OF_NAMED, owner_affinity, worker};
+use crate::db::entity::{STATE_OF_NAMED, owner_affinity, worker, workload};
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::placement::{Placement, Resources};
@@ -57,6 +62,23 @@ pub(crate) enum RenewError {
     /// The lease was released, has expired, or its worker was lost.
     #[error("cannot renew the lease: it has ended")]
     Lost,
+    /// The database failed.
+    #[error("cannot access the lease in the database")]
+    Database(#[from] DbErr),
+}
+
+/// Reason why a driven lease cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UseError {
+    /// The lease must stop or has ended, or its worker is lost or has a new incarnation.
+    #[error("cannot use the lease: it has ended or is ending")]
+    Lost,
+    /// The lease takes no slot, so no process may run under it.
+    #[error("must be of a lease of another kind than transfer")]
+    Transfer,
+    /// The artifact store identifies holders by id, so a workload must not have the same id.
+    #[error("cannot use the lease: a workload has its id")]
+    WorkloadId,
     /// The database failed.
     #[error("cannot access the lease in the database")]
     Database(#[from] DbErr),
@@ -140,6 +162,11 @@ pub(crate) async fn find(db: &impl ConnectionTrait, lease: LeaseId) -> Result<Op
     lease::Entity::find_by_id(lease.uuid()).one(db).await
 }
 
+/// Reads and locks one lease until the end of the transaction.
+pub(crate) async fn lock(txn: &DatabaseTransaction, id: LeaseId) -> Result<Option<lease::Model>, DbErr> {
+    lease::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await
+}
+
 /// Returns the workloads, of these, whose attempt must stop and has not, with the reason.
 pub(crate) async fn stopping(
     db: &impl ConnectionTrait,
@@ -212,13 +239,16 @@ fn describe(row: lease::Model, worker_name: String) -> Lease {
 
 fn state(row: &lease::Model) -> LeaseState {
     let ended_at = row.ended_at.unwrap_or_default();
-    let end = match row.ended_by {
-        Some(EndedBy::Reported) if row.is_driven() => LeaseEnd::Released,
-        Some(EndedBy::Reported) => LeaseEnd::Reported,
+    let end = match (row.ended_by, row.stop_reason) {
+        (_, Some(StopReason::Released)) => LeaseEnd::Released,
+        (_, Some(StopReason::Expired)) => LeaseEnd::Expired,
+        (Some(EndedBy::Reported), _) if row.is_driven() => LeaseEnd::Released,
+        (Some(EndedBy::Reported), _) => LeaseEnd::Reported,
+        (_, Some(StopReason::WorkerLost)) => LeaseEnd::Lost,
+        (_, Some(_)) => LeaseEnd::Stopped,
         // Only an expiry leaves an end at or after `expires_at`.
-        _ if row.expires_at.is_some_and(|at| at <= ended_at) => LeaseEnd::Expired,
-        _ if row.stop_reason.is_some_and(|reason| reason != StopReason::WorkerLost) => LeaseEnd::Stopped,
-        _ => LeaseEnd::Lost,
+        (_, None) if row.expires_at.is_some_and(|at| at <= ended_at) => LeaseEnd::Expired,
+        (_, None) => LeaseEnd::Lost,
     };
     match row.state {
         State::Granted => LeaseState::Granted,
@@ -243,24 +273,75 @@ pub(crate) async fn find_all(
     Ok(found.collect())
 }
 
-/// Returns the live leases for attempts in the incarnation `incarnation` of `worker`.
-pub(crate) async fn live_tasks(
+/// Returns the live leases in use in the incarnation `incarnation` of `worker`.
+pub(crate) async fn live_in_use(
     db: &impl ConnectionTrait,
     worker: WorkerId,
     incarnation: Incarnation,
 ) -> Result<Vec<lease::Model>, DbErr> {
-    live_tasks_of(worker, incarnation).all(db).await
+    live_in_use_of(worker, incarnation).all(db).await
 }
 
-fn live_tasks_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::Entity> {
+fn live_in_use_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::Entity> {
     lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker.uuid()))
         .filter(lease::is_live())
-        .filter(lease::Column::WorkloadId.is_not_null())
+        .filter(lease::Column::InUse.eq(true))
         .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
 }
 
-/// Stops the attempt under `lease`. A repeat may only shorten the grace period, and the first
+/// Marks a driven lease as in use. From the commit on, its gateway receives it, and its slot is
+/// freed only when nothing runs under it.
+///
+/// A lease past its expiry may be used until [`expire`] ends it, as in [`renew`].
+pub(crate) async fn use_lease(
+    txn: &DatabaseTransaction,
+    id: LeaseId,
+    effects: &mut Effects,
+) -> Result<(), UseError> {
+    let lease = lock(txn, id).await?.filter(|lease| lease.state == State::Granted && lease.is_driven());
+    let lease = lease.ok_or(UseError::Lost)?;
+    // An incarnation that starts after this check ends the lease, too.
+    if workers::is_stranded(txn, &lease).await? {
+        return Err(UseError::Lost);
+    }
+    if lease.in_use {
+        return Ok(());
+    }
+    if !lease.kind.takes_a_slot() {
+        return Err(UseError::Transfer);
+    }
+    if workload::Entity::find_by_id(lease.id).one(txn).await?.is_some() {
+        return Err(UseError::WorkloadId);
+    }
+    let generation = raise_generation(txn, lease.worker_id, effects).await?;
+    lease::Entity::update_many()
+        .col_expr(lease::Column::InUse, Expr::value(true))
+        .col_expr(lease::Column::Settles, Expr::value(true))
+        .col_expr(lease::Column::Generation, Expr::value(generation))
+        .filter(lease::Column::Id.eq(lease.id))
+        .exec(txn)
+        .await?;
+    Ok(())
+}
+
+/// Stops a driven lease, and ends it at once if it is not in use.
+pub(crate) async fn stop_driven(
+    txn: &DatabaseTransaction,
+    id: LeaseId,
+    reason: StopReason,
+    grace: Duration,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    match lock(txn, id).await? {
+        Some(lease) if lease.in_use => stop(txn, lease, reason, grace, effects).await,
+        Some(_) => end(txn, id, EndedBy::Lost, now, effects).await.map(drop),
+        None => Ok(()),
+    }
+}
+
+/// Stops what runs under `lease`. A repeat may only shorten the grace period, and the first
 /// reason stays.
 pub(crate) async fn stop(
     txn: &DatabaseTransaction,
@@ -288,8 +369,8 @@ pub(crate) async fn stop(
     Ok(())
 }
 
-/// Gives up the attempt under `lease`, whose lost worker may still run it. The slot stays in use
-/// until the attempt has stopped.
+/// Gives up `lease`, whose lost worker may still run something under it. The slot stays in use
+/// until that has stopped.
 pub(crate) async fn give_up(
     txn: &DatabaseTransaction,
     lease: &lease::Model,
@@ -373,19 +454,19 @@ pub(crate) async fn release_pins(
     outbox::put_all(txn, messages, now).await
 }
 
-/// Raises the generation of the desired state of `worker`.
+/// Raises the generation of the desired state of `worker`, and returns it.
 async fn raise_generation(
     txn: &DatabaseTransaction,
     worker: uuid::Uuid,
     effects: &mut Effects,
-) -> Result<(), DbErr> {
-    worker::Entity::update_many()
+) -> Result<i64, DbErr> {
+    let raised = worker::Entity::update_many()
         .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation).add(1))
         .filter(worker::Column::Id.eq(worker))
-        .exec(txn)
+        .exec_with_returning(txn)
         .await?;
     effects.workers.push(WorkerId::from_uuid(worker));
-    Ok(())
+    Ok(raised.first().map_or(0, |worker| worker.generation))
 }
 
 /// Renews a driven lease until `now + term`. A later expiry that another clock set stays. Only a
@@ -408,8 +489,8 @@ pub(crate) async fn renew(
     if renewed.rows_affected > 0 { Ok(()) } else { Err(RenewError::Lost) }
 }
 
-/// Gives every live driven lease at least a full term from `now`, because its holder may have been
-/// unable to renew it. Repeats at one time have no further effect.
+/// Gives every granted driven lease at least a full term from `now`, because its holder may have
+/// been unable to renew it. Repeats at one time have no further effect.
 pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -417,23 +498,22 @@ pub(crate) async fn extend_terms(
 ) -> Result<(), DbErr> {
     lease::Entity::update_many()
         .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
-        .filter(lease::Column::WorkloadId.is_null())
-        .filter(lease::is_live())
+        .filter(lease::is_granted())
         .filter(lease::Column::ExpiresAt.lt((now + term).0))
         .exec(txn)
         .await
         .map(|_| ())
 }
 
-/// Ends up to 1000 driven leases that were not renewed in time.
+/// Ends up to 1000 driven leases that were not renewed in time, and stops those in use.
 pub(crate) async fn expire(
     txn: &DatabaseTransaction,
+    grace: Duration,
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let mut late = lease::Entity::find()
-        .filter(lease::Column::WorkloadId.is_null())
-        .filter(lease::is_live())
+        .filter(lease::is_granted())
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .order_by_asc(lease::Column::Id)
         .limit(1000)
@@ -441,7 +521,8 @@ pub(crate) async fn expire(
         .all(txn)
         .await?;
     // A lease may have been renewed before the lock was taken.
-    late.retain(|lease| lease.state != State::Ended && lease.expires_at.is_some_and(|at| at <= now.0));
+    late.retain(|lease| lease.state == State::Granted && lease.expires_at.is_some_and(|at| at <= now.0));
+    let (used, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|lease| lease.in_use);
     lease::Entity::update_many()
         .col_expr(lease::Column::State, Expr::value(State::Ended))
         .col_expr(lease::Column::EndedAt, Expr::value(now.0))
@@ -449,13 +530,16 @@ pub(crate) async fn expire(
         .filter(lease::Column::Id.is_in(late.iter().map(|lease| lease.id)))
         .exec(txn)
         .await?;
+    for lease in used {
+        stop(txn, lease, StopReason::Expired, grace, effects).await?;
+    }
     release_resources(txn, &late, now, effects).await
 }
 
 /// Returns whether a driven lease was not renewed in time.
 pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Result<bool, DbErr> {
     let expired = lease::Entity::find()
-        .filter(lease::is_live())
+        .filter(lease::is_granted())
         .filter(lease::Column::ExpiresAt.is_not_null())
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .one(db)
@@ -516,7 +600,7 @@ mod tests {
     async fn live_leases_are_found_by_their_index() {
         let database = testing::databases::sqlite();
         let db = db::Database::connect::<crate::Schema>(&database.url).await.expect("a database");
-        let query = live_tasks_of(WorkerId::new(), Incarnation(1)).build(DbBackend::Sqlite);
+        let query = live_in_use_of(WorkerId::new(), Incarnation(1)).build(DbBackend::Sqlite);
         // Parameters have no values here, so the plan is the one that all executions share.
         let explain = format!("EXPLAIN QUERY PLAN {}", query.sql);
         let plan = db.read().query_one_raw(Statement::from_string(DbBackend::Sqlite, explain)).await;

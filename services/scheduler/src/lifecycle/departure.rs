@@ -29,9 +29,10 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::db::entity::lease::{self, EndedBy};
+use crate::db::entity::lease::{self, StopReason};
 use crate::db::entity::removed_worker::{self, WorkerEnd};
 use crate::db::entity::worker::{self, Desired, Model, State};
+use crate::leases;
 use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
 use crate::store_client::Forget;
@@ -241,7 +242,7 @@ pub(crate) async fn departing(db: &impl ConnectionTrait) -> Result<Vec<Model>, D
     Ok(rows)
 }
 
-/// Interrupts the workloads on `worker`: all of them, or only interruptible ones.
+/// Interrupts the workloads and driven leases on `worker`: all of them, or only interruptible ones.
 async fn interrupt(lifecycle: &Lifecycle, worker: Uuid, all: bool) -> Result<(), DbErr> {
     let live = lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker))
@@ -250,18 +251,19 @@ async fn interrupt(lifecycle: &Lifecycle, worker: Uuid, all: bool) -> Result<(),
         .all(lifecycle.context.db.read())
         .await?;
     for lease in live {
-        let Some(workload) = lease.workload_id.map(WorkloadId::from_uuid) else {
-            if all {
-                lifecycle.end_lease(LeaseId::from_uuid(lease.id), EndedBy::Lost).await?;
-            }
-            continue;
-        };
+        let (id, workload) = (LeaseId::from_uuid(lease.id), lease.workload_id.map(WorkloadId::from_uuid));
         lifecycle
             .context
             .change(async |txn| {
-                let mut effects = Effects::default();
-                let grace = lifecycle.context.config.timeout_grace;
-                workloads::interrupt(&txn, workload, &lease, all, grace, &mut effects).await?;
+                let (mut effects, now) = (Effects::default(), Timestamp::now());
+                let (reason, grace) = (StopReason::Interrupted, lifecycle.context.config.timeout_grace);
+                match workload {
+                    Some(workload) => {
+                        workloads::interrupt(&txn, workload, &lease, all, grace, &mut effects).await?;
+                    }
+                    None if all => leases::stop_driven(&txn, id, reason, grace, now, &mut effects).await?,
+                    None => {}
+                }
                 Ok::<_, DbErr>(((), effects))
             })
             .await?;

@@ -2,11 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
-use domain::{LeaseId, Timestamp};
+use domain::Timestamp;
 use sea_orm::DbErr;
 
-use crate::db::entity::lease::EndedBy;
-use crate::leases;
 use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
 use crate::outcome::AttemptEnd;
@@ -15,7 +13,7 @@ use crate::workloads;
 
 impl Lifecycle {
     /// Ends the leases of workers that are lost, pruned or have a new incarnation. A lease under
-    /// which an attempt may still run is given up instead.
+    /// which something may still run is given up instead.
     pub(crate) async fn end_stranded_leases(&self) -> Result<(), DbErr> {
         let before = self.stranded_ended.load(Ordering::Relaxed);
         let last = revisions::revisions(self.context.db.read()).await?.last;
@@ -28,24 +26,17 @@ impl Lifecycle {
         let are_all = orphans.len() < workers::STRANDED_BATCH;
         for lease in orphans {
             tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending or giving up the lease of a lost worker");
-            match lease.is_driven() {
-                false => {
-                    self.context
-                        .change(async |txn| {
-                            let mut effects = Effects::default();
-                            // The worker may have returned in the meantime.
-                            if workers::is_stranded(&*txn, &lease).await? {
-                                let (end, now) = (AttemptEnd::WorkerLost, Timestamp::now());
-                                workloads::lose_attempt(&txn, &lease, end, now, &mut effects).await?;
-                            }
-                            Ok::<_, DbErr>(((), effects))
-                        })
-                        .await?;
-                }
-                true => {
-                    self.end_lease(LeaseId::from_uuid(lease.id), EndedBy::Lost).await?;
-                }
-            }
+            self.context
+                .change(async |txn| {
+                    let mut effects = Effects::default();
+                    // The worker may have returned in the meantime.
+                    if workers::is_stranded(&*txn, &lease).await? {
+                        let (end, now) = (AttemptEnd::WorkerLost, Timestamp::now());
+                        workloads::lose_attempt(&txn, &lease, end, now, &mut effects).await?;
+                    }
+                    Ok::<_, DbErr>(((), effects))
+                })
+                .await?;
         }
         if are_all {
             self.stranded_ended.store(last, Ordering::Relaxed);
@@ -69,15 +60,5 @@ impl Lifecycle {
                 .await?;
         }
         Ok(())
-    }
-
-    pub(crate) async fn end_lease(&self, lease: LeaseId, by: EndedBy) -> Result<(), DbErr> {
-        self.context
-            .change(async |txn| {
-                let mut effects = Effects::default();
-                leases::end(&txn, lease, by, Timestamp::now(), &mut effects).await?;
-                Ok::<_, DbErr>(((), effects))
-            })
-            .await
     }
 }

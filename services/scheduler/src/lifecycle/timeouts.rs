@@ -57,7 +57,8 @@ pub(crate) async fn expire(lifecycle: &Lifecycle) -> Result<(), DbErr> {
             .context
             .change(async |txn| {
                 let mut effects = Effects::default();
-                leases::expire(&txn, now, &mut effects).await?;
+                let grace = lifecycle.context.config.timeout_grace;
+                leases::expire(&txn, grace, now, &mut effects).await?;
                 Ok::<_, DbErr>(((), effects))
             })
             .await?;

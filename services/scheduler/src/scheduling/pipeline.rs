@@ -278,6 +278,7 @@ impl Dispatcher {
                 self.conclude_turns(turns, calls, &done, &mut effects);
                 round.outdated.extend(&done.outdated);
                 self.announce_freed(&done.freed, &mut effects);
+                effects.workers.extend(&done.stopping);
                 effects.parcels.extend(done.parcels);
                 (caller.announce)(effects);
             }

@@ -190,7 +190,12 @@ impl LoadChanges {
         change.memory_bytes -= lease.memory_bytes;
         change.disk_bytes -= lease.disk_bytes;
         change.ended += 1;
-        change.generations |= i64::from(lease.workload_id.is_some());
+        change.generations |= i64::from(lease.in_use);
+    }
+
+    /// Records that a lease of `worker` must stop, which changes the worker's desired state.
+    pub(crate) fn stop(&mut self, worker: Uuid) {
+        self.0.entry(worker).or_default().generations |= 1;
     }
 
     /// Adds a granted lease. `is_of_workload`: the lease changes the worker's desired state.

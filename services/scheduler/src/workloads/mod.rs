@@ -497,7 +497,8 @@ async fn lock_attempt(
     Ok(lease.filter(|lease| lease.state != lease::State::Ended).map(|lease| (row, lease)))
 }
 
-/// Ends the attempt under `lease` without a report of its gateway.
+/// Ends the attempt under `lease` without a report of its gateway. For a driven lease: ends it,
+/// because nothing runs under it any more, or gives it up.
 pub(crate) async fn lose_attempt(
     txn: &DatabaseTransaction,
     lease: &lease::Model,
@@ -508,11 +509,20 @@ pub(crate) async fn lose_attempt(
     if let Some((row, lease)) = lock_attempt(txn, &leases::claims(lease)).await? {
         return end_attempt(txn, row, &lease, end, now, effects).await;
     }
+    let id = LeaseId::from_uuid(lease.id);
+    // The lease may have come into use since it was read.
+    let Some(lease) = leases::lock(txn, id).await? else { return Ok(()) };
+    let is_lost = matches!(end, AttemptEnd::WorkerLost);
+    let may_still_run = is_lost && lease.in_use && workers::may_still_run(txn, &lease).await?;
     // A lease is given up only once.
-    if !matches!(end, AttemptEnd::WorkerLost) || !workers::may_still_run(txn, lease).await? {
-        end_given_up(txn, LeaseId::from_uuid(lease.id), EndedBy::Lost, now, effects).await?;
+    let is_given_up = lease.stop_reason == Some(StopReason::WorkerLost);
+    match may_still_run {
+        true if lease.is_driven() && !is_given_up => leases::give_up(txn, &lease, effects).await.map(drop),
+        false if lease.is_driven() || is_given_up => {
+            leases::end(txn, id, EndedBy::Lost, now, effects).await.map(drop)
+        }
+        true | false => Ok(()),
     }
-    Ok(())
 }
 
 /// Ends the attempt under the lease of a stalled worker, unless its process counts as started.

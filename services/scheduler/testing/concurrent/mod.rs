@@ -297,15 +297,7 @@ impl World {
                 if !workers::is_stranded(&*txn, &lease).await? {
                     return Ok(());
                 }
-                match lease.is_driven() {
-                    false => {
-                        workloads::lose_attempt(&txn, &lease, AttemptEnd::WorkerLost, now, &mut effects).await
-                    }
-                    true => {
-                        let id = LeaseId::from_uuid(lease.id);
-                        leases::end(&txn, id, lease::EndedBy::Lost, now, &mut effects).await.map(|_| ())
-                    }
-                }
+                workloads::lose_attempt(&txn, &lease, AttemptEnd::WorkerLost, now, &mut effects).await
             });
             ended.await.expect("a stranded lease ends");
         }
@@ -482,8 +474,9 @@ impl World {
                     });
                     stopped.await.expect("stopped");
                 }
-                let expired =
-                    self.db.write(async |txn| leases::expire(&txn, now, &mut Effects::default()).await);
+                let expired = self.db.write(async |txn| {
+                    leases::expire(&txn, Duration::from_secs(1), now, &mut Effects::default()).await
+                });
                 expired.await.expect("expired");
                 let tried = self.db.write(async |txn| {
                     quarantine::put_on_probation(&txn, now, &mut Effects::default()).await

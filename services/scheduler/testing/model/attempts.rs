@@ -122,7 +122,23 @@ impl State {
         }
     }
 
-    /// Stops an attempt. A repeat may only shorten the grace period, and the first reason stays.
+    /// Gives up a lease under which a lost worker may still run something.
+    pub(super) fn give_up_lease(&mut self, id: LeaseId) {
+        let lease = self.leases.get_mut(&id).expect("known to the model");
+        (lease.state, lease.grace) = (LeaseState::Ending, Some(0));
+        lease.stop = Some(StopReason::WorkerLost);
+    }
+
+    /// Stops a driven lease.
+    pub(super) fn stop_driven(&mut self, id: LeaseId, reason: StopReason, now: Minutes) {
+        match self.leases[&id].in_use {
+            true => self.stop(id, reason, 10),
+            false => self.end_lease(id, EndedBy::Lost, now),
+        }
+    }
+
+    /// Stops an attempt or a driven lease. A repeat may only shorten the grace period, and the
+    /// first reason stays.
     pub(super) fn stop(&mut self, id: LeaseId, reason: StopReason, grace: i64) {
         let lease = self.leases.get_mut(&id).expect("known to the model");
         if lease.is_live() && lease.grace.is_none_or(|present| grace < present) {
@@ -278,9 +294,7 @@ impl State {
             && may_have_run
             && self.may_still_run(lease.worker, lease.incarnation);
         if may_still_run {
-            let lease = self.leases.get_mut(&lease_id).expect("known to the model");
-            (lease.state, lease.grace) = (LeaseState::Ending, Some(0));
-            lease.stop = Some(StopReason::WorkerLost);
+            self.give_up_lease(lease_id);
         } else {
             self.end_lease(lease_id, by, now);
         }
@@ -417,6 +431,7 @@ fn ending(
             let goes_on = !may_have_run || may_be_interrupted;
             return (!goes_on).then(|| errored(FailureReason::Interrupted));
         }
+        Some(StopReason::Released | StopReason::Expired) => panic!("{stop:?} stops only driven leases"),
         Some(StopReason::Interrupted | StopReason::WorkerLost) | None => {}
     }
     let Some(report) = report else {

@@ -8,7 +8,7 @@ use super::fixtures::{self, Requirements};
 use super::operations::{Call, Step};
 use super::oracle::StepResult;
 use super::state::{Lease, Minutes, State};
-use crate::db::entity::lease::{EndedBy, Kind, State as LeaseState};
+use crate::db::entity::lease::{Kind, State as LeaseState};
 
 /// A call that waits at one replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -132,9 +132,9 @@ impl State {
                 false => fixtures::lease_has_input(*id),
             };
             let may_be_released = is_released_again(call, *id) || (may_be_settled && has_input);
-            let is_live = self.leases.get(id).is_some_and(Lease::is_live);
-            if is_live && may_be_released && !after.leases[id].is_live() {
-                self.end_lease(*id, EndedBy::Reported, now);
+            let is_granted = self.leases.get(id).is_some_and(Lease::is_granted);
+            if is_granted && may_be_released && !after.leases[id].is_granted() {
+                self.release_driven(*id, now);
                 some = true;
             }
         }
@@ -281,7 +281,9 @@ impl State {
                         self.leases.get(&id).is_some_and(|lease| lease.state == LeaseState::Granted);
                     assert!(was_there || (may_be_settled && !is_live), "{id} is free");
                 }
-                "NotPinned" => assert!(!self.leases.get(&id).is_some_and(Lease::is_live), "{id} is pinned"),
+                "NotPinned" => {
+                    assert!(!self.leases.get(&id).is_some_and(Lease::is_granted), "{id} is pinned");
+                }
                 "AllWorkersBusy" => {
                     assert_eq!(call.wait, 0, "the call may wait");
                     assert!(!granted.contains(&id) && !before.leases.contains_key(&id), "{id} was granted");

@@ -20,6 +20,8 @@ use crate::workloads::Phase;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeaseAction {
     Run,
+    /// Keep what runs under a driven lease.
+    Hold,
     /// Stop, with this grace period in seconds.
     Stop(i64),
 }
@@ -57,6 +59,10 @@ fn action(lease: &pb::DesiredLease, before: Option<LeaseAction>) -> LeaseAction 
         Some(pb::desired_lease::Action::Run(_)) => {
             assert_eq!(before, None, "an action is sent once");
             LeaseAction::Run
+        }
+        Some(pb::desired_lease::Action::Hold(_)) => {
+            assert_eq!(before, None, "an action is sent once");
+            LeaseAction::Hold
         }
         Some(pb::desired_lease::Action::Stop(stop)) => {
             LeaseAction::Stop(stop.grace.as_ref().map_or(0, |grace| grace.seconds))
@@ -100,16 +106,17 @@ impl State {
     fn actions(&self, session: &SessionClaims) -> BTreeMap<LeaseId, LeaseAction> {
         let action = |lease: &Lease| match lease.state {
             LeaseState::Ending => LeaseAction::Stop(lease.grace.expect("a grace period")),
+            _ if lease.workload.is_none() => LeaseAction::Hold,
             _ => LeaseAction::Run,
         };
-        self.attempts_of(session).map(|(id, lease)| (id, action(lease))).collect()
+        self.leases_in_use(session).map(|(id, lease)| (id, action(lease))).collect()
     }
 
-    /// Returns the live leases of attempts in this incarnation.
-    fn attempts_of(&self, session: &SessionClaims) -> impl Iterator<Item = (LeaseId, &Lease)> {
+    /// Returns the live leases in use in this incarnation.
+    fn leases_in_use(&self, session: &SessionClaims) -> impl Iterator<Item = (LeaseId, &Lease)> {
         let incarnation = session.incarnation.0;
         let live = self.live(session.worker);
-        live.filter(move |(_, lease)| lease.workload.is_some() && lease.incarnation == incarnation)
+        live.filter(move |(_, lease)| lease.in_use && lease.incarnation == incarnation)
     }
 
     /// Checks that a gateway with the newest generation knows exactly the live leases of its
@@ -162,11 +169,12 @@ impl State {
         {
             self.record_heartbeat(&stream.session, step_result.now);
         }
-        let live: BTreeSet<_> = self.attempts_of(&stream.session).map(|(id, _)| id).collect();
+        let live: BTreeSet<_> = self.leases_in_use(&stream.session).map(|(id, _)| id).collect();
         for id in live {
             let (lease, now_there) = (self.leases[&id].clone(), &step_result.after.leases[&id]);
             let has_ended = !now_there.is_live();
             let is_given_up = self.given_up_lease(id).is_some();
+            let is_driven = lease.workload.is_none();
             match report.phases.get(&id) {
                 None => {
                     let has_received = stream.has_received(id, report.echo);
@@ -176,7 +184,7 @@ impl State {
                             "{id} ended, which {stream:#?} had not received with {report:?}"
                         );
                         assert!(is_heard, "the session of {stream:#?} has ended, and its report ended {id}");
-                        self.lose_unknown_attempt(id, step_result);
+                        self.lose_unknown_lease(id, step_result);
                     } else {
                         assert!(
                             !has_to_be || !has_received,
@@ -184,14 +192,15 @@ impl State {
                         );
                     }
                 }
-                Some(Phase::Ended) if is_given_up => {
+                Some(Phase::Ended) if is_given_up || is_driven => {
                     if has_ended {
                         assert!(is_heard, "the session of {stream:#?} has ended, and its report ended {id}");
-                        self.lose_unknown_attempt(id, step_result);
+                        self.lose_unknown_lease(id, step_result);
                     } else {
-                        assert!(!has_to_be, "{id} was given up, and has stopped");
+                        assert!(!has_to_be, "{id} was given up or is driven, and has stopped");
                     }
                 }
+                Some(_) if is_driven => assert!(!has_ended, "{id} ended, and its gateway knows it"),
                 // FinishAttempt will report the end.
                 Some(Phase::Ended) if lease.state != LeaseState::Ending => {
                     assert!(!has_ended, "{id} ended without FinishAttempt");
@@ -210,12 +219,12 @@ impl State {
         }
     }
 
-    /// Processes that the gateway does not know the attempt under a live lease.
-    fn lose_unknown_attempt(&mut self, id: LeaseId, step_result: &StepResult<'_>) {
-        if self.given_up_lease(id).is_some() {
+    /// Processes that the gateway runs nothing under a live lease.
+    fn lose_unknown_lease(&mut self, id: LeaseId, step_result: &StepResult<'_>) {
+        let workload = self.leases[&id].workload.filter(|_| self.given_up_lease(id).is_none());
+        let Some(workload) = workload else {
             return self.end_lease(id, EndedBy::Lost, step_result.now);
-        }
-        let workload = self.leases[&id].workload.expect("a lease of an attempt");
+        };
         assert_ne!(self.workloads[&workload].state, Progress::Finished, "a finished workload has no lease");
         self.end_attempt(workload, End::Unknown, step_result.now);
     }

@@ -50,6 +50,7 @@ enum StepKind {
     Disconnect,
     EndWaits,
     Renew,
+    Use,
     Release,
     Dispatch,
     Start,
@@ -178,6 +179,7 @@ impl World {
             (StepKind::Disconnect, 1),
             (StepKind::EndWaits, 2),
             (StepKind::Renew, 3),
+            (StepKind::Use, 4),
             (StepKind::Release, 6),
             (StepKind::Dispatch, 10),
             (StepKind::Start, 14),
@@ -232,6 +234,7 @@ impl World {
             (StepKind::Depart, 3),
             (StepKind::Submit, 26),
             (StepKind::Place, 20),
+            (StepKind::Use, 20),
             (StepKind::Release, 20),
             (StepKind::Dispatch, 20),
             (StepKind::Start, 8),
@@ -249,6 +252,8 @@ impl World {
             (StepKind::Depart, 8),
             (StepKind::EndStranded, 3),
             (StepKind::Submit, 20),
+            (StepKind::Place, 6),
+            (StepKind::Use, 8),
             (StepKind::Dispatch, 14),
             (StepKind::Start, 34),
             (StepKind::Finish, 6),
@@ -416,13 +421,16 @@ impl World {
                 Step::EndWaits { minutes, looks: dice.random_bool(0.5) }
             }
             StepKind::Renew => Step::Renew(Self::some(dice, &known.driven)?.0),
-            StepKind::Release => {
+            StepKind::Use | StepKind::Release => {
                 let driven =
                     self.model.leases.iter().filter(|(_, lease)| lease.workload.is_none() && lease.is_live());
                 let driven: Vec<_> = driven.map(|(id, _)| *id).collect();
                 let live = driven.choose(dice).copied().filter(|_| dice.random_bool(0.6));
                 let lease = live.or_else(|| Some(Self::some(dice, &known.driven)?.0))?;
-                Step::Release { lease, is_fresh: dice.random_bool(0.5) }
+                match draw {
+                    StepKind::Use => Step::Use(lease),
+                    _ => Step::Release { lease, is_fresh: dice.random_bool(0.5) },
+                }
             }
             StepKind::Dispatch => Step::Dispatch,
             StepKind::Start => Step::Start(claims?),

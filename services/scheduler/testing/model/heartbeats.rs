@@ -263,7 +263,7 @@ impl State {
                 let known = &self.leases[lease];
                 match known.workload {
                     _ if known.stop.is_some() => {}
-                    None if is_due => self.end_lease(*lease, EndedBy::Lost, now),
+                    None if is_due => self.stop_driven(*lease, StopReason::Interrupted, now),
                     None => {}
                     Some(_) if is_due || self.may_be_interrupted(*lease) => {
                         self.stop(*lease, StopReason::Interrupted, 10);
@@ -306,11 +306,11 @@ impl State {
     pub(super) fn expire(&mut self, now: Minutes) {
         self.time_out(now);
         let is_late = |lease: &Lease| {
-            lease.is_live() && lease.workload.is_none() && lease.expires_at.is_some_and(|at| at <= now)
+            lease.is_granted() && lease.workload.is_none() && lease.expires_at.is_some_and(|at| at <= now)
         };
         let late: Vec<_> =
             self.leases.iter().filter(|(_, lease)| is_late(lease)).map(|(id, _)| *id).collect();
-        late.into_iter().for_each(|id| self.end_lease(id, EndedBy::Lost, now));
+        late.into_iter().for_each(|id| self.stop_driven(id, StopReason::Expired, now));
         for worker in self.workers.values_mut() {
             let silent = now - worker.heard_at;
             let may_be_ours = now - worker.patient_since <= 35;
@@ -356,13 +356,13 @@ impl State {
                     continue;
                 }
                 match lease.workload {
-                    Some(_) if self.given_up_lease(id).is_some() => {
-                        if !self.may_still_run(worker.id, lease.incarnation) {
-                            self.end_lease(id, EndedBy::Lost, now);
-                        }
+                    Some(workload) if self.given_up_lease(id).is_none() => {
+                        self.end_attempt(workload, End::WorkerLost, now);
                     }
-                    Some(workload) => self.end_attempt(workload, End::WorkerLost, now),
-                    None => self.end_lease(id, EndedBy::Lost, now),
+                    _ if lease.in_use && self.may_still_run(worker.id, lease.incarnation) => {
+                        self.give_up_lease(id);
+                    }
+                    _ => self.end_lease(id, EndedBy::Lost, now),
                 }
             }
         }

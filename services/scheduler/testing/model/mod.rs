@@ -321,6 +321,11 @@ impl World {
                     OpenStream { replica, session: session.clone(), received: vec![], sent: vec![] };
                 known.streams.insert(*stream, open_stream);
             }
+            (Step::Use(lease), Some(answer)) if answer.results == ["Ok"] => {
+                // The gateway creates a container, which the store must collect with the lease.
+                let (holder, team) = (WorkloadId::from_uuid(lease.uuid()), &self.model.leases[lease].team);
+                self.store.publish(team, holder, AttemptId::new()).await;
+            }
             (Step::SendReport { stream, report, .. }, Some(_)) => {
                 known.streams.get_mut(stream).expect("an open stream").sent.push(report.clone());
             }

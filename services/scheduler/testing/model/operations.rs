@@ -71,6 +71,8 @@ pub(super) enum Step {
         looks: bool,
     },
     Renew(LeaseId),
+    /// The gateway is about to run something under a driven lease.
+    Use(LeaseId),
     Release {
         lease: LeaseId,
         is_fresh: bool,

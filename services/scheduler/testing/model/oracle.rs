@@ -10,7 +10,8 @@ use super::calls::WaitingCall;
 use super::fixtures::{self, Amounts, Requirements, Uses};
 use super::operations::{Answer, Step};
 use super::state::{Lease, Minutes, State, Verdict};
-use crate::db::entity::lease::{EndedBy, Kind, State as LeaseState};
+use crate::db::entity::lease::{EndedBy, Kind, State as LeaseState, StopReason};
+use crate::db::entity::worker::State as Contact;
 use crate::db::entity::workload::State as Progress;
 
 /// The result of a step.
@@ -110,6 +111,7 @@ impl State {
                 }
             }
             Step::Renew(lease) => expected = self.renew(*lease, now),
+            Step::Use(lease) => expected = self.use_lease(*lease),
             Step::Release { lease, is_fresh } => self.release(*lease, *is_fresh, step_result),
             Step::Dispatch => {
                 self.dispatch(step_result);
@@ -170,7 +172,8 @@ impl State {
     /// Extends the terms of workers and driven leases.
     fn extend_terms(&mut self, now: Minutes) {
         self.workers.values_mut().for_each(|worker| worker.patient_since = now);
-        let driven = self.leases.values_mut().filter(|lease| lease.is_live() && lease.workload.is_none());
+        let is_driven = |lease: &&mut Lease| lease.state == LeaseState::Granted && lease.workload.is_none();
+        let driven = self.leases.values_mut().filter(is_driven);
         driven.for_each(|lease| lease.expires_at = lease.expires_at.max(Some(now + 45)));
     }
 
@@ -182,6 +185,26 @@ impl State {
             }
             _ => "Lost",
         }
+    }
+
+    /// From now on, something may run under a driven lease.
+    fn use_lease(&mut self, id: LeaseId) -> &'static str {
+        let has_workload = self.workloads.contains_key(&WorkloadId::from_uuid(id.uuid()));
+        let Some(lease) = self.leases.get(&id) else { return "Lost" };
+        let worker = &self.workers[self.name(lease.worker).expect("a known worker")];
+        let is_lost = worker.contact == Contact::Lost || worker.incarnation != lease.incarnation;
+        if lease.state != LeaseState::Granted || is_lost {
+            return "Lost";
+        }
+        match lease.kind {
+            _ if lease.in_use => return "Ok",
+            Kind::Transfer => return "Transfer",
+            _ if has_workload => return "WorkloadId",
+            _ => {}
+        }
+        let lease = self.leases.get_mut(&id).expect("known to the model");
+        (lease.in_use, lease.settles) = (true, true);
+        "Ok"
     }
 
     /// Records the lease that was granted to a workload, which its worker must allow.
@@ -224,6 +247,7 @@ impl State {
             granted_at: now,
             expires_at: workload.is_none().then_some(now + 45),
             ended_at: None,
+            in_use: workload.is_some(),
             settles: workload.is_none() && fixtures::lease_has_input(id),
         };
         assert!(self.leases.insert(id, lease).is_none(), "a lease is granted once");
@@ -340,10 +364,23 @@ impl State {
         self.is_awaited(requirements, priority, None, replicas)
     }
 
+    /// The holder releases a granted lease.
+    pub(super) fn release_driven(&mut self, id: LeaseId, now: Minutes) {
+        match self.leases[&id].in_use {
+            true => self.stop(id, StopReason::Released, 10),
+            false => self.end_lease(id, EndedBy::Reported, now),
+        }
+    }
+
     fn release(&mut self, id: LeaseId, is_fresh: bool, step_result: &StepResult<'_>) {
         let slots = self.held_by_teams();
         let lease = self.leases.get(&id).filter(|lease| lease.workload.is_none() && lease.is_live()).cloned();
-        let Some(lease) = lease else {
+        // A lease in use frees nothing before it has stopped.
+        let frees = |lease: &Lease| !lease.in_use;
+        let Some(lease) = lease.clone().filter(frees) else {
+            if lease.is_some_and(|lease| lease.state == LeaseState::Granted) {
+                self.release_driven(id, step_result.now);
+            }
             self.grant_freed(step_result);
             _ = self.release_all_unpinned(step_result);
             return;
@@ -354,7 +391,7 @@ impl State {
         if can_be_told && reserves {
             self.serve_queue(slots.clone(), step_result);
         }
-        self.end_lease(id, EndedBy::Reported, step_result.now);
+        self.release_driven(id, step_result.now);
         if can_be_told && !reserves {
             self.serve_queue(slots, step_result);
         }

@@ -26,7 +26,7 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::db::entity::lease::{Kind, State};
 use crate::db::entity::worker;
-use crate::leases;
+use crate::leases::{self, UseError};
 use crate::lifecycle::Lifecycle;
 use crate::lifecycle::departure;
 use crate::lifecycle::heartbeat_batches;
@@ -330,6 +330,13 @@ impl Replica {
             Step::Renew(lease) => {
                 let term = config.lease_term;
                 Answer::of([db.write(async |txn| leases::renew(&txn, *lease, now, term).await).await])
+            }
+            Step::Use(lease) => {
+                let row = leases::find(db.read(), *lease).await.expect("the database answers");
+                match row {
+                    Some(row) => Answer::of([app.leasing.use_lease(&leases::claims(&row)).await]),
+                    None => Answer::of::<(), _>([Err(UseError::Lost)]),
+                }
             }
             Step::Release { lease, is_fresh } => {
                 if *is_fresh {

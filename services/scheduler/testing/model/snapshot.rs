@@ -134,6 +134,7 @@ pub(super) async fn read_state(db: &db::Database, calendar: Calendar) -> State {
             granted_at: minutes(row.granted_at),
             expires_at: row.expires_at.map(minutes),
             ended_at: row.ended_at.map(minutes),
+            in_use: row.in_use,
             settles: row.settles,
         };
         state.leases.insert(LeaseId::from_uuid(row.id), lease);

@@ -95,7 +95,9 @@ pub(super) struct Lease {
     pub(super) granted_at: Minutes,
     pub(super) expires_at: Option<Minutes>,
     pub(super) ended_at: Option<Minutes>,
-    /// Whether the artifact store has pins of the lease.
+    /// Whether something may run under the lease.
+    pub(super) in_use: bool,
+    /// Whether the artifact store has pins or containers of the lease.
     pub(super) settles: bool,
 }
 
@@ -139,6 +141,10 @@ pub(super) enum Verdict {
 impl Lease {
     pub(super) fn is_live(&self) -> bool {
         self.state != LeaseState::Ended
+    }
+
+    pub(super) fn is_granted(&self) -> bool {
+        self.state == LeaseState::Granted
     }
 }
 

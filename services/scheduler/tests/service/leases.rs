@@ -64,7 +64,7 @@ pub(crate) async fn with_slots(scheduler: &Running, name: &str, max_tasks: u32) 
     Gateway::connect(scheduler, registration).await.expect("welcome")
 }
 
-async fn lease(scheduler: &Running, team: &str, id: &str) -> Result<pb::Lease, rpc::Refusal> {
+pub(crate) async fn lease(scheduler: &Running, team: &str, id: &str) -> Result<pb::Lease, rpc::Refusal> {
     let request = pb::GetLeaseRequest { team: team.to_owned(), lease_id: id.to_owned() };
     let answer = scheduler.placements().get_lease(request).await?.into_inner();
     Ok(answer.lease.expect("a lease"))

@@ -5,6 +5,7 @@ mod bad_input;
 mod chains;
 mod connected;
 mod demand;
+mod driven;
 mod explain;
 mod gateways;
 mod groups;
@@ -40,6 +41,11 @@ use demand::{
 };
 use domain::worker::TicketClaims;
 use domain::{MarkerId, VolumeHandle, WorkloadId};
+use driven::{
+    containers_of_lease_are_settled_when_it_ends, cordon_stops_leases_in_use_at_deadline,
+    lease_in_use_ends_when_its_gateway_reports_the_end, lease_in_use_is_stopped_when_not_renewed,
+    lease_with_id_of_workload_cannot_be_used, lost_worker_keeps_slot_of_lease_in_use,
+};
 use explain::{
     expected_wait_follows_released_slots, explanation_groups_workers_and_limits_details,
     explanation_shows_queue_position_and_reasons, only_stated_limits_require_capabilities,
@@ -632,6 +638,12 @@ on_both! {
     driven_lease_uses_no_slot,
     driven_lease_expires_when_not_renewed,
     lease_shows_owner_expiry_and_end,
+    lease_in_use_ends_when_its_gateway_reports_the_end,
+    lease_in_use_is_stopped_when_not_renewed,
+    cordon_stops_leases_in_use_at_deadline,
+    lost_worker_keeps_slot_of_lease_in_use,
+    lease_with_id_of_workload_cannot_be_used,
+    containers_of_lease_are_settled_when_it_ends,
     higher_priority_is_placed_first,
     longer_queue_gives_team_no_precedence,
     teams_share_slots_by_their_weights,

@@ -137,7 +137,7 @@ impl Place {
     }
 
     /// Creates the replica of an output as a gateway does. Returns its digest.
-    async fn candidate(
+    pub(crate) async fn candidate(
         &self,
         workload: WorkloadId,
         attempt: &str,

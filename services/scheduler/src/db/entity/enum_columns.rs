@@ -84,4 +84,6 @@ stored_as_text!(StopReason {
     RunTimeout = "RUN_TIMEOUT",
     Interrupted = "INTERRUPTED",
     WorkerLost = "WORKER_LOST",
+    Released = "RELEASED",
+    Expired = "EXPIRED",
 });

@@ -31,6 +31,7 @@ pub(crate) struct Model {
     pub(crate) cpu_millis: i64,
     pub(crate) memory_bytes: i64,
     pub(crate) disk_bytes: i64,
+    pub(crate) in_use: bool,
     pub(crate) settles: bool,
     pub(crate) owner: String,
 }
@@ -54,26 +55,26 @@ impl Model {
             worker_id: self.worker_id,
             kind: self.kind,
             team: self.team.clone(),
-            workload_id: self.workload_id,
             cpu_millis: self.cpu_millis,
             memory_bytes: self.memory_bytes,
             disk_bytes: self.disk_bytes,
+            in_use: self.in_use,
             settles: self.settles,
         }
     }
 }
 
-/// The part of an ended lease that is needed to release its resources and pins.
+/// The part of an ended or released lease that is needed to release its resources and pins.
 #[derive(Clone, Debug, FromQueryResult)]
 pub(crate) struct EndedLease {
     pub(crate) lease_id: Uuid,
     pub(crate) worker_id: Uuid,
     pub(crate) kind: Kind,
     pub(crate) team: String,
-    pub(crate) workload_id: Option<Uuid>,
     pub(crate) cpu_millis: i64,
     pub(crate) memory_bytes: i64,
     pub(crate) disk_bytes: i64,
+    pub(crate) in_use: bool,
     pub(crate) settles: bool,
 }
 
@@ -83,10 +84,10 @@ pub(crate) const ENDED_LEASE_COLUMNS: [&str; 9] = [
     "worker_id",
     "kind",
     "team",
-    "workload_id",
     "cpu_millis",
     "memory_bytes",
     "disk_bytes",
+    "in_use",
     "settles",
 ];
 
@@ -110,6 +111,11 @@ pub(crate) enum EndedBy {
     Reported,
     /// The scheduler ended the lease without its holder.
     Lost,
+}
+
+/// Returns the condition that a driven lease may expire. The text equals that of a partial index.
+pub(crate) fn is_granted() -> Expr {
+    Expr::cust("state = 'granted'")
 }
 
 /// Returns the condition that a lease has not ended. The text equals that of the partial indexes of

@@ -222,7 +222,8 @@ CREATE TABLE leases (
     team TEXT NOT NULL,
     -- granted, ending, ended.
     state TEXT NOT NULL,
-    -- The first generation of its worker's desired state that contains the lease.
+    -- The first generation of its worker's desired state that contains the lease. Without meaning
+    -- for a lease that is not in use.
     generation BIGINT NOT NULL,
     -- The workload and its attempt. NULL: a driven lease, which its holder renews.
     workload_id UUID REFERENCES workloads (id) ON DELETE CASCADE,
@@ -231,15 +232,18 @@ CREATE TABLE leases (
     cpu_millis BIGINT NOT NULL DEFAULT 0,
     memory_bytes BIGINT NOT NULL DEFAULT 0,
     disk_bytes BIGINT NOT NULL DEFAULT 0,
-    -- Whether the artifact store keeps pins under the id of this lease, and must be called when the
-    -- lease ends.
+    -- Whether processes may run under the lease, so that its gateway receives it. Always true for
+    -- an attempt. A driven lease is in use from the first UseLease on.
+    in_use BOOLEAN NOT NULL DEFAULT FALSE,
+    -- Whether the artifact store keeps pins or containers under the id of this lease, and must be
+    -- called when the lease ends.
     settles BOOLEAN NOT NULL DEFAULT FALSE,
     -- The owner of the containers under this lease. Empty: none.
     owner TEXT NOT NULL DEFAULT '',
     -- Phase of the attempt, as its gateway reported it. 0 none, 1 preparing, 2 running, 3
     -- publishing, 4 ended.
     phase BIGINT NOT NULL,
-    -- While ending: the reason (CANCELLED, RUN_TIMEOUT), and the grace period in microseconds.
+    -- While ending: the reason (CANCELLED, RELEASED), and the grace period in microseconds.
     stop_reason TEXT,
     stop_grace_us BIGINT,
     -- Of a driven lease: the request as JSON, which distinguishes a repeat from another request.
@@ -256,7 +260,7 @@ CREATE UNIQUE INDEX leases_live_of_workload ON leases (workload_id) WHERE state 
 CREATE INDEX leases_of_workload ON leases (workload_id) WHERE workload_id IS NOT NULL;
 CREATE INDEX leases_live_of_worker ON leases (worker_id) WHERE state <> 'ended';
 CREATE INDEX leases_live_of_owner ON leases (team, owner) WHERE state <> 'ended' AND owner <> '';
-CREATE INDEX leases_expiring ON leases (expires_at) WHERE state <> 'ended' AND expires_at IS NOT NULL;
+CREATE INDEX leases_expiring ON leases (expires_at) WHERE state = 'granted' AND expires_at IS NOT NULL;
 CREATE INDEX leases_ended ON leases (ended_at) WHERE state = 'ended';
 
 -- The worker of each owner's containers. Leases of the owner are granted only there, as long as

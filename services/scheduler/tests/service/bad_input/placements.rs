@@ -193,6 +193,7 @@ fn place(world: &World<'_>, path: &'static str) -> Vec<Bad> {
 pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let renew = pb::RenewRequest { lease_token: world.driven_token.clone() };
     let release = pb::ReleaseRequest { lease_token: world.driven_token.clone() };
+    let using = pb::UseLeaseRequest { lease_token: world.driven_token.clone() };
     let release_many = pb::ReleaseManyRequest { lease_tokens: vec![world.driven_token.clone()] };
     let ended = |field: &str| {
         let mut bad = nothing(field, "of a lease that was released", text(&world.released_token));
@@ -215,6 +216,17 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 but("lease_token", "of a lease that was released", &world.released_token, LeaseLost),
                 but("lease_token", "of a worker that was pruned", &world.pruned_token, LeaseLost),
                 but("lease_token", "of an attempt", &world.running_token, InvalidToken),
+            ],
+        ),
+        Call::new(
+            "Placements.UseLease",
+            [using],
+            [
+                token("lease_token", world, &world.driven_token).await,
+                but("lease_token", "of a lease that was released", &world.released_token, LeaseLost),
+                but("lease_token", "of a worker that was pruned", &world.pruned_token, LeaseLost),
+                but("lease_token", "of an attempt", &world.running_token, InvalidToken),
+                invalid("lease_token", "of a transfer", text(&world.transfer_token), "lease_token"),
             ],
         ),
         Call::new(

@@ -66,6 +66,8 @@ pub(super) struct World<'a> {
     /// Request of a live driven lease.
     pub(super) driven: pb::PlaceRequest,
     pub(super) driven_token: String,
+    /// Token of a lease for a transfer.
+    pub(super) transfer_token: String,
     pub(super) released: LeaseId,
     pub(super) released_token: String,
     /// Token of a lease on a pruned worker.
@@ -245,6 +247,7 @@ impl<'a> World<'a> {
             stopping_token: String::new(),
             driven: lease_on(""),
             driven_token: String::new(),
+            transfer_token: String::new(),
             released: LeaseId::new(),
             released_token: String::new(),
             pruned_token: workers.pruned_token,
@@ -292,6 +295,8 @@ impl<'a> World<'a> {
         let scheduler = self.scheduler;
         self.driven.owner = "owner".to_owned();
         self.driven_token = place(scheduler, &self.driven).await;
+        let kind = pb::PlacementKind::Transfer.into();
+        self.transfer_token = place(scheduler, &pb::PlaceRequest { kind, ..lease_on("") }).await;
         let released = pb::PlaceRequest { lease_id: self.released.to_string(), ..lease_on("") };
         self.released_token = place(scheduler, &released).await;
         let release = pb::ReleaseRequest { lease_token: self.released_token.clone() };
