@@ -282,7 +282,7 @@ fn lease_is_explained() {
     let kept = text(&cluster, ["explain", &artifact]);
     assert!(kept.contains(&format!("workload or lease {lease}, which pins it")), "{kept}");
 
-    let release = ReleaseRequest { lease_token: granted.lease_token };
+    let release = ReleaseRequest { lease_token: granted.lease_token, settlement: None };
     tokio.block_on(async { placements().release(release).await.expect("released") });
     let ended = json(&cluster, ["explain", lease]);
     assert_eq!((&ended["state"], &ended["reason"]), (&"ended".into(), &"its holder released it".into()));

@@ -203,7 +203,7 @@ async fn singles(servers: &[&Server], callers: usize, seconds: u64) -> anyhow::R
             let begun = Instant::now();
             let lease_token = placements.place(task()).await?.into_inner().lease_token;
             let took = begun.elapsed();
-            placements.release(pb::ReleaseRequest { lease_token }).await?;
+            placements.release(pb::ReleaseRequest { lease_token, settlement: None }).await?;
             Ok(took)
         }
     };
@@ -227,7 +227,7 @@ async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> 
                 tokio::time::sleep_until(due.into()).await;
                 let lease_token = placements.place(task()).await?.into_inner().lease_token;
                 took.push(due.elapsed());
-                placements.release(pb::ReleaseRequest { lease_token }).await?;
+                placements.release(pb::ReleaseRequest { lease_token, settlement: None }).await?;
                 due += every;
             }
             anyhow::Ok(took)
@@ -340,7 +340,7 @@ async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::R
             let placed = placements.place(pb::PlaceRequest { artifact_ids, ..task() }).await?;
             let took = begun.elapsed();
             let lease_token = placed.into_inner().lease_token;
-            placements.release(pb::ReleaseRequest { lease_token }).await?;
+            placements.release(pb::ReleaseRequest { lease_token, settlement: None }).await?;
             Ok(took)
         }
     };

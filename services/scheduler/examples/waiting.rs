@@ -173,7 +173,7 @@ async fn freed_slots(
     let (mut took, mut after) = (Vec::new(), Vec::new());
     for lease_token in held {
         let begun = Instant::now();
-        placements.release(pb::ReleaseRequest { lease_token }).await?;
+        placements.release(pb::ReleaseRequest { lease_token, settlement: None }).await?;
         let answered = Instant::now();
         let placed = placements_seen.recv().await.context("no workload was placed")?;
         took.push(placed - begun);
@@ -233,7 +233,9 @@ async fn turning(database: &DatabaseConnection, count: usize, arguments: &Argume
             let begun = Instant::now();
             let wait = Some(rpc::duration(Duration::from_secs(60)));
             let placed = placements.place(pb::PlaceRequest { wait, ..task() }).await?.into_inner();
-            placements.release(pb::ReleaseRequest { lease_token: placed.lease_token }).await?;
+            placements
+                .release(pb::ReleaseRequest { lease_token: placed.lease_token, settlement: None })
+                .await?;
             Ok(begun.elapsed())
         }
     };

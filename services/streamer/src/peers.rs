@@ -178,7 +178,9 @@ impl Peers {
 
     /// Releases the worker of a transfer. If that fails, the lease expires.
     pub(crate) async fn release_lease(&mut self, lease_token: String) {
-        if let Err(status) = self.placements.release(scheduler::ReleaseRequest { lease_token }).await {
+        if let Err(status) =
+            self.placements.release(scheduler::ReleaseRequest { lease_token, settlement: None }).await
+        {
             tracing::debug!(error = %Refusal::from(status), "cannot release the lease of a transfer: it will expire");
         }
     }

@@ -14,7 +14,7 @@ use sea_orm::DbErr;
 use tonic::Status;
 use uuid::Uuid;
 
-use crate::app::TicketError;
+use crate::app::{SettleLeaseError, TicketError};
 use crate::insight::explain::ExplainError;
 use crate::leases::{LeaseError, RenewError, UseError};
 use crate::lifecycle::departure::{self, RegistryError};
@@ -193,6 +193,24 @@ impl IntoStatus for UseError {
             Self::Transfer => rpc::invalid_field("lease_token", self.to_string()),
             Self::WorkloadId => Reason::LeaseExists.status(SERVICE, self.to_string()),
             Self::Database(error) => database("use a lease", &error),
+        }
+    }
+}
+
+impl IntoStatus for SettleLeaseError {
+    fn status(self) -> Status {
+        match self {
+            Self::Lost => Reason::LeaseLost.status(SERVICE, self.to_string()),
+            // The reason of the store is the answer to the caller.
+            Self::Store(refusal) if refusal.is(Reason::CandidateMissing) => {
+                Reason::CandidateMissing.status_about(SERVICE, refusal.message, refusal.about)
+            }
+            // The team is the only field that the scheduler has not validated itself.
+            Self::Store(refusal) if refusal.is(Reason::InvalidField) => {
+                Reason::LeaseLost.status(SERVICE, "cannot settle the lease: another team uses its id")
+            }
+            Self::Store(refusal) => rpc::unavailable(SERVICE, "settle a lease", &refusal),
+            Self::Database(error) => database("release a lease", &error),
         }
     }
 }

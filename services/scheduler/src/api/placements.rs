@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::worker::LeaseClaims;
+use domain::workload::Outcome;
 use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId};
 use futures::{StreamExt, TryStreamExt, stream};
 use rpc::page::Page;
@@ -23,7 +24,7 @@ use crate::insight::explain;
 use crate::leases;
 use crate::placement::{self, Demand, Purpose, Shape};
 use crate::scheduling::{GrantedLease, LeaseRequest, PlaceError, PlaceResult};
-use crate::store_client::{Inputs, Located};
+use crate::store_client::{Inputs, LeaseSettlement, Located, SettledArtifact};
 use crate::workers;
 
 /// The gRPC service `Placements`.
@@ -124,12 +125,31 @@ impl Placements for PlacementsService {
         &self,
         request: Request<pb::ReleaseRequest>,
     ) -> Result<Response<pb::ReleaseResponse>, Status> {
-        let claims: LeaseClaims =
-            self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
+        let pb::ReleaseRequest { lease_token, settlement } = request.into_inner();
+        let claims: LeaseClaims = self.0.signer.verify(&lease_token).map_err(invalid_token)?;
+        let settlement = settlement.map(parse_settlement).transpose()?;
+        if settlement.is_some() && claims.attempt.is_some() {
+            let message = "cannot settle the lease of an attempt: its gateway publishes its outputs";
+            return Err(Reason::InvalidToken.status(SERVICE, message));
+        }
 
-        self.0.leasing.release(&[claims]).await.map_err(|error| database("release a lease", &error))?;
+        let leasing = &self.0.leasing;
+        let missing = match settlement {
+            Some(settlement) => {
+                leasing.settle_and_release(&claims, settlement).await.map_err(IntoStatus::status)?
+            }
+            None => {
+                let released = leasing.release(&[claims]).await;
+                released.map_err(|error| database("release a lease", &error))?;
+                Vec::new()
+            }
+        };
 
-        Ok(Response::new(pb::ReleaseResponse {}))
+        let missing = missing.into_iter().map(|(artifact, owner)| pb::OwnerMissing {
+            artifact_id: artifact.to_string(),
+            owner: Some(rpc::owner::submitted(owner)),
+        });
+        Ok(Response::new(pb::ReleaseResponse { missing: missing.collect() }))
     }
 
     async fn release_many(
@@ -229,6 +249,46 @@ const MAX_CONCURRENT_LOCATES: usize = 16;
 
 /// Longest time that a call may wait for a lease.
 const MAX_WAIT: Duration = Duration::from_secs(3600);
+
+/// Maximum number of artifacts in a settlement.
+const MAX_ARTIFACTS: usize = 1000;
+
+fn parse_settlement(settlement: pb::Settlement) -> Result<LeaseSettlement, Status> {
+    let field = "settlement.artifacts";
+    if settlement.artifacts.len() > MAX_ARTIFACTS {
+        return Err(invalid_field(field, format!("must be at most {MAX_ARTIFACTS}")));
+    }
+    let (mut ids, mut caches) = (HashSet::new(), HashSet::new());
+    let artifacts = settlement.artifacts.into_iter().map(|artifact| {
+        let of = |name: &str| format!("{field}.{name}");
+        let id = parse_id(&of("artifact_id"), &artifact.artifact_id)?;
+        if !ids.insert(id) {
+            return Err(invalid_field(of("artifact_id"), "must be unique"));
+        }
+        let owners = rpc::owner::parse_submitted(&of("owners"), artifact.owners, &mut caches)?;
+        if artifact.for_owners_only && owners.is_empty() {
+            return Err(invalid_field(of("for_owners_only"), "requires owners"));
+        }
+        Ok(SettledArtifact {
+            id,
+            digest: rpc::parse_digest(&of("digest"), &artifact.digest)?,
+            label: rpc::parse_label(&of("label"), artifact.label)?,
+            owners,
+            for_owners_only: artifact.for_owners_only,
+        })
+    });
+    Ok(LeaseSettlement {
+        artifacts: artifacts.collect::<Result<_, _>>()?,
+        build: rpc::parse_optional_id("settlement.build_id", &settlement.build_id)?,
+        outcome: match parse_enum("settlement.status", settlement.status)? {
+            pb::Outcome::Succeeded => Outcome::Succeeded,
+            pb::Outcome::Failed => Outcome::Failed,
+            pb::Outcome::Aborted => Outcome::Aborted,
+            // `parse_enum` rejects the unspecified value.
+            pb::Outcome::Errored | pb::Outcome::Unspecified => Outcome::Errored,
+        },
+    })
+}
 
 fn check_count(field: &str, count: usize) -> Result<(), Status> {
     if (1..=MAX_LEASES).contains(&count) {

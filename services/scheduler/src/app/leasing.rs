@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use domain::Timestamp;
 use domain::worker::LeaseClaims;
+use domain::workload::OutputOwner;
+use domain::{ArtifactId, Timestamp};
 use futures::StreamExt;
 use rpc::Reason;
 use sea_orm::{ConnAcquireErr, DbErr};
@@ -13,10 +14,24 @@ use crate::context::Context;
 use crate::leases::{self, RenewError, UseError};
 use crate::notify::changes::Effects;
 use crate::scheduling::{Dispatch, LeaseRequest, PlaceError, PlaceResult, Request};
-use crate::store_client::{Inputs, Store};
+use crate::store_client::{Inputs, LeaseSettlement, Store};
 
 /// Maximum number of leases of one call that are pinned for at a time.
 const PINS: usize = 16;
+
+/// Reason why a driven lease cannot be settled.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SettleLeaseError {
+    /// The lease was settled with other artifacts, or without any when it ended.
+    #[error("cannot settle the lease: it has ended without this settlement")]
+    Lost,
+    /// The artifact store rejects the settlement, or does not answer.
+    #[error("cannot settle the lease in the artifact store")]
+    Store(#[from] rpc::Refusal),
+    /// The database failed.
+    #[error("cannot release the lease in the database")]
+    Database(#[from] DbErr),
+}
 
 /// Grants, renews and releases driven leases. Cheap to clone.
 #[derive(Clone)]
@@ -109,6 +124,23 @@ impl Leasing {
                 Ok::<_, UseError>(((), effects))
             })
             .await
+    }
+
+    /// Settles a driven lease in the artifact store, and then releases it. Returns the owners that
+    /// artifacts did not get.
+    ///
+    /// A lease that is ending or has ended may be settled, too. The first settlement counts.
+    pub(crate) async fn settle_and_release(
+        &self,
+        claims: &LeaseClaims,
+        settlement: LeaseSettlement,
+    ) -> Result<Vec<(ArtifactId, OutputOwner)>, SettleLeaseError> {
+        let settled = self.store.settle_lease(claims, settlement).await?;
+        if settled.differs {
+            return Err(SettleLeaseError::Lost);
+        }
+        self.release(std::slice::from_ref(claims)).await?;
+        Ok(settled.missing)
     }
 
     /// Releases driven leases. The lease of an attempt ends with the attempt and is ignored here.

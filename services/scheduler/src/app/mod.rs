@@ -6,7 +6,7 @@ mod tickets;
 
 use rpc::token::TokenSigner;
 
-pub(crate) use self::leasing::Leasing;
+pub(crate) use self::leasing::{Leasing, SettleLeaseError};
 pub(crate) use self::submissions::Submissions;
 pub(crate) use self::tickets::{TicketError, Tickets};
 use crate::context::Context;

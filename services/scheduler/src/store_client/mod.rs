@@ -3,12 +3,12 @@
 pub(crate) mod delivery;
 pub(crate) mod reconcile;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::Duration;
 
-use domain::worker::TicketOperation;
+use domain::worker::{LeaseClaims, TicketOperation};
 use domain::workload::{Image, Outcome, OutputOwner};
-use domain::{ArtifactId, AttemptId, CacheId, LeaseId, Timestamp, VolumeHandle, WorkerId};
+use domain::{ArtifactId, AttemptId, BuildId, CacheId, Digest, LeaseId, Timestamp, VolumeHandle, WorkerId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
@@ -68,6 +68,34 @@ impl Inputs {
     pub(crate) fn is_empty(&self) -> bool {
         self.artifacts.is_empty() && self.caches.is_empty()
     }
+}
+
+/// What the holder of a driven lease keeps.
+#[derive(Debug, Clone)]
+pub(crate) struct LeaseSettlement {
+    pub(crate) artifacts: Vec<SettledArtifact>,
+    /// The build that owns all artifacts.
+    pub(crate) build: Option<BuildId>,
+    pub(crate) outcome: Outcome,
+}
+
+/// A candidate to seal.
+#[derive(Debug, Clone)]
+pub(crate) struct SettledArtifact {
+    pub(crate) id: ArtifactId,
+    pub(crate) digest: Digest,
+    pub(crate) label: String,
+    pub(crate) owners: Vec<OutputOwner>,
+    pub(crate) for_owners_only: bool,
+}
+
+/// Result of the settlement of a driven lease.
+#[derive(Debug)]
+pub(crate) struct SettledLease {
+    /// Owners that artifacts did not get.
+    pub(crate) missing: Vec<(ArtifactId, OutputOwner)>,
+    /// Whether another settlement came first, so that the artifacts are not sealed.
+    pub(crate) differs: bool,
 }
 
 /// The locations of inputs.
@@ -208,7 +236,7 @@ impl Store {
         Ok(answer.types.iter().find(is_asked_for).and_then(|known| known.artifact_id.parse().ok()))
     }
 
-    /// Settles a workload or a driven lease.
+    /// Settles a workload, or a driven lease without outputs.
     pub(crate) async fn settle(&self, holder: Uuid, settlement: &Settlement) -> Result<(), Refusal> {
         let outputs = settlement.outputs.iter().map(|output| pb::SettledOutput {
             artifact_id: output.artifact.to_string(),
@@ -229,19 +257,13 @@ impl Store {
             owners: vec![rpc::owner::settled(OutputOwner::TaskCache(left.cache))],
             for_owners_only: true,
         });
-        let status = match settlement.outcome {
-            Outcome::Succeeded => pb::BuildStatus::Succeeded,
-            Outcome::Failed => pb::BuildStatus::Failed,
-            Outcome::Errored => pb::BuildStatus::Errored,
-            Outcome::Aborted => pb::BuildStatus::Aborted,
-        };
         let request = pb::SettleRequest {
             holder_id: holder.to_string(),
             team: settlement.team.clone(),
             attempt_id: settlement.attempt.map(|attempt| attempt.to_string()).unwrap_or_default(),
             outputs: outputs.chain(caches).collect(),
             build_id: settlement.build.map(|build| build.to_string()).unwrap_or_default(),
-            status: status.into(),
+            status: build_status(settlement.outcome).into(),
         };
         let answer = self.pins.clone().settle(with_deadline(request)).await?.into_inner();
         for missing in answer.missing {
@@ -253,6 +275,35 @@ impl Store {
             );
         }
         Ok(())
+    }
+
+    /// Settles a driven lease with candidates of all its containers.
+    pub(crate) async fn settle_lease(
+        &self,
+        claims: &LeaseClaims,
+        settlement: LeaseSettlement,
+    ) -> Result<SettledLease, Refusal> {
+        let output = |artifact: SettledArtifact| pb::SettledOutput {
+            artifact_id: artifact.id.to_string(),
+            digest: artifact.digest.as_bytes().to_vec().into(),
+            label: artifact.label,
+            owners: artifact.owners.into_iter().map(rpc::owner::settled).collect(),
+            for_owners_only: artifact.for_owners_only,
+        };
+        let request = pb::SettleRequest {
+            holder_id: claims.lease.to_string(),
+            team: claims.team.clone(),
+            attempt_id: String::new(),
+            outputs: settlement.artifacts.into_iter().map(output).collect(),
+            build_id: settlement.build.map(|build| build.to_string()).unwrap_or_default(),
+            status: build_status(settlement.outcome).into(),
+        };
+        let answer = self.pins.clone().settle(with_deadline(request)).await?.into_inner();
+        let missing = answer.missing.into_iter().filter_map(|missing| {
+            let owner = rpc::owner::parse_settled("missing", vec![missing.owner?], &mut HashSet::new());
+            Some((missing.artifact_id.parse().ok()?, owner.ok()?.pop()?))
+        });
+        Ok(SettledLease { missing: missing.collect(), differs: answer.differs })
     }
 
     /// Ends one attempt at a workload.
@@ -307,6 +358,15 @@ impl Store {
             Some(Holder { id: holder.holder_id.parse().ok()?, team: holder.team, pinned_at })
         });
         Ok((holders.collect(), answer.next_page_token))
+    }
+}
+
+fn build_status(outcome: Outcome) -> pb::BuildStatus {
+    match outcome {
+        Outcome::Succeeded => pb::BuildStatus::Succeeded,
+        Outcome::Failed => pb::BuildStatus::Failed,
+        Outcome::Errored => pb::BuildStatus::Errored,
+        Outcome::Aborted => pb::BuildStatus::Aborted,
     }
 }
 

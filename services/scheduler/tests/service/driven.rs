@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use domain::{ArtifactId, AttemptId};
+use domain::{ArtifactId, AttemptId, BuildId, WorkloadId};
 use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::pins_client::PinsClient;
 use rpc::pb::scheduler as pb;
@@ -24,10 +24,13 @@ async fn use_lease(scheduler: &Running, token: &str) -> Result<(), Refusal> {
     Ok(())
 }
 
-async fn release(scheduler: &Running, token: &str) -> Result<(), Refusal> {
-    let request = pb::ReleaseRequest { lease_token: token.to_owned() };
-    scheduler.placements().release(request).await?;
-    Ok(())
+async fn release(
+    scheduler: &Running,
+    token: &str,
+    settlement: Option<pb::Settlement>,
+) -> Result<Vec<pb::OwnerMissing>, Refusal> {
+    let request = pb::ReleaseRequest { lease_token: token.to_owned(), settlement };
+    Ok(scheduler.placements().release(request).await?.into_inner().missing)
 }
 
 /// Waits until the gateway must stop this lease.
@@ -74,7 +77,7 @@ pub(crate) async fn lease_in_use_ends_when_its_gateway_reports_the_end(database:
     assert_eq!((held.lease_token.as_str(), held.team.as_str()), (granted.lease_token.as_str(), "main"));
     gateway.observe(&[(id, pb::LeasePhase::Preparing)]).await;
 
-    release(&scheduler, &granted.lease_token).await.expect("answered at once");
+    release(&scheduler, &granted.lease_token, None).await.expect("answered at once");
     let stop = stop(&mut gateway, id).await;
     assert_eq!((stop.reason(), stop.lease_token), (pb::StopReason::Released, granted.lease_token.clone()));
     assert_eq!((stop.workload_id.as_str(), stop.attempt_id.as_str()), ("", ""));
@@ -93,7 +96,7 @@ pub(crate) async fn lease_in_use_ends_when_its_gateway_reports_the_end(database:
     assert_eq!(ended(&scheduler, id).await.end(), pb::LeaseEnd::Released);
     gateway.wait_until_idle().await;
     place(&scheduler, &task()).await;
-    release(&scheduler, &granted.lease_token).await.expect("a repeat");
+    release(&scheduler, &granted.lease_token, None).await.expect("a repeat");
     let lost = use_lease(&scheduler, &granted.lease_token).await.expect_err("it has ended");
     assert!(lost.is(Reason::LeaseLost), "{lost}");
     scheduler.stop().await;
@@ -186,10 +189,69 @@ pub(crate) async fn containers_of_lease_are_settled_when_it_ends(database: TestD
     let holder = request.lease_id.parse().expect("an id");
     let attempt = AttemptId::new().to_string();
     at.candidate(holder, &attempt, ArtifactId::new()).await.expect("a container");
-    release(&scheduler, &granted.lease_token).await.expect("released");
+    release(&scheduler, &granted.lease_token, None).await.expect("released");
     assert_eq!(holders(&at).await, std::slice::from_ref(&request.lease_id), "the lease is ending");
     gateway.observe(&[(&request.lease_id, pb::LeasePhase::Ended)]).await;
     until("the lease is settled", async || holders(&at).await.is_empty().then_some(())).await;
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+pub(crate) async fn release_seals_candidates_of_all_containers(database: TestDatabase) {
+    let at = Place::new();
+    let mut store = at.start().await;
+    let scheduler = Running::start(at.config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 2).await;
+    let request = task();
+    let token = place(&scheduler, &request).await.lease_token;
+    use_lease(&scheduler, &token).await.expect("granted");
+    let holder = request.lease_id.parse().expect("an id");
+    let (build, gone) = (BuildId::new(), BuildId::new());
+    at.put_build(build, WorkloadId::new()).await.expect("a build");
+    let mut artifacts = Vec::new();
+    for _ in 0..2 {
+        let (artifact, attempt) = (ArtifactId::new(), AttemptId::new().to_string());
+        let digest = at.candidate(holder, &attempt, artifact).await.expect("a candidate");
+        let owner = pb::OutputOwner { owner: Some(pb::output_owner::Owner::BuildId(gone.to_string())) };
+        artifacts.push(pb::SettledArtifact {
+            artifact_id: artifact.to_string(),
+            digest: digest.into(),
+            label: "out".to_owned(),
+            owners: vec![owner],
+            for_owners_only: false,
+        });
+    }
+    let status = pb::Outcome::Succeeded.into();
+    let settlement = pb::Settlement { artifacts, build_id: build.to_string(), status };
+
+    // A rejected settlement changes nothing.
+    let mut unknown = settlement.clone();
+    unknown.artifacts[1].artifact_id = ArtifactId::new().to_string();
+    let missing = release(&scheduler, &token, Some(unknown.clone())).await.expect_err("no candidate");
+    assert!(missing.is(Reason::CandidateMissing), "{missing}");
+    assert_eq!(missing.about.get("artifact_id"), Some(&unknown.artifacts[1].artifact_id));
+    store.stop().await;
+    let unavailable = release(&scheduler, &token, Some(settlement.clone())).await.expect_err("no store");
+    assert!(unavailable.is(Reason::Unavailable), "{unavailable}");
+    let stays = lease(&scheduler, "main", &request.lease_id).await.expect("known");
+    assert_eq!(stays.state(), pb::LeaseState::Granted);
+    at.remove_socket();
+    store = at.start().await;
+
+    let missing = release(&scheduler, &token, Some(settlement.clone())).await.expect("settled");
+    assert_eq!(missing.len(), 2, "{missing:?}");
+    for artifact in &settlement.artifacts {
+        let id = artifact.artifact_id.parse().expect("an id");
+        assert_eq!(at.kept_by(id).await.len(), 1, "the build keeps it");
+    }
+    let ending = lease(&scheduler, "main", &request.lease_id).await.expect("known");
+    assert_eq!((ending.state(), ending.stop_reason()), (pb::LeaseState::Ending, pb::StopReason::Released));
+    let repeat = release(&scheduler, &token, Some(settlement.clone())).await.expect("a repeat");
+    assert!(repeat.is_empty(), "{repeat:?}");
+    let mut other = settlement.clone();
+    other.artifacts.pop();
+    let lost = release(&scheduler, &token, Some(other)).await.expect_err("another settlement");
+    assert!(lost.is(Reason::LeaseLost), "{lost}");
     scheduler.stop().await;
     store.stop().await;
 }

@@ -184,7 +184,7 @@ pub(crate) async fn resources_of_leases_are_reserved(database: TestDatabase) {
     assert_eq!(small, Some("has 40 bytes of memory left, but 60 bytes of memory is requested"));
     assert!(refused(&scheduler, requesting(0, 2001)).await.is(Reason::NoCompatibleWorker));
     scheduler.placements().place(requesting(40, 1500)).await.expect("the request fits exactly");
-    let release = pb::ReleaseRequest { lease_token: first.lease_token };
+    let release = pb::ReleaseRequest { lease_token: first.lease_token, settlement: None };
     scheduler.placements().release(release).await.expect("released");
     scheduler.placements().place(requesting(60, 500)).await.expect("the memory is free again");
     scheduler.placements().place(requesting(0, 0)).await.expect("a request without resources fits");
@@ -263,7 +263,9 @@ pub(crate) async fn token_with_foreign_signature_is_rejected(database: TestDatab
         for forged in [forged, token[..token.len() - 1].to_owned(), String::new()] {
             let (mut placements, lease_token) = (scheduler.placements(), forged.clone());
             let renew = placements.renew(pb::RenewRequest { lease_token: lease_token.clone() }).await;
-            let release = placements.release(pb::ReleaseRequest { lease_token: lease_token.clone() }).await;
+            let release = placements
+                .release(pb::ReleaseRequest { lease_token: lease_token.clone(), settlement: None })
+                .await;
             let many = pb::ReleaseManyRequest { lease_tokens: vec![driven.clone(), lease_token] };
             let refused = [
                 start(&scheduler, &forged).await.expect_err("a forged token"),
@@ -338,7 +340,7 @@ pub(crate) async fn driven_lease_uses_no_slot(database: TestDatabase) {
 
     let renew = pb::RenewRequest { lease_token: granted.lease_token.clone() };
     scheduler.placements().renew(renew.clone()).await.expect("kept");
-    let release = pb::ReleaseRequest { lease_token: granted.lease_token.clone() };
+    let release = pb::ReleaseRequest { lease_token: granted.lease_token.clone(), settlement: None };
     scheduler.placements().release(release.clone()).await.expect("released");
     scheduler.placements().release(release).await.expect("a repeat");
     let lost = scheduler.placements().renew(renew).await.map_err(refusal);
@@ -399,7 +401,11 @@ pub(crate) async fn lease_shows_owner_expiry_and_end(database: TestDatabase) {
         ..pb::Lease::default()
     };
     assert_eq!(granted, expected);
-    scheduler.placements().release(pb::ReleaseRequest { lease_token: token }).await.expect("released");
+    scheduler
+        .placements()
+        .release(pb::ReleaseRequest { lease_token: token, settlement: None })
+        .await
+        .expect("released");
     let released = lease(&scheduler, "main", &request.lease_id).await.expect("still known");
     assert_eq!((released.state(), released.end()), (pb::LeaseState::Ended, pb::LeaseEnd::Released));
     assert!(instant(released.ended_at) >= instant(released.granted_at), "{released:?}");

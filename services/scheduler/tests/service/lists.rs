@@ -185,7 +185,7 @@ pub(crate) async fn leases_are_listed_until_they_end(database: TestDatabase) {
     let reserved = async || scheduler.worker("one").await.reserved.unwrap_or_default().memory_bytes;
     assert_eq!(reserved().await, 2 << 20);
 
-    let release = pb::ReleaseRequest { lease_token: task.1.lease_token.clone() };
+    let release = pb::ReleaseRequest { lease_token: task.1.lease_token.clone(), settlement: None };
     scheduler.placements().release(release).await.expect("released");
     assert_eq!(ids("", "one").await, of(&[&check]));
     assert_eq!(reserved().await, 1 << 20);

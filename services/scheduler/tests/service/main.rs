@@ -45,6 +45,7 @@ use driven::{
     containers_of_lease_are_settled_when_it_ends, cordon_stops_leases_in_use_at_deadline,
     lease_in_use_ends_when_its_gateway_reports_the_end, lease_in_use_is_stopped_when_not_renewed,
     lease_with_id_of_workload_cannot_be_used, lost_worker_keeps_slot_of_lease_in_use,
+    release_seals_candidates_of_all_containers,
 };
 use explain::{
     expected_wait_follows_released_slots, explanation_groups_workers_and_limits_details,
@@ -644,6 +645,7 @@ on_both! {
     lost_worker_keeps_slot_of_lease_in_use,
     lease_with_id_of_workload_cannot_be_used,
     containers_of_lease_are_settled_when_it_ends,
+    release_seals_candidates_of_all_containers,
     higher_priority_is_placed_first,
     longer_queue_gives_team_no_precedence,
     teams_share_slots_by_their_weights,

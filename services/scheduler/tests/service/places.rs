@@ -39,7 +39,7 @@ pub(crate) async fn place(
 }
 
 pub(crate) async fn release(scheduler: &Running, lease_token: &str) {
-    let release = pb::ReleaseRequest { lease_token: lease_token.to_owned() };
+    let release = pb::ReleaseRequest { lease_token: lease_token.to_owned(), settlement: None };
     scheduler.placements().release(release).await.expect("released");
 }
 

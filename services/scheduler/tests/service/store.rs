@@ -202,7 +202,7 @@ impl Place {
         Config { artifact_store: self.endpoint(), ..config(database) }
     }
 
-    async fn put_build(&self, build: BuildId, workload: WorkloadId) -> Result<(), Refusal> {
+    pub(crate) async fn put_build(&self, build: BuildId, workload: WorkloadId) -> Result<(), Refusal> {
         self.put_build_of("main", build, workload).await
     }
 

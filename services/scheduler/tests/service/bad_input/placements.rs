@@ -192,7 +192,6 @@ fn place(world: &World<'_>, path: &'static str) -> Vec<Bad> {
 /// RPCs that change state.
 pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let renew = pb::RenewRequest { lease_token: world.driven_token.clone() };
-    let release = pb::ReleaseRequest { lease_token: world.driven_token.clone() };
     let using = pb::UseLeaseRequest { lease_token: world.driven_token.clone() };
     let release_many = pb::ReleaseManyRequest { lease_tokens: vec![world.driven_token.clone()] };
     let ended = |field: &str| {
@@ -242,9 +241,58 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
         ),
         Call::new(
             "Placements.Release",
-            [release],
-            [token("lease_token", world, &world.driven_token).await, ended("lease_token")],
+            [release(world)],
+            [
+                token("lease_token", world, &world.driven_token).await,
+                given(|sent| put(sent, "settlement", None), [ended("lease_token")]),
+                but("lease_token", "of a lease without candidates", &world.released_token, CandidateMissing),
+                but("lease_token", "of an attempt", &world.running_token, InvalidToken),
+                within("settlement", "settlement", settlement(world)),
+            ],
         ),
+    ]
+}
+
+/// Valid release with a settlement.
+fn release(world: &World<'_>) -> pb::ReleaseRequest {
+    let build_id = world.build.to_string();
+    let owner = Some(pb::output_owner::Owner::BuildId(build_id.clone()));
+    let artifact = pb::SettledArtifact {
+        artifact_id: world.candidate.to_string(),
+        digest: world.digest.clone().into(),
+        label: "out".to_owned(),
+        owners: vec![pb::OutputOwner { owner }],
+        for_owners_only: false,
+    };
+    let status = pb::Outcome::Succeeded.into();
+    let settlement = Some(pb::Settlement { artifacts: vec![artifact], build_id, status });
+    pb::ReleaseRequest { lease_token: world.driven_token.clone(), settlement }
+}
+
+/// Invalid variants of a settlement.
+fn settlement(world: &World<'_>) -> Vec<Vec<Bad>> {
+    let unowned = |sent: &mut Vec<_>| put(sent, "settlement.artifacts.owners", None);
+    let only_owners = "artifacts.for_owners_only";
+    vec![
+        many("artifacts", 1001),
+        twice("artifacts", "artifacts.artifact_id"),
+        id("artifacts.artifact_id"),
+        but("artifacts.artifact_id", "without a candidate", ArtifactId::new(), CandidateMissing),
+        but("artifacts.artifact_id", "in use", world.sealed, CandidateMissing),
+        digests("artifacts.digest"),
+        change(
+            "artifacts.digest",
+            "that no candidate has",
+            Value::Bytes(vec![8; 32].into()),
+            Expected::Refused(CandidateMissing, String::new()),
+        ),
+        label("artifacts.label"),
+        id("artifacts.owners.build_id"),
+        id("artifacts.owners.task_cache_id"),
+        id("artifacts.owners.resource_cache_claim_id"),
+        given(unowned, [invalid(only_owners, "without owners", Value::Bool(true), only_owners)]),
+        optional_id("build_id"),
+        choice("status"),
     ]
 }
 

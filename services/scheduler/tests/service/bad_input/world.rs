@@ -1,6 +1,6 @@
 //! State of the cluster before the invalid requests.
 
-use domain::{ArtifactId, BuildId, LeaseId, VolumeHandle, WorkerId, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, LeaseId, VolumeHandle, WorkerId, WorkloadId};
 use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
@@ -66,6 +66,10 @@ pub(super) struct World<'a> {
     /// Request of a live driven lease.
     pub(super) driven: pb::PlaceRequest,
     pub(super) driven_token: String,
+    /// Artifact with a candidate under the driven lease.
+    pub(super) candidate: ArtifactId,
+    /// Digest of the candidate.
+    pub(super) digest: Vec<u8>,
     /// Token of a lease for a transfer.
     pub(super) transfer_token: String,
     pub(super) released: LeaseId,
@@ -247,6 +251,8 @@ impl<'a> World<'a> {
             stopping_token: String::new(),
             driven: lease_on(""),
             driven_token: String::new(),
+            candidate: ArtifactId::new(),
+            digest: Vec::new(),
             transfer_token: String::new(),
             released: LeaseId::new(),
             released_token: String::new(),
@@ -254,7 +260,7 @@ impl<'a> World<'a> {
             foreign_lease: LeaseId::new(),
         };
         world.submit().await;
-        world.place().await;
+        world.place(at).await;
         world
     }
 
@@ -291,15 +297,18 @@ impl<'a> World<'a> {
         }
     }
 
-    async fn place(&mut self) {
+    async fn place(&mut self, at: &Place) {
         let scheduler = self.scheduler;
         self.driven.owner = "owner".to_owned();
         self.driven_token = place(scheduler, &self.driven).await;
+        let holder = self.driven.lease_id.parse().expect("an id");
+        let candidate = at.candidate(holder, &AttemptId::new().to_string(), self.candidate).await;
+        self.digest = candidate.expect("a candidate");
         let kind = pb::PlacementKind::Transfer.into();
         self.transfer_token = place(scheduler, &pb::PlaceRequest { kind, ..lease_on("") }).await;
         let released = pb::PlaceRequest { lease_id: self.released.to_string(), ..lease_on("") };
         self.released_token = place(scheduler, &released).await;
-        let release = pb::ReleaseRequest { lease_token: self.released_token.clone() };
+        let release = pb::ReleaseRequest { lease_token: self.released_token.clone(), settlement: None };
         scheduler.placements().release(release).await.expect("released");
         let theirs = pb::PlaceRequest {
             lease_id: self.foreign_lease.to_string(),
