@@ -137,6 +137,7 @@ pub(super) async fn read_state(db: &db::Database, calendar: Calendar) -> State {
             in_use: row.in_use,
             settles: row.settles,
         };
+        state.lease_generations.insert(LeaseId::from_uuid(row.id), number(row.generation));
         state.leases.insert(LeaseId::from_uuid(row.id), lease);
     }
     for (name, counted) in taken {

@@ -38,6 +38,8 @@ pub(super) struct State {
     pub(super) near: BTreeMap<LeaseId, Option<LeaseId>>,
     /// The generation of each worker's desired state. Only the scheduler decides when it rises.
     pub(super) generations: BTreeMap<WorkerId, u64>,
+    /// The first generation that contains each lease.
+    pub(super) lease_generations: BTreeMap<LeaseId, u64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
