@@ -1,4 +1,5 @@
-//! Workers that are taken out of service and put back by an operator.
+//! Workers that are taken out of service and put back by an operator, and workers that commands
+//! name.
 
 use std::process::{Output, Stdio};
 
@@ -211,4 +212,24 @@ fn output_of_lost_worker_is_not_awaited() {
     suite.succeed(&["prune", "one", "--force"]);
     let printed = logs();
     assert!(printed.contains(": its worker one was removed from the cluster"), "{printed}");
+}
+
+#[test]
+fn command_runs_on_the_worker_that_it_names() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = start();
+    for worker in ["one", "two", "two"] {
+        let workload = detached(&suite, &["--worker", worker, "--tag", "any"], "true");
+        let shown = wait_for_state(&suite, &workload, "finished");
+        let places = (&shown["spec"]["worker"], &shown["location"]["worker_name"]);
+        assert_eq!(places, (&worker.into(), &worker.into()), "{shown}");
+        let table = suite.succeed(&["show", "workload", &workload]);
+        assert!(table.contains("only worker"), "{table}");
+    }
+    let unknown = suite.gantry(&["run", "--worker", "three", "--", "true"]).output().expect("gantry runs");
+    let (_, errors) = text(&unknown);
+    assert_eq!(unknown.status.code(), Some(125), "{}", describe(&unknown));
+    assert!(errors.contains("worker \"three\" is unknown"), "{errors}");
 }

@@ -70,6 +70,8 @@ pub struct WorkloadSpec {
     pub retries: u32,
     /// Capabilities that the worker must have, in addition to those that other fields imply.
     pub capabilities: Vec<String>,
+    /// Name or id of the only worker that may run the workload. Empty: any worker.
+    pub worker: String,
 }
 
 /// Amounts of a worker's resources. 0 requests nothing.

@@ -140,6 +140,7 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         start_timeout: parse_duration("spec.start_timeout", spec.start_timeout)?,
         retries: spec.retries,
         capabilities: spec.capabilities,
+        worker: spec.worker,
     })
 }
 
@@ -229,6 +230,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         start_timeout: spec.start_timeout.map(duration),
         retries: spec.retries,
         capabilities: spec.capabilities.clone(),
+        worker: spec.worker.clone(),
     }
 }
 
@@ -366,6 +368,9 @@ fn check_texts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     check_label("spec.platform", &spec.platform)?;
     check_tags("spec.tags", &spec.tags)?;
     check_labels("spec.capabilities", &spec.capabilities)?;
+    if !spec.worker.is_empty() {
+        crate::check_name("spec.worker", &spec.worker)?;
+    }
     match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
         Some(pb::image::Source::ResourceType(name)) => crate::check_name("spec.image.resource_type", name),
         _ => Ok(()),

@@ -230,6 +230,7 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
             scheduler::Network::Host => "host",
             scheduler::Network::Unspecified => "unspecified",
         },
+        "worker": spec.worker,
         "tags": spec.tags,
         "platform": spec.platform,
         "requests": requests(&spec.requests.unwrap_or_default()),

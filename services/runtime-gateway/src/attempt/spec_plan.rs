@@ -238,6 +238,7 @@ mod tests {
             requests: Default::default(),
             start_timeout: None,
             retries: 0,
+            worker: String::new(),
             capabilities: vec![],
         }
     }

@@ -65,6 +65,7 @@ impl IntoStatus for SubmitError {
         match self {
             Self::Exists(OtherSpec(id)) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
+            Self::UnknownWorker(worker) => unknown_worker(&worker),
             Self::NotPinned(refusal) => not_pinned(refusal, Reason::WorkloadExists),
             Self::TooManyWaiting(full) => {
                 let about = [("team", full.team.clone())];
@@ -97,6 +98,7 @@ impl IntoStatus for ExplainError {
             }
             Self::InputUnavailable(artifact) => input_unavailable(&self.to_string(), artifact),
             Self::CacheUnavailable(cache) => cache_unavailable(&self.to_string(), cache),
+            Self::UnknownWorker(worker) => unknown_worker(&worker),
             Self::NotLocated(refusal) => rpc::unavailable(SERVICE, "locate the inputs", &refusal),
             Self::Database(error) => database("explain a placement", &error),
         }
@@ -155,6 +157,7 @@ impl IntoStatus for PlaceError {
     fn status(self) -> Status {
         match self {
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
+            Self::UnknownWorker(worker) => unknown_worker(&worker),
             Self::AllWorkersBusy(refusals) => {
                 let named = named(&refusals);
                 let message = match named.is_empty() {

@@ -22,7 +22,7 @@ use crate::db::entity::to_json;
 use crate::insight::capacity;
 use crate::insight::explain;
 use crate::leases;
-use crate::placement::{self, Demand, Purpose, Shape};
+use crate::placement::{self, Demand, OnlyWorker, Purpose, Shape};
 use crate::scheduling::{GrantedLease, LeaseRequest, PlaceError, PlaceResult};
 use crate::store_client::{Inputs, LeaseSettlement, Located, SettledArtifact};
 use crate::workers;
@@ -390,6 +390,12 @@ impl PlacementsService {
         if !owner.is_empty() && !request.same_worker_as_lease_id.is_empty() {
             return Err(invalid_field(of("owner"), "cannot be combined with same_worker_as_lease_id"));
         }
+        let named = Some(request.worker.as_str()).filter(|worker| !worker.is_empty());
+        named.map(|worker| rpc::check_name(&of("worker"), worker)).transpose()?;
+        if named.is_some() && !(owner.is_empty() && request.same_worker_as_lease_id.is_empty()) {
+            let why = "cannot be combined with same_worker_as_lease_id or owner";
+            return Err(invalid_field(of("worker"), why));
+        }
         let wait = rpc::parse_duration(&of("wait"), request.wait)?.unwrap_or_default();
         if wait > MAX_WAIT {
             return Err(invalid_field(of("wait"), "must be at most an hour"));
@@ -397,7 +403,7 @@ impl PlacementsService {
         let priority = rpc::spec::parse_priority(&of("priority"), request.priority)?;
         let constraints =
             (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as_lease_id);
-        let uses = (&owner, &inputs.artifacts, &inputs.caches);
+        let uses = (&owner, &inputs.artifacts, &inputs.caches, &request.worker);
         // The default process is omitted, because the encoding is stored with each lease.
         let process = shape.process.as_ref().filter(|process| **process != placement::Process::default());
         let encoded = match process {
@@ -406,13 +412,22 @@ impl PlacementsService {
         };
         let encoded = encoded.map_err(|error| database("encode a request", &error))?;
         let only = match request.same_worker_as_lease_id.as_str() {
-            "" => None,
+            "" => match named {
+                None => None,
+                Some(name) => {
+                    let found = workers::id_of(self.0.context.db.read(), name).await;
+                    match found.map_err(|error| database("find a worker", &error))? {
+                        Some(worker) => Some(OnlyWorker::named(worker)),
+                        None => return Ok(Err(PlaceError::UnknownWorker(name.to_owned()))),
+                    }
+                }
+            },
             near => {
                 let near: LeaseId = parse_id(&of("same_worker_as_lease_id"), near)?;
                 let found = leases::find(self.0.context.db.read(), near).await;
                 match found.map_err(|error| database("find a lease", &error))? {
                     Some(near) if near.state != lease::State::Ended && near.team == shape.team => {
-                        Some(WorkerId::from_uuid(near.worker_id))
+                        Some(OnlyWorker::tied(WorkerId::from_uuid(near.worker_id)))
                     }
                     _ => return Ok(Err(PlaceError::NoSuchLease)),
                 }

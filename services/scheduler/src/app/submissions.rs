@@ -18,6 +18,7 @@ use crate::placement::{Choice, Demand, Location, Refusals};
 use crate::queue::limits::Admissions;
 use crate::scheduling::{Dispatch, Request, SubmitError};
 use crate::store_client::Store;
+use crate::workers;
 use crate::workloads::{self, OtherSpec, Submission, Write};
 
 /// Maximum number of tries with another image, if the cluster's resource type changes during the
@@ -58,7 +59,18 @@ impl Submissions {
         spec: WorkloadSpec,
         traceparent: Option<String>,
     ) -> Result<(), SubmitError> {
-        let submission = Submission::new(id, spec, traceparent);
+        let mut submission = Submission::new(id, spec, traceparent);
+        if !submission.spec.worker.is_empty() {
+            let worker = workers::id_of(self.context.db.read(), &submission.spec.worker).await?;
+            submission = match worker {
+                Some(worker) => submission.with_worker(worker),
+                // A repeat is accepted even if the worker was removed.
+                None if workloads::find(self.context.db.read(), id).await?.is_some() => {
+                    return self.resume_known(&submission).await;
+                }
+                None => return Err(SubmitError::UnknownWorker(submission.spec.worker)),
+            };
+        }
         let Image::ResourceType(name) = &submission.spec.image else {
             return self.submit_resolved(submission.into()).await;
         };

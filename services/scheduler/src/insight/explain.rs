@@ -17,6 +17,7 @@ use crate::placement::{
     Answer, Choice, Demand, DetailFilter, Group, Index, Location, Outlook, Refusal, Shape,
 };
 use crate::store_client::{Inputs, Located};
+use crate::workers;
 use crate::workloads;
 
 /// The result of placing a workload now.
@@ -63,6 +64,9 @@ pub(crate) enum ExplainError {
     /// A task cache is unknown to the team.
     #[error("task cache {0} is unknown to this team")]
     CacheUnavailable(CacheId),
+    /// The worker that the spec names is unknown.
+    #[error("worker {0:?} is unknown")]
+    UnknownWorker(String),
     /// The artifact store does not answer where the inputs are.
     #[error("cannot locate the inputs of the workload in the artifact store")]
     NotLocated(#[source] rpc::Refusal),
@@ -88,6 +92,12 @@ pub(crate) async fn spec(
     mut spec: WorkloadSpec,
     filter: &DetailFilter,
 ) -> Result<Explanation, ExplainError> {
+    if !spec.worker.is_empty() {
+        match workers::id_of(app.context.db.read(), &spec.worker).await? {
+            Some(worker) => spec.worker = worker.to_string(),
+            None => return Err(ExplainError::UnknownWorker(spec.worker)),
+        }
+    }
     if let Image::ResourceType(name) = &spec.image {
         spec.image = app.store.image(name).await.map_err(ExplainError::NotLocated)?;
     }
@@ -332,7 +342,9 @@ fn unblocked_by(demand: &Demand, outlook: &Outlook, verdict: Verdict) -> Vec<Str
         }
     }
     let mut lines: Vec<_> = lines.into_iter().collect();
-    if !waiting || outlook.groups.iter().any(|group| group.passes() && group.are_removed()) {
+    let may_be_new = demand.only.is_none();
+    let is_replaced = || outlook.groups.iter().any(|group| group.passes() && group.are_removed());
+    if may_be_new && (!waiting || is_replaced()) {
         lines.push(format!("a worker registers that can do it ({})", describe_capable_worker(&demand.shape)));
     }
     lines

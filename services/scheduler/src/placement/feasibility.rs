@@ -78,17 +78,18 @@ pub(super) fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
 
 /// Returns the refusals that concern this particular worker.
 pub(super) fn of_place(demand: &Demand, worker: &Worker) -> impl Iterator<Item = Refusal> + use<> {
-    let is_other = demand.only.is_some_and(|only| only != worker.id);
+    let other = demand.only.filter(|only| only.id != worker.id);
     let failed = demand.failed_on.iter().find(|failed| failed.worker == worker.id);
     let is_avoided = demand.avoid.contains(&worker.id);
     // A request that is tied to a worker belongs to something on that worker, and would block it.
-    let may_be_elsewhere = demand.only.is_none() && demand.shape.process.is_some();
+    let is_tied = demand.only.is_some_and(|only| !only.is_named);
+    let may_wait = !is_tied && demand.shape.process.is_some();
     let is_for_another = worker.reserved_for.is_some_and(|request| request != demand.waits_as);
     let refusals = [
-        is_other.then_some(Refusal::NotSame),
+        other.map(|only| if only.is_named { Refusal::NotNamed } else { Refusal::NotSame }),
         failed.map(|failed| Refusal::FailedWorker(failed.failure.clone())),
         is_avoided.then_some(Refusal::Avoided),
-        (is_for_another && may_be_elsewhere).then_some(Refusal::Reserved),
+        (is_for_another && may_wait).then_some(Refusal::Reserved),
     ];
     refusals.into_iter().flatten()
 }

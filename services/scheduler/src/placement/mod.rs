@@ -29,6 +29,6 @@ pub(crate) use refusal::{Resource, Shortage};
 pub use scoring::{Chain, Chains, ParseChainError, Strategy};
 pub(crate) use throughput::Pace;
 pub(crate) use types::{
-    Demand, Desired, FailedWorker, Failing, Kind, Load, Location, Process, Purpose, Resources, Shape, State,
-    Trust, Worker,
+    Demand, Desired, FailedWorker, Failing, Kind, Load, Location, OnlyWorker, Process, Purpose, Resources,
+    Shape, State, Trust, Worker,
 };

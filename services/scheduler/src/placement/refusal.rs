@@ -43,6 +43,8 @@ pub(crate) enum Refusal {
     Avoided,
     /// The request is tied to another worker.
     NotSame,
+    /// The request names another worker.
+    NotNamed,
     /// The worker is cordoned.
     Cordoned,
     /// The worker is out of contact.
@@ -83,7 +85,7 @@ pub(crate) enum Resource {
 }
 
 /// All codes of [`Refusal::code`].
-pub(crate) const CODES: [&str; 25] = [
+pub(crate) const CODES: [&str; 26] = [
     "LOST",
     "JUST_LOST",
     "GONE",
@@ -100,6 +102,7 @@ pub(crate) const CODES: [&str; 25] = [
     "TOO_SMALL",
     "AVOIDED",
     "NOT_SAME",
+    "NOT_NAMED",
     "CORDONED",
     "STALLED",
     "QUARANTINED",
@@ -139,7 +142,8 @@ impl Refusal {
             | Self::Capability(_)
             | Self::TooSmall(_)
             | Self::Avoided
-            | Self::NotSame => false,
+            | Self::NotSame
+            | Self::NotNamed => false,
         }
     }
 
@@ -171,6 +175,7 @@ impl Refusal {
             Self::TooSmall(_) => "TOO_SMALL",
             Self::Avoided => "AVOIDED",
             Self::NotSame => "NOT_SAME",
+            Self::NotNamed => "NOT_NAMED",
             Self::Cordoned => "CORDONED",
             Self::Stalled => "STALLED",
             Self::Quarantined(_) => "QUARANTINED",
@@ -202,6 +207,7 @@ impl Refusal {
             Self::TooSmall(shortage) => format!("no more than {} is requested", shortage.left()),
             Self::Avoided => "the request does not avoid it".to_owned(),
             Self::NotSame => "the request is not tied to another worker".to_owned(),
+            Self::NotNamed => "the request does not name another worker".to_owned(),
             Self::Cordoned => "it is uncordoned".to_owned(),
             Self::Quarantined(_) => "its quarantine ends and a process starts on it".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
@@ -272,6 +278,7 @@ impl Refusal {
             Self::TooSmall(shortage) => 8 + shortage.of as u32,
             Self::Short(shortage) => 11 + shortage.of as u32,
             Self::Reserved => 14,
+            Self::NotNamed => 15,
             _ => 31,
         };
         1 << number
@@ -321,6 +328,7 @@ impl Refusal {
             Self::TooSmall(shortage) => format!("have less {} than requested", shortage.of()),
             Self::Avoided => "are avoided by the request".to_owned(),
             Self::NotSame => "are not the requested worker".to_owned(),
+            Self::NotNamed => "are not the worker that the request names".to_owned(),
             Self::Cordoned => "are cordoned".to_owned(),
             Self::Stalled => "are out of contact".to_owned(),
             Self::Quarantined(_) => "are quarantined after repeated failures".to_owned(),
@@ -367,6 +375,7 @@ impl fmt::Display for Refusal {
             }
             Self::Avoided => f.write_str("is avoided by the request"),
             Self::NotSame => f.write_str("is not the requested worker"),
+            Self::NotNamed => f.write_str("the request names another worker"),
             Self::Cordoned => f.write_str("is cordoned"),
             Self::Stalled => f.write_str("is out of contact"),
             Self::Quarantined(why) => write!(f, "is quarantined after repeated failures: {why}"),

@@ -252,7 +252,7 @@ impl From<ResourceRequests> for Resources {
 pub(crate) struct Demand {
     pub(crate) shape: Arc<Shape>,
     /// The only worker that may take the request.
-    pub(crate) only: Option<WorkerId>,
+    pub(crate) only: Option<OnlyWorker>,
     /// Workers that must not take the request.
     pub(crate) avoid: BTreeSet<WorkerId>,
     /// Workers on which attempts failed, which are excluded.
@@ -264,6 +264,26 @@ pub(crate) struct Demand {
     pub(crate) requester: Uuid,
     /// The id of the request in the queue, for which workers may be reserved.
     pub(crate) waits_as: Uuid,
+}
+
+/// The only worker that may take a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(crate) struct OnlyWorker {
+    pub(crate) id: WorkerId,
+    /// Whether the request names the worker. Otherwise it is tied to a lease or containers there.
+    pub(crate) is_named: bool,
+}
+
+impl OnlyWorker {
+    /// The worker that the request names.
+    pub(crate) fn named(id: WorkerId) -> Self {
+        Self { id, is_named: true }
+    }
+
+    /// The worker of another lease, or of the owner of containers.
+    pub(crate) fn tied(id: WorkerId) -> Self {
+        Self { id, is_named: false }
+    }
 }
 
 /// The part of a demand that many requests share. The order among these requests is the queue's
@@ -358,7 +378,11 @@ impl Shape {
 impl Demand {
     /// Derives the demand of a workload.
     pub(crate) fn of(spec: &WorkloadSpec, requester: Uuid) -> Self {
-        Shape::of(spec).requested_by(requester)
+        // A submission resolves the name to an id ([`crate::app`]).
+        let id = |text: &str| text.parse().unwrap_or(WorkerId::from_uuid(Uuid::nil()));
+        let only = Some(spec.worker.as_str()).filter(|worker| !worker.is_empty());
+        let only = only.map(|worker| OnlyWorker::named(id(worker)));
+        Demand { only, ..Shape::of(spec).requested_by(requester) }
     }
 
     /// Sets the workers on which attempts failed.

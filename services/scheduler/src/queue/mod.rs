@@ -21,7 +21,7 @@ use std::time::Duration;
 use domain::{Timestamp, WorkerId};
 use uuid::Uuid;
 
-use crate::placement::{Demand, Location, Shape};
+use crate::placement::{Demand, Location, OnlyWorker, Shape};
 use crate::queue::limits::Load;
 
 /// A waiting request: a workload, or a call for leases.
@@ -56,7 +56,7 @@ impl WaitingRequest {
 }
 
 /// The requirements that the requests of a line share. A group has its own line.
-type LineKey = (Arc<Shape>, Option<WorkerId>, BTreeSet<WorkerId>, Option<Uuid>);
+type LineKey = (Arc<Shape>, Option<OnlyWorker>, BTreeSet<WorkerId>, Option<Uuid>);
 
 /// A position in a line: the time at which the request arrived, or would have arrived with priority
 /// 0, then its sort key.

@@ -19,7 +19,7 @@ use crate::db::entity::workload::{self, State};
 use crate::db::entity::{lease, to_json, worker};
 use crate::leases;
 use crate::notify::changes::Effects;
-use crate::placement::{Choice, Demand, Location, Part, Placement};
+use crate::placement::{Choice, Demand, Location, OnlyWorker, Part, Placement};
 use crate::queue::WaitingRequest;
 use crate::workloads::events::AttemptLocation;
 use crate::workloads::{self, Submission};
@@ -322,7 +322,7 @@ impl Dispatcher {
     /// Restricts a demand to the worker of its owner, as long as that worker takes work.
     fn demand_near(&self, demand: &Arc<Demand>, near: Option<WorkerId>) -> Arc<Demand> {
         match near.filter(|worker| self.takes_work(*worker)) {
-            Some(worker) => Arc::new(Demand { only: Some(worker), ..(**demand).clone() }),
+            Some(worker) => Arc::new(Demand { only: Some(OnlyWorker::tied(worker)), ..(**demand).clone() }),
             None => demand.clone(),
         }
     }

@@ -70,6 +70,9 @@ pub(crate) enum SubmitError {
     /// No worker could ever run the workload.
     #[error("no worker could ever run the workload: {}", .0.lines().join("; "))]
     NoCompatibleWorker(Refusals),
+    /// The worker that the spec names is unknown.
+    #[error("worker {0:?} is unknown")]
+    UnknownWorker(String),
     /// The artifact store rejected the pins, or does not answer.
     #[error("cannot pin the inputs")]
     NotPinned(#[source] rpc::Refusal),
@@ -102,6 +105,9 @@ pub(crate) enum PlaceError {
     /// The lease named by `same_worker_as_lease_id` is unknown or has ended.
     #[error("the lease named by same_worker_as_lease_id is unknown, or has ended")]
     NoSuchLease,
+    /// The worker that the request names is unknown.
+    #[error("worker {0:?} is unknown")]
+    UnknownWorker(String),
     /// An input is unknown to the team, not sealed, or its bytes are lost.
     #[error("artifact {0} cannot be used as an input")]
     InputUnavailable(ArtifactId),

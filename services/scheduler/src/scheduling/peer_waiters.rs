@@ -25,7 +25,7 @@ use uuid::Uuid;
 use super::Dispatcher;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::{from_json, peer_waiters, to_json};
-use crate::placement::{Choice, Demand, Index, Resources, Shape};
+use crate::placement::{Choice, Demand, Index, OnlyWorker, Resources, Shape};
 use crate::queue::{LineHead, QueuePass, WaitingRequest};
 
 /// Time without a beat after which a replica has ended, but at least five polls.
@@ -71,7 +71,7 @@ struct PeerLine {
 #[derive(Debug, Serialize, Deserialize)]
 struct PeerDemand {
     shape: Shape,
-    only: Option<WorkerId>,
+    only: Option<OnlyWorker>,
     avoid: Vec<WorkerId>,
 }
 

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{GrantedLease, LeaseRequest, PlaceResult};
-use crate::placement::Demand;
+use crate::placement::{Demand, OnlyWorker};
 use crate::queue::WaitingRequest;
 
 /// Maximum number of waiting calls of a replica. Further calls are rejected immediately, as if all
@@ -95,7 +95,9 @@ impl Member {
     /// Returns the demand, restricted to the worker of its owner.
     fn demand(&self) -> Arc<Demand> {
         match self.request.owner_worker {
-            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*self.request.demand).clone() }),
+            Some(worker) => {
+                Arc::new(Demand { only: Some(OnlyWorker::tied(worker)), ..(*self.request.demand).clone() })
+            }
             None => self.request.demand.clone(),
         }
     }

@@ -21,7 +21,7 @@ use std::time::Duration;
 use db::rows;
 use domain::worker::LeaseClaims;
 use domain::workload::{Image, Usage, WorkloadSpec};
-use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
+use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ActiveEnum, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
@@ -108,6 +108,12 @@ impl Submission {
     /// Returns the submission with its resolved image.
     pub(crate) fn with_image(self, image: Image) -> Self {
         let spec = WorkloadSpec { image, ..self.spec };
+        Self { encoded: rpc::spec::encode(&spec), spec, ..self }
+    }
+
+    /// Returns the submission with its resolved worker.
+    pub(crate) fn with_worker(self, worker: WorkerId) -> Self {
+        let spec = WorkloadSpec { worker: worker.to_string(), ..self.spec };
         Self { encoded: rpc::spec::encode(&spec), spec, ..self }
     }
 

@@ -30,5 +30,6 @@ pub(crate) fn spec() -> WorkloadSpec {
         requests: Default::default(),
         start_timeout: None,
         retries: 0,
+        worker: String::new(),
     }
 }

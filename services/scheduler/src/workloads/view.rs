@@ -1,9 +1,9 @@
 //! Workloads as callers see them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use domain::workload::WorkloadSpec;
-use domain::{Timestamp, WorkloadId};
+use domain::{Timestamp, WorkerId, WorkloadId};
 use rpc::page::{self, Page};
 use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
@@ -15,6 +15,7 @@ use crate::db::entity::lease::StopReason;
 use crate::db::entity::workload::{self, Model, Outcome, State};
 use crate::leases;
 use crate::outcome::Ending;
+use crate::workers;
 use crate::workloads::events::AttemptLocation;
 
 /// A workload as callers see it.
@@ -67,7 +68,19 @@ pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<
             abridged: row.abridged,
         })
     };
-    rows.into_iter().map(view).collect()
+    let mut views: Vec<_> = rows.into_iter().map(view).collect::<Result<_, DbErr>>()?;
+    // Specs have the ids of named workers, and callers know them by their names.
+    let named: HashSet<WorkerId> = views.iter().filter_map(|view| view.spec.worker.parse().ok()).collect();
+    if !named.is_empty() {
+        let workers = workers::find_all(db, named).await?.into_iter();
+        let names: HashMap<_, _> = workers.map(|worker| (worker.id.to_string(), worker.name)).collect();
+        for view in &mut views {
+            if let Some(name) = names.get(&view.spec.worker) {
+                view.spec.worker.clone_from(name);
+            }
+        }
+    }
+    Ok(views)
 }
 
 /// Returns a page of workloads of `team`, or of all teams, newest first, and whether there are

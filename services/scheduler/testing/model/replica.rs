@@ -36,7 +36,7 @@ use crate::notify::Notifier;
 use crate::notify::changes::Effects;
 use crate::outbox;
 use crate::placement::tests::reference;
-use crate::placement::{Demand, Location, Process, Purpose, Resources, Shape};
+use crate::placement::{Demand, Location, OnlyWorker, Process, Purpose, Resources, Shape};
 use crate::scheduling::{Dispatcher, LeaseRequest, PlaceError, PlaceResult, Request, RoundContext};
 use crate::store_client::delivery::{self, Delivery};
 use crate::store_client::reconcile;
@@ -503,7 +503,7 @@ impl Replica {
             None => None,
             Some(near) => match leases::find(db, near).await? {
                 Some(near) if near.state != State::Ended && near.team == requirements.team => {
-                    Some(WorkerId::from_uuid(near.worker_id))
+                    Some(OnlyWorker::tied(WorkerId::from_uuid(near.worker_id)))
                 }
                 _ => return Err(PlaceError::NoSuchLease),
             },

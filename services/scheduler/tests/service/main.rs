@@ -77,10 +77,11 @@ use lost::{
 use places::{
     artifacts_of_many_leases_are_checked, lease_pins_artifacts_until_it_ends, leases_of_owner_share_worker,
     owner_group_is_placed_on_one_worker, owner_group_waits_for_fitting_worker,
-    pins_of_ended_leases_are_released_after_outage, requests_are_granted_by_priority_then_order,
-    stopped_replica_leaves_no_waiting_request, wait_ends_by_timeout_or_dropped_call,
-    wait_ends_when_no_worker_is_compatible, waiting_group_is_granted_as_a_whole,
-    waiting_lease_id_cannot_be_reused, waiting_lease_request_has_queue_position,
+    pins_of_ended_leases_are_released_after_outage, request_waits_for_worker_that_it_names,
+    requests_are_granted_by_priority_then_order, stopped_replica_leaves_no_waiting_request,
+    wait_ends_by_timeout_or_dropped_call, wait_ends_when_no_worker_is_compatible,
+    waiting_group_is_granted_as_a_whole, waiting_lease_id_cannot_be_reused,
+    waiting_lease_request_has_queue_position,
 };
 use registry::{
     cordon_interrupts_work_at_deadline, cordon_waits_for_uninterruptible_work,
@@ -726,6 +727,7 @@ on_both! {
     owner_group_waits_for_fitting_worker,
     leases_of_owner_share_worker,
     lease_pins_artifacts_until_it_ends,
+    request_waits_for_worker_that_it_names,
     pins_of_ended_leases_are_released_after_outage,
     resumed_watch_neither_misses_nor_repeats_events,
 }

@@ -14,6 +14,7 @@ use scheduler::Config;
 use sea_orm::{ConnectionTrait, Statement};
 use testing::databases::TestDatabase;
 
+use crate::explain::explain_spec;
 use crate::leases::{grouped, place_many, refused, task, with_slots};
 use crate::store::Place;
 use crate::support::{Gateway, Running, config, finish, registration, spec, until, within};
@@ -590,4 +591,50 @@ pub(crate) async fn pins_of_ended_leases_are_released_after_outage(database: Tes
     assert_eq!(bytes.kept_by(artifact).await, kept);
     scheduler.stop().await;
     store.stop().await;
+}
+
+pub(crate) async fn request_waits_for_worker_that_it_names(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _one = with_slots(&scheduler, "one", 4).await;
+    let mut other = with_slots(&scheduler, "other", 1).await;
+    let on = |worker: &str| pb::PlaceRequest { worker: worker.to_owned(), ..task() };
+
+    let granted = place(&scheduler, on("other")).await.expect("granted");
+    assert_eq!(granted.worker_name, "other");
+    let busy = refused(&scheduler, on(&granted.worker_id)).await;
+    assert!(busy.is(Reason::AllWorkersBusy), "{busy}");
+    assert_eq!(busy.about["one"], "the request names another worker");
+    assert_eq!(busy.about["other"], "is full (1 of 1 tasks)");
+    let unknown = refused(&scheduler, on("unknown")).await;
+    assert!(unknown.is(Reason::WorkerNotFound), "{unknown}");
+    assert_eq!(unknown.about["worker"], "unknown");
+    let unable = refused(&scheduler, pb::PlaceRequest { platform: "darwin".to_owned(), ..on("other") }).await;
+    assert!(unable.is(Reason::NoCompatibleWorker), "{unable}");
+    assert_eq!(unable.about["other"], "its platform is linux");
+
+    let named = |worker: &str| pb::WorkloadSpec { worker: worker.to_owned(), ..spec() };
+    let unknown = scheduler.submit(named("unknown")).await.expect_err("unknown");
+    assert!(unknown.is(Reason::WorkerNotFound), "{unknown}");
+    let explained = explain_spec(&scheduler, named("other")).await;
+    assert_eq!(explained.verdict(), pb::Verdict::NotNow);
+    assert_eq!(explained.unblocked_by, ["other: one of its tasks ends"]);
+    let reasons = explained.workers.iter().map(|worker| worker.refusals[0].reason.as_str());
+    assert_eq!(reasons.collect::<Vec<_>>(), ["FULL", "NOT_NAMED"]);
+    let mut ids = Vec::new();
+    for worker in ["other", &granted.worker_id] {
+        ids.push(scheduler.submit(named(worker)).await.expect("accepted"));
+    }
+    let waiting = scheduler.get(ids[0]).await;
+    assert_eq!(waiting.state(), pb::WorkloadState::Pending);
+    for id in &ids {
+        let shown = scheduler.get(*id).await.spec.expect("a spec");
+        assert_eq!(shown.worker, "other", "the name of the worker");
+    }
+    scheduler.submit_as(ids[0], named("other")).await.expect("a repeat");
+    release(&scheduler, &granted.lease_token).await;
+    for id in ids {
+        let (_, run) = other.run(id).await;
+        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    }
+    scheduler.stop().await;
 }

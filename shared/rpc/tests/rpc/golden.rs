@@ -103,6 +103,7 @@ fn spec() -> scheduler::WorkloadSpec {
         start_timeout: duration(90, 1),
         retries: 3,
         capabilities: vec![text("ends-whole"), text("signals")],
+        worker: text("worker-1"),
     }
 }
 

@@ -149,6 +149,11 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "Resources")]
     pub(crate) reserve_disk: Option<u64>,
 
+    /// Run only on this worker, given by its name or id. Wait while it is full or out of contact
+    ///
+    /// `gantry list workers` lists the names.
+    #[arg(long, value_name = "NAME", help_heading = "Placement")]
+    pub(crate) worker: Option<String>,
     /// Run only on a worker with this tag. Repeatable
     #[arg(long = "tag", value_name = "TAG", value_parser = values::tag, help_heading = "Placement")]
     pub(crate) tags: Vec<String>,

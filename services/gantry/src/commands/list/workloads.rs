@@ -58,6 +58,7 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         ("command", plain(&labels::command(Some(&spec)), 1000)),
         ("spec", if workload.abridged { ABRIDGED.to_owned() } else { String::new() }),
         ("platform", plain(&spec.platform, 100)),
+        ("only worker", plain(&spec.worker, 255)),
         ("tags", plain(&spec.tags.join(" "), 1000)),
         ("reserves", spec.requests.as_ref().map(labels::amounts).unwrap_or_default()),
         ("priority", if spec.priority == 0 { String::new() } else { spec.priority.to_string() }),

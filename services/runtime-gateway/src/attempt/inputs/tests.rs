@@ -183,6 +183,7 @@ fn task() -> AttemptTask {
         requests: Default::default(),
         start_timeout: None,
         retries: 0,
+        worker: String::new(),
         capabilities: vec![],
     };
     AttemptTask {

@@ -611,7 +611,8 @@ impl Index {
     /// or that the request names.
     fn named(&self, demand: &Demand, locations: &[Location], classes: &[usize]) -> Vec<usize> {
         let holders = locations.iter().flat_map(|location| &location.workers);
-        let ids: BTreeSet<_> = holders.chain(&demand.prefer).chain(&demand.only).collect();
+        let only = demand.only.as_ref().map(|only| &only.id);
+        let ids: BTreeSet<_> = holders.chain(&demand.prefer).chain(only).collect();
         let places = ids.into_iter().filter_map(|id| self.by_id.get(id).copied());
         let of_these =
             |place: &usize| self.places[*place].as_ref().is_some_and(|place| classes.contains(&place.class));

@@ -606,7 +606,7 @@ fn worker_with_least_load_to_end_is_reserved() {
     );
     let mut only = parts(&[(shape_with_memory(80), "")]);
     let much = index.workers().find(|worker| worker.name == "much").expect("known").id;
-    Arc::make_mut(&mut only[0].demand).only = Some(much);
+    Arc::make_mut(&mut only[0].demand).only = Some(OnlyWorker::named(much));
     assert_eq!(kept(&mut index, &only, &[]), ["much"]);
 
     // A taken worker is not chosen, nor is one that is reserved for another request.

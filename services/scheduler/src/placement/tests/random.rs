@@ -155,7 +155,8 @@ impl Dice {
         let failed_on = failed_on.into_iter().map(failed).collect();
         let requester = Uuid::from_u128(self.0.random());
         let waits_as = self.some(&[requester, requester, Uuid::from_u128(1)]);
-        let only = only.first().copied();
+        let is_named = self.0.random_bool(0.5);
+        let only = only.first().map(|id| OnlyWorker { id: *id, is_named });
         Demand { avoid, prefer, only, failed_on, waits_as, ..shape.requested_by(requester) }
     }
 

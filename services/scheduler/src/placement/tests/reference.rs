@@ -71,7 +71,13 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
     against.add_lasting(!lacks.is_empty(), Refusal::MissingTags(lacks));
 
     // Particular workers.
-    against.add_lasting(demand.only.is_some_and(|only| only != worker.id), Refusal::NotSame);
+    let (named, tied) = match demand.only {
+        Some(OnlyWorker { id, is_named: true }) => (Some(id), None),
+        Some(OnlyWorker { id, is_named: false }) => (None, Some(id)),
+        None => (None, None),
+    };
+    against.add_lasting(named.is_some_and(|named| named != worker.id), Refusal::NotNamed);
+    against.add_lasting(tied.is_some_and(|tied| tied != worker.id), Refusal::NotSame);
     against.add_lasting(demand.avoid.contains(&worker.id), Refusal::Avoided);
     for failed in demand.failed_on.iter().filter(|failed| failed.worker == worker.id) {
         against.add_lasting(true, Refusal::FailedWorker(failed.failure.clone()));
@@ -123,7 +129,7 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
         }
     }
     let is_for_another = worker.reserved_for.is_some() && worker.reserved_for != Some(demand.waits_as);
-    against.add_passing(is_for_another && demand.only.is_none(), Refusal::Reserved);
+    against.add_passing(is_for_another && tied.is_none(), Refusal::Reserved);
 
     // Each task has a container and a volume, besides the kept ones. The load of a lost worker is
     // unknown.

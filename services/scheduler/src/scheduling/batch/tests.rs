@@ -8,7 +8,7 @@ use testing::databases;
 use super::*;
 use crate::config::Config;
 use crate::placement::tests::{Dice, reference, shape_with_memory, with_memory};
-use crate::placement::{Chains, Worker};
+use crate::placement::{Chains, OnlyWorker, Worker};
 use crate::store_client::Inputs;
 
 /// Number of orders of a group that the reference tries.
@@ -110,7 +110,7 @@ impl Scene {
         let owner_worker = self.workers.iter().find(|worker| Some(worker.id) == member.owner_worker);
         let owner_worker = owner_worker
             .filter(|worker| worker.state != worker::State::Lost && worker.desired == worker::Desired::Run);
-        let only = owner_worker.map(|worker| worker.id).or(member.demand.only);
+        let only = owner_worker.map(|worker| OnlyWorker::tied(worker.id)).or(member.demand.only);
         Demand { only, ..member.demand.clone() }
     }
 
@@ -149,7 +149,7 @@ impl Scene {
             (self.demand(member), (member.demand.shape.team.clone(), member.owner.clone()));
         let near = homes.get(&owner).copied();
         match near {
-            Some(_) => demand.only = near,
+            Some(near) => demand.only = Some(OnlyWorker::tied(near)),
             None if !member.owner.is_empty() && member.owner_worker.is_none() => demand.avoid.extend(avoid),
             None => {}
         }
@@ -196,7 +196,7 @@ impl Scene {
             let member = self.members.iter().find(|member| member.lease == grant.lease).expect("a member");
             let (mut demand, owner) = (self.demand(member), (&member.demand.shape.team, &member.owner));
             // All leases of an owner share one worker.
-            demand.only = homes.get(&owner).copied().or(demand.only);
+            demand.only = homes.get(&owner).copied().map(OnlyWorker::tied).or(demand.only);
             let against = reference::against_each(&demand, &workers, &self.teams);
             assert!(against[&grant.worker].is_nothing(), "{:?} of {grant:?}", against[&grant.worker]);
             assert_eq!(grant.kind, member.kind);

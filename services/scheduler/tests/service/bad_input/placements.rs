@@ -117,6 +117,7 @@ fn valid(world: &World<'_>) -> pb::PlaceRequest {
         owner: "x".repeat(200),
         wait: None,
         priority: 100,
+        worker: String::new(),
     }
 }
 
@@ -124,6 +125,7 @@ fn valid(world: &World<'_>) -> pb::PlaceRequest {
 fn place(world: &World<'_>, path: &'static str) -> Vec<Bad> {
     let at = move |field: &str| if path.is_empty() { field.to_owned() } else { format!("{path}.{field}") };
     let unowned = move |sent: &mut Vec<_>| put(sent, &at("owner"), None);
+    let unowned_too = unowned;
     let offered = |field: &str| {
         let mut bad = longest(field, 1024);
         bad.extend(but(field, "of no worker", "x".repeat(1024), NoCompatibleWorker));
@@ -173,6 +175,8 @@ fn place(world: &World<'_>, path: &'static str) -> Vec<Bad> {
                 but("same_worker_as_lease_id", "of another team", world.foreign_lease, LeaseLost),
             ],
         ),
+        given(unowned_too, [worker_or_any("worker", world)]),
+        invalid("worker", "with an owner", text("one"), "worker"),
         invalid("same_worker_as_lease_id", "with an owner", text(&world.driven.lease_id), "owner"),
         id_in_list("avoid_workers"),
         id_in_list("prefer_workers"),

@@ -9,6 +9,7 @@ use testing::bad_input::wrong::*;
 use testing::bad_input::{Bad, Expected};
 
 use super::world::World;
+use super::wrong::worker_or_any;
 use super::{OTHER, TEAM};
 
 /// RPC that receives the spec.
@@ -47,6 +48,7 @@ pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
         limits: Some(pb::Limits { cpu_millis: 10_000_000, memory_bytes: 1 << 60, pids: 4_194_303 }),
         privilege: pb::Privilege::Confined.into(),
         network: pb::Network::Private.into(),
+        worker: "one".to_owned(),
         tags: Vec::new(),
         platform: "linux".to_owned(),
         queue_timeout: seconds(100),
@@ -176,6 +178,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         change("tags", "empty", Value::List(vec![text("")]), refused("tags")),
         many_tags(),
         offered("platform"),
+        worker_or_any("worker", world),
         negative("queue_timeout"),
         long("queue_timeout"),
         negative("run_timeout"),
