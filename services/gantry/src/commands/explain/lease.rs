@@ -111,6 +111,9 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
         return String::new();
     }
     match &lease.expires_at {
+        Some(_) if lease.state() == LeaseState::Ending => {
+            "its processes have stopped, or its worker has a new incarnation or is pruned".to_owned()
+        }
         Some(at) => {
             let left = labels::from_now(at).map(|left| format!(" (in {})", duration(left)));
             format!("{}{}, unless the holder renews it", labels::instant(at), left.unwrap_or_default())
@@ -189,9 +192,10 @@ mod tests {
             Some("until: the attempt ends, or the worker is lost; the worker is stalled now")
         );
         lease.state = LeaseState::Ending.into();
-        lease.stop_reason = StopReason::Cancelled.into();
+        lease.stop_reason = StopReason::Released.into();
         let printed = lines(&lease, None);
-        assert!(printed[2].starts_with("state: ending (must stop because of CANCELLED, "), "{printed:?}");
+        assert!(printed[2].starts_with("state: ending (must stop because of RELEASED, "), "{printed:?}");
+        assert!(printed[7].starts_with("until: its processes have stopped"), "{printed:?}");
     }
 
     #[test]
