@@ -146,8 +146,8 @@ reasons! {
     /// The container does not exist, is on another worker, or may be garbage. Do nothing. The
     /// container is deleted or will be.
     ContainerNotFound = "CONTAINER_NOT_FOUND", NotFound;
-    /// The process that the container was made for does not run yet or has ended. Wait until it
-    /// runs.
+    /// The process that the container was made for does not run yet. Or it has ended, and the
+    /// worker lacks `exec-ended`. Wait until it runs.
     ContainerNotRunning = "CONTAINER_NOT_RUNNING", FailedPrecondition;
     /// A kept artifact would lose its last replica (metadata `artifact_id`). For a worker, metadata
     /// `artifacts` has the number of such artifacts (1000 means 1000 or more), and `artifact_id_2`

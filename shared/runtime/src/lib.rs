@@ -47,6 +47,7 @@ pub struct Capabilities {
     /// Names of optional features: `privileged`, `network-private`, `stop-after`, `terminal`, and
     ///
     /// - `exec`: a container may have several processes at a time;
+    /// - `exec-ended`: a process can look into a container whose main process has ended;
     /// - `limits-memory`, `limits-cpu`, `limits-pids`: this limit of [`ContainerSpec::limits`]
     ///   applies to all processes of a container;
     /// - `replaceable-outputs`: the runtime has [`Runtime::take_directory`], so outputs need not be
@@ -200,6 +201,8 @@ pub struct ProcessContainer {
     pub handle: ContainerHandle,
     /// The team that it belongs to.
     pub team: String,
+    /// Its main process.
+    pub main: ProcessId,
 }
 
 /// All containers and volumes on a worker, including incomplete ones.
@@ -342,6 +345,10 @@ pub trait Runtime: Send + Sync + 'static {
     /// A process that starts while another process of the container runs joins the namespaces and
     /// limits of the container. The first process is the main process: when it ends, all others
     /// end, unless the worker lacks the capability `ends-whole`.
+    ///
+    /// With the capability `exec-ended`, a process with [`ProcessRole::Exec`] may start after the
+    /// end of the main process. It sees the files as the main process left them, and what it writes
+    /// is discarded at its end.
     ///
     /// Errors: [`RuntimeError::ContainerNotFound`]. [`RuntimeError::ContainerNotRunning`].
     /// [`RuntimeError::Unsupported`] for a further process without the capability `exec`.

@@ -37,7 +37,7 @@ pub struct ProcessSpec {
 pub enum ProcessRole {
     /// The process is the main process, or joins the container if that one runs.
     Main,
-    /// The process needs a running main process.
+    /// The process looks into a container that has or had a main process.
     Exec,
 }
 

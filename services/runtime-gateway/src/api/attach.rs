@@ -39,19 +39,21 @@ pub(super) async fn attach(
     mut requests: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
-    let attended;
+    let (attended, main);
     let (process, from, observer) = match requests.message().await?.and_then(|request| request.message) {
         Some(AttachMessage::Resume(resume)) => {
             let process: ProcessId = parse_id("resume.process_id", &resume.process_id)?;
             let team = parse_team("resume.team", resume.team)?;
             attended = worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
-            check_team(&attended.worker, process, &team).await?;
+            main = check_team(&attended.worker, process, &team).await?;
             let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
             (process, from, resume.observer)
         }
         Some(AttachMessage::Start(start)) => {
             attended = worker_of(&gateway, "start.worker_id", &start.worker_id).await?;
-            (exec::start(&attended.worker, start).await?, Offsets::default(), false)
+            let process;
+            (process, main) = exec::start(&attended.worker, start).await?;
+            (process, Offsets::default(), false)
         }
         _ => return Err(invalid_field("message", "the first message must be `resume` or `start`")),
     };
@@ -133,27 +135,27 @@ pub(super) async fn attach(
         output = forward_output => output,
         received = receive => received,
         input = forward_input => input,
-        never = touch(worker, process, worker.config.intervals.touch) => match never {},
+        never = touch(worker, main, worker.config.intervals.touch) => match never {},
     }
 }
 
 /// Reports to the artifact store at intervals that the container of a process is in use. Failed
 /// calls are not repeated, because the next one follows.
 ///
-/// If the process runs, the first report waits for one interval. The grace that the store gives a
-/// container after the end is longer than that.
-pub(super) async fn touch(worker: &Worker, process: ProcessId, every: Duration) -> Infallible {
-    let state = worker.runtime.process(process).await;
+/// If the main process runs, the first report waits for one interval. The grace that the store
+/// gives a container after the end is longer than that.
+pub(super) async fn touch(worker: &Worker, main: ProcessId, every: Duration) -> Infallible {
+    let state = worker.runtime.process(main).await;
     if matches!(state, Ok(ProcessState::Starting | ProcessState::Started)) {
         tokio::time::sleep(every).await;
     }
-    // The main process of a container has the id of the attempt. Any other process ends with it.
-    let attempt = AttemptId::from_uuid(process.uuid());
+    // The main process of a container has the id of the attempt.
+    let attempt = AttemptId::from_uuid(main.uuid());
     loop {
         if let Some(session) = worker.session.current()
             && let Err(refusal) = worker.clients.store.touch(&session.credential, attempt).await
         {
-            tracing::debug!(attempt.id = %process, error = %refusal, "cannot report that a container is used");
+            tracing::debug!(attempt.id = %attempt, error = %refusal, "cannot report that a container is used");
         }
         tokio::time::sleep(every).await;
     }

@@ -17,8 +17,12 @@ const MAX_ARGUMENTS: usize = 4096;
 /// Maximum number of bytes of all arguments and variables of a process.
 const MAX_TEXT_BYTES: usize = 1 << 20;
 
-/// Starts the process, or finds it if it was started before. Returns its id.
-pub(super) async fn start(worker: &Worker, start: pb::StartProcess) -> Result<ProcessId, Status> {
+/// Starts the process, or finds it if it was started before. Returns its id, and that of the main
+/// process.
+pub(super) async fn start(
+    worker: &Worker,
+    start: pb::StartProcess,
+) -> Result<(ProcessId, ProcessId), Status> {
     let team = parse_team("start.team", start.team)?;
     let pb::start_process::Container::AttemptId(attempt) = required("start.container", start.container)?;
     let attempt: AttemptId = parse_id("start.attempt_id", &attempt)?;
@@ -28,10 +32,10 @@ pub(super) async fn start(worker: &Worker, start: pb::StartProcess) -> Result<Pr
     if process == main {
         return Err(invalid_field("start.process_id", "must not be the id of the attempt"));
     }
-    match check_team(worker, process, &team).await {
-        Ok(()) => return Ok(process),
-        Err(_) => check_team(worker, main, &team).await?,
+    if let Ok(main) = check_team(worker, process, &team).await {
+        return Ok((process, main));
     }
+    check_team(worker, main, &team).await?;
     for (feature, is_needed) in [("exec", true), ("terminal", spec.terminal.is_some())] {
         if is_needed && !worker.runtime.capabilities().features.iter().any(|has| has == feature) {
             let message = format!("this worker lacks the capability `{feature}`");
@@ -48,7 +52,7 @@ pub(super) async fn start(worker: &Worker, start: pb::StartProcess) -> Result<Pr
     let container = worker.runtime.container_of(main).await.map_err(status)?.handle;
     worker.runtime.start(container, process, spec).await.map_err(status)?;
     tracing::info!(process.id = %process, container.handle = %container, team, "process started by a caller");
-    Ok(process)
+    Ok((process, main))
 }
 
 fn parse_spec(spec: pb::ProcessSpec) -> Result<ProcessSpec, Status> {

@@ -115,10 +115,11 @@ impl Containers for Handler {
     }
 }
 
-/// Fails unless the process exists in a container of the team.
-async fn check_team(worker: &Worker, process: ProcessId, team: &str) -> Result<(), Status> {
-    if worker.runtime.container_of(process).await.map_err(status)?.team == team {
-        Ok(())
+/// Returns the main process beside a process. Fails unless their container belongs to the team.
+async fn check_team(worker: &Worker, process: ProcessId, team: &str) -> Result<ProcessId, Status> {
+    let container = worker.runtime.container_of(process).await.map_err(status)?;
+    if container.team == team {
+        Ok(container.main)
     } else {
         Err(status(RuntimeError::ProcessNotFound(process)))
     }

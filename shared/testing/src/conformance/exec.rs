@@ -10,7 +10,10 @@ use runtime::{
     ContainerSpec, Offsets, ProcessRole, ProcessSpec, ProcessState, Runtime, RuntimeError, TerminalSize,
 };
 
-use super::{RuntimeExt, Subject, claims, exited, has, is_signal, on_root, process, programs, read_until};
+use super::{
+    RuntimeExt, Subject, claims, exited, has, in_time, is_signal, lines, mount, on_root, process, programs,
+    put, read_until,
+};
 
 fn shell(script: &str) -> ProcessSpec {
     let command = ["/bin/sh", "-c", script].map(str::to_owned);
@@ -75,12 +78,15 @@ pub async fn further_process_joins_container(subject: impl Subject) {
     assert_eq!(runtime.process(main).await.expect("a state"), ProcessState::Started);
 }
 
-/// A further process ends with the main process, and cannot start after it.
+/// A further process ends with the main process. A container without a main process has none.
 pub async fn further_process_ends_with_main_process(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "exec") {
         return;
     }
+    let unused = runtime.made(on_root(&subject).await).await;
+    let early = runtime.start(unused, ProcessId::new(), shell("true")).await;
+    assert!(matches!(early, Err(RuntimeError::ContainerNotRunning(it)) if it == unused), "{early:?}");
     let (handle, main) = running(&runtime, on_root(&subject).await).await;
     let script = "trap '' TERM HUP; echo ready; while :; do sleep 0.1; done";
     let further = runtime.started(handle, shell(script)).await;
@@ -91,8 +97,10 @@ pub async fn further_process_ends_with_main_process(subject: impl Subject) {
     assert!(is_signal(&*runtime, &ended, 15, true), "{ended:?}");
     let ended = runtime.ended(further).await;
     assert!(is_signal(&*runtime, &ended, 9, false), "{ended:?}");
-    let late = runtime.start(handle, ProcessId::new(), shell("true")).await;
-    assert!(matches!(late, Err(RuntimeError::ContainerNotRunning(it)) if it == handle), "{late:?}");
+    if !has(&*runtime, "exec-ended") {
+        let late = runtime.start(handle, ProcessId::new(), shell("true")).await;
+        assert!(matches!(late, Err(RuntimeError::ContainerNotRunning(it)) if it == handle), "{late:?}");
+    }
     runtime.destroy_container(handle).await.expect("destroy");
     assert!(runtime.process(further).await.is_err());
 }
@@ -126,4 +134,64 @@ pub async fn further_process_survives_its_runtime(mut subject: impl Subject) {
     read_until(&mut attachment.events, "50 120").await;
     runtime.destroy_container(handle).await.expect("destroy");
     assert!(runtime.process(further).await.is_err());
+}
+
+/// A process that looks into an ended container sees its files, and changes only a copy of them.
+/// Another one joins it.
+pub async fn ended_container_can_be_looked_into(subject: impl Subject) {
+    let runtime = subject.runtime();
+    if !claims(&*runtime, "exec-ended") {
+        return;
+    }
+    let [parent, scratch, output] = [runtime.volume().await, runtime.volume().await, runtime.volume().await];
+    put(&*runtime, parent, "file", "from the parent\n").await;
+    let child = runtime.child(parent).await;
+    runtime.make_directories(scratch, &["out".into()]).await.expect("make a directory");
+    let mounts = vec![mount(child, "/child", false), mount(scratch, "/workspace", false)];
+    let environment = vec![variable("NAME", "kept")];
+    let spec = ContainerSpec { mounts, environment, ..on_root(&subject).await };
+    let handle = runtime.made(spec).await;
+    let script =
+        "echo more >> /child/file; echo result > /workspace/out/result; echo note > /root-note; exit 3";
+    let command = ["/bin/sh", "-c", script].map(str::to_owned);
+    let main = runtime.started(handle, process(&command)).await;
+    assert_eq!(runtime.ended(main).await, exited(3));
+    runtime.take_directory(scratch, "out".as_ref(), output).await.expect("take an output");
+
+    let script = "echo $NAME; cat /child/file /workspace/out/result; echo changed > /child/file; \
+        rm /workspace/out/result; echo new > /workspace/new; echo ready; read line; exit 9";
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..shell(script) };
+    let look = async || {
+        let id = ProcessId::new();
+        // The supervisor of the main process may need a moment after the end was reported.
+        in_time("a start", async {
+            while runtime.start(handle, id, spec.clone()).await.is_err() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await;
+        id
+    };
+    let looking = look().await;
+    let mut attachment = runtime.attach(looking, Offsets::default()).await.expect("attach");
+    let read = read_until(&mut attachment.events, "ready").await;
+    let expected = "kept\nfrom the parent\nmore\nresult\nready\n";
+    assert_eq!(String::from_utf8_lossy(&read), expected);
+    let beside = runtime.started(handle, shell("cat /child/file /workspace/new")).await;
+    assert_eq!(runtime.read_output(beside).await.text(), "changed\nnew\n");
+    attachment.input.stdin(0, Bytes::from_static(b"\n")).await.expect("type");
+    assert_eq!(runtime.ended(looking).await, exited(9));
+    assert_eq!(runtime.ended(main).await, exited(3), "the record of the main process stays");
+
+    // The bytes are unchanged, also for the next look.
+    assert_eq!(lines(&*runtime, child, "file").await, 2);
+    assert_eq!(lines(&*runtime, output, "result").await, 1);
+    assert_eq!(lines(&*runtime, scratch, "new").await, 0);
+    let again = look().await;
+    let mut attachment = runtime.attach(again, Offsets::default()).await.expect("attach");
+    assert_eq!(String::from_utf8_lossy(&read_until(&mut attachment.events, "ready").await), expected);
+    runtime.destroy_container(handle).await.expect("destroy");
+    for volume in [child, scratch, output, parent] {
+        runtime.destroy_volume(volume).await.expect("destroy");
+    }
 }

@@ -441,7 +441,7 @@ impl Runtime for FakeRuntime {
         let state = self.worker.state();
         let found = state.processes.get(&process).and_then(|(handle, _)| {
             let team = state.containers.get(handle)?.spec.team.clone();
-            Some(ProcessContainer { handle: *handle, team })
+            Some(ProcessContainer { handle: *handle, team, main: process })
         });
         found.ok_or(RuntimeError::ProcessNotFound(process))
     }

@@ -191,6 +191,14 @@ impl Worker {
         Ok(())
     }
 
+    /// Returns the main process of a container.
+    pub(super) async fn main_of(
+        &self,
+        container: ContainerHandle,
+    ) -> Result<Option<ProcessId>, RuntimeError> {
+        Ok(self.container_properties(container).await?.process)
+    }
+
     /// Fails unless the main process of a container runs, so that another process may join it.
     async fn check_joinable(
         self: &Arc<Self>,

@@ -398,7 +398,9 @@ impl Runtime for GardenRuntime {
 
     async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError> {
         let process = self.worker.find(process).await?;
-        Ok(ProcessContainer { handle: process.container, team: process.team.clone() })
+        let handle = process.container;
+        let main = if process.is_further { self.worker.main_of(handle).await? } else { None };
+        Ok(ProcessContainer { handle, team: process.team.clone(), main: main.unwrap_or(process.id) })
     }
 
     async fn wait(&self, process: ProcessId) -> Result<Ended, RuntimeError> {

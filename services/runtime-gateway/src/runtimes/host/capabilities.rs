@@ -48,6 +48,7 @@ pub(super) fn capabilities(
         "image-checks",
         "exact-environment",
         "exec",
+        "exec-ended",
         "terminal",
     ];
     let optional = [

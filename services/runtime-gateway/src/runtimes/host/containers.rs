@@ -96,7 +96,9 @@ impl Host {
             if known {
                 lock(&self.processes).insert(id, container);
                 // A process that joined the container uses the mounts of the main process.
-                if Self::taken_intent(&process)?.is_none_or(|intent| intent.joins.is_none()) {
+                if Self::taken_intent(&process)?
+                    .is_none_or(|intent| intent.joins.is_none() && !intent.isolated)
+                {
                     written.extend(volumes.iter().map(|volume| (*volume, id)));
                 }
                 // This also settles processes without a supervisor. A process that cannot be

@@ -13,6 +13,7 @@ use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{ContainerSpec, ProcessSpec, Root, TerminalSize};
 use serde::{Deserialize, Serialize};
 
+use super::processes::Place;
 use super::user_namespace::Range;
 use super::users::User;
 
@@ -161,6 +162,9 @@ pub(super) struct Intent {
     /// main process.
     #[serde(default)]
     pub(super) joins: Option<ProcessId>,
+    /// Whether the process changes only a copy of what the container left behind.
+    #[serde(default)]
+    pub(super) isolated: bool,
     /// `None`: the directory of the container.
     #[serde(default)]
     pub(super) directory: Option<Text>,
@@ -177,7 +181,7 @@ fn variable(variable: EnvironmentVariable) -> (Text, Text) {
 }
 
 impl Intent {
-    pub(super) fn new(process: ProcessId, boot: String, joins: Option<ProcessId>, spec: ProcessSpec) -> Self {
+    pub(super) fn new(process: ProcessId, boot: String, place: Place<'_>, spec: ProcessSpec) -> Self {
         Self {
             process,
             boot,
@@ -185,7 +189,11 @@ impl Intent {
             environment: spec.environment.into_iter().map(variable).collect(),
             stdin: spec.stdin == Stdin::Attached,
             held_back: spec.output == OutputMode::Attached,
-            joins,
+            joins: match place {
+                Place::Joined(main) => Some(main.id),
+                Place::New | Place::Isolated => None,
+            },
+            isolated: matches!(place, Place::Isolated),
             directory: spec.directory.map(Text::from),
             user: spec.user,
             terminal: spec.terminal.map(|size| (size.columns, size.rows)),
@@ -219,6 +227,9 @@ pub(super) struct Launch {
     /// `None`: this is the main process.
     #[serde(default)]
     pub(super) joins: Option<PathBuf>,
+    /// Whether the process changes only a copy of what the container left behind.
+    #[serde(default)]
+    pub(super) isolated: bool,
     /// Whether the root layer of the container is in memory.
     pub(super) upper_in_memory: bool,
     /// Paths of Gantry that are hidden from the container.

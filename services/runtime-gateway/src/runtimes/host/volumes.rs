@@ -8,9 +8,11 @@
 //! worker's whole disk. So after a crash of the machine, all contents count as suspect.
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -39,6 +41,9 @@ enum CopyOnWrite {
     /// A copy, with the reason.
     Copy(String),
 }
+
+/// In the directory of a volume: its directories that became other volumes, one file for each.
+const GIVEN: &str = "given";
 
 /// With these options, a change of owner does not copy the contents up.
 const METACOPY: &[&str] = &["volatile", "index=off", "redirect_dir=on", "metacopy=on"];
@@ -257,6 +262,15 @@ impl Volumes {
         Ok(contents)
     }
 
+    /// Records that a directory of a volume became another volume, for processes that look at a
+    /// container after its end.
+    fn note_given(&self, from: VolumeHandle, path: &Path, into: VolumeHandle) -> Result<(), RuntimeError> {
+        let notes = self.volume(from).join(GIVEN);
+        filesystem::make_directory(&notes).map_err(at("make", &notes))?;
+        let note = notes.join(into.to_string());
+        fs::write(&note, path.as_os_str().as_bytes()).map_err(at("write", &note))
+    }
+
     /// Moves a directory of one volume into another, empty volume.
     ///
     /// The mark is written before the rename. So a repeated call after a crash can distinguish a
@@ -298,6 +312,7 @@ impl Volumes {
             return if taken { Ok(()) } else { Err(missing()) };
         };
         fs::write(&mark, b"").map_err(at("write", &mark))?;
+        self.note_given(from, path, into)?;
         match rustix::fs::renameat(&parent, name, rustix::fs::CWD, &target) {
             Ok(()) => Ok(()),
             // The volume has a separate mount.
@@ -352,6 +367,23 @@ impl CopyOnWrite {
     }
 }
 
+/// The directories of a volume in `directory` that became other volumes.
+pub(super) fn given(directory: &Path, handle: VolumeHandle) -> io::Result<Vec<(PathBuf, VolumeHandle)>> {
+    let notes = directory.join(handle.to_string()).join(GIVEN);
+    let entries = match fs::read_dir(&notes) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut given = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        let Some(into) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        given.push((PathBuf::from(OsString::from_vec(fs::read(entry.path())?)), into));
+    }
+    Ok(given)
+}
+
 /// The layers of a volume in `directory`, topmost first.
 pub(super) fn layers(directory: &Path, handle: VolumeHandle) -> Result<Vec<PathBuf>, RuntimeError> {
     let mut layers = Vec::new();
@@ -399,7 +431,7 @@ fn parent(volume: &Path) -> Result<Option<VolumeHandle>, RuntimeError> {
 }
 
 /// Gives a directory the owner and the mode of another.
-fn copy_owner_and_mode(directory: &Path, model: &Path) -> io::Result<()> {
+pub(super) fn copy_owner_and_mode(directory: &Path, model: &Path) -> io::Result<()> {
     let model = fs::metadata(model)?;
     std::os::unix::fs::chown(directory, Some(model.uid()), Some(model.gid()))?;
     fs::set_permissions(directory, model.permissions())

@@ -12,7 +12,7 @@ use domain::{ContainerHandle, ProcessId};
 use runtime::{ProcessRole, ProcessSpec, RuntimeError};
 use rustix::mount::MountAttrFlags;
 
-use super::{Process, RESERVE, Status};
+use super::{Place, Process, RESERVE, Status};
 use crate::runtimes::host::filesystem::{self, at};
 use crate::runtimes::host::persisted::{Intent, Launch};
 use crate::runtimes::host::user_namespace::Range;
@@ -21,6 +21,18 @@ use crate::runtimes::output_spool;
 use crate::util::blocking::blocking;
 use crate::util::clock::since_boot;
 use crate::util::keyed_locks::lock;
+
+/// The state of a container, as far as a start depends on it.
+enum ContainerState {
+    /// No process was started.
+    New,
+    /// The main process runs.
+    Running(Process),
+    /// The main process has ended.
+    Ended,
+    /// The main process has ended, and this process runs on a copy of what it left behind.
+    Copied(Process),
+}
 
 impl Host {
     pub(in crate::runtimes::host) async fn start(
@@ -50,13 +62,24 @@ impl Host {
         let Some(container) = self.read_container(handle)? else {
             return Err(RuntimeError::ContainerNotFound(handle));
         };
-        let main = self.running_main(handle)?;
-        if spec.role == ProcessRole::Exec && main.is_none() {
-            return Err(RuntimeError::ContainerNotRunning(handle));
-        }
+        let process = Process::new(self, handle, id);
         let range = self.range(&container);
-        if let Some(main) = main {
-            return self.launch_or_undo(&Process::new(self, handle, id), Some(&main), spec, range);
+        let state = self.container_state(handle)?;
+        let place = match (&state, spec.role) {
+            (ContainerState::Running(main), _) => Place::Joined(main),
+            (ContainerState::Copied(first), ProcessRole::Exec) => Place::Joined(first),
+            (ContainerState::Ended, ProcessRole::Exec) => Place::Isolated,
+            (ContainerState::New | ContainerState::Ended, ProcessRole::Main) => Place::New,
+            (ContainerState::New, ProcessRole::Exec) => {
+                return Err(RuntimeError::ContainerNotRunning(handle));
+            }
+            (ContainerState::Copied(other), ProcessRole::Main) => {
+                let what = format!("a main process in container {handle} while {} looks into it", other.id);
+                return Err(RuntimeError::Unsupported(what));
+            }
+        };
+        if let Place::Joined(_) | Place::Isolated = place {
+            return self.launch_or_undo(&process, place, spec, range);
         }
         let mut written = Vec::new();
         if range.is_some() {
@@ -78,40 +101,48 @@ impl Host {
                 self.directory(volume)?;
             }
         }
-        self.launch_or_undo(&Process::new(self, handle, id), None, spec, range)?;
+        self.launch_or_undo(&process, place, spec, range)?;
         lock(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
         Ok(())
     }
 
-    /// Returns the main process of a container, if it runs.
+    /// Returns the state of a container.
     ///
     /// Errors: a process is starting or ending, so that it can be neither joined nor replaced.
-    fn running_main(&self, container: ContainerHandle) -> Result<Option<Process>, RuntimeError> {
-        let mut main = None;
+    fn container_state(&self, container: ContainerHandle) -> Result<ContainerState, RuntimeError> {
+        let mut state = ContainerState::New;
         for process in self.processes_of(container)? {
             let status = self.status(&process)?;
+            let intent = Self::taken_intent(&process)?;
             if matches!(status, Status::Ended(_)) && !process.is_alive()? {
+                if intent.is_some() && matches!(state, ContainerState::New) {
+                    state = ContainerState::Ended;
+                }
                 continue;
             }
-            if Self::taken_intent(&process)?.is_some_and(|intent| intent.joins.is_some()) {
+            if intent.as_ref().is_some_and(|intent| intent.joins.is_some()) {
                 continue;
             }
             if status != Status::Started {
                 return Err(RuntimeError::ContainerNotRunning(container));
             }
-            main = Some(process);
+            state = if intent.is_some_and(|intent| intent.isolated) {
+                ContainerState::Copied(process)
+            } else {
+                ContainerState::Running(process)
+            };
         }
-        Ok(main)
+        Ok(state)
     }
 
     fn launch_or_undo(
         &self,
         process: &Process,
-        main: Option<&Process>,
+        place: Place<'_>,
         spec: ProcessSpec,
         range: Option<Range>,
     ) -> Result<(), RuntimeError> {
-        let launched = self.launch(process, main, spec, range);
+        let launched = self.launch(process, place, spec, range);
         match &launched {
             Ok(()) => _ = lock(&self.processes).insert(process.id, process.container),
             // A gateway that took over may have replaced the files of the process.
@@ -124,11 +155,15 @@ impl Host {
     fn launch(
         &self,
         process: &Process,
-        main: Option<&Process>,
+        place: Place<'_>,
         spec: ProcessSpec,
         range: Option<Range>,
     ) -> Result<(), RuntimeError> {
-        let (alive, log) = self.intend(process, main, spec)?;
+        let (alive, log) = self.intend(process, place, spec)?;
+        let joined = match place {
+            Place::Joined(main) => Some(main),
+            Place::New | Place::Isolated => None,
+        };
         self.hold.check()?;
         let name = process.id.to_string();
         let socket = self.sockets.path(&name);
@@ -141,8 +176,9 @@ impl Host {
             container_dir: self.container(process.container),
             process_dir: process.dir.clone(),
             socket,
-            cgroup: main.unwrap_or(process).cgroup(),
-            joins: main.map(|main| main.dir.clone()),
+            cgroup: joined.unwrap_or(process).cgroup(),
+            joins: joined.map(|main| main.dir.clone()),
+            isolated: matches!(place, Place::Isolated),
             upper_in_memory: self.upper_in_memory,
             hidden: self.hidden(),
             host_paths: self.config.policy.host_paths().to_owned(),
@@ -169,11 +205,11 @@ impl Host {
     fn intend(
         &self,
         process: &Process,
-        main: Option<&Process>,
+        place: Place<'_>,
         spec: ProcessSpec,
     ) -> Result<(File, File), RuntimeError> {
         let (dir, unfinished) = (&process.dir, process.unfinished());
-        let intent = Intent::new(process.id, self.boot.clone(), main.map(|main| main.id), spec);
+        let intent = Intent::new(process.id, self.boot.clone(), place, spec);
         let made = self.fill(&unfinished, &intent).and_then(|made| {
             self.hold.check()?;
             filesystem::rename_exclusively(&unfinished, dir).map_err(at("make", dir))?;

@@ -40,6 +40,17 @@ pub(super) struct Process {
     pub(super) dir: PathBuf,
 }
 
+/// The namespaces in which a process runs.
+#[derive(Clone, Copy)]
+pub(super) enum Place<'p> {
+    /// New namespaces with the volumes of the container: the process is the main process.
+    New,
+    /// The namespaces of this process.
+    Joined(&'p Process),
+    /// New namespaces with a copy of what the container left behind. It ends with the process.
+    Isolated,
+}
+
 /// State of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Status {
@@ -264,9 +275,22 @@ impl Host {
     ) -> Result<ProcessContainer, RuntimeError> {
         let (process, host) = (self.find(id)?, Arc::clone(self));
         let handle = process.container;
-        let container = blocking(move || host.read_container(handle)).await?;
-        let team = container.map(|container| container.team).ok_or(RuntimeError::ProcessNotFound(id))?;
-        Ok(ProcessContainer { handle, team })
+        blocking(move || {
+            let container = host.read_container(handle)?.ok_or(RuntimeError::ProcessNotFound(id))?;
+            Ok(ProcessContainer { handle, team: container.team, main: host.main_of(&process)? })
+        })
+        .await
+    }
+
+    /// Returns the main process of the container of a process.
+    fn main_of(&self, process: &Process) -> Result<ProcessId, RuntimeError> {
+        for other in std::iter::once(process.clone()).chain(self.processes_of(process.container)?) {
+            let intent = Self::taken_intent(&other)?;
+            if intent.is_none_or(|intent| intent.joins.is_none() && !intent.isolated) {
+                return Ok(other.id);
+            }
+        }
+        Ok(process.id)
     }
 
     /// Undoes a start that failed before it was in progress.

@@ -21,7 +21,7 @@ use crate::runtimes::host::containers::ROOT;
 use crate::runtimes::host::host_image::{self, Image};
 use crate::runtimes::host::mounts::{self, MountEntry};
 use crate::runtimes::host::network;
-use crate::runtimes::host::persisted::{Container, Launch, OwnNetwork};
+use crate::runtimes::host::persisted::{self, Container, Launch, OwnNetwork};
 use crate::runtimes::host::user_namespace;
 use crate::runtimes::host::volumes;
 
@@ -38,6 +38,8 @@ const VOLUMES: &str = "volumes";
 const OWN: &str = "own";
 /// In the tmpfs: volumes with several layers, each under its handle.
 const MERGED: &str = "merged";
+/// In the tmpfs: the layers of copies.
+const COPIES: &str = "copies";
 
 /// Directories of the supervisor.
 pub(super) struct SupervisorDirs {
@@ -91,6 +93,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         merged: place(MERGED),
         overlay_options: users.as_ref().map(|_| &*launch.overlay_options),
         written: container.written().collect(),
+        copies: launch.isolated.then(|| place(COPIES)),
     };
     if let Some(users) = &users {
         let mapped = [
@@ -143,6 +146,9 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         let shown =
             mounts::clone_of(&contents, mounts::CONFINED | read_only).map_err(at("show", &contents))?;
         mounts::attach(shown.as_fd(), target.as_fd()).map_err(at("mount a volume on", path))?;
+        if sources.copies.is_some() {
+            show_given(mount, &sources, root.as_fd())?;
+        }
     }
     if container.make_directory {
         // A volume may have been mounted over it.
@@ -151,6 +157,27 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
     drop(root);
     detach_volumes(&mounted, &launch.state_dir).map_err(StartError::while_doing("unmount volumes"))?;
     Ok(places)
+}
+
+/// Mounts copies of the directories of a mounted volume that became outputs.
+fn show_given(
+    mount: &persisted::Mount,
+    sources: &MountSources<'_>,
+    root: BorrowedFd<'_>,
+) -> Result<(), StartError> {
+    let given = volumes::given(&sources.volumes, mount.volume);
+    for (path, output) in given.map_err(StartError::while_doing("list the outputs"))? {
+        let path = mount.path.as_path().join(path);
+        let at = |path: &Path| StartError::while_doing(format!("show the output {}", path.display()));
+        // The output may be deleted by now.
+        if !sources.volumes.join(output.to_string()).exists() {
+            continue;
+        }
+        let (target, _) = mounts::directory_in(root, &path).map_err(at(&path))?;
+        let shown = mounts::clone_of(&sources.contents(output)?, mounts::CONFINED).map_err(at(&path))?;
+        mounts::attach(shown.as_fd(), target.as_fd()).map_err(at(&path))?;
+    }
+    Ok(())
 }
 
 /// Creates the root of an image, which the container may write to. No directory of the worker is
@@ -186,8 +213,11 @@ fn worker_root(
     let layer = if launch.upper_in_memory { private } else { &sources.own };
     let layers = [layer.join("upper"), own];
     // A root layer never outlives the boot, so no sync must wait for the disk.
-    let root = volumes::overlay(&layers, true, &["volatile"], attributes(container))
-        .map_err(StartError::while_doing("mount the root"))?;
+    let root = match &sources.copies {
+        Some(copies) => copy_of(&copies.join("root"), layers.to_vec(), &["volatile"], attributes(container)),
+        None => volumes::overlay(&layers, true, &["volatile"], attributes(container)),
+    };
+    let root = root.map_err(StartError::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount on", &places.root))?;
 
     let unmapped =
@@ -236,6 +266,8 @@ struct MountSources<'a> {
     overlay_options: Option<&'a [String]>,
     /// The volumes that the container may write to.
     written: Vec<VolumeHandle>,
+    /// The directory for the layers of copies. `None`: the container writes to its volumes.
+    copies: Option<PathBuf>,
 }
 
 impl MountSources<'_> {
@@ -243,6 +275,9 @@ impl MountSources<'_> {
     /// mounts the volume several times.
     fn contents(&self, handle: VolumeHandle) -> Result<PathBuf, StartError> {
         let contents = self.volumes.join(handle.to_string()).join("contents");
+        if let Some(copies) = &self.copies {
+            return self.copy(copies, handle);
+        }
         let Some(options) = self.overlay_options else { return Ok(contents) };
         let layers = volumes::layers(&self.volumes, handle)
             .map_err(StartError::while_doing(format!("list the layers of volume {handle}")))?;
@@ -262,6 +297,49 @@ impl MountSources<'_> {
         mount().map_err(StartError::while_doing(format!("mount the layers of volume {handle}")))?;
         Ok(merged)
     }
+}
+
+impl MountSources<'_> {
+    /// A copy-on-write copy of a volume, which ends with the supervisor.
+    fn copy(&self, copies: &Path, handle: VolumeHandle) -> Result<PathBuf, StartError> {
+        let merged = self.merged.join(handle.to_string());
+        if merged.exists() {
+            return Ok(merged);
+        }
+        let below = match self.overlay_options {
+            Some(_) => volumes::layers(&self.volumes, handle)
+                .map_err(StartError::while_doing(format!("list the layers of volume {handle}")))?,
+            None => vec![self.volumes.join(handle.to_string()).join("contents")],
+        };
+        let mount = || {
+            fs::create_dir(&merged)?;
+            let options = self.overlay_options.unwrap_or_default();
+            let own = copies.join(handle.to_string());
+            let overlay = copy_of(&own, below, options, MountAttrFlags::empty())?;
+            mounts::attach_at(overlay.as_fd(), &merged)
+        };
+        mount().map_err(StartError::while_doing(format!("copy volume {handle}")))?;
+        Ok(merged)
+    }
+}
+
+/// An overlay whose upper layer is in the new directory `own`, with the owner and the mode of the
+/// topmost layer below it.
+fn copy_of(
+    own: &Path,
+    below: Vec<PathBuf>,
+    options: &[impl AsRef<str>],
+    attributes: MountAttrFlags,
+) -> io::Result<OwnedFd> {
+    let upper = own.join("upper");
+    fs::create_dir(own)?;
+    fs::create_dir(&upper)?;
+    fs::create_dir(own.join("work"))?;
+    if let Some(model) = below.first() {
+        volumes::copy_owner_and_mode(&upper, model)?;
+    }
+    let layers: Vec<_> = std::iter::once(upper).chain(below).collect();
+    volumes::overlay(&layers, true, options, attributes)
 }
 
 /// Binds `from` to `to` with mapped owners.
@@ -295,7 +373,7 @@ fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
 fn make_private(at: &Path) -> io::Result<()> {
     let memory = mounts::tmpfs(&[("mode", "0700")], MountAttrFlags::empty())?;
     mounts::attach_at(memory.as_fd(), at)?;
-    for name in ["root", "bundle", "state", LOWER, "upper", "work", VOLUMES, OWN, MERGED] {
+    for name in ["root", "bundle", "state", LOWER, "upper", "work", VOLUMES, OWN, MERGED, COPIES] {
         // The container's `/` has the mode of this directory.
         let mode = if matches!(name, LOWER | "upper") { 0o755 } else { 0o700 };
         fs::DirBuilder::new().mode(mode).create(at.join(name))?;
