@@ -72,6 +72,17 @@ pub struct WorkloadSpec {
     pub capabilities: Vec<String>,
     /// Name or id of the only worker that may run the workload. Empty: any worker.
     pub worker: String,
+    /// Size of the terminal of the process. `None`: the process has no terminal.
+    pub terminal: Option<TerminalSize>,
+}
+
+/// Size of a terminal in characters, at least 1 each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TerminalSize {
+    /// Height.
+    pub rows: u16,
+    /// Width.
+    pub columns: u16,
 }
 
 /// Amounts of a worker's resources. 0 requests nothing.

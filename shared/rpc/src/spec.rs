@@ -8,7 +8,7 @@ use std::collections::HashSet;
 
 use domain::workload::{
     Bytes, CacheMount, EnvironmentVariable, Image, Input, Limits, Network, Output, OutputMode, OutputOwner,
-    ResourceRequests, Stdin, WorkloadSpec,
+    ResourceRequests, Stdin, TerminalSize, WorkloadSpec,
 };
 use prost::Message;
 use tonic::Status;
@@ -141,6 +141,7 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         retries: spec.retries,
         capabilities: spec.capabilities,
         worker: spec.worker,
+        terminal: spec.terminal.map(parse_terminal).transpose()?,
     })
 }
 
@@ -231,6 +232,9 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         retries: spec.retries,
         capabilities: spec.capabilities.clone(),
         worker: spec.worker.clone(),
+        terminal: spec
+            .terminal
+            .map(|size| pb::Terminal { rows: size.rows.into(), columns: size.columns.into() }),
     }
 }
 
@@ -274,6 +278,14 @@ pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
         capabilities: vec![],
         ..spec
     }
+}
+
+fn parse_terminal(size: pb::Terminal) -> Result<TerminalSize, Status> {
+    let length = |field: &str, length: u32| match u16::try_from(length) {
+        Ok(length @ 1..) => Ok(length),
+        _ => Err(invalid_field(format!("spec.terminal.{field}"), "must be 1 to 65535")),
+    };
+    Ok(TerminalSize { rows: length("rows", size.rows)?, columns: length("columns", size.columns)? })
 }
 
 fn parse_environment(variables: Vec<pb::EnvironmentVariable>) -> Result<Vec<EnvironmentVariable>, Status> {
@@ -717,6 +729,17 @@ mod tests {
         assert_eq!(at(b"sub/./dir/").expect("valid"), there(b"/workspace/sub/dir", b"/workspace/sub/dir/o"));
         assert_eq!(at(b"/srv").expect("valid"), there(b"/srv", b"/srv/o"));
         assert!(at(b"../x").expect_err("an invalid spec").message().contains("spec.directory"));
+    }
+
+    #[test]
+    fn terminal_has_size() {
+        let with =
+            |rows, columns| pb::WorkloadSpec { terminal: Some(pb::Terminal { rows, columns }), ..spec() };
+        let parsed = parse(with(1, 65535)).expect("valid");
+        assert_eq!(parsed.terminal, Some(TerminalSize { rows: 1, columns: 65535 }));
+        assert_eq!(decode(&encode(&parsed)).expect("a stored spec"), parsed);
+        assert!(rejection(with(0, 80)).contains("spec.terminal.rows"));
+        assert!(rejection(with(24, 65536)).contains("spec.terminal.columns"));
     }
 
     #[test]

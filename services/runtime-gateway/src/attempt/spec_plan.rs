@@ -240,6 +240,7 @@ mod tests {
             retries: 0,
             worker: String::new(),
             capabilities: vec![],
+            terminal: None,
         }
     }
 

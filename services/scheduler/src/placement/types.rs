@@ -339,6 +339,9 @@ impl Shape {
             Network::Host => "network-host",
         };
         capabilities.push(network.into());
+        if spec.terminal.is_some() {
+            capabilities.push("terminal".into());
+        }
         // Equal requirements must compare equal, so that their requests share a line.
         let named: BTreeSet<&str> = spec.capabilities.iter().map(String::as_str).collect();
         for name in named {

@@ -31,5 +31,6 @@ pub(crate) fn spec() -> WorkloadSpec {
         start_timeout: None,
         retries: 0,
         worker: String::new(),
+        terminal: None,
     }
 }

@@ -255,6 +255,10 @@ pub(crate) async fn only_stated_limits_require_capabilities(database: TestDataba
     assert_eq!(lacks_for(named(&["limits-pids"], none)).await, expected("", "limits-pids"));
     let both = named(&["limits-memory", "limits-cpu", "limits-cpu"], pb::Limits { memory_bytes, ..none });
     assert_eq!(lacks_for(both).await, expected("limits-cpu", "limits-memory limits-cpu"));
+    let terminal = pb::WorkloadSpec { terminal: Some(pb::Terminal { rows: 24, columns: 80 }), ..spec() };
+    let lacks_terminal =
+        BTreeMap::from(["all", "garden", "none"].map(|name| (name.to_owned(), "terminal".to_owned())));
+    assert_eq!(lacks_for(terminal).await, lacks_terminal);
     // A capability that no worker has makes the workload unplaceable, so the scheduler rejects
     // `Submit` immediately.
     let refused = scheduler.submit(named(&["wings"], none)).await.expect_err("no worker has the capability");

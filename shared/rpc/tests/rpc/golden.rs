@@ -104,6 +104,7 @@ fn spec() -> scheduler::WorkloadSpec {
         retries: 3,
         capabilities: vec![text("ends-whole"), text("signals")],
         worker: text("worker-1"),
+        terminal: Some(Terminal { rows: 24, columns: 80 }),
     }
 }
 

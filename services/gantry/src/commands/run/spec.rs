@@ -71,6 +71,7 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
         start_timeout: args.start_timeout.map(rpc::duration),
         retries: args.retries,
         worker: args.worker.clone().unwrap_or_default(),
+        terminal: None,
     })
 }
 

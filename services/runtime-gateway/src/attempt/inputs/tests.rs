@@ -185,6 +185,7 @@ fn task() -> AttemptTask {
         retries: 0,
         worker: String::new(),
         capabilities: vec![],
+        terminal: None,
     };
     AttemptTask {
         lease: LeaseId::new(),

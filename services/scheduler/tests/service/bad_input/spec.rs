@@ -65,6 +65,7 @@ pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
         start_timeout: seconds(100_000),
         retries: 100,
         capabilities: vec!["signals".to_owned()],
+        terminal: Some(pb::Terminal { rows: 24, columns: 80 }),
     }
 }
 
@@ -239,6 +240,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         priority("priority"),
         requests("requests"),
         offered("capabilities"),
+        terminal(),
     ];
     let mut bad = within("spec", "spec", fields);
     bad.push(cleared("spec", if of == For::Submit { "spec" } else { "subject" }));
@@ -304,6 +306,15 @@ fn limits() -> Vec<Bad> {
     .into_iter()
     .flatten()
     .collect()
+}
+
+fn terminal() -> Vec<Bad> {
+    let length = |field: &str| {
+        let field = format!("terminal.{field}");
+        let bad = [0, 65536].into_iter();
+        bad.flat_map(|length| invalid(&field, "impossible", Value::U32(length), &field)).collect::<Vec<_>>()
+    };
+    [length("rows"), length("columns")].into_iter().flatten().collect()
 }
 
 /// Spec with more mounts than a worker creates for one attempt. Each mount uses a different
