@@ -10,3 +10,4 @@ pub mod garden;
 pub mod hostile;
 pub mod seeds;
 pub mod tables;
+pub mod terminal;

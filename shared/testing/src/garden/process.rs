@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -96,23 +96,6 @@ pub(super) struct Start<'a> {
     pub terminal: Option<(u16, u16)>,
 }
 
-fn terminal((columns, rows): (u16, u16)) -> io::Result<(OwnedFd, OwnedFd)> {
-    let (mut ours, mut theirs) = (-1, -1);
-    let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
-    // SAFETY: the descriptors and the size outlive the call. Name and settings may be null.
-    let opened =
-        unsafe { libc::openpty(&mut ours, &mut theirs, std::ptr::null_mut(), std::ptr::null(), &size) };
-    if opened != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: openpty returned both descriptors, and no other value owns them.
-    let (ours, theirs) = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
-    // Otherwise a program that starts at the same time would keep the terminal open.
-    rustix::io::fcntl_setfd(&ours, rustix::io::FdFlags::CLOEXEC)?;
-    rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::CLOEXEC)?;
-    Ok((ours, theirs))
-}
-
 impl Process {
     /// Starts a process that is attached to `first`, and calls `when_ended` after its end.
     pub(super) fn start(
@@ -137,8 +120,8 @@ impl Process {
         }
         command.envs(start.env.iter().filter_map(|pair| pair.split_once('=')));
         let (child, stdin, terminal, outputs) = match start.terminal {
-            Some(size) => {
-                let (ours, theirs) = terminal(size)?;
+            Some((columns, rows)) => {
+                let (ours, theirs) = crate::terminal::open(rows, columns)?;
                 let end = || theirs.try_clone().map(Stdio::from);
                 command.stdin(end()?).stdout(end()?).stderr(end()?);
                 // SAFETY: both calls are allowed between fork and exec.
