@@ -36,7 +36,7 @@ use server::settings;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::cli::args::{Cli, Command, Global};
-use crate::cli::{environment, renamed};
+use crate::cli::{environment, interactive, renamed};
 use crate::client::token::ClusterOptions;
 use crate::ending::error::{self, Interrupted};
 use crate::ending::exit_code;
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
         _ => Vec::new(),
     };
     let ui = match &cli.command {
-        Command::Run(_) | Command::Attach(_) | Command::Logs(_) => {
+        Command::Run(_) | Command::Attach(_) | Command::Exec(_) | Command::Logs(_) => {
             Ui::with_events(cli.global.quiet, cli.global.json)
         }
         _ => Ui::new(cli.global.quiet),
@@ -94,7 +94,14 @@ fn main() -> ExitCode {
 }
 
 fn parse() -> Result<Cli, clap::Error> {
-    let matches = Cli::command().try_get_matches().map_err(renamed::explain)?;
+    let arguments: Vec<_> = std::env::args_os().collect();
+    let matches = Cli::command().try_get_matches_from(&arguments).or_else(|error| {
+        match interactive::with_terminal(&error, &arguments) {
+            Some(corrected) => Cli::command().try_get_matches_from(corrected),
+            None => Err(error),
+        }
+    });
+    let matches = matches.map_err(renamed::explain)?;
     let mut cli = Cli::from_arg_matches(&matches)?;
     cli.global.server_given = matches.value_source("server") == Some(ValueSource::CommandLine);
     Ok(cli)

@@ -1,6 +1,96 @@
-//! Environment variables of other tools that `gantry` honors.
+//! Environment variables: those of `--env`, and those of other tools that `gantry` honors.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use anyhow::bail;
+use bytes::Bytes;
+
+use crate::cli::values::EnvironmentArg;
+use crate::render::ui::Ui;
+
+/// Kind of terminal of a process if `gantry` does not know the kind of its own terminal.
+const DEFAULT_TERM: &str = "xterm";
 
 /// Returns whether spans are sent to a collector.
 pub(crate) fn exports_spans() -> bool {
     std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT").is_some_and(|endpoint| !endpoint.is_empty())
+}
+
+/// Makes the environment of a process, as pairs of a name and a value. The last variable of a name
+/// wins. A variable that cannot be copied is left out, with a message. A process with a terminal
+/// has the TERM of `gantry`, unless it is given.
+pub(crate) fn of_process(
+    given: &[EnvironmentArg],
+    has_terminal: bool,
+    ui: &Ui,
+) -> anyhow::Result<Vec<(Bytes, Bytes)>> {
+    resolve(given, has_terminal, |name| std::env::var_os(name), ui)
+}
+
+fn resolve(
+    given: &[EnvironmentArg],
+    has_terminal: bool,
+    ours: impl Fn(&OsString) -> Option<OsString>,
+    ui: &Ui,
+) -> anyhow::Result<Vec<(Bytes, Bytes)>> {
+    let mut set: Vec<(OsString, OsString)> = Vec::new();
+    if has_terminal {
+        let term = OsString::from("TERM");
+        let kind = ours(&term).filter(|kind| !kind.is_empty()).unwrap_or_else(|| DEFAULT_TERM.into());
+        set.push((term, kind));
+    }
+    for EnvironmentArg { name, value } in given {
+        let value = match value {
+            Some(value) => value.clone(),
+            None => match ours(name) {
+                Some(value) => value,
+                None => {
+                    ui.note(&format!(
+                        "--env {}: left out, because your environment does not have it",
+                        name.display()
+                    ));
+                    continue;
+                }
+            },
+        };
+        if name.as_bytes().contains(&0) || value.as_bytes().contains(&0) {
+            bail!("--env {}: the name and the value must not contain a NUL byte", name.display());
+        }
+        set.retain(|(other, _)| other != name);
+        set.push((name.clone(), value));
+    }
+    let bytes = |text: OsString| Bytes::from(text.into_vec());
+    Ok(set.into_iter().map(|(name, value)| (bytes(name), bytes(value))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolved(given: &[(&str, Option<&str>)], has_terminal: bool) -> Vec<(String, String)> {
+        let given = given
+            .iter()
+            .map(|(name, value)| EnvironmentArg { name: name.into(), value: value.map(Into::into) });
+        let ours = |name: &OsString| (name == "B" || name == "TERM").then(|| OsString::from("ours"));
+        let set = resolve(&given.collect::<Vec<_>>(), has_terminal, ours, &Ui::new(true)).expect("valid");
+        let text = |bytes: Bytes| String::from_utf8(bytes.into()).expect("text");
+        set.into_iter().map(|(name, value)| (text(name), text(value))).collect()
+    }
+
+    fn pairs<const N: usize>(pairs: [(&str, &str); N]) -> Vec<(String, String)> {
+        pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).into()
+    }
+
+    #[test]
+    fn last_variable_wins_and_copies_are_local() {
+        let given = [("A", Some("1")), ("B", None), ("A", Some("2")), ("C", None)];
+        assert_eq!(resolved(&given, false), pairs([("B", "ours"), ("A", "2")]));
+    }
+
+    #[test]
+    fn process_with_terminal_has_kind_of_terminal() {
+        assert_eq!(resolved(&[], true), pairs([("TERM", "ours")]));
+        assert_eq!(resolved(&[("TERM", Some("vt100"))], true), pairs([("TERM", "vt100")]));
+    }
 }

@@ -2,6 +2,8 @@
 
 pub(crate) mod addresses;
 pub(crate) mod args;
+pub(crate) mod detach_keys;
 pub(crate) mod environment;
+pub(crate) mod interactive;
 pub(crate) mod renamed;
 pub(crate) mod values;

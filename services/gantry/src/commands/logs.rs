@@ -1,10 +1,13 @@
 //! `gantry attach`, `gantry logs`, `gantry watch` and `gantry cancel`: commands about submitted
 //! workloads.
 
+use std::io::{self, IsTerminal};
+
 use anyhow::bail;
+use domain::ProcessId;
 use prost_types::Timestamp;
 use rpc::pb::scheduler::watch_response::Event;
-use rpc::pb::scheduler::{Finished, Outcome, StdinMode, Workload, WorkloadState};
+use rpc::pb::scheduler::{AttemptLocation, Finished, Outcome, StdinMode, Workload, WorkloadState};
 use serde_json::{Value, json};
 
 use crate::cli::args::{AttachArgs, CancelArgs, WatchArgs, WorkloadArgs};
@@ -13,11 +16,13 @@ use crate::client::queries::workload;
 use crate::ending::error::Interrupted;
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
+use crate::follow::attach::{FurtherProcess, Target};
 use crate::follow::end::{Delivery, end};
 use crate::follow::narrate::{WaitReasons, describe_event};
-use crate::follow::stdin;
+use crate::follow::streams::Streams;
 use crate::follow::watch::Watch;
-use crate::follow::{self, Follow, OnSignal};
+use crate::follow::window::Window;
+use crate::follow::{self, Follow, OnSignal, exec, stdin};
 use crate::render::json as shown;
 use crate::render::labels::{self, now};
 use crate::render::stdout::{print, print_json};
@@ -27,7 +32,14 @@ use crate::render::ui::Ui;
 pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let id = args.workload.to_string();
-    let Workload { spec, state, .. } = workload(connection, "attach to", &id).await?;
+    let Workload { spec, state, location, .. } = workload(connection, "attach to", &id).await?;
+    if let Some(process) = args.process {
+        let Some(location) = location else {
+            bail!("workload {id} has no process {process}: the workload was never placed on a worker");
+        };
+        return attach_to_process(args, process, &location, connection, ui, &mut signals).await;
+    }
+    let has_terminal = spec.as_ref().is_some_and(|spec| spec.terminal.is_some());
     let takes_input = spec.is_some_and(|spec| spec.stdin() == StdinMode::Attached);
     let lives = state != i32::from(WorkloadState::Finished);
     let follow = Follow {
@@ -38,11 +50,38 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
         narrate: lives,
         stdin: takes_input && lives && !args.no_stdin && stdin::is_readable(),
         acknowledge: true,
+        terminal: has_terminal.then_some(&args.detach.keys),
     };
     let followed = follow.run(&mut signals).await?;
     let code = end(ui, &followed, &Ok(Delivery::Whole));
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
+}
+
+/// Attaches to a process that `gantry exec` started, and returns the exit code.
+async fn attach_to_process(
+    args: &AttachArgs,
+    process: ProcessId,
+    location: &AttemptLocation,
+    connection: &Connection,
+    ui: &Ui,
+    signals: &mut Signals,
+) -> anyhow::Result<u8> {
+    let mut streams = Streams::open(ui, true)?;
+    if !args.no_stdin && stdin::is_readable() {
+        // The first message tells whether the process has a terminal.
+        streams.window = io::stdin().is_terminal().then(Window::guess).transpose()?;
+        streams.read_stdin(ui, Some(&args.detach.keys));
+    }
+    let process = FurtherProcess {
+        process_id: process.to_string(),
+        attempt_id: location.attempt_id.clone(),
+        spec: None,
+    };
+    let workload = args.workload.to_string();
+    let target = Target { connection, ui, workload: &workload, further: None };
+    let ended = exec::follow(target, &process, location, streams, signals).await?;
+    Ok(exec::end(ui, &process, ended))
 }
 
 /// Executes `gantry logs`: prints the kept output, and follows it to its end.
@@ -57,6 +96,7 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
         stdin: false,
         // Only attached callers acknowledge output. Reading logs does not affect the process.
         acknowledge: false,
+        terminal: None,
     };
     let followed = follow.run(&mut signals).await?;
     if let (None, Some(failure)) = (&followed.finished.exit, &followed.finished.failure) {

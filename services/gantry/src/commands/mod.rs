@@ -7,6 +7,7 @@ mod clear_cache;
 mod delete;
 mod demand;
 mod download;
+mod exec;
 mod explain;
 mod list;
 mod logs;
@@ -38,6 +39,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Down(_) => validate::here("down", global, ui)?,
         Command::List(args) => validate::list(args)?,
         Command::Show(args) => validate::id(args)?,
+        Command::Exec(args) => validate::exec(args)?,
         _ => {}
     }
     match command {
@@ -62,6 +64,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
     let _telemetry = exports_spans().then(|| telemetry::init("gantry", "warn", None)).transpose()?;
     let connection = Connection::open(global, ui).await?;
     match command {
+        Command::Exec(args) => return exec::exec(args, &connection, ui).await,
         Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
         Command::Logs(args) => return logs::logs(args, &connection, ui).await.map(|()| 0),
         Command::Watch(args) => return logs::watch(args, &connection, ui, global.json).await,
@@ -95,7 +98,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Demand => demand::demand(connection, as_json).await?,
         Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
         Command::Undelete(args) => undelete::undelete(connection, args, as_json).await?,
-        Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
+        Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
     }
     Ok(())

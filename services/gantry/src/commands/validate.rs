@@ -4,15 +4,16 @@
 
 use std::collections::HashSet;
 use std::ffi::OsString;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
 use rustix::fs::Access;
 
-use crate::cli::args::{Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
+use crate::cli::args::{ExecArgs, Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
 use crate::cli::values::{InputArg, Source};
+use crate::follow::stdin;
 use crate::render::ui::Ui;
 use crate::transfer::directories::{is_in_place, refuse_links, refuse_links_here, resolve};
 use crate::transfer::ignore;
@@ -67,8 +68,33 @@ pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
     }
 }
 
+/// Checks the arguments of `gantry exec`.
+pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
+    if let Some(directory) = args.directory.as_ref().filter(|path| !Path::new(path).is_absolute()) {
+        bail!("--workdir {directory:?} must be absolute; it is a path in the container");
+    }
+    if args.tty && args.stdin {
+        check_terminal("leave out -t or -i")?;
+    }
+    Ok(())
+}
+
+/// Checks that a person at a terminal can type the input of a process with a terminal.
+fn check_terminal(remedy: &str) -> anyhow::Result<()> {
+    if !std::io::stdin().is_terminal() {
+        bail!("the input device is not a terminal; {remedy}");
+    }
+    if !stdin::is_readable() {
+        bail!("cannot read the terminal, because gantry runs in the background; {remedy}");
+    }
+    Ok(())
+}
+
 /// Checks the arguments of `gantry run`.
 pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
+    if args.tty && !args.no_stdin && !args.detach && !args.explain {
+        check_terminal("leave out -t, or add --no-stdin")?;
+    }
     let mut names = HashSet::new();
     for input in &args.inputs {
         if !names.insert(input.name.as_str()) {

@@ -238,7 +238,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "NO_REPLICA" => "produce the artifact again; its bytes are lost",
         "PROGRAM_NOT_FOUND" => "give the path of the program in the container, or set PATH with --env",
         "USER_NOT_FOUND" => "check the name, or give a number to --user",
-        "WORKING_DIRECTORY_MISSING" => "check the path of --dir",
+        "WORKING_DIRECTORY_MISSING" => "check the path of --dir (in `gantry exec`: --workdir)",
         "PROGRAM_NOT_EXECUTABLE" => {
             "make the program executable, or run it with an interpreter that the image has"
         }

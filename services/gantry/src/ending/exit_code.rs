@@ -90,6 +90,14 @@ fn with_exit(failure: &Failure, exit: Option<&Exit>) -> String {
     }
 }
 
+/// Returns the end of the command for a process that is not the command of a workload.
+pub(crate) fn process_end(exit: &Exit, failure: Option<&Failure>) -> End {
+    match failure {
+        Some(_) => errored(failure, Some(exit)),
+        None => exited(Some(exit)),
+    }
+}
+
 fn exited(exit: Option<&Exit>) -> End {
     let byte = |number: u32| u8::try_from(number).unwrap_or(GANTRY_FAILED);
     match exit.and_then(|exit| exit.status.as_ref()) {

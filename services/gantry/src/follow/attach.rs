@@ -5,61 +5,78 @@
 //! dropped once the process has taken it. The bytes in between are bounded, so a slow reader slows
 //! down the process, and a slow process slows down its input.
 
+mod send;
+
 use std::convert::Infallible;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rpc::pb::runtime::{
-    Ack, AttachRequest, AttachResponse, CloseStdin, Detach, Output, Resume, Signal, StdinData, Stream,
+    AttachRequest, AttachResponse, Detach, Output, ProcessSpec, Resume, Signal, StartProcess, Stream,
     attach_request::Message as RequestMessage, attach_response::Message as ResponseMessage,
+    start_process::Container,
 };
 use rpc::pb::scheduler::{
     AttemptLocation, GetRequest, GetWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 use rpc::{Peer, Reason, pb::runtime::containers_client::ContainersClient};
-use tokio::sync::{Notify, mpsc, watch};
-use tokio::time::Instant;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
+use self::send::{InputPosition, Sender, request};
 use crate::client::connect::Connection;
 use crate::ending::error::Refused;
 use crate::follow::outage::{Outage, PATIENCE};
 use crate::follow::stdin::Stdin;
+use crate::follow::streams::{AttachState, Streams, TerminalMode};
+use crate::follow::window::Window;
 use crate::render::labels;
-use crate::render::output::{CLOSED, Closed, OutputStream, Sink};
+use crate::render::output::{Closed, OutputStream, Sink};
 use crate::render::table::duration;
 use crate::render::ui::Ui;
 
 /// Number of the signal that Ctrl-C sends.
 const SIGINT: u32 = 2;
 
-/// Maximum input in flight, in bytes. The gateway accepts no more.
-const INPUT_IN_FLIGHT: u64 = 1 << 20;
-/// Bytes of output after which an acknowledgement is sent.
-const ACK_EVERY: u64 = 512 << 10;
 /// Time without an answer of the gateway before the scheduler is asked whether the worker exists.
 const WORKER_CHECK_AFTER: Duration = Duration::from_millis(500);
 
 /// Extra time for a lost worker to answer about a workload that has ended.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
-/// Local ends of the output and input of a process.
-pub(crate) struct Streams {
-    pub(crate) stdout: Sink,
-    pub(crate) stderr: Sink,
-    pub(crate) stdin: Option<Stdin>,
-    /// Whether written output is acknowledged. The process then waits for this reader, and
-    /// acknowledged output may be dropped.
-    pub(crate) acknowledge: bool,
-    /// Id of the process whose output is read.
-    pub(crate) process: Option<String>,
-    /// Requests that the process is interrupted (SIGINT).
-    pub(crate) interrupt: Arc<Notify>,
-    /// Time at which the gateway accepted the current or last call.
-    pub(crate) opened: Option<Instant>,
+/// Process to attach to.
+#[derive(Clone, Copy)]
+pub(crate) struct Target<'a> {
+    pub(crate) connection: &'a Connection,
+    pub(crate) ui: &'a Ui,
+    pub(crate) workload: &'a str,
+    /// Further process. `None`: the main process of the current attempt.
+    pub(crate) further: Option<&'a FurtherProcess>,
+}
+
+/// Further process in the container of a workload.
+pub(crate) struct FurtherProcess {
+    pub(crate) process_id: String,
+    /// Attempt whose container has the process.
+    pub(crate) attempt_id: String,
+    /// Specification if this caller starts the process.
+    pub(crate) spec: Option<ProcessSpec>,
+}
+
+impl Target<'_> {
+    /// Returns the id of the process.
+    fn process_id(&self, location: &AttemptLocation) -> String {
+        self.further.map_or_else(|| location.attempt_id.clone(), |further| further.process_id.clone())
+    }
+
+    /// Returns whether the process may still exist while the workload is in this state.
+    fn may_exist(&self, now: &Workload) -> bool {
+        let Some(further) = self.further else { return true };
+        let attempt = now.location.as_ref().map(|location| &location.attempt_id);
+        attempt == Some(&further.attempt_id)
+    }
 }
 
 /// End of an attachment.
@@ -67,6 +84,8 @@ pub(crate) struct Streams {
 pub(crate) enum AttachEnd {
     /// All output was received and written.
     Done,
+    /// The person at the terminal typed the detach keys.
+    Detached,
     /// Standard output of `gantry` was closed.
     StdoutClosed,
     /// The worker cannot interrupt the process.
@@ -121,52 +140,84 @@ impl MissingWorker {
     }
 }
 
-/// Copies input and output until the process has ended and all its output is written.
+/// Copies input and output until the process has ended and all its output is written, or the person
+/// at the terminal detaches.
 pub(crate) async fn attach(
-    connection: &Connection,
-    ui: &Ui,
-    workload: &str,
+    target: Target<'_>,
+    location: AttemptLocation,
+    streams: &mut Streams,
+) -> AttachEnd {
+    let request = streams.stdin.as_ref().and_then(Stdin::detach_request);
+    let detached = async {
+        match request {
+            Some(request) => request.wait().await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        end = attach_to_end(target, location, streams) => end,
+        () = detached => AttachEnd::Detached,
+    }
+}
+
+async fn attach_to_end(
+    target: Target<'_>,
     mut location: AttemptLocation,
     streams: &mut Streams,
 ) -> AttachEnd {
+    let Target { connection, ui, workload, .. } = target;
     let mut outage = Outage::default();
     let interrupted = AtomicBool::new(false);
     loop {
-        if streams.process.as_ref() != Some(&location.attempt_id) {
+        let process = target.process_id(&location);
+        if streams.process.as_ref() != Some(&process) {
             if streams.process.is_some() {
                 // Another attempt is another process, with separate output.
-                match restart(streams).await {
+                match streams.restart().await {
                     Ok(()) => {}
                     Err(Closed) => return AttachEnd::StdoutClosed,
                 }
             }
-            streams.process = Some(location.attempt_id.clone());
+            streams.process = Some(process);
         }
-        let before = progress(streams);
-        let refused = match attach_once(connection, ui, workload, &location, streams, &interrupted).await {
+        let before = streams.received();
+        let refused = match attach_once(target, &location, streams, &interrupted).await {
             Ok(end) => return end,
             Err(refused) => refused,
         };
-        if refused.is(Reason::Unsupported) && interrupted.load(Ordering::Relaxed) {
-            return AttachEnd::InterruptRefused;
-        }
-        if refused.is(Reason::Unsupported) && streams.stdin.take().is_some() {
-            return AttachEnd::InputRefused(refused);
+        if refused.is(Reason::Unsupported) && streams.state.is_started {
+            if interrupted.load(Ordering::Relaxed) {
+                return AttachEnd::InterruptRefused;
+            }
+            if streams.window.as_ref().is_some_and(Window::is_guess) {
+                // The process has no terminal.
+                streams.window = None;
+                streams.state.mode = TerminalMode::Unchanged;
+                continue;
+            }
+            if streams.stdin.take().is_some() {
+                return AttachEnd::InputRefused(refused);
+            }
         }
         let elsewhere = refused.is(Reason::NotAttended);
-        if !refused.is_transient() && !elsewhere {
+        // The main process is about to start, or has just ended.
+        let is_early = refused.is(Reason::ContainerNotRunning);
+        if !refused.is_transient() && !elsewhere && !is_early {
             return AttachEnd::Lost(refused);
         }
-        if progress(streams) != before {
+        if streams.received() != before {
             outage.over();
         }
-        if !outage.goes_on(streams.opened.take()) {
+        if !outage.goes_on(streams.state.opened.take()) {
             return AttachEnd::Lost(refused);
         }
-        if outage.is_news() {
+        if !is_early && outage.is_news() {
             let (worker, why, patience) = (&location.worker_name, refused.cause(), duration(PATIENCE));
-            let hint = connection.hint_at_proxies();
-            ui.note(&format!("worker {worker} does not answer ({why}); retrying for {patience}{hint}"));
+            let proxies = connection.hint_at_proxies();
+            let leave = streams.stdin.as_ref().map(Stdin::hint_at_keys).unwrap_or_default();
+            ui.note(&format!(
+                "worker {worker} does not answer ({why}); retrying for {patience}{leave}{proxies}"
+            ));
         }
         outage.pause().await;
         // The next attempt shows whether the cluster runs again.
@@ -175,8 +226,16 @@ pub(crate) async fn attach(
         if let Some(missing) = MissingWorker::of(connection, &now).await {
             return AttachEnd::WorkerMissing(missing);
         }
+        if !target.may_exist(&now) || is_early && !may_start(now.state()) {
+            return AttachEnd::Lost(refused);
+        }
         location = now.location.unwrap_or(location);
     }
+}
+
+/// Returns whether the main process of a workload in this state runs, or is about to.
+fn may_start(state: WorkloadState) -> bool {
+    matches!(state, WorkloadState::Starting | WorkloadState::Running)
 }
 
 /// Reads the current state of the workload. `None`: the scheduler does not answer.
@@ -185,24 +244,14 @@ async fn current(connection: &Connection, workload: &str) -> Option<Workload> {
     connection.workloads().get(request).await.ok()?.into_inner().workload
 }
 
-async fn restart(streams: &mut Streams) -> Result<(), Closed> {
-    streams.stdout.restart().await?;
-    streams.stderr.restart().await
-}
-
-fn progress(streams: &Streams) -> (u64, u64) {
-    (streams.stdout.received(), streams.stderr.received())
-}
-
 /// Makes one call. An error means that the call broke.
 async fn attach_once(
-    connection: &Connection,
-    ui: &Ui,
-    workload: &str,
+    target: Target<'_>,
     location: &AttemptLocation,
     streams: &mut Streams,
     interrupted: &AtomicBool,
 ) -> Result<AttachEnd, Refused> {
+    let Target { connection, ui, workload, .. } = target;
     let unusable = |error: anyhow::Error| {
         Refused::from(Reason::WorkerUnreachable.status("gantry", crate::ending::error::describe(&error)))
     };
@@ -223,18 +272,19 @@ async fn attach_once(
         }
     };
     let (requests, responses) = tokio::select! {
-        opened = open(containers, &connection.team, location, streams) => opened?,
+        opened = open(containers, target, location, streams) => opened?,
         Some(missing) = doubt => return Ok(AttachEnd::WorkerMissing(missing)),
     };
 
-    let Streams { stdout, stderr, stdin, acknowledge, interrupt, opened, .. } = streams;
+    let Streams { stdout, stderr, stdin, acknowledge, interrupt, window, state, .. } = streams;
     let (taken, taken_by_process) = watch::channel(None);
     let sender = Sender {
         written: acknowledge.then(|| [stdout.written(), stderr.written()]),
         closed: stdout.written(),
-        taken: taken_by_process,
+        taken: taken_by_process.clone(),
         requests: requests.clone(),
     };
+    let resizing = resize(window.as_mut(), taken_by_process, &requests);
     let interrupting = async {
         loop {
             interrupt.notified().await;
@@ -248,38 +298,84 @@ async fn attach_once(
     };
     tokio::select! {
         never = interrupting => match never {},
-        end = receive(responses, ui, [stdout, stderr], &taken, opened) => end,
+        never = resizing => match never {},
+        end = receive(responses, ui, [stdout, stderr], &taken, state) => end,
         Closed = sender.run(stdin.as_mut()) => Ok(AttachEnd::StdoutClosed),
     }
 }
 
+/// Sends the size of the local terminal once the process exists, and each time that it changes.
+async fn resize(
+    window: Option<&mut Window>,
+    mut taken: watch::Receiver<Option<InputPosition>>,
+    requests: &mpsc::Sender<AttachRequest>,
+) -> Infallible {
+    if let Some(window) = window
+        && taken.wait_for(Option::is_some).await.is_ok()
+    {
+        // An error means that the call broke.
+        while requests.send(request(RequestMessage::Resize(window.next().await))).await.is_ok() {}
+    }
+    std::future::pending().await
+}
+
 async fn open(
     mut containers: ContainersClient<Peer>,
-    team: &str,
+    target: Target<'_>,
     location: &AttemptLocation,
-    streams: &Streams,
+    streams: &mut Streams,
 ) -> Result<(mpsc::Sender<AttachRequest>, Streaming<AttachResponse>), Refused> {
     let (requests, queue) = mpsc::channel(4);
-    let resume = Resume {
-        team: team.to_owned(),
-        process_id: location.attempt_id.clone(),
-        stdout_offset: streams.stdout.received(),
-        stderr_offset: streams.stderr.received(),
-        worker_id: location.worker_id.clone(),
-        observer: !streams.acknowledge,
+    let (team, worker_id) = (target.connection.team.clone(), location.worker_id.clone());
+    let first = match target.further {
+        // A repeat does not start the process again.
+        Some(FurtherProcess { process_id, attempt_id, spec: spec @ Some(_) })
+            if !streams.state.is_started =>
+        {
+            RequestMessage::Start(StartProcess {
+                team,
+                worker_id,
+                container: Some(Container::AttemptId(attempt_id.clone())),
+                process_id: process_id.clone(),
+                spec: spec.clone(),
+            })
+        }
+        _ => {
+            // It is unknown which size arrived.
+            if let Some(window) = &mut streams.window {
+                window.forget();
+            }
+            RequestMessage::Resume(Resume {
+                team,
+                process_id: target.process_id(location),
+                stdout_offset: streams.stdout.received(),
+                stderr_offset: streams.stderr.received(),
+                worker_id,
+                observer: !streams.acknowledge,
+            })
+        }
     };
     // This cannot fail: the queue is empty and its receiver exists.
-    _ = requests.send(request(RequestMessage::Resume(resume))).await;
+    _ = requests.send(request(first)).await;
     let responses = containers.attach(ReceiverStream::new(queue)).await?.into_inner();
     Ok((requests, responses))
 }
 
-/// Sends the gateway a Detach message, so that the process is not slowed down for long.
-pub(crate) async fn detach(connection: &Connection, location: &AttemptLocation, streams: &Streams) {
-    let Ok(containers) = connection.containers_at(&location.gateway_endpoint).await else { return };
+/// Sends the gateway a Detach message, so that the process is not slowed down for long. `signal` is
+/// sent to the process before.
+pub(crate) async fn detach(
+    target: Target<'_>,
+    location: &AttemptLocation,
+    streams: &mut Streams,
+    signal: Option<u32>,
+) {
+    let Ok(containers) = target.connection.containers_at(&location.gateway_endpoint).await else { return };
     let sending = async {
-        let (requests, mut responses) = open(containers, &connection.team, location, streams).await?;
-        _ = requests.send(request(RequestMessage::Detach(Detach {}))).await;
+        let (requests, mut responses) = open(containers, target, location, streams).await?;
+        let signal = signal.map(|number| RequestMessage::Signal(Signal { number }));
+        for message in signal.into_iter().chain([RequestMessage::Detach(Detach {})]) {
+            _ = requests.send(request(message)).await;
+        }
         drop(requests);
         while responses.message().await?.is_some() {}
         Ok::<_, Refused>(())
@@ -293,12 +389,12 @@ async fn receive(
     ui: &Ui,
     [stdout, stderr]: [&mut Sink; 2],
     taken: &watch::Sender<Option<InputPosition>>,
-    opened: &mut Option<Instant>,
+    state: &mut AttachState,
 ) -> Result<AttachEnd, Refused> {
     while let Some(AttachResponse { message }) = responses.message().await? {
         let written = match message {
             Some(ResponseMessage::Started(started)) => {
-                *opened = Some(Instant::now());
+                state.record_start(ui);
                 taken.send_replace(Some(InputPosition { offset: started.stdin_offset, ended: false }));
                 Ok(())
             }
@@ -306,7 +402,8 @@ async fn receive(
                 taken.send_replace(Some(InputPosition { offset: ack.offset, ended: false }));
                 Ok(())
             }
-            Some(ResponseMessage::Exited(_)) => {
+            Some(ResponseMessage::Exited(exited)) => {
+                state.exited = Some(exited);
                 taken.send_modify(|taken| taken.get_or_insert_default().ended = true);
                 Ok(())
             }
@@ -369,129 +466,6 @@ fn report_missing(ui: &Ui, sink: &mut Sink, which: OutputStream, bytes: u64) {
         ));
         ui.event("truncated", serde_json::json!({ "stream": which.name(), "bytes": bytes }));
     }
-}
-
-/// Amount of input that the process has taken, in bytes.
-#[derive(Debug, Clone, Copy, Default)]
-struct InputPosition {
-    offset: u64,
-    /// The process takes no more input.
-    ended: bool,
-}
-
-/// Sender of input and acknowledgements.
-struct Sender {
-    /// Offsets up to which stdout and stderr were written. `None`: output is not acknowledged.
-    written: Option<[watch::Receiver<u64>; 2]>,
-    closed: watch::Receiver<u64>,
-    taken: watch::Receiver<Option<InputPosition>>,
-    requests: mpsc::Sender<AttachRequest>,
-}
-
-impl Sender {
-    /// Sends until the call ends. Resolves only when standard output is closed.
-    async fn run(self, stdin: Option<&mut Stdin>) -> Closed {
-        let Self { written, mut closed, taken, requests } = self;
-        let input = async {
-            if let Some(stdin) = stdin {
-                send_input(stdin, taken, &requests).await;
-            }
-            std::future::pending::<()>().await
-        };
-        let acks = async {
-            if let Some([stdout, stderr]) = written {
-                send_acks(stdout, stderr, &requests).await;
-            }
-            std::future::pending::<()>().await
-        };
-        tokio::select! {
-            _ = closed.wait_for(|&written| written == CLOSED) => Closed,
-            () = input => Closed,
-            () = acks => Closed,
-        }
-    }
-}
-
-/// Sends input until all of it was sent, the process takes no more, or the call broke.
-async fn send_input(
-    stdin: &mut Stdin,
-    mut taken: watch::Receiver<Option<InputPosition>>,
-    requests: &mpsc::Sender<AttachRequest>,
-) {
-    let Ok(first) = taken.wait_for(Option::is_some).await.map(|taken| taken.unwrap_or_default()) else {
-        return;
-    };
-    stdin.drop_taken(first.offset);
-    for (offset, data) in stdin.kept().collect::<Vec<_>>() {
-        if requests.send(input(offset, data)).await.is_err() {
-            return;
-        }
-    }
-    while !stdin.ended() {
-        let now = taken.borrow_and_update().unwrap_or_default();
-        stdin.drop_taken(now.offset);
-        if now.ended {
-            return;
-        }
-        let room = stdin.position().saturating_sub(now.offset) < INPUT_IN_FLIGHT;
-        tokio::select! {
-            changed = taken.changed() => if changed.is_err() { return },
-            piece = stdin.next(), if room => if let Some((offset, data)) = piece
-                && requests.send(input(offset, data)).await.is_err()
-            {
-                return;
-            },
-        }
-    }
-    // An error here means that the call broke. The next call sends the message again.
-    _ = requests.send(request(RequestMessage::CloseStdin(CloseStdin {}))).await;
-    while taken.changed().await.is_ok() {
-        stdin.drop_taken(taken.borrow_and_update().unwrap_or_default().offset);
-    }
-}
-
-/// Sends acknowledgements until the call broke.
-async fn send_acks(
-    mut stdout: watch::Receiver<u64>,
-    mut stderr: watch::Receiver<u64>,
-    requests: &mpsc::Sender<AttachRequest>,
-) {
-    let mut acknowledged = (0, 0);
-    loop {
-        let now = (*stdout.borrow_and_update(), *stderr.borrow_and_update());
-        if now.0 == CLOSED || now.1 == CLOSED {
-            return;
-        }
-        if now.0 >= acknowledged.0 + ACK_EVERY || now.1 >= acknowledged.1 + ACK_EVERY {
-            let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
-            if requests.send(request(RequestMessage::Ack(ack))).await.is_err() {
-                return;
-            }
-            acknowledged = now;
-        }
-        // Small amounts of output are acknowledged with a delay, together with the output that
-        // follows.
-        let pause = if now == acknowledged { Duration::MAX } else { Duration::from_millis(20) };
-        tokio::select! {
-            changed = stdout.changed() => if changed.is_err() { return },
-            changed = stderr.changed() => if changed.is_err() { return },
-            () = tokio::time::sleep(pause) => {
-                let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
-                if requests.send(request(RequestMessage::Ack(ack))).await.is_err() {
-                    return;
-                }
-                acknowledged = now;
-            }
-        }
-    }
-}
-
-fn request(message: RequestMessage) -> AttachRequest {
-    AttachRequest { message: Some(message) }
-}
-
-fn input(offset: u64, data: bytes::Bytes) -> AttachRequest {
-    request(RequestMessage::Stdin(StdinData { offset, data }))
 }
 
 #[cfg(test)]

@@ -1,18 +1,21 @@
 //! Following a workload to its end: progress lines, attachment to its process, and signals.
 //!
-//! `run`, `attach` and `logs` use [`Follow`].
+//! `run`, `attach` and `logs` use [`Follow`]. [`exec`] follows a further process.
 
 pub(crate) mod attach;
 pub(crate) mod end;
+pub(crate) mod exec;
+mod keys;
 pub(crate) mod narrate;
 pub(crate) mod outage;
 pub(crate) mod stdin;
+pub(crate) mod streams;
 pub(crate) mod watch;
+pub(crate) mod window;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
 use rpc::Reason;
 use rpc::pb::scheduler::{
     AttemptLocation, CancelRequest, Finished, GetRequest, WorkloadState, watch_response::Event,
@@ -21,15 +24,16 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tracing::Instrument;
 
+use crate::cli::detach_keys::DetachKeys;
 use crate::client::connect::{Connection, Pause};
 use crate::ending::error::{Interrupted, Refused, refused};
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
-use crate::follow::attach::{AttachEnd, Streams, attach, detach};
+use crate::follow::attach::{AttachEnd, Target, attach, detach};
 use crate::follow::narrate::{WaitReasons, describe_event};
-use crate::follow::stdin::Stdin;
+use crate::follow::streams::{Streams, TerminalMode};
 use crate::follow::watch::Watch;
-use crate::render::output::{OutputStream, Sink};
+use crate::follow::window::Window;
 use crate::render::ui::Ui;
 
 /// Time between SIGTERM and SIGKILL for a cancelled workload.
@@ -63,6 +67,8 @@ pub(crate) struct Follow<'a> {
     pub(crate) stdin: bool,
     /// Whether written output is acknowledged.
     pub(crate) acknowledge: bool,
+    /// Detach keys if the process has a terminal.
+    pub(crate) terminal: Option<&'a DetachKeys>,
 }
 
 /// End of a followed workload.
@@ -138,11 +144,16 @@ impl Follow<'_> {
         signals: &mut Signals,
         state: &mut State,
     ) -> anyhow::Result<bool> {
-        let Self { connection, ui, .. } = *self;
-        let mut streams = streams(ui, self.stdin, self.acknowledge)?;
+        let ui = self.ui;
+        let target = self.target();
+        let mut streams = Streams::open(ui, self.acknowledge)?;
         streams.interrupt = state.interrupt.clone();
+        streams.window = self.terminal.map(|_| Window::watch(None)).transpose()?;
+        if self.stdin {
+            streams.read_stdin(ui, self.terminal);
+        }
         let attached = loop {
-            let copying = attach(connection, ui, &self.workload, location.clone(), &mut streams)
+            let copying = attach(target, location.clone(), &mut streams)
                 .instrument(tracing::info_span!(target: "gantry", "copy output", service = "gantry"));
             tokio::pin!(copying);
             let attached = loop {
@@ -172,6 +183,8 @@ impl Follow<'_> {
             }
             state.cancel_code.get_or_insert(exit_code::GANTRY_FAILED);
         };
+        // Messages follow.
+        streams.state.mode = TerminalMode::Unchanged;
         let failure = match (&attached, streams.stdout.failure()) {
             (Ok(AttachEnd::StdoutClosed), Some(error)) => {
                 Some(format!("cannot write to standard output: {error}"))
@@ -186,25 +199,30 @@ impl Follow<'_> {
             // An attachment that starts late may miss the first output.
             (Ok(AttachEnd::Done | AttachEnd::InterruptRefused), OnSignal::Leave) => Ok(false),
             (Ok(AttachEnd::Done | AttachEnd::InterruptRefused), OnSignal::Cancel) => {
-                Ok(streams.stdout.missing() > 0 || streams.stderr.missing() > 0)
+                Ok(streams.is_incomplete())
             }
             (Ok(AttachEnd::Lost(refused) | AttachEnd::InputRefused(refused)), _) => {
-                ui.warn(&describe_lost_output(&self.workload, received_bytes(&streams), &refused));
+                ui.warn(&describe_lost_output(&self.workload, streams.received(), &refused));
                 Ok(true)
             }
             (Ok(AttachEnd::WorkerMissing(missing)), _) => {
-                ui.warn(&format!(
-                    "cannot read {}: {missing}",
-                    output_of(&self.workload, received_bytes(&streams))
-                ));
+                ui.warn(&format!("cannot read {}: {missing}", output_of(&self.workload, streams.received())));
                 Ok(true)
             }
+            (Ok(AttachEnd::Detached), _) => {
+                detach(target, &location, &mut streams, None).await;
+                let workload = &self.workload;
+                ui.note(&format!(
+                    "detached from workload {workload}; attach again with \"gantry attach {workload}\""
+                ));
+                Err(Interrupted(0).into())
+            }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Leave) => {
-                self.leave(&location, &streams, state).await;
+                self.leave(&location, &mut streams, state).await;
                 Err(Interrupted(code).into())
             }
             (Err(code), _) => {
-                self.leave(&location, &streams, state).await;
+                self.leave(&location, &mut streams, state).await;
                 Err(Interrupted(code).into())
             }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Cancel) => {
@@ -311,9 +329,13 @@ impl Follow<'_> {
         state.cancelling.spawn(cancel(self.connection, self.workload.clone(), GRACE));
     }
 
-    async fn leave(&self, location: &AttemptLocation, streams: &Streams, state: &State) {
+    fn target(&self) -> Target<'_> {
+        Target { connection: self.connection, ui: self.ui, workload: &self.workload, further: None }
+    }
+
+    async fn leave(&self, location: &AttemptLocation, streams: &mut Streams, state: &State) {
         if self.acknowledge {
-            detach(self.connection, location, streams).await;
+            detach(self.target(), location, streams, None).await;
         }
         self.print_if_running(state).await;
     }
@@ -335,19 +357,14 @@ impl Follow<'_> {
     }
 }
 
-/// Returns the number of received bytes.
-fn received_bytes(streams: &Streams) -> u64 {
-    streams.stdout.received() + streams.stderr.received()
-}
-
-/// Names the missing part of the output if `received` bytes were received.
-fn output_of(workload: &str, received: u64) -> String {
-    let what = if received == 0 { "the output" } else { "the rest of the output" };
+/// Names the missing part of the output if `received` bytes of each output were received.
+fn output_of(workload: &str, received: (u64, u64)) -> String {
+    let what = if received == (0, 0) { "the output" } else { "the rest of the output" };
     format!("{what} of workload {workload}")
 }
 
 /// Describes output that cannot be read after `received` bytes.
-fn describe_lost_output(workload: &str, received: u64, refused: &Refused) -> String {
+fn describe_lost_output(workload: &str, received: (u64, u64), refused: &Refused) -> String {
     let what = output_of(workload, received);
     if refused.is(Reason::ProcessNotFound) {
         return format!(
@@ -360,24 +377,6 @@ fn describe_lost_output(workload: &str, received: u64, refused: &Refused) -> Str
         return format!("cannot read {what}: its worker does not answer: {cause} (UNAVAILABLE)");
     }
     format!("cannot read {what}: {refused}")
-}
-
-/// Opens the local ends of the output and input of a process.
-fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
-    let sink = |which: OutputStream| match ui.events() {
-        Some(events) => Ok(Sink::events(which, events)),
-        None => Sink::raw(which, ui.unfinished())
-            .with_context(|| format!("cannot use {}: it is closed", which.name())),
-    };
-    Ok(Streams {
-        stdout: sink(OutputStream::Stdout)?,
-        stderr: sink(OutputStream::Stderr)?,
-        stdin: stdin.then(Stdin::read),
-        acknowledge,
-        process: None,
-        interrupt: Arc::default(),
-        opened: None,
-    })
 }
 
 /// Cancels a workload. The future does not borrow the connection.

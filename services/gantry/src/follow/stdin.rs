@@ -5,13 +5,25 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Read};
+use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use rustix::event::{PollFd, PollFlags, poll};
-use tokio::sync::mpsc;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tokio::sync::{Notify, mpsc, watch};
+
+use crate::cli::detach_keys::DetachKeys;
+use crate::follow::keys::KeyFilter;
 
 /// Size of one read, in bytes.
 const PIECE: usize = 256 << 10;
+/// Maximum number of pieces that wait to be sent. A piece of a terminal is often a single key, and
+/// the detach keys are recognized only if the keys before them were read.
+const KEYS: usize = 1024;
+/// Time after which input is passed on that may begin the detach keys.
+const WITHHOLD: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// Time for which the process may take the input before the detach keys.
+const TAKE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Returns whether standard input can be forwarded. A terminal belongs to the foreground process
 /// group; a read in the background would stop `gantry`.
@@ -28,6 +40,29 @@ pub(crate) struct Stdin {
     kept: VecDeque<(u64, Bytes)>,
     read: u64,
     ended: bool,
+    /// Set if a person types the input.
+    keyboard: Option<DetachRequest>,
+}
+
+/// Request of the person at the terminal to detach.
+#[derive(Clone)]
+pub(crate) struct DetachRequest {
+    made: watch::Receiver<bool>,
+    /// Notified when the process has taken all input before the request.
+    all_taken: Arc<Notify>,
+    /// Names of the detach keys.
+    keys: String,
+}
+
+impl DetachRequest {
+    /// Waits for the request, and a moment until the process has taken the input before it.
+    pub(crate) async fn wait(mut self) {
+        if self.made.wait_for(|made| *made).await.is_err() {
+            return std::future::pending().await;
+        }
+        // The caller leaves in any case.
+        _ = tokio::time::timeout(TAKE_LIMIT, self.all_taken.notified()).await;
+    }
 }
 
 impl Stdin {
@@ -35,13 +70,59 @@ impl Stdin {
     pub(crate) fn read() -> Self {
         let (sender, pieces) = mpsc::channel(2);
         std::thread::spawn(move || read_all(&sender));
-        Self { pieces, kept: VecDeque::new(), read: 0, ended: false }
+        Self::new(pieces, None)
+    }
+
+    /// Starts reading what a person types. `keys` are no input.
+    pub(crate) fn read_keyboard(keys: &DetachKeys) -> Self {
+        let (sender, pieces) = mpsc::channel(KEYS);
+        let (made, request) = watch::channel(false);
+        let filter = KeyFilter::new(keys);
+        std::thread::spawn(move || read_keys(&sender, filter, &made));
+        Self::new(
+            pieces,
+            Some(DetachRequest { made: request, all_taken: Arc::default(), keys: keys.to_string() }),
+        )
+    }
+
+    fn new(pieces: mpsc::Receiver<Bytes>, keyboard: Option<DetachRequest>) -> Self {
+        Self { pieces, kept: VecDeque::new(), read: 0, ended: false, keyboard }
     }
 
     /// Reader of pieces that a test sends.
     #[cfg(test)]
     pub(crate) fn from(pieces: mpsc::Receiver<Bytes>) -> Self {
-        Self { pieces, kept: VecDeque::new(), read: 0, ended: false }
+        Self::new(pieces, None)
+    }
+
+    /// Reader of keys that a test types. The test requests to detach with the returned sender.
+    #[cfg(test)]
+    pub(crate) fn typed(pieces: mpsc::Receiver<Bytes>) -> (Self, watch::Sender<bool>) {
+        let (made, request) = watch::channel(false);
+        let request = DetachRequest { made: request, all_taken: Arc::default(), keys: String::new() };
+        (Self::new(pieces, Some(request)), made)
+    }
+
+    /// Returns the request to detach. `None`: no person types the input.
+    pub(crate) fn detach_request(&self) -> Option<DetachRequest> {
+        self.keyboard.clone()
+    }
+
+    /// Returns a hint at the detach keys for messages. Ctrl-C does not end `gantry` in raw mode.
+    pub(crate) fn hint_at_keys(&self) -> String {
+        let keys = self.keyboard.as_ref().map(|request| &request.keys).filter(|keys| !keys.is_empty());
+        keys.map(|keys| format!("; leave with {keys}")).unwrap_or_default()
+    }
+
+    /// Waits for a request to detach. Cancel safe.
+    pub(crate) async fn detach_requested(request: &mut Option<DetachRequest>) {
+        if let Some(DetachRequest { made, .. }) = request
+            && made.changed().await.is_ok()
+        {
+            return;
+        }
+        // The input has ended.
+        std::future::pending().await
     }
 
     /// Returns the offset up to which input was read.
@@ -72,9 +153,19 @@ impl Stdin {
     }
 
     /// Drops the pieces that the process has taken, which are those before `offset`.
+    ///
+    /// A file that is sent again is skipped up to `offset`. Keys are never skipped: they follow the
+    /// input that other callers have sent before.
     pub(crate) fn drop_taken(&mut self, offset: u64) {
         while self.kept.front().is_some_and(|(at, piece)| at + piece.len() as u64 <= offset) {
             self.kept.pop_front();
+        }
+        let Some(DetachRequest { made, all_taken, .. }) = &self.keyboard else { return };
+        if self.kept.is_empty() {
+            self.read = self.read.max(offset);
+        }
+        if *made.borrow() && self.kept.is_empty() && self.pieces.is_empty() {
+            all_taken.notify_one();
         }
     }
 
@@ -86,16 +177,21 @@ impl Stdin {
 
 fn read_all(pieces: &mpsc::Sender<Bytes>) {
     let mut stdin = io::stdin().lock();
+    while let Some(piece) = read_piece(&mut stdin)
+        && pieces.blocking_send(piece.into()).is_ok()
+    {}
+}
+
+/// Reads the next piece. `None`: the input has ended.
+fn read_piece(stdin: &mut io::StdinLock) -> Option<Vec<u8>> {
+    let mut piece = vec![0; PIECE];
     loop {
-        let mut piece = vec![0; PIECE];
         match stdin.read(&mut piece) {
-            Ok(0) => return,
+            Ok(0) => return None,
             Ok(length) => {
                 piece.truncate(length);
                 piece.shrink_to_fit();
-                if pieces.blocking_send(piece.into()).is_err() {
-                    return;
-                }
+                return Some(piece);
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -103,7 +199,39 @@ fn read_all(pieces: &mpsc::Sender<Bytes>) {
                 _ = poll(&mut [PollFd::new(&io::stdin(), PollFlags::IN)], None);
             }
             // A closed or broken standard input has ended.
-            Err(_) => return,
+            Err(_) => return None,
+        }
+    }
+}
+
+fn read_keys(pieces: &mpsc::Sender<Bytes>, mut filter: KeyFilter, detach: &watch::Sender<bool>) {
+    let input = io::stdin();
+    let mut stdin = input.lock();
+    let send = |input: Vec<u8>| input.is_empty() || pieces.blocking_send(input.into()).is_ok();
+    loop {
+        let wait = filter.is_withholding().then_some(&WITHHOLD);
+        let mut ready = [PollFd::new(&input, PollFlags::IN)];
+        if poll(&mut ready, wait) == Ok(0) {
+            if !send(filter.release()) {
+                return;
+            }
+            continue;
+        }
+        let Some(piece) = read_piece(&mut stdin) else {
+            // An error means that the call has ended.
+            _ = send(filter.release());
+            return;
+        };
+        let (input, is_detached) = filter.filter(&piece);
+        if !send(input) {
+            return;
+        }
+        if is_detached {
+            detach.send_replace(true);
+            // The input has not ended, so its sender must live on.
+            loop {
+                std::thread::park();
+            }
         }
     }
 }

@@ -11,4 +11,5 @@ pub(crate) mod progress;
 pub(crate) mod screen;
 pub(crate) mod stdout;
 pub(crate) mod table;
+pub(crate) mod terminal;
 pub(crate) mod ui;

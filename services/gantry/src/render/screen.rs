@@ -7,6 +7,8 @@ use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::render::terminal;
+
 /// Escape sequence that moves to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
@@ -83,6 +85,7 @@ impl Screen {
 impl State {
     /// Writes text. Errors are ignored, because they cannot be reported.
     fn write(&mut self, text: &str) {
+        let text = if terminal::is_raw() { &text.replace('\n', "\r\n") } else { text };
         _ = self.out.write_all(text.as_bytes());
         _ = self.out.flush();
     }

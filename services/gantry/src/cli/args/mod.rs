@@ -4,6 +4,7 @@
 //! parses the values of options.
 
 mod cluster;
+mod exec;
 mod inventory;
 mod run;
 mod transfers;
@@ -15,6 +16,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 pub(crate) use self::cluster::{DownArgs, StatusArgs, UpArgs};
+pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, Kind, ListArgs, PurgeArgs, ShowArgs, UndeleteArgs,
 };
@@ -43,7 +45,7 @@ A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A S
 Examples:
   gantry run -- echo hello
   gantry run -i src=. -o report=./out -- sh -c 'make -C src >report/log'
-  id=$(gantry run -d -- sleep 60); gantry show workload $id; gantry cancel $id
+  id=$(gantry run -d -- sleep 60); gantry exec -it $id sh; gantry cancel $id
   gantry list workloads
   gantry help run";
 
@@ -107,8 +109,8 @@ pub(crate) struct Global {
     pub(crate) quiet: bool,
     /// Print JSON on standard output
     ///
-    /// Most commands print one object. `run`, `attach`, `logs`, `watch` and `list` print one object
-    /// per line.
+    /// Most commands print one object. `run`, `attach`, `exec`, `logs`, `watch` and `list` print
+    /// one object per line.
     #[arg(long, global = true, help_heading = "Global options")]
     pub(crate) json: bool,
 }
@@ -120,6 +122,9 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Attach to a workload: its output, its standard input and its exit code
     Attach(AttachArgs),
+    /// Run a command in the container of a running workload
+    #[command(visible_alias = "hijack")]
+    Exec(ExecArgs),
     /// Print the output of a workload, and follow it until the workload ends
     Logs(WorkloadArgs),
     /// Print the events of a workload, from its submission to its end

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 
+use crate::cli::args::exec::DetachArgs;
 use crate::cli::args::transfers::{AllowArgs, ScanArgs};
 use crate::cli::values::{self, CacheArg, EnvironmentArg, InputArg, OutputArg};
 
@@ -218,6 +219,15 @@ pub(crate) struct RunArgs {
     /// input
     #[arg(short, long, help_heading = "Execution")]
     pub(crate) detach: bool,
+    /// Run the command in a terminal, whose size follows yours. Also written -it
+    ///
+    /// Standard input must be a terminal, unless --no-stdin or --detach is given. All keys go to
+    /// the command except --detach-keys. Both outputs of the command arrive on standard output. The
+    /// worker must have the capability `terminal`.
+    #[arg(short, long, help_heading = "Execution")]
+    pub(crate) tty: bool,
+    #[command(flatten, next_help_heading = "Execution")]
+    pub(crate) keys: DetachArgs,
     /// Write the trace of this run, with the spans of all services, into FILE as JSON
     #[arg(long, value_name = "FILE", help_heading = "Execution")]
     pub(crate) trace: Option<PathBuf>,
@@ -263,6 +273,9 @@ Examples:
 
   # Use standard input and standard output:
   gantry run -- sort -u < words > sorted
+
+  # Work in a shell:
+  gantry run -it -i src=. -- sh
 
   # Run in the background, follow the output, and download the result:
   id=$(gantry run -d -i src=. -o out -- src/long.sh)

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use clap::Args;
-use domain::WorkloadId;
+use domain::{ProcessId, WorkloadId};
 
+use crate::cli::args::exec::DetachArgs;
 use crate::cli::values;
 
 /// Arguments of `gantry attach`.
@@ -12,7 +13,7 @@ use crate::cli::values;
 #[command(after_help = "\
 Prints the output from its start, as far as it is still kept, and exits with the code that `gantry run` would have. Standard input is \
 forwarded if the workload accepts it; a workload started with --detach does not. Ctrl-C detaches; the workload runs on. \
-`gantry cancel` stops it.")]
+If the command has a terminal, all keys go to the command except --detach-keys. `gantry cancel` stops the workload.")]
 pub(crate) struct AttachArgs {
     /// Id of the workload
     #[arg(value_name = "WORKLOAD")]
@@ -20,6 +21,11 @@ pub(crate) struct AttachArgs {
     /// Do not forward standard input
     #[arg(long)]
     pub(crate) no_stdin: bool,
+    /// Attach to a process that `gantry exec` started, instead of the main process
+    #[arg(long, value_name = "UUID")]
+    pub(crate) process: Option<ProcessId>,
+    #[command(flatten)]
+    pub(crate) detach: DetachArgs,
 }
 
 /// Arguments of `gantry logs`.

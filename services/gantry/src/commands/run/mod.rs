@@ -124,6 +124,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         narrate: true,
         stdin: forwards_stdin(args),
         acknowledge: true,
+        terminal: args.tty.then_some(&args.keys.keys),
     };
     let mut followed = follow.run(&mut signals).await?;
     if let Some(failure) = &mut followed.finished.failure
@@ -353,7 +354,6 @@ mod tests {
     use clap::Parser;
     use rpc::pb::scheduler::{Network, OutputMode, Privilege, StdinMode};
 
-    use super::spec::environment;
     use super::*;
     use crate::cli::args::{Cli, Command};
 
@@ -401,15 +401,9 @@ mod tests {
         assert_eq!((spec.stdin(), spec.output()), (StdinMode::None, OutputMode::Spooled));
         assert_eq!(spec.limits.map(|limits| limits.cpu_millis), Some(1500));
         assert_eq!(spec.run_timeout, Some(rpc::duration(Duration::from_secs(120))));
+        assert_eq!(spec.terminal, None);
         assert!(rpc::spec::parse(spec).is_ok());
-    }
-
-    #[test]
-    fn last_variable_wins_and_copies_are_local() {
-        let given = parse(&["--env", "A=1", "--env", "B", "--env", "A=2", "--env", "C", "--", "true"]);
-        let ours = |name: &OsString| (name == "B").then(|| OsString::from("ours"));
-        let set = environment(&given.environment, ours, &quiet()).expect("valid");
-        let set: Vec<_> = set.iter().map(|v| (v.name.as_ref(), v.value.as_ref())).collect();
-        assert_eq!(set, [(&b"B"[..], &b"ours"[..]), (b"A", b"2")]);
+        let terminal = super::spec::spec(&parse(&["-t", "true"]), "main", &quiet()).expect("valid").terminal;
+        assert!(terminal.is_some_and(|size| size.rows > 0 && size.columns > 0));
     }
 }

@@ -1,19 +1,20 @@
 //! Conversion of the options of `gantry run` into the spec of a workload.
 
-use std::ffi::OsString;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 
-use anyhow::bail;
 use bytes::Bytes;
 use domain::ArtifactId;
+use rpc::pb::runtime::TerminalSize;
 use rpc::pb::scheduler::{
     Access, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode, Privilege,
-    ResourceRequests, StdinMode, WorkloadKind, WorkloadSpec, image::Source as ImageSource,
+    ResourceRequests, StdinMode, Terminal, WorkloadKind, WorkloadSpec, image::Source as ImageSource,
 };
 
 use crate::cli::args::{NetworkArg, RunArgs};
-use crate::cli::values::{EnvironmentArg, InputArg, Source};
+use crate::cli::environment;
+use crate::cli::values::{InputArg, Source};
 use crate::follow::stdin;
+use crate::render::terminal;
 use crate::render::ui::Ui;
 
 /// Makes the spec without its inputs and its build.
@@ -30,7 +31,10 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             }),
         }),
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
-        environment: environment(&args.environment, |name| std::env::var_os(name), ui)?,
+        environment: environment::of_process(&args.environment, args.tty, ui)?
+            .into_iter()
+            .map(|(name, value)| EnvironmentVariable { name, value })
+            .collect(),
         directory: Bytes::copy_from_slice(args.directory.as_bytes()),
         user: args.user.clone().unwrap_or_default(),
         stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
@@ -71,7 +75,10 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
         start_timeout: args.start_timeout.map(rpc::duration),
         retries: args.retries,
         worker: args.worker.clone().unwrap_or_default(),
-        terminal: None,
+        terminal: args.tty.then(|| {
+            let TerminalSize { rows, columns } = terminal::size();
+            Terminal { rows, columns }
+        }),
     })
 }
 
@@ -86,41 +93,6 @@ pub(super) fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
         path: Bytes::new(),
         access: if input.read_only { Access::ReadOnly } else { Access::CopyOnWrite }.into(),
     }
-}
-
-/// Makes the environment. The last variable of a name wins. A variable that cannot be copied is
-/// left out, with a message.
-pub(super) fn environment(
-    variables: &[EnvironmentArg],
-    ours: impl Fn(&OsString) -> Option<OsString>,
-    ui: &Ui,
-) -> anyhow::Result<Vec<EnvironmentVariable>> {
-    let mut set: Vec<(OsString, OsString)> = Vec::new();
-    for EnvironmentArg { name, value } in variables {
-        let value = match value {
-            Some(value) => value.clone(),
-            None => match ours(name) {
-                Some(value) => value,
-                None => {
-                    ui.note(&format!(
-                        "--env {}: left out, because your environment does not have it",
-                        name.display()
-                    ));
-                    continue;
-                }
-            },
-        };
-        if name.as_bytes().contains(&0) || value.as_bytes().contains(&0) {
-            bail!("--env {}: the name and the value must not contain a NUL byte", name.display());
-        }
-        set.retain(|(other, _)| other != name);
-        set.push((name.clone(), value));
-    }
-    let bytes = |text: OsString| Bytes::from(text.into_vec());
-    Ok(set
-        .into_iter()
-        .map(|(name, value)| EnvironmentVariable { name: bytes(name), value: bytes(value) })
-        .collect())
 }
 
 pub(super) fn artifact_of(source: &Source) -> Option<ArtifactId> {

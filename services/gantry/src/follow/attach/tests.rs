@@ -3,12 +3,14 @@
 use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 
 use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
-use rpc::pb::runtime::{Done, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated};
+use rpc::pb::runtime::{
+    Done, Exited, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated,
+};
 use tokio::net::UnixListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -32,7 +34,12 @@ struct Gateway {
     input: Arc<Mutex<Vec<u8>>>,
     input_closed: CancellationToken,
     acknowledged: Arc<Mutex<u64>>,
+    /// Names of the first messages of all calls.
+    first_messages: Arc<Mutex<Vec<&'static str>>>,
 }
+
+/// Number of pieces for a call that breaks before it is confirmed.
+const UNCONFIRMED: usize = usize::MAX;
 
 type Answers = Pin<Box<dyn futures::Stream<Item = Result<AttachResponse, Status>> + Send>>;
 
@@ -57,12 +64,20 @@ impl Containers for Gateway {
         let mut requests = request.into_inner();
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
-            let Ok(Some(AttachRequest { message: Some(RequestMessage::Resume(resume)) })) =
-                requests.message().await
-            else {
-                return;
+            let (name, resume) = match requests.message().await {
+                Ok(Some(AttachRequest { message: Some(RequestMessage::Resume(resume)) })) => {
+                    ("resume", resume)
+                }
+                Ok(Some(AttachRequest { message: Some(RequestMessage::Start(_)) })) => {
+                    ("start", Resume::default())
+                }
+                _ => return,
             };
+            gateway.first_messages.lock().expect("held").push(name);
             let breaks_after = gateway.breaks.lock().expect("held").pop();
+            if breaks_after == Some(UNCONFIRMED) {
+                return;
+            }
             let taken = gateway.input.lock().expect("held").len() as u64;
             _ = answers.send(say(ResponseMessage::Started(Started { stdin_offset: taken }))).await;
             tokio::join!(
@@ -103,6 +118,10 @@ impl Gateway {
         }
         if breaks_after.is_none() {
             self.input_closed.cancelled().await;
+            let code = Some(rpc::pb::runtime::exited::Status::Code(7));
+            _ = answers
+                .send(say(ResponseMessage::Exited(Exited { status: code, ..Exited::default() })))
+                .await;
             let done = Done { stdout_offset: at as u64, stderr_offset: 0 };
             _ = answers.send(say(ResponseMessage::Done(done))).await;
         }
@@ -145,6 +164,17 @@ impl Gateway {
 
 /// Attaches, and returns the end, the number of received bytes and the number of missing bytes.
 async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (AttachEnd, u64, u64) {
+    let (end, streams) = copy_of(gateway, None, stdin, stdout).await;
+    (end, streams.stdout.received(), streams.stdout.missing())
+}
+
+/// Attaches to the main process or a further process.
+async fn copy_of(
+    gateway: &Gateway,
+    further: Option<&FurtherProcess>,
+    stdin: Option<Stdin>,
+    stdout: OwnedFd,
+) -> (AttachEnd, Streams) {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("s");
     let listener = server::Listener::Unix(UnixListener::bind(&socket).expect("bound"));
@@ -167,15 +197,17 @@ async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Atta
         acknowledge: true,
         process: None,
         interrupt: Arc::default(),
-        opened: None,
+        window: None,
+        state: AttachState::default(),
     };
     let location = AttemptLocation {
         gateway_endpoint: address,
         attempt_id: "it".to_owned(),
         ..AttemptLocation::default()
     };
-    let end = attach(&connection, &ui, "it", location, &mut streams).await;
-    (end, streams.stdout.received(), streams.stdout.missing())
+    let target = Target { connection: &connection, ui: &ui, workload: "it", further };
+    let end = attach(target, location, &mut streams).await;
+    (end, streams)
 }
 
 fn gateway(breaks: &[usize]) -> Gateway {
@@ -187,6 +219,7 @@ fn gateway(breaks: &[usize]) -> Gateway {
         input: Arc::default(),
         input_closed: CancellationToken::new(),
         acknowledged: Arc::default(),
+        first_messages: Arc::default(),
     }
 }
 
@@ -254,4 +287,41 @@ async fn closed_stdout_ends_attachment() {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
     assert!(matches!(copy(&gateway, None, writer.into()).await.0, AttachEnd::StdoutClosed));
+}
+
+#[tokio::test]
+async fn process_is_started_until_confirmed_and_then_resumed() {
+    let gateway = gateway(&[0, 0, UNCONFIRMED]);
+    gateway.input_closed.cancel();
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let output = drain(reader);
+    let further = FurtherProcess {
+        process_id: "shell".to_owned(),
+        attempt_id: "it".to_owned(),
+        spec: Some(ProcessSpec::default()),
+    };
+    let (end, streams) = copy_of(&gateway, Some(&further), None, writer.into()).await;
+    assert!(matches!(end, AttachEnd::Done), "{end:?}");
+    assert_eq!(*gateway.first_messages.lock().expect("held"), ["start", "start", "resume", "resume"]);
+    let code = streams.state.exited.as_ref().and_then(|exited| exited.status);
+    assert_eq!(code, Some(rpc::pb::runtime::exited::Status::Code(7)));
+    drop(streams);
+    assert!(output.join().expect("ended") == gateway.output, "the output arrived as it was");
+}
+
+#[tokio::test]
+async fn keys_follow_earlier_input_and_are_taken_before_detaching() {
+    let gateway = gateway(&[]);
+    gateway.input.lock().expect("held").extend_from_slice(b"earlier ");
+    let (input, pieces) = mpsc::channel(8);
+    let (stdin, detach) = Stdin::typed(pieces);
+    for key in ["k", "e", "y"] {
+        input.send(Bytes::from(key)).await.expect("room");
+    }
+    detach.send_replace(true);
+    let null = std::fs::File::create("/dev/null").expect("there");
+    let (end, _, _) = copy(&gateway, Some(stdin), null.into()).await;
+    assert!(matches!(end, AttachEnd::Detached), "{end:?}");
+    assert_eq!(*gateway.input.lock().expect("held"), b"earlier key");
+    assert!(!gateway.input_closed.is_cancelled(), "detaching does not end the input");
 }

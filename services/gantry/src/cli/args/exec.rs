@@ -1,0 +1,65 @@
+//! Options of `gantry exec`, and of terminals.
+
+use std::ffi::OsString;
+
+use clap::Args;
+use domain::WorkloadId;
+
+use crate::cli::detach_keys::DetachKeys;
+use crate::cli::values::{self, EnvironmentArg};
+
+/// Arguments of `gantry exec`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The command joins the namespaces and the limits of the container. Its end does not end the workload, and the end of the workload ends it. \
+It has the environment, the working directory and the user of the container, unless options change them. The exit code is that of the \
+command: see `gantry help run`.
+
+Ctrl-C interrupts the command (SIGINT); a second Ctrl-C leaves it running. With -it, all keys go to the command except --detach-keys.
+
+Examples:
+  gantry exec $id -- ps aux
+  gantry exec -it $id sh
+  gantry exec -i $id -- tar -xf - < files.tar")]
+pub(crate) struct ExecArgs {
+    /// Id of the running workload
+    #[arg(value_name = "WORKLOAD")]
+    pub(crate) workload: WorkloadId,
+    /// Program to run, and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+    /// Forward standard input to the command
+    #[arg(short = 'i', long = "stdin")]
+    pub(crate) stdin: bool,
+    /// Run the command in a terminal. With -i, standard input must be a terminal
+    #[arg(short, long)]
+    pub(crate) tty: bool,
+    /// Set the environment variable NAME to VALUE, or copy your own NAME. Repeatable
+    #[arg(
+        short,
+        long = "env",
+        value_name = "NAME=VALUE|NAME",
+        value_parser = values::environment_parser()
+    )]
+    pub(crate) environment: Vec<EnvironmentArg>,
+    /// Working directory, absolute. Default: that of the container
+    #[arg(short = 'w', long = "workdir", value_name = "DIR")]
+    pub(crate) directory: Option<OsString>,
+    /// User that runs the command: a name or a uid, with an optional `:GROUP`. Default: that of the
+    /// container
+    #[arg(short, long, value_name = "USER")]
+    pub(crate) user: Option<String>,
+    #[command(flatten)]
+    pub(crate) detach: DetachArgs,
+}
+
+/// Option for processes with a terminal.
+#[derive(Debug, Args)]
+pub(crate) struct DetachArgs {
+    /// Keys that detach you from a command with a terminal. The command runs on
+    ///
+    /// Write characters, or `ctrl-` and one of `@ a-z [ \\ ] ^ _`, separated by commas. An empty
+    /// value turns the keys off.
+    #[arg(long = "detach-keys", value_name = "KEYS", default_value = "ctrl-p,ctrl-q")]
+    pub(crate) keys: DetachKeys,
+}
