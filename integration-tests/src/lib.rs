@@ -5,6 +5,7 @@ pub mod concourse;
 pub mod machines;
 pub mod snapshot;
 pub mod suite;
+pub mod terminal;
 pub mod tree;
 
 use std::ffi::OsStr;

@@ -9,6 +9,7 @@ mod concourse_worker;
 mod cordoned;
 mod endings;
 mod examples;
+mod exec;
 mod four;
 mod images;
 mod life;
