@@ -1,4 +1,4 @@
-//! Commands in the container of a running workload, and terminals.
+//! Commands in the container of a workload, and terminals.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -66,11 +66,8 @@ fn exec_prints_output_and_returns_exit_code() {
 #[test]
 fn exec_explains_why_it_cannot_run() {
     let Some((cluster, workload)) = running() else { return };
-    let ended = id(cluster.succeed(["run", "-d", "--", "sh", "-c", "exit 3"]));
-    wait_for("the end", || (state(&cluster, &ended) == "finished").then_some(()));
     let unknown = "0197c1a2-0000-7000-8000-000000000000";
     for (arguments, expected, text) in [
-        (vec!["exec", &ended, "true"], 125, "has ended: failed (exit 3)"),
         (vec!["exec", unknown, "true"], 125, "(WORKLOAD_NOT_FOUND)"),
         (vec!["exec", "-it", &workload, "sh"], 125, "the input device is not a terminal"),
         (vec!["exec", "-w", "tmp", &workload, "sh"], 125, "must be absolute"),
@@ -84,6 +81,31 @@ fn exec_explains_why_it_cannot_run() {
         assert_eq!(code(&output), expected, "{arguments:?}: {}", describe(&output));
         assert!(String::from_utf8_lossy(&output.stderr).contains(text), "{}", describe(&output));
     }
+}
+
+#[test]
+fn ended_workload_can_be_looked_into() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let script = "mkdir -p out; echo broken > out/report; echo note > /var/tmp/note; exit 3";
+    let run = ["run", "-d", "-o", "out", "-e", "WHY=kept", "--", "sh", "-c", script];
+    let ended = id(cluster.succeed(run));
+    wait_for("the end", || (state(&cluster, &ended) == "finished").then_some(()));
+    let look = "echo $WHY; pwd; cat out/report; echo changed > out/report; cat out/report; exit 5";
+    for _ in 0..2 {
+        let output = cluster.output(["exec", &ended, "sh", "-c", look]);
+        assert_eq!(code(&output), 5, "{}", describe(&output));
+        assert_eq!(output.stdout, b"kept\n/workspace\nbroken\nchanged\n", "{}", describe(&output));
+    }
+    // The published bytes are those of the workload.
+    let shown = cluster.succeed(["show", "workload", &ended, "--json"]);
+    let shown: serde_json::Value = serde_json::from_slice(shown.trim_ascii()).expect("JSON");
+    let artifact = shown["outputs"][0]["artifact_id"].as_str().expect("an artifact").to_owned();
+    cluster.succeed(["download", &artifact, "result"]);
+    let report = std::fs::read_to_string(cluster.path("result/report")).expect("the report");
+    assert_eq!(report, "broken\n");
 }
 
 #[test]
@@ -215,7 +237,6 @@ fn mode_is_restored_when_server_is_killed() {
 }
 
 #[test]
-#[ignore = "attempts have no terminal yet: ProcessSpec.terminal in the gateway"]
 fn run_has_terminal() {
     if !may_run_containers() {
         return;

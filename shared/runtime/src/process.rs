@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+pub use domain::workload::TerminalSize;
 use domain::workload::{Bytes, EnvironmentVariable, Exit, Failure, OutputMode, Stdin};
 
 use crate::RuntimeError;
@@ -39,15 +40,6 @@ pub enum ProcessRole {
     Main,
     /// The process looks into a container that has or had a main process.
     Exec,
-}
-
-/// The size of a terminal, in characters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TerminalSize {
-    /// The width.
-    pub columns: u16,
-    /// The height.
-    pub rows: u16,
 }
 
 /// The state of a process.

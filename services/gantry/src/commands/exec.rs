@@ -1,12 +1,13 @@
-//! `gantry exec`: runs a command in the container of a running workload.
+//! `gantry exec`: runs a command in the container of a workload.
 
 use std::os::unix::ffi::OsStrExt;
 
-use anyhow::bail;
+use anyhow::{anyhow, bail};
 use bytes::Bytes;
 use domain::ProcessId;
 use rpc::pb::runtime::{ProcessSpec, ProcessVariable};
 use rpc::pb::scheduler::{AttemptLocation, Workload, WorkloadState};
+use rpc::{Reason, Refusal};
 use serde_json::json;
 
 use crate::cli::args::ExecArgs;
@@ -25,7 +26,8 @@ use crate::render::{labels, terminal};
 pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let id = args.workload.to_string();
-    let location = location(&workload(connection, "run a command in", &id).await?)?;
+    let workload = workload(connection, "run a command in", &id).await?;
+    let location = location(&workload)?;
 
     let mut streams = Streams::open(ui, true)?;
     let reads_stdin = args.stdin && stdin::is_readable();
@@ -54,23 +56,45 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
     };
     ui.event("starting", json!({ "process_id": process.process_id }));
     let target = Target { connection, ui, workload: &id, further: None };
-    let ended = exec::follow(target, &process, &location, streams, &mut signals).await?;
+    let ended = exec::follow(target, &process, &location, streams, &mut signals).await;
+    let ended = ended.map_err(|error| explain_missing(error, &workload))?;
     Ok(exec::end(ui, &process, ended))
 }
 
-/// Returns the location of a workload whose process runs.
+/// Explains why an ended workload has no container.
+fn explain_missing(error: anyhow::Error, workload: &Workload) -> anyhow::Error {
+    let refused = error.chain().find_map(|cause| cause.downcast_ref::<Refusal>());
+    let has_ended = matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished);
+    match refused {
+        Some(refused) if has_ended && refused.is(Reason::ProcessNotFound) => anyhow!(
+            "the container of workload {} is deleted; a container is kept for 5 min after its end \
+             (`--gc-grace` of the cluster), and as long as a command runs in it",
+            workload.workload_id
+        ),
+        Some(refused) if has_ended && refused.is(Reason::ContainerNotRunning) => anyhow!(
+            "workload {} has ended, and its worker runs commands only in running containers",
+            workload.workload_id
+        ),
+        _ => error,
+    }
+}
+
+/// Returns the location of the last attempt at a workload, unless its process cannot have started.
 fn location(workload: &Workload) -> anyhow::Result<AttemptLocation> {
     let id = &workload.workload_id;
     match (workload.state(), &workload.location) {
-        (WorkloadState::Starting | WorkloadState::Running, Some(location)) => Ok(location.clone()),
-        (WorkloadState::Finished, _) => {
+        (
+            WorkloadState::Starting
+            | WorkloadState::Running
+            | WorkloadState::Settling
+            | WorkloadState::Finished,
+            Some(location),
+        ) => Ok(location.clone()),
+        (WorkloadState::Settling | WorkloadState::Finished, None) => {
             let outcome = labels::outcome(workload.outcome()).unwrap_or("ended");
             let end = Some(labels::end(workload)).filter(|end| !end.is_empty());
             let end = end.map_or_else(String::new, |end| format!(" ({end})"));
-            bail!("workload {id} has ended: {outcome}{end}; a command can only run beside a running one")
-        }
-        (WorkloadState::Settling, _) => {
-            bail!("workload {id} has ended; a command can only run beside a running one")
+            bail!("workload {id} has no container: it ended before its process was started: {outcome}{end}")
         }
         (WorkloadState::Assigned | WorkloadState::Starting | WorkloadState::Running, _) => {
             bail!("workload {id} is being prepared; wait until it runs: `gantry watch {id}`")
@@ -86,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_running_workload_has_location() {
+    fn workload_without_process_has_no_location() {
         let at = Some(AttemptLocation::default());
         let found = |state: WorkloadState| {
             let workload = Workload { state: state.into(), location: at.clone(), ..Workload::default() };
@@ -97,10 +121,12 @@ mod tests {
             (WorkloadState::Accepted, "is queued"),
             (WorkloadState::Pending, "is queued"),
             (WorkloadState::Assigned, "is being prepared"),
-            (WorkloadState::Settling, "has ended"),
-            (WorkloadState::Finished, "has ended"),
         ] {
             assert!(found(state).contains(text), "{state:?}");
         }
+        assert_eq!(found(WorkloadState::Finished), "found");
+        let unplaced = Workload { state: WorkloadState::Finished.into(), ..Workload::default() };
+        let error = location(&unplaced).expect_err("no container").to_string();
+        assert!(error.contains("ended before its process was started"), "{error}");
     }
 }

@@ -54,7 +54,7 @@ pub(super) fn process_spec(task: &AttemptTask) -> ProcessSpec {
         role: ProcessRole::Main,
         stdin: task.spec.stdin,
         output: task.spec.output,
-        terminal: None,
+        terminal: task.spec.terminal,
     }
 }
 

@@ -12,17 +12,17 @@ use crate::cli::values::{self, EnvironmentArg};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 The command joins the namespaces and the limits of the container. Its end does not end the workload, and the end of the workload ends it. \
-It has the environment, the working directory and the user of the container, unless options change them. The exit code is that of the \
+After the end of the workload, the command sees the files as the workload left them, and changes only a copy. It has the environment, the working directory and the user of the container, unless options change them. The exit code is that of the \
 command: see `gantry help run`.
 
 Ctrl-C interrupts the command (SIGINT); a second Ctrl-C leaves it running. With -it, all keys go to the command except --detach-keys.
 
 Examples:
   gantry exec $id -- ps aux
-  gantry exec -it $id sh
+  gantry exec -it $id sh           # also after the workload has failed
   gantry exec -i $id -- tar -xf - < files.tar")]
 pub(crate) struct ExecArgs {
-    /// Id of the running workload
+    /// Id of the workload, which runs or has ended in the last minutes
     #[arg(value_name = "WORKLOAD")]
     pub(crate) workload: WorkloadId,
     /// Program to run, and its arguments
