@@ -413,7 +413,7 @@ func run(ctx context.Context, directory string) error {
 	if err != nil {
 		return err
 	}
-	output, connections, err := c.attach(ctx, event.GetRunning().AttemptLocation)
+	output, connections, err := c.attach(ctx, event.GetRunning().Location)
 	if err != nil {
 		return err
 	}

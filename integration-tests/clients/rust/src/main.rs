@@ -31,8 +31,8 @@ use gantry::scheduler::v1::placements_client::PlacementsClient;
 use gantry::scheduler::v1::watch_response::Event;
 use gantry::scheduler::v1::workloads_client::WorkloadsClient;
 use gantry::scheduler::v1::{
-    Access, ExplainRequest, HostImage, Image, Input, Network, Outcome, Output, OutputMode, Privilege,
-    StdinMode, SubmitRequest, Verdict, WatchRequest, AttemptLocation, WorkloadKind, WorkloadSpec,
+    Access, AttemptLocation, ExplainRequest, HostImage, Image, Input, Network, Outcome, Output, OutputMode,
+    Privilege, StdinMode, SubmitRequest, Verdict, WatchRequest, WorkloadKind, WorkloadSpec,
     explain_request, image,
 };
 use gantry::streamer::v1::streamer_client::StreamerClient;

@@ -122,7 +122,7 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Attach to a workload: its output, its standard input and its exit code
     Attach(AttachArgs),
-    /// Run a command in the container of a running workload
+    /// Run a command in the container of a workload
     #[command(visible_alias = "hijack")]
     Exec(ExecArgs),
     /// Print the output of a workload, and follow it until the workload ends
