@@ -10,6 +10,7 @@ import sys
 
 from clusters import ROOT
 from compose import bench_compose
+from terminals import bench_exec
 from garden import bench_garden
 from measure import machine
 from output import bench_output
@@ -61,6 +62,7 @@ def sections(quick):
     return {
         "start": lambda: bench_start(DISK, runs),
         "processes": lambda: bench_processes(DISK, 5 if quick else 60),
+        "exec": lambda: bench_exec(DISK, runs, 200 if quick else 2_000),
         "garden": lambda: bench_garden(DISK, 2 if quick else 8, 5 if quick else 10),
         "trees": lambda: bench_trees(DISK, few),
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
