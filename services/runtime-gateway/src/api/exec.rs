@@ -50,7 +50,13 @@ pub(super) async fn start(
         return Err(NotAttended { worker: session.worker, endpoint: None }.into());
     }
     let container = worker.runtime.container_of(main).await.map_err(status)?.handle;
-    worker.runtime.start(container, process, spec).await.map_err(status)?;
+    // A caller that leaves must not leave half a start behind.
+    let runtime = worker.runtime.clone();
+    let starting = worker.tasks.spawn(async move { runtime.start(container, process, spec).await });
+    let started = starting.await.map_err(|error| {
+        rpc::Reason::WorkerFailed.status(crate::SERVICE, format!("cannot start a process: {error}"))
+    })?;
+    started.map_err(status)?;
     tracing::info!(process.id = %process, container.handle = %container, team, "process started by a caller");
     Ok((process, main))
 }

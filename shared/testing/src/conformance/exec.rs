@@ -63,10 +63,16 @@ pub async fn further_process_joins_container(subject: impl Subject) {
     }
     assert_eq!(runtime.process(main).await.expect("a state"), ProcessState::Started);
 
+    let other = runtime.made(on_root(&subject).await).await;
+    let foreign = runtime.start(other, main, shell("true")).await;
+    assert!(foreign.is_err(), "the id belongs to a process of another container: {foreign:?}");
     if !has(&*runtime, "signals") {
         // A Garden worker stops only whole containers.
         return;
     }
+    // A process ends, although it leaves another one behind that writes for ever.
+    let output = runtime.read_output(runtime.started(handle, shell("yes & exit 6")).await).await;
+    assert_eq!(output.ended, Some(exited(6)));
     let stopped = runtime.started(handle, shell("echo ready; exec sleep 1000")).await;
     let mut attachment = runtime.attach(stopped, Offsets::default()).await.expect("attach");
     read_until(&mut attachment.events, "ready").await;
@@ -76,6 +82,20 @@ pub async fn further_process_joins_container(subject: impl Subject) {
     let is_killed = [15, 9].iter().any(|number| is_signal(&*runtime, &ended, *number, true));
     assert!(is_killed, "{ended:?}");
     assert_eq!(runtime.process(main).await.expect("a state"), ProcessState::Started);
+}
+
+/// A further process has the requested user in a privileged container, too.
+pub async fn further_process_of_privileged_container_has_user(subject: impl Subject) {
+    let runtime = subject.runtime();
+    if !claims(&*runtime, "exec") || !claims(&*runtime, "owned-mounts") || !claims(&*runtime, "privileged") {
+        return;
+    }
+    let (handle, _) = running(&runtime, ContainerSpec { privileged: true, ..on_root(&subject).await }).await;
+    for (user, expected) in [("4242:77", "4242\n77\n"), ("0", "0\n0\n")] {
+        let spec = ProcessSpec { user: Some(user.to_owned()), ..shell("id -u; id -g") };
+        let output = runtime.read_output(runtime.started(handle, spec).await).await;
+        assert_eq!((output.text(), output.ended.as_ref()), (expected, Some(&exited(0))), "{output:?}");
+    }
 }
 
 /// A further process ends with the main process. A container without a main process has none.
@@ -136,8 +156,7 @@ pub async fn further_process_survives_its_runtime(mut subject: impl Subject) {
     assert!(runtime.process(further).await.is_err());
 }
 
-/// A process that looks into an ended container sees its files, and changes only a copy of them.
-/// Another one joins it.
+/// A process that looks into an ended container sees its files, and changes only its own copy.
 pub async fn ended_container_can_be_looked_into(subject: impl Subject) {
     let runtime = subject.runtime();
     if !claims(&*runtime, "exec-ended") {
@@ -177,8 +196,10 @@ pub async fn ended_container_can_be_looked_into(subject: impl Subject) {
     let read = read_until(&mut attachment.events, "ready").await;
     let expected = "kept\nfrom the parent\nmore\nresult\nready\n";
     assert_eq!(String::from_utf8_lossy(&read), expected);
-    let beside = runtime.started(handle, shell("cat /child/file /workspace/new")).await;
-    assert_eq!(runtime.read_output(beside).await.text(), "changed\nnew\n");
+    // Another one has its own copy, and ends alone.
+    let beside = runtime.started(handle, shell("cat /child/file; cat /workspace/new; exit 4")).await;
+    let read = runtime.read_output(beside).await;
+    assert_eq!((read.text(), read.ended.as_ref()), ("from the parent\nmore\n", Some(&exited(4))));
     attachment.input.stdin(0, Bytes::from_static(b"\n")).await.expect("type");
     assert_eq!(runtime.ended(looking).await, exited(9));
     assert_eq!(runtime.ended(main).await, exited(3), "the record of the main process stays");

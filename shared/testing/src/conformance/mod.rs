@@ -45,7 +45,8 @@ pub use containers::{
 };
 pub use exec::{
     ended_container_can_be_looked_into, further_process_ends_with_main_process,
-    further_process_joins_container, further_process_survives_its_runtime,
+    further_process_joins_container, further_process_of_privileged_container_has_user,
+    further_process_survives_its_runtime,
 };
 pub use limits::{
     cpu_limit_applies_to_container, memory_limit_applies_to_container, process_limit_applies_to_container,
@@ -387,7 +388,7 @@ macro_rules! runtime_conformance {
             process_continues_after_detach dropped_readers_and_waiters_change_nothing repeated_input_arrives_once
             binary_input_arrives_or_is_rejected unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime
             further_process_joins_container further_process_ends_with_main_process further_process_survives_its_runtime
-            ended_container_can_be_looked_into
+            further_process_of_privileged_container_has_user ended_container_can_be_looked_into
             worker_matches_model_after_random_operations
         }
     };

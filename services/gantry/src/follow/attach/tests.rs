@@ -310,7 +310,7 @@ async fn process_is_started_until_confirmed_and_then_resumed() {
 }
 
 #[tokio::test]
-async fn keys_follow_earlier_input_and_are_taken_before_detaching() {
+async fn keys_follow_earlier_input_before_detaching() {
     let gateway = gateway(&[]);
     gateway.input.lock().expect("held").extend_from_slice(b"earlier ");
     let (input, pieces) = mpsc::channel(8);

@@ -118,8 +118,12 @@ impl Worker {
         id: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
-        if self.cached_process(id).is_some() {
-            return Ok(());
+        let in_container = |process: &Process| {
+            let is_here = process.container == container;
+            if is_here { Ok(()) } else { Err(RuntimeError::ProcessNotFound(id)) }
+        };
+        if let Some(process) = self.cached_process(id) {
+            return in_container(&process);
         }
         let term = self.term();
         let made = self.container_properties(container).await?;
@@ -129,7 +133,7 @@ impl Worker {
                 self.check_joinable(container, main).await?;
                 match self.look_for_further(id, self.term()).await {
                     Err(RuntimeError::ProcessNotFound(_)) => {}
-                    found => return found.map(|_| ()),
+                    found => return in_container(&*found?),
                 }
                 true
             }

@@ -95,10 +95,8 @@ impl Host {
             }
             if known {
                 lock(&self.processes).insert(id, container);
-                // A process that joined the container uses the mounts of the main process.
-                if Self::taken_intent(&process)?
-                    .is_none_or(|intent| intent.joins.is_none() && !intent.isolated)
-                {
+                // Other processes use the mounts of the main process, or copies.
+                if Self::is_main(&process)? {
                     written.extend(volumes.iter().map(|volume| (*volume, id)));
                 }
                 // This also settles processes without a supervisor. A process that cannot be
@@ -459,12 +457,21 @@ pub(super) fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result
     found.ok_or_else(|| RuntimeError::UserNotFound(requested.unwrap_or_default().to_owned()))
 }
 
+/// Types of file systems of the kernel (`statfs`).
+const PROC: rustix::fs::FsWord = 0x9fa0;
+const SYSFS: rustix::fs::FsWord = 0x6265_6572;
+
 /// Reads an account file from a path descriptor. Returns nothing unless it is a regular file,
 /// because opening a device may have side effects.
 fn read_accounts(found: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut contents = Vec::new();
-    if FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode).is_file() {
-        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
+    // In a running container, the path may lead into `/proc`, where a read may wait or change the
+    // machine.
+    let is_of_kernel = matches!(rustix::fs::fstatfs(found)?.f_type, PROC | SYSFS);
+    if FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode).is_file() && !is_of_kernel {
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let path = format!("/proc/self/fd/{}", found.as_raw_fd());
+        let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
         file.take(MAX_ACCOUNTS).read_to_end(&mut contents)?;
     }
     Ok(contents)
@@ -638,6 +645,17 @@ impl Host {
     /// Reads the intent of a process, if it is readable.
     pub(super) fn intent(process: &Process) -> Result<Option<Intent>, RuntimeError> {
         Self::read_intent(process, paths::INTENT)
+    }
+
+    /// Whether a process is or was to be the main process of its container.
+    pub(super) fn is_main(process: &Process) -> Result<bool, RuntimeError> {
+        for name in [paths::STARTED, paths::INTENT, paths::REVOKED] {
+            if let Some(intent) = Self::read_intent(process, name)? {
+                return Ok(intent.joins.is_none() && !intent.isolated);
+            }
+        }
+        // Without a readable intent, nothing joined a container.
+        Ok(true)
     }
 
     /// Reads the intent of a process that was started, if it is readable.

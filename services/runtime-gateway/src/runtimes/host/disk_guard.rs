@@ -177,6 +177,7 @@ impl Host {
     pub(super) fn running_main_processes(&self) -> Vec<Process> {
         let all = lock(&self.processes).clone();
         let all = all.into_iter().map(|(id, container)| Process::new(self, container, id));
+        // A process that looks into an ended container takes memory of its own.
         let is_main = |process: &Process| {
             let intent = Self::taken_intent(process).ok().flatten();
             intent.is_none_or(|intent| intent.joins.is_none())

@@ -174,13 +174,12 @@ impl Identity {
     /// Assumes the identity. The process must have just entered the container's user namespace, or
     /// be root of the machine.
     pub(super) fn assume(&self) -> io::Result<()> {
-        // Root of the machine would lose its capabilities with its user id.
+        // So that the permitted capabilities survive the change of the user.
         rustix::thread::set_keep_capabilities(true)?;
         let groups: Vec<_> = self.groups.iter().map(|group| Gid::from_raw(*group)).collect();
         rustix::thread::set_thread_groups(&groups)?;
         let (user, group) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         rustix::thread::set_thread_res_gid(group, group, group)?;
-        rustix::thread::set_thread_res_uid(user, user, user)?;
         // A process that enters a namespace has all capabilities in it.
         for bit in 0..64 {
             let one = CapabilitySet::from_bits_retain(1 << bit);
@@ -193,6 +192,8 @@ impl Identity {
                 result => result?,
             }
         }
+        // Root of the machine loses its effective capabilities with its user id.
+        rustix::thread::set_thread_res_uid(user, user, user)?;
         let (effective, none) = (self.capabilities, CapabilitySet::empty());
         let sets = CapabilitySets { effective, permitted: effective, inheritable: none };
         Ok(rustix::thread::set_capabilities(None, sets)?)

@@ -6,13 +6,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use domain::{ContainerHandle, ProcessId};
 use runtime::{ProcessRole, ProcessSpec, RuntimeError};
 use rustix::mount::MountAttrFlags;
 
-use super::{Place, Process, RESERVE, Status};
+use super::{PAUSE, Place, Process, RESERVE, Status};
 use crate::runtimes::host::filesystem::{self, at};
 use crate::runtimes::host::persisted::{Intent, Launch};
 use crate::runtimes::host::user_namespace::Range;
@@ -22,6 +22,17 @@ use crate::util::blocking::blocking;
 use crate::util::clock::since_boot;
 use crate::util::keyed_locks::lock;
 
+/// Time for which a start waits for another process of the container that is starting or ending.
+const CHANGE: Duration = Duration::from_secs(5);
+
+/// The outcome of a request to start a process.
+enum StartOutcome {
+    /// The start is in progress, or was before.
+    Started,
+    /// Another process of the container is starting or ending.
+    Changing,
+}
+
 /// The state of a container, as far as a start depends on it.
 enum ContainerState {
     /// No process was started.
@@ -30,7 +41,7 @@ enum ContainerState {
     Running(Process),
     /// The main process has ended.
     Ended,
-    /// The main process has ended, and this process runs on a copy of what it left behind.
+    /// The main process has ended, and this process runs on a copy of its files.
     Copied(Process),
 }
 
@@ -41,13 +52,23 @@ impl Host {
         id: ProcessId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
-        let (guard, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
-        blocking(move || {
-            let _guard = guard;
-            host.hold.check()?;
-            host.start_process(container, id, spec)
-        })
-        .await
+        let begin = Instant::now();
+        loop {
+            let (guard, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
+            let spec = spec.clone();
+            let started = blocking(move || {
+                let _guard = guard;
+                host.hold.check()?;
+                host.start_process(container, id, spec)
+            });
+            match started.await? {
+                StartOutcome::Started => return Ok(()),
+                StartOutcome::Changing if begin.elapsed() > CHANGE => {
+                    return Err(RuntimeError::ContainerNotRunning(container));
+                }
+                StartOutcome::Changing => tokio::time::sleep(PAUSE).await,
+            }
+        }
     }
 
     fn start_process(
@@ -55,20 +76,22 @@ impl Host {
         handle: ContainerHandle,
         id: ProcessId,
         spec: ProcessSpec,
-    ) -> Result<(), RuntimeError> {
-        if lock(&self.processes).contains_key(&id) {
-            return Ok(());
+    ) -> Result<StartOutcome, RuntimeError> {
+        let existing = lock(&self.processes).get(&id).copied();
+        match existing {
+            Some(container) if container == handle => return Ok(StartOutcome::Started),
+            Some(_) => return Err(RuntimeError::ProcessNotFound(id)),
+            None => {}
         }
         let Some(container) = self.read_container(handle)? else {
             return Err(RuntimeError::ContainerNotFound(handle));
         };
         let process = Process::new(self, handle, id);
         let range = self.range(&container);
-        let state = self.container_state(handle)?;
+        let Some(state) = self.container_state(handle)? else { return Ok(StartOutcome::Changing) };
         let place = match (&state, spec.role) {
             (ContainerState::Running(main), _) => Place::Joined(main),
-            (ContainerState::Copied(first), ProcessRole::Exec) => Place::Joined(first),
-            (ContainerState::Ended, ProcessRole::Exec) => Place::Isolated,
+            (ContainerState::Ended | ContainerState::Copied(_), ProcessRole::Exec) => Place::Isolated,
             (ContainerState::New | ContainerState::Ended, ProcessRole::Main) => Place::New,
             (ContainerState::New, ProcessRole::Exec) => {
                 return Err(RuntimeError::ContainerNotRunning(handle));
@@ -79,7 +102,8 @@ impl Host {
             }
         };
         if let Place::Joined(_) | Place::Isolated = place {
-            return self.launch_or_undo(&process, place, spec, range);
+            self.launch_or_undo(&process, place, spec, range)?;
+            return Ok(StartOutcome::Started);
         }
         let mut written = Vec::new();
         if range.is_some() {
@@ -103,36 +127,31 @@ impl Host {
         }
         self.launch_or_undo(&process, place, spec, range)?;
         lock(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
-        Ok(())
+        Ok(StartOutcome::Started)
     }
 
-    /// Returns the state of a container.
-    ///
-    /// Errors: a process is starting or ending, so that it can be neither joined nor replaced.
-    fn container_state(&self, container: ContainerHandle) -> Result<ContainerState, RuntimeError> {
+    /// Returns the state of a container. `None`: a process is starting or ending, so that it can be
+    /// neither joined nor replaced.
+    fn container_state(&self, container: ContainerHandle) -> Result<Option<ContainerState>, RuntimeError> {
         let mut state = ContainerState::New;
         for process in self.processes_of(container)? {
             let status = self.status(&process)?;
-            let intent = Self::taken_intent(&process)?;
+            let is_main = Self::is_main(&process)?;
             if matches!(status, Status::Ended(_)) && !process.is_alive()? {
-                if intent.is_some() && matches!(state, ContainerState::New) {
+                let has_run = is_main && Self::taken_intent(&process)?.is_some();
+                if has_run && matches!(state, ContainerState::New) {
                     state = ContainerState::Ended;
                 }
-                continue;
+            } else if is_main {
+                if status != Status::Started {
+                    return Ok(None);
+                }
+                return Ok(Some(ContainerState::Running(process)));
+            } else if Self::taken_intent(&process)?.is_some_and(|intent| intent.isolated) {
+                state = ContainerState::Copied(process);
             }
-            if intent.as_ref().is_some_and(|intent| intent.joins.is_some()) {
-                continue;
-            }
-            if status != Status::Started {
-                return Err(RuntimeError::ContainerNotRunning(container));
-            }
-            state = if intent.is_some_and(|intent| intent.isolated) {
-                ContainerState::Copied(process)
-            } else {
-                ContainerState::Running(process)
-            };
         }
-        Ok(state)
+        Ok(Some(state))
     }
 
     fn launch_or_undo(

@@ -285,8 +285,7 @@ impl Host {
     /// Returns the main process of the container of a process.
     fn main_of(&self, process: &Process) -> Result<ProcessId, RuntimeError> {
         for other in std::iter::once(process.clone()).chain(self.processes_of(process.container)?) {
-            let intent = Self::taken_intent(&other)?;
-            if intent.is_none_or(|intent| intent.joins.is_none() && !intent.isolated) {
+            if Self::is_main(&other)? {
                 return Ok(other.id);
             }
         }

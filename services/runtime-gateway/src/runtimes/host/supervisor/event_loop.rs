@@ -34,6 +34,9 @@ const LAST_GRACE: Duration = Duration::from_secs(10);
 
 /// Number of reads from one output before the other events are handled.
 const FILLS: usize = 4;
+/// Number of reads from one output after the end of a joined process. They empty a terminal, and a
+/// pipe to which nothing writes any more.
+const LAST_FILLS: usize = 64;
 /// Pause after a connection that failed for lack of descriptors. Prevents a busy loop.
 const SHORT_OF_FILES: Duration = Duration::from_millis(20);
 
@@ -364,7 +367,8 @@ impl RunningContainer {
     /// has joined, only its group is killed.
     fn kill(&self) -> io::Result<()> {
         self.cgroups.lift_quota(&self.cgroup);
-        if self.has_joined {
+        // Before the program runs, its parent does not receive signals for it, but takes it along.
+        if self.has_joined && self.phase != Phase::Starting {
             let kill = u8::try_from(libc::SIGKILL).unwrap_or(9);
             return init::signal(self.reports.as_fd(), kill);
         }
@@ -535,13 +539,16 @@ impl RunningContainer {
     fn finish(mut self, listener: &OwnedFd) -> io::Result<()> {
         self.read_reports()?;
         let init_signal = self.reap()?;
-        if !self.has_joined {
-            // Processes that have joined died with the namespace, but not the parents of those.
-            self.cgroups.kill_and_wait(&self.cgroup)?;
+        // Processes that have joined died with the namespace, but not the parents of those.
+        if !self.has_joined
+            && let Err(error) = self.cgroups.kill_and_wait(&self.cgroup)
+        {
+            eprintln!("supervisor: cannot end all processes of the container: {error}");
         }
         // All writers are dead, so this ends. The spool has extra room for the contents of the
-        // pipe. What a process that has joined left behind may write more, which is not read.
-        self.outputs.iter_mut().try_for_each(|output| output.take(false, usize::MAX))?;
+        // pipe. Processes that a joined process left behind may write on, so the reads are counted.
+        let fills = if self.has_joined { LAST_FILLS } else { usize::MAX };
+        self.outputs.iter_mut().try_for_each(|output| output.take(false, fills))?;
         let end = self.end(init_signal);
         if !self.has_joined
             && !matches!(end, End::NotStarted { .. } | End::Unknown { .. })

@@ -110,7 +110,8 @@ pub(super) struct Init {
     pub(super) environment: Vec<CString>,
     pub(super) directory: CString,
     pub(super) filters: Vec<BpfProgram>,
-    /// The container to join: its first process. `None`: libcontainer has created the namespaces.
+    /// A pidfd of the init whose namespaces are joined. `None`: libcontainer has created the
+    /// namespaces.
     pub(super) joined: Option<RawFd>,
     /// The identity to assume, and the user namespace to enter before. `None`: libcontainer has set
     /// the identity.
@@ -151,6 +152,16 @@ impl Init {
             unsafe { rustix::io::close(*descriptor) };
         }
         self.tie_to_supervisor()
+    }
+
+    /// Reports that this process cannot enter the container.
+    pub(super) fn report_failure(&self, error: &io::Error) {
+        // SAFETY: the descriptor was inherited from the supervisor, and stays open while this
+        // process lives.
+        let supervisor = unsafe { BorrowedFd::borrow_raw(self.supervisor) };
+        let report = Report::Failed(Step::Join, error.raw_os_error().unwrap_or(libc::EIO));
+        // If the supervisor is dead, no process waits for the report.
+        rustix::io::write(supervisor, &report.encode()).ok();
     }
 
     /// Makes the kernel kill this process when its supervisor dies. Every change of credentials

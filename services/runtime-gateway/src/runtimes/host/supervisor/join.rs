@@ -1,7 +1,7 @@
 //! Start of a further process in a running container.
 //!
-//! The supervisor of the process is not that of the container. It joins the control groups of the
-//! container, and its child joins the namespaces of the container's init.
+//! The supervisor of the process is not that of the container. Its child joins the control groups
+//! of the container, and the namespaces of the container's init.
 //!
 //! Invariant: the joined init belongs to a supervisor that lives. Its process id cannot be reused
 //! before this supervisor has reaped it.
@@ -11,12 +11,16 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use domain::workload::FailureReason;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags};
 
 use super::event_loop::RunningContainer;
 use super::init::{self, Init};
-use super::{StartError, Streams, held_capabilities, lower_oom_score, oci_spec, program, require_parts};
+use super::{
+    StartError, Streams, held_capabilities, lower_oom_score, oci_spec, program, require_parts, write_end,
+};
+use crate::runtimes::exit_record::End;
 use crate::runtimes::host::cgroups::Cgroups;
 use crate::runtimes::host::containers::find_user;
 use crate::runtimes::host::persisted::{Container, Intent, Launch};
@@ -105,9 +109,16 @@ pub(super) fn start(
         .map_err(StartError::while_doing("start a process in the container"))?;
     drop((init_end, users));
     lower_oom_score();
-    RunningContainer::new(launch, intent, init, connection, streams.own, cgroups)
-        .map(Some)
-        .map_err(StartError::while_doing("watch the process"))
+    match RunningContainer::new(launch, intent, init, connection, streams.own, cgroups) {
+        Ok(running) => Ok(Some(running)),
+        Err(error) => {
+            // The program may have begun. It dies with its parent.
+            rustix::process::kill_process(init, rustix::process::Signal::KILL).ok();
+            let end = End::unknown(FailureReason::ExitUnknown, format!("cannot watch the process: {error}"));
+            write_end(&launch.process_dir, &end).map_err(StartError::while_doing("write the end"))?;
+            Ok(None)
+        }
+    }
 }
 
 /// The user of the process.
@@ -134,9 +145,8 @@ fn fork(
     // SAFETY: this process has one thread.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let ran = become_init(program, streams, cgroups, launch, container);
-        let Err(error) = ran;
-        eprintln!("supervisor: cannot enter the container: {error}");
+        let Err(error) = become_init(program, streams, cgroups, launch, container);
+        program.report_failure(&error);
         // SAFETY: ends this process without running destructors or handlers of the supervisor.
         unsafe { libc::_exit(1) };
     }

@@ -165,16 +165,25 @@ fn show_given(
     sources: &MountSources<'_>,
     root: BorrowedFd<'_>,
 ) -> Result<(), StartError> {
+    if mount.read_only {
+        return Ok(());
+    }
     let given = volumes::given(&sources.volumes, mount.volume);
     for (path, output) in given.map_err(StartError::while_doing("list the outputs"))? {
-        let path = mount.path.as_path().join(path);
-        let at = |path: &Path| StartError::while_doing(format!("show the output {}", path.display()));
-        // The output may be deleted by now.
-        if !sources.volumes.join(output.to_string()).exists() {
+        // A crash of the machine may have truncated the note.
+        if path.as_os_str().is_empty() {
             continue;
         }
+        let path = mount.path.as_path().join(path);
+        let at = |path: &Path| StartError::while_doing(format!("show the output {}", path.display()));
+        // The output may be deleted, now or before.
+        let is_deleted = || !sources.volumes.join(output.to_string()).exists();
+        let contents = match sources.contents(output) {
+            Err(_) if is_deleted() => continue,
+            contents => contents?,
+        };
         let (target, _) = mounts::directory_in(root, &path).map_err(at(&path))?;
-        let shown = mounts::clone_of(&sources.contents(output)?, mounts::CONFINED).map_err(at(&path))?;
+        let shown = mounts::clone_of(&contents, mounts::CONFINED).map_err(at(&path))?;
         mounts::attach(shown.as_fd(), target.as_fd()).map_err(at(&path))?;
     }
     Ok(())
