@@ -65,6 +65,12 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
+    /// The option `--team`, with a space before it, for commands that a message shows. Empty for
+    /// the default team.
+    pub(crate) fn team_option(&self) -> String {
+        if self.team == "main" { String::new() } else { format!(" --team {}", self.team) }
+    }
+
     /// Connects to the cluster. Starts the cluster on this machine if it is used and does not run.
     pub(crate) async fn open(global: &Global, ui: &Ui) -> anyhow::Result<Self> {
         let named = named_token(global)?;

@@ -1,19 +1,21 @@
 //! `gantry exec`: runs a command in the container of a workload.
 
+use std::io::IsTerminal;
 use std::os::unix::ffi::OsStrExt;
 
 use anyhow::{anyhow, bail};
 use bytes::Bytes;
 use domain::ProcessId;
+use rpc::Reason;
 use rpc::pb::runtime::{ProcessSpec, ProcessVariable};
 use rpc::pb::scheduler::{AttemptLocation, Workload, WorkloadState};
-use rpc::{Reason, Refusal};
 use serde_json::json;
 
 use crate::cli::args::ExecArgs;
 use crate::cli::environment;
 use crate::client::connect::Connection;
 use crate::client::queries::workload;
+use crate::ending::error::Refused;
 use crate::ending::signals::Signals;
 use crate::follow::attach::{FurtherProcess, Target};
 use crate::follow::streams::Streams;
@@ -54,16 +56,32 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
         attempt_id: location.attempt_id.clone(),
         spec: Some(spec),
     };
+    let has_ended = matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished);
+    if has_ended && std::io::stderr().is_terminal() {
+        ui.note("the workload has ended: the command sees a copy of its files, which is lost at its end");
+    }
     ui.event("starting", json!({ "process_id": process.process_id }));
     let target = Target { connection, ui, workload: &id, further: None };
     let ended = exec::follow(target, &process, &location, streams, &mut signals).await;
     let ended = ended.map_err(|error| explain_missing(error, &workload))?;
+    if !has_ended && ended.was_killed() && has_finished(connection, &id).await {
+        ui.warn(&format!(
+            "the workload ended, and the command with it; `gantry exec {id}` still shows the files on a host worker"
+        ));
+    }
     Ok(exec::end(ui, &process, ended))
+}
+
+/// Returns whether the workload has ended by now.
+async fn has_finished(connection: &Connection, id: &str) -> bool {
+    workload(connection, "check", id)
+        .await
+        .is_ok_and(|workload| matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished))
 }
 
 /// Explains why an ended workload has no container.
 fn explain_missing(error: anyhow::Error, workload: &Workload) -> anyhow::Error {
-    let refused = error.chain().find_map(|cause| cause.downcast_ref::<Refusal>());
+    let refused = error.chain().find_map(|cause| cause.downcast_ref::<Refused>());
     let has_ended = matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished);
     match refused {
         Some(refused) if has_ended && refused.is(Reason::ProcessNotFound) => anyhow!(

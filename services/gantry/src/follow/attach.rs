@@ -201,7 +201,9 @@ async fn attach_to_end(
         }
         let elsewhere = refused.is(Reason::NotAttended);
         // The main process is about to start, or has just ended.
-        let is_early = refused.is(Reason::ContainerNotRunning);
+        let has_no_main = target.further.is_some() && !streams.state.is_started;
+        let is_early =
+            refused.is(Reason::ContainerNotRunning) || has_no_main && refused.is(Reason::ProcessNotFound);
         if !refused.is_transient() && !elsewhere && !is_early {
             return AttachEnd::Lost(refused);
         }

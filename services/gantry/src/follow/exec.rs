@@ -19,11 +19,20 @@ use crate::render::ui::Ui;
 /// Number of the signal that a process receives when it writes into a closed pipe.
 const SIGPIPE: u32 = 13;
 
+const SIGKILL: u32 = 9;
+
 /// End of a process.
 pub(crate) struct ProcessEnd {
     exited: Exited,
     /// Whether some of its output is lost.
     is_output_lost: bool,
+}
+
+impl ProcessEnd {
+    /// Returns whether SIGKILL ended the process, as at the end of its container.
+    pub(crate) fn was_killed(&self) -> bool {
+        matches!(self.exited.status, Some(exited::Status::Signal(SIGKILL)))
+    }
 }
 
 /// Prints how the process ended, and returns the exit code.
@@ -107,8 +116,9 @@ pub(crate) async fn follow(
         }
         Ok(AttachEnd::Detached) => {
             detach(target, location, &mut streams, None).await;
-            ui.note(&format!(
-                "detached from process {id}; attach again with \"gantry attach --process {id} {workload}\""
+            let team = target.connection.team_option();
+            ui.warn(&format!(
+                "detached from process {id}; attach again with \"gantry{team} attach --process {id} {workload}\""
             ));
             Err(Interrupted(0).into())
         }

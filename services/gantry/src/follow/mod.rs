@@ -212,8 +212,10 @@ impl Follow<'_> {
             (Ok(AttachEnd::Detached), _) => {
                 detach(target, &location, &mut streams, None).await;
                 let workload = &self.workload;
-                ui.note(&format!(
-                    "detached from workload {workload}; attach again with \"gantry attach {workload}\""
+                let team = target.connection.team_option();
+                ui.warn(&format!(
+                    "detached from workload {workload}; attach again with \"gantry{team} attach {workload}\"; \
+                     its input ends if no caller attaches within 30 s"
                 ));
                 Err(Interrupted(0).into())
             }
