@@ -226,7 +226,7 @@ mod tests {
                 "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, size_bytes, had_owner, created_at, marked_at)
                  {numbers} SELECT {id}, {id}, 'main', '', CASE WHEN i % 2 = 0 THEN 'open' ELSE 'deleting' END, i % 2, FALSE, 0, 0 FROM n"
             ),
-            format!("INSERT INTO holders {numbers} SELECT {id}, 'main', 0, NULL, 0 FROM n"),
+            format!("INSERT INTO holders {numbers} SELECT {id}, 'main', 0, NULL, NULL, 0 FROM n"),
             format!("INSERT INTO pins {numbers} SELECT {holder}, {id}, 0 FROM n"),
         ] {
             let sql = sql.as_str();

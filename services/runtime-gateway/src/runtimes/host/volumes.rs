@@ -262,13 +262,15 @@ impl Volumes {
         Ok(contents)
     }
 
-    /// Records that a directory of a volume became another volume, for processes that look at a
-    /// container after its end.
-    fn note_given(&self, from: VolumeHandle, path: &Path, into: VolumeHandle) -> Result<(), RuntimeError> {
+    /// Records that a directory of a volume became another volume, for processes that look into a
+    /// container after its end. A full disk must not prevent the move.
+    fn note_given(&self, from: VolumeHandle, path: &Path, into: VolumeHandle) {
         let notes = self.volume(from).join(GIVEN);
-        filesystem::make_directory(&notes).map_err(at("make", &notes))?;
-        let note = notes.join(into.to_string());
-        fs::write(&note, path.as_os_str().as_bytes()).map_err(at("write", &note))
+        let written = filesystem::make_directory(&notes)
+            .and_then(|()| fs::write(notes.join(into.to_string()), path.as_os_str().as_bytes()));
+        if let Err(error) = written {
+            tracing::debug!(path = %notes.display(), %error, "cannot record that a directory became an output");
+        }
     }
 
     /// Moves a directory of one volume into another, empty volume.
@@ -312,7 +314,7 @@ impl Volumes {
             return if taken { Ok(()) } else { Err(missing()) };
         };
         fs::write(&mark, b"").map_err(at("write", &mark))?;
-        self.note_given(from, path, into)?;
+        self.note_given(from, path, into);
         match rustix::fs::renameat(&parent, name, rustix::fs::CWD, &target) {
             Ok(()) => Ok(()),
             // The volume has a separate mount.

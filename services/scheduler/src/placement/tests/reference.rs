@@ -161,8 +161,8 @@ pub(crate) fn against_each(
     let mut of_each: HashMap<_, _> =
         workers.iter().map(|worker| (worker.id, against(demand, worker))).collect();
     let is_about_this_one = |refusal: &Refusal| {
-        use Refusal::{Avoided, FailedWorker, NotSame, TooSmall};
-        matches!(refusal, NotSame | Avoided | FailedWorker(_) | TooSmall(_))
+        use Refusal::{Avoided, FailedWorker, NotNamed, NotSame, TooSmall};
+        matches!(refusal, NotSame | NotNamed | Avoided | FailedWorker(_) | TooSmall(_))
     };
     let is_own = |worker: &&Worker| worker.labels.team.as_ref() == Some(&demand.shape.team);
     let could = |worker: &Worker| of_each[&worker.id].lasting.iter().all(is_about_this_one);
