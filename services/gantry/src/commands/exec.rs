@@ -56,7 +56,7 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
         attempt_id: location.attempt_id.clone(),
         spec: Some(spec),
     };
-    let has_ended = matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished);
+    let has_ended = has_ended(&workload);
     if has_ended && std::io::stderr().is_terminal() {
         ui.note("the workload has ended: the command sees a copy of its files, which is lost at its end");
     }
@@ -64,7 +64,7 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
     let target = Target { connection, ui, workload: &id, further: None };
     let ended = exec::follow(target, &process, &location, streams, &mut signals).await;
     let ended = ended.map_err(|error| explain_missing(error, &workload))?;
-    if !has_ended && ended.was_killed() && has_finished(connection, &id).await {
+    if !has_ended && ended.was_killed() && has_ended_meanwhile(connection, &id).await {
         ui.warn(&format!(
             "the workload ended, and the command with it; `gantry exec {id}` still shows the files on a host worker"
         ));
@@ -72,17 +72,21 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
     Ok(exec::end(ui, &process, ended))
 }
 
-/// Returns whether the workload has ended by now.
-async fn has_finished(connection: &Connection, id: &str) -> bool {
-    workload(connection, "check", id)
-        .await
-        .is_ok_and(|workload| matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished))
+/// Returns whether the process of a workload has ended.
+fn has_ended(workload: &Workload) -> bool {
+    matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished)
+}
+
+/// Returns whether the process of a workload has ended by now. Only an explanation depends on the
+/// answer, so an error counts as no.
+async fn has_ended_meanwhile(connection: &Connection, id: &str) -> bool {
+    workload(connection, "check", id).await.is_ok_and(|workload| has_ended(&workload))
 }
 
 /// Explains why an ended workload has no container.
 fn explain_missing(error: anyhow::Error, workload: &Workload) -> anyhow::Error {
     let refused = error.chain().find_map(|cause| cause.downcast_ref::<Refused>());
-    let has_ended = matches!(workload.state(), WorkloadState::Settling | WorkloadState::Finished);
+    let has_ended = has_ended(workload);
     match refused {
         Some(refused) if has_ended && refused.is(Reason::ProcessNotFound) => anyhow!(
             "the container of workload {} is deleted; a container is kept for 5 min after its end \

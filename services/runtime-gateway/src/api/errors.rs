@@ -110,7 +110,6 @@ pub(super) fn status(error: RuntimeError) -> Status {
     let reason = match &error {
         RuntimeError::VolumeNotFound(_) => Reason::VolumeNotFound,
         RuntimeError::ProcessNotFound(_) => Reason::ProcessNotFound,
-        RuntimeError::ContainerNotFound(_) => Reason::ContainerNotFound,
         RuntimeError::ContainerNotRunning(_) => Reason::ContainerNotRunning,
         RuntimeError::OffsetOutOfRange { .. } => Reason::OffsetOutOfRange,
         RuntimeError::DiskFull(_) => Reason::DiskFull,

@@ -32,10 +32,14 @@ pub(super) async fn start(
     if process == main {
         return Err(invalid_field("start.process_id", "must not be the id of the attempt"));
     }
-    if let Ok(main) = check_team(worker, process, &team).await {
-        return Ok((process, main));
-    }
     check_team(worker, main, &team).await?;
+    match worker.runtime.container_of(process).await {
+        Ok(container) if container.main == main => return Ok((process, main)),
+        // The id belongs to a process of another container, which the caller did not name.
+        Ok(_) => return Err(status(RuntimeError::ProcessNotFound(process))),
+        Err(RuntimeError::ProcessNotFound(_)) => {}
+        Err(error) => return Err(status(error)),
+    }
     for (feature, is_needed) in [("exec", true), ("terminal", spec.terminal.is_some())] {
         if is_needed && !worker.runtime.capabilities().features.iter().any(|has| has == feature) {
             let message = format!("this worker lacks the capability `{feature}`");
@@ -56,7 +60,14 @@ pub(super) async fn start(
     let started = starting.await.map_err(|error| {
         rpc::Reason::WorkerFailed.status(crate::SERVICE, format!("cannot start a process: {error}"))
     })?;
-    started.map_err(status)?;
+    started.map_err(|error| match error {
+        // A destroyed container has no processes.
+        RuntimeError::ContainerNotFound(_) => status(RuntimeError::ProcessNotFound(main)),
+        RuntimeError::DiskFull(_) => {
+            rpc::Reason::WorkerFailed.status(crate::SERVICE, domain::error_chain(&error))
+        }
+        error => status(error),
+    })?;
     tracing::info!(process.id = %process, container.handle = %container, team, "process started by a caller");
     Ok((process, main))
 }

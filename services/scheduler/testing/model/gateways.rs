@@ -133,8 +133,8 @@ impl State {
             let state = stream.received.last().expect("a registered gateway receives a desired state");
             assert!(state.generation <= newest, "{state:?} is newer than {newest}");
             if state.generation == newest {
-                let shall = self.actions(&stream.session);
-                assert_eq!(state.actions, shall, "{stream:#?} has the newest generation");
+                let desired = self.actions(&stream.session);
+                assert_eq!(state.actions, desired, "{stream:#?} has the newest generation");
             }
         }
     }
