@@ -13,7 +13,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let descriptors = protox::compile(&protos, [root])?;
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
+    // A page token has a digest of its request, so maps need an order.
+    tonic_prost_build::configure().btree_map(".gantry.runtime.v1").bytes(".").compile_fds(descriptors)?;
 
     println!("cargo:rerun-if-changed=../../proto");
     Ok(())

@@ -47,6 +47,7 @@ async fn run() -> anyhow::Result<()> {
             limits: Limits::default(),
             privileged: false,
             network: Network::Private,
+            note: String::new(),
         };
         runtime.create_container(container, spec).await?;
         let command = ProcessSpec {

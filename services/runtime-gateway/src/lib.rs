@@ -6,6 +6,7 @@
 //! - [`api`] serves `Containers` and `Volumes`. [`proxy`] forwards these calls to another gateway.
 //! - [`sync`] keeps the worker in step with the scheduler and the artifact store. It starts
 //!   attempts, sweeps, reports, and imports worker-provided images.
+//! - [`driven`] performs the steps of an attempt one by one, for the holder of a driven lease.
 //! - [`attempt`] runs one attempt, from its inputs to its result.
 //! - [`transfer`] moves bytes in and out of volumes.
 //! - [`worker`] holds the session and the attempts of one worker.
@@ -23,6 +24,7 @@ mod attend;
 mod capacity;
 mod clients;
 mod config;
+mod driven;
 mod metrics;
 mod proxy;
 mod runtimes;

@@ -7,7 +7,7 @@
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use domain::worker::{ProxyClaims, TicketClaims, TicketOperation};
+use domain::worker::{LeaseClaims, ProxyClaims, TicketClaims, TicketOperation};
 use domain::{GatewayInstance, Timestamp, WorkerId};
 use rpc::Refusal;
 use rpc::client::Outgoing;
@@ -23,6 +23,7 @@ use crate::attempt::image::ImageDefaults;
 use crate::clients::scheduler::SchedulerClient;
 use crate::sync::{base_type_import, inventory_sync, scheduler_stream};
 use crate::transfer::Transfers;
+use crate::util::keyed_locks::IdLocks;
 use crate::worker::Worker;
 use crate::worker::attached_callers::Attendance;
 use crate::worker::base_types::BaseTypeImports;
@@ -58,6 +59,7 @@ impl AttendedWorker {
             attendance: attendance.clone(),
             imports: imports.clone(),
             images: ImageDefaults::default(),
+            admissions: IdLocks::default(),
         });
         Ok(Arc::new(Self { worker, transfers, attendance, imports, attempts }))
     }
@@ -71,8 +73,11 @@ pub(crate) struct OnlyFor(pub(crate) WorkerId);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdmitError {
     /// The ticket is forged, expired, or for another operation.
-    #[error("the ticket is invalid or expired")]
+    #[error("the ticket or token is invalid or expired")]
     Ticket,
+    /// The token belongs to the lease of an attempt.
+    #[error("the lease token belongs to the attempt of a workload")]
+    LeaseToken,
     /// The scheduler's keys are not available.
     #[error("cannot verify the ticket")]
     Keys(#[source] Refusal),
@@ -276,6 +281,19 @@ impl WorkerSet {
         };
         let permit = tokio::time::timeout(PERMIT_WAIT, permits.clone().acquire_owned()).await;
         permit.ok().and_then(Result::ok).ok_or(AdmitError::TooManyTransfers)
+    }
+
+    /// Verifies the token of a driven lease, and returns its worker and its claims.
+    pub(crate) async fn admit_lease(
+        &self,
+        token: &str,
+    ) -> Result<(Arc<AttendedWorker>, LeaseClaims), AdmitError> {
+        let claims: LeaseClaims = self.0.keys.verify(token).await?;
+        if claims.attempt.is_some() {
+            return Err(AdmitError::LeaseToken);
+        }
+        let worker = self.worker(claims.worker).await?;
+        Ok((worker, claims))
     }
 
     /// Verifies a ticket for `operation` on any worker.

@@ -52,3 +52,10 @@ pub mod pb {
         tonic::include_proto!("gantry.local.v1");
     }
 }
+
+/// The path by which generated code of other packages refers to `gantry.scheduler.v1`.
+mod scheduler {
+    pub(crate) mod v1 {
+        pub(crate) use crate::pb::scheduler::*;
+    }
+}

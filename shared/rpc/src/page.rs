@@ -53,6 +53,7 @@ lists! {
     artifacts::ListOrphansRequest,
     artifacts::ListTaskCachesRequest,
     artifacts::ListVolumesRequest,
+    runtime::ListContainersRequest,
     scheduler::ListLeasesRequest,
     scheduler::ListRequest,
     scheduler::ListWorkersRequest,

@@ -146,9 +146,19 @@ reasons! {
     /// The container does not exist, is on another worker, or may be garbage. Do nothing. The
     /// container is deleted or will be.
     ContainerNotFound = "CONTAINER_NOT_FOUND", NotFound;
-    /// The process that the container was made for does not run yet. Or it has ended, and the
-    /// worker lacks `exec-ended`. Wait until it runs.
+    /// The main process of the container does not run yet. Or it has ended, and the worker lacks
+    /// `exec-ended`. Wait until it runs.
     ContainerNotRunning = "CONTAINER_NOT_RUNNING", FailedPrecondition;
+    /// The lease has a container with this key and another spec. Use another key.
+    ContainerExists = "CONTAINER_EXISTS", AlreadyExists;
+    /// The container cannot be created, because of its spec or its image (metadata
+    /// `failure_reason`). Correct the spec.
+    ContainerFailed = "CONTAINER_FAILED", FailedPrecondition;
+    /// The main process of the container still runs. Wait for its end.
+    ProcessRunning = "PROCESS_RUNNING", FailedPrecondition;
+    /// The directory of an output or a cache is missing or cannot be stored (metadata
+    /// `failure_reason`). Correct the process.
+    PublishFailed = "PUBLISH_FAILED", FailedPrecondition;
     /// A kept artifact would lose its last replica (metadata `artifact_id`). For a worker, metadata
     /// `artifacts` has the number of such artifacts (1000 means 1000 or more), and `artifact_id_2`
     /// and so on name more of them. Copy the artifact to another worker first, or set `force`.

@@ -192,6 +192,21 @@ pub struct ContainerSpec {
     pub privileged: bool,
     /// The network of the container.
     pub network: Network,
+    /// Text of the gateway that is stored with the container. Empty: none.
+    pub note: String,
+}
+
+/// A container with its processes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerDescription {
+    /// The team that the container belongs to.
+    pub team: String,
+    /// The text of [`ContainerSpec::note`].
+    pub note: String,
+    /// Its main process. `None`: none was started.
+    pub main: Option<ProcessId>,
+    /// All its other processes.
+    pub others: Vec<ProcessId>,
 }
 
 /// The container of a process.
@@ -333,6 +348,12 @@ pub trait Runtime: Send + Sync + 'static {
         handle: ContainerHandle,
         spec: ContainerSpec,
     ) -> Result<(), RuntimeError>;
+
+    /// Describes a container that was created completely.
+    ///
+    /// Errors: [`RuntimeError::ContainerNotFound`].
+    async fn describe_container(&self, handle: ContainerHandle)
+    -> Result<ContainerDescription, RuntimeError>;
 
     /// Destroys a container. The runtime kills all its processes, and the call returns when nothing
     /// of the container is left.

@@ -7,7 +7,8 @@ use anyhow::{anyhow, bail};
 use bytes::Bytes;
 use domain::ProcessId;
 use rpc::Reason;
-use rpc::pb::runtime::{ProcessSpec, ProcessVariable};
+use rpc::pb::runtime::ProcessSpec;
+use rpc::pb::scheduler::EnvironmentVariable;
 use rpc::pb::scheduler::{AttemptLocation, Workload, WorkloadState};
 use serde_json::json;
 
@@ -41,7 +42,7 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
     let variables = environment::of_process(&args.environment, args.tty, ui)?.into_iter();
     let spec = ProcessSpec {
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
-        environment: variables.map(|(name, value)| ProcessVariable { name, value }).collect(),
+        environment: variables.map(|(name, value)| EnvironmentVariable { name, value }).collect(),
         directory: args
             .directory
             .as_ref()
@@ -50,6 +51,7 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
         user: args.user.clone().unwrap_or_default(),
         stdin: reads_stdin,
         terminal: size,
+        ..ProcessSpec::default()
     };
     let process = FurtherProcess {
         process_id: ProcessId::new().to_string(),

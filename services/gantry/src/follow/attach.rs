@@ -15,7 +15,6 @@ use std::time::Duration;
 use rpc::pb::runtime::{
     AttachRequest, AttachResponse, Detach, Output, ProcessSpec, Resume, Signal, StartProcess, Stream,
     attach_request::Message as RequestMessage, attach_response::Message as ResponseMessage,
-    start_process::Container,
 };
 use rpc::pb::scheduler::{
     AttemptLocation, GetRequest, GetWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
@@ -337,9 +336,10 @@ async fn open(
             RequestMessage::Start(StartProcess {
                 team,
                 worker_id,
-                container: Some(Container::AttemptId(attempt_id.clone())),
+                container_id: attempt_id.clone(),
                 process_id: process_id.clone(),
                 spec: spec.clone(),
+                lease_token: String::new(),
             })
         }
         _ => {

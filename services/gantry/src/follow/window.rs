@@ -1,7 +1,7 @@
 //! Size of the local terminal, which a process with a terminal follows.
 
 use anyhow::Context;
-use rpc::pb::runtime::TerminalSize;
+use rpc::pb::scheduler::Terminal as TerminalSize;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::render::terminal;

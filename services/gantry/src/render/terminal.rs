@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
-use rpc::pb::runtime::TerminalSize;
+use rpc::pb::scheduler::Terminal as TerminalSize;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 
 /// Size of a terminal that does not say its own.

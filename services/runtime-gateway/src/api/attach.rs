@@ -52,7 +52,7 @@ pub(super) async fn attach(
         Some(AttachMessage::Start(start)) => {
             attended = worker_of(&gateway, "start.worker_id", &start.worker_id).await?;
             let process;
-            (process, main) = exec::start(&attended.worker, start).await?;
+            (process, main) = exec::start(&gateway, &attended, start).await?;
             (process, Offsets::default(), false)
         }
         _ => return Err(invalid_field("message", "the first message must be `resume` or `start`")),
@@ -187,7 +187,7 @@ async fn apply_message(input: &dyn ProcessInput, message: Option<AttachMessage>)
 }
 
 /// Converts an event to a message. Returns whether it is the last one.
-fn attach_answer(event: ProcessEvent) -> (AttachAnswer, bool) {
+pub(super) fn attach_answer(event: ProcessEvent) -> (AttachAnswer, bool) {
     let wire = |stream| match stream {
         OutputStream::Stdout => pb::Stream::Stdout.into(),
         OutputStream::Stderr => pb::Stream::Stderr.into(),

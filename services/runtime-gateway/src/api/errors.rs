@@ -1,13 +1,17 @@
 //! Conversion of errors to `Status`. No other module of the gateway chooses an error reason.
 
 use domain::error_chain;
+use domain::workload::{Failure, FailureReason};
 use rpc::{Reason, Refusal, invalid_field};
 use runtime::RuntimeError;
 use tonic::Status;
 use transfer::{ArchiveError, ArchiveWriteError, InvalidManifest, WriteError};
 
 use crate::SERVICE;
+use crate::attempt::error::{AttemptError, failure};
+use crate::driven::DrivenError;
 use crate::transfer::error::{ReadVolumeError, WriteVolumeError};
+use crate::util::retry::is_superseded;
 use crate::worker_set::{AdmitError, NotAttended};
 
 /// The error of a stream that ended too early. An aborted call looks like a clean end, so the end
@@ -19,7 +23,7 @@ pub(super) fn truncated() -> Status {
 impl From<AdmitError> for Status {
     fn from(error: AdmitError) -> Self {
         let reason = match &error {
-            AdmitError::Ticket => Reason::InvalidToken,
+            AdmitError::Ticket | AdmitError::LeaseToken => Reason::InvalidToken,
             AdmitError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
             AdmitError::NotAttended(error) => return error.clone().into(),
             AdmitError::TooManyTransfers => Reason::Unavailable,
@@ -105,11 +109,57 @@ fn pack_reason(error: &ArchiveWriteError) -> Reason {
     }
 }
 
+impl From<DrivenError> for Status {
+    fn from(error: DrivenError) -> Self {
+        let reason = match &error {
+            DrivenError::Step(error) => return step_status(error),
+            DrivenError::Unpublishable(failure) => return failed(Reason::PublishFailed, failure),
+            DrivenError::NoSource(_) => return invalid_field("source", error.to_string()),
+            DrivenError::LeaseLost(_) => Reason::LeaseLost,
+            DrivenError::NoContainer(..) => Reason::ContainerNotFound,
+            DrivenError::Exists(_) => Reason::ContainerExists,
+            DrivenError::Running(_) => Reason::ProcessRunning,
+        };
+        reason.status(SERVICE, error.to_string())
+    }
+}
+
+/// Converts the error of a step that an attempt of a workload has, too.
+fn step_status(error: &AttemptError) -> Status {
+    let reason = match error {
+        AttemptError::Refused(refusal) if is_superseded(refusal) => Reason::Unavailable,
+        AttemptError::Refused(refusal) if refusal.is(Reason::AttemptEnded) => Reason::LeaseLost,
+        AttemptError::Refused(refusal) => return refusal.pass_on(SERVICE),
+        AttemptError::StopRequested(_) => Reason::LeaseLost,
+        AttemptError::NotExclusive | AttemptError::GatewayStopping => Reason::Unavailable,
+        AttemptError::Worker(RuntimeError::TakenOver(_)) => Reason::Unavailable,
+        AttemptError::Worker(RuntimeError::ContainerNotFound(_)) => Reason::ContainerNotFound,
+        _ => {
+            let failure = failure(error);
+            match failure.reason {
+                FailureReason::Unsupported => Reason::Unsupported,
+                FailureReason::DiskFull => Reason::DiskFull,
+                FailureReason::InputUnavailable | FailureReason::InputDamaged => Reason::InputUnavailable,
+                FailureReason::WorkerFailed => Reason::WorkerFailed,
+                _ => return failed(Reason::ContainerFailed, &failure),
+            }
+        }
+    };
+    reason.status(SERVICE, error_chain(error))
+}
+
+/// Returns the status for a failure that an attempt would have.
+fn failed(reason: Reason, failure: &Failure) -> Status {
+    let about = [("failure_reason", failure.reason.as_str().to_owned())];
+    reason.status_about(SERVICE, failure.message.clone(), about)
+}
+
 /// Converts an error of the runtime.
 pub(super) fn status(error: RuntimeError) -> Status {
     let reason = match &error {
         RuntimeError::VolumeNotFound(_) => Reason::VolumeNotFound,
         RuntimeError::ProcessNotFound(_) => Reason::ProcessNotFound,
+        RuntimeError::ContainerNotFound(_) => Reason::ContainerNotFound,
         RuntimeError::ContainerNotRunning(_) => Reason::ContainerNotRunning,
         RuntimeError::OffsetOutOfRange { .. } => Reason::OffsetOutOfRange,
         RuntimeError::DiskFull(_) => Reason::DiskFull,

@@ -1,16 +1,18 @@
-//! Start of further processes in a container.
+//! Start of processes in a container by callers.
 
 use domain::workload::{OutputMode, Stdin};
 use domain::{AttemptId, ProcessId};
 use rpc::pb::runtime as pb;
+use rpc::pb::scheduler as scheduler_pb;
 use rpc::{check_label, invalid_field, parse_id, parse_team, required};
 use runtime::{ProcessRole, ProcessSpec, RuntimeError, TerminalSize};
 use tonic::Status;
 
 use super::check_team;
 use super::errors::status;
-use crate::worker::Worker;
-use crate::worker_set::NotAttended;
+use crate::driven::{self, Held};
+use crate::worker::containers::KnownContainer;
+use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
 
 /// Maximum number of arguments of a process.
 const MAX_ARGUMENTS: usize = 4096;
@@ -20,19 +22,36 @@ const MAX_TEXT_BYTES: usize = 1 << 20;
 /// Starts the process, or finds it if it was started before. Returns its id, and that of the main
 /// process.
 pub(super) async fn start(
-    worker: &Worker,
+    gateway: &WorkerSet,
+    attended: &AttendedWorker,
     start: pb::StartProcess,
 ) -> Result<(ProcessId, ProcessId), Status> {
+    let worker = &*attended.worker;
     let team = parse_team("start.team", start.team)?;
-    let pb::start_process::Container::AttemptId(attempt) = required("start.container", start.container)?;
-    let attempt: AttemptId = parse_id("start.attempt_id", &attempt)?;
+    let container_id: AttemptId = parse_id("start.container_id", &start.container_id)?;
     let process: ProcessId = parse_id("start.process_id", &start.process_id)?;
     let spec = parse_spec(required("start.spec", start.spec)?)?;
-    let main = ProcessId::from(attempt);
+    let main = ProcessId::from(container_id);
     if process == main {
-        return Err(invalid_field("start.process_id", "must not be the id of the attempt"));
+        if start.lease_token.is_empty() {
+            let message = "is required: only the holder of a driven lease starts a main process";
+            return Err(invalid_field("start.lease_token", message));
+        }
+        return start_main(gateway, &team, container_id, &start.lease_token, spec).await;
     }
-    check_team(worker, main, &team).await?;
+    if !start.lease_token.is_empty() {
+        return Err(invalid_field("start.lease_token", "must be empty unless a main process is started"));
+    }
+    match check_team(worker, main, &team).await {
+        Err(error) if error.code() == tonic::Code::NotFound => {
+            let is_it = |known: &KnownContainer| known.note.container == container_id && known.team == team;
+            match worker.containers(is_it).await.map_err(status)?.pop() {
+                Some(known) => return Err(status(RuntimeError::ContainerNotRunning(known.handle))),
+                None => return Err(error),
+            }
+        }
+        checked => _ = checked?,
+    }
     match worker.runtime.container_of(process).await {
         Ok(container) if container.main == main => return Ok((process, main)),
         // The id belongs to a process of another container, which the caller did not name.
@@ -54,6 +73,7 @@ pub(super) async fn start(
         return Err(NotAttended { worker: session.worker, endpoint: None }.into());
     }
     let container = worker.runtime.container_of(main).await.map_err(status)?.handle;
+    let spec = ProcessSpec { output: OutputMode::Attached, ..spec };
     // A caller that leaves must not leave half a start behind.
     let runtime = worker.runtime.clone();
     let starting = worker.tasks.spawn(async move { runtime.start(container, process, spec).await });
@@ -72,8 +92,48 @@ pub(super) async fn start(
     Ok((process, main))
 }
 
+/// Starts the main process of a driven container, or finds it if it was started before.
+async fn start_main(
+    gateway: &WorkerSet,
+    team: &str,
+    container: AttemptId,
+    token: &str,
+    spec: ProcessSpec,
+) -> Result<(ProcessId, ProcessId), Status> {
+    let (attended, claims) = gateway.admit_lease(token).await?;
+    if claims.team != team {
+        return Err(invalid_field("start.team", "must be the team of the lease"));
+    }
+    let process = ProcessId::from(container);
+    // A process that has ended can be attached to after the end of its lease.
+    match attended.worker.runtime.container_of(process).await {
+        Ok(found) if found.team == team => return Ok((process, process)),
+        Ok(_) => return Err(status(RuntimeError::ProcessNotFound(process))),
+        Err(RuntimeError::ProcessNotFound(_)) => {}
+        Err(error) => return Err(status(error)),
+    }
+    let context = attended.attempts.clone();
+    let held = Held::begin(&context, claims, token, true).await?;
+    // A caller that leaves must not leave half a start behind.
+    let starting = attended
+        .worker
+        .tasks
+        .spawn(async move { driven::start::start(&context, held, container, spec).await });
+    starting.await.map_err(|error| {
+        rpc::Reason::WorkerFailed.status(crate::SERVICE, format!("cannot start a process: {error}"))
+    })??;
+    Ok((process, process))
+}
+
 fn parse_spec(spec: pb::ProcessSpec) -> Result<ProcessSpec, Status> {
-    let pb::ProcessSpec { command, environment, directory, user, stdin, terminal } = spec;
+    let pb::ProcessSpec { command, environment, directory, user, stdin, terminal, output } = spec;
+    let output = match output {
+        0 => OutputMode::Attached,
+        output => match rpc::parse_enum("start.spec.output", output)? {
+            scheduler_pb::OutputMode::Spooled => OutputMode::Spooled,
+            _ => OutputMode::Attached,
+        },
+    };
     if command.first().is_none_or(bytes::Bytes::is_empty) {
         return Err(invalid_field("start.spec.command", "must name a program"));
     }
@@ -104,13 +164,13 @@ fn parse_spec(spec: pb::ProcessSpec) -> Result<ProcessSpec, Status> {
         user: Some(user).filter(|user| !user.is_empty()),
         role: ProcessRole::Exec,
         stdin: if stdin || terminal.is_some() { Stdin::Attached } else { Stdin::None },
-        output: OutputMode::Attached,
+        output,
         terminal,
     })
 }
 
 /// Parses the size of a terminal.
-pub(super) fn parse_size(field: &str, size: &pb::TerminalSize) -> Result<TerminalSize, Status> {
+pub(super) fn parse_size(field: &str, size: &scheduler_pb::Terminal) -> Result<TerminalSize, Status> {
     let parse = |name: &str, number: u32| {
         let number = u16::try_from(number).ok().filter(|number| *number > 0);
         number.ok_or_else(|| invalid_field(format!("{field}.{name}"), "must be 1 to 65535"))

@@ -5,6 +5,7 @@
 mod archives;
 mod attach;
 pub(crate) mod auth;
+mod containers;
 mod errors;
 mod exec;
 mod fetch;
@@ -91,6 +92,66 @@ impl Containers for Handler {
         let (_, extensions, requests) = request.into_parts();
         let caller = extensions.get::<Caller>().cloned();
         Ok(self.answer(&extensions, |gateway, answers| attach::attach(gateway, caller, requests, answers)))
+    }
+
+    type CreateContainerStream = ReceiverStream<Result<pb::CreateContainerResponse, Status>>;
+
+    async fn create_container(
+        &self,
+        request: Request<pb::CreateContainerRequest>,
+    ) -> Result<Response<Self::CreateContainerStream>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| containers::create(gateway, request, answers)))
+    }
+
+    async fn get_container(
+        &self,
+        request: Request<pb::GetContainerRequest>,
+    ) -> Result<Response<pb::GetContainerResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        containers::get(self.gateway.for_call(&extensions), request).await.map(Response::new)
+    }
+
+    async fn list_containers(
+        &self,
+        request: Request<pb::ListContainersRequest>,
+    ) -> Result<Response<pb::ListContainersResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        containers::list(self.gateway.for_call(&extensions), request).await.map(Response::new)
+    }
+
+    async fn get_process(
+        &self,
+        request: Request<pb::GetProcessRequest>,
+    ) -> Result<Response<pb::GetProcessResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        containers::get_process(self.gateway.for_call(&extensions), request).await.map(Response::new)
+    }
+
+    async fn stop_container(
+        &self,
+        request: Request<pb::StopContainerRequest>,
+    ) -> Result<Response<pb::StopContainerResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        containers::stop(self.gateway.for_call(&extensions), request).await.map(Response::new)
+    }
+
+    async fn destroy_container(
+        &self,
+        request: Request<pb::DestroyContainerRequest>,
+    ) -> Result<Response<pb::DestroyContainerResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        containers::destroy(self.gateway.for_call(&extensions), request).await.map(Response::new)
+    }
+
+    type PublishStream = ReceiverStream<Result<pb::PublishResponse, Status>>;
+
+    async fn publish(
+        &self,
+        request: Request<pb::PublishRequest>,
+    ) -> Result<Response<Self::PublishStream>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| containers::publish(gateway, request, answers)))
     }
 
     async fn get_attendance(

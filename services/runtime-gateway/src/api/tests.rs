@@ -9,6 +9,7 @@ use rpc::Refusal;
 use rpc::pb::runtime::attach_request::Message as AttachMessage;
 use rpc::pb::runtime::attach_response::Message as AttachAnswer;
 use rpc::pb::runtime::write_request::Message as WriteMessage;
+use rpc::pb::scheduler as scheduler_pb;
 use transfer::{Limits, Manifest};
 
 use super::attach::{STDIN_MESSAGE_BYTES, touch};
@@ -60,7 +61,7 @@ async fn invalid_start_is_rejected_with_its_field() {
     let valid = pb::StartProcess {
         team: "main".to_owned(),
         process_id: ProcessId::new().to_string(),
-        container: Some(pb::start_process::Container::AttemptId(main.to_string())),
+        container_id: main.to_string(),
         spec: Some(pb::ProcessSpec { command: vec!["true".into()], ..pb::ProcessSpec::default() }),
         ..pb::StartProcess::default()
     };
@@ -79,11 +80,12 @@ async fn invalid_start_is_rejected_with_its_field() {
     fn spec(start: &mut pb::StartProcess) -> &mut pb::ProcessSpec {
         start.spec.as_mut().expect("a spec")
     }
-    let variable = |name: &str| pb::ProcessVariable { name: name.to_owned().into(), value: "x".into() };
+    let variable =
+        |name: &str| scheduler_pb::EnvironmentVariable { name: name.to_owned().into(), value: "x".into() };
     let cases: &[(&str, Change)] = &[
         ("start.team", |start| start.team.clear()),
         ("start.process_id", |start| start.process_id = "x".to_owned()),
-        ("start.container", |start| start.container = None),
+        ("start.container_id", |start| start.container_id.clear()),
         ("start.spec", |start| start.spec = None),
         ("start.spec.command", |start| spec(start).command.clear()),
         ("start.spec.command", |start| spec(start).command = vec!["x".into(); 4097]),
@@ -92,10 +94,10 @@ async fn invalid_start_is_rejected_with_its_field() {
         ("start.spec.directory", |start| spec(start).directory = "relative".into()),
         ("start.spec.user", |start| spec(start).user = "a\0b".to_owned()),
         ("start.spec.terminal.rows", |start| {
-            spec(start).terminal = Some(pb::TerminalSize { rows: 0, columns: 80 });
+            spec(start).terminal = Some(scheduler_pb::Terminal { rows: 0, columns: 80 });
         }),
         ("start.spec.terminal.columns", |start| {
-            spec(start).terminal = Some(pb::TerminalSize { rows: 24, columns: 65536 });
+            spec(start).terminal = Some(scheduler_pb::Terminal { rows: 24, columns: 65536 });
         }),
     ];
     for (field, change) in cases {
@@ -109,10 +111,10 @@ async fn invalid_start_is_rejected_with_its_field() {
     assert!(refused.to_string().contains("start.spec.environment[1].name"), "{refused}");
     let attempt = valid.process_id.clone();
     let refused = refuse(&|start| {
-        start.container = Some(pb::start_process::Container::AttemptId(attempt.clone()));
+        start.container_id = attempt.clone();
     })
     .await;
-    assert!(refused.to_string().contains("start.process_id"), "{refused}");
+    assert!(refused.to_string().contains("start.lease_token"), "{refused}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

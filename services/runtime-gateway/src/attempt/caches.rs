@@ -27,14 +27,14 @@ use crate::worker::Worker;
 
 /// The published caches of an attempt.
 #[derive(Default)]
-pub(super) struct CacheResult {
-    pub(super) published: Vec<PublishedCache>,
+pub(crate) struct CacheResult {
+    pub(crate) published: Vec<PublishedCache>,
     /// Notes for the caller about caches that were not published completely.
-    pub(super) notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 /// Publishes the changed caches as candidates of this attempt.
-pub(super) async fn publish(
+pub(crate) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::image::ImageDefaults;
 use crate::transfer::Transfers;
+use crate::util::keyed_locks::IdLocks;
 use crate::worker::Worker;
 use crate::worker::attached_callers::Attendance;
 use crate::worker::base_types::BaseTypeImports;
@@ -17,4 +18,6 @@ pub(crate) struct AttemptContext {
     pub(crate) imports: Arc<BaseTypeImports>,
     /// Metadata of images that were used on the worker.
     pub(crate) images: ImageDefaults,
+    /// Serialize the operations of callers on one driven lease or container.
+    pub(crate) admissions: IdLocks,
 }

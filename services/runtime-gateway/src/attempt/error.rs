@@ -10,7 +10,7 @@ use crate::worker::attempts::StopRequest;
 
 /// The reason why an attempt cannot continue.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum AttemptError {
+pub(crate) enum AttemptError {
     /// The runtime failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
@@ -62,7 +62,7 @@ impl AttemptError {
     }
 }
 
-pub(super) fn failure(stopped: &AttemptError) -> Failure {
+pub(crate) fn failure(stopped: &AttemptError) -> Failure {
     match stopped {
         AttemptError::Worker(error) => error.failure(),
         AttemptError::Refused(refusal) => {

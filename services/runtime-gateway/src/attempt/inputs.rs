@@ -13,7 +13,7 @@ use runtime::{RuntimeError, WorkerProvided};
 use super::context::AttemptContext;
 use super::error::AttemptError;
 use super::spec_plan::{Plan, PlannedVolume, WorkerImports};
-use crate::clients::scheduler_messages::{AttemptPhase, AttemptTask, InputProgress};
+use crate::clients::scheduler_messages::{AttemptTask, InputProgress};
 use crate::clients::store::PrepareAttempt;
 use crate::clients::streamer::CopyEvent;
 use crate::util::keyed_locks::lock;
@@ -33,16 +33,16 @@ const REPLACEABLE_OUTPUTS: &str = "replaceable-outputs";
 const MAX_ROUNDS: usize = 8;
 
 /// The handles of the container and the volumes of an attempt.
-pub(super) struct AttemptHandles {
-    pub(super) container: ContainerHandle,
+pub(crate) struct AttemptHandles {
+    pub(crate) container: ContainerHandle,
     /// Volumes in the order of the plan, each with its parent and the digest of the parent's tree.
-    pub(super) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
+    pub(crate) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
     /// Bytes that were copied to the worker.
     pub(super) bytes_in: u64,
 }
 
 /// An artifact that is not on the worker.
-pub(super) struct MissingArtifact {
+pub(crate) struct MissingArtifact {
     artifact: ArtifactId,
     /// Name of the input in the spec.
     name: String,
@@ -50,21 +50,28 @@ pub(super) struct MissingArtifact {
     is_cache: bool,
 }
 
+/// Receives the progress of the inputs that are copied, and `None` when all of them have arrived.
+pub(crate) type Report<'r> = &'r (dyn Fn(Option<Vec<InputProgress>>) + Sync);
+
+/// Whether the outputs of containers on the worker need not be mounts.
+pub(crate) fn are_outputs_replaceable(worker: &Worker) -> bool {
+    worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE_OUTPUTS)
+}
+
 /// Returns the plan of an attempt and its handles, once all inputs are on the worker. Caches that
 /// cannot be copied start empty.
-pub(super) async fn prepare(
+pub(crate) async fn prepare(
     context: &AttemptContext,
     task: &AttemptTask,
+    report: Report<'_>,
 ) -> Result<(Plan, AttemptHandles), AttemptError> {
     let AttemptContext { worker, imports, .. } = context;
-    let replaceable =
-        worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE_OUTPUTS);
     let mut unreachable = BTreeSet::new();
     let mut bytes_in = 0_u64;
     for _ in 0..MAX_ROUNDS {
         let unreachable_caches: Vec<_> = unreachable.iter().copied().collect();
         let provided = base_types(worker, imports, task).await?;
-        let plan = Plan::new(&task.spec, task.workload, replaceable, &provided);
+        let plan = Plan::new(&task.spec, task.namespace(), are_outputs_replaceable(worker), &provided);
         let (prepared, missing) =
             match request_volumes(worker, task, &plan.volumes, &unreachable_caches).await {
                 Ok(answer) => answer,
@@ -82,7 +89,7 @@ pub(super) async fn prepare(
         let (lost, missing): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|missing| is_base_type(imports, &provided, missing.artifact));
         if lost.is_empty() {
-            let (unreachable_caches, bytes) = copy_missing(worker, task, missing).await?;
+            let (unreachable_caches, bytes) = copy_missing(worker, task, missing, report).await?;
             unreachable.extend(unreachable_caches);
             bytes_in = bytes_in.saturating_add(bytes);
         }
@@ -152,7 +159,7 @@ async fn base_types(
 
 /// Requests handles for the volumes in `planned`. Returns also the artifacts that are not on the
 /// worker. Caches do not start with artifacts in `unreachable`.
-pub(super) async fn request_volumes(
+pub(crate) async fn request_volumes(
     worker: &Worker,
     task: &AttemptTask,
     planned: &[PlannedVolume],
@@ -194,21 +201,22 @@ async fn copy_missing(
     worker: &Worker,
     task: &AttemptTask,
     missing: Vec<MissingArtifact>,
+    report: Report<'_>,
 ) -> Result<(Vec<ArtifactId>, u64), AttemptError> {
     let unknown = missing.iter().map(|missing| (missing.name.clone(), InputProgress::default()));
     let progress: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
-    let report = |name: &str, event: InputEvent<'_>| {
+    let report_event = |name: &str, event: InputEvent<'_>| {
         let mut progress = lock(&progress);
         if let Some(input) = progress.get_mut(name) {
             apply_event(input, event);
         }
         let inputs =
             progress.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
-        worker.attempts.set_inputs(task.lease, inputs.collect());
+        report(Some(inputs.collect()));
     };
     let copies = missing.iter().map(async |MissingArtifact { artifact, name, is_cache }| {
         let patience = if *is_cache { CACHE_RETRY_TIME } else { SOURCE_RETRY_TIME };
-        match materialize(worker, task, *artifact, patience, |event| report(name, event)).await {
+        match materialize(worker, task, *artifact, patience, |event| report_event(name, event)).await {
             Ok(bytes) => Ok((None, bytes)),
             Err(refusal) if *is_cache => {
                 let error = refusal.to_string();
@@ -220,7 +228,7 @@ async fn copy_missing(
     });
     let (unreachable, bytes): (Vec<_>, Vec<u64>) =
         futures::future::try_join_all(copies).await?.into_iter().unzip();
-    worker.attempts.set_phase(task.lease, AttemptPhase::Preparing);
+    report(None);
     Ok((unreachable.into_iter().flatten().collect(), bytes.into_iter().fold(0, u64::saturating_add)))
 }
 

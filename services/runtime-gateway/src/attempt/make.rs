@@ -17,12 +17,13 @@ use crate::clients::scheduler_messages::AttemptTask;
 use crate::transfer::Transfers;
 use crate::transfer::error::ManifestError;
 use crate::worker::Worker;
+use crate::worker::containers::KnownContainer;
 
 /// Most bytes of a failure's cause that the artifact store keeps.
 const MAX_CAUSE_BYTES: usize = 1000;
 
 /// Makes the volumes and the container on the worker.
-pub(super) async fn make(
+pub(crate) async fn make(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
@@ -69,6 +70,7 @@ pub(super) async fn make(
         let (path, read_only) = volume.mount.clone()?;
         Some(Mount { volume: *handle, path, read_only })
     });
+    let known = KnownContainer::of(task, prepared.container);
     let spec = ContainerSpec {
         team: task.spec.team.clone(),
         root,
@@ -79,9 +81,11 @@ pub(super) async fn make(
         limits: task.spec.limits,
         privileged: task.spec.privileged,
         network: task.spec.network,
+        note: known.note_text(),
     };
     worker.runtime.create_container(prepared.container, spec).await?;
     worker.usage.add_container(prepared.container);
+    worker.index.add(known).await;
     Ok(())
 }
 
@@ -132,7 +136,7 @@ fn link_target(entry: &transfer::Entry) -> Option<&[u8]> {
 
 /// Reports to the artifact store what cannot be made, so that it is collected at once. If the
 /// report is lost, it is collected with the attempt.
-pub(super) async fn report_failed_container(
+pub(crate) async fn report_failed_container(
     worker: &Worker,
     prepared: &AttemptHandles,
     stopped: &AttemptError,

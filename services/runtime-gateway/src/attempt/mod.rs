@@ -14,14 +14,14 @@
 //! and caches are published only after the process has exited without being stopped. On a runtime
 //! with `ends-whole`, all other processes of the container must have ended too.
 
-mod caches;
+pub(crate) mod caches;
 pub(crate) mod context;
-mod error;
+pub(crate) mod error;
 pub(crate) mod image;
-mod inputs;
-mod make;
-mod outputs;
-mod process;
+pub(crate) mod inputs;
+pub(crate) mod make;
+pub(crate) mod outputs;
+pub(crate) mod process;
 mod result;
 pub(crate) mod spec_plan;
 
@@ -218,8 +218,11 @@ async fn carry_out(
     let worker = &*context.worker;
     // The state of the process can be read concurrently. Only another gateway could start the
     // process meanwhile, and the runtime does not start it twice.
-    let state =
-        async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt.into())) };
+    let report = |inputs| worker.attempts.report_inputs(task.lease, inputs);
+    let state = async {
+        let prepared = inputs::prepare(context, task, &report);
+        tokio::join!(prepared, worker.runtime.process(task.attempt.into()))
+    };
     let (prepared, process_state) = tokio::select! {
         state = state => state,
         request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),

@@ -15,7 +15,7 @@ use crate::transfer::completion::report_complete;
 use crate::transfer::manifests::ScanResult;
 
 /// Scans the outputs, and publishes them as candidates of this attempt.
-pub(super) async fn publish(
+pub(crate) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,

@@ -80,7 +80,7 @@ pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infal
 }
 
 /// Waits until the process has ended, and stops it when that is requested.
-pub(super) async fn wait(
+pub(crate) async fn wait(
     worker: &Worker,
     attempt: AttemptId,
     stop: &mut watch::Receiver<Option<StopRequest>>,
@@ -112,7 +112,7 @@ pub(super) async fn wait(
 }
 
 /// Resolves when the attempt must stop.
-pub(super) async fn stop_requested(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
+pub(crate) async fn stop_requested(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
     match stop.wait_for(Option::is_some).await.ok().and_then(|request| request.clone()) {
         Some(request) => request,
         None => std::future::pending().await,

@@ -30,7 +30,7 @@ fn unrequested_stop_has_a_failure_reason() {
 
 fn entry() -> AttemptEntry {
     let (stop, _) = watch::channel(None);
-    AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop }
+    AttemptEntry::new(stop)
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 use domain::WorkerId;
 use domain::workload::{Exit, Failure, PublishedCache, PublishedOutput, Usage};
 use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::{Peer, Refusal};
@@ -42,14 +43,23 @@ impl AttemptResult {
 pub(crate) struct SchedulerClient {
     pub(super) workers: WorkersClient<Peer>,
     workloads: WorkloadsClient<Peer>,
+    placements: PlacementsClient<Peer>,
 }
 
 impl SchedulerClient {
     pub(crate) fn new(peer: Peer) -> Self {
         Self {
             workers: WorkersClient::new(peer.clone()).max_decoding_message_size(DESIRED_BYTES),
-            workloads: WorkloadsClient::new(peer),
+            workloads: WorkloadsClient::new(peer.clone()),
+            placements: PlacementsClient::new(peer),
         }
+    }
+
+    /// Marks a driven lease as in use. Returns the generation of the desired state from which on it
+    /// names the lease.
+    pub(crate) async fn use_lease(&self, lease_token: &str) -> Result<u64, Refusal> {
+        let request = pb::UseLeaseRequest { lease_token: lease_token.to_owned() };
+        Ok(self.placements.clone().use_lease(request).await?.into_inner().generation)
     }
 
     /// Reports that the process of an attempt is about to start.

@@ -20,6 +20,7 @@ use tonic::{Status, Streaming};
 
 use super::scheduler::SchedulerClient;
 use crate::Config;
+use crate::runtimes::container_note::DrivenNote;
 
 /// Version of the protocol that this gateway implements.
 const PROTOCOL: u32 = 1;
@@ -45,14 +46,26 @@ pub(crate) struct InputProgress {
     pub(crate) waits_for: String,
 }
 
-/// An attempt that the gateway must run under a lease.
+/// An attempt that the gateway must run under a lease, or a container that a caller drives.
 pub(crate) struct AttemptTask {
     pub(crate) lease: LeaseId,
     pub(crate) attempt: AttemptId,
+    /// The spec. A driven container has no command in it.
     pub(crate) spec: WorkloadSpec,
     pub(crate) token: String,
+    /// The workload, or the driven lease.
     pub(crate) workload: WorkloadId,
     pub(crate) traceparent: String,
+    /// The facts about a container that a caller drives.
+    pub(crate) driven: Option<DrivenNote>,
+}
+
+impl AttemptTask {
+    /// The workload from which the ids of artifacts are derived. The containers of a driven lease
+    /// may have outputs of the same name.
+    pub(crate) fn namespace(&self) -> WorkloadId {
+        if self.driven.is_some() { WorkloadId::from_uuid(self.attempt.uuid()) } else { self.workload }
+    }
 }
 
 /// The first message of a gateway.
@@ -163,8 +176,24 @@ pub(crate) struct DesiredLease {
 /// An invalid attempt or spec fails only its own lease.
 pub(crate) enum LeaseRequest {
     Run(Box<AttemptTask>),
-    Stop { attempt: Option<AttemptId>, token: String, grace: Duration, reason: FailureReason },
-    Invalid { attempt: Option<AttemptId>, token: String, why: String },
+    Stop {
+        attempt: Option<AttemptId>,
+        token: String,
+        grace: Duration,
+        reason: FailureReason,
+    },
+    /// Keep what runs under a driven lease.
+    Hold,
+    /// Stop what runs under a driven lease.
+    StopHeld {
+        grace: Duration,
+        reason: FailureReason,
+    },
+    Invalid {
+        attempt: Option<AttemptId>,
+        token: String,
+        why: String,
+    },
 }
 
 /// The reason why a stream ended or cannot be opened.
@@ -297,13 +326,17 @@ fn parse_lease(lease: pb::DesiredLease) -> Option<DesiredLease> {
     };
     let request = lease.action.and_then(|action| match action {
         Action::Run(run) => Some(parse_run(id, run)),
+        Action::Stop(stop) if stop.workload_id.is_empty() => Some(LeaseRequest::StopHeld {
+            reason: stop_reason(stop.reason()),
+            grace: duration_or(stop.grace, Duration::ZERO),
+        }),
         Action::Stop(stop) => Some(LeaseRequest::Stop {
             attempt: stop.attempt_id.parse().ok(),
             reason: stop_reason(stop.reason()),
             token: stop.lease_token,
             grace: duration_or(stop.grace, Duration::ZERO),
         }),
-        Action::Hold(_) => None,
+        Action::Hold(_) => Some(LeaseRequest::Hold),
     });
     Some(DesiredLease { lease: id, request })
 }
@@ -327,6 +360,7 @@ fn parse_run(lease: LeaseId, run: pb::RunAttempt) -> LeaseRequest {
         Ok::<_, Status>(AttemptTask {
             lease,
             attempt: rpc::parse_id("attempt_id", &run.attempt_id)?,
+            driven: None,
             workload: rpc::parse_id("workload_id", &run.workload_id)?,
             spec: rpc::spec::parse_accepted(rpc::required("spec", run.spec)?)?,
             token: run.lease_token,

@@ -195,6 +195,22 @@ impl StoreClient {
         Ok(())
     }
 
+    /// Marks a container as garbage.
+    pub(crate) async fn mark_container(
+        &self,
+        credential: &str,
+        container: ContainerHandle,
+        reason: &str,
+    ) -> Result<(), Refusal> {
+        let request = pb::MarkContainerRequest {
+            session_credential: credential.to_owned(),
+            container_handle: container.to_string(),
+            reason: reason.to_owned(),
+        };
+        self.0.clone().mark_container(request).await?;
+        Ok(())
+    }
+
     /// Reports that the container of an attempt is in use.
     pub(crate) async fn touch(&self, credential: &str, attempt: AttemptId) -> Result<(), Refusal> {
         let request =

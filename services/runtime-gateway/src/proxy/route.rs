@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use domain::WorkerId;
-use domain::worker::TicketClaims;
+use domain::worker::{LeaseClaims, TicketClaims};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Attach;
 use rpc::pb::runtime::read_request::Message as Read;
@@ -24,6 +24,27 @@ pub(super) async fn worker_of_call(path: &str, first: Bytes, keys: &Keys) -> Res
         },
         "/gantry.runtime.v1.Containers/GetAttendance" => {
             parse_id("worker_id", &decode::<pb::GetAttendanceRequest>(first)?.worker_id)
+        }
+        "/gantry.runtime.v1.Containers/GetContainer" => {
+            parse_id("worker_id", &decode::<pb::GetContainerRequest>(first)?.worker_id)
+        }
+        "/gantry.runtime.v1.Containers/ListContainers" => {
+            parse_id("worker_id", &decode::<pb::ListContainersRequest>(first)?.worker_id)
+        }
+        "/gantry.runtime.v1.Containers/GetProcess" => {
+            parse_id("worker_id", &decode::<pb::GetProcessRequest>(first)?.worker_id)
+        }
+        "/gantry.runtime.v1.Containers/CreateContainer" => {
+            worker_of_lease(&decode::<pb::CreateContainerRequest>(first)?.lease_token, keys).await
+        }
+        "/gantry.runtime.v1.Containers/StopContainer" => {
+            worker_of_lease(&decode::<pb::StopContainerRequest>(first)?.lease_token, keys).await
+        }
+        "/gantry.runtime.v1.Containers/Publish" => {
+            worker_of_lease(&decode::<pb::PublishRequest>(first)?.lease_token, keys).await
+        }
+        "/gantry.runtime.v1.Containers/DestroyContainer" => {
+            worker_of_lease(&decode::<pb::DestroyContainerRequest>(first)?.lease_token, keys).await
         }
         "/gantry.runtime.v1.Volumes/Write" => match decode::<pb::WriteRequest>(first)?.message {
             Some(Write::Open(open)) => worker_of_ticket(&open.ticket, keys).await,
@@ -60,13 +81,19 @@ fn decode<M: prost::Message + Default>(message: Bytes) -> Result<M, Status> {
 
 /// Returns the worker that a ticket names. The gateway verifies the operation.
 async fn worker_of_ticket(ticket: &str, keys: &Keys) -> Result<WorkerId, Status> {
-    match keys.verify::<TicketClaims>(ticket).await {
-        Ok(claims) => Ok(claims.worker),
-        Err(VerifyError::Invalid(_)) => {
-            Err(Reason::InvalidToken.status(SERVICE, "the ticket is invalid or expired"))
+    keys.verify::<TicketClaims>(ticket).await.map(|claims| claims.worker).map_err(rejected)
+}
+
+/// Returns the worker that a lease token names. The gateway verifies the lease.
+async fn worker_of_lease(token: &str, keys: &Keys) -> Result<WorkerId, Status> {
+    keys.verify::<LeaseClaims>(token).await.map(|claims| claims.worker).map_err(rejected)
+}
+
+fn rejected(error: VerifyError) -> Status {
+    match error {
+        VerifyError::Invalid(_) => {
+            Reason::InvalidToken.status(SERVICE, "the ticket or token is invalid or expired")
         }
-        Err(VerifyError::KeysUnavailable(refusal)) => {
-            Err(rpc::unavailable(SERVICE, "verify a ticket", &refusal))
-        }
+        VerifyError::KeysUnavailable(refusal) => rpc::unavailable(SERVICE, "verify a ticket", &refusal),
     }
 }

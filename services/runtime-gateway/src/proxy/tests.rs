@@ -235,6 +235,58 @@ impl Gateway {
 impl pb::containers_server::Containers for Gateway {
     type AttachStream = ReceiverStream<Result<pb::AttachResponse, Status>>;
 
+    type CreateContainerStream = ReceiverStream<Result<pb::CreateContainerResponse, Status>>;
+    type PublishStream = ReceiverStream<Result<pb::PublishResponse, Status>>;
+
+    async fn create_container(
+        &self,
+        _: tonic::Request<pb::CreateContainerRequest>,
+    ) -> Result<Response<Self::CreateContainerStream>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
+    async fn publish(
+        &self,
+        _: tonic::Request<pb::PublishRequest>,
+    ) -> Result<Response<Self::PublishStream>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
+    async fn get_container(
+        &self,
+        _: tonic::Request<pb::GetContainerRequest>,
+    ) -> Result<Response<pb::GetContainerResponse>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
+    async fn list_containers(
+        &self,
+        _: tonic::Request<pb::ListContainersRequest>,
+    ) -> Result<Response<pb::ListContainersResponse>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
+    async fn get_process(
+        &self,
+        _: tonic::Request<pb::GetProcessRequest>,
+    ) -> Result<Response<pb::GetProcessResponse>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
+    async fn stop_container(
+        &self,
+        _: tonic::Request<pb::StopContainerRequest>,
+    ) -> Result<Response<pb::StopContainerResponse>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
+    async fn destroy_container(
+        &self,
+        _: tonic::Request<pb::DestroyContainerRequest>,
+    ) -> Result<Response<pb::DestroyContainerResponse>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
     async fn get_attendance(
         &self,
         _: tonic::Request<pb::GetAttendanceRequest>,

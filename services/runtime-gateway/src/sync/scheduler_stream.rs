@@ -23,6 +23,7 @@ use crate::clients::scheduler_messages::{
     AttemptPhase, DesiredLease, DesiredState, Directive, LeaseRequest, LeaseState, Registration,
     SchedulerStream, StreamError, WorkerState,
 };
+use crate::driven;
 use crate::util::clock::since_boot;
 use crate::worker::Worker;
 use crate::worker::attempts::{AttemptEntry, StopRequest};
@@ -239,6 +240,7 @@ async fn worker_state(
 /// Applies the desired state. Returns whether the current state changed.
 fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     let worker = &context.worker;
+    let generation = desired.generation;
     let mut named = Vec::with_capacity(desired.leases.len());
     let mut changed = false;
     for DesiredLease { lease, request } in desired.leases {
@@ -249,7 +251,7 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     }
     let mut attempts = worker.attempts.lock();
     attempts.retain(|lease, attempt| {
-        if named.contains(lease) {
+        if named.contains(lease) || generation < attempt.named_from {
             return true;
         }
         // The scheduler no longer knows the lease, so the attempt must stop. Its task reports the
@@ -277,8 +279,7 @@ fn start_task<F>(
 {
     let worker = &context.worker;
     let (stop, stopped) = watch::channel(request);
-    let entry = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
-    worker.attempts.lock().insert(lease, entry);
+    worker.attempts.lock().insert(lease, AttemptEntry::new(stop));
     worker.tasks.spawn(attempt::run_guarded(worker.clone(), lease, attempt, token, work(stopped)));
 }
 
@@ -288,7 +289,7 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
         LeaseRequest::Stop { attempt, token, grace, reason } => {
             stop(context, lease, (attempt, token), StopRequest { grace, reason })
         }
-        LeaseRequest::Run(_) | LeaseRequest::Invalid { .. }
+        LeaseRequest::Run(_) | LeaseRequest::Invalid { .. } | LeaseRequest::Hold
             if worker.attempts.lock().contains_key(&lease) =>
         {
             false
@@ -296,6 +297,20 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
         LeaseRequest::Run(task) => {
             let target = (Some(task.attempt), task.token.clone());
             start_task(context, lease, None, target, |stopped| attempt::run(context.clone(), *task, stopped));
+            true
+        }
+        LeaseRequest::Hold => {
+            worker.attempts.add_held(lease, None);
+            worker.tasks.spawn(driven::resume(context.clone(), lease));
+            true
+        }
+        LeaseRequest::StopHeld { grace, reason } => {
+            let request = StopRequest { grace, reason };
+            if let Some(entry) = worker.attempts.lock().get(&lease) {
+                return entry.stop.send_if_modified(|now| now.replace(request.clone()) != Some(request));
+            }
+            worker.attempts.add_held(lease, Some(request));
+            worker.tasks.spawn(driven::hold(context.clone(), lease));
             true
         }
         LeaseRequest::Invalid { attempt, token, why } => {

@@ -5,6 +5,7 @@
 pub(crate) mod attached_callers;
 pub(crate) mod attempts;
 pub(crate) mod base_types;
+pub(crate) mod containers;
 pub(crate) mod heartbeat;
 pub(crate) mod session;
 pub(crate) mod usage;
@@ -21,6 +22,7 @@ use tokio_util::task::TaskTracker;
 use crate::Config;
 use crate::clients::Clients;
 use attempts::AttemptTable;
+use containers::{ContainerIndex, KnownContainer};
 use session::SessionState;
 use usage::UsageCounter;
 
@@ -31,6 +33,7 @@ pub(crate) struct Worker {
     pub(crate) clients: Clients,
     pub(crate) session: SessionState,
     pub(crate) attempts: AttemptTable,
+    pub(crate) index: ContainerIndex,
     /// Number of containers and volumes on the worker.
     pub(crate) usage: UsageCounter,
     /// Containers whose destruction has begun.
@@ -57,6 +60,7 @@ impl Worker {
             clients: Clients::new(&config)?,
             session: SessionState::new(),
             attempts: AttemptTable::default(),
+            index: ContainerIndex::default(),
             usage: UsageCounter::default(),
             destroying: watch::Sender::default(),
             report_due: Notify::new(),
@@ -71,7 +75,17 @@ impl Worker {
     pub(crate) async fn destroy_container(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
         self.destroying.send_modify(|destroying| _ = destroying.insert(container));
         let _destruction = Destruction { worker: self, container };
-        self.runtime.destroy_container(container).await
+        self.runtime.destroy_container(container).await?;
+        self.index.remove(container).await;
+        Ok(())
+    }
+
+    /// Returns the containers that `select` selects, ordered by id.
+    pub(crate) async fn containers(
+        &self,
+        select: impl Fn(&KnownContainer) -> bool,
+    ) -> Result<Vec<KnownContainer>, RuntimeError> {
+        self.index.select(self.runtime.as_ref(), &self.session, select).await
     }
 
     /// Whether a process ended because its container was destroyed.

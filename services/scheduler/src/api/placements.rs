@@ -116,9 +116,9 @@ impl Placements for PlacementsService {
             return Err(Reason::InvalidToken.status(SERVICE, message));
         }
 
-        self.0.leasing.use_lease(&claims).await.map_err(IntoStatus::status)?;
+        let generation = self.0.leasing.use_lease(&claims).await.map_err(IntoStatus::status)?;
 
-        Ok(Response::new(pb::UseLeaseResponse {}))
+        Ok(Response::new(pb::UseLeaseResponse { generation: generation.unsigned_abs() }))
     }
 
     async fn release(

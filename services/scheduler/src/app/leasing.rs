@@ -115,13 +115,13 @@ impl Leasing {
             .await
     }
 
-    /// Marks a driven lease as in use.
-    pub(crate) async fn use_lease(&self, claims: &LeaseClaims) -> Result<(), UseError> {
+    /// Marks a driven lease as in use. Returns the generation of the desired state that names it.
+    pub(crate) async fn use_lease(&self, claims: &LeaseClaims) -> Result<i64, UseError> {
         self.context
             .change(async |txn| {
                 let mut effects = Effects::default();
-                leases::use_lease(&txn, claims.lease, &mut effects).await?;
-                Ok::<_, UseError>(((), effects))
+                let generation = leases::use_lease(&txn, claims.lease, &mut effects).await?;
+                Ok::<_, UseError>((generation, effects))
             })
             .await
     }

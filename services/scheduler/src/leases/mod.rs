@@ -291,14 +291,15 @@ fn live_in_use_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::E
 }
 
 /// Marks a driven lease as in use. From the commit on, its gateway receives it, and its slot is
-/// freed only when nothing runs under it.
+/// freed only when nothing runs under it. Returns the generation of the desired state that names
+/// it.
 ///
 /// A lease past its expiry may be used until [`expire`] ends it, as in [`renew`].
 pub(crate) async fn use_lease(
     txn: &DatabaseTransaction,
     id: LeaseId,
     effects: &mut Effects,
-) -> Result<(), UseError> {
+) -> Result<i64, UseError> {
     let lease = lock(txn, id).await?.filter(|lease| lease.state == State::Granted && lease.is_driven());
     let lease = lease.ok_or(UseError::Lost)?;
     // An incarnation that starts after this check ends the lease, too.
@@ -306,7 +307,7 @@ pub(crate) async fn use_lease(
         return Err(UseError::Lost);
     }
     if lease.in_use {
-        return Ok(());
+        return Ok(lease.generation);
     }
     if !lease.kind.takes_a_slot() {
         return Err(UseError::Transfer);
@@ -322,7 +323,7 @@ pub(crate) async fn use_lease(
         .filter(lease::Column::Id.eq(lease.id))
         .exec(txn)
         .await?;
-    Ok(())
+    Ok(generation)
 }
 
 /// Stops a driven lease, and ends it at once if it is not in use.

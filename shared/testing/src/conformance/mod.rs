@@ -58,9 +58,9 @@ pub use output::{
     spooled_output_drops_its_beginning, unread_input_blocks_its_writer, unread_output_blocks_its_process,
 };
 pub use processes::{
-    container_destruction_kills_its_processes, container_processes_end_with_main_process,
-    exit_codes_and_signals_are_reported, process_starts_once, process_survives_its_runtime,
-    process_team_survives_reopening, unknown_process_is_not_found, unrunnable_programs_are_reported,
+    container_description_survives_reopening, container_destruction_kills_its_processes,
+    container_processes_end_with_main_process, exit_codes_and_signals_are_reported, process_starts_once,
+    process_survives_its_runtime, unknown_process_is_not_found, unrunnable_programs_are_reported,
 };
 pub use signals::{
     plain_program_ends_on_term, process_ends_when_contact_is_lost, process_is_killed_after_grace_period,
@@ -149,6 +149,7 @@ pub fn container() -> ContainerSpec {
         limits: Limits::default(),
         privileged: false,
         network: Network::Private,
+        note: String::new(),
     }
 }
 
@@ -381,7 +382,7 @@ macro_rules! runtime_conformance {
             user_owns_writable_mounts
             process_receives_its_environment exit_codes_and_signals_are_reported unrunnable_programs_are_reported
             unknown_process_is_not_found process_starts_once process_survives_its_runtime
-            process_team_survives_reopening
+            container_description_survives_reopening
             container_processes_end_with_main_process container_destruction_kills_its_processes plain_program_ends_on_term
             process_is_killed_after_grace_period signals_arrive_or_are_rejected memory_limit_applies_to_container process_limit_applies_to_container cpu_limit_applies_to_container stop_prevents_start_or_ends_process process_ends_when_contact_is_lost
             output_is_readable_from_any_offset unread_output_blocks_its_process spooled_output_drops_its_beginning

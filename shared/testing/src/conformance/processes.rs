@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use domain::ProcessId;
 use domain::workload::FailureReason;
-use runtime::{ContainerSpec, Ended, Offsets, ProcessState, RuntimeError};
+use runtime::{ContainerDescription, ContainerSpec, Ended, Offsets, ProcessState, RuntimeError};
 
 use super::{
     RuntimeExt, Subject, claims, exited, in_time, is_signal, lines, mount, on_root, process, programs, put,
@@ -100,10 +100,20 @@ pub async fn process_survives_its_runtime(mut subject: impl Subject) {
     assert_eq!((output.text(), output.ended.as_ref()), ("over\n", Some(&exited(7))));
 }
 
-/// The team of a process is known while its container exists, also to another runtime.
-pub async fn process_team_survives_reopening(mut subject: impl Subject) {
+/// A runtime that opens the worker again describes its containers and finds their processes.
+pub async fn container_description_survives_reopening(mut subject: impl Subject) {
     let runtime = subject.runtime();
-    let handle = runtime.made(ContainerSpec { team: "other".to_owned(), ..on_root(&subject).await }).await;
+    // Longer than a label of containerd.
+    let note = "{\"key\": \"value\"}".repeat(500);
+    let spec = ContainerSpec { team: "other".to_owned(), note: note.clone(), ..on_root(&subject).await };
+    let handle = runtime.made(spec).await;
+    let described = |main| ContainerDescription {
+        team: "other".to_owned(),
+        note: note.clone(),
+        main,
+        others: Vec::new(),
+    };
+    assert_eq!(runtime.describe_container(handle).await.expect("described"), described(None));
     let id = runtime.started(handle, process(&programs::exit(0))).await;
     assert_eq!(runtime.container_of(id).await.expect("a container").team, "other");
     assert_eq!(runtime.ended(id).await, exited(0));
@@ -111,9 +121,12 @@ pub async fn process_team_survives_reopening(mut subject: impl Subject) {
     subject.reopen().await;
     let runtime = subject.runtime();
     assert_eq!(runtime.container_of(id).await.expect("a container").team, "other");
+    assert_eq!(runtime.describe_container(handle).await.expect("described"), described(Some(id)));
     runtime.destroy_container(handle).await.expect("destroy");
     let gone = runtime.container_of(id).await;
     assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(unknown)) if unknown == id), "{gone:?}");
+    let gone = runtime.describe_container(handle).await;
+    assert!(matches!(gone, Err(RuntimeError::ContainerNotFound(unknown)) if unknown == handle), "{gone:?}");
 }
 
 /// When a process has ended, no other process of its container runs.

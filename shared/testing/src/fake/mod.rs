@@ -28,8 +28,9 @@ use async_trait::async_trait;
 use domain::worker::{Marker, StoreMark};
 use domain::{ArtifactId, ContainerHandle, MarkerId, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
-    ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvidedPath,
+    Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, Disk, Ended, Holdings, Notes,
+    Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+    WorkerProvidedPath,
 };
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -434,6 +435,18 @@ impl Runtime for FakeRuntime {
     async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError> {
         self.worker.faults.reach()?;
         Ok(self.worker.find(process)?.lock().state.clone())
+    }
+
+    async fn describe_container(
+        &self,
+        handle: ContainerHandle,
+    ) -> Result<ContainerDescription, RuntimeError> {
+        self.worker.faults.reach()?;
+        let state = self.worker.state();
+        let spec = &state.containers.get(&handle).ok_or(RuntimeError::ContainerNotFound(handle))?.spec;
+        let (team, note) = (spec.team.clone(), spec.note.clone());
+        let main = state.processes.iter().find(|(_, (of, _))| *of == handle).map(|(id, _)| *id);
+        Ok(ContainerDescription { team, note, main, others: Vec::new() })
     }
 
     async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError> {

@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use bytes::Bytes;
 use domain::ArtifactId;
-use rpc::pb::runtime::TerminalSize;
+use rpc::pb::scheduler::Terminal as TerminalSize;
 use rpc::pb::scheduler::{
     Access, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode, Privilege,
     ResourceRequests, StdinMode, Terminal, WorkloadKind, WorkloadSpec, image::Source as ImageSource,

@@ -9,7 +9,10 @@ use bytes::Bytes;
 
 use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
 use rpc::pb::runtime::{
-    Done, Exited, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated,
+    CreateContainerRequest, CreateContainerResponse, DestroyContainerRequest, DestroyContainerResponse, Done,
+    Exited, GetAttendanceRequest, GetAttendanceResponse, GetContainerRequest, GetContainerResponse,
+    GetProcessRequest, GetProcessResponse, ListContainersRequest, ListContainersResponse, PublishRequest,
+    PublishResponse, Started, StdinAck, StopContainerRequest, StopContainerResponse, Truncated,
 };
 use tokio::net::UnixListener;
 use tokio::task::JoinSet;
@@ -43,6 +46,8 @@ const UNCONFIRMED: usize = usize::MAX;
 
 type Answers = Pin<Box<dyn futures::Stream<Item = Result<AttachResponse, Status>> + Send>>;
 
+type Unused<T> = tokio_stream::Empty<Result<T, Status>>;
+
 fn say(message: ResponseMessage) -> Result<AttachResponse, Status> {
     Ok(AttachResponse { message: Some(message) })
 }
@@ -50,6 +55,54 @@ fn say(message: ResponseMessage) -> Result<AttachResponse, Status> {
 #[tonic::async_trait]
 impl Containers for Gateway {
     type AttachStream = Answers;
+    type CreateContainerStream = Unused<CreateContainerResponse>;
+    type PublishStream = Unused<PublishResponse>;
+
+    async fn create_container(
+        &self,
+        _: Request<CreateContainerRequest>,
+    ) -> Result<Response<Self::CreateContainerStream>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
+
+    async fn publish(&self, _: Request<PublishRequest>) -> Result<Response<Self::PublishStream>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
+
+    async fn get_container(
+        &self,
+        _: Request<GetContainerRequest>,
+    ) -> Result<Response<GetContainerResponse>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
+
+    async fn list_containers(
+        &self,
+        _: Request<ListContainersRequest>,
+    ) -> Result<Response<ListContainersResponse>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
+
+    async fn get_process(
+        &self,
+        _: Request<GetProcessRequest>,
+    ) -> Result<Response<GetProcessResponse>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
+
+    async fn stop_container(
+        &self,
+        _: Request<StopContainerRequest>,
+    ) -> Result<Response<StopContainerResponse>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
+
+    async fn destroy_container(
+        &self,
+        _: Request<DestroyContainerRequest>,
+    ) -> Result<Response<DestroyContainerResponse>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
 
     async fn get_attendance(
         &self,

@@ -13,6 +13,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::attempt::{carry_out, failure};
+use crate::clients::scheduler_messages::AttemptPhase;
 use crate::test_support::served::TestServer;
 use crate::test_support::store::{Store, StoreCall, session};
 use crate::test_support::{FakeGateways, TestWorker, UNREACHABLE, within};
@@ -113,9 +114,15 @@ impl Suite {
         let worker = machine.with_streamer(UNREACHABLE, &store.endpoint, &streamer.endpoint);
         worker.session.set(Some(session("credential")));
         let (stop, _) = watch::channel(None);
-        let attempt = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
+        let attempt = AttemptEntry::new(stop);
         worker.attempts.lock().insert(task.lease, attempt);
         Self { worker, task, store, calls, streamer }
+    }
+
+    /// Reports the progress as an attempt does.
+    fn report(&self) -> impl Fn(Option<Vec<InputProgress>>) + Sync + use<> {
+        let (worker, lease) = (self.worker.clone(), self.task.lease);
+        move |inputs| worker.attempts.report_inputs(lease, inputs)
     }
 
     /// Answers a call of `Prepare` in which the artifacts in `missing` are not on the worker.
@@ -194,12 +201,14 @@ fn task() -> AttemptTask {
         token: "token".to_owned(),
         workload: WorkloadId::new(),
         traceparent: String::new(),
+        driven: None,
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn missing_input_is_copied_under_the_lease() {
     let mut suite = Suite::start().await;
+    let report = suite.report();
     let far = suite.task.spec.inputs[0].artifact;
     let phase = |suite: &Worker, lease| {
         let attempts = suite.attempts.lock();
@@ -244,7 +253,7 @@ async fn missing_input_is_copied_under_the_lease() {
         call.send(CopyMessage::Materialized(streamer::Materialized::default())).await;
         Suite::prepared(&mut suite.store, &[]).await;
     };
-    let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task, &report), script);
     let (_, prepared) = prepared.expect("all inputs exist");
     assert_eq!(prepared.volumes.len(), 2);
     assert!(prepared.volumes.iter().all(|(_, parent)| parent.is_some()));
@@ -262,6 +271,7 @@ async fn attempt_fails_when_input_is_permanently_lost() {
     ];
     for (last, expected) in cases {
         let mut suite = Suite::start().await;
+        let report = suite.report();
         let far = suite.task.spec.inputs[0].artifact;
         let script = async {
             Suite::prepared(&mut suite.store, &[far]).await;
@@ -270,7 +280,7 @@ async fn attempt_fails_when_input_is_permanently_lost() {
                 call.refuse(reason).await;
             }
         };
-        let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
+        let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task, &report), script);
         let failure = failure(&prepared.map(|_| ()).expect_err("the input is lost"));
         assert_eq!(failure.reason, expected);
         for part in ["\"far\"", &far.to_string(), "as the test asked for", last.as_str()] {
@@ -283,6 +293,7 @@ async fn attempt_fails_when_input_is_permanently_lost() {
 #[tokio::test(flavor = "multi_thread")]
 async fn cache_starts_empty_when_it_cannot_be_copied() {
     let mut suite = Suite::start().await;
+    let report = suite.report();
     let (cache, version) = (CacheId::new(), ArtifactId::new());
     suite.task.spec.inputs.clear();
     suite.task.spec.caches.push(CacheMount { cache, path: b"/cache".to_vec() });
@@ -312,7 +323,7 @@ async fn cache_starts_empty_when_it_cannot_be_copied() {
             }
         }
     };
-    let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task, &report), script);
     let (_, prepared) = prepared.expect("the attempt continues");
     assert_eq!(prepared.volumes.iter().filter(|(_, parent)| parent.is_some()).count(), 0);
     suite.end().await;
@@ -395,6 +406,7 @@ async fn lost_import_is_imported_again_and_not_copied() {
     git.spec.image = Image::ResourceType("git".to_owned());
     git.spec.inputs.clear();
     let mut suite = Suite::with(machine, git).await;
+    let report = suite.report();
     suite.worker.tasks.spawn(crate::sync::base_type_import::import_forever(
         suite.worker.transfers.clone(),
         suite.worker.imports.clone(),
@@ -431,18 +443,18 @@ async fn lost_import_is_imported_again_and_not_copied() {
         imported(&mut suite.store, "git", first).await;
         Suite::prepared(&mut suite.store, &[]).await
     };
-    let both = async { tokio::join!(prepare(&suite.worker.context, &suite.task), script) };
-    let (prepared, report) = within("the prepared attempt", both).await;
+    let both = async { tokio::join!(prepare(&suite.worker.context, &suite.task, &report), script) };
+    let (prepared, answer) = within("the prepared attempt", both).await;
     let (plan, prepared) = prepared.expect("all inputs exist");
     assert_eq!(plan.image, crate::attempt::spec_plan::PlannedImage::WorkerProvided(0));
     assert_eq!((plan.volumes[0].from, plan.volumes[1].from), (Some(first), Some(certs)));
-    assert_eq!(prepared.volumes[0].0.to_string(), report.volumes[0].volume_handle);
+    assert_eq!(prepared.volumes[0].0.to_string(), answer.volumes[0].volume_handle);
     assert!(suite.calls.try_recv().is_err(), "the streamer is not called");
 
     // A resource type that the worker does not provide is rejected at once.
     suite.task.spec.image = Image::ResourceType("s3".to_owned());
     let refused = failure(
-        &prepare(&suite.worker.context, &suite.task)
+        &prepare(&suite.worker.context, &suite.task, &report)
             .await
             .map(drop)
             .expect_err("the worker does not provide it"),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use concourse::garden::{self, BindMount, Error, IpRange, Limits, NetOutRule};
 use domain::workload::Network;
 use domain::{ContainerHandle, ProcessId, VolumeHandle};
-use runtime::{ContainerSpec, Root, RuntimeError};
+use runtime::{ContainerDescription, ContainerSpec, Root, RuntimeError};
 
 use crate::util::keyed_locks::lock;
 
@@ -194,6 +194,9 @@ impl Worker {
         if checked.whole {
             properties.insert(properties::WHOLE.to_owned(), properties::YES.to_owned());
         }
+        if !spec.note.is_empty() {
+            properties.insert(properties::NOTE.to_owned(), spec.note);
+        }
         let made = ContainerProperties {
             team: spec.team,
             directory: checked.directory.clone(),
@@ -296,6 +299,21 @@ impl Worker {
             Err(Error::ContainerNotFound(_)) => Ok(None),
             Err(error) => Err(errors::garden("read the properties of a container", error)),
         }
+    }
+
+    pub(super) async fn describe_container(
+        &self,
+        handle: ContainerHandle,
+    ) -> Result<ContainerDescription, RuntimeError> {
+        let found = self.raw_properties(handle).await?;
+        let found = found.and_then(|found| Some((ContainerProperties::read(handle, &found)?, found)));
+        let (made, properties) = found.ok_or(RuntimeError::ContainerNotFound(handle))?;
+        Ok(ContainerDescription {
+            team: made.team,
+            note: properties.get(properties::NOTE).cloned().unwrap_or_default(),
+            main: made.process,
+            others: properties::further_processes(&properties).collect(),
+        })
     }
 
     pub(super) async fn list_containers(&self) -> Result<Vec<ContainerHandle>, RuntimeError> {

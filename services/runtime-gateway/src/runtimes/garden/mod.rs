@@ -57,9 +57,9 @@ use concourse::{baggageclaim, garden};
 use domain::worker::{Marker, StoreMark};
 use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
-    ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvided,
-    WorkerProvidedPath,
+    Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, Disk, Ended, Holdings, Notes,
+    Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+    WorkerProvided, WorkerProvidedPath,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
@@ -394,6 +394,13 @@ impl Runtime for GardenRuntime {
 
     async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError> {
         self.worker.find(process).await?.state()
+    }
+
+    async fn describe_container(
+        &self,
+        handle: ContainerHandle,
+    ) -> Result<ContainerDescription, RuntimeError> {
+        self.worker.describe_container(handle).await
     }
 
     async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError> {

@@ -33,6 +33,8 @@ pub(super) const TEAM: &str = "gantry.team";
 pub(super) const DIRECTORY: &str = "gantry.directory";
 /// Of a container: the user of its process.
 pub(super) const USER: &str = "gantry.user";
+/// Of a container: text of the gateway. Absent: none.
+pub(super) const NOTE: &str = "gantry.note";
 /// Of a container: the volume of its root file system.
 pub(super) const ROOT: &str = "gantry.root";
 /// Of a container: present if its root is the whole volume, and not the directory `rootfs`.
@@ -62,6 +64,13 @@ pub(super) const END: &str = "gantry.end";
 /// Of a container: a further process to start beside the main process, `gantry.exec.ID`. This is
 /// the intent. The other properties of the process also end with its id.
 pub(super) const EXEC: &str = "gantry.exec";
+
+/// The further processes that these properties name.
+pub(super) fn further_processes(
+    properties: &std::collections::BTreeMap<String, String>,
+) -> impl Iterator<Item = domain::ProcessId> {
+    properties.keys().filter_map(|name| name.strip_prefix(EXEC)?.strip_prefix('.')?.parse().ok())
+}
 
 /// The name of a property of a further process.
 pub(super) fn of_process(name: &str, process: domain::ProcessId) -> String {

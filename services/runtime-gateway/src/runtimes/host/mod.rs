@@ -2,17 +2,12 @@
 //!
 //! All state is below one state directory, which only one runtime may hold at a time:
 //!
-//! ```text
-//! lock  marker  store-mark
-//! volumes/<handle>/contents            the contents, or their mount point
-//!                 /upper work parent   a copy-on-write child
-//!                 /taken               the contents were moved from another volume
-//!                 /artifact            the artifact that the volume holds
-//! containers/<handle>/container.json   the specification
-//!                    /upper work       the root layer of the container
-//!                    /run              mounts of the supervisor
-//!                    /processes/<id>/  alive  intent → started, or revoked  stdout  stderr  end  log
-//! ```
+//! ```text lock  marker  store-mark volumes/<handle>/contents            the contents, or their
+//! mount point /upper work parent   a copy-on-write child /taken               the contents were
+//! moved from another volume /artifact            the artifact that the volume holds
+//! containers/<handle>/container.json   the specification /upper work       the root layer of the
+//! container /run              mounts of the supervisor /processes/<id>/  alive  intent → started,
+//! or revoked  stdout  stderr  end  log ```
 //!
 //! This process creates and destroys directories, mounts volumes, and writes intents. A
 //! [`supervisor`] per process does everything with the container itself, and outlives this process.
@@ -67,8 +62,8 @@ use domain::worker::{Marker, StoreMark};
 use domain::workload::Usage;
 use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
-    ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, Disk, Ended, Holdings, Notes,
+    Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use rustix::fs::{Mode, OFlags};
 
@@ -434,6 +429,13 @@ impl Runtime for HostRuntime {
 
     async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError> {
         Host::process(&self.host, process).await
+    }
+
+    async fn describe_container(
+        &self,
+        handle: ContainerHandle,
+    ) -> Result<ContainerDescription, RuntimeError> {
+        Host::describe_container(&self.host, handle).await
     }
 
     async fn container_of(&self, process: ProcessId) -> Result<ProcessContainer, RuntimeError> {

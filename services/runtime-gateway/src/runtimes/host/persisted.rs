@@ -73,6 +73,9 @@ pub(super) struct Container {
     pub(super) pids: Option<u64>,
     pub(super) privileged: bool,
     pub(super) network: OwnNetwork,
+    /// Text of the gateway.
+    #[serde(default)]
+    pub(super) note: String,
 }
 
 /// The stored form of a container's network.
@@ -126,6 +129,7 @@ impl Container {
                 Network::None => OwnNetwork::None,
                 Network::Host => OwnNetwork::Host,
             },
+            note: spec.note,
         }
     }
 

@@ -34,6 +34,7 @@ async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
         limits: Limits::default(),
         privileged: false,
         network: Network::Private,
+        note: String::new(),
     };
     machine.runtime().create_container(handle, spec).await.expect("made");
     handle

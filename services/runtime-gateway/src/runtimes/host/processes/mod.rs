@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use domain::workload::{FailureReason, Usage};
 use domain::{ContainerHandle, ProcessId};
-use runtime::{Ended, ProcessContainer, ProcessState, RuntimeError};
+use runtime::{ContainerDescription, Ended, ProcessContainer, ProcessState, RuntimeError};
 use uuid::Uuid;
 
 use crate::util::blocking::blocking;
@@ -278,6 +278,26 @@ impl Host {
         blocking(move || {
             let container = host.read_container(handle)?.ok_or(RuntimeError::ProcessNotFound(id))?;
             Ok(ProcessContainer { handle, team: container.team, main: host.main_of(&process)? })
+        })
+        .await
+    }
+
+    pub(super) async fn describe_container(
+        self: &Arc<Self>,
+        handle: ContainerHandle,
+    ) -> Result<ContainerDescription, RuntimeError> {
+        let host = Arc::clone(self);
+        blocking(move || {
+            let container = host.read_container(handle)?.ok_or(RuntimeError::ContainerNotFound(handle))?;
+            let (mut main, mut others) = (None, Vec::new());
+            for process in host.processes_of(handle)? {
+                if Self::is_main(&process)? {
+                    main = Some(process.id);
+                } else {
+                    others.push(process.id);
+                }
+            }
+            Ok(ContainerDescription { team: container.team, note: container.note, main, others })
         })
         .await
     }

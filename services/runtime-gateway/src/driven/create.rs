@@ -1,0 +1,76 @@
+//! Creation of a driven container.
+
+use std::sync::Arc;
+
+use domain::workload::WorkloadSpec;
+use domain::{AttemptId, LeaseId, WorkloadId};
+use uuid::Uuid;
+
+use super::{DrivenError, Held};
+use crate::attempt::context::AttemptContext;
+use crate::attempt::error::AttemptError;
+use crate::attempt::process::stop_requested;
+use crate::attempt::{inputs, make};
+use crate::clients::scheduler_messages::{AttemptTask, InputProgress};
+use crate::runtimes::container_note::DrivenNote;
+use crate::util::retry::until_answered;
+use crate::worker::containers::KnownContainer;
+
+/// A container that a caller requests.
+pub(crate) struct NewContainer {
+    /// The spec. Its command is not used.
+    pub(crate) spec: WorkloadSpec,
+    pub(crate) note: DrivenNote,
+    pub(crate) token: String,
+}
+
+/// Returns the id of the container with this key.
+pub(crate) fn container_id(lease: LeaseId, key: &str) -> AttemptId {
+    AttemptId::from_uuid(Uuid::new_v5(&lease.uuid(), key.as_bytes()))
+}
+
+/// Creates a container, or returns it if it exists. `report` receives the progress of its inputs.
+pub(crate) async fn create(
+    context: &Arc<AttemptContext>,
+    held: Held,
+    new: NewContainer,
+    report: impl Fn(Vec<InputProgress>) + Sync,
+) -> Result<KnownContainer, DrivenError> {
+    let worker = &context.worker;
+    let id = container_id(held.lease, &new.note.key);
+    let _one_at_a_time = context.admissions.lock(id.uuid()).await;
+    match held.container(worker, id).await {
+        Ok(existing) if existing.note.driven.as_ref().is_some_and(|note| note.spec == new.note.spec) => {
+            return Ok(existing);
+        }
+        Ok(_) => return Err(DrivenError::Exists(new.note.key)),
+        Err(DrivenError::NoContainer(..)) => {}
+        Err(error) => return Err(error),
+    }
+    let task = AttemptTask {
+        lease: held.lease,
+        attempt: id,
+        spec: WorkloadSpec { team: held.team.clone(), ..new.spec },
+        token: new.token,
+        workload: WorkloadId::from_uuid(held.lease.uuid()),
+        traceparent: String::new(),
+        driven: Some(new.note),
+    };
+    let mut stop = held.operation.stop.clone();
+    let report = |inputs: Option<Vec<InputProgress>>| report(inputs.unwrap_or_default());
+    let (plan, prepared) = tokio::select! {
+        prepared = inputs::prepare(context, &task, &report) => prepared?,
+        request = stop_requested(&mut stop) => return Err(AttemptError::StopRequested(request).into()),
+    };
+    if !worker.session.is_exclusive() {
+        return Err(AttemptError::NotExclusive.into());
+    }
+    if let Err(error) = make::make(context, &task, &plan, &prepared).await {
+        make::report_failed_container(worker, &prepared, &error).await;
+        return Err(error.into());
+    }
+    let session = worker.session.opened().await;
+    let prepared_call = || worker.clients.store.mark_prepared(&session.credential, id);
+    until_answered("report that a container is prepared", prepared_call).await?;
+    held.container(worker, id).await
+}

@@ -1,0 +1,106 @@
+//! A driven lease for as long as the scheduler keeps it, and its end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::workload::{OutputMode, Stdin};
+use domain::{AttemptId, LeaseId, error_chain};
+use futures::future::join_all;
+use runtime::{ProcessState, RuntimeError};
+use tokio::sync::watch;
+
+use crate::attempt::context::AttemptContext;
+use crate::attempt::error::AttemptError;
+use crate::attempt::process::wait;
+use crate::clients::scheduler_messages::AttemptPhase;
+use crate::worker::Worker;
+use crate::worker::attached_callers;
+use crate::worker::attempts::StopRequest;
+
+/// Pause before a failed stop is tried again.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
+
+/// Waits for the end of a driven lease. Then stops all its processes, and reports the end.
+pub(crate) async fn hold(context: Arc<AttemptContext>, lease: LeaseId) {
+    let worker = &*context.worker;
+    let entry =
+        worker.attempts.lock().get(&lease).map(|entry| (entry.stop.subscribe(), entry.operations.clone()));
+    let Some((mut stop, operations)) = entry else { return };
+    let is_requested = tokio::select! {
+        requested = stop.wait_for(Option::is_some) => requested.is_ok(),
+        () = worker.stopping.cancelled() => false,
+    };
+    if !is_requested {
+        return;
+    }
+    let _ended = operations.write().await;
+    tracing::info!(lease.id = %lease, "stopping the processes of a driven lease");
+    while !stop_all(worker, lease, &stop).await {
+        tokio::select! {
+            () = tokio::time::sleep(RETRY_PAUSE) => {}
+            () = worker.stopping.cancelled() => return,
+        }
+        // The scheduler has forgotten the lease, or another gateway speaks for the worker.
+        if stop.has_changed().is_err() {
+            return;
+        }
+    }
+    worker.attempts.set_phase(lease, AttemptPhase::Ended);
+}
+
+/// Stops all processes of a lease, and waits for their ends. Returns whether nothing runs.
+async fn stop_all(worker: &Worker, lease: LeaseId, stop: &watch::Receiver<Option<StopRequest>>) -> bool {
+    // A process that another gateway handles must not be stopped.
+    worker.session.wait_until_exclusive().await;
+    let containers = match worker.containers(|container| container.note.lease == lease).await {
+        Ok(containers) => containers,
+        Err(error) => {
+            tracing::warn!(lease.id = %lease, error = error_chain(&error), "cannot list the containers of a lease: trying again");
+            return false;
+        }
+    };
+    let ends = containers.iter().map(async |container| {
+        let (main, mut stop) = (container.note.container, stop.clone());
+        match wait(worker, main, &mut stop).await {
+            Ok(_) | Err(AttemptError::Worker(RuntimeError::ProcessNotFound(_))) => true,
+            Err(error) => {
+                tracing::warn!(process.id = %main, error = error_chain(&error), "cannot stop a process of a lease");
+                false
+            }
+        }
+    });
+    join_all(ends).await.into_iter().all(|is_ended| is_ended)
+}
+
+/// Continues to hold a lease that an earlier gateway held.
+pub(crate) async fn resume(context: Arc<AttemptContext>, lease: LeaseId) {
+    let worker = &context.worker;
+    match worker.containers(|container| container.note.lease == lease).await {
+        Ok(containers) => {
+            for container in containers {
+                // It is not known whether the process waits for a caller. If it does not, nothing
+                // changes at the end of the term.
+                let modes = (Stdin::Attached, OutputMode::Attached);
+                worker.tasks.spawn(attend(context.clone(), container.note.container, modes));
+            }
+        }
+        Err(error) => {
+            tracing::warn!(lease.id = %lease, error = error_chain(&error), "cannot find the processes of a lease: they wait for their callers without a term");
+        }
+    }
+    hold(context, lease).await;
+}
+
+/// Enforces the term of the callers of a process until it ends.
+pub(super) async fn attend(context: Arc<AttemptContext>, process: AttemptId, modes: (Stdin, OutputMode)) {
+    let AttemptContext { worker, attendance, .. } = &*context;
+    if !matches!(worker.runtime.process(process.into()).await, Ok(state) if !matches!(state, ProcessState::Ended(_)))
+    {
+        return;
+    }
+    tokio::select! {
+        never = attached_callers::enforce_term(attendance, worker.runtime.as_ref(), process.into(), modes) => match never {},
+        _ = worker.runtime.wait(process.into()) => {}
+        () = worker.stopping.cancelled() => {}
+    }
+}

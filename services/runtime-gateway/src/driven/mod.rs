@@ -1,0 +1,177 @@
+//! Containers that the holder of a driven lease creates, starts and publishes.
+//!
+//! Each operation of a caller begins with [`Held::begin`]. It makes sure that the lease is in use,
+//! so that the scheduler keeps its slot until this gateway reports its end. The end of a lease
+//! ([`hold`]) waits for the operations under way, stops all processes, and only then reports it.
+//! After that, no operation begins.
+//!
+//! Invariant: a process starts only after the scheduler has confirmed that its lease is in use, and
+//! while the session of this gateway is exclusive.
+
+pub(crate) mod create;
+mod hold;
+pub(crate) mod publish;
+pub(crate) mod start;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::worker::LeaseClaims;
+use domain::{AttemptId, LeaseId};
+use rpc::pb::scheduler as pb;
+use rpc::{Reason, Refusal};
+
+use crate::attempt::context::AttemptContext;
+use crate::attempt::error::AttemptError;
+use crate::worker::Worker;
+use crate::worker::attempts::Operation;
+use crate::worker::containers::KnownContainer;
+pub(crate) use hold::{hold, resume};
+
+/// A reason why an operation of a caller failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DrivenError {
+    /// The lease has ended or is ending.
+    #[error("lease {0} has ended or is ending")]
+    LeaseLost(LeaseId),
+    /// The lease has no such container.
+    #[error("lease {0} has no container {1}")]
+    NoContainer(LeaseId, AttemptId),
+    /// The lease has a container with this key and another spec.
+    #[error("the lease has a container {0:?} with another spec")]
+    Exists(String),
+    /// The main process still runs.
+    #[error("the main process of container {0} still runs")]
+    Running(AttemptId),
+    /// The spec has no such output or cache.
+    #[error("the container has no {0}")]
+    NoSource(String),
+    /// The directory cannot be published.
+    #[error("{}", .0.message)]
+    Unpublishable(domain::workload::Failure),
+    /// The operation failed as the step of an attempt does.
+    #[error(transparent)]
+    Step(#[from] AttemptError),
+}
+
+impl From<Refusal> for DrivenError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Step(refusal.into())
+    }
+}
+
+impl From<runtime::RuntimeError> for DrivenError {
+    fn from(error: runtime::RuntimeError) -> Self {
+        Self::Step(error.into())
+    }
+}
+
+/// A driven lease during an operation of its holder.
+pub(crate) struct Held {
+    pub(crate) operation: Operation,
+    pub(crate) lease: LeaseId,
+    pub(crate) team: String,
+}
+
+impl Held {
+    /// Begins an operation under the lease of `claims`, whose token the gateway has verified. With
+    /// `confirm`, the scheduler confirms the lease even if it did before.
+    pub(crate) async fn begin(
+        context: &Arc<AttemptContext>,
+        claims: LeaseClaims,
+        token: &str,
+        confirm: bool,
+    ) -> Result<Self, DrivenError> {
+        let worker = &context.worker;
+        check_incarnation(worker, &claims)?;
+        let LeaseClaims { lease, team, .. } = claims;
+        // Whether an entry was ever confirmed is checked and changed by one operation at a time.
+        let _admission = context.admissions.lock(lease.uuid()).await;
+        let (operation, is_new) =
+            worker.attempts.begin_operation(lease).ok_or(DrivenError::LeaseLost(lease))?;
+        if is_new {
+            worker.tasks.spawn(hold(context.clone(), lease));
+        }
+        if confirm || !operation.is_confirmed {
+            match worker.clients.scheduler.use_lease(token).await {
+                Ok(generation) => worker.attempts.confirm_use(lease, generation),
+                Err(refusal) => {
+                    worker.attempts.forget_unused(lease);
+                    return Err(refusal.into());
+                }
+            }
+        }
+        Ok(Self { operation, lease, team })
+    }
+
+    /// Returns a container of the lease.
+    pub(crate) async fn container(
+        &self,
+        worker: &Worker,
+        id: AttemptId,
+    ) -> Result<KnownContainer, DrivenError> {
+        find(worker, self.lease, id).await
+    }
+}
+
+fn check_incarnation(worker: &Worker, claims: &LeaseClaims) -> Result<(), DrivenError> {
+    match worker.session.current() {
+        Some(session) if session.incarnation != claims.incarnation => {
+            Err(DrivenError::LeaseLost(claims.lease))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The part of a workload spec that a driven container does not have.
+pub(crate) fn spec_without_process() -> pb::WorkloadSpec {
+    pb::WorkloadSpec {
+        kind: pb::WorkloadKind::Task.into(),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        command: vec![bytes::Bytes::from_static(b"-")],
+        stdin: pb::StdinMode::None.into(),
+        output: pb::OutputMode::Spooled.into(),
+        privilege: pb::Privilege::Confined.into(),
+        network: pb::Network::None.into(),
+        ..pb::WorkloadSpec::default()
+    }
+}
+
+/// Returns a container of a driven lease.
+async fn find(worker: &Worker, lease: LeaseId, id: AttemptId) -> Result<KnownContainer, DrivenError> {
+    let is_it = |container: &KnownContainer| {
+        container.note.container == id && container.note.lease == lease && container.note.driven.is_some()
+    };
+    let mut found = worker.containers(is_it).await?;
+    found.pop().ok_or(DrivenError::NoContainer(lease, id))
+}
+
+/// Stops the processes of a driven container. The stop is in progress when the call returns.
+pub(crate) async fn stop(
+    worker: &Worker,
+    claims: &LeaseClaims,
+    id: AttemptId,
+    grace: Duration,
+) -> Result<(), DrivenError> {
+    check_incarnation(worker, claims)?;
+    find(worker, claims.lease, id).await?;
+    match worker.runtime.stop(id.into(), grace).await {
+        // Nothing runs.
+        Ok(()) | Err(runtime::RuntimeError::ProcessNotFound(_)) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Marks a driven container as garbage.
+pub(crate) async fn destroy(worker: &Worker, claims: &LeaseClaims, id: AttemptId) -> Result<(), DrivenError> {
+    check_incarnation(worker, claims)?;
+    let container = find(worker, claims.lease, id).await?;
+    let session = worker.session.opened().await;
+    let reason = "destroyed by the holder of its lease";
+    let call = worker.clients.store.mark_container(&session.credential, container.handle, reason);
+    match call.await {
+        // It is already deleted.
+        Err(refusal) if refusal.is(Reason::ContainerNotFound) => Ok(()),
+        result => Ok(result?),
+    }
+}
