@@ -7,6 +7,7 @@ mod client_docs;
 mod closed_output;
 mod concourse_worker;
 mod cordoned;
+mod driven;
 mod endings;
 mod examples;
 mod exec;

@@ -1,0 +1,458 @@
+//! Containers that the holder of a driven lease creates, starts and publishes.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::Duration;
+
+use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use integration_tests::{may_run_containers, wait_for};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::attach_request::Message as Say;
+use rpc::pb::runtime::attach_response::Message as Hear;
+use rpc::pb::runtime::containers_client::ContainersClient;
+use rpc::pb::scheduler as scheduler_pb;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::{Peer, Reason, Refusal};
+
+const TEAM: &str = "main";
+
+/// The addresses of a cluster.
+#[derive(Clone)]
+struct Services {
+    scheduler: String,
+    /// The proxy, if there is one.
+    proxy: Option<String>,
+    token: &'static str,
+}
+
+impl Services {
+    fn of(suite: &Suite) -> Self {
+        let proxy = suite.names().into_iter().find(|name| name == "proxy-0");
+        Self {
+            scheduler: suite.address("scheduler-0").to_owned(),
+            proxy: proxy.map(|name| suite.address(&name).to_owned()),
+            token: suite.token(),
+        }
+    }
+
+    fn connect(&self, address: &str) -> Peer {
+        peer(address, Outgoing::internal().with_token(Some(self.token))).expect("an address")
+    }
+
+    fn placements(&self) -> PlacementsClient<Peer> {
+        PlacementsClient::new(self.connect(&self.scheduler))
+    }
+}
+
+/// The holder of one driven lease, which repeats each call until it is answered.
+struct Holder {
+    services: Services,
+    lease: String,
+    placed: scheduler_pb::PlaceResponse,
+}
+
+/// A new id.
+fn uuid() -> String {
+    domain::LeaseId::new().to_string()
+}
+
+/// Repeats `call` while the service does not answer, or a new gateway has no session yet.
+async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, tonic::Status>) -> Result<T, Refusal> {
+    loop {
+        match call().await.map_err(Refusal::from) {
+            Err(refusal) if refusal.is_transient() || refusal.is(Reason::NotAttended) => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            result => return result,
+        }
+    }
+}
+
+impl Holder {
+    /// Places a lease.
+    async fn place(services: &Services, lease: &str, artifacts: &[&str]) -> Result<Self, Refusal> {
+        let request = scheduler_pb::PlaceRequest {
+            lease_id: lease.to_owned(),
+            team: TEAM.to_owned(),
+            kind: scheduler_pb::PlacementKind::Task.into(),
+            artifact_ids: artifacts.iter().map(|&id| id.to_owned()).collect(),
+            wait: Some(rpc::duration(Duration::from_secs(60))),
+            ..Default::default()
+        };
+        let placed = answered(async || Ok(services.placements().place(request.clone()).await?.into_inner()));
+        Ok(Self { services: services.clone(), lease: lease.to_owned(), placed: placed.await? })
+    }
+
+    /// A client of the gateway, or of the proxy if there is one.
+    fn containers(&self) -> ContainersClient<Peer> {
+        let address = self.services.proxy.as_ref().unwrap_or(&self.placed.gateway_endpoint);
+        ContainersClient::new(self.services.connect(address))
+    }
+
+    async fn create(&self, key: &str, spec: pb::ContainerSpec) -> Result<pb::Container, Refusal> {
+        let request = pb::CreateContainerRequest {
+            lease_token: self.placed.lease_token.clone(),
+            key: key.to_owned(),
+            spec: Some(spec),
+            labels: BTreeMap::from([("step".to_owned(), key.to_owned())]),
+        };
+        answered(async || {
+            let mut answers = self.containers().create_container(request.clone()).await?.into_inner();
+            loop {
+                match answers.message().await?.and_then(|answer| answer.message) {
+                    Some(pb::create_container_response::Message::Created(created)) => return Ok(created),
+                    Some(pb::create_container_response::Message::Progress(_)) => {}
+                    None => return Err(tonic::Status::unavailable("the stream was cut")),
+                }
+            }
+        })
+        .await
+    }
+
+    /// Starts a process, or attaches to it, and sends its input. Returns its standard output and
+    /// its exit code.
+    async fn run(
+        &self,
+        container: &str,
+        process: &str,
+        command: &[&str],
+        input: &'static [u8],
+    ) -> Result<(Vec<u8>, u32), Refusal> {
+        let (output, code) = self.attach(container, process, command, Some(input)).await?;
+        Ok((output, code.expect("it has ended")))
+    }
+
+    /// Starts a process, or attaches to it. Returns after its first output, unless `input` is sent.
+    async fn attach(
+        &self,
+        container: &str,
+        process: &str,
+        command: &[&str],
+        input: Option<&'static [u8]>,
+    ) -> Result<(Vec<u8>, Option<u32>), Refusal> {
+        answered(async || {
+            let (send, requests) = tokio::sync::mpsc::channel(8);
+            let is_main = process == container;
+            let start = pb::StartProcess {
+                team: TEAM.to_owned(),
+                worker_id: self.placed.worker_id.clone(),
+                container_id: container.to_owned(),
+                process_id: process.to_owned(),
+                spec: Some(pb::ProcessSpec {
+                    command: command.iter().map(|&text| text.to_owned().into()).collect(),
+                    stdin: true,
+                    ..Default::default()
+                }),
+                lease_token: if is_main { self.placed.lease_token.clone() } else { String::new() },
+            };
+            let say = async |message| _ = send.send(pb::AttachRequest { message: Some(message) }).await;
+            say(Say::Start(start)).await;
+            if let Some(input) = input {
+                say(Say::Stdin(pb::StdinData { offset: 0, data: input.into() })).await;
+                say(Say::CloseStdin(pb::CloseStdin {})).await;
+            }
+            let stream = tokio_stream::wrappers::ReceiverStream::new(requests);
+            let mut answers = self.containers().attach(stream).await?.into_inner();
+            let (mut output, mut code) = (Vec::new(), None);
+            while let Some(answer) = answers.message().await? {
+                match answer.message {
+                    Some(Hear::Output(part)) if part.stream == i32::from(pb::Stream::Stdout) => {
+                        output.extend(part.data);
+                        if input.is_none() {
+                            return Ok((output, None));
+                        }
+                        let ack = pb::Ack { stdout_offset: output.len() as u64, stderr_offset: 0 };
+                        say(Say::Ack(ack)).await;
+                    }
+                    Some(Hear::Exited(exited)) => match exited.status {
+                        Some(pb::exited::Status::Code(exit)) => code = Some(exit),
+                        other => panic!("{process}: {other:?} {} {}", exited.reason, exited.message),
+                    },
+                    Some(Hear::Done(_)) => return Ok((output, code)),
+                    _ => {}
+                }
+            }
+            Err(tonic::Status::unavailable("the stream was cut"))
+        })
+        .await
+    }
+
+    async fn publish(&self, container: &str, output: &str) -> Result<pb::Published, Refusal> {
+        let request = pb::PublishRequest {
+            lease_token: self.placed.lease_token.clone(),
+            container_id: container.to_owned(),
+            source: Some(pb::publish_request::Source::Output(output.to_owned())),
+        };
+        answered(async || {
+            let mut answers = self.containers().publish(request.clone()).await?.into_inner();
+            loop {
+                match answers.message().await?.and_then(|answer| answer.message) {
+                    Some(pb::publish_response::Message::Published(published)) => return Ok(published),
+                    Some(pb::publish_response::Message::Progress(_)) => {}
+                    None => return Err(tonic::Status::unavailable("the stream was cut")),
+                }
+            }
+        })
+        .await
+    }
+
+    /// Ends the lease, and keeps these artifacts.
+    async fn release(&self, keep: &[&pb::Published]) -> Result<(), Refusal> {
+        let artifacts = keep.iter().map(|published| scheduler_pb::SettledArtifact {
+            artifact_id: published.artifact_id.clone(),
+            digest: published.digest.clone(),
+            label: "kept".to_owned(),
+            ..Default::default()
+        });
+        let request = scheduler_pb::ReleaseRequest {
+            lease_token: self.placed.lease_token.clone(),
+            settlement: Some(scheduler_pb::Settlement {
+                artifacts: artifacts.collect(),
+                build_id: String::new(),
+                status: scheduler_pb::Outcome::Succeeded.into(),
+            }),
+        };
+        answered(async || self.services.placements().release(request.clone()).await).await?;
+        Ok(())
+    }
+
+    async fn container(&self, container: &str) -> Result<pb::Container, Refusal> {
+        let request = pb::GetContainerRequest {
+            team: TEAM.to_owned(),
+            container_id: container.to_owned(),
+            worker_id: self.placed.worker_id.clone(),
+        };
+        let got = answered(async || Ok(self.containers().get_container(request.clone()).await?.into_inner()));
+        Ok(got.await?.container.expect("a container"))
+    }
+
+    /// Waits until the lease has ended.
+    async fn ended(&self) {
+        let request = scheduler_pb::GetLeaseRequest { team: TEAM.to_owned(), lease_id: self.lease.clone() };
+        loop {
+            let lease = answered(async || {
+                Ok(self.services.placements().get_lease(request.clone()).await?.into_inner())
+            });
+            let lease = lease.await.expect("it is remembered").lease.expect("a lease");
+            if lease.state() == scheduler_pb::LeaseState::Ended {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+}
+
+/// A container that reads `src` and writes `out`.
+fn spec(input: &str) -> pb::ContainerSpec {
+    pb::ContainerSpec {
+        image: Some(scheduler_pb::Image {
+            source: Some(scheduler_pb::image::Source::Host(scheduler_pb::HostImage {})),
+        }),
+        inputs: vec![scheduler_pb::Input {
+            name: "src".to_owned(),
+            artifact_id: input.to_owned(),
+            access: scheduler_pb::Access::ReadOnly.into(),
+            ..Default::default()
+        }],
+        outputs: vec![scheduler_pb::Output { name: "out".to_owned(), ..Default::default() }],
+        privilege: scheduler_pb::Privilege::Confined.into(),
+        network: scheduler_pb::Network::None.into(),
+        ..Default::default()
+    }
+}
+
+/// Uploads a directory with one file.
+fn uploaded(suite: &Suite) -> String {
+    let source = suite.path("source");
+    fs::create_dir_all(&source).expect("made");
+    fs::write(source.join("file"), "bytes\n").expect("written");
+    suite.upload(&source)
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Runtime::new().expect("a runtime").block_on(future)
+}
+
+const SCRIPT: &str = "cat src/file - > out/file; echo ran; exit 3";
+
+#[test]
+fn holder_creates_starts_publishes_and_keeps() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, SHORT_TERMS);
+    let input = uploaded(&suite);
+    block_on(async {
+        let holder = Holder::place(&Services::of(&suite), &uuid(), &[&input]).await.expect("placed");
+        let created = holder.create("task", spec(&input)).await.expect("created");
+        let id = created.container_id.clone();
+        assert!(created.processes.is_empty() && created.key == "task", "{created:?}");
+        let again = holder.create("task", spec(&input)).await.expect("the same");
+        assert_eq!(again, created);
+        let other = pb::ContainerSpec { user: "1000".to_owned(), ..spec(&input) };
+        let refused = holder.create("task", other).await.expect_err("another spec");
+        assert!(refused.is(Reason::ContainerExists), "{refused}");
+
+        // Nothing can join the container yet.
+        let refused = holder.run(&id, &uuid(), &["true"], b"").await.expect_err("nothing runs");
+        assert!(refused.is(Reason::ContainerNotRunning), "{refused}");
+        let command = ["sh", "-c", SCRIPT];
+        for _ in 0..2 {
+            // The second call attaches to the process that has ended.
+            let ran = holder.run(&id, &id, &command, b"input\n").await.expect("it runs");
+            assert_eq!(ran, (b"ran\n".to_vec(), 3));
+        }
+        let seen = holder.container(&id).await.expect("it exists");
+        let [main] = &seen.processes[..] else { panic!("{seen:?}") };
+        let code = main.exited.as_ref().and_then(|exited| exited.status);
+        assert_eq!((main.main, main.state()), (true, pb::ProcessState::Ended));
+        assert_eq!(code, Some(pb::exited::Status::Code(3)));
+
+        // After the end, another process sees what the first one left.
+        let looked = holder.run(&id, &uuid(), &["cat", "out/file"], b"").await.expect("it runs");
+        assert_eq!(looked, (b"bytes\ninput\n".to_vec(), 0));
+        let published = holder.publish(&id, "out").await.expect("published");
+        assert_eq!((published.size_bytes, published.entries), (12, 1));
+        assert_eq!(holder.publish(&id, "out").await.expect("the same"), published);
+        let refused = holder.publish(&id, "none").await.expect_err("no such output");
+        assert!(refused.is(Reason::InvalidField), "{refused}");
+
+        let list = pb::ListContainersRequest {
+            team: TEAM.to_owned(),
+            labels: BTreeMap::from([("step".to_owned(), "task".to_owned())]),
+            ..Default::default()
+        };
+        let mut listed =
+            holder.containers().list_containers(list.clone()).await.expect("listed").into_inner();
+        assert_eq!(listed.containers.pop().expect("one").container_id, id);
+        let elsewhere = pb::ListContainersRequest { team: "other".to_owned(), ..list };
+        let listed = holder.containers().list_containers(elsewhere).await.expect("listed").into_inner();
+        assert!(listed.containers.is_empty(), "{listed:?}");
+
+        for _ in 0..2 {
+            holder.release(&[&published]).await.expect("released");
+        }
+        holder.ended().await;
+        let refused = holder.create("late", spec(&input)).await.expect_err("the lease has ended");
+        assert!(refused.is(Reason::LeaseLost), "{refused}");
+        assert_eq!(suite.succeed(&["cat", &published.artifact_id, "file"]), "bytes\ninput\n");
+    });
+}
+
+#[test]
+fn release_stops_all_processes_of_lease() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, SHORT_TERMS);
+    let input = uploaded(&suite);
+    block_on(async {
+        let holder = Holder::place(&Services::of(&suite), &uuid(), &[&input]).await.expect("placed");
+        let mut ids = Vec::new();
+        for key in ["one", "two"] {
+            let id = holder.create(key, spec(&input)).await.expect("created").container_id;
+            ids.push(id);
+        }
+        let run = async |id: &str| {
+            let trap = "trap 'echo stopped; exit 5' TERM; echo up | tee out/up; while :; do sleep 0.05; done";
+            holder.run(id, id, &["sh", "-c", trap], b"").await.expect("it runs")
+        };
+        let release = async {
+            for id in &ids {
+                loop {
+                    let seen = holder.container(id).await.expect("it exists");
+                    if seen.processes.first().is_some_and(|main| main.state() == pb::ProcessState::Running) {
+                        break;
+                    }
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                // The shell has set its trap.
+                let wait = ["sh", "-c", "until [ -e out/up ]; do sleep 0.01; done"];
+                assert_eq!(holder.run(id, &uuid(), &wait, b"").await.expect("it runs").1, 0);
+                let refused = holder.publish(id, "out").await.expect_err("it runs");
+                assert!(refused.is(Reason::ProcessRunning), "{refused}");
+            }
+            holder.release(&[]).await.expect("released");
+        };
+        let (one, two, ()) = tokio::join!(run(&ids[0]), run(&ids[1]), release);
+        for ran in [one, two] {
+            assert_eq!(ran, (b"up\nstopped\n".to_vec(), 5));
+        }
+        holder.ended().await;
+    });
+}
+
+/// Each service is killed between each two steps of a holder. The holder repeats its calls.
+#[test]
+fn steps_survive_the_death_of_each_service_between_them() {
+    if !may_run_containers() {
+        return;
+    }
+    let settings = [SHORT_TERMS, &[("GANTRY_GC_GRACE", "1s")]].concat();
+    let mut suite = Suite::start(Shape::ONE, &settings);
+    let input = uploaded(&suite);
+    let services = Services::of(&suite);
+    let mut kept = Vec::new();
+    for service in ["scheduler-0", "artifact-store-0", "streamer-0", "runtime-gateway-0"] {
+        for gap in 1..=5 {
+            let killed_at = format!("{service} before step {gap}");
+            println!("{killed_at}");
+            let mut kill = |step| {
+                if step == gap {
+                    suite.kill(service);
+                    suite.spawn(service);
+                }
+            };
+            let published = block_on(async {
+                let holder = Holder::place(&services, &uuid(), &[&input]).await.expect("placed");
+                kill(1);
+                let id = holder.create("task", spec(&input)).await.expect("created").container_id;
+                kill(2);
+                let command = ["sh", "-c", "echo ran; cat src/file - > out/file; exit 3"];
+                holder.attach(&id, &id, &command, None).await.expect("it starts");
+                kill(3);
+                let ran = holder.run(&id, &id, &command, b"input\n").await.expect("it ends");
+                assert_eq!(ran, (b"ran\n".to_vec(), 3), "{killed_at}");
+                kill(4);
+                let published = holder.publish(&id, "out").await.expect("published");
+                let seen = holder.container(&id).await.expect("it exists");
+                assert_eq!(seen.processes.len(), 1, "{killed_at}: {seen:?}");
+                kill(5);
+                holder.release(&[&published]).await.expect("released");
+                holder.ended().await;
+                published
+            });
+            kept.push(published.artifact_id);
+        }
+    }
+    for artifact in &kept {
+        assert_eq!(suite.succeed(&["cat", artifact, "file"]), "bytes\ninput\n");
+    }
+    wait_for("the deletion of all containers", || {
+        suite.succeed(&["list", "containers", "--json"]).trim().is_empty().then_some(())
+    });
+}
+
+/// A holder that dies leaves nothing behind after the term of its lease.
+#[test]
+fn lease_of_dead_holder_ends_with_its_processes() {
+    if !may_run_containers() {
+        return;
+    }
+    let settings = [SHORT_TERMS, &[("GANTRY_GC_GRACE", "1s"), ("GANTRY_LEASE_TERM", "3s")]].concat();
+    let suite = Suite::start(Shape::ONE, &settings);
+    let input = uploaded(&suite);
+    let services = Services::of(&suite);
+    block_on(async {
+        let holder = Holder::place(&services, &uuid(), &[&input]).await.expect("placed");
+        let id = holder.create("task", spec(&input)).await.expect("created").container_id;
+        holder.attach(&id, &id, &["sh", "-c", "echo up; sleep 1000"], None).await.expect("it starts");
+        holder.ended().await;
+        let refused = holder.release(&[]).await.map_err(|refusal| refusal.to_string());
+        assert_eq!(refused, Ok(()), "a release is repeatable");
+    });
+    wait_for("the deletion of all containers", || {
+        suite.succeed(&["list", "containers", "--json"]).trim().is_empty().then_some(())
+    });
+}
