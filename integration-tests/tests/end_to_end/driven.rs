@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
 
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{may_run_containers, wait_for};
 use rpc::client::{Outgoing, peer};
@@ -14,6 +15,8 @@ use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::scheduler as scheduler_pb;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::{Peer, Reason, Refusal};
+use testing::baggageclaim::Driver;
+use testing::garden::Manner;
 
 const TEAM: &str = "main";
 
@@ -77,6 +80,11 @@ impl Holder {
             team: TEAM.to_owned(),
             kind: scheduler_pb::PlacementKind::Task.into(),
             artifact_ids: artifacts.iter().map(|&id| id.to_owned()).collect(),
+            process: Some(scheduler_pb::ProcessRequirements {
+                // The image is one of the artifacts.
+                image_kind: if artifacts.len() > 1 { "artifact" } else { "host" }.to_owned(),
+                ..Default::default()
+            }),
             wait: Some(rpc::duration(Duration::from_secs(60))),
             ..Default::default()
         };
@@ -243,12 +251,14 @@ impl Holder {
     }
 }
 
-/// A container that reads `src` and writes `out`.
-fn spec(input: &str) -> pb::ContainerSpec {
+/// A container that reads `src` and writes `out`, with this image or that of the worker.
+fn spec(input: &str, image: Option<&str>) -> pb::ContainerSpec {
+    let source = match image {
+        Some(image) => scheduler_pb::image::Source::ArtifactId(image.to_owned()),
+        None => scheduler_pb::image::Source::Host(scheduler_pb::HostImage {}),
+    };
     pb::ContainerSpec {
-        image: Some(scheduler_pb::Image {
-            source: Some(scheduler_pb::image::Source::Host(scheduler_pb::HostImage {})),
-        }),
+        image: Some(scheduler_pb::Image { source: Some(source) }),
         inputs: vec![scheduler_pb::Input {
             name: "src".to_owned(),
             artifact_id: input.to_owned(),
@@ -257,7 +267,7 @@ fn spec(input: &str) -> pb::ContainerSpec {
         }],
         outputs: vec![scheduler_pb::Output { name: "out".to_owned(), ..Default::default() }],
         privilege: scheduler_pb::Privilege::Confined.into(),
-        network: scheduler_pb::Network::None.into(),
+        network: scheduler_pb::Network::Private.into(),
         ..Default::default()
     }
 }
@@ -278,13 +288,53 @@ const SCRIPT: &str = "cat src/file - > out/file; echo ran; exit 3";
 
 #[test]
 fn holder_creates_starts_publishes_and_keeps() {
-    if !may_run_containers() {
-        return;
+    if may_run_containers() {
+        let suite = Suite::start(Shape::ONE, SHORT_TERMS);
+        create_start_publish_keep(&suite, None);
     }
-    let suite = Suite::start(Shape::ONE, SHORT_TERMS);
-    let input = uploaded(&suite);
+}
+
+#[test]
+fn holder_reaches_worker_through_proxy() {
+    if may_run_containers() {
+        // The gateway rejects the token of the holder.
+        let suite = Suite::start_walled(Shape { proxies: 1, ..Shape::ONE }, SHORT_TERMS);
+        suite.attended("worker-0", "runtime-gateway-0");
+        create_start_publish_keep(&suite, None);
+    }
+}
+
+/// Adds a Concourse worker, and returns the image of its containers.
+fn on_concourse_worker(suite: &mut Suite, manner: Manner) -> (ConcourseWorker, String) {
+    let servers = ConcourseWorker::start(manner, Driver::Overlay);
+    let (garden, volumes) = (servers.garden_address(), servers.volumes_address());
+    let settings = [("GANTRY_GARDEN", &*garden), ("GANTRY_BAGGAGECLAIM", &*volumes)];
+    suite.attend("runtime-gateway-0", "concourse", &settings);
+    suite.attended("concourse", "runtime-gateway-0");
+    let image = suite.path("image");
+    make_image(&image);
+    let image = suite.upload(&image);
+    (servers, image)
+}
+
+#[test]
+fn holder_drives_containers_of_concourse_worker() {
+    if may_run_containers() {
+        for manner in [Manner::Containerd, Manner::Guardian] {
+            let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
+            let (_servers, image) = on_concourse_worker(&mut suite, manner);
+            create_start_publish_keep(&suite, Some(&image));
+        }
+    }
+}
+
+/// Performs all steps of a holder, with this image or that of the worker.
+fn create_start_publish_keep(suite: &Suite, image: Option<&str>) {
+    let input = uploaded(suite);
+    let spec = |input: &str| spec(input, image);
+    let artifacts: Vec<_> = image.into_iter().chain([&*input]).collect();
     block_on(async {
-        let holder = Holder::place(&Services::of(&suite), &uuid(), &[&input]).await.expect("placed");
+        let holder = Holder::place(&Services::of(suite), &uuid(), &artifacts).await.expect("placed");
         let created = holder.create("task", spec(&input)).await.expect("created");
         let id = created.container_id.clone();
         assert!(created.processes.is_empty() && created.key == "task", "{created:?}");
@@ -309,9 +359,11 @@ fn holder_creates_starts_publishes_and_keeps() {
         assert_eq!((main.main, main.state()), (true, pb::ProcessState::Ended));
         assert_eq!(code, Some(pb::exited::Status::Code(3)));
 
-        // After the end, another process sees what the first one left.
-        let looked = holder.run(&id, &uuid(), &["cat", "out/file"], b"").await.expect("it runs");
-        assert_eq!(looked, (b"bytes\ninput\n".to_vec(), 0));
+        // After the end, another process sees what the first one left. Garden cannot do that.
+        if image.is_none() {
+            let looked = holder.run(&id, &uuid(), &["cat", "out/file"], b"").await.expect("it runs");
+            assert_eq!(looked, (b"bytes\ninput\n".to_vec(), 0));
+        }
         let published = holder.publish(&id, "out").await.expect("published");
         assert_eq!((published.size_bytes, published.entries), (12, 1));
         assert_eq!(holder.publish(&id, "out").await.expect("the same"), published);
@@ -320,6 +372,7 @@ fn holder_creates_starts_publishes_and_keeps() {
 
         let list = pb::ListContainersRequest {
             team: TEAM.to_owned(),
+            worker_id: holder.placed.worker_id.clone(),
             labels: BTreeMap::from([("step".to_owned(), "task".to_owned())]),
             ..Default::default()
         };
@@ -351,7 +404,7 @@ fn release_stops_all_processes_of_lease() {
         let holder = Holder::place(&Services::of(&suite), &uuid(), &[&input]).await.expect("placed");
         let mut ids = Vec::new();
         for key in ["one", "two"] {
-            let id = holder.create(key, spec(&input)).await.expect("created").container_id;
+            let id = holder.create(key, spec(&input, None)).await.expect("created").container_id;
             ids.push(id);
         }
         let run = async |id: &str| {
@@ -390,11 +443,21 @@ fn steps_survive_the_death_of_each_service_between_them() {
         return;
     }
     let settings = [SHORT_TERMS, &[("GANTRY_GC_GRACE", "1s")]].concat();
-    let mut suite = Suite::start(Shape::ONE, &settings);
+    let suite = Suite::start(Shape::ONE, &settings);
+    let every = ["scheduler-0", "artifact-store-0", "streamer-0", "runtime-gateway-0"];
+    kill_between_steps(suite, &every, None);
+
+    let mut suite = Suite::start(Shape::NO_WORKER, &settings);
+    let (_servers, image) = on_concourse_worker(&mut suite, Manner::Containerd);
+    kill_between_steps(suite, &["runtime-gateway-0"], Some(&image));
+}
+
+fn kill_between_steps(mut suite: Suite, killed: &[&str], image: Option<&str>) {
     let input = uploaded(&suite);
+    let artifacts: Vec<_> = image.into_iter().chain([&*input]).collect();
     let services = Services::of(&suite);
     let mut kept = Vec::new();
-    for service in ["scheduler-0", "artifact-store-0", "streamer-0", "runtime-gateway-0"] {
+    for &service in killed {
         for gap in 1..=5 {
             let killed_at = format!("{service} before step {gap}");
             println!("{killed_at}");
@@ -405,9 +468,9 @@ fn steps_survive_the_death_of_each_service_between_them() {
                 }
             };
             let published = block_on(async {
-                let holder = Holder::place(&services, &uuid(), &[&input]).await.expect("placed");
+                let holder = Holder::place(&services, &uuid(), &artifacts).await.expect("placed");
                 kill(1);
-                let id = holder.create("task", spec(&input)).await.expect("created").container_id;
+                let id = holder.create("task", spec(&input, image)).await.expect("created").container_id;
                 kill(2);
                 let command = ["sh", "-c", "echo ran; cat src/file - > out/file; exit 3"];
                 holder.attach(&id, &id, &command, None).await.expect("it starts");
@@ -446,7 +509,7 @@ fn lease_of_dead_holder_ends_with_its_processes() {
     let services = Services::of(&suite);
     block_on(async {
         let holder = Holder::place(&services, &uuid(), &[&input]).await.expect("placed");
-        let id = holder.create("task", spec(&input)).await.expect("created").container_id;
+        let id = holder.create("task", spec(&input, None)).await.expect("created").container_id;
         holder.attach(&id, &id, &["sh", "-c", "echo up; sleep 1000"], None).await.expect("it starts");
         holder.ended().await;
         let refused = holder.release(&[]).await.map_err(|refusal| refusal.to_string());
