@@ -46,6 +46,7 @@ async fn run() -> anyhow::Result<()> {
             user: None,
             limits: Limits::default(),
             privileged: false,
+            network_of: None,
             network: Network::Private,
             note: String::new(),
         };

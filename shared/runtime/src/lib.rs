@@ -46,6 +46,8 @@ pub struct Capabilities {
     pub image_kinds: Vec<String>,
     /// Names of optional features: `privileged`, `network-private`, `stop-after`, `terminal`, and
     ///
+    /// - `network-container`: a container can join the network of another one
+    ///   ([`ContainerSpec::network_of`]);
     /// - `exec`: a container may have several processes at a time;
     /// - `exec-ended`: a process can look into a container whose main process has ended;
     /// - `limits-memory`, `limits-cpu`, `limits-pids`: this limit of [`ContainerSpec::limits`]
@@ -190,6 +192,21 @@ pub struct ContainerSpec {
     pub limits: Limits,
     /// Whether the container has the privileges of root on the worker.
     pub privileged: bool,
+    /// The container whose network this container joins, with the capability `network-container`.
+    /// `None`: the container has a network of its own.
+    ///
+    /// - The other container must exist, and have the same team and the same [`Self::network`]. Its
+    ///   main process must run when that of this container starts.
+    /// - Both have the same interfaces, addresses, ports, `localhost` and abstract sockets. Limits
+    ///   of connections and of name queries apply to them together.
+    /// - `/etc/hosts` and `/etc/resolv.conf` are copied from the other container when the main
+    ///   process starts. The runtime adds the name of this container.
+    /// - The network exists until the last process in it has ended, also if the other container has
+    ///   ended or is destroyed. A later main process of the other container has a new network.
+    /// - A process that looks into this container after its end has a network of its own.
+    /// - Processes can send each other descriptors of open files. So the volumes of these
+    ///   containers may change until the processes of all of them have ended.
+    pub network_of: Option<ContainerHandle>,
     /// The network of the container.
     pub network: Network,
     /// Text of the gateway that is stored with the container. Empty: none.
@@ -343,6 +360,8 @@ pub trait Runtime: Send + Sync + 'static {
     /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::InvalidImage`],
     /// [`RuntimeError::UserNotFound`], [`RuntimeError::DirectoryMissing`],
     /// [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
+    /// [`RuntimeError::ContainerNotFound`] if the team has no container
+    /// [`ContainerSpec::network_of`].
     async fn create_container(
         &self,
         handle: ContainerHandle,
@@ -371,8 +390,9 @@ pub trait Runtime: Send + Sync + 'static {
     /// end of the main process. It sees the files as the main process left them, and what it writes
     /// is discarded at its end.
     ///
-    /// Errors: [`RuntimeError::ContainerNotFound`]. [`RuntimeError::ContainerNotRunning`].
-    /// [`RuntimeError::Unsupported`] for a further process without the capability `exec`.
+    /// Errors: [`RuntimeError::ContainerNotFound`]. [`RuntimeError::ContainerNotRunning`], also for
+    /// the container whose network is joined. [`RuntimeError::Unsupported`] for a further process
+    /// without the capability `exec`.
     async fn start(
         &self,
         container: ContainerHandle,

@@ -14,6 +14,7 @@ mod containers;
 mod exec;
 mod limits;
 mod model;
+mod networks;
 mod output;
 mod processes;
 pub mod programs;
@@ -52,6 +53,10 @@ pub use limits::{
     cpu_limit_applies_to_container, memory_limit_applies_to_container, process_limit_applies_to_container,
 };
 pub use model::worker_matches_model_after_random_operations;
+pub use networks::{
+    joined_network_outlives_its_container, network_is_joined_after_reopening,
+    network_of_stopped_container_is_rejected, networks_of_containers_are_joined,
+};
 pub use output::{
     binary_input_arrives_or_is_rejected, dropped_readers_and_waiters_change_nothing,
     output_is_readable_from_any_offset, process_continues_after_detach, repeated_input_arrives_once,
@@ -148,6 +153,7 @@ pub fn container() -> ContainerSpec {
         user: None,
         limits: Limits::default(),
         privileged: false,
+        network_of: None,
         network: Network::Private,
         note: String::new(),
     }
@@ -390,6 +396,8 @@ macro_rules! runtime_conformance {
             binary_input_arrives_or_is_rejected unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime
             further_process_joins_container further_process_ends_with_main_process further_process_survives_its_runtime
             further_process_of_privileged_container_has_user ended_container_can_be_looked_into
+            networks_of_containers_are_joined network_of_stopped_container_is_rejected
+            joined_network_outlives_its_container network_is_joined_after_reopening
             worker_matches_model_after_random_operations
         }
     };

@@ -25,6 +25,8 @@ scripts! {
     FORK = "i=0; while [ $i -lt $1 ]; do sleep 1000 > /dev/null 2>&1 & i=$((i+1)); echo $i; done";
     COMPUTE = "i=0; while [ $i -lt $1 ]; do i=$((i+1)); done";
     TRAP = "trap 'echo INT' INT; trap 'echo HUP' HUP; trap 'echo USR1; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
+    LISTEN = "exec python3 -c 'import socket, sys\nserver = socket.create_server((\"127.0.0.1\", int(sys.argv[1])))\nprint(\"ready\", flush=True)\nwhile True: server.accept()' $1";
+    CONNECT = "exec python3 -c 'import socket, sys; socket.create_connection((\"127.0.0.1\", int(sys.argv[1])))' $1";
     WINDOW = "stty -echo; stty size; while read line && [ $line != end ]; do stty size; done; exit 5";
 }
 
@@ -157,6 +159,18 @@ pub fn trap() -> Vec<String> {
 #[must_use]
 pub fn window() -> Vec<String> {
     shell(WINDOW, &[])
+}
+
+/// Listens on this port of the loopback, and prints `ready`. Ends on TERM.
+#[must_use]
+pub fn listen(port: u16) -> Vec<String> {
+    shell(LISTEN, &[&port.to_string()])
+}
+
+/// Connects to this port of the loopback. Exits with 0, or with 1 if no process listens.
+#[must_use]
+pub fn connect(port: u16) -> Vec<String> {
+    shell(CONNECT, &[&port.to_string()])
 }
 
 /// A file that exists and is not executable.

@@ -1,16 +1,19 @@
 //! Containers of the fake worker: validation, and the files that a process sees.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use domain::workload::{Bytes, Limits, Network};
 use domain::{ContainerHandle, VolumeHandle};
 use runtime::{ContainerSpec, Root, RuntimeError};
 use rustix::fs::OFlags;
 
+use super::process::Process;
 use super::programs::open_in;
 use super::volumes::copy;
 
@@ -25,10 +28,14 @@ pub(super) struct User {
     pub(super) home: String,
 }
 
+/// The open ports of a network, each with the process that listens.
+pub(super) type Ports = Arc<Mutex<BTreeMap<u16, Arc<Process>>>>;
+
 /// A container, with the paths of its files on the host.
 pub(super) struct Container {
     pub(super) spec: ContainerSpec,
     pub(super) user: User,
+    pub(super) ports: Ports,
     root: PathBuf,
     /// Per volume: the path in the container, the path on the host, and whether the mount is
     /// read-only.
@@ -81,7 +88,7 @@ impl Container {
         }
         let must_make = must_make(&spec);
         let root = if spec.root == Root::Host { own.join(handle.to_string()) } else { seen.clone() };
-        let made = Self { spec, user, root: seen, mounts };
+        let made = Self { spec, user, ports: Ports::default(), root: seen, mounts };
         if !must_make && made.open(&made.directory(), OFlags::PATH | OFlags::DIRECTORY).is_err() {
             return Err(RuntimeError::DirectoryMissing(made.directory().display().to_string()));
         }
@@ -143,6 +150,17 @@ impl Container {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
         }
         open_in(&root, &inside, flags)
+    }
+
+    /// Opens a port of the container's network.
+    pub(super) fn listen(&self, port: u16, process: &Arc<Process>) {
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner).insert(port, process.clone());
+    }
+
+    /// Whether a running process listens on a port of the container's network.
+    pub(super) fn connect(&self, port: u16) -> bool {
+        let ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        ports.get(&port).is_some_and(|process| process.lock().ended().is_none())
     }
 
     /// Removes the container's own files.

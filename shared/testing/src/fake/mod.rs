@@ -5,7 +5,8 @@
 //! outlives the [`Runtime`]s that use it. Volumes are subdirectories of a temporary directory.
 //! Processes are tasks of the test process. They run only the programs of the conformance suite
 //! ([`crate::conformance::programs`]), and see the files of their container. The fake does not
-//! simulate the kernel: users, limits, privileges and networks have no effect.
+//! simulate the kernel: users, limits and privileges have no effect, and a network is only a set of
+//! ports.
 //!
 //! The fake passes the conformance suite, with local and with remote volumes. Tests inject faults
 //! by [`Faults`].
@@ -37,7 +38,7 @@ use tokio::sync::watch;
 
 pub use faults::{DestructionCounts, FaultGuard, Faults};
 
-use containers::Container;
+use containers::{Container, Ports};
 use process::{Contact, Process};
 use programs::{Program, System};
 use volumes::Volume;
@@ -50,8 +51,9 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 /// The feature that only workers with local volumes have.
 const NEAR: &str = "replaceable-outputs";
-const FEATURES: [&str; 13] = [
+const FEATURES: [&str; 14] = [
     "network-private",
+    "network-container",
     "stop-after",
     "terminal",
     "durable-output",
@@ -234,9 +236,15 @@ impl FakeWorker {
         }
         let container =
             state.containers.get(&handle).cloned().ok_or(RuntimeError::ContainerNotFound(handle))?;
-        let mut others = state.processes.values().filter(|(of, _)| *of == handle);
-        if others.any(|(_, other)| other.lock().ended().is_none()) {
+        let is_running = |container| {
+            let mut all = state.processes.values();
+            all.any(|(of, process)| *of == container && process.lock().ended().is_none())
+        };
+        if is_running(handle) {
             return Err(RuntimeError::Unsupported(format!("a second process in container {handle}")));
+        }
+        if let Some(joined) = container.spec.network_of.filter(|joined| !is_running(*joined)) {
+            return Err(RuntimeError::ContainerNotRunning(joined));
         }
         let process = Process::new(id, spec, SPOOL_BYTES);
         state.processes.insert(id, (handle, process.clone()));
@@ -406,12 +414,20 @@ impl Runtime for FakeRuntime {
         if state.containers.contains_key(&handle) {
             return Ok(());
         }
+        let ports = match spec.network_of {
+            None => Ports::default(),
+            Some(joined) => {
+                let other = state.containers.get(&joined).filter(|other| other.spec.team == spec.team);
+                Arc::clone(&other.ok_or(RuntimeError::ContainerNotFound(joined))?.ports)
+            }
+        };
         let places = (&*self.worker.directory("image"), &*self.worker.directory("containers"));
         let volumes = &state.volumes;
-        let made = Container::make(handle, spec, places, |volume| {
+        let mut made = Container::make(handle, spec, places, |volume| {
             let there = volumes.get(&volume).is_some_and(|found| found.made);
             if there { Ok(self.worker.path(volume)) } else { Err(RuntimeError::VolumeNotFound(volume)) }
         })?;
+        made.ports = ports;
         state.containers.insert(handle, Arc::new(made));
         Ok(())
     }

@@ -40,6 +40,8 @@ pub(super) enum Program {
     AttemptLocation,
     Trap,
     TerminalSize,
+    Listen(u16),
+    Connect(u16),
 }
 
 impl Program {
@@ -102,6 +104,8 @@ impl Program {
             ("WHEREABOUTS", []) => Self::AttemptLocation,
             ("TRAP", []) => Self::Trap,
             ("WINDOW", []) => Self::TerminalSize,
+            ("LISTEN", [port]) => Self::Listen(port.parse().ok()?),
+            ("CONNECT", [port]) => Self::Connect(port.parse().ok()?),
             _ => return None,
         })
     }
@@ -203,6 +207,12 @@ impl Program {
                 }
             }
             Self::TerminalSize => system.print_window().await,
+            Self::Listen(port) => {
+                system.container.listen(*port, &system.process);
+                system.say(Stdout, "ready\n").await;
+                std::future::pending().await
+            }
+            Self::Connect(port) => u8::from(!system.container.connect(*port)),
         }
     }
 }

@@ -91,6 +91,9 @@ fn check(spec: &ContainerSpec, backend: Backend) -> Result<ValidatedSpec, Runtim
             return Err(unsupported("containers with the root file system of a Garden worker"));
         }
     };
+    if spec.network_of.is_some() {
+        return Err(unsupported("the network of another container"));
+    }
     match (spec.network, backend) {
         // Houdini has no isolation.
         (Network::Host, Backend::Houdini) => {}

@@ -234,7 +234,8 @@ impl GardenRuntime {
 
 /// Capabilities of a kind of worker. `limits-cpu` is missing, because Garden's CPU limit is a share
 /// and not a limit. `binary-input` and `signals` are missing, because the protocol has only text
-/// input and two signals.
+/// input and two signals. `network-container` is missing, because Garden gives each container a
+/// network.
 fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     let mut features = vec!["terminal"];
     if backend == Backend::Houdini {

@@ -53,6 +53,7 @@ pub(super) fn capabilities(
     ];
     let optional = [
         ("network-private", network_pool.is_some()),
+        ("network-container", network_pool.is_some()),
         ("network-host", policy.allows(Permission::HostNetwork)),
         ("privileged", policy.allows(Permission::Privileged)),
     ];

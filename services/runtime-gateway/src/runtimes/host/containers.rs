@@ -218,6 +218,7 @@ impl Host {
             return Ok(());
         }
         self.check_policy(&spec)?;
+        self.check_joined_network(&spec)?;
         let root = self.open_root(&spec.root)?;
         if let Root::Volume(_) = spec.root {
             check_image(root.as_fd())?;
@@ -301,6 +302,19 @@ impl Host {
         }
         if spec.network == Network::Private && self.network_pool.is_none() {
             return Err(RuntimeError::Unsupported("private networks: see the log of its gateway".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Checks the container whose network is joined. Its network passed [`Self::check_policy`].
+    fn check_joined_network(&self, spec: &ContainerSpec) -> Result<(), RuntimeError> {
+        let Some(joined) = spec.network_of else { return Ok(()) };
+        let other = self.read_container(joined)?.filter(|other| other.team == spec.team);
+        let other = other.ok_or(RuntimeError::ContainerNotFound(joined))?;
+        if other.network != spec.network.into() {
+            return Err(RuntimeError::Unsupported(format!(
+                "a network of another kind than that of container {joined}, which is joined"
+            )));
         }
         Ok(())
     }
@@ -440,7 +454,7 @@ pub(super) fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result
     let read = |path: &str| {
         let path = Path::new(path);
         let contents = match mounts::open_in(root, path, OFlags::PATH) {
-            Ok(found) => read_accounts(found.as_fd()).map_err(at("read", path))?,
+            Ok(found) => read_file(found.as_fd(), MAX_ACCOUNTS).map_err(at("read", path))?,
             // An image may have no account files.
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 Vec::new()
@@ -461,9 +475,9 @@ pub(super) fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result
 const PROC: rustix::fs::FsWord = 0x9fa0;
 const SYSFS: rustix::fs::FsWord = 0x6265_6572;
 
-/// Reads an account file from a path descriptor. Returns nothing unless it is a regular file,
-/// because opening a device may have side effects.
-fn read_accounts(found: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+/// Reads at most `limit` bytes of a file of a container, from a path descriptor. Returns nothing
+/// unless it is a regular file, because opening a device may have side effects.
+pub(super) fn read_file(found: BorrowedFd<'_>, limit: u64) -> io::Result<Vec<u8>> {
     let mut contents = Vec::new();
     // In a running container, the path may lead into `/proc`, where a read may wait or change the
     // machine.
@@ -472,7 +486,7 @@ fn read_accounts(found: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let path = format!("/proc/self/fd/{}", found.as_raw_fd());
         let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
-        file.take(MAX_ACCOUNTS).read_to_end(&mut contents)?;
+        file.take(limit).read_to_end(&mut contents)?;
     }
     Ok(contents)
 }

@@ -72,6 +72,9 @@ pub(super) struct Container {
     pub(super) memory_bytes: Option<u64>,
     pub(super) pids: Option<u64>,
     pub(super) privileged: bool,
+    /// The container whose network the main process joins.
+    #[serde(default)]
+    pub(super) network_of: Option<ContainerHandle>,
     pub(super) network: OwnNetwork,
     /// Text of the gateway.
     #[serde(default)]
@@ -84,6 +87,16 @@ pub(super) enum OwnNetwork {
     Private,
     None,
     Host,
+}
+
+impl From<Network> for OwnNetwork {
+    fn from(network: Network) -> Self {
+        match network {
+            Network::Private => Self::Private,
+            Network::None => Self::None,
+            Network::Host => Self::Host,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -124,11 +137,8 @@ impl Container {
             memory_bytes: spec.limits.memory_bytes,
             pids: spec.limits.pids,
             privileged: spec.privileged,
-            network: match spec.network {
-                Network::Private => OwnNetwork::Private,
-                Network::None => OwnNetwork::None,
-                Network::Host => OwnNetwork::Host,
-            },
+            network_of: spec.network_of,
+            network: spec.network.into(),
             note: spec.note,
         }
     }
@@ -195,7 +205,7 @@ impl Intent {
             held_back: spec.output == OutputMode::Attached,
             joins: match place {
                 Place::Joined(main) => Some(main.id),
-                Place::New | Place::Isolated => None,
+                Place::New { .. } | Place::Isolated => None,
             },
             isolated: matches!(place, Place::Isolated),
             directory: spec.directory.map(Text::from),
@@ -250,6 +260,9 @@ pub(super) struct Launch {
     /// The address pool of private networks, if the worker has any.
     #[serde(default)]
     pub(super) network_pool: Option<super::network::Pool>,
+    /// The directory of the main process whose network this process joins.
+    #[serde(default)]
+    pub(super) network_of: Option<PathBuf>,
     /// The last contact of a gateway, in nanoseconds of `CLOCK_BOOTTIME`, and for how long the
     /// process may continue from then on.
     pub(super) contact: u64,

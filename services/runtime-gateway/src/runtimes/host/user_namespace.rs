@@ -39,9 +39,9 @@ pub(super) struct Range {
 }
 
 impl Range {
-    /// The range of a container. Two containers may have the same range. They share no files,
-    /// processes or networks, and so have no rights over each other. They share the kernel's
-    /// per-user limits.
+    /// The range of a container. Two containers may have the same range. They share no files or
+    /// processes, and no user of a container has rights over a network. So they have no rights over
+    /// each other. They share the kernel's per-user limits.
     pub(super) fn of(container: ContainerHandle) -> Self {
         let ranges = u128::from(RANGES);
         let number = u32::try_from(container.uuid().as_u128() % ranges).unwrap_or_default();

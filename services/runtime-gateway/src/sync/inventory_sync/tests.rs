@@ -33,6 +33,7 @@ async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
         user: None,
         limits: Limits::default(),
         privileged: false,
+        network_of: None,
         network: Network::Private,
         note: String::new(),
     };

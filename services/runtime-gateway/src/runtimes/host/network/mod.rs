@@ -9,7 +9,8 @@
 //!
 //! [`prepare`] sets up the machine once, when a runtime opens. The supervisor of a container calls
 //! [`connect`] in the new namespace. There is no teardown: the interfaces and the route end with
-//! the namespace, and so with its last process.
+//! the namespace, and so with its last process. A container may join the network of another one,
+//! and then has no interface of its own.
 //!
 //! A container cannot reach the machine's addresses, its loopback, or other containers: see
 //! [`firewall`]. It has no IPv6.

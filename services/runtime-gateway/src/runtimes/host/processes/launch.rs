@@ -22,15 +22,16 @@ use crate::util::blocking::blocking;
 use crate::util::clock::since_boot;
 use crate::util::keyed_locks::lock;
 
-/// Time for which a start waits for another process of the container that is starting or ending.
+/// Time for which a start waits for another process that is starting or ending, in the container
+/// or in the container whose network is joined.
 const CHANGE: Duration = Duration::from_secs(5);
 
 /// The outcome of a request to start a process.
 enum StartOutcome {
     /// The start is in progress, or was before.
     Started,
-    /// Another process of the container is starting or ending.
-    Changing,
+    /// A process of this container is starting or ending.
+    Changing(ContainerHandle),
 }
 
 /// The state of a container, as far as a start depends on it.
@@ -63,10 +64,10 @@ impl Host {
             });
             match started.await? {
                 StartOutcome::Started => return Ok(()),
-                StartOutcome::Changing if begin.elapsed() > CHANGE => {
+                StartOutcome::Changing(container) if begin.elapsed() > CHANGE => {
                     return Err(RuntimeError::ContainerNotRunning(container));
                 }
-                StartOutcome::Changing => tokio::time::sleep(PAUSE).await,
+                StartOutcome::Changing(_) => tokio::time::sleep(PAUSE).await,
             }
         }
     }
@@ -88,11 +89,22 @@ impl Host {
         };
         let process = Process::new(self, handle, id);
         let range = self.range(&container);
-        let Some(state) = self.container_state(handle)? else { return Ok(StartOutcome::Changing) };
+        let Some(state) = self.container_state(handle)? else { return Ok(StartOutcome::Changing(handle)) };
+        let network_of;
         let place = match (&state, spec.role) {
             (ContainerState::Running(main), _) => Place::Joined(main),
             (ContainerState::Ended | ContainerState::Copied(_), ProcessRole::Exec) => Place::Isolated,
-            (ContainerState::New | ContainerState::Ended, ProcessRole::Main) => Place::New,
+            (ContainerState::New | ContainerState::Ended, ProcessRole::Main) => {
+                network_of = match container.network_of {
+                    None => None,
+                    Some(joined) => match self.container_state(joined)? {
+                        Some(ContainerState::Running(main)) => Some(main),
+                        Some(_) => return Err(RuntimeError::ContainerNotRunning(joined)),
+                        None => return Ok(StartOutcome::Changing(joined)),
+                    },
+                };
+                Place::New { network_of: network_of.as_ref() }
+            }
             (ContainerState::New, ProcessRole::Exec) => {
                 return Err(RuntimeError::ContainerNotRunning(handle));
             }
@@ -179,9 +191,10 @@ impl Host {
         range: Option<Range>,
     ) -> Result<(), RuntimeError> {
         let (alive, log) = self.intend(process, place, spec)?;
-        let joined = match place {
-            Place::Joined(main) => Some(main),
-            Place::New | Place::Isolated => None,
+        let (joined, network_of) = match place {
+            Place::Joined(main) => (Some(main), None),
+            Place::New { network_of } => (None, network_of),
+            Place::Isolated => (None, None),
         };
         self.hold.check()?;
         let name = process.id.to_string();
@@ -210,6 +223,7 @@ impl Host {
                 .map(|&o| o.to_owned())
                 .collect(),
             network_pool: self.network_pool,
+            network_of: network_of.map(|main| main.dir.clone()),
             contact: nanoseconds(contact),
             stop_after: nanoseconds(stop_after),
             holder: self.hold.name().to_owned(),

@@ -43,8 +43,9 @@ pub(super) struct Process {
 /// The namespaces in which a process runs.
 #[derive(Clone, Copy)]
 pub(super) enum Place<'p> {
-    /// New namespaces with the volumes of the container: the process is the main process.
-    New,
+    /// New namespaces with the volumes of the container: the process is the main process. It joins
+    /// the network of the process `network_of`.
+    New { network_of: Option<&'p Process> },
     /// The namespaces of this process.
     Joined(&'p Process),
     /// New namespaces with a copy of what the container left behind. It ends with the process.

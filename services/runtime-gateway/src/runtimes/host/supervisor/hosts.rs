@@ -1,29 +1,33 @@
-//! The `/etc/hosts` of a container: the lines of its image and the names of every container.
+//! The `/etc/hosts` of a container: the lines of its image, or of the container whose network it
+//! joins, and the names of every container.
 
-use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
 use std::net::Ipv4Addr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 
 use rustix::fs::{FileType, OFlags};
 
-use crate::runtimes::host::containers::is_content_error;
+use crate::runtimes::host::containers::{is_content_error, read_file};
 use crate::runtimes::host::mounts;
 
-const HOSTS: &str = "/etc/hosts";
+pub(super) const HOSTS: &str = "/etc/hosts";
 
-/// Limit of an image's `/etc/hosts`, in bytes.
-const MAX_HOSTS: u64 = 1 << 20;
+/// Limit of a file for name resolution, in bytes.
+const MAX_SIZE: u64 = 1 << 20;
 
 const LOCALHOST: &str = "localhost";
 
-/// Returns the `/etc/hosts` of a container. `None`: the file of the image stays, because it is
-/// complete, too large, or a directory.
+/// Returns the `/etc/hosts` of a container. It has the lines of `joined`, or of the image. `None`:
+/// the file of the image stays, because it is complete, too large, or a directory.
 ///
 /// A symbolic link is resolved inside the container and replaced, because its target may be in a
 /// directory that is empty when the container starts.
-pub(super) fn contents(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Option<Vec<u8>>> {
+pub(super) fn contents(
+    root: BorrowedFd<'_>,
+    hostname: &str,
+    joined: Option<Vec<u8>>,
+) -> io::Result<Option<Vec<u8>>> {
     let kind = match mounts::open_in(root, Path::new(HOSTS), OFlags::PATH | OFlags::NOFOLLOW) {
         Ok(found) => Some(FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode)),
         Err(error) if is_missing(&error) => None,
@@ -32,9 +36,11 @@ pub(super) fn contents(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Optio
     if kind.is_some_and(FileType::is_dir) {
         return Ok(None);
     }
-    let Some(kept) = read(root)? else { return Ok(None) };
+    let of_image = joined.is_none();
+    let kept = if of_image { read(root, HOSTS)? } else { joined };
+    let Some(kept) = kept else { return Ok(None) };
     let missing = missing(&kept, hostname);
-    if missing.is_empty() && kind.is_some_and(FileType::is_file) {
+    if of_image && missing.is_empty() && kind.is_some_and(FileType::is_file) {
         return Ok(None);
     }
     let mut contents = kept;
@@ -45,20 +51,15 @@ pub(super) fn contents(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Optio
     Ok(Some(contents))
 }
 
-/// Reads the lines of the image. Empty if the file does not exist. `None`: the file is too large.
-fn read(root: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
-    let found = match mounts::open_in(root, Path::new(HOSTS), OFlags::PATH) {
-        Ok(found) => found,
-        Err(error) if is_missing(&error) => return Ok(Some(Vec::new())),
+/// Reads a file for name resolution. Empty if the file does not exist, or is not a regular file.
+/// `None`: the file is too large.
+pub(super) fn read(root: BorrowedFd<'_>, path: &str) -> io::Result<Option<Vec<u8>>> {
+    let contents = match mounts::open_in(root, Path::new(path), OFlags::PATH) {
+        Ok(found) => read_file(found.as_fd(), MAX_SIZE + 1)?,
+        Err(error) if is_missing(&error) => Vec::new(),
         Err(error) => return Err(error),
     };
-    let mut contents = Vec::new();
-    // Opening a device or a pipe may have side effects.
-    if FileType::from_raw_mode(rustix::fs::fstat(found.as_fd())?.st_mode).is_file() {
-        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
-        file.take(MAX_HOSTS + 1).read_to_end(&mut contents)?;
-    }
-    Ok((contents.len() as u64 <= MAX_HOSTS).then_some(contents))
+    Ok((contents.len() as u64 <= MAX_SIZE).then_some(contents))
 }
 
 fn is_missing(error: &io::Error) -> bool {
@@ -129,7 +130,7 @@ mod tests {
         fs::write(directory.path().join("secret"), "10.0.0.9 secret\n")?;
         let opened = rustix::fs::open(&root, OFlags::PATH, Mode::empty())?;
         let contents = || {
-            let contents = contents(opened.as_fd(), "name")?;
+            let contents = contents(opened.as_fd(), "name", None)?;
             Ok::<_, io::Error>(contents.map(|contents| String::from_utf8_lossy(&contents).into_owned()))
         };
         assert_eq!(contents()?.as_deref(), Some(ALL), "no file");

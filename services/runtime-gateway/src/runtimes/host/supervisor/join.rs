@@ -2,19 +2,16 @@
 //!
 //! The supervisor of the process is not that of the container. Its child joins the control groups
 //! of the container, and the namespaces of the container's init.
-//!
-//! Invariant: the joined init belongs to a supervisor that lives. Its process id cannot be reused
-//! before this supervisor has reaped it.
 
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use domain::workload::FailureReason;
-use rustix::fs::{Mode, OFlags};
-use rustix::process::{Pid, PidfdFlags};
+use rustix::process::Pid;
 
+use super::container_init::ContainerInit;
 use super::event_loop::RunningContainer;
 use super::init::{self, Init};
 use super::{
@@ -27,39 +24,6 @@ use crate::runtimes::host::persisted::{Container, Intent, Launch};
 use crate::runtimes::host::user_namespace::Identity;
 use crate::runtimes::host::users::User;
 use crate::runtimes::host::{filesystem, mounts, paths};
-
-/// Init of a running container.
-struct ContainerInit {
-    pid: Pid,
-    watch: OwnedFd,
-    root: PathBuf,
-}
-
-impl ContainerInit {
-    /// Opens the init of the container with this main process.
-    fn open(main: &Path) -> io::Result<Self> {
-        let read = |name: &str| {
-            let text = fs::read_to_string(main.join(name))?;
-            let pid = text.trim().parse().ok().filter(|pid| *pid > 1).and_then(Pid::from_raw);
-            pid.ok_or_else(|| {
-                io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not a process id"))
-            })
-        };
-        let (supervisor, pid) = (read(paths::ALIVE)?, read(paths::INIT)?);
-        let watch = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-        let ended = || io::Error::new(io::ErrorKind::NotFound, "its main process has ended");
-        if parent(pid)? != Some(supervisor) || filesystem::exists(&main.join(paths::END))? {
-            return Err(ended());
-        }
-        Ok(Self { pid, watch, root: PathBuf::from(format!("/proc/{}/root", pid.as_raw_nonzero())) })
-    }
-
-    /// Its user namespace.
-    fn users(&self) -> io::Result<OwnedFd> {
-        let path = format!("/proc/{}/ns/user", self.pid.as_raw_nonzero());
-        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
-    }
-}
 
 /// Starts the process in the container of the main process `main`. `held` tells whether this launch
 /// is not obsolete. `None`: the intent was revoked, and nothing was started.
@@ -124,9 +88,7 @@ pub(super) fn start(
 /// The user of the process.
 fn user(joined: &ContainerInit, container: &Container, intent: &Intent) -> Result<User, StartError> {
     let Some(requested) = &intent.user else { return Ok(container.user.clone()) };
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = rustix::fs::open(&joined.root, flags, Mode::empty())
-        .map_err(|error| StartError::while_doing("open the root")(io::Error::from(error)))?;
+    let root = joined.root().map_err(StartError::while_doing("open the root"))?;
     find_user(root.as_fd(), Some(requested)).map_err(|error| StartError {
         reason: error.reason(),
         operation: "start a process in the container".to_owned(),
@@ -173,13 +135,4 @@ fn become_init(
     rustix::stdio::dup2_stdout(&streams.stdout)?;
     rustix::stdio::dup2_stderr(&streams.stderr)?;
     program.run()
-}
-
-/// The parent of a process.
-fn parent(pid: Pid) -> io::Result<Option<Pid>> {
-    let stat = fs::read(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
-    let stat = String::from_utf8_lossy(&stat);
-    // The process name may contain any characters. The state follows it, then the parent.
-    let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1));
-    Ok(parent.and_then(|parent| parent.parse().ok()).and_then(Pid::from_raw))
 }

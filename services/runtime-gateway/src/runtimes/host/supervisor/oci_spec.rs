@@ -284,6 +284,7 @@ mod tests {
             memory_bytes: Some(1 << 20),
             pids: Some(10),
             privileged,
+            network_of: None,
             network: crate::runtimes::host::persisted::OwnNetwork::Private,
             note: String::new(),
         }

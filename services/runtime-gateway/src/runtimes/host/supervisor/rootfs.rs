@@ -15,6 +15,7 @@ use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
+use super::container_init::ContainerInit;
 use super::oci_spec::hostname;
 use super::{StartError, hosts};
 use crate::runtimes::host::containers::ROOT;
@@ -70,9 +71,21 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
     let at =
         |operation: &str, path: &Path| StartError::while_doing(format!("{operation} {}", path.display()));
     let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
-    // Computed in the network of the machine, which decides which servers are reachable.
-    let resolver = resolver(container, launch.network_pool);
-    enter_namespaces(launch, container).map_err(StartError::while_doing("enter new namespaces"))?;
+    let joined = launch
+        .network_of
+        .as_deref()
+        .map(ContainerInit::open)
+        .transpose()
+        .map_err(StartError::while_doing("find the container whose network is joined"))?;
+    let names = match &joined {
+        Some(joined) => Names::of(joined)
+            .map_err(StartError::while_doing("read /etc of the container whose network is joined"))?,
+        // Computed in the network of the machine, which decides which servers are reachable.
+        None => Names { resolver: resolver(container, launch.network_pool), hosts: None },
+    };
+    enter_namespaces(launch, container, joined.as_ref())
+        .map_err(StartError::while_doing("enter new namespaces"))?;
+    drop(joined);
 
     let users = launch
         .range
@@ -111,11 +124,11 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         None => worker_root(launch, container, &sources, &private, &places)?,
         Some(image) => image_root(container, image, &sources, &places)?,
     };
-    if let Some(contents) = resolver {
-        write_in_etc(root.as_fd(), "resolv.conf", contents.as_bytes())
+    if let Some(contents) = names.resolver {
+        write_in_etc(root.as_fd(), "resolv.conf", &contents)
             .map_err(StartError::while_doing("write /etc/resolv.conf"))?;
     }
-    let hosts = hosts::contents(root.as_fd(), &hostname(container));
+    let hosts = hosts::contents(root.as_fd(), &hostname(container), names.hosts);
     if let Some(hosts) = hosts.map_err(StartError::while_doing("read /etc/hosts"))? {
         write_in_etc(root.as_fd(), "hosts", &hosts).map_err(StartError::while_doing("write /etc/hosts"))?;
     }
@@ -358,9 +371,14 @@ fn map(from: &Path, to: &Path, users: BorrowedFd<'_>) -> io::Result<()> {
     mounts::attach_at(tree.as_fd(), to)
 }
 
-/// Enters new mount and network namespaces, and connects the network as the container requests.
-fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
-    let own_network = container.network != OwnNetwork::Host;
+/// Enters a new mount namespace, and the network of `joined` or a new one as the container
+/// requests.
+fn enter_namespaces(
+    launch: &Launch,
+    container: &Container,
+    joined: Option<&ContainerInit>,
+) -> io::Result<()> {
+    let own_network = container.network != OwnNetwork::Host && joined.is_none();
     let machine = network::Machine::open()?;
     let mut namespaces = UnshareFlags::NEWNS;
     if own_network {
@@ -369,6 +387,9 @@ fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
     // SAFETY: this process has one thread, so no thread stays in another namespace.
     unsafe { rustix::thread::unshare_unsafe(namespaces)? };
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    if let Some(joined) = joined {
+        return joined.enter_network();
+    }
     match (container.network, launch.network_pool) {
         (OwnNetwork::Host, _) => return Ok(()),
         (OwnNetwork::None, _) => network::only_loopback()?,
@@ -423,12 +444,29 @@ fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
+/// Files for name resolution that replace those of the image.
+struct Names {
+    resolver: Option<Vec<u8>>,
+    hosts: Option<Vec<u8>>,
+}
+
+impl Names {
+    /// The files of a running container. Its processes may have changed them.
+    fn of(joined: &ContainerInit) -> io::Result<Self> {
+        let root = joined.root()?;
+        Ok(Self {
+            resolver: hosts::read(root.as_fd(), RESOLVER)?,
+            hosts: hosts::read(root.as_fd(), hosts::HOSTS)?,
+        })
+    }
+}
+
 /// The `resolv.conf` of a container. `None`: the container has no DNS, or the machine has no such
 /// file.
-fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<String> {
+fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<Vec<u8>> {
     match container.network {
-        OwnNetwork::Private => pool.map(network::resolver::configuration),
-        OwnNetwork::Host => fs::read_to_string(RESOLVER).ok(),
+        OwnNetwork::Private => pool.map(|pool| network::resolver::configuration(pool).into_bytes()),
+        OwnNetwork::Host => fs::read(RESOLVER).ok(),
         OwnNetwork::None => None,
     }
 }

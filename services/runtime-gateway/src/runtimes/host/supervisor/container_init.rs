@@ -1,0 +1,68 @@
+//! Init of a running container, whose namespaces further processes and other containers join.
+//!
+//! Invariant: init belongs to a supervisor that lives. Its process id cannot be reused before this
+//! supervisor has reaped it.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, PidfdFlags};
+use rustix::thread::{ThreadNameSpaceType, move_into_thread_name_spaces};
+
+use crate::runtimes::host::{filesystem, paths};
+
+/// Init of a running container.
+pub(super) struct ContainerInit {
+    pid: Pid,
+    pub(super) watch: OwnedFd,
+    pub(super) root: PathBuf,
+}
+
+impl ContainerInit {
+    /// Opens the init of the container with this main process.
+    pub(super) fn open(main: &Path) -> io::Result<Self> {
+        let read = |name: &str| {
+            let text = fs::read_to_string(main.join(name))?;
+            let pid = text.trim().parse().ok().filter(|pid| *pid > 1).and_then(Pid::from_raw);
+            pid.ok_or_else(|| {
+                io::Error::new(io::ErrorKind::InvalidData, format!("{name} is not a process id"))
+            })
+        };
+        let (supervisor, pid) = (read(paths::ALIVE)?, read(paths::INIT)?);
+        let watch = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+        let ended = || io::Error::new(io::ErrorKind::NotFound, "its main process has ended");
+        if parent(pid)? != Some(supervisor) || filesystem::exists(&main.join(paths::END))? {
+            return Err(ended());
+        }
+        Ok(Self { pid, watch, root: PathBuf::from(format!("/proc/{}/root", pid.as_raw_nonzero())) })
+    }
+
+    /// Its user namespace.
+    pub(super) fn users(&self) -> io::Result<OwnedFd> {
+        let path = format!("/proc/{}/ns/user", self.pid.as_raw_nonzero());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+
+    /// Opens the root of the container.
+    pub(super) fn root(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(rustix::fs::open(&self.root, flags, Mode::empty())?)
+    }
+
+    /// Moves this process into the network of the container. Fails if init has ended.
+    pub(super) fn enter_network(&self) -> io::Result<()> {
+        Ok(move_into_thread_name_spaces(self.watch.as_fd(), ThreadNameSpaceType::NETWORK)?)
+    }
+}
+
+/// The parent of a process.
+fn parent(pid: Pid) -> io::Result<Option<Pid>> {
+    let stat = fs::read(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
+    let stat = String::from_utf8_lossy(&stat);
+    // The process name may contain any characters. The state follows it, then the parent.
+    let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1));
+    Ok(parent.and_then(|parent| parent.parse().ok()).and_then(Pid::from_raw))
+}
