@@ -6,6 +6,7 @@ mod deep;
 mod host_image;
 mod images;
 mod inside;
+mod joined_networks;
 mod leftovers;
 mod networks;
 pub(crate) mod subject;
