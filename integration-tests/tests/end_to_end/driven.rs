@@ -436,6 +436,36 @@ fn release_stops_all_processes_of_lease() {
     });
 }
 
+#[test]
+fn container_joins_network_of_another_one() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, SHORT_TERMS);
+    let input = uploaded(&suite);
+    block_on(async {
+        let holder = Holder::place(&Services::of(&suite), &uuid(), &[&input]).await.expect("placed");
+        let server = holder.create("server", spec(&input, None)).await.expect("created").container_id;
+        let joined =
+            |id: &str| pb::ContainerSpec { network_container_id: id.to_owned(), ..spec(&input, None) };
+        let refused = holder.create("client", joined(&uuid())).await.expect_err("there is no such container");
+        assert!(refused.is(Reason::ContainerNotFound), "{refused}");
+        let client = holder.create("client", joined(&server)).await.expect("created").container_id;
+        let connect = "import socket; s = socket.create_connection(('localhost', 8080)); print(s.recv(9))";
+        let connect = ["python3", "-c", connect];
+        let refused = holder.run(&client, &client, &connect, b"").await.expect_err("the server does not run");
+        assert!(refused.is(Reason::ContainerNotRunning), "{refused}");
+        let listen = "import socket; s = socket.create_server(('localhost', 8080)); print('up', flush=True)
+while True: s.accept()[0].sendall(b'hello')";
+        let listen = ["python3", "-c", listen];
+        holder.attach(&server, &server, &listen, None).await.expect("it listens");
+        let ran = holder.run(&client, &client, &connect, b"").await.expect("it runs");
+        assert_eq!(ran, (b"b'hello'\n".to_vec(), 0));
+        holder.release(&[]).await.expect("released");
+        holder.ended().await;
+    });
+}
+
 /// Each service is killed between each two steps of a holder. The holder repeats its calls.
 #[test]
 fn steps_survive_the_death_of_each_service_between_them() {

@@ -46,13 +46,15 @@ pub(super) async fn create(
     let key = parse_name("key", key)?;
     check_labels(&labels)?;
     let (attended, claims) = gateway.admit_lease(&lease_token).await?;
-    let (spec, note) = parse_spec(&claims.team, key, labels, required("spec", spec)?)?;
+    let spec = required("spec", spec)?;
+    let network_of = parse_optional_id("spec.network_container_id", &spec.network_container_id)?;
+    let (spec, note) = parse_spec(&claims.team, key, labels, spec)?;
     let (worker, context) = (attended.worker.clone(), attended.attempts.clone());
     let held = Held::begin(&context, claims, &lease_token, false).await?;
     let (progress, mut changes) = watch::channel(Vec::new());
     // A caller that leaves must not leave half a container behind.
     let creating = worker.tasks.spawn(async move {
-        let new = NewContainer { spec, note, token: lease_token };
+        let new = NewContainer { spec, note, network_of, token: lease_token };
         driven::create::create(&context, held, new, |inputs| _ = progress.send(inputs)).await
     });
     let report = async {
@@ -119,6 +121,7 @@ fn parse_spec(
         limits,
         privilege,
         network,
+        network_container_id: _,
     } = spec;
     let spec = rpc::spec::parse(scheduler_pb::WorkloadSpec {
         team: team.to_owned(),

@@ -116,7 +116,7 @@ impl From<DrivenError> for Status {
             DrivenError::Unpublishable(failure) => return failed(Reason::PublishFailed, failure),
             DrivenError::NoSource(_) => return invalid_field("source", error.to_string()),
             DrivenError::LeaseLost(_) => Reason::LeaseLost,
-            DrivenError::NoContainer(..) => Reason::ContainerNotFound,
+            DrivenError::NoContainer(..) | DrivenError::NoJoined(_) => Reason::ContainerNotFound,
             DrivenError::Exists(_) => Reason::ContainerExists,
             DrivenError::Running(_) => Reason::ProcessRunning,
         };
@@ -134,6 +134,7 @@ fn step_status(error: &AttemptError) -> Status {
         AttemptError::NotExclusive | AttemptError::GatewayStopping => Reason::Unavailable,
         AttemptError::Worker(RuntimeError::TakenOver(_)) => Reason::Unavailable,
         AttemptError::Worker(RuntimeError::ContainerNotFound(_)) => Reason::ContainerNotFound,
+        AttemptError::Worker(RuntimeError::ContainerNotRunning(_)) => Reason::ContainerNotRunning,
         _ => {
             let failure = failure(error);
             match failure.reason {

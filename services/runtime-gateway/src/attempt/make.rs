@@ -80,7 +80,7 @@ pub(crate) async fn make(
         user: task.spec.user.clone().or_else(|| defaults.user.clone()),
         limits: task.spec.limits,
         privileged: task.spec.privileged,
-        network_of: None,
+        network_of: task.network_of,
         network: task.spec.network,
         note: known.note_text(),
     };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use domain::workload::WorkloadSpec;
-use domain::{AttemptId, LeaseId, WorkloadId};
+use domain::{AttemptId, ContainerHandle, LeaseId, WorkloadId};
 use uuid::Uuid;
 
 use super::{DrivenError, Held};
@@ -14,6 +14,7 @@ use crate::attempt::{inputs, make};
 use crate::clients::scheduler_messages::{AttemptTask, InputProgress};
 use crate::runtimes::container_note::DrivenNote;
 use crate::util::retry::until_answered;
+use crate::worker::Worker;
 use crate::worker::containers::KnownContainer;
 
 /// A container that a caller requests.
@@ -21,12 +22,25 @@ pub(crate) struct NewContainer {
     /// The spec. Its command is not used.
     pub(crate) spec: WorkloadSpec,
     pub(crate) note: DrivenNote,
+    /// The container whose network the main process joins.
+    pub(crate) network_of: Option<AttemptId>,
     pub(crate) token: String,
 }
 
 /// Returns the id of the container with this key.
 pub(crate) fn container_id(lease: LeaseId, key: &str) -> AttemptId {
     AttemptId::from_uuid(Uuid::new_v5(&lease.uuid(), key.as_bytes()))
+}
+
+/// Returns a container of the team whose network is joined.
+async fn joined_container(
+    worker: &Worker,
+    team: &str,
+    id: AttemptId,
+) -> Result<ContainerHandle, DrivenError> {
+    let is_it = |container: &KnownContainer| container.note.container == id && container.team == team;
+    let found = worker.containers(is_it).await?.pop();
+    found.map(|container| container.handle).ok_or(DrivenError::NoJoined(id))
 }
 
 /// Creates a container, or returns it if it exists. `report` receives the progress of its inputs.
@@ -47,6 +61,10 @@ pub(crate) async fn create(
         Err(DrivenError::NoContainer(..)) => {}
         Err(error) => return Err(error),
     }
+    let network_of = match new.network_of {
+        Some(joined) => Some(joined_container(worker, &held.team, joined).await?),
+        None => None,
+    };
     let task = AttemptTask {
         lease: held.lease,
         attempt: id,
@@ -54,6 +72,7 @@ pub(crate) async fn create(
         token: new.token,
         workload: WorkloadId::from_uuid(held.lease.uuid()),
         traceparent: String::new(),
+        network_of,
         driven: Some(new.note),
     };
     let mut stop = held.operation.stop.clone();

@@ -37,6 +37,9 @@ pub(crate) enum DrivenError {
     /// The lease has no such container.
     #[error("lease {0} has no container {1}")]
     NoContainer(LeaseId, AttemptId),
+    /// The team has no such container, whose network should be joined.
+    #[error("cannot join the network of container {0}: it does not exist on this worker")]
+    NoJoined(AttemptId),
     /// The lease has a container with this key and another spec.
     #[error("the lease has a container {0:?} with another spec")]
     Exists(String),

@@ -201,6 +201,7 @@ fn task() -> AttemptTask {
         token: "token".to_owned(),
         workload: WorkloadId::new(),
         traceparent: String::new(),
+        network_of: None,
         driven: None,
     }
 }

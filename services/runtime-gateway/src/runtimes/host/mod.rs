@@ -2,12 +2,17 @@
 //!
 //! All state is below one state directory, which only one runtime may hold at a time:
 //!
-//! ```text lock  marker  store-mark volumes/<handle>/contents            the contents, or their
-//! mount point /upper work parent   a copy-on-write child /taken               the contents were
-//! moved from another volume /artifact            the artifact that the volume holds
-//! containers/<handle>/container.json   the specification /upper work       the root layer of the
-//! container /run              mounts of the supervisor /processes/<id>/  alive  intent → started,
-//! or revoked  stdout  stderr  end  log ```
+//! ```text
+//! lock  marker  store-mark
+//! volumes/<handle>/contents            the contents, or their mount point
+//!                 /upper work parent   a copy-on-write child
+//!                 /taken               the contents were moved from another volume
+//!                 /artifact            the artifact that the volume holds
+//! containers/<handle>/container.json   the specification
+//!                    /upper work       the root layer of the container
+//!                    /run              mounts of the supervisor
+//!                    /processes/<id>/  alive  intent → started, or revoked  stdout  stderr  end  log
+//! ```
 //!
 //! This process creates and destroys directories, mounts volumes, and writes intents. A
 //! [`supervisor`] per process does everything with the container itself, and outlives this process.

@@ -30,7 +30,7 @@ async fn running(
     script: &str,
 ) -> (ContainerHandle, ProcessId, String) {
     let handle = runtime.made(spec).await;
-    let main = runtime.started(handle, shell(&format!("{script}; echo ready; exec sleep 1000"))).await;
+    let main = runtime.started(handle, shell(&format!("{script}\necho ready; exec sleep 1000"))).await;
     let mut attachment = runtime.attach(main, Offsets::default()).await.expect("attach");
     let said = read_until(&mut attachment.events, "ready\n").await;
     (handle, main, String::from_utf8_lossy(&said).replace("ready\n", ""))
@@ -69,9 +69,9 @@ async fn network_of_every_kind_is_joined() {
     let runtime = subject.runtime();
     for network in [Network::None, Network::Host] {
         let spec = ContainerSpec { network, ..container() };
-        let (first, _, shown) = running(&runtime, spec, SHOW_NETWORK).await;
+        let (first, _, shown) = running(&runtime, spec, "readlink /proc/self/ns/net").await;
         let spec = ContainerSpec { network, ..in_network_of(first) };
-        assert_eq!(script_output(&runtime, spec, SHOW_NETWORK).await, shown, "{network:?}");
+        assert_eq!(script_output(&runtime, spec, "readlink /proc/self/ns/net").await, shown, "{network:?}");
         let rejected = runtime.create_container(ContainerHandle::new(), in_network_of(first)).await;
         assert!(matches!(rejected, Err(RuntimeError::Unsupported(_))), "{rejected:?}");
     }
