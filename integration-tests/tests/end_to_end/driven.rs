@@ -437,6 +437,62 @@ fn release_stops_all_processes_of_lease() {
 }
 
 #[test]
+fn bad_requests_change_nothing() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, SHORT_TERMS);
+    let input = uploaded(&suite);
+    block_on(async {
+        let services = Services::of(&suite);
+        let holder = Holder::place(&services, &uuid(), &[&input]).await.expect("placed");
+        let valid = || spec(&input, None);
+        type Change = fn(&mut pb::ContainerSpec);
+        let cases: &[(&str, &str, Change)] = &[
+            ("", "key", |_| {}),
+            ("line\nbreak", "key", |_| {}),
+            ("task", "spec.image", |spec| spec.image = None),
+            ("task", "spec.privilege", |spec| spec.privilege = 0),
+            ("task", "spec.network", |spec| spec.network = 0),
+            ("task", "spec.network_container_id", |spec| spec.network_container_id = "x".to_owned()),
+            ("task", "spec.inputs[0].artifact_id", |spec| spec.inputs[0].artifact_id.clear()),
+            ("task", "spec.outputs[0].owners", |spec| spec.outputs[0].owners.push(Default::default())),
+            ("task", "spec.outputs[0].path", |spec| spec.outputs[0].path = vec![b'/', 0xff].into()),
+            ("task", "spec.directory", |spec| spec.directory = b"a\0b".as_slice().into()),
+        ];
+        for (key, field, change) in cases {
+            let mut spec = valid();
+            change(&mut spec);
+            let refused = holder.create(key, spec).await.expect_err(field);
+            let text = refused.to_string();
+            assert!(refused.is(Reason::InvalidField) && text.contains(field), "{field}: {refused}");
+        }
+        let unknown = uuid();
+        let missing = |spec: &mut pb::ContainerSpec| spec.inputs[0].artifact_id = unknown.clone();
+        let mut unpinned = valid();
+        missing(&mut unpinned);
+        let refused = holder.create("task", unpinned).await.expect_err("the team has no such artifact");
+        assert!(refused.is(Reason::InputUnavailable), "{refused}");
+        let nobody = pb::ContainerSpec { user: "gantry-nobody".to_owned(), ..valid() };
+        let refused = holder.create("task", nobody).await.expect_err("there is no such user");
+        let failure = refused.about.get("failure_reason").map(String::as_str);
+        assert!(refused.is(Reason::ContainerFailed) && failure == Some("USER_NOT_FOUND"), "{refused}");
+        // A failed creation can be repeated with another spec.
+        let id = holder.create("task", valid()).await.expect("created").container_id;
+
+        let other = Holder::place(&services, &uuid(), &[&input]).await.expect("placed");
+        let refused = other.publish(&id, "out").await.expect_err("a container of another lease");
+        assert!(refused.is(Reason::ContainerNotFound), "{refused}");
+        let refused = other.run(&id, &id, &["true"], b"").await.expect_err("a container of another lease");
+        assert!(refused.is(Reason::ContainerNotFound), "{refused}");
+        let mut forged = Holder { placed: other.placed.clone(), ..Holder { services, ..other } };
+        forged.placed.lease_token = "forged".to_owned();
+        let refused = forged.create("task", valid()).await.expect_err("forged");
+        assert!(refused.is(Reason::InvalidToken), "{refused}");
+    });
+}
+
+#[test]
 fn container_joins_network_of_another_one() {
     if !may_run_containers() {
         return;
