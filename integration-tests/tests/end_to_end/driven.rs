@@ -8,6 +8,8 @@ use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{may_run_containers, wait_for};
 use rpc::client::{Outgoing, peer};
+use rpc::pb::artifacts::FindOrCreateTaskCacheRequest;
+use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Say;
 use rpc::pb::runtime::attach_response::Message as Hear;
@@ -75,21 +77,31 @@ async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, tonic::Status>) ->
 impl Holder {
     /// Places a lease.
     async fn place(services: &Services, lease: &str, artifacts: &[&str]) -> Result<Self, Refusal> {
-        let request = scheduler_pb::PlaceRequest {
-            lease_id: lease.to_owned(),
+        Self::place_with(services, |request| {
+            request.lease_id = lease.to_owned();
+            request.artifact_ids = artifacts.iter().map(|&id| id.to_owned()).collect();
+            // The image is one of the artifacts.
+            let image_kind = if artifacts.len() > 1 { "artifact" } else { "host" }.to_owned();
+            request.process = Some(scheduler_pb::ProcessRequirements { image_kind, ..Default::default() });
+        })
+        .await
+    }
+
+    /// Places a lease. `change` completes the request.
+    async fn place_with(
+        services: &Services,
+        change: impl FnOnce(&mut scheduler_pb::PlaceRequest),
+    ) -> Result<Self, Refusal> {
+        let mut request = scheduler_pb::PlaceRequest {
+            lease_id: uuid(),
             team: TEAM.to_owned(),
             kind: scheduler_pb::PlacementKind::Task.into(),
-            artifact_ids: artifacts.iter().map(|&id| id.to_owned()).collect(),
-            process: Some(scheduler_pb::ProcessRequirements {
-                // The image is one of the artifacts.
-                image_kind: if artifacts.len() > 1 { "artifact" } else { "host" }.to_owned(),
-                ..Default::default()
-            }),
             wait: Some(rpc::duration(Duration::from_secs(60))),
             ..Default::default()
         };
+        change(&mut request);
         let placed = answered(async || Ok(services.placements().place(request.clone()).await?.into_inner()));
-        Ok(Self { services: services.clone(), lease: lease.to_owned(), placed: placed.await? })
+        Ok(Self { services: services.clone(), lease: request.lease_id.clone(), placed: placed.await? })
     }
 
     /// A client of the gateway, or of the proxy if there is one.
@@ -187,10 +199,18 @@ impl Holder {
     }
 
     async fn publish(&self, container: &str, output: &str) -> Result<pb::Published, Refusal> {
+        self.publish_source(container, pb::publish_request::Source::Output(output.to_owned())).await
+    }
+
+    async fn publish_source(
+        &self,
+        container: &str,
+        source: pb::publish_request::Source,
+    ) -> Result<pb::Published, Refusal> {
         let request = pb::PublishRequest {
             lease_token: self.placed.lease_token.clone(),
             container_id: container.to_owned(),
-            source: Some(pb::publish_request::Source::Output(output.to_owned())),
+            source: Some(source),
         };
         answered(async || {
             let mut answers = self.containers().publish(request.clone()).await?.into_inner();
@@ -207,10 +227,23 @@ impl Holder {
 
     /// Ends the lease, and keeps these artifacts.
     async fn release(&self, keep: &[&pb::Published]) -> Result<(), Refusal> {
+        self.release_to(keep, &[]).await
+    }
+
+    /// Ends the lease, and keeps these artifacts for these owners.
+    async fn release_to(
+        &self,
+        keep: &[&pb::Published],
+        owners: &[scheduler_pb::output_owner::Owner],
+    ) -> Result<(), Refusal> {
         let artifacts = keep.iter().map(|published| scheduler_pb::SettledArtifact {
             artifact_id: published.artifact_id.clone(),
             digest: published.digest.clone(),
             label: "kept".to_owned(),
+            owners: owners
+                .iter()
+                .map(|owner| scheduler_pb::OutputOwner { owner: Some(owner.clone()) })
+                .collect(),
             ..Default::default()
         });
         let request = scheduler_pb::ReleaseRequest {
@@ -433,6 +466,88 @@ fn release_stops_all_processes_of_lease() {
             assert_eq!(ran, (b"up\nstopped\n".to_vec(), 5));
         }
         holder.ended().await;
+    });
+}
+
+#[test]
+fn container_is_stopped_and_destroyed_before_its_lease_ends() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, SHORT_TERMS);
+    let input = uploaded(&suite);
+    block_on(async {
+        let holder = Holder::place(&Services::of(&suite), &uuid(), &[&input]).await.expect("placed");
+        let id = holder.create("task", spec(&input, None)).await.expect("created").container_id;
+        let command = ["sh", "-c", "trap 'echo stopped; exit 4' TERM; echo up; while :; do sleep 0.05; done"];
+        holder.attach(&id, &id, &command, None).await.expect("it starts");
+        let stop = pb::StopContainerRequest {
+            lease_token: holder.placed.lease_token.clone(),
+            container_id: id.clone(),
+            grace: None,
+        };
+        for _ in 0..2 {
+            holder.containers().stop_container(stop.clone()).await.expect("stopped");
+        }
+        let ran = holder.run(&id, &id, &command, b"").await.expect("it ends");
+        assert_eq!(ran, (b"up\nstopped\n".to_vec(), 4));
+        let destroy = pb::DestroyContainerRequest {
+            lease_token: holder.placed.lease_token.clone(),
+            container_id: id.clone(),
+        };
+        holder.containers().destroy_container(destroy.clone()).await.expect("destroyed");
+        loop {
+            match holder.container(&id).await {
+                Err(refusal) if refusal.is(Reason::ContainerNotFound) => break,
+                seen => _ = seen.expect("not yet"),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let refused = holder.containers().destroy_container(destroy).await.map_err(Refusal::from);
+        assert!(refused.expect_err("it is gone").is(Reason::ContainerNotFound));
+        holder.release(&[]).await.expect("released");
+        holder.ended().await;
+    });
+}
+
+#[test]
+fn task_cache_is_published_for_next_lease() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, SHORT_TERMS);
+    let input = uploaded(&suite);
+    block_on(async {
+        let services = Services::of(&suite);
+        let request = FindOrCreateTaskCacheRequest {
+            team: TEAM.to_owned(),
+            job: "job".to_owned(),
+            step: "step".to_owned(),
+            path: "/cache".to_owned(),
+            ttl: None,
+        };
+        let mut caches = CachesClient::new(services.connect(suite.address("artifact-store-0")));
+        let cache = caches.find_or_create_task_cache(request).await.expect("made").into_inner();
+        let cache = cache.cache_id;
+        for expected in ["first\n", "first\nagain\n"] {
+            let holder = Holder::place_with(&services, |request| {
+                request.artifact_ids = vec![input.clone()];
+                request.task_cache_ids = vec![cache.clone()];
+            })
+            .await
+            .expect("placed");
+            let mount = scheduler_pb::CacheMount { task_cache_id: cache.clone(), path: "/cache".into() };
+            let spec = pb::ContainerSpec { caches: vec![mount], ..spec(&input, None) };
+            let id = holder.create("task", spec).await.expect("created").container_id;
+            let script =
+                "word=first; [ ! -e /cache/seen ] || word=again; echo $word >> /cache/seen; cat /cache/seen";
+            let ran = holder.run(&id, &id, &["sh", "-c", script], b"").await.expect("it runs");
+            assert_eq!(ran, (expected.as_bytes().to_vec(), 0));
+            let source = pb::publish_request::Source::TaskCacheId(cache.clone());
+            let published = holder.publish_source(&id, source).await.expect("published");
+            let owner = scheduler_pb::output_owner::Owner::TaskCacheId(cache.clone());
+            holder.release_to(&[&published], &[owner]).await.expect("released");
+        }
     });
 }
 
