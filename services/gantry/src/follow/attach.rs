@@ -364,18 +364,19 @@ async fn open(
 }
 
 /// Sends the gateway a Detach message, so that the process is not slowed down for long. `signal` is
-/// sent to the process before.
+/// sent to the process before. With `keep_input`, a person may return to the process.
 pub(crate) async fn detach(
     target: Target<'_>,
     location: &AttemptLocation,
     streams: &mut Streams,
     signal: Option<u32>,
+    keep_input: bool,
 ) {
     let Ok(containers) = target.connection.containers_at(&location.gateway_endpoint).await else { return };
     let sending = async {
         let (requests, mut responses) = open(containers, target, location, streams).await?;
         let signal = signal.map(|number| RequestMessage::Signal(Signal { number }));
-        for message in signal.into_iter().chain([RequestMessage::Detach(Detach {})]) {
+        for message in signal.into_iter().chain([RequestMessage::Detach(Detach { keep_input })]) {
             _ = requests.send(request(message)).await;
         }
         drop(requests);

@@ -111,11 +111,11 @@ pub(crate) async fn follow(
         Ok(AttachEnd::WorkerMissing(missing)) => bail!("{}: {missing}", doing()),
         Ok(AttachEnd::InputRefused(refused)) => {
             let error = Err(refused).context("cannot send standard input to the command");
-            detach(target, location, &mut streams, None).await;
+            detach(target, location, &mut streams, None, false).await;
             error
         }
         Ok(AttachEnd::Detached) => {
-            detach(target, location, &mut streams, None).await;
+            detach(target, location, &mut streams, None, true).await;
             let team = target.connection.team_option();
             ui.warn(&format!(
                 "detached from process {id}; attach again with \"gantry{team} attach --process {id} {workload}\""
@@ -125,7 +125,7 @@ pub(crate) async fn follow(
         Ok(AttachEnd::StdoutClosed) => {
             let failure =
                 streams.stdout.failure().map(|error| format!("cannot write to standard output: {error}"));
-            detach(target, location, &mut streams, Some(SIGPIPE)).await;
+            detach(target, location, &mut streams, Some(SIGPIPE), false).await;
             match failure {
                 Some(failure) => bail!(failure),
                 None => Err(Interrupted(exit_code::PIPE).into()),
@@ -133,7 +133,7 @@ pub(crate) async fn follow(
         }
         Err(code) => {
             if streams.state.is_started {
-                detach(target, location, &mut streams, None).await;
+                detach(target, location, &mut streams, None, false).await;
             }
             Err(Interrupted(code).into())
         }

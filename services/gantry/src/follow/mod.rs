@@ -210,12 +210,12 @@ impl Follow<'_> {
                 Ok(true)
             }
             (Ok(AttachEnd::Detached), _) => {
-                detach(target, &location, &mut streams, None).await;
+                detach(target, &location, &mut streams, None, true).await;
                 let workload = &self.workload;
                 let team = target.connection.team_option();
                 ui.warn(&format!(
                     "detached from workload {workload}; attach again with \"gantry{team} attach {workload}\"; \
-                     its input ends if no caller attaches within 30 s"
+                     its input ends if no caller attaches within an hour"
                 ));
                 Err(Interrupted(0).into())
             }
@@ -337,7 +337,7 @@ impl Follow<'_> {
 
     async fn leave(&self, location: &AttemptLocation, streams: &mut Streams, state: &State) {
         if self.acknowledge {
-            detach(self.target(), location, streams, None).await;
+            detach(self.target(), location, streams, None, false).await;
         }
         self.print_if_running(state).await;
     }

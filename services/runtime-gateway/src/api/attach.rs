@@ -76,7 +76,7 @@ pub(super) async fn attach(
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
-    let _attached = (!observer).then(|| AttachGuard::new(attendance.clone(), process, caller));
+    let attached = (!observer).then(|| AttachGuard::new(attendance.clone(), process, caller));
     let started = AttachAnswer::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
@@ -113,6 +113,11 @@ pub(super) async fn attach(
                 Some(AttachMessage::Stdin(stdin)) => Some(stdin),
                 Some(AttachMessage::CloseStdin(_)) => None,
                 other => {
+                    if let (Some(AttachMessage::Detach(detach)), Some(attached)) = (&other, &attached)
+                        && detach.keep_input
+                    {
+                        attached.keep_input();
+                    }
                     apply_message(input.as_ref(), other).await?;
                     continue;
                 }

@@ -11,6 +11,7 @@ use tonic::Status;
 use super::check_team;
 use super::errors::status;
 use crate::driven::{self, Held};
+use crate::worker::attached_callers;
 use crate::worker::containers::KnownContainer;
 use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
 
@@ -74,6 +75,7 @@ pub(super) async fn start(
     }
     let container = worker.runtime.container_of(main).await.map_err(status)?.handle;
     let spec = ProcessSpec { output: OutputMode::Attached, ..spec };
+    let stdin = spec.stdin;
     // A caller that leaves must not leave half a start behind.
     let runtime = worker.runtime.clone();
     let starting = worker.tasks.spawn(async move { runtime.start(container, process, spec).await });
@@ -88,6 +90,14 @@ pub(super) async fn start(
         }
         error => status(error),
     })?;
+    let (attendance, worker) = (attended.attendance.clone(), attended.worker.clone());
+    attended.worker.tasks.spawn(async move {
+        let modes = (stdin, OutputMode::Attached);
+        tokio::select! {
+            () = attached_callers::attend(&attendance, worker.runtime.as_ref(), process, modes) => {}
+            () = worker.stopping.cancelled() => {}
+        }
+    });
     tracing::info!(process.id = %process, container.handle = %container, team, "process started by a caller");
     Ok((process, main))
 }

@@ -161,21 +161,22 @@ async fn process_is_abandoned_after_term_of_caller() {
         TestServer::start(|host| host.add_service(containers(gateway_of(&[attended], UNREACHABLE)))).await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let client = ContainersClient::new(peer);
-    let attach = async |observes| {
+    let attach = async |observes, more: Option<AttachMessage>| {
         let resume = pb::Resume {
             team: "main".to_owned(),
             process_id: process.to_string(),
             observer: observes,
             ..pb::Resume::default()
         };
+        let messages = [AttachMessage::Resume(resume)].into_iter().chain(more);
         let requests =
-            tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
+            tokio_stream::iter(messages.map(|message| pb::AttachRequest { message: Some(message) }));
         let mut answers = client.clone().attach(requests).await.expect("attached").into_inner();
         assert!(matches!(answers.message().await, Ok(Some(_))));
         answers
     };
     // After a restart of the gateway, callers attach before attempts are resumed.
-    let (caller, observer) = (attach(false).await, attach(true).await);
+    let (caller, observer) = (attach(false, None).await, attach(true, None).await);
     let attended = async {
         let attendance = async || {
             let request = pb::GetAttendanceRequest {
@@ -192,6 +193,28 @@ async fn process_is_abandoned_after_term_of_caller() {
             "{before:?}"
         );
         drop(caller);
+        // A person who leaves on purpose has an hour to return.
+        let hour = loop {
+            let detach = AttachMessage::Detach(pb::Detach { keep_input: true });
+            drop(attach(false, Some(detach)).await);
+            let unattended = async {
+                loop {
+                    let state = attendance().await;
+                    if let (0, Some(since), Some(until)) =
+                        (state.attached, state.unattended_since, state.abandoned_at)
+                    {
+                        return until.seconds - since.seconds;
+                    }
+                }
+            };
+            // The call may have ended before its last message was read.
+            match within("the end of the call", unattended).await {
+                0 | 1 => {}
+                term => break term,
+            }
+        };
+        assert!((3599..=3601).contains(&hour), "{hour} s");
+        drop(attach(false, None).await);
         // The process exits when its input ends.
         runtime.ended(process).await;
         let after = attendance().await;

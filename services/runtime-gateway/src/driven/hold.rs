@@ -6,7 +6,7 @@ use std::time::Duration;
 use domain::workload::{OutputMode, Stdin};
 use domain::{AttemptId, LeaseId, error_chain};
 use futures::future::join_all;
-use runtime::{ProcessState, RuntimeError};
+use runtime::RuntimeError;
 use tokio::sync::watch;
 
 use crate::attempt::context::AttemptContext;
@@ -91,16 +91,11 @@ pub(crate) async fn resume(context: Arc<AttemptContext>, lease: LeaseId) {
     hold(context, lease).await;
 }
 
-/// Enforces the term of the callers of a process until it ends.
+/// Enforces the term of the callers of a main process until it ends.
 pub(super) async fn attend(context: Arc<AttemptContext>, process: AttemptId, modes: (Stdin, OutputMode)) {
     let AttemptContext { worker, attendance, .. } = &*context;
-    if !matches!(worker.runtime.process(process.into()).await, Ok(state) if !matches!(state, ProcessState::Ended(_)))
-    {
-        return;
-    }
     tokio::select! {
-        never = attached_callers::enforce_term(attendance, worker.runtime.as_ref(), process.into(), modes) => match never {},
-        _ = worker.runtime.wait(process.into()) => {}
+        () = attached_callers::attend(attendance, worker.runtime.as_ref(), process.into(), modes) => {}
         () = worker.stopping.cancelled() => {}
     }
 }

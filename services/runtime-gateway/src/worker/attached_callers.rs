@@ -10,12 +10,13 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use domain::workload::{OutputMode, Stdin};
 use domain::{ProcessId, Timestamp};
-use runtime::{Attachment, Offsets, Runtime, RuntimeError};
+use runtime::{Attachment, Offsets, ProcessState, Runtime, RuntimeError};
 use server::Caller;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -25,6 +26,9 @@ use crate::util::keyed_locks::lock;
 /// Longest term of a caller that closed its connection. A live caller attaches again within
 /// seconds. A caller that just does not answer may be suspended, and keeps the whole term.
 const AFTER_HANG_UP: Duration = Duration::from_secs(30);
+
+/// Term of a person who left a process on purpose, and may return.
+const AFTER_DETACH: Duration = Duration::from_secs(3600);
 
 /// Pause before the gateway tries again to abandon a process.
 const RETRY_PAUSE: Duration = Duration::from_secs(5);
@@ -107,23 +111,34 @@ pub(crate) struct AttachGuard {
     attendance: Arc<Attendance>,
     process: ProcessId,
     caller: Option<Caller>,
+    keeps_input: AtomicBool,
 }
 
 impl AttachGuard {
     pub(crate) fn new(attendance: Arc<Attendance>, process: ProcessId, caller: Option<Caller>) -> Self {
         attendance.change(process, |state| state.attached += 1);
-        Self { attendance, process, caller }
+        Self { attendance, process, caller, keeps_input: AtomicBool::new(false) }
+    }
+
+    /// Keeps the input of the process open for long after this call.
+    pub(crate) fn keep_input(&self) {
+        self.keeps_input.store(true, Ordering::Relaxed);
     }
 }
 
 impl Drop for AttachGuard {
     fn drop(&mut self) {
         let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
+        let keeps_input = self.keeps_input.load(Ordering::Relaxed);
         let term = self.attendance.term;
         self.attendance.change(self.process, |state| {
             state.attached = state.attached.saturating_sub(1);
             state.since = (Instant::now(), Timestamp::now());
-            state.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
+            state.term = match has_hung_up {
+                _ if keeps_input => AFTER_DETACH,
+                true => term.min(AFTER_HANG_UP),
+                false => term,
+            };
         });
     }
 }
@@ -173,6 +188,22 @@ pub(crate) async fn enforce_term(
                 tokio::time::sleep(RETRY_PAUSE).await;
             }
         }
+    }
+}
+
+/// Enforces the term of a process that a caller has started, until it ends.
+pub(crate) async fn attend(
+    attendance: &Attendance,
+    runtime: &dyn Runtime,
+    process: ProcessId,
+    modes: (Stdin, OutputMode),
+) {
+    if matches!(runtime.process(process).await, Ok(ProcessState::Ended(_)) | Err(_)) {
+        return;
+    }
+    tokio::select! {
+        never = enforce_term(attendance, runtime, process, modes) => match never {},
+        _ = runtime.wait(process) => {}
     }
 }
 
