@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use domain::workload::WorkloadSpec;
 use domain::{AttemptId, LeaseId, ProcessId};
+use futures::{StreamExt, TryStreamExt};
 use rpc::page::Page;
 use rpc::pb::runtime as pb;
 use rpc::pb::scheduler as scheduler_pb;
@@ -21,13 +22,14 @@ use super::attach::attach_answer;
 use super::errors::status;
 use super::{Answers, check_team, worker_of};
 use crate::SERVICE;
+use crate::attempt::error::AttemptError;
 use crate::clients::scheduler_messages::InputProgress;
 use crate::driven::create::NewContainer;
 use crate::driven::publish::{Published, Source};
 use crate::driven::{self, Held};
 use crate::runtimes::container_note::{DrivenNote, NotedCache, NotedOutput};
 use crate::worker::Worker;
-use crate::worker::containers::KnownContainer;
+use crate::worker::containers::{CONCURRENT_DESCRIPTIONS, KnownContainer};
 use crate::worker_set::WorkerSet;
 
 /// Maximum number of labels of a container.
@@ -55,7 +57,11 @@ pub(super) async fn create(
     // A caller that leaves must not leave half a container behind.
     let creating = worker.tasks.spawn(async move {
         let new = NewContainer { spec, note, network_of, token: lease_token };
-        driven::create::create(&context, held, new, |inputs| _ = progress.send(inputs)).await
+        let stopping = context.worker.stopping.clone();
+        tokio::select! {
+            created = driven::create::create(&context, held, new, |inputs| _ = progress.send(inputs)) => created,
+            () = stopping.cancelled() => Err(AttemptError::GatewayStopping.into()),
+        }
     });
     let report = async {
         while changes.changed().await.is_ok() {
@@ -203,16 +209,20 @@ pub(super) async fn list(
     let size = usize::try_from(page.size).unwrap_or(usize::MAX);
     let more = found.len() > size;
     found.truncate(size);
-    let mut described = Vec::with_capacity(found.len());
-    for container in &found {
-        match describe(worker, container).await {
-            Ok(item) => described.push((container.note.container.uuid(), item)),
-            // It was destroyed meanwhile.
-            Err(error) if error.code() == tonic::Code::NotFound => {}
-            Err(error) => return Err(error),
-        }
+    let describe = async |container: &KnownContainer| match describe(worker, container).await {
+        Ok(item) => Ok(Some((container.note.container.uuid(), item))),
+        // It was destroyed meanwhile.
+        Err(error) if error.code() == tonic::Code::NotFound => Ok(None),
+        Err(error) => Err(error),
+    };
+    let described: Vec<_> = futures::stream::iter(found.iter().map(describe))
+        .buffered(CONCURRENT_DESCRIPTIONS)
+        .try_collect()
+        .await?;
+    let (containers, mut next_page_token) = page.end(described.into_iter().flatten(), more);
+    if let (true, true, Some(last)) = (more, containers.is_empty(), found.last()) {
+        next_page_token = page.token(last.note.container.uuid());
     }
-    let (containers, next_page_token) = page.end(described, more);
     Ok(pb::ListContainersResponse { containers, next_page_token })
 }
 

@@ -141,7 +141,9 @@ fn step_status(error: &AttemptError) -> Status {
                 FailureReason::Unsupported => Reason::Unsupported,
                 FailureReason::DiskFull => Reason::DiskFull,
                 FailureReason::InputUnavailable | FailureReason::InputDamaged => Reason::InputUnavailable,
-                FailureReason::WorkerFailed => Reason::WorkerFailed,
+                FailureReason::WorkerFailed
+                | FailureReason::WorkerFull
+                | FailureReason::CgroupUnavailable => Reason::WorkerFailed,
                 _ => return failed(Reason::ContainerFailed, &failure),
             }
         }

@@ -38,7 +38,7 @@ pub(super) async fn start(
             let message = "is required: only the holder of a driven lease starts a main process";
             return Err(invalid_field("start.lease_token", message));
         }
-        return start_main(gateway, &team, container_id, &start.lease_token, spec).await;
+        return start_main(gateway, attended, (&team, container_id), &start.lease_token, spec).await;
     }
     if !start.lease_token.is_empty() {
         return Err(invalid_field("start.lease_token", "must be empty unless a main process is started"));
@@ -105,12 +105,15 @@ pub(super) async fn start(
 /// Starts the main process of a driven container, or finds it if it was started before.
 async fn start_main(
     gateway: &WorkerSet,
-    team: &str,
-    container: AttemptId,
+    named: &AttendedWorker,
+    (team, container): (&str, AttemptId),
     token: &str,
     spec: ProcessSpec,
 ) -> Result<(ProcessId, ProcessId), Status> {
     let (attended, claims) = gateway.admit_lease(token).await?;
+    if !std::ptr::eq(&*attended, named) {
+        return Err(invalid_field("start.worker_id", "must be the worker of the lease"));
+    }
     if claims.team != team {
         return Err(invalid_field("start.team", "must be the team of the lease"));
     }

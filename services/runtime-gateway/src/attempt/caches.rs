@@ -27,14 +27,14 @@ use crate::worker::Worker;
 
 /// The published caches of an attempt.
 #[derive(Default)]
-pub(crate) struct CacheResult {
-    pub(crate) published: Vec<PublishedCache>,
+pub(super) struct CacheResult {
+    pub(super) published: Vec<PublishedCache>,
     /// Notes for the caller about caches that were not published completely.
-    pub(crate) notes: Vec<String>,
+    pub(super) notes: Vec<String>,
 }
 
 /// Publishes the changed caches as candidates of this attempt.
-pub(crate) async fn publish(
+pub(super) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
@@ -68,7 +68,7 @@ pub(crate) async fn publish(
 
 /// Publishes one cache. Returns the candidate, and a note about omitted entries. `None`: the cache
 /// is unchanged.
-async fn publish_one(
+pub(crate) async fn publish_one(
     context: &AttemptContext,
     task: &AttemptTask,
     planned: &PlannedCache,

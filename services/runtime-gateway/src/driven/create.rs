@@ -6,14 +6,13 @@ use domain::workload::WorkloadSpec;
 use domain::{AttemptId, ContainerHandle, LeaseId, WorkloadId};
 use uuid::Uuid;
 
-use super::{DrivenError, Held};
+use super::{DrivenError, Held, find, is_live};
 use crate::attempt::context::AttemptContext;
 use crate::attempt::error::AttemptError;
 use crate::attempt::process::stop_requested;
 use crate::attempt::{inputs, make};
 use crate::clients::scheduler_messages::{AttemptTask, InputProgress};
 use crate::runtimes::container_note::DrivenNote;
-use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::containers::KnownContainer;
 
@@ -53,12 +52,13 @@ pub(crate) async fn create(
     let worker = &context.worker;
     let id = container_id(held.lease, &new.note.key);
     let _one_at_a_time = context.admissions.lock(id.uuid()).await;
-    match held.container(worker, id).await {
-        Ok(existing) if existing.note.driven.as_ref().is_some_and(|note| note.spec == new.note.spec) => {
-            return Ok(existing);
+    match find(worker, held.lease, id).await {
+        Ok(existing) if existing.note.driven.as_ref().is_none_or(|note| note.spec != new.note.spec) => {
+            return Err(DrivenError::Exists(new.note.key));
         }
-        Ok(_) => return Err(DrivenError::Exists(new.note.key)),
-        Err(DrivenError::NoContainer(..)) => {}
+        Ok(existing) if is_live(worker, id).await? => return Ok(existing),
+        // The artifact store returns other handles for a container that is garbage.
+        Ok(_) | Err(DrivenError::NoContainer(..)) => {}
         Err(error) => return Err(error),
     }
     let network_of = match new.network_of {
@@ -88,8 +88,8 @@ pub(crate) async fn create(
         make::report_failed_container(worker, &prepared, &error).await;
         return Err(error.into());
     }
-    let session = worker.session.opened().await;
-    let prepared_call = || worker.clients.store.mark_prepared(&session.credential, id);
-    until_answered("report that a container is prepared", prepared_call).await?;
-    held.container(worker, id).await
+    tokio::select! {
+        found = held.container(worker, id) => found,
+        request = stop_requested(&mut stop) => Err(AttemptError::StopRequested(request).into()),
+    }
 }

@@ -26,26 +26,37 @@ pub(crate) async fn hold(context: Arc<AttemptContext>, lease: LeaseId) {
     let entry =
         worker.attempts.lock().get(&lease).map(|entry| (entry.stop.subscribe(), entry.operations.clone()));
     let Some((mut stop, operations)) = entry else { return };
-    let is_requested = tokio::select! {
-        requested = stop.wait_for(Option::is_some) => requested.is_ok(),
-        () = worker.stopping.cancelled() => false,
-    };
-    if !is_requested {
-        return;
-    }
-    let _ended = operations.write().await;
-    tracing::info!(lease.id = %lease, "stopping the processes of a driven lease");
-    while !stop_all(worker, lease, &stop).await {
-        tokio::select! {
-            () = tokio::time::sleep(RETRY_PAUSE) => {}
-            () = worker.stopping.cancelled() => return,
-        }
-        // The scheduler has forgotten the lease, or another gateway speaks for the worker.
-        if stop.has_changed().is_err() {
+    let end = async {
+        if stop.wait_for(Option::is_some).await.is_err() {
             return;
         }
+        tracing::info!(lease.id = %lease, "stopping the processes of a driven lease");
+        // An operation under way may take long, and may make one more container.
+        let (_ended, _) = tokio::join!(operations.write(), stop_until_ended(worker, lease, &stop));
+        if stop_until_ended(worker, lease, &stop).await {
+            worker.attempts.set_phase(lease, AttemptPhase::Ended);
+        }
+    };
+    tokio::select! {
+        () = end => {}
+        () = worker.stopping.cancelled() => {}
     }
-    worker.attempts.set_phase(lease, AttemptPhase::Ended);
+}
+
+/// Stops all processes of a lease. Returns `false` if the lease is no longer that of this gateway.
+async fn stop_until_ended(
+    worker: &Worker,
+    lease: LeaseId,
+    stop: &watch::Receiver<Option<StopRequest>>,
+) -> bool {
+    while !stop_all(worker, lease, stop).await {
+        tokio::time::sleep(RETRY_PAUSE).await;
+        // The scheduler has forgotten the lease, or another gateway speaks for the worker.
+        if stop.has_changed().is_err() {
+            return false;
+        }
+    }
+    true
 }
 
 /// Stops all processes of a lease, and waits for their ends. Returns whether nothing runs.

@@ -23,6 +23,7 @@ use rpc::{Reason, Refusal};
 
 use crate::attempt::context::AttemptContext;
 use crate::attempt::error::AttemptError;
+use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::attempts::Operation;
 use crate::worker::containers::KnownContainer;
@@ -43,8 +44,8 @@ pub(crate) enum DrivenError {
     /// The lease has a container with this key and another spec.
     #[error("the lease has a container {0:?} with another spec")]
     Exists(String),
-    /// The main process still runs.
-    #[error("the main process of container {0} still runs")]
+    /// The main process still runs, or was not started.
+    #[error("the main process of container {0} has not ended")]
     Running(AttemptId),
     /// The spec has no such output or cache.
     #[error("the container has no {0}")]
@@ -88,32 +89,55 @@ impl Held {
         let worker = &context.worker;
         check_incarnation(worker, &claims)?;
         let LeaseClaims { lease, team, .. } = claims;
-        // Whether an entry was ever confirmed is checked and changed by one operation at a time.
-        let _admission = context.admissions.lock(lease.uuid()).await;
-        let (operation, is_new) =
-            worker.attempts.begin_operation(lease).ok_or(DrivenError::LeaseLost(lease))?;
-        if is_new {
-            worker.tasks.spawn(hold(context.clone(), lease));
-        }
-        if confirm || !operation.is_confirmed {
-            match worker.clients.scheduler.use_lease(token).await {
-                Ok(generation) => worker.attempts.confirm_use(lease, generation),
-                Err(refusal) => {
-                    worker.attempts.forget_unused(lease);
-                    return Err(refusal.into());
-                }
-            }
-        }
+        let (context, token) = (context.clone(), token.to_owned());
+        // A caller that leaves must not leave an entry that was neither confirmed nor forgotten.
+        let admitted = worker.tasks.spawn(async move { admit(&context, lease, &token, confirm).await });
+        let operation = admitted.await.unwrap_or(Err(AttemptError::GatewayStopping.into()))?;
         Ok(Self { operation, lease, team })
     }
 
-    /// Returns a container of the lease.
-    pub(crate) async fn container(
-        &self,
-        worker: &Worker,
-        id: AttemptId,
-    ) -> Result<KnownContainer, DrivenError> {
-        find(worker, self.lease, id).await
+    /// Returns a container of the lease that is not garbage.
+    async fn container(&self, worker: &Worker, id: AttemptId) -> Result<KnownContainer, DrivenError> {
+        let found = find(worker, self.lease, id).await?;
+        if is_live(worker, id).await? { Ok(found) } else { Err(DrivenError::NoContainer(self.lease, id)) }
+    }
+}
+
+/// Begins an operation, and has the scheduler confirm that the lease is in use.
+async fn admit(
+    context: &Arc<AttemptContext>,
+    lease: LeaseId,
+    token: &str,
+    confirm: bool,
+) -> Result<Operation, DrivenError> {
+    let worker = &context.worker;
+    // Whether an entry was ever confirmed is checked and changed by one operation at a time.
+    let _admission = context.admissions.lock(lease.uuid()).await;
+    let (operation, is_new) = worker.attempts.begin_operation(lease).ok_or(DrivenError::LeaseLost(lease))?;
+    if is_new {
+        worker.tasks.spawn(hold(context.clone(), lease));
+    }
+    if confirm || !operation.is_confirmed {
+        match worker.clients.scheduler.use_lease(token).await {
+            Ok(generation) => worker.attempts.confirm_use(lease, generation),
+            Err(refusal) => {
+                worker.attempts.forget_unused(lease);
+                return Err(refusal.into());
+            }
+        }
+    }
+    Ok(operation)
+}
+
+/// Reports that a container exists. Returns `false` if it is garbage, because it was destroyed, or
+/// another gateway took over before it was complete.
+async fn is_live(worker: &Worker, id: AttemptId) -> Result<bool, DrivenError> {
+    let session = worker.session.opened().await;
+    let call = || worker.clients.store.mark_prepared(&session.credential, id);
+    match until_answered("report that a container is prepared", call).await {
+        Ok(()) => Ok(true),
+        Err(refusal) if refusal.is(Reason::AttemptEnded) => Ok(false),
+        Err(refusal) => Err(refusal.into()),
     }
 }
 
@@ -174,7 +198,9 @@ pub(crate) async fn destroy(worker: &Worker, claims: &LeaseClaims, id: AttemptId
     let call = worker.clients.store.mark_container(&session.credential, container.handle, reason);
     match call.await {
         // It is already deleted.
-        Err(refusal) if refusal.is(Reason::ContainerNotFound) => Ok(()),
-        result => Ok(result?),
+        Err(refusal) if refusal.is(Reason::ContainerNotFound) => {}
+        result => result?,
     }
+    worker.index.remove(container.handle).await;
+    Ok(())
 }

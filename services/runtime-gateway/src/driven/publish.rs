@@ -43,11 +43,11 @@ pub(crate) async fn publish(
     token: String,
 ) -> Result<Published, DrivenError> {
     let worker = &context.worker;
-    let container = held.container(worker, id).await?;
     let _one_at_a_time = context.admissions.lock(id.uuid()).await;
+    let container = held.container(worker, id).await?;
     match worker.runtime.process(id.into()).await {
-        Ok(ProcessState::Ended(_)) | Err(RuntimeError::ProcessNotFound(_)) => {}
-        Ok(_) => return Err(DrivenError::Running(id)),
+        Ok(ProcessState::Ended(_)) => {}
+        Ok(_) | Err(RuntimeError::ProcessNotFound(_)) => return Err(DrivenError::Running(id)),
         Err(error) => return Err(error.into()),
     }
     let mut stop = held.operation.stop.clone();
@@ -100,12 +100,19 @@ async fn publish_one(
             }
         }
         Source::Cache(cache) => {
-            plan.caches.retain(|planned| planned.cache == cache);
-            if plan.caches.is_empty() {
-                return Err(DrivenError::NoSource(format!("task cache {cache}")));
+            let planned = plan.caches.iter().find(|planned| planned.cache == cache);
+            let planned = planned.ok_or_else(|| DrivenError::NoSource(format!("task cache {cache}")))?;
+            match caches::publish_one(context, &task, planned, &prepared).await {
+                Ok(None) => Ok(Published::Cache(None, Vec::new())),
+                Ok(Some((published, omitted))) => {
+                    let notes = omitted.map(|entries| format!("left out: {entries}"));
+                    Ok(Published::Cache(Some(published), notes.into_iter().collect()))
+                }
+                Err(AttemptError::Worker(
+                    error @ (RuntimeError::InvalidOutput(_) | RuntimeError::UnreadableOutput(_)),
+                )) => Err(DrivenError::Unpublishable(error.failure())),
+                Err(error) => Err(error.into()),
             }
-            let mut result = caches::publish(context, &task, &plan, &prepared).await?;
-            Ok(Published::Cache(result.published.pop(), result.notes))
         }
     }
 }

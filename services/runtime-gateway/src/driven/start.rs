@@ -18,6 +18,8 @@ pub(crate) async fn start(
     spec: ProcessSpec,
 ) -> Result<(), DrivenError> {
     let worker = &context.worker;
+    // Nothing is published meanwhile.
+    let _one_at_a_time = context.admissions.lock(id.uuid()).await;
     let container = held.container(worker, id).await?;
     if !worker.session.is_exclusive() {
         return Err(AttemptError::NotExclusive.into());

@@ -144,6 +144,7 @@ async fn try_run_stream(
     );
     worker.session.extend_exclusive(registered_at + welcome.worker_ttl);
     worker.session.set(Some(session.clone()));
+    worker.attempts.expect_all_named();
     *pause = Duration::from_millis(20);
 
     let (mut applied, mut directive) = (0, Directive::Run);
@@ -251,7 +252,11 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     }
     let mut attempts = worker.attempts.lock();
     attempts.retain(|lease, attempt| {
-        if named.contains(lease) || generation < attempt.named_from {
+        if named.contains(lease) {
+            attempt.named_from = attempt.named_from.min(generation);
+            return true;
+        }
+        if generation < attempt.named_from {
             return true;
         }
         // The scheduler no longer knows the lease, so the attempt must stop. Its task reports the
@@ -289,7 +294,7 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
         LeaseRequest::Stop { attempt, token, grace, reason } => {
             stop(context, lease, (attempt, token), StopRequest { grace, reason })
         }
-        LeaseRequest::Run(_) | LeaseRequest::Invalid { .. } | LeaseRequest::Hold
+        LeaseRequest::Run(_) | LeaseRequest::Invalid { .. }
             if worker.attempts.lock().contains_key(&lease) =>
         {
             false
@@ -300,18 +305,18 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
             true
         }
         LeaseRequest::Hold => {
-            worker.attempts.add_held(lease, None);
-            worker.tasks.spawn(driven::resume(context.clone(), lease));
-            true
+            let (is_new, changed) = worker.attempts.add_held(lease, None);
+            if is_new {
+                worker.tasks.spawn(driven::resume(context.clone(), lease));
+            }
+            changed
         }
         LeaseRequest::StopHeld { grace, reason } => {
-            let request = StopRequest { grace, reason };
-            if let Some(entry) = worker.attempts.lock().get(&lease) {
-                return entry.stop.send_if_modified(|now| now.replace(request.clone()) != Some(request));
+            let (is_new, changed) = worker.attempts.add_held(lease, Some(StopRequest { grace, reason }));
+            if is_new {
+                worker.tasks.spawn(driven::hold(context.clone(), lease));
             }
-            worker.attempts.add_held(lease, Some(request));
-            worker.tasks.spawn(driven::hold(context.clone(), lease));
-            true
+            changed
         }
         LeaseRequest::Invalid { attempt, token, why } => {
             tracing::error!(lease.id = %lease, error = why, "cannot parse an attempt");

@@ -198,12 +198,20 @@ pub(crate) async fn attend(
     process: ProcessId,
     modes: (Stdin, OutputMode),
 ) {
-    if matches!(runtime.process(process).await, Ok(ProcessState::Ended(_)) | Err(_)) {
-        return;
-    }
-    tokio::select! {
-        never = enforce_term(attendance, runtime, process, modes) => match never {},
-        _ = runtime.wait(process) => {}
+    loop {
+        if let Ok(ProcessState::Ended(_)) | Err(RuntimeError::ProcessNotFound(_)) =
+            runtime.process(process).await
+        {
+            return;
+        }
+        let ended = tokio::select! {
+            never = enforce_term(attendance, runtime, process, modes) => match never {},
+            ended = runtime.wait(process) => ended,
+        };
+        // Another gateway may have taken over, or no file can be opened.
+        if ended.is_err() {
+            tokio::time::sleep(RETRY_PAUSE).await;
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 //! progress. A driven lease has an entry, too. Its callers add it before their first operation.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -99,11 +100,28 @@ impl AttemptTable {
         Some((Operation { _running: running, stop: entry.stop.subscribe(), is_confirmed }, is_new))
     }
 
-    /// Adds a driven lease that the scheduler names.
-    pub(crate) fn add_held(&self, lease: LeaseId, request: Option<StopRequest>) {
-        let entry =
-            AttemptEntry { phase: AttemptPhase::Running, ..AttemptEntry::new(watch::Sender::new(request)) };
-        self.lock().insert(lease, entry);
+    /// Adds a driven lease that the scheduler names, unless it has an entry. A request to stop is
+    /// passed on to an existing entry. Returns whether the entry is new, and whether it changed.
+    pub(crate) fn add_held(&self, lease: LeaseId, request: Option<StopRequest>) -> (bool, bool) {
+        match self.lock().entry(lease) {
+            Entry::Occupied(entry) => {
+                let Some(request) = request else { return (false, false) };
+                let stop = &entry.get().stop;
+                (false, stop.send_if_modified(|now| now.replace(request.clone()) != Some(request)))
+            }
+            Entry::Vacant(entry) => {
+                let held = AttemptEntry::new(watch::Sender::new(request));
+                entry.insert(AttemptEntry { phase: AttemptPhase::Running, ..held });
+                (true, true)
+            }
+        }
+    }
+
+    /// Expects each lease in use in every desired state of a new stream.
+    pub(crate) fn expect_all_named(&self) {
+        for entry in self.lock().values_mut().filter(|entry| entry.named_from != NOT_NAMED) {
+            entry.named_from = 0;
+        }
     }
 
     /// Records that the scheduler has confirmed that a driven lease is in use.

@@ -15,7 +15,7 @@ use crate::clients::scheduler_messages::AttemptTask;
 use crate::runtimes::container_note::ContainerNote;
 
 /// Number of containers that are described at a time.
-const CONCURRENT_DESCRIPTIONS: usize = 16;
+pub(crate) const CONCURRENT_DESCRIPTIONS: usize = 16;
 
 /// A container of this worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -91,13 +91,24 @@ async fn load(runtime: &dyn Runtime) -> Result<BTreeMap<AttemptId, KnownContaine
         },
         // It is incomplete, or was destroyed meanwhile.
         Err(RuntimeError::ContainerNotFound(_)) => Ok(None),
+        // Its record is damaged, so its processes cannot be found either.
+        Err(RuntimeError::Other(error)) => {
+            tracing::warn!(container.handle = %handle, error, "cannot describe a container");
+            Ok(None)
+        }
         Err(error) => Err(error),
     };
     let handles = runtime.list().await?.containers;
     futures::stream::iter(handles.into_iter().map(describe))
         .buffer_unordered(CONCURRENT_DESCRIPTIONS)
         .try_filter_map(|found: Option<KnownContainer>| async { Ok(found) })
-        .map_ok(|container| (container.note.container, container))
-        .try_collect()
+        .try_fold(BTreeMap::new(), async |mut entries: BTreeMap<_, KnownContainer>, container| {
+            // A container that was made again has a later handle than its garbage.
+            let is_later = |other: &KnownContainer| other.handle < container.handle;
+            if entries.get(&container.note.container).is_none_or(is_later) {
+                entries.insert(container.note.container, container);
+            }
+            Ok(entries)
+        })
         .await
 }
