@@ -374,27 +374,26 @@ impl State {
 
     fn release(&mut self, id: LeaseId, is_fresh: bool, step_result: &StepResult<'_>) {
         let slots = self.held_by_teams();
-        let lease = self.leases.get(&id).filter(|lease| lease.workload.is_none() && lease.is_live()).cloned();
+        let lease = self.leases.get(&id).filter(|lease| lease.workload.is_none());
+        let is_granted = lease.is_some_and(Lease::is_granted);
         // A lease in use frees nothing before it has stopped.
-        let frees = |lease: &Lease| !lease.in_use;
-        let Some(lease) = lease.clone().filter(frees) else {
-            if lease.is_some_and(|lease| lease.state == LeaseState::Granted) {
-                self.release_driven(id, step_result.now);
-            }
-            self.grant_freed(step_result);
-            _ = self.release_all_unpinned(step_result);
-            return;
-        };
-        let reserves = self.live(lease.worker).any(|(_, lease)| lease.amounts != Amounts::default());
-        let can_be_told = is_fresh && lease.kind.takes_a_slot() && !step_result.was_killed();
+        let freed = lease.filter(|lease| lease.is_granted() && !lease.in_use);
+        let reserves = freed.is_some_and(|freed| {
+            self.live(freed.worker).any(|(_, lease)| lease.amounts != Amounts::default())
+        });
+        let can_be_told =
+            is_fresh && freed.is_some_and(|freed| freed.kind.takes_a_slot()) && !step_result.was_killed();
         // With reserved amounts, the freed room is unknown in advance.
         if can_be_told && reserves {
             self.serve_queue(slots.clone(), step_result);
         }
-        self.release_driven(id, step_result.now);
+        if is_granted {
+            self.release_driven(id, step_result.now);
+        }
         if can_be_told && !reserves {
             self.serve_queue(slots, step_result);
         }
+        // A waiting call may learn that another replica has granted its lease, and release it.
         self.release_all_unpinned(step_result);
         self.grant_freed(step_result);
     }
