@@ -9,7 +9,7 @@ use super::calls::WaitingCall;
 use super::fixtures::{self, Requirements};
 use super::oracle::StepResult;
 use super::state::{Minutes, State, Verdict};
-use crate::db::entity::lease::State as LeaseState;
+use crate::db::entity::lease::{Kind, State as LeaseState};
 use crate::db::entity::workload::State as Progress;
 
 /// A waiting request.
@@ -51,8 +51,13 @@ impl State {
         match request {
             WaitingRequest::Workload(id) => after.workloads[id].lease.is_some(),
             WaitingRequest::Call(waiting) => {
-                let is_new = |id| !self.leases.contains_key(&id) && after.leases.contains_key(&id);
-                waiting.call.leases().all(is_new)
+                // Other calls with the same ids may wait at other replicas.
+                let is_of_call = |(id, kind): &(LeaseId, Kind)| {
+                    after.leases.get(id).is_some_and(|lease| lease.kind == *kind)
+                        && after.near[id] == waiting.call.near
+                };
+                let is_new = |id| !self.leases.contains_key(&id);
+                waiting.call.leases().all(is_new) && waiting.call.items.iter().all(is_of_call)
             }
         }
     }

@@ -515,7 +515,7 @@ impl Replica {
             kind,
             demand: Arc::new(Demand { only, prefer, ..shape.requested_by(lease.uuid()) }),
             locations: locations.into(),
-            request: format!("{near:?}"),
+            request: near.map(|near| near.to_string()).unwrap_or_default(),
             group: together.then_some(1),
             inputs: Arc::new(inputs),
             owner: owner.to_owned(),

@@ -138,6 +138,7 @@ pub(super) async fn read_state(db: &db::Database, calendar: Calendar) -> State {
             settles: row.settles,
         };
         state.lease_generations.insert(LeaseId::from_uuid(row.id), number(row.generation));
+        state.near.insert(LeaseId::from_uuid(row.id), row.request.parse().ok());
         state.leases.insert(LeaseId::from_uuid(row.id), lease);
     }
     for (name, counted) in taken {
