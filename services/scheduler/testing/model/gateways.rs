@@ -163,13 +163,14 @@ impl State {
         let is_heard = judged.is_ok();
         let has_to_be = was_polled && was_answered && is_heard;
         if let Ok(name) = &judged
-            && step_result
-                .after
-                .workers
-                .get(name)
-                .is_some_and(|now| now.attended && now.contact == Contact::Running)
+            && let Some(after) = step_result.after.workers.get(name).filter(|after| after.attended)
         {
-            self.record_heartbeat(&stream.session, step_result.now);
+            let worker = self.workers.get_mut(name).expect("a worker");
+            (worker.attended, worker.heard_at) = (true, step_result.now);
+            // A killed replica may have written only the heartbeat.
+            if !step_result.was_killed() || after.contact == Contact::Running {
+                worker.contact = Contact::Running;
+            }
         }
         let live: BTreeSet<_> = self.leases_in_use(&stream.session).map(|(id, _)| id).collect();
         for id in live {

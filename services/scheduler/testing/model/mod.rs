@@ -450,7 +450,7 @@ async fn scheduler_behaves_like_the_model(database: impl AsyncFn() -> TestDataba
     let count = testing::seeds::setting("GANTRY_SEEDS").unwrap_or(SEEDS);
     let seeds = testing::seeds::repeated()
         .map_or_else(|| (0..count).map(testing::seeds::nth).collect(), |seed| vec![seed]);
-    let (mut waited, mut unknown) = (0, 0);
+    let (mut killed, mut waited, mut unknown) = (0, 0, 0);
     for seed in &seeds {
         let seed = *seed;
         eprintln!("GANTRY_SEED={seed}");
@@ -467,10 +467,12 @@ async fn scheduler_behaves_like_the_model(database: impl AsyncFn() -> TestDataba
             }
         }
         Box::pin(world.end_everything()).await;
-        assert!(world.killed > 0, "some steps must be killed");
+        killed += world.killed;
         waited += world.waited;
         unknown += world.unknown;
     }
+    // A step is killed only if one of its awaits is pending, which is rare under load.
+    assert!(killed > 0 || seeds.len() == 1, "some steps must be killed");
     assert!(waited > 0 || seeds.len() == 1, "some waiting calls must be granted");
     assert!(unknown > 0 || seeds.len() == 1, "some leases must end because their gateway does not know them");
 }
