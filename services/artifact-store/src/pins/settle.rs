@@ -309,10 +309,12 @@ async fn lock_candidates(
         .filter(volume::Column::Purpose.eq(Purpose::Output))
         .filter(volume::Column::Complete.eq(true))
         .filter(volume::Column::State.is_in(State::PRESENT))
-        // Later rows win: the oldest of equal candidates.
-        .order_by_desc(volume::Column::Handle)
+        // In the same order as deletions of volumes. In another order, both could deadlock.
+        .order_by_asc(volume::Column::Handle)
         .lock_exclusive()
         .all(txn)
         .await?;
-    Ok(rows.into_iter().filter_map(|row| Some(((row.artifact_id?, row.digest.clone()?), row))).collect())
+    // Later rows win: the oldest of equal candidates.
+    let oldest_last = rows.into_iter().rev();
+    Ok(oldest_last.filter_map(|row| Some(((row.artifact_id?, row.digest.clone()?), row))).collect())
 }
