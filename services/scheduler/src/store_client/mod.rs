@@ -274,6 +274,13 @@ impl Store {
                 "output settled without one of its owners, which no longer exists"
             );
         }
+        if answer.differs {
+            tracing::warn!(
+                holder.id = %holder,
+                attempt.id = settlement.attempt.map(tracing::field::display),
+                "cannot seal the outputs of a holder: another settlement of it counts"
+            );
+        }
         Ok(())
     }
 
