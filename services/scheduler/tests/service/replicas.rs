@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use domain::WorkloadId;
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
@@ -325,7 +326,15 @@ async fn slot_durations_are_known_at_each_replica() {
 #[tokio::test(flavor = "multi_thread")]
 async fn burst_is_spread_over_all_workers() {
     let database = testing::databases::postgres().await;
-    let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
+    let hour = Duration::from_secs(3600);
+    // The gateways send no heartbeats. If a worker stalled, its workloads would move.
+    let config = scheduler::Config {
+        worker_ttl: hour,
+        stop_after: 2 * hour,
+        lost_after: 3 * hour,
+        ..config(&database)
+    };
+    let replicas = [Running::start(config.clone()).await, Running::start(config).await];
     let mut gateways = Vec::new();
     for number in 0..20 {
         let mut roomy = registration(&format!("worker-{number}"));
@@ -341,15 +350,25 @@ async fn burst_is_spread_over_all_workers() {
         })
         .await;
     }
-    let submitted = (0..1000).map(|number| replicas[number % 2].submit(spec()));
+    // One connection for each replica, because the number of new connections is limited.
+    let clients = replicas.each_ref().map(Running::workloads);
+    let submitted = (0..1000).map(|number| {
+        let request = pb::SubmitRequest { workload_id: WorkloadId::new().to_string(), spec: Some(spec()) };
+        let mut client = clients[number % 2].clone();
+        async move { client.submit(request).await }
+    });
     for submitted in futures::future::join_all(submitted).await {
         submitted.expect("accepted");
     }
-    let mut load = Vec::new();
-    for number in 0..20 {
-        load.push(replicas[0].worker(&format!("worker-{number}")).await.active_tasks);
-    }
-    assert_eq!(load.iter().sum::<u32>(), 1000, "all workloads are placed: {load:?}");
+    // Decisions of both replicas may conflict, so a workload may wait in the queue at first.
+    let load = until("all workloads are placed", async || {
+        let workers = replicas[0].workers().list_workers(pb::ListWorkersRequest::default()).await;
+        let workers = workers.expect("listed").into_inner().workers;
+        let load: Vec<_> = workers.iter().map(|worker| worker.active_tasks).collect();
+        (load.iter().sum::<u32>() == 1000).then_some(load)
+    })
+    .await;
+    assert_eq!(load.len(), 20);
     let (least, most) = (load.iter().min().expect("some"), load.iter().max().expect("some"));
     assert!(*most * 10 <= *least * 15, "{load:?}");
     for replica in replicas {
