@@ -63,7 +63,9 @@ fn end_page<T, M: rpc::Message>(
 impl IntoStatus for SubmitError {
     fn status(self) -> Status {
         match self {
-            Self::Exists(OtherSpec(id)) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
+            Self::Exists(OtherSpec(id)) | Self::LeaseId(id) => {
+                about_workload(Reason::WorkloadExists, &self.to_string(), id)
+            }
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
             Self::UnknownWorker(worker) => unknown_worker(&worker),
             Self::NotPinned(refusal) => not_pinned(refusal, Reason::WorkloadExists),

@@ -19,7 +19,7 @@ use crate::queue::limits::Admissions;
 use crate::scheduling::{Dispatch, Request, SubmitError};
 use crate::store_client::Store;
 use crate::workers;
-use crate::workloads::{self, OtherSpec, Submission, Write};
+use crate::workloads::{self, Submission, Write};
 
 /// Maximum number of tries with another image, if the cluster's resource type changes during the
 /// submission.
@@ -175,10 +175,8 @@ impl Submissions {
             let is_new = known.state == State::Accepted;
             return Ok(if is_new { Acceptance::AlreadyPinning } else { Acceptance::Queued });
         }
-        // The artifact store identifies holders by id, so a workload and a lease must not share
-        // one.
         if leases::find(&**txn, LeaseId::from_uuid(submission.id.uuid())).await?.is_some() {
-            return Err(SubmitError::Exists(OtherSpec(submission.id)));
+            return Err(SubmitError::LeaseId(submission.id));
         }
         let row = submission.row(State::Accepted, now);
         workloads::save(txn, row, Write::Insert, None, now, &mut Effects::default()).await?;

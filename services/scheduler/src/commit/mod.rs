@@ -22,7 +22,7 @@ use std::sync::Arc;
 use db::rows::{self, Column};
 use domain::worker::Incarnation;
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
-use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, FromQueryResult, Statement};
+use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, Statement};
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -104,15 +104,15 @@ pub(crate) struct CommitResult {
     pub(crate) gone: HashSet<WorkerId>,
     /// Grants that the rows of their workers rejected.
     pub(crate) refused: HashSet<LeaseId>,
-    /// Workloads that no longer wait, or that existed before their submission. The commit did not
-    /// change them.
-    pub(crate) settled: HashMap<WorkloadId, Option<KnownWorkload>>,
+    /// Workloads that no longer wait, or whose id belonged to an object before their submission.
+    /// The commit did not change them.
+    pub(crate) settled: HashMap<WorkloadId, Option<KnownId>>,
     /// Settled workloads that still wait: an attempt failed on further workers since the decision.
     /// They must be decided again.
     pub(crate) outdated: HashSet<WorkloadId>,
     /// Leases that existed before.
     pub(crate) existing: HashMap<LeaseId, lease::Model>,
-    /// Leases whose id belongs to a workload with pins in the artifact store.
+    /// Leases with pins whose id belongs to a workload.
     taken: HashSet<LeaseId>,
     /// Workers of owners that the decision did not respect.
     pub(crate) affine_workers: HashMap<LeaseId, WorkerId>,
@@ -130,12 +130,12 @@ pub(crate) struct CommitResult {
     placed: HashMap<LeaseId, WorkerId>,
 }
 
-/// The stored state of a workload that is submitted again.
-#[derive(Debug, Clone, PartialEq, Eq, FromQueryResult)]
-pub(crate) struct KnownWorkload {
-    pub(crate) id: Uuid,
-    pub(crate) spec_digest: Vec<u8>,
-    pub(crate) state: workload::State,
+/// The object to which the id of a submitted workload belongs already.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum KnownId {
+    /// A workload, with the digest of its spec.
+    Workload(Vec<u8>),
+    Lease,
 }
 
 /// Commits `plan`. `facts`: cached rows and heartbeats of workers. `are_locked` is called once the
@@ -148,13 +148,13 @@ pub(crate) async fn commit_plan(
     are_locked: &(dyn Fn() + Sync),
 ) -> Result<CommitResult, DbErr> {
     let mut done = CommitResult::default();
-    known_workloads(txn, plan, &mut done).await?;
+    known_ids(txn, plan, &mut done).await?;
     let waiting = lock_waiting(txn, plan, &mut done).await?;
     if plan.leases_may_exist {
         let leases: Vec<_> = plan.grants.iter().map(|grant| grant.lease).collect();
         done.existing = leases::find_all(txn, &leases).await?;
     }
-    shared_ids(txn, plan, &mut done).await?;
+    taken_ids(txn, plan, &mut done).await?;
     let mut grants = Vec::with_capacity(plan.grants.len());
     for together in plan.grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
         let (moot, others): (Vec<_>, Vec<_>) = together.iter().partition(|grant| done.is_moot(grant));
@@ -287,45 +287,43 @@ impl CommitResult {
     }
 }
 
-async fn known_workloads(
-    txn: &DatabaseTransaction,
-    plan: &Plan,
-    done: &mut CommitResult,
-) -> Result<(), DbErr> {
+/// Finds submitted workloads whose id belongs to a workload or a lease. The artifact store
+/// identifies holders by id, so a lease in use must not have the id of a workload.
+async fn known_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut CommitResult) -> Result<(), DbErr> {
     if plan.submitted.is_empty() {
         return Ok(());
     }
     let backend = txn.get_database_backend();
-    let query = format!("SELECT id, spec_digest, state FROM workloads WHERE id {}", rows::among(backend, 1));
+    let among = rows::among(backend, 1);
+    let query = format!(
+        "SELECT id, spec_digest FROM workloads WHERE id {among}
+         UNION ALL SELECT id, NULL FROM leases WHERE id {among}"
+    );
     let ids = rows::ids(plan.submitted.iter().map(|row| row.id))?;
-    let known = KnownWorkload::find_by_statement(Statement::from_sql_and_values(backend, query, [ids]));
-    for known in known.all(txn).await? {
-        done.settled.insert(WorkloadId::from_uuid(known.id), Some(known));
+    for row in txn.query_all_raw(Statement::from_sql_and_values(backend, query, [ids])).await? {
+        let id = WorkloadId::from_uuid(row.try_get("", "id")?);
+        match row.try_get("", "spec_digest")? {
+            Some(digest) => _ = done.settled.insert(id, Some(KnownId::Workload(digest))),
+            // A known workload may be submitted again, even if a lease has its id.
+            None => _ = done.settled.entry(id).or_insert(Some(KnownId::Lease)),
+        }
     }
     Ok(())
 }
 
-/// Finds leases and workloads that share an id, because the artifact store identifies holders by
-/// id.
-async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut CommitResult) -> Result<(), DbErr> {
-    let backend = txn.get_database_backend();
-    let among = async |table: &str, ids: Vec<Uuid>| {
-        if ids.is_empty() {
-            return Ok(Vec::new());
-        }
-        let query = format!("SELECT id FROM {table} WHERE id {}", rows::among(backend, 1));
-        let statement = Statement::from_sql_and_values(backend, query, [rows::ids(ids)?]);
-        let found = txn.query_all_raw(statement).await?;
-        found.iter().map(|row| row.try_get::<Uuid>("", "id")).collect::<Result<_, DbErr>>()
-    };
+/// Finds granted leases with pins whose id belongs to a workload, because the artifact store
+/// identifies holders by id.
+async fn taken_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut CommitResult) -> Result<(), DbErr> {
     let uses = |grant: &&Grant| matches!(grant.holder, Holder::Driven { settles: true, .. });
-    let leases = plan.grants.iter().filter(uses).map(|grant| grant.lease.uuid()).collect();
-    done.taken = among("workloads", leases).await?.into_iter().map(LeaseId::from_uuid).collect();
-    let workloads = plan.submitted.iter().filter(|row| row.settles).map(|row| row.id).collect();
-    for id in among("leases", workloads).await? {
-        // An existing lease, so the submitted workload is a different holder.
-        let known = KnownWorkload { id, spec_digest: Vec::new(), state: workload::State::Finished };
-        done.settled.entry(WorkloadId::from_uuid(id)).or_insert(Some(known));
+    let leases: Vec<_> = plan.grants.iter().filter(uses).map(|grant| grant.lease.uuid()).collect();
+    if leases.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!("SELECT id FROM workloads WHERE id {}", rows::among(backend, 1));
+    let statement = Statement::from_sql_and_values(backend, query, [rows::ids(leases)?]);
+    for row in txn.query_all_raw(statement).await? {
+        done.taken.insert(LeaseId::from_uuid(row.try_get("", "id")?));
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use super::waiters::{Call, LeaseGroup, Member, WaitState};
 use super::{Dispatcher, GrantedLease, LeaseRequest, PlaceError, PlaceResult, Request, SubmitError};
-use crate::commit::{CommitResult, Grant, Holder, KnownWorkload, PinnedWorkload, Plan};
+use crate::commit::{CommitResult, Grant, Holder, KnownId, PinnedWorkload, Plan};
 use crate::counters;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::workload::{self, State};
@@ -500,9 +500,10 @@ impl Dispatcher {
                 let answer = match done.settled.get(&id) {
                     // Another call pinned the workload, or it was cancelled.
                     Some(None) => Ok(()),
-                    Some(Some(KnownWorkload { spec_digest, .. })) => {
-                        submitted.submission.repeats(spec_digest)
+                    Some(Some(KnownId::Workload(spec_digest))) => {
+                        submitted.submission.repeats(spec_digest).map_err(Into::into)
                     }
+                    Some(Some(KnownId::Lease)) => Err(SubmitError::LeaseId(id)),
                     None => {
                         effects.workloads.push(id);
                         match submitted.lease {
@@ -523,7 +524,7 @@ impl Dispatcher {
                         Ok(())
                     }
                 };
-                _ = submitted.answer.send(answer.map_err(Into::into));
+                _ = submitted.answer.send(answer);
             }
             Unit::Leases(leases) => {
                 for member in leases.members.iter().filter(|member| member.request.kind.takes_a_slot()) {

@@ -67,6 +67,9 @@ pub(crate) enum SubmitError {
     /// The id belongs to another workload.
     #[error(transparent)]
     Exists(#[from] OtherSpec),
+    /// The artifact store identifies holders by id, so a lease must not have the same id.
+    #[error("cannot accept workload {0}: a lease has its id")]
+    LeaseId(WorkloadId),
     /// No worker could ever run the workload.
     #[error("no worker could ever run the workload: {}", .0.lines().join("; "))]
     NoCompatibleWorker(Refusals),

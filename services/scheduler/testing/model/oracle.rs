@@ -300,7 +300,7 @@ impl State {
         }
         let requirements = fixtures::requirements_of_workload(id);
         let Some(now_there) = after.workloads.get(&id) else {
-            if reply == Some("Exists") {
+            if reply == Some("LeaseId") {
                 assert!(self.is_lease(id), "{id} is free");
                 return;
             }
@@ -343,9 +343,9 @@ impl State {
         }
     }
 
-    /// Returns whether a lease with this id exists and pins could conflict.
+    /// Returns whether a lease with this id exists.
     fn is_lease(&self, id: WorkloadId) -> bool {
-        self.leases.contains_key(&LeaseId::from_uuid(id.uuid())) && fixtures::uses(id) != Uses::Nothing
+        self.leases.contains_key(&LeaseId::from_uuid(id.uuid()))
     }
 
     /// Returns whether a workload with this id exists and pins could conflict.

@@ -171,6 +171,33 @@ pub(crate) async fn lease_with_id_of_workload_cannot_be_used(database: TestDatab
     scheduler.stop().await;
 }
 
+pub(crate) async fn workload_with_id_of_lease_is_rejected(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = with_slots(&scheduler, "one", 2).await;
+    let request = task();
+    let granted = place(&scheduler, &request).await;
+    use_lease(&scheduler, &granted.lease_token).await.expect("granted");
+    let id = request.lease_id.parse().expect("an id");
+    let is_rejected = async || {
+        // A workload with pins is accepted in another transaction than one without.
+        for build_id in [String::new(), BuildId::new().to_string()] {
+            let spec = pb::WorkloadSpec { build_id, ..spec() };
+            let taken = scheduler.submit_as(id, spec).await.expect_err("a lease has the id");
+            assert!(
+                taken.is(Reason::WorkloadExists) && taken.message.contains("a lease has its id"),
+                "{taken}"
+            );
+        }
+    };
+    is_rejected().await;
+    release(&scheduler, &granted.lease_token, None).await.expect("released");
+    stop(&mut gateway, &request.lease_id).await;
+    gateway.observe(&[(&request.lease_id, pb::LeasePhase::Ended)]).await;
+    ended(&scheduler, &request.lease_id).await;
+    is_rejected().await;
+    scheduler.stop().await;
+}
+
 /// Returns the holders for which the store keeps something.
 async fn holders(at: &Place) -> Vec<String> {
     let listed = PinsClient::new(at.peer()).list_pins(store::ListPinsRequest::default()).await;

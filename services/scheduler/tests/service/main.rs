@@ -45,7 +45,7 @@ use driven::{
     containers_of_lease_are_settled_when_it_ends, cordon_stops_leases_in_use_at_deadline,
     lease_in_use_ends_when_its_gateway_reports_the_end, lease_in_use_is_stopped_when_not_renewed,
     lease_with_id_of_workload_cannot_be_used, lost_worker_keeps_slot_of_lease_in_use,
-    release_seals_candidates_of_all_containers,
+    release_seals_candidates_of_all_containers, workload_with_id_of_lease_is_rejected,
 };
 use explain::{
     expected_wait_follows_released_slots, explanation_groups_workers_and_limits_details,
@@ -645,6 +645,7 @@ on_both! {
     cordon_stops_leases_in_use_at_deadline,
     lost_worker_keeps_slot_of_lease_in_use,
     lease_with_id_of_workload_cannot_be_used,
+    workload_with_id_of_lease_is_rejected,
     containers_of_lease_are_settled_when_it_ends,
     release_seals_candidates_of_all_containers,
     higher_priority_is_placed_first,
