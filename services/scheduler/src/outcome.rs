@@ -1,5 +1,6 @@
 //! Outcomes: the effect of an attempt's end on its workload. Pure.
 
+use bytes::Bytes;
 use domain::Timestamp;
 use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput, Usage};
 use serde::{Deserialize, Serialize};
@@ -40,6 +41,9 @@ pub(crate) struct Ending {
     /// Outputs and caches that were not kept, and why, for people.
     #[serde(default)]
     pub(crate) notes: Vec<String>,
+    /// Whether the workload has a result ([`crate::workloads::results`]).
+    #[serde(default)]
+    pub(crate) has_result: bool,
 }
 
 /// End of an attempt.
@@ -63,6 +67,7 @@ pub(crate) struct Report {
     pub(crate) notes: Vec<String>,
     pub(crate) started_at: Option<Timestamp>,
     pub(crate) usage: Usage,
+    pub(crate) result: Option<Bytes>,
 }
 
 /// The retries that remain for a workload after an attempt that may have run.
@@ -117,6 +122,7 @@ impl Ending {
             caches: vec![],
             usage: None,
             notes: vec![],
+            has_result: false,
         }
     }
 
@@ -138,7 +144,8 @@ impl Ending {
     /// The outputs could not be sealed.
     pub(crate) fn without_outputs(self) -> Self {
         let message = "the artifact store does not have the outputs that the worker published";
-        Self { exit: self.exit, usage: self.usage, ..Self::errored(FailureReason::SettleFailed, message) }
+        let Self { exit, usage, has_result, .. } = self;
+        Self { exit, usage, has_result, ..Self::errored(FailureReason::SettleFailed, message) }
     }
 }
 
@@ -199,7 +206,7 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             Some((FailureReason::StartUnknown, "the worker does not know whether the process started")),
         ),
     };
-    let Report { exit, failure, outputs, caches, notes, started_at: _, usage: _ } = report;
+    let Report { exit, failure, outputs, caches, notes, started_at: _, usage: _, result: _ } = report;
 
     match stop {
         Some(StopReason::Cancelled) => return NextStep::End(Ending { exit, ..Ending::aborted() }),
@@ -232,7 +239,14 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
         // The failure is not that of the process.
         (
             Some(_),
-            Some(Failure { reason: FailureReason::ContactLost | FailureReason::ContainerNotFound, .. }),
+            Some(Failure {
+                reason:
+                    FailureReason::ContactLost
+                    | FailureReason::ContainerNotFound
+                    | FailureReason::ResultTooLarge
+                    | FailureReason::ResultIncomplete,
+                ..
+            }),
         ) => Outcome::Errored,
         // The process succeeded, but its outputs could not be kept.
         (Some(Exit::Code(0)), Some(_)) => Outcome::Errored,
@@ -247,6 +261,7 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
                 caches,
                 usage: None,
                 notes,
+                has_result: false,
             });
         }
         (None, None) => {
@@ -256,7 +271,7 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             ));
         }
     };
-    NextStep::End(Ending { outcome, exit, failure, outputs, caches, usage: None, notes })
+    NextStep::End(Ending { outcome, exit, failure, outputs, caches, usage: None, notes, has_result: false })
 }
 
 /// Returns whether a process exited before its interruption.
@@ -361,6 +376,15 @@ mod tests {
                 report(Some(Exit::Signal(9)), Some(FailureReason::ContainerNotFound)),
                 Some(Errored),
                 Some(FailureReason::ContainerNotFound),
+                1,
+            ),
+            // The caller misses the result, with any exit code.
+            (
+                true,
+                None,
+                report(code(3), Some(FailureReason::ResultTooLarge)),
+                Some(Errored),
+                Some(FailureReason::ResultTooLarge),
                 1,
             ),
             (

@@ -18,6 +18,8 @@ pub type Bytes = Vec<u8>;
 pub struct WorkloadSpec {
     /// The team of the workload.
     pub team: String,
+    /// Kind, which selects the ranking of workers.
+    pub kind: WorkloadKind,
     /// The root file system.
     pub image: Image,
     /// The program and its arguments: at least one item.
@@ -74,6 +76,24 @@ pub struct WorkloadSpec {
     pub worker: String,
     /// Size of the terminal of the process. `None`: the process has no terminal.
     pub terminal: Option<TerminalSize>,
+    /// Whether the outcome contains the standard output of the process.
+    pub keep_result: bool,
+}
+
+/// Maximum size of the result of a workload, which is its standard output, in bytes.
+pub const MAX_RESULT_BYTES: usize = 1 << 20;
+
+/// Kind of a workload. It selects the ranking of workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WorkloadKind {
+    /// A task.
+    Task,
+    /// Fetching one version of a resource.
+    Get,
+    /// Creating a version of a resource.
+    Put,
+    /// Checking for new versions of a resource.
+    Check,
 }
 
 /// Size of a terminal in characters, at least 1 each.
@@ -159,12 +179,24 @@ impl Image {
 }
 
 /// Source of standard input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stdin {
     /// Standard input is empty.
     None,
     /// An attached client sends standard input.
     Attached,
+    /// Standard input is these bytes. Input of attached clients is discarded.
+    Inline(InlineStdin),
+}
+
+/// Bytes of standard input. `Debug` omits them, so that they never appear in logs.
+#[derive(Clone, PartialEq, Eq)]
+pub struct InlineStdin(pub Bytes);
+
+impl fmt::Debug for InlineStdin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
 }
 
 /// Handling of output that no client has read yet.
@@ -384,6 +416,8 @@ failure_reasons! {
     OutputMissing = "OUTPUT_MISSING";
     OutputInvalid = "OUTPUT_INVALID";
     PublishFailed = "PUBLISH_FAILED";
+    ResultTooLarge = "RESULT_TOO_LARGE";
+    ResultIncomplete = "RESULT_INCOMPLETE";
     SettleFailed = "SETTLE_FAILED";
     InvalidImage = "INVALID_IMAGE";
     InputUnavailable = "INPUT_UNAVAILABLE";

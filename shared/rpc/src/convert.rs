@@ -4,7 +4,9 @@ use std::borrow::Cow;
 use std::str::FromStr;
 use std::time::Duration;
 
-use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput, Usage};
+use domain::workload::{
+    Exit, Failure, FailureReason, MAX_RESULT_BYTES, Outcome, PublishedCache, PublishedOutput, Usage,
+};
 use domain::{Digest, Timestamp};
 use tonic::Status;
 
@@ -231,6 +233,16 @@ const MAX_NOTE_BYTES: usize = 1024;
 pub fn parse_notes(notes: Vec<String>) -> Vec<String> {
     let parse = |note: String| clipped(&note, MAX_NOTE_BYTES).replace('\0', "\u{fffd}");
     notes.into_iter().take(MAX_NOTES).map(parse).collect()
+}
+
+/// Checks the size of the result of a workload.
+pub fn parse_result(field: &str, result: Option<bytes::Bytes>) -> Result<Option<bytes::Bytes>, Status> {
+    match result {
+        Some(result) if result.len() > MAX_RESULT_BYTES => {
+            Err(invalid_field(field, format!("is larger than {MAX_RESULT_BYTES} bytes")))
+        }
+        result => Ok(result),
+    }
 }
 
 /// Cuts `text` off after `most` bytes and appends an ellipsis. Returns a shorter text unchanged.

@@ -7,8 +7,8 @@
 use std::collections::HashSet;
 
 use domain::workload::{
-    Bytes, CacheMount, EnvironmentVariable, Image, Input, Limits, Network, Output, OutputMode, OutputOwner,
-    ResourceRequests, Stdin, TerminalSize, WorkloadSpec,
+    Bytes, CacheMount, EnvironmentVariable, Image, InlineStdin, Input, Limits, Network, Output, OutputMode,
+    OutputOwner, ResourceRequests, Stdin, TerminalSize, WorkloadKind, WorkloadSpec,
 };
 use prost::Message;
 use tonic::Status;
@@ -37,8 +37,10 @@ const READ_ONCE: &str = "not allowed with attached standard input, which can be 
 /// init.
 pub const MAX_PIDS: u64 = (1 << 22) - 1;
 
-/// Maximum size of an encoded spec, in bytes.
+/// Maximum size of an encoded spec without its standard input, in bytes.
 const MAX_BYTES: usize = 1 << 20;
+/// Maximum size of the standard input in a spec, in bytes.
+pub const MAX_STDIN_BYTES: usize = 1 << 20;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
 /// Maximum number of task caches in a spec.
 const MAX_CACHES: usize = 100;
@@ -48,10 +50,15 @@ const MAX_CACHES: usize = 100;
 const MAX_MOUNTS: usize = 900;
 
 /// Validates a submitted spec, fills in its defaults and makes its paths absolute.
-pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+pub fn parse(mut spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+    let inline_stdin = std::mem::take(&mut spec.inline_stdin);
+    if inline_stdin.len() > MAX_STDIN_BYTES {
+        return Err(invalid_field("spec.inline_stdin", format!("is larger than {MAX_STDIN_BYTES} bytes")));
+    }
     if spec.encoded_len() > MAX_BYTES {
         return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
     }
+    spec.inline_stdin = inline_stdin;
     check_limits(&spec.limits.unwrap_or_default())?;
     check_texts(&spec)?;
     check_mounts(&spec)?;
@@ -64,7 +71,12 @@ pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
 /// than the submitted spec, and limits may be stricter now than at its submission. Such a spec must
 /// not block other workloads.
 pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
-    parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
+    let kind = match parse_enum("spec.kind", spec.kind)? {
+        pb::WorkloadKind::Task | pb::WorkloadKind::Unspecified => WorkloadKind::Task,
+        pb::WorkloadKind::Get => WorkloadKind::Get,
+        pb::WorkloadKind::Put => WorkloadKind::Put,
+        pb::WorkloadKind::Check => WorkloadKind::Check,
+    };
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,
         pb::image::Source::ArtifactId(id) => Image::Artifact(parse_id("spec.image.artifact_id", &id)?),
@@ -94,6 +106,11 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     if spec.retries > 0 && spec.stdin == i32::from(pb::StdinMode::Attached) {
         return Err(invalid_field("spec.retries", READ_ONCE));
     }
+    let stdin = parse_stdin(spec.stdin, spec.inline_stdin, spec.terminal.is_some())?;
+    if spec.keep_result && spec.terminal.is_some() {
+        let why = "not allowed with a terminal, which mixes standard output and standard error";
+        return Err(invalid_field("spec.keep_result", why));
+    }
     let inputs = parse_inputs(spec.inputs, &directory)?;
     // A spec may name each cache once, either as a mount or as an owner of an output.
     let mut owners = HashSet::new();
@@ -103,15 +120,13 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
 
     Ok(WorkloadSpec {
         team: parse_team("spec.team", spec.team)?,
+        kind,
         image,
         command: spec.command.into_iter().map(Into::into).collect(),
         environment: parse_environment(spec.environment)?,
         directory,
         user: Some(spec.user).filter(|user| !user.is_empty()),
-        stdin: match parse_enum("spec.stdin", spec.stdin)? {
-            pb::StdinMode::Attached => Stdin::Attached,
-            pb::StdinMode::None | pb::StdinMode::Unspecified => Stdin::None,
-        },
+        stdin,
         output: match parse_enum("spec.output", spec.output)? {
             pb::OutputMode::Attached => OutputMode::Attached,
             pb::OutputMode::Spooled | pb::OutputMode::Unspecified => OutputMode::Spooled,
@@ -142,6 +157,7 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         capabilities: spec.capabilities,
         worker: spec.worker,
         terminal: spec.terminal.map(parse_terminal).transpose()?,
+        keep_result: spec.keep_result,
     })
 }
 
@@ -151,7 +167,13 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
     let bytes = |bytes: &Bytes| bytes::Bytes::copy_from_slice(bytes);
     pb::WorkloadSpec {
         team: spec.team.clone(),
-        kind: pb::WorkloadKind::Task.into(),
+        kind: match spec.kind {
+            WorkloadKind::Task => pb::WorkloadKind::Task,
+            WorkloadKind::Get => pb::WorkloadKind::Get,
+            WorkloadKind::Put => pb::WorkloadKind::Put,
+            WorkloadKind::Check => pb::WorkloadKind::Check,
+        }
+        .into(),
         image: Some(pb::Image {
             source: Some(match &spec.image {
                 Image::Host => pb::image::Source::Host(pb::HostImage {}),
@@ -173,6 +195,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         stdin: match spec.stdin {
             Stdin::None => pb::StdinMode::None,
             Stdin::Attached => pb::StdinMode::Attached,
+            Stdin::Inline(_) => pb::StdinMode::Inline,
         }
         .into(),
         output: match spec.output {
@@ -235,12 +258,18 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         terminal: spec
             .terminal
             .map(|size| pb::Terminal { rows: size.rows.into(), columns: size.columns.into() }),
+        inline_stdin: match &spec.stdin {
+            Stdin::Inline(InlineStdin(input)) => bytes(input),
+            Stdin::None | Stdin::Attached => bytes::Bytes::new(),
+        },
+        keep_result: spec.keep_result,
     }
 }
 
-/// Removes the values of environment variables, which no call returns.
+/// Removes the values of environment variables and the standard input, which no call returns.
 #[must_use]
 pub fn without_secrets(mut spec: pb::WorkloadSpec) -> pb::WorkloadSpec {
+    spec.inline_stdin.clear();
     for variable in &mut spec.environment {
         variable.value.clear();
     }
@@ -269,6 +298,9 @@ pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
     spec.command.truncate(1);
     spec.command.iter_mut().for_each(|program| program.truncate(MAX_PATH_BYTES));
     spec.directory.truncate(MAX_PATH_BYTES);
+    if let Stdin::Inline(InlineStdin(input)) = &mut spec.stdin {
+        input.clear();
+    }
     WorkloadSpec {
         environment: vec![],
         inputs: vec![],
@@ -277,6 +309,22 @@ pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
         tags: vec![],
         capabilities: vec![],
         ..spec
+    }
+}
+
+fn parse_stdin(mode: i32, inline: bytes::Bytes, has_terminal: bool) -> Result<Stdin, Status> {
+    let mode = parse_enum("spec.stdin", mode)?;
+    match mode {
+        pb::StdinMode::Inline if has_terminal => {
+            let why = "a terminal has no inline standard input, because it interprets what it receives";
+            Err(invalid_field("spec.stdin", why))
+        }
+        pb::StdinMode::Inline => Ok(Stdin::Inline(InlineStdin(inline.into()))),
+        _ if !inline.is_empty() => {
+            Err(invalid_field("spec.inline_stdin", "is allowed only with `STDIN_MODE_INLINE`"))
+        }
+        pb::StdinMode::Attached => Ok(Stdin::Attached),
+        pb::StdinMode::None | pb::StdinMode::Unspecified => Ok(Stdin::None),
     }
 }
 
@@ -664,6 +712,52 @@ mod tests {
         for wrong in [with(1, pb::StdinMode::Attached), with(MAX_RETRIES + 1, pb::StdinMode::None)] {
             assert!(rejection(wrong).contains("spec.retries"));
         }
+    }
+
+    #[test]
+    fn inline_stdin_is_bounded_and_secret() {
+        let with = |bytes: usize| pb::WorkloadSpec {
+            stdin: pb::StdinMode::Inline.into(),
+            inline_stdin: vec![0xff; bytes].into(),
+            interruptible: true,
+            retries: 1,
+            ..spec()
+        };
+        for bytes in [0, MAX_STDIN_BYTES] {
+            let parsed = parse(with(bytes)).expect("valid");
+            assert_eq!(parsed.stdin, Stdin::Inline(InlineStdin(vec![0xff; bytes])));
+            assert_eq!(decode(&encode(&parsed)).expect("a stored spec"), parsed);
+            let shown = format!("{parsed:?}");
+            assert!(shown.len() < 2000 && !shown.contains("255, 255"), "{shown}");
+            assert!(without_secrets(to_proto(&parsed)).inline_stdin.is_empty());
+            assert_eq!(abridged(parsed).stdin, Stdin::Inline(InlineStdin(vec![])));
+        }
+        assert!(rejection(with(MAX_STDIN_BYTES + 1)).contains("spec.inline_stdin"));
+        // The input does not count towards the size of the spec.
+        let command = vec![b"true".as_slice().into(), vec![b'x'; MAX_BYTES].into()];
+        assert!(rejection(pb::WorkloadSpec { command, ..with(0) }).contains("larger than"));
+        for mode in [pb::StdinMode::None, pb::StdinMode::Attached] {
+            let both = pb::WorkloadSpec { stdin: mode.into(), interruptible: false, retries: 0, ..with(1) };
+            assert!(rejection(both).contains("spec.inline_stdin"));
+        }
+        let terminal = Some(pb::Terminal { rows: 24, columns: 80 });
+        assert!(rejection(pb::WorkloadSpec { terminal, ..with(1) }).contains("spec.stdin"));
+        assert!(
+            rejection(pb::WorkloadSpec { terminal, keep_result: true, ..spec() })
+                .contains("spec.keep_result")
+        );
+    }
+
+    #[test]
+    fn kind_and_kept_result_survive_storage() {
+        for kind in
+            [pb::WorkloadKind::Task, pb::WorkloadKind::Get, pb::WorkloadKind::Put, pb::WorkloadKind::Check]
+        {
+            let parsed = parse(pb::WorkloadSpec { kind: kind.into(), keep_result: true, ..spec() });
+            let stored = to_proto(&decode(&encode(&parsed.expect("valid"))).expect("a stored spec"));
+            assert_eq!((stored.kind(), stored.keep_result), (kind, true));
+        }
+        assert!(rejection(pb::WorkloadSpec { kind: 0, ..spec() }).contains("spec.kind"));
     }
 
     #[test]

@@ -22,7 +22,7 @@ pub struct ProcessSpec {
     pub directory: Option<Bytes>,
     /// The user, as in [`crate::ContainerSpec::user`]. `None`: that of the container.
     pub user: Option<String>,
-    /// The source of standard input.
+    /// The source of standard input. Not inline for a process with a terminal.
     pub stdin: Stdin,
     /// Whether unacknowledged output blocks the process or is dropped.
     pub output: OutputMode,
@@ -136,7 +136,8 @@ pub struct Attachment {
 pub trait ProcessInput: Send + Sync {
     /// Writes standard input at `offset`. The runtime skips bytes that the worker has accepted
     /// before. The call returns when the worker has accepted the bytes, so a process that does not
-    /// read blocks its writer. Input for a process that no longer reads is discarded.
+    /// read blocks its writer. Input for a process that no longer reads, or whose input is inline,
+    /// is discarded.
     ///
     /// Errors: [`RuntimeError::OffsetOutOfRange`] if `offset` leaves a gap.
     async fn stdin(&self, offset: u64, data: bytes::Bytes) -> Result<(), RuntimeError>;
@@ -152,7 +153,8 @@ pub trait ProcessInput: Send + Sync {
     /// Errors: [`RuntimeError::Unsupported`] if the process has no terminal.
     async fn resize(&self, window: TerminalSize) -> Result<(), RuntimeError>;
 
-    /// Acknowledges output up to these positions. The worker may discard acknowledged output.
+    /// Acknowledges output up to these positions. The worker may discard acknowledged output that
+    /// exceeds the size of its spool.
     async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError>;
 
     /// Allows the runtime to drop the oldest output rather than block the process, because no

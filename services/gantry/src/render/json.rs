@@ -1,8 +1,10 @@
 //! JSON documents of the objects in a cluster, for `--json`.
 //!
 //! Keys are the names of the protos. States are words, instants are text in UTC, digests are
-//! hexadecimal, and absent values are null.
+//! hexadecimal, other bytes are base64, and absent values are null.
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use rpc::pb::{artifacts, scheduler};
 use serde_json::{Value, json};
 
@@ -49,6 +51,7 @@ pub(crate) fn finished(finished: &scheduler::Finished, status: u8) -> Value {
         "failure": finished.failure.as_ref().map(failure),
         "outputs": finished.outputs.iter().map(output).collect::<Vec<_>>(),
         "notes": finished.notes,
+        "result": finished.result.as_ref().map(|result| STANDARD.encode(result)),
         "status": status,
     })
 }
@@ -172,6 +175,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
         "waiting_for": workload.waiting_for,
         "usage": workload.usage.as_ref().map(usage),
         "retried": workload.retried,
+        "result": workload.result.as_ref().map(|result| STANDARD.encode(result)),
         "stopping": labels::stop_reason(workload.stopping()),
     })
 }
@@ -195,6 +199,7 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
     let limits = spec.limits.unwrap_or_default();
     json!({
         "team": spec.team,
+        "kind": labels::kind(spec.kind()),
         "command": spec.command.iter().map(|argument| text(argument)).collect::<Vec<_>>(),
         "environment": spec.environment.iter().map(|variable| text(&variable.name)).collect::<Vec<_>>(),
         "directory": text(&spec.directory),
@@ -241,6 +246,7 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
         "retries": spec.retries,
         "interruptible": spec.interruptible,
         "capabilities": spec.capabilities,
+        "keep_result": spec.keep_result,
         "build_id": spec.build_id,
     })
 }

@@ -8,7 +8,8 @@ use rpc::pb::artifacts::{
 };
 use rpc::pb::scheduler::{
     DesiredWorkerState, ExplainResponse, LeaseEnd, LeaseState, Outcome, PlacementKind, ResourceRequests,
-    StopReason, Verdict, Worker, WorkerState, Workload, WorkloadSpec, WorkloadState, exit::Status,
+    StopReason, Verdict, Worker, WorkerState, Workload, WorkloadKind, WorkloadSpec, WorkloadState,
+    exit::Status,
 };
 
 use crate::render::table::{bytes, duration};
@@ -78,6 +79,16 @@ pub(crate) fn holds_lease(state: WorkloadState) -> bool {
 
 pub(crate) fn verdict(verdict: Verdict) -> String {
     word(verdict.as_str_name(), "VERDICT_")
+}
+
+pub(crate) fn kind(kind: WorkloadKind) -> &'static str {
+    match kind {
+        WorkloadKind::Unspecified => "unknown",
+        WorkloadKind::Task => "task",
+        WorkloadKind::Get => "get",
+        WorkloadKind::Put => "put",
+        WorkloadKind::Check => "check",
+    }
 }
 
 pub(crate) fn workload_state(state: WorkloadState) -> &'static str {

@@ -75,7 +75,7 @@ pub(super) async fn start(
     }
     let container = worker.runtime.container_of(main).await.map_err(status)?.handle;
     let spec = ProcessSpec { output: OutputMode::Attached, ..spec };
-    let stdin = spec.stdin;
+    let stdin = spec.stdin.clone();
     // A caller that leaves must not leave half a start behind.
     let runtime = worker.runtime.clone();
     let starting = worker.tasks.spawn(async move { runtime.start(container, process, spec).await });

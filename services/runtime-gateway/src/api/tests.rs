@@ -154,7 +154,7 @@ async fn process_is_abandoned_after_term_of_caller() {
         stdin: domain::workload::Stdin::Attached,
         ..conformance::process(&programs::cat())
     };
-    let modes = (spec.stdin, spec.output);
+    let (stdin, output) = (spec.stdin.clone(), spec.output);
     let process = runtime.started(container, spec).await;
     let attended = worker.clone();
     let gateway =
@@ -225,7 +225,7 @@ async fn process_is_abandoned_after_term_of_caller() {
         drop(observer);
     };
     tokio::select! {
-        never = crate::worker::attached_callers::enforce_term(&worker.attendance, worker.runtime.as_ref(), process, modes) => match never {},
+        never = crate::worker::attached_callers::enforce_term(&worker.attendance, worker.runtime.as_ref(), process, (&stdin, output)) => match never {},
         () = attended => {}
     }
     drop(client);

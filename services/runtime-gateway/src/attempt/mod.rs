@@ -19,6 +19,7 @@ pub(crate) mod context;
 pub(crate) mod error;
 pub(crate) mod image;
 pub(crate) mod inputs;
+mod kept_result;
 pub(crate) mod make;
 pub(crate) mod outputs;
 pub(crate) mod process;
@@ -257,7 +258,7 @@ async fn carry_out(
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
-        never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt.into(), (task.spec.stdin, task.spec.output)) => match never {},
+        never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt.into(), (&task.spec.stdin, task.spec.output)) => match never {},
     };
     let mut usage = resource_usage(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
@@ -266,8 +267,8 @@ async fn carry_out(
     }
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
-    // A process that was ended by a signal may leave an incomplete cache.
-    let keeps_caches = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
+    // A process that was ended by a signal may leave an incomplete cache or result.
+    let has_exit_code = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
     let stop_cause = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
             let destroyed = worker.was_destroyed(task.attempt.into()).await?;
@@ -276,6 +277,12 @@ async fn carry_out(
         _ => is_interrupted(stop, &ended).then_some(StopCause::Interrupted),
     };
     let mut result = AttemptResult { usage, ..ended_result(ended, Some(started), stop_cause) };
+    if has_exit_code && task.spec.keep_result {
+        match kept_result::read(worker.runtime.as_ref(), task.attempt.into()).await? {
+            Ok(kept) => result.result = Some(kept),
+            Err(failure) => result.add_failure(failure),
+        }
+    }
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.attempts.set_phase(task.lease, AttemptPhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
@@ -292,7 +299,7 @@ async fn carry_out(
             }
             Err(stopped) => return Err(stopped),
         }
-        if keeps_caches {
+        if has_exit_code {
             let caches = caches::publish(context, task, &plan, &prepared).instrument(publishing).await?;
             result.caches = caches.published;
             result.notes.extend(caches.notes);

@@ -52,7 +52,7 @@ pub(super) fn process_spec(task: &AttemptTask) -> ProcessSpec {
         directory: None,
         user: None,
         role: ProcessRole::Main,
-        stdin: task.spec.stdin,
+        stdin: task.spec.stdin.clone(),
         output: task.spec.output,
         terminal: task.spec.terminal,
     }

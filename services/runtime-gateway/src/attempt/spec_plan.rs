@@ -196,7 +196,7 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
-    use domain::workload::{Input, Limits, Network, Output, OutputMode, Stdin};
+    use domain::workload::{Input, Limits, Network, Output, OutputMode, Stdin, WorkloadKind};
 
     use super::*;
 
@@ -211,6 +211,7 @@ mod tests {
             |name: &str, path: &str| Output { name: name.to_owned(), path: path.into(), owners: Vec::new() };
         WorkloadSpec {
             team: "main".to_owned(),
+            kind: WorkloadKind::Task,
             image: Image::Artifact(ArtifactId::new()),
             command: vec![b"true".to_vec()],
             environment: Vec::new(),
@@ -241,6 +242,7 @@ mod tests {
             worker: String::new(),
             capabilities: vec![],
             terminal: None,
+            keep_result: false,
         }
     }
 

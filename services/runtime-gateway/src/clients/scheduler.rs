@@ -22,6 +22,8 @@ pub(crate) struct AttemptResult {
     pub(crate) notes: Vec<String>,
     pub(crate) started: Option<domain::Timestamp>,
     pub(crate) usage: Usage,
+    /// Standard output of the process, if the spec keeps it.
+    pub(crate) result: Option<bytes::Bytes>,
 }
 
 impl AttemptResult {
@@ -84,6 +86,7 @@ impl SchedulerClient {
             caches: result.caches.iter().map(rpc::published_cache).collect(),
             notes: result.notes.clone(),
             usage: Some(rpc::usage(&result.usage)),
+            result: result.result.clone(),
         };
         self.workloads.clone().finish_attempt(request).await?;
         Ok(())

@@ -24,7 +24,7 @@ pub(crate) async fn start(
     if !worker.session.is_exclusive() {
         return Err(AttemptError::NotExclusive.into());
     }
-    let modes = (spec.stdin, spec.output);
+    let modes = (spec.stdin.clone(), spec.output);
     let spec = ProcessSpec { role: ProcessRole::Main, ..spec };
     worker.runtime.start(container.handle, id.into(), spec).await?;
     drop(held);

@@ -158,9 +158,9 @@ pub(crate) async fn enforce_term(
     attendance: &Attendance,
     runtime: &dyn Runtime,
     process: ProcessId,
-    (stdin, output): (Stdin, OutputMode),
+    (stdin, output): (&Stdin, OutputMode),
 ) -> Infallible {
-    if stdin == Stdin::None && output == OutputMode::Spooled {
+    if *stdin != Stdin::Attached && output == OutputMode::Spooled {
         return std::future::pending().await;
     }
     let mut changes = attendance.change(process, |state| state.is_enforced = true);
@@ -205,7 +205,7 @@ pub(crate) async fn attend(
             return;
         }
         let ended = tokio::select! {
-            never = enforce_term(attendance, runtime, process, modes) => match never {},
+            never = enforce_term(attendance, runtime, process, (&modes.0, modes.1)) => match never {},
             ended = runtime.wait(process) => ended,
         };
         // Another gateway may have taken over, or no file can be opened.
@@ -218,13 +218,13 @@ pub(crate) async fn attend(
 async fn abandon(
     runtime: &dyn Runtime,
     process: ProcessId,
-    (stdin, output): (Stdin, OutputMode),
+    (stdin, output): (&Stdin, OutputMode),
 ) -> Result<(), RuntimeError> {
     let Attachment { input, .. } = runtime.attach(process, Offsets { stdout: 0, stderr: 0 }).await?;
     if output == OutputMode::Attached {
         input.detach().await?;
     }
-    if stdin == Stdin::Attached {
+    if *stdin == Stdin::Attached {
         input.close_stdin().await?;
     }
     Ok(())

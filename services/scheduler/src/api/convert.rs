@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use domain::worker::{Capacity, Labels, ResourceType};
 use domain::{Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
@@ -34,7 +35,8 @@ pub(super) fn location(location: AttemptLocation) -> pb::AttemptLocation {
     }
 }
 
-pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
+/// `result`: the result of the workload, for the event `finished`.
+pub(super) fn revision(revision: Revision, result: Option<Bytes>) -> pb::WatchResponse {
     use pb::watch_response::Event as Pb;
     let event = match revision.event {
         Event::Queued { reasons } => Pb::Queued(pb::Queued { reasons }),
@@ -52,7 +54,7 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
         Event::Running { location: at } => Pb::Running(pb::Running { location: Some(location(at)) }),
         Event::Publishing => Pb::Publishing(pb::Publishing {}),
         Event::Finished { ending, location: at } => {
-            let Ending { outcome, exit, failure, outputs, caches: _, usage, notes } = ending;
+            let Ending { outcome, exit, failure, outputs, caches: _, usage, notes, has_result: _ } = ending;
             Pb::Finished(pb::Finished {
                 outcome: rpc::outcome(outcome).into(),
                 exit: exit.map(rpc::exit),
@@ -61,6 +63,7 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
                 location: at.map(location),
                 usage: usage.as_ref().map(rpc::usage),
                 notes,
+                result,
             })
         }
     };
@@ -128,6 +131,7 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
         retried: workload.retried,
         stopping: workload.stopping.map(stop_reason).unwrap_or_default().into(),
         abridged: workload.abridged,
+        result: workload.result,
     }
 }
 

@@ -443,10 +443,9 @@ impl PlacementsService {
             Ok(Located::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),
             Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
         };
-        let demand = Demand { only, avoid, prefer, ..shape.requested_by(lease.uuid()) };
+        let demand = Demand { kind, only, avoid, prefer, ..shape.requested_by(lease.uuid()) };
         Ok(Ok(LeaseRequest {
             lease,
-            kind,
             demand: Arc::new(demand),
             inputs: Arc::new(inputs),
             locations,

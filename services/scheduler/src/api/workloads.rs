@@ -153,6 +153,7 @@ impl Workloads for WorkloadsService {
                 .map(|at| rpc::parse_timestamp("started_at", at))
                 .transpose()?,
             usage: rpc::parse_usage("usage", request.usage.unwrap_or_default())?,
+            result: rpc::parse_result("result", request.result)?,
         };
 
         workloads::operations::finish_attempt(&self.0.context, &claims, &report)
@@ -194,7 +195,13 @@ async fn follow(
         for event in batch {
             revision = event.revision;
             let last = matches!(event.event, Event::Finished { .. });
-            if events.send(Ok(convert::revision(event))).await.is_err() || last {
+            let result = match &event.event {
+                Event::Finished { ending, .. } if ending.has_result => {
+                    workloads::results::find(scheduler.context.db.read(), id).await.map_err(to_status)?
+                }
+                _ => None,
+            };
+            if events.send(Ok(convert::revision(event, result))).await.is_err() || last {
                 return Ok(());
             }
         }

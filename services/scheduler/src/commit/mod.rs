@@ -27,7 +27,7 @@ use serde::Serialize;
 use uuid::Uuid;
 
 use self::release::release_and_lock;
-use crate::db::entity::lease::{self, Kind, State};
+use crate::db::entity::lease::{self, State};
 use crate::db::entity::{STATE_OF_NAMED, to_json, worker, workload};
 use crate::db::writes::Writes;
 use crate::leases;
@@ -70,7 +70,6 @@ pub(crate) struct Grant {
     /// Grants of one group are committed together or not at all. They are adjacent in the plan.
     pub(crate) group: Option<usize>,
     pub(crate) lease: LeaseId,
-    pub(crate) kind: Kind,
     pub(crate) demand: Arc<Demand>,
     pub(crate) worker: WorkerId,
     pub(crate) incarnation: Incarnation,
@@ -202,7 +201,7 @@ pub(crate) async fn commit_plan(
                 && placement::refusals(&grant.demand, worker).is_empty();
             if holds {
                 taken.push((grant.worker.uuid(), worker.load));
-                worker.load = worker.load.with(grant.kind, &grant.demand.shape.requests);
+                worker.load = worker.load.with(grant.demand.kind, &grant.demand.shape.requests);
             }
             holds
         });
@@ -218,7 +217,7 @@ pub(crate) async fn commit_plan(
     let granted = owner_affinity::enforce_affinity(txn, granted, &mut done, now).await?;
     for grant in &granted {
         let is_of_workload = matches!(grant.holder, Holder::Workload { .. });
-        changes.grant(grant.worker, grant.kind, &grant.demand.shape.requests, is_of_workload);
+        changes.grant(grant.worker, grant.demand.kind, &grant.demand.shape.requests, is_of_workload);
     }
     done.workers = locked;
     changes.note(&mut done.workers);
@@ -662,7 +661,7 @@ fn new_leases<'g>(granted: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Ve
             id: grant.lease.uuid(),
             worker_id: grant.worker.uuid(),
             incarnation: signed(grant.incarnation.0),
-            kind: grant.kind.text().to_owned(),
+            kind: grant.demand.kind.text().to_owned(),
             team: &grant.demand.shape.team,
             generation: generations.get(&grant.worker.uuid()).copied().unwrap_or(0),
             workload_id,

@@ -163,7 +163,7 @@ mod tests {
     use crate::db::entity::lease::Kind;
     use crate::db::entity::owner_affinity;
     use crate::notify::changes::Effects;
-    use crate::placement::{DecidedBy, Purpose, Resources, Shape};
+    use crate::placement::{DecidedBy, Demand, Purpose, Resources, Shape};
     use crate::workers;
     use crate::workers::test_support::registration;
 
@@ -180,8 +180,7 @@ mod tests {
         Grant {
             group,
             lease,
-            kind: Kind::Task,
-            demand: Arc::new(shape.requested_by(lease.uuid())),
+            demand: Arc::new(Demand { kind: Kind::Task, ..shape.requested_by(lease.uuid()) }),
             worker: session.worker,
             incarnation: session.incarnation,
             holder: Holder::Driven {

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
-use domain::workload::{Failure, Image, Limits, Network, ResourceRequests, WorkloadSpec};
+use domain::workload::{
+    Failure, Image, InlineStdin, Limits, Network, ResourceRequests, Stdin, WorkloadKind, WorkloadSpec,
+};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -31,6 +33,16 @@ impl Kind {
     /// All kinds.
     pub(crate) const ALL: [Self; 6] =
         [Self::Task, Self::Get, Self::Put, Self::Check, Self::Service, Self::Transfer];
+
+    /// Returns the kind of the leases of a workload.
+    fn of(kind: WorkloadKind) -> Self {
+        match kind {
+            WorkloadKind::Task => Self::Task,
+            WorkloadKind::Get => Self::Get,
+            WorkloadKind::Put => Self::Put,
+            WorkloadKind::Check => Self::Check,
+        }
+    }
 
     /// Returns whether a lease of this kind uses a slot.
     pub(crate) fn takes_a_slot(self) -> bool {
@@ -250,6 +262,8 @@ impl From<ResourceRequests> for Resources {
 /// The requirements of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Demand {
+    /// The kind of the lease.
+    pub(crate) kind: Kind,
     pub(crate) shape: Arc<Shape>,
     /// The only worker that may take the request.
     pub(crate) only: Option<OnlyWorker>,
@@ -342,6 +356,11 @@ impl Shape {
         if spec.terminal.is_some() {
             capabilities.push("terminal".into());
         }
+        if let Stdin::Inline(InlineStdin(input)) = &spec.stdin
+            && std::str::from_utf8(input).is_err()
+        {
+            capabilities.push("binary-input".into());
+        }
         // Equal requirements must compare equal, so that their requests share a line.
         let named: BTreeSet<&str> = spec.capabilities.iter().map(String::as_str).collect();
         for name in named {
@@ -360,13 +379,14 @@ impl Shape {
             tags: spec.tags.clone(),
             process: Some(Process { image_kind: spec.image.kind().into(), resource_type, capabilities }),
             requests: spec.requests.into(),
-            purpose: Purpose::of(Kind::Task, has_inputs),
+            purpose: Purpose::of(Kind::of(spec.kind), has_inputs),
         }
     }
 
-    /// Creates the demand of one request.
+    /// Creates the demand of one request: a task, or a transfer if there is no process.
     pub(crate) fn requested_by(self, requester: Uuid) -> Demand {
         Demand {
+            kind: if self.process.is_some() { Kind::Task } else { Kind::Transfer },
             shape: Arc::new(self),
             only: None,
             avoid: BTreeSet::new(),
@@ -385,7 +405,7 @@ impl Demand {
         let id = |text: &str| text.parse().unwrap_or(WorkerId::from_uuid(Uuid::nil()));
         let only = Some(spec.worker.as_str()).filter(|worker| !worker.is_empty());
         let only = only.map(|worker| OnlyWorker::named(id(worker)));
-        Demand { only, ..Shape::of(spec).requested_by(requester) }
+        Demand { kind: Kind::of(spec.kind), only, ..Shape::of(spec).requested_by(requester) }
     }
 
     /// Sets the workers on which attempts failed.

@@ -14,7 +14,6 @@ use super::waiters::{Call, LeaseGroup, Member, WaitState};
 use super::{Dispatcher, GrantedLease, LeaseRequest, PlaceError, PlaceResult, Request, SubmitError};
 use crate::commit::{CommitResult, Grant, Holder, KnownId, PinnedWorkload, Plan};
 use crate::counters;
-use crate::db::entity::lease::Kind;
 use crate::db::entity::workload::{self, State};
 use crate::db::entity::{lease, to_json, worker};
 use crate::leases;
@@ -258,11 +257,10 @@ impl Dispatcher {
             gateway_endpoint: worker.endpoint.clone(),
             attempt,
         };
-        workers.plan(placement.worker, Kind::Task, &demand.shape.requests);
+        workers.plan(placement.worker, demand.kind, &demand.shape.requests);
         Some(Grant {
             group: None,
             lease: LeaseId::new(),
-            kind: Kind::Task,
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
@@ -281,7 +279,7 @@ impl Dispatcher {
         group: Option<usize>,
         now: Timestamp,
     ) -> Result<Grant, Arc<Demand>> {
-        let LeaseRequest { lease, kind, demand, locations, owner, inputs, .. } = &member.request;
+        let LeaseRequest { lease, demand, locations, owner, inputs, .. } = &member.request;
         let is_new = !owner.is_empty() && near.is_none() && member.request.owner_worker.is_none();
         let demand = &match is_new && !avoid.is_empty() {
             true => {
@@ -300,12 +298,11 @@ impl Dispatcher {
             worker_name: worker.name.clone(),
             gateway_endpoint: worker.endpoint.clone(),
         });
-        workers.plan(placement.worker, *kind, &demand.shape.requests);
+        workers.plan(placement.worker, demand.kind, &demand.shape.requests);
         drop(workers);
         Ok(Grant {
             group,
             lease: *lease,
-            kind: *kind,
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
@@ -527,7 +524,8 @@ impl Dispatcher {
                 _ = submitted.answer.send(answer);
             }
             Unit::Leases(leases) => {
-                for member in leases.members.iter().filter(|member| member.request.kind.takes_a_slot()) {
+                for member in leases.members.iter().filter(|member| member.request.demand.kind.takes_a_slot())
+                {
                     self.queue().add_slot(&member.request.demand.shape.team);
                 }
                 self.conclude_leases(leases, done);
@@ -558,7 +556,9 @@ impl Dispatcher {
         let workers = self.cache.workers.lock();
         let claims = leases::claims(lease);
         match workers.get(claims.worker) {
-            Some(worker) if is_live && lease.kind == request.kind && lease.request == request.request => {
+            Some(worker)
+                if is_live && lease.kind == request.demand.kind && lease.request == request.request =>
+            {
                 Ok(GrantedLease {
                     claims,
                     worker_name: worker.name.clone(),

@@ -36,7 +36,6 @@ use crate::commit::{self, CommitResult, Grant, Plan};
 use crate::config::Config;
 use crate::context::Context;
 use crate::counters;
-use crate::db::entity::lease::Kind;
 use crate::notify::changes::Effects;
 use crate::notify::request::call;
 use crate::placement::{Choice, DecidedBy, Demand, Location, Refusals, Shape};
@@ -146,7 +145,6 @@ pub(crate) type PlaceResult = Result<GrantedLease, PlaceError>;
 #[derive(Debug, Clone)]
 pub(crate) struct LeaseRequest {
     pub(crate) lease: LeaseId,
-    pub(crate) kind: Kind,
     pub(crate) demand: Arc<Demand>,
     /// The inputs to pin, and their locations.
     pub(crate) inputs: Arc<Inputs>,
@@ -347,8 +345,8 @@ impl Dispatcher {
     /// Removes the planned load of these grants.
     fn unplan(&self, grants: &[Grant]) {
         let mut workers = self.cache.workers.lock();
-        for Grant { worker, kind, demand, .. } in grants {
-            workers.unplan(*worker, *kind, &demand.shape.requests);
+        for Grant { worker, demand, .. } in grants {
+            workers.unplan(*worker, demand.kind, &demand.shape.requests);
         }
     }
 
@@ -559,7 +557,6 @@ mod tests {
             group: None,
             lease,
             decided_by,
-            kind: Kind::Task,
             demand: Arc::new(shape.clone().requested_by(lease.uuid())),
             worker,
             incarnation: Incarnation(1),

@@ -10,7 +10,7 @@
 //! A call that has ended, or whose replica does not take what is left to it, is skipped after one
 //! poll. A replica that is silent for [`SILENT`] has ended.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -104,13 +104,9 @@ impl PeerDemand {
     /// Converts a demand of a line. Each call sets its own id.
     fn demand(self) -> Demand {
         Demand {
-            shape: Arc::new(self.shape),
             only: self.only,
             avoid: self.avoid.into_iter().collect(),
-            failed_on: Vec::new(),
-            prefer: BTreeSet::new(),
-            requester: Uuid::nil(),
-            waits_as: Uuid::nil(),
+            ..self.shape.requested_by(Uuid::nil())
         }
     }
 }
@@ -307,9 +303,8 @@ impl Dispatcher {
                 self.reservations.apply_to_turn(id, &mut workers);
                 return;
             };
-            let kind = if demand.shape.process.is_some() { Kind::Task } else { Kind::Transfer };
-            workers.plan(placement.worker, kind, &demand.shape.requests);
-            left.0.push((placement.worker, kind, demand.shape.requests));
+            workers.plan(placement.worker, demand.kind, &demand.shape.requests);
+            left.0.push((placement.worker, demand.kind, demand.shape.requests));
         }
         let since = *self.peers.left_to.entry(id).or_insert(now);
         let is_over = now.since(since) >= self.config.poll;

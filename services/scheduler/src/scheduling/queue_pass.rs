@@ -181,7 +181,9 @@ impl Dispatcher {
                     plan.leases_may_exist = true;
                     let mut queue = self.queue();
                     round.placed(&queue, &turn);
-                    for member in leases.members.iter().filter(|member| member.request.kind.takes_a_slot()) {
+                    for member in
+                        leases.members.iter().filter(|member| member.request.demand.kind.takes_a_slot())
+                    {
                         queue.add_slot(&member.request.demand.shape.team);
                     }
                     queue.remove(turn.waiting.id);

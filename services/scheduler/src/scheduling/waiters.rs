@@ -144,7 +144,7 @@ impl LeaseGroup {
             && self.members.iter().zip(&other.members).all(|(one, other)| {
                 let (one, other) = (&one.request, &other.request);
                 one.lease == other.lease
-                    && one.kind == other.kind
+                    && one.demand.kind == other.demand.kind
                     && one.request == other.request
                     && one.demand.shape.team == other.demand.shape.team
             })

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use db::rows;
 use domain::worker::LeaseClaims;
-use domain::workload::{Image, Usage, WorkloadSpec};
+use domain::workload::{Exit, Image, Usage, WorkloadSpec};
 use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -46,6 +46,7 @@ mod deadlines;
 pub(crate) mod events;
 pub(crate) mod operations;
 mod pending;
+pub(crate) mod results;
 mod retry;
 #[cfg(test)]
 pub(crate) mod test_support;
@@ -568,7 +569,7 @@ async fn end_attempt(
     }
     let id = WorkloadId::from_uuid(row.id);
     let attempt = lease.attempt_id.map(AttemptId::from_uuid);
-    let end = match end {
+    let mut end = match end {
         AttemptEnd::Reported(mut report) => {
             if row.started_at.is_none() {
                 row.started_at = report.started_at.map(|at| at.0);
@@ -590,6 +591,7 @@ async fn end_attempt(
                 }
                 known
             });
+            report.result = report.result.filter(|_| spec.keep_result);
             AttemptEnd::Reported(report)
         }
         lost => lost,
@@ -599,12 +601,20 @@ async fn end_attempt(
         emit_running(txn, &mut row, now, effects).await?;
     }
     let usage = usage(&row, lease, &end);
+    let result = match &mut end {
+        AttemptEnd::Reported(report) => report.result.take(),
+        AttemptEnd::WorkerLost | AttemptEnd::Unknown => None,
+    };
     // If the attempt may still run, a retry would run the workload twice at a time.
     let mut allowed = if may_still_run { Allowed::default() } else { remaining_retries(&row)? };
     allowed.ends_when_lost = allowed.once_more() && workers::is_surely_stopped(txn, lease).await?;
     match outcome::decide(started, allowed, lease.stop_reason, end) {
         NextStep::End(ending) => {
-            let ending = Ending { usage: Some(usage), ..ending };
+            let result = result.filter(|_| matches!(ending.exit, Some(Exit::Code(_))));
+            if let Some(result) = &result {
+                results::insert(txn, id, result).await?;
+            }
+            let ending = Ending { usage: Some(usage), has_result: result.is_some(), ..ending };
             conclude(txn, row, ending, attempt, now, effects).await
         }
         NextStep::Again => {

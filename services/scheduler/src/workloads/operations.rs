@@ -70,6 +70,9 @@ pub(crate) async fn get(context: &Context, team: &str, id: WorkloadId) -> Result
     let row = workloads::find(db, id).await?.filter(|row| row.team == team);
     let mut views = workloads::view(db, row.into_iter().collect()).await?;
     let mut workload = views.pop().ok_or(WorkloadError::NotFound(id))?;
+    if workload.ending.as_ref().is_some_and(|ending| ending.has_result) {
+        workload.result = workloads::results::find(db, id).await?;
+    }
     if let Some(location) = &mut workload.location
         && let Some((_, endpoint)) = workers::reach(db, location.worker).await?
     {

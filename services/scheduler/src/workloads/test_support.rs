@@ -1,11 +1,12 @@
 //! Specs for unit tests.
 
-use domain::workload::{Image, Limits, Network, OutputMode, Stdin, WorkloadSpec};
+use domain::workload::{Image, Limits, Network, OutputMode, Stdin, WorkloadKind, WorkloadSpec};
 
 /// Returns a spec that needs no artifact store and no special worker.
 pub(crate) fn spec() -> WorkloadSpec {
     WorkloadSpec {
         team: "main".to_owned(),
+        kind: WorkloadKind::Task,
         image: Image::Host,
         command: vec![b"true".to_vec()],
         environment: vec![],
@@ -32,5 +33,6 @@ pub(crate) fn spec() -> WorkloadSpec {
         retries: 0,
         worker: String::new(),
         terminal: None,
+        keep_result: false,
     }
 }

@@ -47,6 +47,7 @@ async fn only_workload_with_outputs_or_build_waits_for_settling() {
                     caches: vec![],
                     usage: None,
                     notes: vec![],
+                    has_result: false,
                 };
                 conclude(&txn, row, ending, Some(AttemptId::new()), now, &mut effects).await?;
                 Ok::<_, DbErr>(effects)
@@ -84,6 +85,7 @@ async fn finished_workload_is_deleted_after_store_acknowledges(database: TestDat
                 save(&txn, submission.row(State::Pending, at), Write::Insert, None, at, &mut effects).await?;
                 let row = lock(&txn, submission.id).await?.expect("a row that was just written");
                 conclude(&txn, row, Ending::aborted(), None, at, &mut effects).await?;
+                results::insert(&*txn, submission.id, &"{}".into()).await?;
             }
             Ok::<_, DbErr>(())
         });
@@ -110,6 +112,11 @@ async fn finished_workload_is_deleted_after_store_acknowledges(database: TestDat
     assert_eq!(remaining().await, [young].into());
     let events = event::Entity::find().all(db.read()).await.expect("events");
     assert!(!events.is_empty() && events.iter().all(|event| event.workload_id == young), "{events:?}");
+    assert_eq!(results::find(db.read(), WorkloadId::from_uuid(old)).await.expect("read"), None);
+    assert_eq!(
+        results::find(db.read(), WorkloadId::from_uuid(young)).await.expect("read"),
+        Some("{}".into())
+    );
 }
 
 #[tokio::test]

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use bytes::Bytes;
 use domain::workload::WorkloadSpec;
 use domain::{Timestamp, WorkerId, WorkloadId};
 use rpc::page::{self, Page};
@@ -39,6 +40,8 @@ pub(crate) struct Workload {
     pub(crate) stopping: Option<StopReason>,
     /// Whether part of the spec was deleted.
     pub(crate) abridged: bool,
+    /// Result. Set only by [`super::operations::get`].
+    pub(crate) result: Option<Bytes>,
 }
 
 /// Converts rows into workloads, in their order, with the stop reasons of their leases.
@@ -66,6 +69,7 @@ pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<
             retried: u32::try_from(row.retried).unwrap_or(0),
             stopping: stopping.get(&row.id).copied(),
             abridged: row.abridged,
+            result: None,
         })
     };
     let mut views: Vec<_> = rows.into_iter().map(view).collect::<Result<_, DbErr>>()?;

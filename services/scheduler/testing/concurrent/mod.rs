@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use db::Database;
 use domain::worker::{Capacity, Labels, LeaseClaims, Marker, SessionClaims};
-use domain::workload::{Exit, Failure, FailureReason, ResourceRequests, WorkloadSpec};
+use domain::workload::{Exit, Failure, FailureReason, ResourceRequests, WorkloadKind, WorkloadSpec};
 use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -29,7 +29,7 @@ use crate::leases::{self, RenewError};
 use crate::lifecycle::departure::{self, RegistryError, Withdrawal};
 use crate::notify::changes::Effects;
 use crate::outcome::{AttemptEnd, Report};
-use crate::placement::{Process, Purpose, Resources, Shape};
+use crate::placement::{Demand, Process, Purpose, Resources, Shape};
 use crate::scheduling::{LeaseRequest, PlaceError, PlaceResult, Request, RoundContext, SubmitError};
 use crate::workers::lease_counts;
 use crate::workers::quarantine;
@@ -113,8 +113,14 @@ struct World {
 }
 
 /// Every third workload is interruptible, every other has a start timeout, and some have retries.
+/// Some are checks.
 fn spec(id: WorkloadId) -> WorkloadSpec {
     WorkloadSpec {
+        kind: if id.uuid().as_bytes()[12].is_multiple_of(3) {
+            WorkloadKind::Check
+        } else {
+            WorkloadKind::Task
+        },
         queue_timeout: Some(Duration::from_secs(3600)),
         run_timeout: Some(Duration::from_secs(5)),
         interruptible: id.uuid().as_u128().is_multiple_of(3),
@@ -145,10 +151,9 @@ fn lease_request(lease: LeaseId, kind: Kind, group: Option<u32>) -> LeaseRequest
         },
         purpose: Purpose::WithoutInputs,
     };
-    let demand = Arc::new(shape.requested_by(lease.uuid()));
+    let demand = Arc::new(Demand { kind, ..shape.requested_by(lease.uuid()) });
     LeaseRequest {
         lease,
-        kind,
         demand,
         locations: Arc::default(),
         request: String::new(),

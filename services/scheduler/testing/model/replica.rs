@@ -512,8 +512,7 @@ impl Replica {
         let owner_worker = leases::worker_of_owner(db, requirements.team, owner).await?;
         Ok(LeaseRequest {
             lease,
-            kind,
-            demand: Arc::new(Demand { only, prefer, ..shape.requested_by(lease.uuid()) }),
+            demand: Arc::new(Demand { kind, only, prefer, ..shape.requested_by(lease.uuid()) }),
             locations: locations.into(),
             request: near.map(|near| near.to_string()).unwrap_or_default(),
             group: together.then_some(1),

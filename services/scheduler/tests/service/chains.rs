@@ -112,8 +112,14 @@ pub(crate) async fn strategy_chain_depends_on_kind_and_inputs(database: TestData
     };
     let mount = pb::CacheMount { task_cache_id: cache, path: b"/cache".as_slice().into() };
     let image = pb::Image { source: Some(pb::image::Source::ArtifactId(artifact)) };
+    let of_kind = |kind: pb::WorkloadKind, spec| pb::WorkloadSpec { kind: kind.into(), ..spec };
+    let with_input = pb::WorkloadSpec { inputs: vec![input.clone()], ..spec() };
     for (spec, expected) in [
         (spec(), "volumes"),
+        (of_kind(pb::WorkloadKind::Get, spec()), "volumes"),
+        (of_kind(pb::WorkloadKind::Put, with_input.clone()), "tasks"),
+        (of_kind(pb::WorkloadKind::Check, spec()), "containers"),
+        (of_kind(pb::WorkloadKind::Check, with_input), "containers"),
         (pb::WorkloadSpec { inputs: vec![input], ..spec() }, "tasks"),
         (pb::WorkloadSpec { caches: vec![mount], ..spec() }, "tasks"),
         (pb::WorkloadSpec { image: Some(image), ..spec() }, "tasks"),

@@ -411,10 +411,11 @@ pub(crate) async fn lease_shows_owner_expiry_and_end(database: TestDatabase) {
     assert!(instant(released.ended_at) >= instant(released.granted_at), "{released:?}");
 
     // The lease of a workload ends when its gateway reports the end.
-    let workload = scheduler.submit(spec()).await.expect("accepted");
+    let put = pb::WorkloadSpec { kind: pb::WorkloadKind::Put.into(), ..spec() };
+    let workload = scheduler.submit(put).await.expect("accepted");
     let (id, run) = gateway.run(workload).await;
     let granted = lease(&scheduler, "main", &id).await.expect("known");
-    assert_eq!((granted.kind(), granted.expires_at), (pb::PlacementKind::Task, None));
+    assert_eq!((granted.kind(), granted.expires_at), (pb::PlacementKind::Put, None));
     assert_eq!((granted.workload_id, granted.attempt_id), (workload.to_string(), run.attempt_id));
     start(&scheduler, &run.lease_token).await.expect("started");
     scheduler.cancel(workload, Duration::from_secs(1)).await;

@@ -18,6 +18,7 @@ mod metrics;
 mod places;
 mod registry;
 mod replicas;
+mod results;
 mod store;
 mod support;
 mod terms;
@@ -92,6 +93,7 @@ use registry::{
     worker_cannot_change_its_team, worker_is_quarantined_for_failing_team,
     worker_with_unsupported_protocol_is_never_chosen,
 };
+use results::kept_result_is_returned_with_outcome;
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
@@ -578,9 +580,15 @@ async fn secrets_are_not_shown(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let variable =
         pb::EnvironmentVariable { name: b"TOKEN".as_slice().into(), value: b"secret".as_slice().into() };
-    let id =
-        scheduler.submit(pb::WorkloadSpec { environment: vec![variable], ..spec() }).await.expect("accepted");
+    let spec = pb::WorkloadSpec {
+        environment: vec![variable],
+        stdin: pb::StdinMode::Inline.into(),
+        inline_stdin: b"secret".as_slice().into(),
+        ..spec()
+    };
+    let id = scheduler.submit(spec).await.expect("accepted");
     let shown = scheduler.get(id).await.spec.expect("a spec");
+    assert_eq!((shown.stdin(), shown.inline_stdin.len()), (pb::StdinMode::Inline, 0));
     assert_eq!(shown.environment[0].name.as_ref(), b"TOKEN");
     assert!(shown.environment[0].value.is_empty());
     scheduler.stop().await;
@@ -678,6 +686,7 @@ on_both! {
     large_spec_is_abridged_once_its_workload_has_finished,
     workloads_are_listed_by_outcome,
     secrets_are_not_shown,
+    kept_result_is_returned_with_outcome,
     workload_with_inputs_needs_artifact_store,
     build_ends_with_its_workload,
     unpinnable_inputs_are_rejected,

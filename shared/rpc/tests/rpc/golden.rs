@@ -105,6 +105,8 @@ fn spec() -> scheduler::WorkloadSpec {
         capabilities: vec![text("ends-whole"), text("signals")],
         worker: text("worker-1"),
         terminal: Some(Terminal { rows: 24, columns: 80 }),
+        inline_stdin: bytes(NOT_UTF8),
+        keep_result: true,
     }
 }
 
@@ -160,6 +162,8 @@ fn add_scheduler_messages(corpus: &mut Corpus) {
             ..Default::default()
         }),
         notes: vec![text("a note")],
+        // Empty differs from absent.
+        result: Some(Bytes::new()),
     };
     let event = |revision, event| WatchResponse { revision, at: timestamp(1_763_683_200, 1), event };
     corpus.add(

@@ -59,8 +59,9 @@ pub use networks::{
 };
 pub use output::{
     binary_input_arrives_or_is_rejected, dropped_readers_and_waiters_change_nothing,
-    output_is_readable_from_any_offset, process_continues_after_detach, repeated_input_arrives_once,
-    spooled_output_drops_its_beginning, unread_input_blocks_its_writer, unread_output_blocks_its_process,
+    inline_input_is_read_to_its_end, output_is_readable_from_any_offset, process_continues_after_detach,
+    repeated_input_arrives_once, spooled_output_drops_its_beginning, unread_input_blocks_its_writer,
+    unread_output_blocks_its_process,
 };
 pub use processes::{
     container_description_survives_reopening, container_destruction_kills_its_processes,
@@ -393,7 +394,7 @@ macro_rules! runtime_conformance {
             process_is_killed_after_grace_period signals_arrive_or_are_rejected memory_limit_applies_to_container process_limit_applies_to_container cpu_limit_applies_to_container stop_prevents_start_or_ends_process process_ends_when_contact_is_lost
             output_is_readable_from_any_offset unread_output_blocks_its_process spooled_output_drops_its_beginning
             process_continues_after_detach dropped_readers_and_waiters_change_nothing repeated_input_arrives_once
-            binary_input_arrives_or_is_rejected unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime
+            binary_input_arrives_or_is_rejected inline_input_is_read_to_its_end unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime
             further_process_joins_container further_process_ends_with_main_process further_process_survives_its_runtime
             further_process_of_privileged_container_has_user ended_container_can_be_looked_into
             networks_of_containers_are_joined network_of_stopped_container_is_rejected

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use domain::workload::{OutputMode, Stdin};
+use domain::workload::{FailureReason, InlineStdin, OutputMode, Stdin};
 use futures::StreamExt;
-use runtime::{Offsets, ProcessEvent, ProcessSpec, ProcessState, RuntimeError};
+use runtime::{Ended, Offsets, ProcessEvent, ProcessSpec, ProcessState, RuntimeError};
 
 use super::{
     RuntimeExt, Subject, claims, exited, has, in_time, is_signal, on_root, process, programs, read_all,
@@ -170,6 +170,44 @@ pub async fn binary_input_arrives_or_is_rejected(subject: impl Subject) {
     assert_eq!(runtime.ended(id).await, exited(0));
     if has(&*runtime, "complete-output") {
         assert_eq!(runtime.read_output(id).await.stdout, [b"text", &taken[..], b" more"].concat());
+    }
+}
+
+/// A process reads its inline input, and nothing else. Binary input is rejected without
+/// `binary-input`.
+pub async fn inline_input_is_read_to_its_end(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let inline = |input: Vec<u8>| ProcessSpec {
+        stdin: Stdin::Inline(InlineStdin(input)),
+        ..process(&programs::cat())
+    };
+    for input in [vec![], b"one".to_vec(), vec![b'x'; 1 << 20]] {
+        let handle = runtime.made(on_root(&subject).await).await;
+        let id = runtime.started(handle, inline(input.clone())).await;
+        let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+        // Input of attached clients is discarded.
+        attachment.input.stdin(0, Bytes::from_static(b"other")).await.expect("input");
+        attachment.input.close_stdin().await.expect("close");
+        let said = in_time("the end", read_all(attachment)).await;
+        assert_eq!(said.ended, Some(exited(0)));
+        if has(&*runtime, "complete-output") {
+            assert!(said.stdout == input, "{} bytes of {}", said.stdout.len(), input.len());
+        }
+    }
+    let handle = runtime.made(on_root(&subject).await).await;
+    let unread = ProcessSpec { command: process(&programs::exit(3)).command, ..inline(vec![b'x'; 1 << 20]) };
+    let id = runtime.started(handle, unread).await;
+    assert_eq!(runtime.ended(id).await, exited(3));
+
+    let every: Vec<u8> = (0..=255).collect();
+    let handle = runtime.made(on_root(&subject).await).await;
+    let id = runtime.started(handle, inline(every.clone())).await;
+    let said = runtime.read_output(id).await;
+    if claims(&*runtime, "binary-input") {
+        assert_eq!((said.stdout, said.ended), (every, Some(exited(0))));
+    } else {
+        let rejected = matches!(&said.ended, Some(Ended::NotStarted(failure)) if failure.reason == FailureReason::Unsupported);
+        assert!(rejected, "{:?}", said.ended);
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use domain::ProcessId;
-use domain::workload::{Exit, Failure, FailureReason, OutputMode, Stdin};
+use domain::workload::{Exit, Failure, FailureReason, InlineStdin, OutputMode, Stdin};
 use runtime::{Ended, OutputStream, ProcessSpec, ProcessState, RuntimeError, TerminalSize};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -150,9 +150,12 @@ pub(super) struct Process {
 impl Process {
     pub(super) fn new(id: ProcessId, spec: &ProcessSpec, spool_bytes: u64) -> Arc<Self> {
         let input = Input {
-            waiting: VecDeque::new(),
+            waiting: match &spec.stdin {
+                Stdin::Inline(InlineStdin(input)) => input.iter().copied().collect(),
+                Stdin::None | Stdin::Attached => VecDeque::new(),
+            },
             taken: 0,
-            closed: spec.stdin == Stdin::None,
+            closed: spec.stdin != Stdin::Attached,
             unread: spec.stdin == Stdin::None,
         };
         let inner = Inner {

@@ -20,7 +20,7 @@ pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, Kind, ListArgs, PurgeArgs, ShowArgs, UndeleteArgs,
 };
-pub(crate) use self::run::{NetworkArg, RunArgs};
+pub(crate) use self::run::{KindArg, NetworkArg, RunArgs};
 pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, ScanArgs, UploadArgs};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, WatchArgs, WorkloadArgs};

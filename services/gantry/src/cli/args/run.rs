@@ -129,6 +129,13 @@ pub(crate) struct RunArgs {
     /// Do not forward standard input to the command
     #[arg(long, help_heading = "Container")]
     pub(crate) no_stdin: bool,
+    /// Give the command the contents of FILE as standard input: at most 1 MiB. `-` reads the
+    /// standard input of `gantry` to its end first
+    ///
+    /// The scheduler stores the contents with the workload, so the option also works with --detach
+    /// and --retries.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["no_stdin", "tty"], help_heading = "Container")]
+    pub(crate) stdin_file: Option<PathBuf>,
 
     /// CPU limit in cores, such as `0.5` or `2`. Default: no limit
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "Resources")]
@@ -150,6 +157,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "Resources")]
     pub(crate) reserve_disk: Option<u64>,
 
+    /// Purpose of the command, which selects the ranking of the workers
+    #[arg(long, value_enum, value_name = "KIND", default_value_t, help_heading = "Placement")]
+    pub(crate) kind: KindArg,
     /// Run only on this worker, given by its name or id. Wait while it is full or out of contact
     ///
     /// `gantry list workers` lists the names.
@@ -228,6 +238,13 @@ pub(crate) struct RunArgs {
     pub(crate) tty: bool,
     #[command(flatten, next_help_heading = "Execution")]
     pub(crate) keys: DetachArgs,
+    /// Keep the standard output of the command with the workload: at most 1 MiB. Larger output is a
+    /// failure
+    ///
+    /// With --json, the last event has the output as `result`. `gantry show workload ID --json`
+    /// prints it, too.
+    #[arg(long, conflicts_with = "tty", help_heading = "Execution")]
+    pub(crate) keep_result: bool,
     /// Write the trace of this run, with the spans of all services, into FILE as JSON
     #[arg(long, value_name = "FILE", help_heading = "Execution")]
     pub(crate) trace: Option<PathBuf>,
@@ -281,6 +298,20 @@ Examples:
   id=$(gantry run -d -i src=. -o out -- src/long.sh)
   gantry logs $id
   gantry show workload $id; gantry download ARTIFACT ./out";
+
+/// Purpose of a workload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub(crate) enum KindArg {
+    /// A task
+    #[default]
+    Task,
+    /// Fetching a version of a resource
+    Get,
+    /// Creating a version of a resource
+    Put,
+    /// Checking for versions of a resource
+    Check,
+}
 
 /// Network that a process sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]

@@ -352,7 +352,7 @@ mod tests {
     use std::ffi::OsString;
 
     use clap::Parser;
-    use rpc::pb::scheduler::{Network, OutputMode, Privilege, StdinMode};
+    use rpc::pb::scheduler::{Network, OutputMode, Privilege, StdinMode, WorkloadKind};
 
     use super::*;
     use crate::cli::args::{Cli, Command};
@@ -379,6 +379,29 @@ mod tests {
         assert_eq!(parse(&["--", "-x"]).command, [OsString::from("-x")]);
         assert!(Cli::try_parse_from(["gantry", "run"]).is_err());
         assert!(Cli::try_parse_from(["gantry", "run", "--no-such-flag", "true"]).is_err());
+    }
+
+    #[test]
+    fn stdin_file_becomes_inline_input() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("in");
+        let spec_of = |bytes: usize| {
+            std::fs::write(&path, vec![b'x'; bytes]).expect("written");
+            let file = path.to_str().expect("text");
+            let args = parse(&["--kind", "check", "--stdin-file", file, "--keep-result", "cat"]);
+            assert!(!forwards_stdin(&args));
+            spec(&args, "main", &quiet())
+        };
+        for bytes in [0, rpc::spec::MAX_STDIN_BYTES] {
+            let spec = spec_of(bytes).expect("valid");
+            assert_eq!((spec.stdin(), spec.inline_stdin.len()), (StdinMode::Inline, bytes));
+            assert_eq!((spec.kind(), spec.keep_result), (WorkloadKind::Check, true));
+            assert!(rpc::spec::parse(spec).is_ok());
+        }
+        let error = spec_of(rpc::spec::MAX_STDIN_BYTES + 1).expect_err("too large");
+        assert!(error.to_string().contains("larger than 1 MiB"), "{error}");
+        let missing = parse(&["--stdin-file", "/no/such/file", "cat"]);
+        assert!(spec(&missing, "main", &quiet()).is_err());
     }
 
     #[test]

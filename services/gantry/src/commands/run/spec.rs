@@ -1,7 +1,10 @@
 //! Conversion of the options of `gantry run` into the spec of a workload.
 
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
+use anyhow::{Context, bail};
 use bytes::Bytes;
 use domain::ArtifactId;
 use rpc::pb::scheduler::Terminal as TerminalSize;
@@ -10,7 +13,7 @@ use rpc::pb::scheduler::{
     ResourceRequests, StdinMode, Terminal, WorkloadKind, WorkloadSpec, image::Source as ImageSource,
 };
 
-use crate::cli::args::{NetworkArg, RunArgs};
+use crate::cli::args::{KindArg, NetworkArg, RunArgs};
 use crate::cli::environment;
 use crate::cli::values::{InputArg, Source};
 use crate::follow::stdin;
@@ -22,7 +25,13 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
     let attached = !args.detach;
     Ok(WorkloadSpec {
         team: team.to_owned(),
-        kind: WorkloadKind::Task.into(),
+        kind: match args.kind {
+            KindArg::Task => WorkloadKind::Task,
+            KindArg::Get => WorkloadKind::Get,
+            KindArg::Put => WorkloadKind::Put,
+            KindArg::Check => WorkloadKind::Check,
+        }
+        .into(),
         image: Some(Image {
             source: Some(match &args.image {
                 domain::workload::Image::Host => ImageSource::Host(HostImage {}),
@@ -37,7 +46,14 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             .collect(),
         directory: Bytes::copy_from_slice(args.directory.as_bytes()),
         user: args.user.clone().unwrap_or_default(),
-        stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
+        stdin: match &args.stdin_file {
+            Some(_) => StdinMode::Inline,
+            None if forwards_stdin(args) => StdinMode::Attached,
+            None => StdinMode::None,
+        }
+        .into(),
+        inline_stdin: args.stdin_file.as_deref().map(read_stdin).transpose()?.unwrap_or_default(),
+        keep_result: args.keep_result,
         output: if attached { OutputMode::Attached } else { OutputMode::Spooled }.into(),
         inputs: Vec::new(),
         outputs: args
@@ -103,5 +119,21 @@ pub(super) fn artifact_of(source: &Source) -> Option<ArtifactId> {
 }
 
 pub(super) fn forwards_stdin(args: &RunArgs) -> bool {
-    !args.no_stdin && !args.detach && stdin::is_readable()
+    !args.no_stdin && args.stdin_file.is_none() && !args.detach && stdin::is_readable()
+}
+
+/// Reads the standard input of the command. `-` is the standard input of `gantry`.
+fn read_stdin(path: &Path) -> anyhow::Result<Bytes> {
+    let what = || format!("cannot read the standard input of the command from {}", path.display());
+    let file: Box<dyn Read> = if path == Path::new("-") {
+        Box::new(io::stdin())
+    } else {
+        Box::new(std::fs::File::open(path).with_context(what)?)
+    };
+    let mut input = Vec::new();
+    file.take(rpc::spec::MAX_STDIN_BYTES as u64 + 1).read_to_end(&mut input).with_context(what)?;
+    if input.len() > rpc::spec::MAX_STDIN_BYTES {
+        bail!("{} is larger than 1 MiB; give it to the command as an input", path.display());
+    }
+    Ok(input.into())
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use domain::workload::{
-    CacheMount, FailureReason, Image, Input, Limits, Network, OutputMode, Stdin, WorkloadSpec,
+    CacheMount, FailureReason, Image, Input, Limits, Network, OutputMode, Stdin, WorkloadKind, WorkloadSpec,
 };
 use domain::{AttemptId, CacheId, LeaseId, WorkloadId};
 use rpc::pb::streamer::streamer_server::{Streamer, StreamerServer};
@@ -167,6 +167,7 @@ fn task() -> AttemptTask {
     };
     let spec = WorkloadSpec {
         team: "main".to_owned(),
+        kind: WorkloadKind::Task,
         image: Image::Host,
         command: vec![b"true".to_vec()],
         environment: Vec::new(),
@@ -193,6 +194,7 @@ fn task() -> AttemptTask {
         worker: String::new(),
         capabilities: vec![],
         terminal: None,
+        keep_result: false,
     };
     AttemptTask {
         lease: LeaseId::new(),

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use concourse::garden::{self, Error, Exit, Output, Tty, WaitError, WindowSize};
-use domain::workload::{EnvironmentVariable, FailureReason, OutputMode, Stdin};
+use domain::workload::{EnvironmentVariable, FailureReason, InlineStdin, OutputMode, Stdin};
 use domain::{ContainerHandle, ProcessId};
 use runtime::{ProcessRole, ProcessSpec, RuntimeError};
 use tokio::io::AsyncReadExt;
@@ -143,8 +143,15 @@ impl Worker {
             None => false,
         };
         let terminal = spec.terminal.is_some();
-        let (stdin, output) = (spec.stdin, spec.output);
+        let (stdin, output) = (spec.stdin.clone(), spec.output);
+        let is_text = match &stdin {
+            Stdin::Inline(InlineStdin(input)) => std::str::from_utf8(input).is_ok(),
+            Stdin::None | Stdin::Attached => true,
+        };
         let spec = match process_request(id, &made, spec) {
+            Ok(_) if !is_text => {
+                Err(End::not_started(FailureReason::Unsupported, "standard input that is not UTF-8"))
+            }
             Ok(mut spec) => {
                 // The last value of a variable counts.
                 let own = self.config.environment.iter().map(|(name, value)| format!("{name}={value}"));
@@ -156,8 +163,9 @@ impl Worker {
             }
             Err(error) => return Err(error),
         };
-        let input = match (terminal, stdin) {
+        let input = match (terminal, &stdin) {
             (true, _) => Some(properties::TERMINAL),
+            (false, Stdin::Inline(_)) => Some(properties::INLINE),
             (false, Stdin::Attached) => Some(properties::STREAM),
             (false, Stdin::None) => None,
         };
@@ -179,6 +187,7 @@ impl Worker {
             container,
             team,
             terminal,
+            is_inline: matches!(stdin, Stdin::Inline(_)),
             is_further,
             closed,
             stopped,
@@ -428,6 +437,7 @@ impl Worker {
             container: ContainerHandle::new(),
             team: String::new(),
             terminal: false,
+            is_inline: false,
             is_further: false,
             closed: true,
             stopped: false,
@@ -465,6 +475,7 @@ impl Worker {
                 terminal: properties
                     .get(properties::INPUT)
                     .is_some_and(|input| input == properties::TERMINAL),
+                is_inline: properties.get(properties::INPUT).is_some_and(|input| input == properties::INLINE),
                 is_further,
                 closed: properties.get(properties::INPUT).is_none_or(|input| input == properties::CLOSED),
                 stopped: properties.contains_key(properties::STOPPED),
@@ -528,7 +539,7 @@ impl Worker {
     }
 
     /// Resolves when this gateway must no longer follow a process.
-    async fn follow_ends(&self, process: &Process) {
+    pub(super) async fn follow_ends(&self, process: &Process) {
         tokio::select! {
             () = self.stopping.cancelled() => {}
             () = process.term.cancelled() => {}
@@ -539,6 +550,7 @@ impl Worker {
         let mut proven = true;
         let mut refused = None;
         let mut attached = None;
+        let mut has_lost_input = false;
         match begin {
             StartMode::Attach { proven: was } => {
                 proven = was;
@@ -562,6 +574,9 @@ impl Worker {
                             InputLink::Up(run.control())
                         };
                         process.set_line(line).await;
+                        if let Stdin::Inline(InlineStdin(input)) = stdin {
+                            process::send_inline(self, process, input.into());
+                        }
                         attached = Some(run);
                     }
                     Err(error) => match errors::run(&error) {
@@ -588,6 +603,11 @@ impl Worker {
                         }
                         let over = matches!(process.stdin.lock().await.line, InputLink::Closed);
                         process.set_line(if over { InputLink::Closed } else { line }).await;
+                        if process.is_inline && !over && !has_lost_input {
+                            // The process must not take a part of its input for all of it.
+                            has_lost_input = true;
+                            self.end_processes(process, true);
+                        }
                         *run
                     }
                     AttachOutcome::End(end) => break end,
@@ -597,6 +617,10 @@ impl Worker {
             proven = true;
             refused = None;
             match self.read_output(process, run, first).await {
+                Ok(_) if has_lost_input => {
+                    let message = "the connection to the worker broke while standard input was sent";
+                    break End::unknown(FailureReason::ExitUnknown, message);
+                }
                 Ok(exit) => break self.end(process, exit).await,
                 Err(error) => {
                     tracing::info!(process.id = %process.id, error = domain::error_chain(&error), "the worker closed the attachment to a process");

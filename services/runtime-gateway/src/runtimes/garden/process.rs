@@ -100,6 +100,8 @@ pub(super) struct Process {
     /// Wakes tasks that wait for the connection.
     pub(super) line_changed: watch::Sender<()>,
     pub(super) terminal: bool,
+    /// Whether the gateway itself sends the input, and discards that of attached clients.
+    pub(super) is_inline: bool,
     /// Whether this is a further process, beside the main process.
     pub(super) is_further: bool,
     /// Whether a stop was requested.
@@ -116,6 +118,7 @@ pub(super) struct InitialState {
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     pub(super) terminal: bool,
+    pub(super) is_inline: bool,
     pub(super) is_further: bool,
     /// Whether standard input is closed.
     pub(super) closed: bool,
@@ -165,6 +168,7 @@ impl Process {
             stdin: Arc::new(tokio::sync::Mutex::new(Stdin { line, partial: Vec::new() })),
             line_changed: watch::Sender::new(()),
             terminal: known.terminal,
+            is_inline: known.is_inline,
             is_further: known.is_further,
             stopped: AtomicBool::new(known.stopped),
             kill_at: watch::Sender::new(None),
@@ -437,6 +441,26 @@ struct Input {
     process: Arc<Process>,
 }
 
+/// Sends the inline input of a process, and then its end.
+pub(super) fn send_inline(worker: &Arc<Worker>, process: &Arc<Process>, data: Bytes) {
+    let input = Input { worker: Arc::clone(worker), process: Arc::clone(process) };
+    worker.tasks.spawn(async move {
+        let sent = async {
+            input.send(0, data).await?;
+            input.close().await
+        };
+        tokio::select! {
+            sent = sent => {
+                // The task that follows the process ends it.
+                if let Err(error) = sent {
+                    tracing::info!(process.id = %input.process.id, error = domain::error_chain(&error), "cannot send the input of a process");
+                }
+            }
+            () = input.worker.follow_ends(&input.process) => {}
+        }
+    });
+}
+
 /// The longest prefix of `bytes` with complete characters. `None`: the bytes are not UTF-8.
 fn whole_characters(bytes: &[u8]) -> Option<&str> {
     match std::str::from_utf8(bytes) {
@@ -526,11 +550,10 @@ impl Process {
     }
 }
 
-#[async_trait]
-impl ProcessInput for Input {
+impl Input {
     /// Only text can be sent, because a Garden server replaces every byte that is not UTF-8 by
     /// U+FFFD.
-    async fn stdin(&self, offset: u64, data: Bytes) -> Result<(), RuntimeError> {
+    async fn send(&self, offset: u64, data: Bytes) -> Result<(), RuntimeError> {
         let (mut at, mut rest) = (offset, data);
         loop {
             let part = rest.split_to(rest.len().min(MAX_STDIN));
@@ -552,7 +575,7 @@ impl ProcessInput for Input {
         }
     }
 
-    async fn close_stdin(&self) -> Result<(), RuntimeError> {
+    async fn close(&self) -> Result<(), RuntimeError> {
         // The loss of the connection has already closed standard input.
         if matches!(self.process.stdin.lock().await.line, InputLink::Broken) {
             return Ok(());
@@ -582,6 +605,17 @@ impl ProcessInput for Input {
             }
         }
         Ok(())
+    }
+}
+
+#[async_trait]
+impl ProcessInput for Input {
+    async fn stdin(&self, offset: u64, data: Bytes) -> Result<(), RuntimeError> {
+        if self.process.is_inline { Ok(()) } else { self.send(offset, data).await }
+    }
+
+    async fn close_stdin(&self) -> Result<(), RuntimeError> {
+        if self.process.is_inline { Ok(()) } else { self.close().await }
     }
 
     /// Sends TERM or KILL, the only signals of the protocol. Workers that ignore signals get a stop

@@ -43,11 +43,14 @@ pub(super) const WHOLE: &str = "gantry.whole";
 pub(super) const PROCESS: &str = "gantry.process";
 /// Of a volume: the process of the intent was destroyed with its container.
 pub(super) const NO_PROCESS: &str = "none";
-/// Of a container: the kind of input of its process: [`STREAM`], [`CLOSED`] or [`TERMINAL`].
+/// Of a container: the kind of input of its process: [`STREAM`], [`INLINE`],
+/// [`CLOSED`] or [`TERMINAL`].
 /// Absent: no input.
 pub(super) const INPUT: &str = "gantry.input";
 /// Input from an attached client.
 pub(super) const STREAM: &str = "stream";
+/// Input that the gateway has and that it has not sent completely.
+pub(super) const INLINE: &str = "inline";
 /// Input that is closed.
 pub(super) const CLOSED: &str = "closed";
 /// A terminal.

@@ -15,6 +15,8 @@ pub(super) const INTENT: &str = "intent";
 pub(super) const STARTED: &str = "started";
 /// The revoked intent: the process was not started, and never will be.
 pub(super) const REVOKED: &str = "revoked";
+/// Inline standard input. Contains secrets, so only root can read it.
+pub(super) const STDIN: &str = "stdin";
 /// Spool of standard output.
 pub(super) const STDOUT: &str = "stdout";
 /// Spool of standard error.

@@ -170,6 +170,9 @@ pub(super) struct Intent {
     pub(super) command: Vec<Text>,
     pub(super) environment: Vec<(Text, Text)>,
     pub(super) stdin: bool,
+    /// Whether standard input is the contents of the file [`super::paths::STDIN`].
+    #[serde(default)]
+    pub(super) inline_stdin: bool,
     /// Whether the process blocks rather than lose output.
     pub(super) held_back: bool,
     /// The main process of the container, whose namespaces the process joins. `None`: it is the
@@ -202,6 +205,7 @@ impl Intent {
             command: spec.command.into_iter().map(Text::from).collect(),
             environment: spec.environment.into_iter().map(variable).collect(),
             stdin: spec.stdin == Stdin::Attached,
+            inline_stdin: matches!(spec.stdin, Stdin::Inline(_)),
             held_back: spec.output == OutputMode::Attached,
             joins: match place {
                 Place::Joined(main) => Some(main.id),

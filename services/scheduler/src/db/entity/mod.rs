@@ -11,6 +11,7 @@ pub(crate) mod owner_affinity;
 pub(crate) mod peer_waiters;
 pub(crate) mod removed_worker;
 pub(crate) mod reservation;
+pub(crate) mod result;
 pub(crate) mod signing_key;
 pub(crate) mod worker;
 pub(crate) mod worker_revision;

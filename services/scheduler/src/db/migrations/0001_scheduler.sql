@@ -212,12 +212,18 @@ CREATE TABLE events (
     PRIMARY KEY (workload_id, revision)
 );
 
+-- Results of workloads that keep them: the standard output of the process.
+CREATE TABLE results (
+    workload_id UUID PRIMARY KEY REFERENCES workloads (id) ON DELETE CASCADE,
+    result BYTEA NOT NULL
+);
+
 -- Leases. An ended lease is kept for as long as a repeat of its calls may arrive.
 CREATE TABLE leases (
     id UUID PRIMARY KEY,
     worker_id UUID NOT NULL REFERENCES workers (id),
     incarnation BIGINT NOT NULL,
-    -- task and check use a slot; transfer uses none.
+    -- task, get, put, check and service use a slot; transfer uses none.
     kind TEXT NOT NULL,
     team TEXT NOT NULL,
     -- granted, ending, ended.

@@ -11,7 +11,6 @@ use domain::WorkerId;
 use uuid::Uuid;
 
 use super::{Index, Worker};
-use crate::placement::Kind;
 use crate::placement::feasibility::{amounts, full_with, of_load_with, of_place};
 use crate::placement::{Demand, Load, Resources, Shape};
 
@@ -85,7 +84,7 @@ impl Index {
                 return BTreeSet::new();
             };
             let load = planned.entry(worker).or_default();
-            *load = load.with(Kind::Task, &demand.shape.requests);
+            *load = load.with(demand.kind, &demand.shape.requests);
             homes.extend(home.map(|home| (home, worker)));
             chosen.insert(worker);
         }

@@ -7,6 +7,7 @@ use testing::databases;
 
 use super::*;
 use crate::config::Config;
+use crate::db::entity::lease::Kind;
 use crate::placement::tests::{Dice, reference, shape_with_memory, with_memory};
 use crate::placement::{Chains, OnlyWorker, Worker};
 use crate::store_client::Inputs;
@@ -25,7 +26,6 @@ struct Scene {
 /// A lease of the group.
 struct GroupMember {
     lease: LeaseId,
-    kind: Kind,
     demand: Demand,
     owner: String,
     owner_worker: Option<WorkerId>,
@@ -67,11 +67,11 @@ impl Scene {
             if !owner.is_empty() {
                 demand.only = None;
             }
-            let kind = match demand.shape.process {
+            demand.kind = match demand.shape.process {
                 Some(_) => dice.some(&[Kind::Task, Kind::Get, Kind::Check]),
                 None => Kind::Transfer,
             };
-            GroupMember { lease: LeaseId::new(), kind, demand, owner: owner.to_owned(), owner_worker }
+            GroupMember { lease: LeaseId::new(), demand, owner: owner.to_owned(), owner_worker }
         });
         let members = members.collect();
         let chains = Chains { builds: dice.chain(), without_inputs: dice.chain(), checks: dice.chain() };
@@ -86,7 +86,6 @@ impl Scene {
         let members = self.members.iter().enumerate().map(|(item, member)| {
             let ask = LeaseRequest {
                 lease: member.lease,
-                kind: member.kind,
                 demand: Arc::new(member.demand.clone()),
                 inputs: Arc::new(Inputs::default()),
                 locations: Arc::default(),
@@ -199,7 +198,7 @@ impl Scene {
             demand.only = homes.get(&owner).copied().map(OnlyWorker::tied).or(demand.only);
             let against = reference::against_each(&demand, &workers, &self.teams);
             assert!(against[&grant.worker].is_nothing(), "{:?} of {grant:?}", against[&grant.worker]);
-            assert_eq!(grant.kind, member.kind);
+            assert_eq!(grant.demand.kind, member.demand.kind);
             if !member.owner.is_empty() {
                 homes.insert(owner, grant.worker);
             }
@@ -211,10 +210,10 @@ impl Scene {
 }
 
 fn put_on(worker: &mut Worker, member: &GroupMember) {
-    if member.kind != Kind::Transfer {
+    if member.demand.kind != Kind::Transfer {
         let (load, requests) = (&mut worker.load, &member.demand.shape.requests);
         load.tasks += 1;
-        load.checks += u32::from(member.kind == Kind::Check);
+        load.checks += u32::from(member.demand.kind == Kind::Check);
         load.reserved.cpu_millis += requests.cpu_millis;
         load.reserved.memory_bytes += requests.memory_bytes;
         load.reserved.disk_bytes += requests.disk_bytes;

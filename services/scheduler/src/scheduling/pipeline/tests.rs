@@ -8,7 +8,6 @@ use tokio::sync::{Semaphore, oneshot};
 
 use super::*;
 use crate::config::Config;
-use crate::db::entity::lease::Kind;
 use crate::placement::{DetailFilter, Process, Purpose, Resources, Shape};
 use crate::scheduling::{Dispatch, LeaseRequest, PlaceError, PlaceResult, REQUESTS};
 use crate::workers;
@@ -129,7 +128,6 @@ pub(in crate::scheduling) fn place_within(
 fn lease_request(lease: LeaseId) -> LeaseRequest {
     LeaseRequest {
         lease,
-        kind: Kind::Task,
         demand: Arc::new(shape().requested_by(lease.uuid())),
         locations: Arc::default(),
         request: String::new(),

@@ -66,6 +66,8 @@ pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
         retries: 100,
         capabilities: vec!["signals".to_owned()],
         terminal: Some(pb::Terminal { rows: 24, columns: 80 }),
+        inline_stdin: Bytes::new(),
+        keep_result: false,
     }
 }
 
@@ -154,6 +156,16 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         longest("user", 1024),
         choice("stdin"),
         invalid("stdin", "that cannot be read again", Value::EnumNumber(2), "interruptible"),
+        invalid("stdin", "that a terminal interprets", Value::EnumNumber(3), "stdin"),
+        invalid("inline_stdin", "of another mode", bytes("x"), "inline_stdin"),
+        given(
+            |sent| {
+                put(sent, "spec.terminal", None);
+                put(sent, "spec.stdin", Some(&Value::EnumNumber(3)));
+            },
+            [invalid("inline_stdin", "too large", bytes(vec![b'x'; (1 << 20) + 1]), "inline_stdin")],
+        ),
+        invalid("keep_result", "of a terminal", Value::Bool(true), "keep_result"),
         choice("output"),
         within(
             "inputs",

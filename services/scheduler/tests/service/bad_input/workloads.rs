@@ -181,6 +181,7 @@ async fn finish_attempt(world: &World<'_>) -> Call {
         }],
         usage: Some(usage),
         notes: vec![],
+        result: Some("{}".into()),
     };
     let good = finish.lease_token.clone();
     // Each variant ends its own attempt.
@@ -200,6 +201,7 @@ async fn finish_attempt(world: &World<'_>) -> Call {
             Value::List(vec![text("a\0".repeat(5000)); 100]),
         ),
         taken("outputs.name", "that was not asked for, with NUL", text("a\0b")),
+        taken("result", "that was not asked for, with NUL", Value::Bytes("a\0b".into())),
         taken("outputs.size_bytes", "absurd", absurd.clone()),
         taken("outputs.entries", "absurd", absurd.clone()),
         taken("usage.peak_memory_bytes", "absurd", absurd.clone()),
@@ -228,6 +230,7 @@ async fn finish_attempt(world: &World<'_>) -> Call {
         nothing("lease_token", "of an attempt that has ended", text(&world.reported_token)),
         invalid("exit.code", "absurd", Value::U32(256), "exit.code"),
         invalid("exit.code", "absurd", Value::U32(u32::MAX), "exit.code"),
+        invalid("result", "too large", Value::Bytes(vec![0; (1 << 20) + 1].into()), "result"),
         invalid("exit.signal", "absurd", Value::U32(256), "exit.signal"),
         vec![cleared("exit.code", "exit")],
         within("outputs", "outputs[0]", [id("artifact_id"), digests("digest")]),

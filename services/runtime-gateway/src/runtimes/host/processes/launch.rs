@@ -8,6 +8,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use domain::workload::{InlineStdin, Stdin};
 use domain::{ContainerHandle, ProcessId};
 use runtime::{ProcessRole, ProcessSpec, RuntimeError};
 use rustix::mount::MountAttrFlags;
@@ -242,8 +243,9 @@ impl Host {
         spec: ProcessSpec,
     ) -> Result<(File, File), RuntimeError> {
         let (dir, unfinished) = (&process.dir, process.unfinished());
+        let stdin = spec.stdin.clone();
         let intent = Intent::new(process.id, self.boot.clone(), place, spec);
-        let made = self.fill(&unfinished, &intent).and_then(|made| {
+        let made = self.fill(&unfinished, &intent, &stdin).and_then(|made| {
             self.hold.check()?;
             filesystem::rename_exclusively(&unfinished, dir).map_err(at("make", dir))?;
             Ok(made)
@@ -260,7 +262,7 @@ impl Host {
         Ok(made)
     }
 
-    fn fill(&self, dir: &Path, intent: &Intent) -> Result<(File, File), RuntimeError> {
+    fn fill(&self, dir: &Path, intent: &Intent, stdin: &Stdin) -> Result<(File, File), RuntimeError> {
         fs::create_dir(dir).map_err(at("make", dir))?;
         let path = dir.join(paths::ALIVE);
         let alive =
@@ -268,6 +270,10 @@ impl Host {
         for name in [paths::STDOUT, paths::STDERR] {
             let path = dir.join(name);
             output_spool::create(&path, self.config.spool_bytes).map_err(at("make", &path))?;
+        }
+        if let Stdin::Inline(InlineStdin(input)) = stdin {
+            let path = dir.join(paths::STDIN);
+            filesystem::write_new(&path, input).map_err(at("write", &path))?;
         }
         let path = dir.join(paths::RESERVE);
         fs::write(&path, [b' '; RESERVE]).map_err(at("write", &path))?;

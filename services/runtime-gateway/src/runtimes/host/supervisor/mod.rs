@@ -26,7 +26,7 @@ mod seccomp;
 
 use std::ffi::{CString, OsString};
 use std::fs::{self, File};
-use std::io::{self, IoSliceMut, Write};
+use std::io::{self, IoSliceMut, Seek, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -389,11 +389,26 @@ impl Streams {
             rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK)?;
             own.push(write);
             read
+        } else if intent.inline_stdin {
+            inline_stdin(&launch.process_dir.join(paths::STDIN))?
         } else {
             rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?
         };
         Ok(Self { stdin, stdout, stderr, own })
     }
+}
+
+/// Returns the contents of a file, as a file in memory that nothing can change. A program cannot
+/// reach the worker's file through it, and may open it again as /dev/stdin.
+fn inline_stdin(path: &Path) -> io::Result<OwnedFd> {
+    use rustix::fs::{MemfdFlags, SealFlags};
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(rustix::fs::memfd_create("stdin", flags)?);
+    file.write_all(&fs::read(path)?)?;
+    let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(&file, seals)?;
+    file.rewind()?;
+    Ok(file.into())
 }
 
 /// The program that init will start.
