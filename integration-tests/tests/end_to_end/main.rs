@@ -21,6 +21,7 @@ mod otlp;
 mod pipeline;
 mod proxy;
 mod refusals;
+mod resources;
 mod restored;
 mod results;
 mod several_workers;
