@@ -478,7 +478,13 @@ func run(ctx context.Context, directory string) error {
 }
 
 func main() {
-	if err := run(context.Background(), os.Args[1]); err != nil {
+	var err error
+	if os.Args[1] == "ci" {
+		err = runCore(context.Background())
+	} else {
+		err = run(context.Background(), os.Args[1])
+	}
+	if err != nil {
 		log.Fatal(err)
 	}
 }
