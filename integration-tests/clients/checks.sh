@@ -1,6 +1,7 @@
 # shellcheck shell=sh
 # Checks of every `run` before it downloads or builds anything: arguments, settings and tools. All missing items are reported
-# together. Afterwards `$directory` is the absolute path of the directory, or empty for `test`.
+# together. Afterwards `$directory` is the absolute path of the directory, or empty for `test` and `ci`. A client with a CI core
+# sets `has_ci`.
 
 missing=
 lacks() { # lacks WHAT
@@ -13,21 +14,27 @@ need() { # need COMMAND HOW-TO-GET-IT
 
 if [ $# -ne 1 ] || [ "$1" = --help ]; then
     cat >&2 <<USAGE
-usage: GANTRY_SERVER=… [GANTRY_TOKEN_FILE=…] $0 DIRECTORY
+usage: GANTRY_SERVER=… [GANTRY_TOKEN_FILE=…] $0 DIRECTORY${has_ci:+
+       GANTRY_SERVER=… [GANTRY_TOKEN_FILE=…] [GANTRY_CI_IMAGE=…] [GANTRY_CI_TAGS=…] $0 ci}
        $0 test
 
-The client uploads DIRECTORY, copies it with a workload, and downloads the copy. test decodes the golden corpus without any call.
+The client uploads DIRECTORY, copies it with a workload, and downloads the copy. test decodes the golden corpus without any call.${has_ci:+
+ci runs five builds with a small CI core.}
 
 GANTRY_SERVER      http://127.0.0.1:7400 (gantry up --listen 127.0.0.1:7400), or "\$(docker/servers.sh)" (compose)
 GANTRY_TOKEN_FILE  the file that gantry up prints, or "\$(docker/servers.sh --token)" (compose)
-GANTRY_TEAM        the team; default: main
+GANTRY_TEAM        the team; default: main${has_ci:+
+GANTRY_CI_IMAGE    the id of an artifact with a root file system for the steps; default: the programs of the worker
+GANTRY_CI_TAGS     the tags of the worker, separated by spaces; default: a worker without tags}
 USAGE
     exit 2
 fi
 
 directory=
 if [ "$1" != test ]; then
-    if [ -d "$1" ]; then directory=$(realpath "$1"); else lacks "$1: the directory does not exist"; fi
+    if [ -z "${has_ci:-}" ] || [ "$1" != ci ]; then
+        if [ -d "$1" ]; then directory=$(realpath "$1"); else lacks "$1: the directory does not exist"; fi
+    fi
     case ${GANTRY_SERVER:-} in
     '') lacks 'GANTRY_SERVER: the address of the services is not set; run without arguments for the usage' ;;
     *=*)

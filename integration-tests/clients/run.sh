@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the clients of the named languages, or of all languages: run.sh [go|python|typescript|java|rust|grpcurl]…
 # Each client runs against two clusters. One has the four services as separate processes with a proxy and two workers, and an
-# address for each service. The other is `gantry up` with one address for all services.
+# address for each service. The other is `gantry up` with one address for all services. The CI cores in Go and Python also run on a
+# Concourse worker of a third cluster.
 # Downloads are kept in the usual caches of the tools.
 set -uo pipefail
 cd "$(dirname "$0")"
@@ -53,7 +54,7 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 programs=${PROGRAMS:-$root/target/debug}
-for program in gantry suite scheduler artifact-store streamer runtime-gateway; do
+for program in gantry suite garden_worker scheduler artifact-store streamer runtime-gateway; do
     if [ ! -x "$programs/$program" ]; then
         echo "cannot find $programs/$program; run: cargo build --workspace --bins" >&2
         exit 1
@@ -96,6 +97,22 @@ start services "$programs/suite" --walled
 services=$(field 'cluster["server"]') services_token=$(field 'cluster["token_file"]')
 start one "$programs/gantry" --json up --listen 127.0.0.1:0
 one=$(field 'cluster["endpoints"][1]') one_token=$(field 'cluster["token_file"]')
+# The servers of the Concourse worker are fakes, which show programs of this machine in empty directories of an image.
+has_ci=
+for language in "${languages[@]}"; do case $language in go | python) has_ci=yes ;; esac; done
+if [ -n "$has_ci" ]; then
+    start garden_worker "$programs/garden_worker" garden
+    echo "$announced" >"$scratch/workers.json"
+    mkdir -m 700 "$scratch/garden"
+    start garden env XDG_STATE_HOME="$scratch/garden" XDG_RUNTIME_DIR="$scratch/garden" \
+        GANTRY_WORKERS_FILE="$scratch/workers.json" "$programs/gantry" --json up --listen 127.0.0.1:0
+    garden=$(field 'cluster["endpoints"][1]') garden_token=$(field 'cluster["token_file"]')
+    on_garden() { GANTRY_SERVER=$garden GANTRY_TOKEN_FILE=$garden_token "$@"; }
+    until on_garden "$programs/gantry" list workers | grep -q '^garden *running'; do sleep 0.2; done
+    mkdir -p "$scratch/image/rootfs/"{usr,bin,sbin,lib,lib64,dev,proc,tmp,etc}
+    echo 'root:x:0:0::/root:/bin/sh' >"$scratch/image/rootfs/etc/passwd"
+    image=$(on_garden "$programs/gantry" upload "$scratch/image" 2>/dev/null) || exit 1
+fi
 
 # The uploaded directory: files with all byte values, links to a file, to a directory and to a missing path, and a program.
 cp -r golden "$scratch/tree"
@@ -111,6 +128,22 @@ here=$PWD
 scenario() {
     (cd "$scratch" && GANTRY_SERVER=$2 GANTRY_TOKEN_FILE=$3 timeout 900 "$here/$1/run" tree) | tee "$scratch/said"
     grep -q '^explained: never, unless ' "$scratch/said"
+}
+# core LANGUAGE SERVER TOKEN-FILE [SETTING…]: runs the CI core of the client to its last line.
+core() {
+    local language=$1 server=$2 token=$3
+    shift 3
+    env GANTRY_SERVER="$server" GANTRY_TOKEN_FILE="$token" "$@" timeout 900 "./$language/run" ci | tee "$scratch/said"
+    grep -q '^ci core: 5 builds, ok$' "$scratch/said"
+}
+# cores LANGUAGE: runs the CI core, if the client has one, on host workers of both clusters and on a Concourse worker.
+cores() {
+    case $1 in
+    go | python)
+        core "$1" "$services" "$services_token" && core "$1" "$one" "$one_token" &&
+            core "$1" "$garden" "$garden_token" GANTRY_CI_TAGS=garden GANTRY_CI_IMAGE="$image"
+        ;;
+    esac
 }
 # An environment without the tools of any client.
 mkdir "$scratch/tools"
@@ -136,7 +169,7 @@ call() {
         GANTRY_SERVER=$services GANTRY_TOKEN_FILE=$services_token timeout 600 ./grpcurl/run &&
             GANTRY_SERVER=$one GANTRY_TOKEN_FILE=$one_token timeout 600 ./grpcurl/run
         ;;
-    *) checks "$1" && timeout 900 "./$1/run" test && scenario "$1" "$services" "$services_token" && scenario "$1" "$one" "$one_token" ;;
+    *) checks "$1" && timeout 900 "./$1/run" test && scenario "$1" "$services" "$services_token" && scenario "$1" "$one" "$one_token" && cores "$1" ;;
     esac
 }
 
