@@ -667,7 +667,6 @@ fn kill_between_steps(mut suite: Suite, killed: &[&str], image: Option<&str>) {
     for &service in killed {
         for gap in 1..=5 {
             let killed_at = format!("{service} before step {gap}");
-            println!("{killed_at}");
             let mut kill = |step| {
                 if step == gap {
                     suite.kill(service);

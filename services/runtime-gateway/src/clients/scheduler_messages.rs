@@ -326,19 +326,19 @@ fn parse_lease(lease: pb::DesiredLease) -> Option<DesiredLease> {
         tracing::error!(lease.id = lease.lease_id, "cannot parse a desired lease: its id is not a UUID");
         return None;
     };
-    let request = lease.action.and_then(|action| match action {
-        Action::Run(run) => Some(parse_run(id, run)),
-        Action::Stop(stop) if stop.workload_id.is_empty() => Some(LeaseRequest::StopHeld {
+    let request = lease.action.map(|action| match action {
+        Action::Run(run) => parse_run(id, run),
+        Action::Stop(stop) if stop.workload_id.is_empty() => LeaseRequest::StopHeld {
             reason: stop_reason(stop.reason()),
             grace: duration_or(stop.grace, Duration::ZERO),
-        }),
-        Action::Stop(stop) => Some(LeaseRequest::Stop {
+        },
+        Action::Stop(stop) => LeaseRequest::Stop {
             attempt: stop.attempt_id.parse().ok(),
             reason: stop_reason(stop.reason()),
             token: stop.lease_token,
             grace: duration_or(stop.grace, Duration::ZERO),
-        }),
-        Action::Hold(_) => Some(LeaseRequest::Hold),
+        },
+        Action::Hold(_) => LeaseRequest::Hold,
     });
     Some(DesiredLease { lease: id, request })
 }

@@ -2,7 +2,7 @@
 //!
 //! Each operation of a caller begins with [`Held::begin`]. It makes sure that the lease is in use,
 //! so that the scheduler keeps its slot until this gateway reports its end. The end of a lease
-//! ([`hold`]) waits for the operations under way, stops all processes, and only then reports it.
+//! ([`hold()`]) waits for the operations under way, stops all processes, and only then reports it.
 //! After that, no operation begins.
 //!
 //! Invariant: a process starts only after the scheduler has confirmed that its lease is in use, and
@@ -55,18 +55,24 @@ pub(crate) enum DrivenError {
     Unpublishable(domain::workload::Failure),
     /// The operation failed as the step of an attempt does.
     #[error(transparent)]
-    Step(#[from] AttemptError),
+    Step(Box<AttemptError>),
+}
+
+impl From<AttemptError> for DrivenError {
+    fn from(error: AttemptError) -> Self {
+        Self::Step(Box::new(error))
+    }
 }
 
 impl From<Refusal> for DrivenError {
     fn from(refusal: Refusal) -> Self {
-        Self::Step(refusal.into())
+        AttemptError::from(refusal).into()
     }
 }
 
 impl From<runtime::RuntimeError> for DrivenError {
     fn from(error: runtime::RuntimeError) -> Self {
-        Self::Step(error.into())
+        AttemptError::from(error).into()
     }
 }
 
