@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use domain::workload::{FailureReason, InlineStdin, Stdin};
+use domain::workload::{FailureReason, Stdin};
 use domain::{ContainerHandle, ProcessId, VolumeHandle};
 use futures::StreamExt;
 use runtime::{
@@ -176,28 +176,6 @@ async fn input_is_rejected_after_possible_loss() {
     );
     let attachment = bench.runtime.attach(id, Offsets::default()).await.expect("attach");
     attachment.input.stdin(6, Bytes::from_static(b"x")).await.expect("it has ended");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn process_without_all_its_inline_input_is_killed() {
-    for how in [Break::End, Break::Reset] {
-        let Some(bench) = Bench::new(Manner::Guardian).await else { return };
-        // More than the worker takes from a process that does not read.
-        let stdin = Stdin::Inline(InlineStdin(vec![b'x'; 16 << 20]));
-        let handle = bench.runtime.made(bench.spec.clone()).await;
-        let id = bench.runtime.started(handle, ProcessSpec { stdin, ..process(&programs::sleep()) }).await;
-        in_time("a start that is known", async {
-            while bench.runtime.process(id).await.expect("a state") != ProcessState::Started {
-                tokio::time::sleep(Duration::from_millis(2)).await;
-            }
-        })
-        .await;
-        bench.subject.server().break_attachments(how);
-        let ended = bench.runtime.ended(id).await;
-        let is_unknown =
-            matches!(&ended, Ended::Unknown(failure) if failure.reason == FailureReason::ExitUnknown);
-        assert!(is_unknown, "{how:?}: {ended:?}");
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
