@@ -595,8 +595,8 @@ fn bad_requests_change_nothing() {
         missing(&mut unpinned);
         let refused = holder.create("task", unpinned).await.expect_err("the team has no such artifact");
         assert!(refused.is(Reason::InputUnavailable), "{refused}");
-        let nobody = pb::ContainerSpec { user: "gantry-nobody".to_owned(), ..valid() };
-        let refused = holder.create("task", nobody).await.expect_err("there is no such user");
+        let stranger = pb::ContainerSpec { user: "no-such-user".to_owned(), ..valid() };
+        let refused = holder.create("task", stranger).await.expect_err("there is no such user");
         let failure = refused.about.get("failure_reason").map(String::as_str);
         assert!(refused.is(Reason::ContainerFailed) && failure == Some("USER_NOT_FOUND"), "{refused}");
         // A failed creation can be repeated with another spec.

@@ -23,7 +23,7 @@ use super::errors::status;
 use super::{Answers, check_team, worker_of};
 use crate::SERVICE;
 use crate::attempt::error::AttemptError;
-use crate::clients::scheduler_messages::InputProgress;
+use crate::clients::scheduler_messages::input_progress;
 use crate::driven::create::NewContainer;
 use crate::driven::publish::{Published, Source};
 use crate::driven::{self, Held};
@@ -65,7 +65,7 @@ pub(super) async fn create(
     });
     let report = async {
         while changes.changed().await.is_ok() {
-            let inputs = changes.borrow_and_update().iter().map(input_progress).collect();
+            let inputs = changes.borrow_and_update().iter().cloned().map(input_progress).collect();
             let message = pb::create_container_response::Message::Progress(pb::CreateProgress { inputs });
             if answers.send(Ok(pb::CreateContainerResponse { message: Some(message) })).await.is_err() {
                 break;
@@ -84,11 +84,6 @@ pub(super) async fn create(
     let message = Some(pb::create_container_response::Message::Created(container));
     answers.send(Ok(pb::CreateContainerResponse { message })).await.ok();
     Ok(())
-}
-
-fn input_progress(input: &InputProgress) -> scheduler_pb::InputProgress {
-    let InputProgress { name, bytes_done, bytes_total, waits_for } = input.clone();
-    scheduler_pb::InputProgress { name, bytes_done, bytes_total, waits_for }
 }
 
 fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), Status> {

@@ -284,7 +284,8 @@ fn observed(state: WorkerState) -> pb::Observed {
     }
 }
 
-fn input_progress(input: InputProgress) -> pb::InputProgress {
+/// Converts the progress of an input.
+pub(crate) fn input_progress(input: InputProgress) -> pb::InputProgress {
     let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
     pb::InputProgress { name, bytes_done, bytes_total, waits_for }
 }
