@@ -24,6 +24,7 @@ mod refusals;
 mod resources;
 mod restored;
 mod results;
+mod services;
 mod several_workers;
 mod silent;
 mod standby;

@@ -25,6 +25,20 @@ const ENDINGS: &[(&[&str], i32)] = &[
     (&["-o", "out=./gone", "--", "rmdir", "out"], 125),
     (&["--timeout", "100ms", "-i", "src=src", "--", "sleep", "100"], 124),
     (&["--memory", "64M", "--", "python3", "-c", "x = bytearray(1 << 28)"], 137),
+    (
+        &[
+            "--service",
+            "db=host,ready=test -e /tmp/up,command=touch /tmp/up; sleep 100 & sleep 100",
+            "--",
+            "true",
+        ],
+        0,
+    ),
+    (&["--service", "db=host,command=sleep 100", "--timeout", "100ms", "--", "sleep", "100"], 124),
+    (
+        &["--service", "a=host,command=sleep 100", "--service", "b=host,port=1,command=exit 1", "--", "true"],
+        125,
+    ),
     (&["--user", "nobody", "--network", "none", "-i", "src=src", "--", "sh", "-c", "echo y > src/y"], 0),
 ];
 

@@ -47,6 +47,7 @@ async fn run() -> anyhow::Result<()> {
             limits: Limits::default(),
             privileged: false,
             network_of: None,
+            local_names: Vec::new(),
             network: Network::Private,
             note: String::new(),
         };

@@ -244,7 +244,8 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
                     FailureReason::ContactLost
                     | FailureReason::ContainerNotFound
                     | FailureReason::ResultTooLarge
-                    | FailureReason::ResultIncomplete,
+                    | FailureReason::ResultIncomplete
+                    | FailureReason::ServiceFailed,
                 ..
             }),
         ) => Outcome::Errored,

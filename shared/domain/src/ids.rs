@@ -112,6 +112,20 @@ impl WorkloadId {
     }
 }
 
+impl AttemptId {
+    /// Returns the id of the container and of the process of a service of this attempt.
+    #[must_use]
+    pub fn service(self, name: &str) -> AttemptId {
+        AttemptId(Uuid::new_v5(&self.0, format!("service/{name}").as_bytes()))
+    }
+
+    /// Returns the id of a process that checks whether this service is ready.
+    #[must_use]
+    pub fn probe(self, number: u64) -> ProcessId {
+        ProcessId(Uuid::new_v5(&self.0, format!("probe/{number}").as_bytes()))
+    }
+}
+
 impl From<AttemptId> for ProcessId {
     fn from(attempt: AttemptId) -> Self {
         Self(attempt.0)

@@ -78,6 +78,8 @@ pub struct WorkloadSpec {
     pub terminal: Option<TerminalSize>,
     /// Whether the outcome contains the standard output of the process.
     pub keep_result: bool,
+    /// Services beside the process, in the order of their start.
+    pub services: Vec<Service>,
 }
 
 /// Maximum size of the result of a workload, which is its standard output, in bytes.
@@ -94,6 +96,49 @@ pub enum WorkloadKind {
     Put,
     /// Checking for new versions of a resource.
     Check,
+}
+
+/// A container that runs beside the process of a workload.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Service {
+    /// Name, unique within the spec. It is a host name, too.
+    pub name: String,
+    /// The root file system. It is not [`Image::ResourceType`].
+    pub image: Image,
+    /// The program and its arguments: at least one item.
+    pub command: Vec<Bytes>,
+    /// Environment variables, in addition to those of every process.
+    pub environment: Vec<EnvironmentVariable>,
+    /// Working directory, as an absolute path.
+    pub directory: Bytes,
+    /// User, as in [`WorkloadSpec::user`].
+    pub user: Option<String>,
+    /// Limits of the container.
+    pub limits: Limits,
+    /// Condition under which the service is ready.
+    pub readiness: Readiness,
+    /// Whether the process cannot continue without the service.
+    pub essential: bool,
+}
+
+/// Condition under which a service is ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Readiness {
+    /// Check that is repeated until it succeeds.
+    pub check: ReadinessCheck,
+    /// Maximum time from the start of the service until it is ready.
+    pub timeout: Duration,
+}
+
+/// Check whether a service is ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ReadinessCheck {
+    /// The process of the service has started.
+    Started,
+    /// This TCP port of the container accepts connections.
+    TcpPort(u16),
+    /// This command exits with code 0 in the container.
+    Command(Vec<Bytes>),
 }
 
 /// Size of a terminal in characters, at least 1 each.
@@ -128,14 +173,15 @@ impl WorkloadSpec {
         published.iter().flat_map(owners_of_output).collect()
     }
 
-    /// Returns the artifacts of the inputs and the image, each once.
+    /// Returns the artifacts of the inputs and of all images, each once.
     #[must_use]
     pub fn artifacts(&self) -> BTreeSet<ArtifactId> {
-        let image = match self.image {
+        let images = self.services.iter().map(|service| &service.image).chain([&self.image]);
+        let images = images.filter_map(|image| match image {
             Image::Host | Image::ResourceType(_) => None,
-            Image::Artifact(artifact) => Some(artifact),
-        };
-        self.inputs.iter().map(|input| input.artifact).chain(image).collect()
+            Image::Artifact(artifact) => Some(*artifact),
+        });
+        self.inputs.iter().map(|input| input.artifact).chain(images).collect()
     }
 }
 
@@ -406,6 +452,7 @@ failure_reasons! {
     ContactLost = "CONTACT_LOST";
     StoppedBeforeStart = "STOPPED_BEFORE_START";
     StartFailed = "START_FAILED";
+    ServiceFailed = "SERVICE_FAILED";
     ProgramNotFound = "PROGRAM_NOT_FOUND";
     ProgramNotExecutable = "PROGRAM_NOT_EXECUTABLE";
     UserNotFound = "USER_NOT_FOUND";

@@ -4,6 +4,8 @@
 //! and returns it without secrets ([`without_secrets`]). A stored spec is decoded without checking
 //! limits that may have changed since ([`parse_accepted`]).
 
+mod services;
+
 use std::collections::HashSet;
 
 use domain::workload::{
@@ -59,7 +61,8 @@ pub fn parse(mut spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
     }
     spec.inline_stdin = inline_stdin;
-    check_limits(&spec.limits.unwrap_or_default())?;
+    check_limits("spec.limits", &spec.limits.unwrap_or_default())?;
+    services::check(&spec.services)?;
     check_texts(&spec)?;
     check_mounts(&spec)?;
     parse_accepted(spec)
@@ -77,26 +80,10 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         pb::WorkloadKind::Put => WorkloadKind::Put,
         pb::WorkloadKind::Check => WorkloadKind::Check,
     };
-    let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
-        pb::image::Source::Host(_) => Image::Host,
-        pb::image::Source::ArtifactId(id) => Image::Artifact(parse_id("spec.image.artifact_id", &id)?),
-        pb::image::Source::ResourceType(name) if name.is_empty() || name.len() > MAX_RESOURCE_TYPE_BYTES => {
-            let message = format!("has 1 to {MAX_RESOURCE_TYPE_BYTES} bytes");
-            return Err(invalid_field("spec.image.resource_type", message));
-        }
-        pb::image::Source::ResourceType(name) => Image::ResourceType(name),
-    };
-    if spec.command.is_empty() || spec.command[0].is_empty() {
-        return Err(invalid_field("spec.command", "must name a program"));
-    }
-    for (index, argument) in spec.command.iter().enumerate() {
-        no_nul(&format!("spec.command[{index}]"), argument)?;
-    }
+    let image = parse_image("spec.image", spec.image)?;
+    let command = parse_command("spec.command", spec.command)?;
 
-    let directory = match spec.directory.as_ref() {
-        b"" => DEFAULT_DIRECTORY.to_vec(),
-        directory => absolute("spec.directory", directory, DEFAULT_DIRECTORY)?,
-    };
+    let directory = parse_directory("spec.directory", &spec.directory)?;
     if spec.interruptible && spec.stdin == i32::from(pb::StdinMode::Attached) {
         return Err(invalid_field("spec.interruptible", READ_ONCE));
     }
@@ -122,8 +109,8 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         team: parse_team("spec.team", spec.team)?,
         kind,
         image,
-        command: spec.command.into_iter().map(Into::into).collect(),
-        environment: parse_environment(spec.environment)?,
+        command,
+        environment: parse_environment("spec.environment", spec.environment)?,
         directory,
         user: Some(spec.user).filter(|user| !user.is_empty()),
         stdin,
@@ -158,6 +145,7 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         worker: spec.worker,
         terminal: spec.terminal.map(parse_terminal).transpose()?,
         keep_result: spec.keep_result,
+        services: services::parse(spec.services)?,
     })
 }
 
@@ -174,22 +162,9 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
             WorkloadKind::Check => pb::WorkloadKind::Check,
         }
         .into(),
-        image: Some(pb::Image {
-            source: Some(match &spec.image {
-                Image::Host => pb::image::Source::Host(pb::HostImage {}),
-                Image::Artifact(id) => pb::image::Source::ArtifactId(id.to_string()),
-                Image::ResourceType(name) => pb::image::Source::ResourceType(name.clone()),
-            }),
-        }),
+        image: Some(image_to_proto(&spec.image)),
         command: spec.command.iter().map(bytes).collect(),
-        environment: spec
-            .environment
-            .iter()
-            .map(|variable| pb::EnvironmentVariable {
-                name: bytes(&variable.name),
-                value: bytes(&variable.value),
-            })
-            .collect(),
+        environment: environment_to_proto(&spec.environment),
         directory: bytes(&spec.directory),
         user: spec.user.clone().unwrap_or_default(),
         stdin: match spec.stdin {
@@ -222,11 +197,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
                 owners: output.owners.iter().copied().map(owner::submitted).collect(),
             })
             .collect(),
-        limits: Some(pb::Limits {
-            cpu_millis: spec.limits.cpu_millis.unwrap_or(0),
-            memory_bytes: spec.limits.memory_bytes.unwrap_or(0),
-            pids: spec.limits.pids.unwrap_or(0),
-        }),
+        limits: Some(limits_to_proto(&spec.limits)),
         privilege: if spec.privileged { pb::Privilege::Privileged } else { pb::Privilege::Confined }.into(),
         network: match spec.network {
             Network::Host => pb::Network::Host,
@@ -263,6 +234,30 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
             Stdin::None | Stdin::Attached => bytes::Bytes::new(),
         },
         keep_result: spec.keep_result,
+        services: spec.services.iter().map(services::to_proto).collect(),
+    }
+}
+
+fn image_to_proto(image: &Image) -> pb::Image {
+    let source = match image {
+        Image::Host => pb::image::Source::Host(pb::HostImage {}),
+        Image::Artifact(id) => pb::image::Source::ArtifactId(id.to_string()),
+        Image::ResourceType(name) => pb::image::Source::ResourceType(name.clone()),
+    };
+    pb::Image { source: Some(source) }
+}
+
+fn environment_to_proto(variables: &[EnvironmentVariable]) -> Vec<pb::EnvironmentVariable> {
+    let bytes = |bytes: &Bytes| bytes::Bytes::copy_from_slice(bytes);
+    let variables = variables.iter();
+    variables.map(|v| pb::EnvironmentVariable { name: bytes(&v.name), value: bytes(&v.value) }).collect()
+}
+
+fn limits_to_proto(limits: &Limits) -> pb::Limits {
+    pb::Limits {
+        cpu_millis: limits.cpu_millis.unwrap_or(0),
+        memory_bytes: limits.memory_bytes.unwrap_or(0),
+        pids: limits.pids.unwrap_or(0),
     }
 }
 
@@ -270,7 +265,8 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
 #[must_use]
 pub fn without_secrets(mut spec: pb::WorkloadSpec) -> pb::WorkloadSpec {
     spec.inline_stdin.clear();
-    for variable in &mut spec.environment {
+    let of_services = spec.services.iter_mut().flat_map(|service| &mut service.environment);
+    for variable in spec.environment.iter_mut().chain(of_services) {
         variable.value.clear();
     }
     spec
@@ -308,6 +304,7 @@ pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
         caches: vec![],
         tags: vec![],
         capabilities: vec![],
+        services: vec![],
         ..spec
     }
 }
@@ -336,9 +333,41 @@ fn parse_terminal(size: pb::Terminal) -> Result<TerminalSize, Status> {
     Ok(TerminalSize { rows: length("rows", size.rows)?, columns: length("columns", size.columns)? })
 }
 
-fn parse_environment(variables: Vec<pb::EnvironmentVariable>) -> Result<Vec<EnvironmentVariable>, Status> {
+fn parse_image(field: &str, image: Option<pb::Image>) -> Result<Image, Status> {
+    Ok(match required(&format!("{field}.source"), required(field, image)?.source)? {
+        pb::image::Source::Host(_) => Image::Host,
+        pb::image::Source::ArtifactId(id) => Image::Artifact(parse_id(&format!("{field}.artifact_id"), &id)?),
+        pb::image::Source::ResourceType(name) if name.is_empty() || name.len() > MAX_RESOURCE_TYPE_BYTES => {
+            let message = format!("has 1 to {MAX_RESOURCE_TYPE_BYTES} bytes");
+            return Err(invalid_field(format!("{field}.resource_type"), message));
+        }
+        pb::image::Source::ResourceType(name) => Image::ResourceType(name),
+    })
+}
+
+fn parse_command(field: &str, command: Vec<bytes::Bytes>) -> Result<Vec<Bytes>, Status> {
+    if command.first().is_none_or(|program| program.is_empty()) {
+        return Err(invalid_field(field, "must name a program"));
+    }
+    for (index, argument) in command.iter().enumerate() {
+        no_nul(&format!("{field}[{index}]"), argument)?;
+    }
+    Ok(command.into_iter().map(Into::into).collect())
+}
+
+fn parse_directory(field: &str, directory: &[u8]) -> Result<Bytes, Status> {
+    match directory {
+        b"" => Ok(DEFAULT_DIRECTORY.to_vec()),
+        directory => absolute(field, directory, DEFAULT_DIRECTORY),
+    }
+}
+
+fn parse_environment(
+    field: &str,
+    variables: Vec<pb::EnvironmentVariable>,
+) -> Result<Vec<EnvironmentVariable>, Status> {
     let variables = variables.into_iter().map(|variable| (variable.name.into(), variable.value.into()));
-    parse_variables("spec.environment", variables)
+    parse_variables(field, variables)
 }
 
 /// Parses variables. Each name occurs once.
@@ -454,9 +483,9 @@ fn check_mounts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     Ok(())
 }
 
-fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
+fn check_limits(within: &str, limits: &pb::Limits) -> Result<(), Status> {
     let pb::Limits { cpu_millis, memory_bytes, pids } = *limits;
-    let reject = |field: &str, why: String| Err(invalid_field(format!("spec.limits.{field}"), why));
+    let reject = |field: &str, why: String| Err(invalid_field(format!("{within}.{field}"), why));
     if memory_bytes != 0 && memory_bytes < MIN_MEMORY_BYTES {
         return reject(
             "memory_bytes",

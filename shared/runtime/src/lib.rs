@@ -209,6 +209,8 @@ pub struct ContainerSpec {
     pub network_of: Option<ContainerHandle>,
     /// The network of the container.
     pub network: Network,
+    /// Host names that stand for 127.0.0.1 in `/etc/hosts`, before all other lines.
+    pub local_names: Vec<String>,
     /// Text of the gateway that is stored with the container. Empty: none.
     pub note: String,
 }
@@ -431,6 +433,16 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError>;
+
+    /// Whether a TCP port at 127.0.0.1 accepts connections in the network of the container with
+    /// this running main process.
+    ///
+    /// Errors: [`RuntimeError::ProcessNotFound`]. [`RuntimeError::Unsupported`] without the
+    /// capability `network-container`.
+    async fn accepts_connections(&self, main: ProcessId, port: u16) -> Result<bool, RuntimeError> {
+        let what = format!("a check of port {port} of process {main}");
+        Err(RuntimeError::Unsupported(what))
+    }
 
     /// Attaches to the output and input of a process, starting at these offsets.
     ///

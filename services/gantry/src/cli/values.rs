@@ -1,5 +1,7 @@
 //! Parsers for values of options: inputs, outputs, caches, variables, durations and sizes.
 
+mod service;
+
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
@@ -12,6 +14,7 @@ use rpc::spec::{MAX_MEMORY_BYTES, MIN_MEMORY_BYTES};
 pub(crate) use server::settings::{cpu, duration, size};
 
 use crate::render::table;
+pub(crate) use service::{ServiceArg, ServiceCheck, service};
 
 /// Value of `--input`.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,20 +3,20 @@
 
 use std::io::{self, IsTerminal};
 
-use anyhow::bail;
-use domain::ProcessId;
+use anyhow::{Context, bail};
+use domain::{AttemptId, ProcessId};
 use prost_types::Timestamp;
 use rpc::pb::scheduler::watch_response::Event;
 use rpc::pb::scheduler::{AttemptLocation, Finished, Outcome, StdinMode, Workload, WorkloadState};
 use serde_json::{Value, json};
 
-use crate::cli::args::{AttachArgs, CancelArgs, WatchArgs, WorkloadArgs};
+use crate::cli::args::{AttachArgs, CancelArgs, LogsArgs, WatchArgs};
 use crate::client::connect::Connection;
 use crate::client::queries::workload;
 use crate::ending::error::Interrupted;
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
-use crate::follow::attach::{FurtherProcess, Target};
+use crate::follow::attach::{AttachEnd, FurtherProcess, Target, attach};
 use crate::follow::end::{Delivery, end};
 use crate::follow::narrate::{WaitReasons, describe_event};
 use crate::follow::streams::Streams;
@@ -85,8 +85,11 @@ async fn attach_to_process(
 }
 
 /// Executes `gantry logs`: prints the kept output, and follows it to its end.
-pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<()> {
+pub(crate) async fn logs(args: &LogsArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<()> {
     let mut signals = Signals::catch()?;
+    if let Some(service) = &args.service {
+        return logs_of_service(args, service, connection, ui, &mut signals).await;
+    }
     let follow = Follow {
         connection,
         ui,
@@ -117,6 +120,54 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
         bail!("some output is missing; the workload {outcome}{end}; see `gantry show workload {workload}`");
     }
     ui.event("finished", shown::finished(&followed.finished, 0));
+    Ok(())
+}
+
+/// Prints the kept output of a service of the current or last attempt, and follows it to its end.
+async fn logs_of_service(
+    args: &LogsArgs,
+    service: &str,
+    connection: &Connection,
+    ui: &Ui,
+    signals: &mut Signals,
+) -> anyhow::Result<()> {
+    let id = args.workload.to_string();
+    let Workload { spec, state, location, .. } = workload(connection, "read a service of", &id).await?;
+    let services = spec.map(|spec| spec.services).unwrap_or_default();
+    let names: Vec<_> = services.into_iter().map(|service| service.name).collect();
+    // The scheduler abridges the large spec of a finished workload.
+    let is_abridged = names.is_empty() && state == i32::from(WorkloadState::Finished);
+    if !is_abridged && !names.iter().any(|name| name == service) {
+        let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+        bail!("workload {id} has no service {service:?}; its services: {names}");
+    }
+    let Some(location) = location else {
+        bail!("service {service} of workload {id} has no output: the workload was not placed on a worker");
+    };
+    let attempt: AttemptId =
+        location.attempt_id.parse().context("the scheduler named an attempt with an invalid id")?;
+    let process = FurtherProcess {
+        process_id: attempt.service(service).to_string(),
+        attempt_id: location.attempt_id.clone(),
+        spec: None,
+    };
+    let target = Target { connection, ui, workload: &id, further: Some(&process) };
+    // Only attached callers acknowledge output. Reading logs does not affect the service.
+    let mut streams = Streams::open(ui, false)?;
+    let end = tokio::select! {
+        end = attach(target, location.clone(), &mut streams) => end,
+        code = signals.next() => return Err(Interrupted(code).into()),
+    };
+    let doing = || format!("cannot read the output of service {service} of workload {id}");
+    match end {
+        AttachEnd::Lost(refused) => return Err(refused).with_context(doing),
+        AttachEnd::WorkerMissing(missing) => bail!("{}: {missing}", doing()),
+        AttachEnd::StdoutClosed => return Err(Interrupted(exit_code::PIPE).into()),
+        AttachEnd::Done | AttachEnd::InterruptRefused | AttachEnd::InputRefused(_) | AttachEnd::Detached => {}
+    }
+    if streams.is_incomplete() {
+        bail!("some output of service {service} is missing");
+    }
     Ok(())
 }
 

@@ -172,6 +172,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
         "exit": workload.exit.as_ref().map(exit),
         "failure": workload.failure.as_ref().map(failure),
         "outputs": workload.outputs.iter().map(output).collect::<Vec<_>>(),
+        "notes": workload.notes,
         "waiting_for": workload.waiting_for,
         "usage": workload.usage.as_ref().map(usage),
         "retried": workload.retried,
@@ -203,11 +204,7 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
         "command": spec.command.iter().map(|argument| text(argument)).collect::<Vec<_>>(),
         "environment": spec.environment.iter().map(|variable| text(&variable.name)).collect::<Vec<_>>(),
         "directory": text(&spec.directory),
-        "image": match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
-            Some(scheduler::image::Source::ArtifactId(artifact)) => format!("artifact:{artifact}"),
-            Some(scheduler::image::Source::ResourceType(name)) => format!("resource-type:{name}"),
-            Some(scheduler::image::Source::Host(_)) | None => "host".to_owned(),
-        },
+        "image": labels::image(spec.image.as_ref()),
         "user": spec.user,
         "inputs": spec.inputs.iter().map(|input| json!({
             "name": input.name,
@@ -248,6 +245,12 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
         "capabilities": spec.capabilities,
         "keep_result": spec.keep_result,
         "build_id": spec.build_id,
+        "services": spec.services.iter().map(|service| json!({
+            "name": service.name,
+            "image": labels::image(service.image.as_ref()),
+            "command": service.command.iter().map(|argument| text(argument)).collect::<Vec<_>>(),
+            "essential": service.essential,
+        })).collect::<Vec<_>>(),
     })
 }
 

@@ -6,10 +6,11 @@ use prost_types::Timestamp;
 use rpc::pb::artifacts::{
     ArtifactState, ExplainedState, ImportState, InventoryState, ObjectKind, VolumePurpose,
 };
+use rpc::pb::scheduler::image::Source as ImageSource;
 use rpc::pb::scheduler::{
-    DesiredWorkerState, ExplainResponse, LeaseEnd, LeaseState, Outcome, PlacementKind, ResourceRequests,
-    StopReason, Verdict, Worker, WorkerState, Workload, WorkloadKind, WorkloadSpec, WorkloadState,
-    exit::Status,
+    DesiredWorkerState, ExplainResponse, Image, LeaseEnd, LeaseState, Outcome, PlacementKind,
+    ResourceRequests, StopReason, Verdict, Worker, WorkerState, Workload, WorkloadKind, WorkloadSpec,
+    WorkloadState, exit::Status,
 };
 
 use crate::render::table::{bytes, duration};
@@ -79,6 +80,15 @@ pub(crate) fn holds_lease(state: WorkloadState) -> bool {
 
 pub(crate) fn verdict(verdict: Verdict) -> String {
     word(verdict.as_str_name(), "VERDICT_")
+}
+
+/// Formats an image as `--image` takes it.
+pub(crate) fn image(image: Option<&Image>) -> String {
+    match image.and_then(|image| image.source.as_ref()) {
+        Some(ImageSource::ArtifactId(artifact)) => format!("artifact:{artifact}"),
+        Some(ImageSource::ResourceType(name)) => format!("resource-type:{name}"),
+        Some(ImageSource::Host(_)) | None => "host".to_owned(),
+    }
 }
 
 pub(crate) fn kind(kind: WorkloadKind) -> &'static str {

@@ -27,6 +27,12 @@ pub(crate) enum AttemptError {
     /// An input cannot be copied to this worker.
     #[error("cannot copy input {0:?} (artifact {1}) to this worker")]
     InputMissing(String, ArtifactId, #[source] Refusal),
+    /// A step for the service of this name failed.
+    #[error("service {0}")]
+    Service(String, #[source] Box<AttemptError>),
+    /// A service ended, or was not ready in time, before the process was started.
+    #[error("{0}")]
+    ServiceFailed(String),
     /// Another service gave an invalid answer.
     #[error("{0}")]
     InvalidAnswer(String),
@@ -47,6 +53,17 @@ impl AttemptError {
                 let why = "the gateway has too many open files; raise its hard limit of open files";
                 tracing::warn!(error = error_chain(&error), "cannot start a workload: too many open files");
                 Self::Worker(RuntimeError::WorkerFull(why.to_owned()))
+            }
+            other => other,
+        }
+    }
+
+    /// Names the service whose step failed, unless the step can be repeated.
+    pub(super) fn of_service(self, name: &str) -> Self {
+        match self {
+            Self::Worker(RuntimeError::TakenOver(_)) => self,
+            Self::Worker(_) | Self::InputDamaged(_) | Self::InputMissing(..) | Self::InvalidAnswer(_) => {
+                Self::Service(name.to_owned(), Box::new(self))
             }
             other => other,
         }
@@ -78,6 +95,13 @@ pub(crate) fn failure(stopped: &AttemptError) -> Failure {
                 FailureReason::InputUnavailable
             };
             Failure { reason, message: error_chain(stopped) }
+        }
+        AttemptError::Service(name, error) => {
+            let Failure { reason, message } = failure(error);
+            Failure { reason, message: format!("service {name}: {message}") }
+        }
+        AttemptError::ServiceFailed(message) => {
+            Failure { reason: FailureReason::ServiceFailed, message: message.clone() }
         }
         AttemptError::InputDamaged(_) => {
             Failure { reason: FailureReason::InputDamaged, message: stopped.to_string() }

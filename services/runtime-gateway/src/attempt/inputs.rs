@@ -261,7 +261,10 @@ fn input_name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) 
     match (cache, input) {
         (Some(cache), _) => cache.name(),
         (None, Some(input)) => input.name.clone(),
-        (None, None) => "image".to_owned(),
+        (None, None) => match task.service.and_then(|index| task.spec.services.get(index)) {
+            Some(service) => format!("image of service {}", service.name),
+            None => "image".to_owned(),
+        },
     }
 }
 
@@ -314,4 +317,4 @@ async fn materialize_once(
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use domain::workload::EnvironmentVariable;
-use domain::{Digest, VolumeHandle, error_chain};
+use domain::{ContainerHandle, Digest, VolumeHandle, error_chain};
 use runtime::{ContainerSpec, Mount, Root, VolumeSource};
 use transfer::{DeviceKind, EntryKind};
 
@@ -22,10 +22,12 @@ use crate::worker::containers::KnownContainer;
 /// Most bytes of a failure's cause that the artifact store keeps.
 const MAX_CAUSE_BYTES: usize = 1000;
 
-/// Makes the volumes and the container on the worker.
+/// Makes the volumes and the container on the worker. The container joins the network of
+/// `network_of`.
 pub(crate) async fn make(
     context: &AttemptContext,
     task: &AttemptTask,
+    network_of: Option<ContainerHandle>,
     plan: &Plan,
     prepared: &AttemptHandles,
 ) -> Result<(), AttemptError> {
@@ -80,8 +82,9 @@ pub(crate) async fn make(
         user: task.spec.user.clone().or_else(|| defaults.user.clone()),
         limits: task.spec.limits,
         privileged: task.spec.privileged,
-        network_of: task.network_of,
+        network_of,
         network: task.spec.network,
+        local_names: task.spec.services.iter().map(|service| service.name.clone()).collect(),
         note: known.note_text(),
     };
     worker.runtime.create_container(prepared.container, spec).await?;

@@ -1,8 +1,8 @@
 //! One attempt at a workload, from its lease to its result.
 //!
 //! ```text
-//! prepare (store) → inputs (streamer) → volumes → container
-//!   → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
+//! prepare (store) → inputs (streamer) → volumes → containers
+//!   → StartAttempt ∥ Prepared → services → start → wait → stop services → publish → FinishAttempt
 //! ```
 //!
 //! [`carry_out`] runs these steps in this order. Every step can be repeated, so a restarted gateway
@@ -12,7 +12,8 @@
 //!
 //! Invariant: a process starts only after `StartAttempt` was acknowledged under this lease. Outputs
 //! and caches are published only after the process has exited without being stopped. On a runtime
-//! with `ends-whole`, all other processes of the container must have ended too.
+//! with `ends-whole`, all other processes of the container must have ended too. The result is
+//! reported only when no process of the attempt runs.
 
 pub(crate) mod caches;
 pub(crate) mod context;
@@ -24,6 +25,7 @@ pub(crate) mod make;
 pub(crate) mod outputs;
 pub(crate) mod process;
 mod result;
+mod services;
 pub(crate) mod spec_plan;
 
 use std::panic::AssertUnwindSafe;
@@ -65,9 +67,7 @@ pub(crate) async fn run_guarded(
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the panic has no message");
     tracing::error!(lease.id = %lease, panic = text, "the task of an attempt panicked");
-    if let Some(attempt) = attempt
-        && !stop_process(&worker, attempt).await
-    {
+    if !stop_processes(&worker, lease, attempt).await {
         return;
     }
     let message = format!("the gateway failed while it ran the attempt: {text}");
@@ -91,6 +91,17 @@ impl Drop for LeaseGuard<'_> {
     }
 }
 
+/// Stops the process of an attempt that cannot continue, and its services. Returns whether nothing
+/// runs. It is false only if the gateway stops first.
+async fn stop_processes(worker: &Worker, lease: LeaseId, attempt: Option<AttemptId>) -> bool {
+    if let Some(attempt) = attempt
+        && !stop_process(worker, attempt).await
+    {
+        return false;
+    }
+    services::stop_all(worker, lease, services::STOP_GRACE).await
+}
+
 /// Ends an attempt that cannot be parsed. First stops a process that an earlier gateway may have
 /// started.
 pub(crate) async fn fail_invalid(
@@ -100,9 +111,7 @@ pub(crate) async fn fail_invalid(
     token: String,
     why: String,
 ) {
-    if let Some(attempt) = attempt
-        && !stop_process(&worker, attempt).await
-    {
+    if !stop_processes(&worker, lease, attempt).await {
         return;
     }
     let message = format!("cannot parse the attempt: {why}");
@@ -145,7 +154,7 @@ pub(crate) async fn run(
                 },
                 Err(stopped) => {
                     // The slot may be freed only when no process runs.
-                    if !stop_process(worker, task.attempt).await {
+                    if !stop_process(worker, task.attempt).await || !services::stop(worker, &task, &stop).await {
                         return;
                     }
                     let lost = matches!(&stopped, AttemptError::Refused(refusal) if refusal.is(Reason::LeaseLost));
@@ -194,7 +203,9 @@ pub(crate) async fn stop_earlier_attempt(
             AttemptResult::failed(failure(&stopped))
         }
     };
-    finish_attempt(&worker, lease, &token, result).await;
+    if services::stop_all(&worker, lease, services::grace(&stop)).await {
+        finish_attempt(&worker, lease, &token, result).await;
+    }
 }
 
 /// Waits until this gateway has a session again, after a call was rejected because of a newer
@@ -232,8 +243,9 @@ async fn carry_out(
     let (plan, prepared) = prepared.map_err(AttemptError::before_start)?;
     let mut since = None;
     if let Err(RuntimeError::ProcessNotFound(_)) = process_state {
-        let made = make(context, task, &plan, &prepared).await.map_err(AttemptError::before_start);
-        if let Err(stopped) = made {
+        let services = services::make_containers(context, task, stop).await?;
+        let made = make(context, task, services.network_of(task), &plan, &prepared).await;
+        if let Err(stopped) = made.map_err(AttemptError::before_start) {
             report_failed_container(worker, &prepared, &stopped).await;
             return Err(stopped);
         }
@@ -241,14 +253,15 @@ async fn carry_out(
             return Err(AttemptError::StopRequested(request));
         }
         announce_start(worker, task).await?;
+        services::start(worker, task, &services, stop).await?;
         if !worker.session.is_exclusive() {
             return Err(AttemptError::NotExclusive);
         }
-        worker
-            .runtime
-            .start(prepared.container, task.attempt.into(), process_spec(task))
-            .await
-            .map_err(|error| AttemptError::from(error).before_start())?;
+        let started = worker.runtime.start(prepared.container, task.attempt.into(), process_spec(task)).await;
+        if let Err(error) = started {
+            services::check(worker, task).await?;
+            return Err(AttemptError::from(error).before_start());
+        }
         since = Some(Instant::now());
     } else {
         process_state?;
@@ -258,6 +271,7 @@ async fn carry_out(
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
+        never = services::enforce_essential(worker, task) => match never {},
         never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt.into(), (&task.spec.stdin, task.spec.output)) => match never {},
     };
     let mut usage = resource_usage(worker, task.attempt).await;
@@ -266,11 +280,16 @@ async fn carry_out(
         usage.bytes_in = Some(prepared.bytes_in);
     }
 
+    let ends = services::unexpected_ends(worker, task).await;
+    // Until then, they could write to the volumes through open files that they were sent.
+    if !services::stop(worker, task, stop).await {
+        return Err(AttemptError::GatewayStopping);
+    }
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
     // A process that was ended by a signal may leave an incomplete cache or result.
     let has_exit_code = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
     let stop_cause = match ended {
-        Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
+        Ended::Exited { stopped: true, .. } if stop.borrow().is_none() && !ends.is_failure() => {
             let destroyed = worker.was_destroyed(task.attempt.into()).await?;
             Some(if destroyed { StopCause::ContainerDestroyed } else { StopCause::ContactLost })
         }
@@ -283,6 +302,7 @@ async fn carry_out(
             Err(failure) => result.add_failure(failure),
         }
     }
+    ends.report(&mut result);
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.attempts.set_phase(task.lease, AttemptPhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");

@@ -60,13 +60,17 @@ pub(super) fn process_spec(task: &AttemptTask) -> ProcessSpec {
 
 /// Sets the phase to `Running` once the command runs.
 pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infallible {
+    wait_until_started(worker, task.attempt).await;
+    worker.attempts.set_phase(task.lease, AttemptPhase::Running);
+    std::future::pending().await
+}
+
+/// Resolves when the process runs. If the process has ended, it never resolves.
+pub(super) async fn wait_until_started(worker: &Worker, process: AttemptId) {
     let mut pause = START_POLL.0;
     for poll in 0.. {
-        match worker.runtime.process(task.attempt.into()).await {
-            Ok(ProcessState::Started) => {
-                worker.attempts.set_phase(task.lease, AttemptPhase::Running);
-                return std::future::pending().await;
-            }
+        match worker.runtime.process(process.into()).await {
+            Ok(ProcessState::Started) => return,
             Ok(ProcessState::Ended(_)) => return std::future::pending().await,
             Ok(ProcessState::Starting | ProcessState::StartUnknown) | Err(_) => {
                 tokio::time::sleep(pause).await;
@@ -76,7 +80,21 @@ pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infal
             }
         }
     }
-    std::future::pending().await
+}
+
+/// Stops a process as `stop` requests, and waits for its end. Returns whether it does not run.
+pub(crate) async fn end(
+    worker: &Worker,
+    process: AttemptId,
+    stop: &watch::Receiver<Option<StopRequest>>,
+) -> bool {
+    match wait(worker, process, &mut stop.clone()).await {
+        Ok(_) | Err(AttemptError::Worker(RuntimeError::ProcessNotFound(_))) => true,
+        Err(error) => {
+            tracing::warn!(process.id = %process, error = error_chain(&error), "cannot stop a process of a lease");
+            false
+        }
+    }
 }
 
 /// Waits until the process has ended, and stops it when that is requested.

@@ -243,6 +243,7 @@ mod tests {
             capabilities: vec![],
             terminal: None,
             keep_result: false,
+            services: Vec::new(),
         }
     }
 

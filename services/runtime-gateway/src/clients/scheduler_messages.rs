@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use domain::worker::{Incarnation, Marker, ResourceType, Session};
 use domain::workload::{FailureReason, WorkloadSpec};
-use domain::{AttemptId, ContainerHandle, GatewayInstance, LeaseId, WorkerId, WorkloadId};
+use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, WorkloadId};
 use rpc::Refusal;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::desired_lease::Action;
@@ -56,8 +56,8 @@ pub(crate) struct AttemptTask {
     /// The workload, or the driven lease.
     pub(crate) workload: WorkloadId,
     pub(crate) traceparent: String,
-    /// The container whose network the process joins.
-    pub(crate) network_of: Option<ContainerHandle>,
+    /// The position in the start order, if the container is that of a service.
+    pub(crate) service: Option<usize>,
     /// The facts about a container that a caller drives.
     pub(crate) driven: Option<DrivenNote>,
 }
@@ -363,7 +363,7 @@ fn parse_run(lease: LeaseId, run: pb::RunAttempt) -> LeaseRequest {
         Ok::<_, Status>(AttemptTask {
             lease,
             attempt: rpc::parse_id("attempt_id", &run.attempt_id)?,
-            network_of: None,
+            service: None,
             driven: None,
             workload: rpc::parse_id("workload_id", &run.workload_id)?,
             spec: rpc::spec::parse_accepted(rpc::required("spec", run.spec)?)?,

@@ -72,7 +72,7 @@ pub(crate) async fn create(
         token: new.token,
         workload: WorkloadId::from_uuid(held.lease.uuid()),
         traceparent: String::new(),
-        network_of,
+        service: None,
         driven: Some(new.note),
     };
     let mut stop = held.operation.stop.clone();
@@ -84,7 +84,7 @@ pub(crate) async fn create(
     if !worker.session.is_exclusive() {
         return Err(AttemptError::NotExclusive.into());
     }
-    if let Err(error) = make::make(context, &task, &plan, &prepared).await {
+    if let Err(error) = make::make(context, &task, network_of, &plan, &prepared).await {
         make::report_failed_container(worker, &prepared, &error).await;
         return Err(error.into());
     }

@@ -6,12 +6,10 @@ use std::time::Duration;
 use domain::workload::{OutputMode, Stdin};
 use domain::{AttemptId, LeaseId, error_chain};
 use futures::future::join_all;
-use runtime::RuntimeError;
 use tokio::sync::watch;
 
 use crate::attempt::context::AttemptContext;
-use crate::attempt::error::AttemptError;
-use crate::attempt::process::wait;
+use crate::attempt::process::end;
 use crate::clients::scheduler_messages::AttemptPhase;
 use crate::worker::Worker;
 use crate::worker::attached_callers;
@@ -70,16 +68,7 @@ async fn stop_all(worker: &Worker, lease: LeaseId, stop: &watch::Receiver<Option
             return false;
         }
     };
-    let ends = containers.iter().map(async |container| {
-        let (main, mut stop) = (container.note.container, stop.clone());
-        match wait(worker, main, &mut stop).await {
-            Ok(_) | Err(AttemptError::Worker(RuntimeError::ProcessNotFound(_))) => true,
-            Err(error) => {
-                tracing::warn!(process.id = %main, error = error_chain(&error), "cannot stop a process of a lease");
-                false
-            }
-        }
-    });
+    let ends = containers.iter().map(|container| end(worker, container.note.container, stop));
     join_all(ends).await.into_iter().all(|is_ended| is_ended)
 }
 

@@ -78,7 +78,7 @@ async fn publish_one(
         token,
         workload: WorkloadId::from_uuid(lease.uuid()),
         traceparent: String::new(),
-        network_of: None,
+        service: None,
         driven: container.note.driven.clone(),
     };
     let replaceable = inputs::are_outputs_replaceable(worker);

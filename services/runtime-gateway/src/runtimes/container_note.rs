@@ -16,6 +16,9 @@ pub(crate) struct ContainerNote {
     /// The part of a container that a caller drives.
     #[serde(default)]
     pub(crate) driven: Option<DrivenNote>,
+    /// Position in the start order, if the container is that of a service.
+    #[serde(default)]
+    pub(crate) service: Option<usize>,
 }
 
 /// Facts about a container that a caller drives.

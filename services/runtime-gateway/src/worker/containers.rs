@@ -28,7 +28,12 @@ pub(crate) struct KnownContainer {
 impl KnownContainer {
     /// Creates the entry for the container of an attempt.
     pub(crate) fn of(task: &AttemptTask, handle: ContainerHandle) -> Self {
-        let note = ContainerNote { lease: task.lease, container: task.attempt, driven: task.driven.clone() };
+        let note = ContainerNote {
+            lease: task.lease,
+            container: task.attempt,
+            driven: task.driven.clone(),
+            service: task.service,
+        };
         Self { handle, team: task.spec.team.clone(), note }
     }
 

@@ -132,6 +132,7 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
         stopping: workload.stopping.map(stop_reason).unwrap_or_default().into(),
         abridged: workload.abridged,
         result: workload.result,
+        notes: ending.map(|ending| ending.notes).unwrap_or_default(),
     }
 }
 

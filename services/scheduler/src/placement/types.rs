@@ -343,10 +343,15 @@ impl Shape {
         if spec.privileged {
             capabilities.push("privileged".into());
         }
-        let Limits { memory_bytes, cpu_millis, pids } = spec.limits;
-        let limits =
-            [(memory_bytes, "limits-memory"), (cpu_millis, "limits-cpu"), (pids, "limits-pids")].into_iter();
-        capabilities.extend(limits.filter(|(limit, _)| limit.is_some()).map(|(_, name)| name.into()));
+        let limits = || spec.services.iter().map(|service| &service.limits).chain([&spec.limits]);
+        let is_limited = |limit: fn(&Limits) -> Option<u64>| limits().any(|limits| limit(limits).is_some());
+        let limits = [
+            (is_limited(|limits| limits.memory_bytes), "limits-memory"),
+            (is_limited(|limits| limits.cpu_millis), "limits-cpu"),
+            (is_limited(|limits| limits.pids), "limits-pids"),
+        ];
+        capabilities
+            .extend(limits.into_iter().filter(|(is_limited, _)| *is_limited).map(|(_, name)| name.into()));
         let network = match spec.network {
             Network::Private => "network-private",
             Network::None => "network-none",
@@ -360,6 +365,9 @@ impl Shape {
             && std::str::from_utf8(input).is_err()
         {
             capabilities.push("binary-input".into());
+        }
+        if !spec.services.is_empty() && spec.network != Network::Host {
+            capabilities.push("network-container".into());
         }
         // Equal requirements must compare equal, so that their requests share a line.
         let named: BTreeSet<&str> = spec.capabilities.iter().map(String::as_str).collect();

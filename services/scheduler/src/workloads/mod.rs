@@ -142,7 +142,8 @@ impl Submission {
             spec: self.encoded.clone(),
             spec_digest: self.digest.as_bytes().to_vec(),
             traceparent: self.traceparent.clone(),
-            settles: self.pins() || !self.spec.outputs.is_empty(),
+            // Its services are attempts of their own in the artifact store.
+            settles: self.pins() || !self.spec.outputs.is_empty() || !self.spec.services.is_empty(),
             state,
             revision: 0,
             submitted_at: now.0,

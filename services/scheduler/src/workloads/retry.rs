@@ -109,15 +109,18 @@ pub(super) async fn requeue(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
+    let spec = spec(&row)?;
     if let Some(attempt) = attempt.map(AttemptId::from_uuid) {
-        let id = WorkloadId::from_uuid(row.id);
-        effects.parcels.push(outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now).await?);
+        let services = spec.services.iter().map(|service| attempt.service(&service.name));
+        for attempt in services.chain([attempt]) {
+            effects.parcels.push(outbox::put(txn, row.id, Message::EndAttempt { attempt }, now).await?);
+        }
     }
     row.lease_id = None;
     row.attempt_id = None;
     row.run_deadline = None;
     row.started_at = None;
-    row.queue_deadline = spec(&row)?.queue_timeout.map(|timeout| (now + timeout).0);
+    row.queue_deadline = spec.queue_timeout.map(|timeout| (now + timeout).0);
     effects.queued.push(WorkloadId::from_uuid(row.id));
     queue(txn, row, Write::Update, reasons, now, effects).await
 }

@@ -34,5 +34,6 @@ pub(crate) fn spec() -> WorkloadSpec {
         worker: String::new(),
         terminal: None,
         keep_result: false,
+        services: Vec::new(),
     }
 }

@@ -259,6 +259,26 @@ pub(crate) async fn only_stated_limits_require_capabilities(database: TestDataba
     let lacks_terminal =
         BTreeMap::from(["all", "garden", "none"].map(|name| (name.to_owned(), "terminal".to_owned())));
     assert_eq!(lacks_for(terminal).await, lacks_terminal);
+    // A service needs what its limits and its network imply.
+    let service = pb::Service {
+        name: "db".to_owned(),
+        image: spec().image,
+        command: spec().command,
+        limits: Some(pb::Limits { cpu_millis, ..none }),
+        ..pb::Service::default()
+    };
+    let of_services = lacks_for(pb::WorkloadSpec { services: vec![service], ..spec() }).await;
+    assert_eq!(
+        of_services,
+        BTreeMap::from(
+            [
+                ("all", "network-container"),
+                ("garden", "limits-cpu network-container"),
+                ("none", "limits-cpu network-container")
+            ]
+            .map(|(name, lacks)| (name.to_owned(), lacks.to_owned()))
+        )
+    );
     // A capability that no worker has makes the workload unplaceable, so the scheduler rejects
     // `Submit` immediately.
     let refused = scheduler.submit(named(&["wings"], none)).await.expect_err("no worker has the capability");

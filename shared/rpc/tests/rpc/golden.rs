@@ -107,6 +107,20 @@ fn spec() -> scheduler::WorkloadSpec {
         terminal: Some(Terminal { rows: 24, columns: 80 }),
         inline_stdin: bytes(NOT_UTF8),
         keep_result: true,
+        services: vec![Service {
+            name: text("db"),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            command: vec![bytes(b"serve"), bytes(NOT_UTF8)],
+            environment: vec![EnvironmentVariable { name: bytes(b"NAME"), value: bytes(NOT_UTF8) }],
+            directory: bytes(b"/srv"),
+            user: text("db"),
+            limits: Some(Limits { cpu_millis: 500, memory_bytes: 1 << 30, pids: 64 }),
+            readiness: Some(Readiness {
+                check: Some(readiness::Check::Command(ReadinessCommand { arguments: vec![bytes(b"true")] })),
+                timeout: duration(30, 0),
+            }),
+            essential: true,
+        }],
     }
 }
 

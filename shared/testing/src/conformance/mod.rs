@@ -155,6 +155,7 @@ pub fn container() -> ContainerSpec {
         limits: Limits::default(),
         privileged: false,
         network_of: None,
+        local_names: Vec::new(),
         network: Network::Private,
         note: String::new(),
     }

@@ -39,9 +39,11 @@ pub async fn networks_of_containers_are_joined(subject: impl Subject) {
     if !claims(&*runtime, "network-container") {
         return;
     }
-    let (first, _) = listening(&runtime, on_root(&subject).await, 4101).await;
+    let (first, main) = listening(&runtime, on_root(&subject).await, 4101).await;
+    assert!(!runtime.accepts_connections(main, 4102).await.expect("checked"), "nothing listens yet");
     let (second, _) = listening(&runtime, in_network_of(&subject, first).await, 4102).await;
     for port in [4101, 4102] {
+        assert!(runtime.accepts_connections(main, port).await.expect("checked"), "{port}");
         assert!(connects(&runtime, in_network_of(&subject, second).await, port).await, "{port}");
         assert!(!connects(&runtime, on_root(&subject).await, port).await, "{port}");
     }

@@ -491,6 +491,14 @@ impl Runtime for FakeRuntime {
         Ok(())
     }
 
+    async fn accepts_connections(&self, main: ProcessId, port: u16) -> Result<bool, RuntimeError> {
+        self.worker.faults.reach()?;
+        let state = self.worker.state();
+        let (container, _) = state.processes.get(&main).ok_or(RuntimeError::ProcessNotFound(main))?;
+        let container = state.containers.get(container).ok_or(RuntimeError::ProcessNotFound(main))?;
+        Ok(container.ports.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&port))
+    }
+
     async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         self.worker.faults.reach()?;
         attach::attach(&self.worker, &self.worker.find(process)?, from)

@@ -23,7 +23,7 @@ pub(crate) use self::inventory::{
 pub(crate) use self::run::{KindArg, NetworkArg, RunArgs};
 pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, ScanArgs, UploadArgs};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
-pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, WatchArgs, WorkloadArgs};
+pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, LogsArgs, WatchArgs};
 use crate::cli::addresses;
 
 /// Run commands in containers on workers: upload inputs, follow the output, download the results
@@ -126,7 +126,7 @@ pub(crate) enum Command {
     #[command(visible_alias = "hijack")]
     Exec(ExecArgs),
     /// Print the output of a workload, and follow it until the workload ends
-    Logs(WorkloadArgs),
+    Logs(LogsArgs),
     /// Print the events of a workload, from its submission to its end
     Watch(WatchArgs),
     /// Explain why a workload waits, or why any other object is kept or was deleted

@@ -8,7 +8,7 @@ use clap::Args;
 
 use crate::cli::args::exec::DetachArgs;
 use crate::cli::args::transfers::{AllowArgs, ScanArgs};
-use crate::cli::values::{self, CacheArg, EnvironmentArg, InputArg, OutputArg};
+use crate::cli::values::{self, CacheArg, EnvironmentArg, InputArg, OutputArg, ServiceArg};
 
 /// Arguments of `gantry run`.
 #[derive(Debug, Args)]
@@ -136,6 +136,21 @@ pub(crate) struct RunArgs {
     /// and --retries.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["no_stdin", "tty"], help_heading = "Container")]
     pub(crate) stdin_file: Option<PathBuf>,
+    /// Run a service, such as a database, beside the command. Repeatable
+    ///
+    /// IMAGE is `host` or `artifact:UUID`. The service runs `sh -c COMMAND`, where COMMAND comes
+    /// last and may contain commas. Services start in the given order, each when the one before it
+    /// is ready. `port=N` waits until TCP port N accepts connections, and `ready=SH` until the
+    /// shell command SH succeeds, each for at most `timeout=DURATION` (60s). The command reaches
+    /// the service at NAME and at localhost. If a service with `essential` ends, the command is
+    /// stopped. `gantry logs --service NAME` prints the output of a service.
+    #[arg(
+        long = "service",
+        value_name = "NAME=IMAGE[,port=N|,ready=SH][,timeout=DURATION][,essential],command=COMMAND",
+        value_parser = values::service,
+        help_heading = "Container"
+    )]
+    pub(crate) services: Vec<ServiceArg>,
 
     /// CPU limit in cores, such as `0.5` or `2`. Default: no limit
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "Resources")]

@@ -33,10 +33,13 @@ pub(crate) struct AttachArgs {
 #[command(after_help = "\
 Follows the output until the workload ends. Ctrl-C ends the command; the workload runs on. Output is kept for 5 minutes after the end of \
 the workload, or for the --gc-grace of the cluster.")]
-pub(crate) struct WorkloadArgs {
+pub(crate) struct LogsArgs {
     /// Id of the workload
     #[arg(value_name = "WORKLOAD")]
     pub(crate) workload: WorkloadId,
+    /// Print the output of this service instead of that of the command, until the service ends
+    #[arg(long, value_name = "NAME")]
+    pub(crate) service: Option<String>,
 }
 
 /// Arguments of `gantry watch`.

@@ -42,6 +42,10 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         let path = String::from_utf8_lossy(&mount.path);
         format!("{}: cache {}", plain(&path, 255), mount.task_cache_id)
     };
+    let service = |service: &rpc::pb::scheduler::Service| {
+        let essential = if service.essential { ", essential" } else { "" };
+        format!("{}: {}{essential}", plain(&service.name, 63), labels::image(service.image.as_ref()))
+    };
     let failure = workload.failure.as_ref();
     let mut worker = workload.location.as_ref().map(|there| there.worker_name.clone()).unwrap_or_default();
     if !standing.is_empty() {
@@ -69,6 +73,8 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         ("caches", spec.caches.iter().map(cache).collect::<Vec<_>>().join("\n")),
         ("outputs", workload.outputs.iter().map(published).collect::<Vec<_>>().join("\n")),
         ("result", workload.result.as_ref().map(|kept| bytes(kept.len() as u64)).unwrap_or_default()),
+        ("services", spec.services.iter().map(service).collect::<Vec<_>>().join("\n")),
+        ("notes", workload.notes.iter().map(|note| plain(note, 1000)).collect::<Vec<_>>().join("\n")),
         ("worker", worker),
         ("attempt", workload.location.as_ref().map(|there| there.attempt_id.clone()).unwrap_or_default()),
         ("build", spec.build_id),

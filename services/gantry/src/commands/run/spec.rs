@@ -10,12 +10,13 @@ use domain::ArtifactId;
 use rpc::pb::scheduler::Terminal as TerminalSize;
 use rpc::pb::scheduler::{
     Access, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode, Privilege,
-    ResourceRequests, StdinMode, Terminal, WorkloadKind, WorkloadSpec, image::Source as ImageSource,
+    Readiness, ReadinessCommand, ResourceRequests, Service, StdinMode, Terminal, WorkloadKind, WorkloadSpec,
+    image::Source as ImageSource, readiness::Check,
 };
 
 use crate::cli::args::{KindArg, NetworkArg, RunArgs};
 use crate::cli::environment;
-use crate::cli::values::{InputArg, Source};
+use crate::cli::values::{InputArg, ServiceArg, ServiceCheck, Source};
 use crate::follow::stdin;
 use crate::render::terminal;
 use crate::render::ui::Ui;
@@ -32,13 +33,7 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             KindArg::Check => WorkloadKind::Check,
         }
         .into(),
-        image: Some(Image {
-            source: Some(match &args.image {
-                domain::workload::Image::Host => ImageSource::Host(HostImage {}),
-                domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
-                domain::workload::Image::ResourceType(name) => ImageSource::ResourceType(name.clone()),
-            }),
-        }),
+        image: Some(image(&args.image)),
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
         environment: environment::of_process(&args.environment, args.tty, ui)?
             .into_iter()
@@ -95,7 +90,36 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             let TerminalSize { rows, columns } = terminal::size();
             Terminal { rows, columns }
         }),
+        services: args.services.iter().map(service).collect(),
     })
+}
+
+fn image(image: &domain::workload::Image) -> Image {
+    Image {
+        source: Some(match image {
+            domain::workload::Image::Host => ImageSource::Host(HostImage {}),
+            domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
+            domain::workload::Image::ResourceType(name) => ImageSource::ResourceType(name.clone()),
+        }),
+    }
+}
+
+fn service(service: &ServiceArg) -> Service {
+    let shell = |command: &str| {
+        ["sh", "-c", command].map(|argument| Bytes::copy_from_slice(argument.as_bytes())).to_vec()
+    };
+    let check = service.check.as_ref().map(|check| match check {
+        ServiceCheck::Port(port) => Check::TcpPort((*port).into()),
+        ServiceCheck::Command(command) => Check::Command(ReadinessCommand { arguments: shell(command) }),
+    });
+    Service {
+        name: service.name.clone(),
+        image: Some(image(&service.image)),
+        command: shell(&service.command),
+        readiness: Some(Readiness { check, timeout: service.timeout.map(rpc::duration) }),
+        essential: service.essential,
+        ..Service::default()
+    }
 }
 
 pub(super) fn spec_inputs(args: &RunArgs, artifacts: &[ArtifactId]) -> Vec<Input> {

@@ -158,7 +158,7 @@ impl Suite {
     }
 }
 
-fn task() -> AttemptTask {
+pub(in crate::attempt) fn task() -> AttemptTask {
     let input = |name: &str| Input {
         name: name.to_owned(),
         artifact: ArtifactId::new(),
@@ -195,6 +195,7 @@ fn task() -> AttemptTask {
         capabilities: vec![],
         terminal: None,
         keep_result: false,
+        services: Vec::new(),
     };
     AttemptTask {
         lease: LeaseId::new(),
@@ -203,7 +204,7 @@ fn task() -> AttemptTask {
         token: "token".to_owned(),
         workload: WorkloadId::new(),
         traceparent: String::new(),
-        network_of: None,
+        service: None,
         driven: None,
     }
 }

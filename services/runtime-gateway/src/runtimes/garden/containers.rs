@@ -94,6 +94,9 @@ fn check(spec: &ContainerSpec, backend: Backend) -> Result<ValidatedSpec, Runtim
     if spec.network_of.is_some() {
         return Err(unsupported("the network of another container"));
     }
+    if !spec.local_names.is_empty() {
+        return Err(unsupported("further names of its own address"));
+    }
     match (spec.network, backend) {
         // Houdini has no isolation.
         (Network::Host, Backend::Houdini) => {}

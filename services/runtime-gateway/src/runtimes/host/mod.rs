@@ -460,6 +460,13 @@ impl Runtime for HostRuntime {
         Host::stop(&self.host, process, grace).await
     }
 
+    async fn accepts_connections(&self, main: ProcessId, port: u16) -> Result<bool, RuntimeError> {
+        let process = self.host.find(main)?;
+        let probe = move || supervisor::container_init::accepts_connections(&process.dir, port);
+        blocking(move || probe().map_err(|error| RuntimeError::io("check a port of a container", error)))
+            .await
+    }
+
     async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         Host::attach(&self.host, process, from).await
     }

@@ -76,6 +76,9 @@ pub(super) struct Container {
     #[serde(default)]
     pub(super) network_of: Option<ContainerHandle>,
     pub(super) network: OwnNetwork,
+    /// Host names that stand for 127.0.0.1.
+    #[serde(default)]
+    pub(super) local_names: Vec<String>,
     /// Text of the gateway.
     #[serde(default)]
     pub(super) note: String,
@@ -139,6 +142,7 @@ impl Container {
             privileged: spec.privileged,
             network_of: spec.network_of,
             network: spec.network.into(),
+            local_names: spec.local_names,
             note: spec.note,
         }
     }

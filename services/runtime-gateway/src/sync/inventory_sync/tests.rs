@@ -35,6 +35,7 @@ async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
         privileged: false,
         network_of: None,
         network: Network::Private,
+        local_names: Vec::new(),
         note: String::new(),
     };
     machine.runtime().create_container(handle, spec).await.expect("made");

@@ -135,3 +135,16 @@ async fn joined_network_ends_with_its_last_process() {
     let found = runtime.read_output(looking).await;
     assert_eq!(found.text(), "/sys/class/net/eth0 /sys/class/net/lo\n");
 }
+
+#[tokio::test]
+async fn local_names_stand_for_loopback() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let local_names = vec!["db".to_owned()];
+    let named = ContainerSpec { local_names: local_names.clone(), ..container() };
+    let script = "getent ahostsv4 db | head -n 1 | cut -d ' ' -f 1; grep -c db /etc/hosts";
+    let (first, _, found) = running(&runtime, named, script).await;
+    assert_eq!(found, "127.0.0.1\n1\n");
+    let joined = ContainerSpec { local_names, ..in_network_of(first) };
+    assert_eq!(script_output(&runtime, joined, script).await, found);
+}

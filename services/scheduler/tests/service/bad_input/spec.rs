@@ -68,6 +68,27 @@ pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
         terminal: Some(pb::Terminal { rows: 24, columns: 80 }),
         inline_stdin: Bytes::new(),
         keep_result: false,
+        services: vec![service(world.sealed)],
+    }
+}
+
+/// Valid service that sets every field.
+fn service(image: ArtifactId) -> pb::Service {
+    let arguments = vec![Bytes::from_static(b"true")];
+    let check = pb::readiness::Check::Command(pb::ReadinessCommand { arguments: arguments.clone() });
+    pb::Service {
+        name: "x".repeat(63),
+        image: Some(pb::Image { source: Some(pb::image::Source::ArtifactId(image.to_string())) }),
+        command: arguments,
+        environment: vec![pb::EnvironmentVariable { name: "A".into(), value: "b".into() }],
+        directory: "somewhere".into(),
+        user: "x".repeat(1024),
+        limits: Some(pb::Limits { cpu_millis: 10_000_000, memory_bytes: 1 << 60, pids: 4_194_303 }),
+        readiness: Some(pb::Readiness {
+            check: Some(check),
+            timeout: Some(rpc::duration(std::time::Duration::from_secs(100))),
+        }),
+        essential: true,
     }
 }
 
@@ -141,17 +162,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         invalid("command", "of nothing", bytes(""), "command"),
         invalid("command", "with NUL", bytes("a\0b"), "command[0]"),
         value("command", "that is no text", bytes([0xff; 4096])),
-        within(
-            "environment",
-            "environment[0]",
-            [
-                invalid("name", "missing", bytes(""), "name"),
-                invalid("name", "with =", bytes("a=b"), "name"),
-                invalid("name", "with NUL", bytes("a\0b"), "name"),
-                invalid("value", "with NUL", bytes("a\0b"), "value"),
-            ],
-        ),
-        twice("environment", "environment[1].name"),
+        environment(),
         path("directory", "directory"),
         longest("user", 1024),
         choice("stdin"),
@@ -253,6 +264,9 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         requests("requests"),
         offered("capabilities"),
         terminal(),
+        within("services", "services[0]", services(world, &value)),
+        twice("services", "services[1].name"),
+        many("services", 17),
     ];
     let mut bad = within("spec", "spec", fields);
     bad.push(cleared("spec", if of == For::Submit { "spec" } else { "subject" }));
@@ -327,6 +341,47 @@ fn terminal() -> Vec<Bad> {
         bad.flat_map(|length| invalid(&field, "impossible", Value::U32(length), &field)).collect::<Vec<_>>()
     };
     [length("rows"), length("columns")].into_iter().flatten().collect()
+}
+
+fn environment() -> Vec<Bad> {
+    let variable = within(
+        "environment",
+        "environment[0]",
+        [
+            invalid("name", "missing", bytes(""), "name"),
+            invalid("name", "with =", bytes("a=b"), "name"),
+            invalid("name", "with NUL", bytes("a\0b"), "name"),
+            invalid("value", "with NUL", bytes("a\0b"), "value"),
+        ],
+    );
+    [variable, twice("environment", "environment[1].name")].into_iter().flatten().collect()
+}
+
+/// Invalid variants of a service.
+fn services(world: &World<'_>, fine: &dyn Fn(&str, &str, Value) -> Vec<Bad>) -> Vec<Vec<Bad>> {
+    let names = ["", "Db", "a.b", "-a", "a-", "localhost", &"x".repeat(64)];
+    let arguments = "readiness.command.arguments";
+    let ports = [0, 65536]
+        .map(|port| invalid("readiness.tcp_port", "impossible", Value::U32(port), "readiness.tcp_port"));
+    vec![
+        names.into_iter().flat_map(|name| invalid("name", "impossible", text(name), "name")).collect(),
+        vec![cleared("image", "image"), cleared("image.artifact_id", "image.source")],
+        artifact("image.artifact_id", world),
+        invalid("image.resource_type", "that is valid elsewhere", text("git"), "image"),
+        vec![cleared("command", "command")],
+        invalid("command", "of nothing", bytes(""), "command"),
+        invalid("command", "with NUL", bytes("a\0b"), "command[0]"),
+        environment(),
+        path("directory", "directory"),
+        longest("user", 1024),
+        limits(),
+        ports.into_iter().flatten().collect(),
+        vec![cleared(arguments, arguments)],
+        invalid(arguments, "of nothing", bytes(""), arguments),
+        negative("readiness.timeout"),
+        vec![time("readiness.timeout", 0, 0, refused("readiness.timeout"))],
+        fine("essential", "unset", Value::Bool(false)),
+    ]
 }
 
 /// Spec with more mounts than a worker creates for one attempt. Each mount uses a different

@@ -89,6 +89,7 @@ fn able(name: &str) -> pb::Registration {
         "limits-pids",
         "network-none",
         "network-private",
+        "network-container",
         "stop-after",
         "terminal",
         "owned-mounts",

@@ -5,14 +5,32 @@
 
 use std::fs;
 use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags};
 use rustix::thread::{ThreadNameSpaceType, move_into_thread_name_spaces};
 
 use crate::runtimes::host::{filesystem, paths};
+
+/// Maximum time for a connection to a port of a container.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Whether a TCP port at 127.0.0.1 accepts connections in the network of the container with this
+/// main process.
+pub(in crate::runtimes::host) fn accepts_connections(main: &Path, port: u16) -> io::Result<bool> {
+    let init = ContainerInit::open(main)?;
+    // A thread cannot return to its network reliably, so one of its own enters the container's.
+    let probe = std::thread::Builder::new().name("port-probe".to_owned()).spawn(move || {
+        init.enter_network()?;
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        Ok(TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).is_ok())
+    })?;
+    probe.join().unwrap_or_else(|_| Err(io::Error::other("the thread that probes a port panicked")))
+}
 
 /// Init of a running container.
 pub(super) struct ContainerInit {

@@ -18,14 +18,18 @@ const MAX_SIZE: u64 = 1 << 20;
 
 const LOCALHOST: &str = "localhost";
 
-/// Returns the `/etc/hosts` of a container. It has the lines of `joined`, or of the image. `None`:
-/// the file of the image stays, because it is complete, too large, or a directory.
+const LOCAL: &str = "127.0.0.1";
+
+/// Returns the `/etc/hosts` of a container. It has the lines of `joined`, or of the image, after
+/// those of `local_names`. `None`: the file of the image stays, because it is complete, too large,
+/// or a directory.
 ///
 /// A symbolic link is resolved inside the container and replaced, because its target may be in a
 /// directory that is empty when the container starts.
 pub(super) fn contents(
     root: BorrowedFd<'_>,
     hostname: &str,
+    local_names: &[String],
     joined: Option<Vec<u8>>,
 ) -> io::Result<Option<Vec<u8>>> {
     let kind = match mounts::open_in(root, Path::new(HOSTS), OFlags::PATH | OFlags::NOFOLLOW) {
@@ -40,10 +44,13 @@ pub(super) fn contents(
     let kept = if of_image { read(root, HOSTS)? } else { joined };
     let Some(kept) = kept else { return Ok(None) };
     let missing = missing(&kept, hostname);
-    if of_image && missing.is_empty() && kind.is_some_and(FileType::is_file) {
+    let first = missing_local(&kept, local_names);
+    if of_image && first.is_empty() && missing.is_empty() && kind.is_some_and(FileType::is_file) {
         return Ok(None);
     }
-    let mut contents = kept;
+    // The first address of a name counts.
+    let mut contents = first.into_bytes();
+    contents.extend_from_slice(&kept);
     if contents.last().is_some_and(|last| *last != b'\n') {
         contents.push(b'\n');
     }
@@ -64,6 +71,15 @@ pub(super) fn read(root: BorrowedFd<'_>, path: &str) -> io::Result<Option<Vec<u8
 
 fn is_missing(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || is_content_error(error)
+}
+
+/// The lines of names in `local_names` that `contents` does not map to 127.0.0.1.
+fn missing_local(contents: &[u8], local_names: &[String]) -> String {
+    let is_mapped = |name: &String| {
+        let mut first = addresses(contents).filter(|(_, names)| names.contains(&name.as_bytes()));
+        first.next().is_some_and(|(address, _)| address == LOCAL.as_bytes())
+    };
+    local_names.iter().filter(|name| !is_mapped(name)).map(|name| format!("{LOCAL}\t{name}\n")).collect()
 }
 
 /// The lines that are missing in `contents`.
@@ -123,6 +139,13 @@ mod tests {
     }
 
     #[test]
+    fn local_names_precede_lines_of_the_image() {
+        let names = ["db", "cache"].map(str::to_owned);
+        assert_eq!(missing_local(b"10.0.0.1 db\n", &names), "127.0.0.1\tdb\n127.0.0.1\tcache\n");
+        assert_eq!(missing_local(b"127.0.0.1 db\n10.0.0.1 db\n", &names), "127.0.0.1\tcache\n");
+    }
+
+    #[test]
     fn link_is_replaced_with_its_lines() -> io::Result<()> {
         let directory = tempfile::tempdir()?;
         let (root, etc) = (directory.path().join("root"), directory.path().join("root/etc"));
@@ -130,7 +153,7 @@ mod tests {
         fs::write(directory.path().join("secret"), "10.0.0.9 secret\n")?;
         let opened = rustix::fs::open(&root, OFlags::PATH, Mode::empty())?;
         let contents = || {
-            let contents = contents(opened.as_fd(), "name", None)?;
+            let contents = contents(opened.as_fd(), "name", &[], None)?;
             Ok::<_, io::Error>(contents.map(|contents| String::from_utf8_lossy(&contents).into_owned()))
         };
         assert_eq!(contents()?.as_deref(), Some(ALL), "no file");

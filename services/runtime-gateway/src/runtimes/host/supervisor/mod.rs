@@ -14,7 +14,7 @@
 //!   in the spools.
 //! - The container and its mounts end with this process, because they are in separate namespaces.
 
-mod container_init;
+pub(super) mod container_init;
 mod event_loop;
 mod hosts;
 mod init;

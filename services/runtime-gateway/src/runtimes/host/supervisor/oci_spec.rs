@@ -285,6 +285,7 @@ mod tests {
             pids: Some(10),
             privileged,
             network_of: None,
+            local_names: Vec::new(),
             network: crate::runtimes::host::persisted::OwnNetwork::Private,
             note: String::new(),
         }

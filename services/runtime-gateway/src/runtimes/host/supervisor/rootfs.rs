@@ -128,7 +128,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         write_in_etc(root.as_fd(), "resolv.conf", &contents)
             .map_err(StartError::while_doing("write /etc/resolv.conf"))?;
     }
-    let hosts = hosts::contents(root.as_fd(), &hostname(container), names.hosts);
+    let hosts = hosts::contents(root.as_fd(), &hostname(container), &container.local_names, names.hosts);
     if let Some(hosts) = hosts.map_err(StartError::while_doing("read /etc/hosts"))? {
         write_in_etc(root.as_fd(), "hosts", &hosts).map_err(StartError::while_doing("write /etc/hosts"))?;
     }

@@ -1,0 +1,117 @@
+//! Parser for the value of `--service`.
+
+use std::time::Duration;
+
+use domain::workload::Image;
+
+use super::positive_duration;
+
+/// Value of `--service`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ServiceArg {
+    pub(crate) name: String,
+    pub(crate) image: Image,
+    pub(crate) check: Option<ServiceCheck>,
+    pub(crate) timeout: Option<Duration>,
+    pub(crate) essential: bool,
+    /// Command for `sh -c`.
+    pub(crate) command: String,
+}
+
+/// Check whether a service is ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ServiceCheck {
+    /// TCP port.
+    Port(u16),
+    /// Command for `sh -c`.
+    Command(String),
+}
+
+/// Parses `NAME=IMAGE`, followed by parts that begin with a comma. The command is the last part.
+pub(crate) fn service(text: &str) -> Result<ServiceArg, String> {
+    let Some((name, rest)) = text.split_once('=').filter(|(name, _)| !name.contains(',')) else {
+        return Err(
+            "write NAME=IMAGE,command=COMMAND, such as db=host,port=5432,command='exec serve'".to_owned()
+        );
+    };
+    let Some((rest, command)) = rest.split_once(",command=").filter(|(_, command)| !command.is_empty())
+    else {
+        return Err("the command is missing: add ,command=COMMAND at the end".to_owned());
+    };
+    let mut parts = rest.split(',');
+    let image = super::image(parts.next().unwrap_or_default())?;
+    if let Image::ResourceType(_) = image {
+        return Err("the image must be `host` or artifact:UUID".to_owned());
+    }
+    let mut parsed = ServiceArg {
+        name: name.to_owned(),
+        image,
+        check: None,
+        timeout: None,
+        essential: false,
+        command: command.to_owned(),
+    };
+    for part in parts {
+        let check = match part.split_once('=') {
+            None if part == "essential" => {
+                parsed.essential = true;
+                continue;
+            }
+            Some(("timeout", timeout)) => {
+                parsed.timeout = Some(positive_duration(timeout).map_err(|why| format!("timeout: {why}"))?);
+                continue;
+            }
+            Some(("port", port)) => match port.parse() {
+                Ok(port @ 1..) => ServiceCheck::Port(port),
+                _ => return Err(format!("port: {port:?} must be a number from 1 to 65535")),
+            },
+            Some(("ready", command)) if !command.is_empty() => ServiceCheck::Command(command.to_owned()),
+            _ => {
+                return Err(format!(
+                    "{part:?} must be port=N, ready=SH, timeout=DURATION or essential; only the command may contain commas"
+                ));
+            }
+        };
+        if parsed.check.replace(check).is_some() {
+            return Err("write only one of port=N and ready=SH".to_owned());
+        }
+    }
+    Ok(parsed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn service_has_parts_before_its_command() {
+        let parsed =
+            service("db=host,port=5432,timeout=5s,essential,command=exec serve a,b=c").expect("valid");
+        let expected = ServiceArg {
+            name: "db".to_owned(),
+            image: Image::Host,
+            check: Some(ServiceCheck::Port(5432)),
+            timeout: Some(Duration::from_secs(5)),
+            essential: true,
+            command: "exec serve a,b=c".to_owned(),
+        };
+        assert_eq!(parsed, expected);
+        let ready = service("db=host,ready=test -e /x,command=serve").expect("valid");
+        assert_eq!(ready.check, Some(ServiceCheck::Command("test -e /x".to_owned())));
+        for (wrong, why) in [
+            ("db", "NAME=IMAGE"),
+            ("db=host", "command is missing"),
+            ("db=host,command=", "command is missing"),
+            ("db=postgres,command=x", "artifact:UUID"),
+            ("db=resource-type:git,command=x", "`host` or artifact:UUID"),
+            ("db=host,port=0,command=x", "port"),
+            ("db=host,port=70000,command=x", "port"),
+            ("db=host,timeout=0,command=x", "timeout"),
+            ("db=host,port=1,ready=x,command=x", "only one"),
+            ("db=host,other=1,command=x", "other=1"),
+        ] {
+            let error = service(wrong).expect_err(wrong);
+            assert!(error.contains(why), "{error}");
+        }
+    }
+}

@@ -1,0 +1,412 @@
+//! The services of an attempt: containers that run beside its process.
+//!
+//! The container of a service is an attempt of its own in the artifact store, with an id that is
+//! derived from that of the attempt, and with the same holder. So a restarted gateway finds the
+//! services that run, and does not start them twice.
+//!
+//! [`super::carry_out`] makes the containers, starts the services in order, and stops them in
+//! reverse order after the end of the process. All other ends of an attempt call [`stop_all`],
+//! which finds the containers by their notes.
+//!
+//! Invariant: a service starts only after `StartAttempt` was acknowledged. The end of an attempt is
+//! reported only when no service runs.
+
+use std::cmp::Reverse;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use domain::workload::{
+    Exit, Failure, FailureReason, Network, OutputMode, ReadinessCheck, Service, Stdin, WorkloadSpec,
+};
+use domain::{AttemptId, ContainerHandle, LeaseId, error_chain};
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use runtime::{Ended, Offsets, ProcessEvent, ProcessRole, ProcessSpec, ProcessState, RuntimeError};
+use tokio::sync::watch;
+
+use super::context::AttemptContext;
+use super::error::AttemptError;
+use super::inputs;
+use super::make::{make, report_failed_container};
+use super::process::{end, process_spec, stop_requested, wait_until_started};
+use crate::clients::scheduler::AttemptResult;
+use crate::clients::scheduler_messages::AttemptTask;
+use crate::util::retry::until_answered;
+use crate::worker::Worker;
+use crate::worker::attempts::StopRequest;
+use crate::worker::containers::KnownContainer;
+
+/// Longest time from TERM to KILL when a service is stopped, or a process that lost its service.
+pub(super) const STOP_GRACE: Duration = Duration::from_secs(10);
+/// Pause between two commands that check whether a service is ready.
+const COMMAND_PAUSE: Duration = Duration::from_millis(500);
+/// Pause between two checks of a port.
+const PORT_PAUSE: Duration = Duration::from_millis(100);
+/// Pause before a failed call of the runtime is tried again.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
+/// Most bytes of a service's output in the message of its failure.
+const TAIL_BYTES: usize = 2 << 10;
+/// Longest time for reading this output.
+const TAIL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The containers of the services, in their order.
+pub(super) struct ServiceContainers(Vec<ContainerHandle>);
+
+impl ServiceContainers {
+    /// The container whose network the others join.
+    pub(super) fn network_of(&self, task: &AttemptTask) -> Option<ContainerHandle> {
+        self.0.first().copied().filter(|_| task.spec.network != Network::Host)
+    }
+}
+
+/// The task that stands for a service.
+fn task_of(task: &AttemptTask, index: usize, service: &Service) -> AttemptTask {
+    let spec = WorkloadSpec {
+        image: service.image.clone(),
+        command: service.command.clone(),
+        environment: service.environment.clone(),
+        directory: service.directory.clone(),
+        user: service.user.clone(),
+        limits: service.limits,
+        stdin: Stdin::None,
+        output: OutputMode::Spooled,
+        terminal: None,
+        inputs: Vec::new(),
+        outputs: Vec::new(),
+        caches: Vec::new(),
+        ..task.spec.clone()
+    };
+    AttemptTask {
+        lease: task.lease,
+        attempt: task.attempt.service(&service.name),
+        spec,
+        token: task.token.clone(),
+        workload: task.workload,
+        traceparent: task.traceparent.clone(),
+        service: Some(index),
+        driven: None,
+    }
+}
+
+/// Makes the containers of the services, unless the attempt must stop.
+pub(super) async fn make_containers(
+    context: &AttemptContext,
+    task: &AttemptTask,
+    stop: &mut watch::Receiver<Option<StopRequest>>,
+) -> Result<ServiceContainers, AttemptError> {
+    let worker = &*context.worker;
+    let mut containers = ServiceContainers(Vec::new());
+    let report = |inputs| worker.attempts.report_inputs(task.lease, inputs);
+    for (index, service) in task.spec.services.iter().enumerate() {
+        let task = task_of(task, index, service);
+        let prepared = tokio::select! {
+            prepared = inputs::prepare(context, &task, &report) => prepared,
+            request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
+            () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
+        };
+        let of_service = |error: AttemptError| error.before_start().of_service(&service.name);
+        let (plan, prepared) = prepared.map_err(of_service)?;
+        if let Err(error) = make(context, &task, containers.network_of(&task), &plan, &prepared).await {
+            report_failed_container(worker, &prepared, &error).await;
+            return Err(of_service(error));
+        }
+        let session = worker.session.opened().await;
+        let call = || worker.clients.store.mark_prepared(&session.credential, task.attempt);
+        until_answered("report that a service is prepared", call).await?;
+        containers.0.push(prepared.container);
+    }
+    Ok(containers)
+}
+
+/// Starts the services in order, each when the one before it is ready. Running services are found.
+pub(super) async fn start(
+    worker: &Worker,
+    task: &AttemptTask,
+    containers: &ServiceContainers,
+    stop: &mut watch::Receiver<Option<StopRequest>>,
+) -> Result<(), AttemptError> {
+    for (index, (service, container)) in task.spec.services.iter().zip(&containers.0).enumerate() {
+        if !worker.session.is_exclusive() {
+            return Err(AttemptError::NotExclusive);
+        }
+        let of_service =
+            |error: RuntimeError| AttemptError::from(error).before_start().of_service(&service.name);
+        let (id, spec) = (task.attempt.service(&service.name), process_spec(&task_of(task, index, service)));
+        if let Err(error) = worker.runtime.start(*container, id.into(), spec).await {
+            check(worker, task).await?;
+            return Err(of_service(error));
+        }
+        let timeout = service.readiness.timeout;
+        tokio::select! {
+            biased;
+            ready = wait_until_ready(worker, service, *container, id) => ready.map_err(of_service)?,
+            () = first_end(worker, task, &task.spec.services[..=index]) => {
+                check(worker, task).await?;
+                return Err(failed(worker, task, service, "lost its container").await);
+            }
+            request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
+            () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
+            () = tokio::time::sleep(timeout) => {
+                let how = format!("was not ready within {timeout:?}");
+                return Err(failed(worker, task, service, &how).await);
+            }
+        }
+        tracing::info!(process.id = %id, service.name = service.name, "service is ready");
+    }
+    Ok(())
+}
+
+/// Resolves when a service is ready.
+async fn wait_until_ready(
+    worker: &Worker,
+    service: &Service,
+    container: ContainerHandle,
+    id: AttemptId,
+) -> Result<(), RuntimeError> {
+    wait_until_started(worker, id).await;
+    for number in 0.. {
+        let (checked, pause) = match &service.readiness.check {
+            ReadinessCheck::Started => return Ok(()),
+            ReadinessCheck::TcpPort(port) => {
+                (worker.runtime.accepts_connections(id.into(), *port).await, PORT_PAUSE)
+            }
+            ReadinessCheck::Command(command) => {
+                (run_probe(worker, container, id, number, command.clone()).await, COMMAND_PAUSE)
+            }
+        };
+        match checked {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(error @ (RuntimeError::Unsupported(_) | RuntimeError::TakenOver(_))) => return Err(error),
+            Err(error) => {
+                tracing::debug!(process.id = %id, error = error_chain(&error), "cannot check whether a service is ready");
+            }
+        }
+        tokio::time::sleep(pause).await;
+    }
+    Ok(())
+}
+
+/// Runs the command that checks whether a service is ready.
+async fn run_probe(
+    worker: &Worker,
+    container: ContainerHandle,
+    id: AttemptId,
+    number: u64,
+    command: Vec<Vec<u8>>,
+) -> Result<bool, RuntimeError> {
+    let spec = ProcessSpec {
+        command,
+        environment: Vec::new(),
+        directory: None,
+        user: None,
+        role: ProcessRole::Exec,
+        stdin: Stdin::None,
+        output: OutputMode::Spooled,
+        terminal: None,
+    };
+    let probe = id.probe(number);
+    worker.runtime.start(container, probe, spec).await?;
+    let ended = worker.runtime.wait(probe).await?;
+    Ok(matches!(ended, Ended::Exited { exit: Exit::Code(0), .. }))
+}
+
+/// Resolves when the process of a service has ended.
+async fn end_of(worker: &Worker, id: AttemptId) {
+    while let Err(error) = worker.runtime.wait(id.into()).await {
+        if let RuntimeError::ProcessNotFound(_) = error {
+            return;
+        }
+        tokio::time::sleep(RETRY_PAUSE).await;
+    }
+}
+
+/// Resolves when one of `services` has ended. Without services, it never resolves.
+async fn first_end(worker: &Worker, task: &AttemptTask, services: &[Service]) {
+    let ends = services.iter().map(|service| end_of(worker, task.attempt.service(&service.name)));
+    if ends.collect::<FuturesUnordered<_>>().next().await.is_none() {
+        std::future::pending().await
+    }
+}
+
+/// Fails if a service has ended.
+pub(super) async fn check(worker: &Worker, task: &AttemptTask) -> Result<(), AttemptError> {
+    for service in &task.spec.services {
+        let id = task.attempt.service(&service.name);
+        if let Ok(ProcessState::Ended(ended)) = worker.runtime.process(id.into()).await {
+            let how = match &ended {
+                Ended::NotStarted(_) => describe(&ended),
+                ended => format!("{} before the process was started", describe(ended)),
+            };
+            return Err(failed(worker, task, service, &how).await);
+        }
+    }
+    Ok(())
+}
+
+/// Stops all services, and returns the failure of one of them with the end of its output.
+async fn failed(worker: &Worker, task: &AttemptTask, service: &Service, how: &str) -> AttemptError {
+    if !stop_all(worker, task.lease, STOP_GRACE).await {
+        return AttemptError::GatewayStopping;
+    }
+    let mut message = format!("service {} {how}", service.name);
+    let id = task.attempt.service(&service.name);
+    let tail = tokio::time::timeout(TAIL_TIMEOUT, output_tail(worker, id)).await;
+    match tail.as_ref().map(|tail| tail.as_deref().map(str::trim)) {
+        Ok(Ok("")) => message.push_str("; it has no output"),
+        Ok(Ok(tail)) => message.push_str(&format!("; the end of its output: {tail}")),
+        Ok(Err(error)) => message.push_str(&format!("; cannot read its output: {}", error_chain(error))),
+        Err(_) => message.push_str("; its output cannot be read in time"),
+    }
+    AttemptError::ServiceFailed(message)
+}
+
+/// Returns the end of the output of a process that has ended.
+async fn output_tail(worker: &Worker, id: AttemptId) -> Result<String, RuntimeError> {
+    let mut attachment = worker.runtime.attach(id.into(), Offsets::default()).await?;
+    let mut tail = Vec::new();
+    while let Some(event) = attachment.events.next().await {
+        match event? {
+            ProcessEvent::Output { data, .. } => {
+                tail.extend_from_slice(&data);
+                tail.drain(..tail.len().saturating_sub(TAIL_BYTES));
+            }
+            ProcessEvent::Done(_) => break,
+            ProcessEvent::StdinAccepted(_) | ProcessEvent::Truncated { .. } | ProcessEvent::Ended(_) => {}
+        }
+    }
+    Ok(String::from_utf8_lossy(&tail).into_owned())
+}
+
+/// Describes an end, for people.
+fn describe(ended: &Ended) -> String {
+    match ended {
+        Ended::Exited { exit: Exit::Code(code), .. } => format!("ended with exit code {code}"),
+        Ended::Exited { exit: Exit::Signal(signal), .. } => format!("ended by signal {signal}"),
+        Ended::Exited { exit: Exit::OutOfMemory, .. } => "ended because it was out of memory".to_owned(),
+        Ended::NotStarted(failure) => format!("was not started ({}: {})", failure.reason, failure.message),
+        Ended::Unknown(failure) => {
+            format!("ended in an unknown way ({}: {})", failure.reason, failure.message)
+        }
+    }
+}
+
+/// Stops the process of the attempt when an essential service has ended.
+pub(super) async fn enforce_essential(worker: &Worker, task: &AttemptTask) -> Infallible {
+    let services = task.spec.services.iter().filter(|service| service.essential);
+    let ends = services.map(async |service| {
+        end_of(worker, task.attempt.service(&service.name)).await;
+        service
+    });
+    let mut ends: FuturesUnordered<_> = ends.collect();
+    while let Some(service) = ends.next().await {
+        if !unexpected_ends(worker, task).await.is_failure() {
+            continue;
+        }
+        tracing::info!(attempt.id = %task.attempt, service.name = service.name, "stopping a process whose service has ended");
+        while let Err(error) = worker.runtime.stop(task.attempt.into(), STOP_GRACE).await {
+            tracing::warn!(attempt.id = %task.attempt, error = error_chain(&error), "cannot stop a process whose service has ended: trying again");
+            tokio::time::sleep(RETRY_PAUSE).await;
+        }
+        break;
+    }
+    std::future::pending().await
+}
+
+/// Ends of services while the process ran.
+#[derive(Debug, Default)]
+pub(super) struct UnexpectedEnds {
+    notes: Vec<String>,
+    failures: Vec<String>,
+}
+
+impl UnexpectedEnds {
+    /// Whether an essential service has ended.
+    pub(super) fn is_failure(&self) -> bool {
+        !self.failures.is_empty()
+    }
+
+    /// Adds the ends to the result of the attempt.
+    pub(super) fn report(self, result: &mut AttemptResult) {
+        result.notes.extend(self.notes);
+        for message in self.failures {
+            result.add_failure(Failure { reason: FailureReason::ServiceFailed, message });
+        }
+    }
+}
+
+/// Returns the ends of services that were not stopped.
+pub(super) async fn unexpected_ends(worker: &Worker, task: &AttemptTask) -> UnexpectedEnds {
+    let mut ends = UnexpectedEnds::default();
+    for service in &task.spec.services {
+        let id = task.attempt.service(&service.name);
+        let Ok(ProcessState::Ended(ended)) = worker.runtime.process(id.into()).await else { continue };
+        if let Ended::Exited { stopped: true, .. } = ended {
+            continue;
+        }
+        let text = format!("service {} {} while the process ran", service.name, describe(&ended));
+        if service.essential { ends.failures.push(text) } else { ends.notes.push(text) }
+    }
+    ends
+}
+
+/// Returns the time for which services may end after TERM.
+pub(super) fn grace(stop: &watch::Receiver<Option<StopRequest>>) -> Duration {
+    stop.borrow().as_ref().map_or(STOP_GRACE, |request| request.grace.min(STOP_GRACE))
+}
+
+/// Stops the services of an attempt, if it has any. Returns whether none runs.
+pub(super) async fn stop(
+    worker: &Worker,
+    task: &AttemptTask,
+    stop: &watch::Receiver<Option<StopRequest>>,
+) -> bool {
+    task.spec.services.is_empty() || stop_all(worker, task.lease, grace(stop)).await
+}
+
+/// Stops the services of a lease one after the other in reverse order, and waits for their ends.
+/// Returns whether none runs. It is false only if the gateway stops first.
+pub(super) async fn stop_all(worker: &Worker, lease: LeaseId, grace: Duration) -> bool {
+    let request = StopRequest { grace, reason: FailureReason::StoppedBeforeStart };
+    let (_requested, stop) = watch::channel(Some(request));
+    loop {
+        let stopped = tokio::select! {
+            stopped = stop_in_order(worker, lease, &stop) => stopped,
+            () = worker.stopping.cancelled() => return false,
+        };
+        match stopped {
+            Ok(true) => return true,
+            Ok(false) => {}
+            Err(error) => {
+                tracing::warn!(lease.id = %lease, error = error_chain(&error), "cannot list the services of a lease: trying again");
+            }
+        }
+        tokio::time::sleep(RETRY_PAUSE).await;
+    }
+}
+
+async fn stop_in_order(
+    worker: &Worker,
+    lease: LeaseId,
+    stop: &watch::Receiver<Option<StopRequest>>,
+) -> Result<bool, RuntimeError> {
+    // Without a session, the containers of an earlier gateway are not listed.
+    worker.session.opened().await;
+    let is_service = |known: &KnownContainer| known.note.lease == lease && known.note.service.is_some();
+    let mut services = worker.containers(is_service).await?;
+    if services.is_empty() {
+        return Ok(true);
+    }
+    // A process that another gateway handles must not be stopped.
+    worker.session.wait_until_exclusive().await;
+    services.sort_by_key(|container| Reverse(container.note.service));
+    for service in services {
+        if !end(worker, service.note.container, stop).await {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests;
