@@ -115,6 +115,11 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         }
         return Ok(0);
     }
+    if let [services @ .., last] = &args.services[..] {
+        let others = services.iter().map(|service| format!("{}, ", service.name)).collect::<String>();
+        let last = &last.name;
+        ui.note(&format!("the command starts when its services are ready: {others}{last}; `gantry logs --service {last} {workload}` prints the output of {last}"));
+    }
 
     let follow = Follow {
         connection,
