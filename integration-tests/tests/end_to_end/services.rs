@@ -118,6 +118,8 @@ fn service_that_is_not_ready_fails_workload() {
     let cluster = Cluster::new();
     for (service, text) in [
         (service("db", ",port=5003", "echo no disk >&2; exit 4"), "service db ended with exit code 4 before"),
+        // It may end while the process is being started.
+        (service("db", ",essential", "echo no disk; exit 4"), "service db ended with exit code 4 before"),
         (
             service("db", ",port=5003,timeout=1s", "echo no disk; exec sleep 1000"),
             "service db was not ready within 1s",
@@ -127,13 +129,42 @@ fn service_that_is_not_ready_fails_workload() {
             "service db was not ready",
         ),
     ] {
-        let output = run(&cluster, &[service], "echo never");
+        let output = run(&cluster, &[service], "sleep 1000");
         assert_eq!(code(&output), 125, "{}", describe(&output));
-        assert_eq!(output.stdout, b"", "the process did not start");
         let described = describe(&output);
         assert!(described.contains("SERVICE_FAILED") && described.contains(text), "{described}");
-        assert!(described.contains("the end of its output: no disk"), "{described}");
+        let is_stopped = described.contains("before it was stopped");
+        assert!(is_stopped || described.contains("the end of its output: no disk"), "{described}");
     }
+    let workers = cluster.succeed(["list", "workers", "--json"]);
+    let worker: serde_json::Value = serde_json::from_slice(workers.trim_ascii()).expect("JSON");
+    assert_eq!(worker["failures"], 0, "{worker}");
+}
+
+#[test]
+fn services_stop_in_reverse_order_outside_of_run_timeout() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    // The second service ends at KILL, 10 s after TERM, which is later than the run timeout.
+    let services = [
+        service("first", "", "trap 'date +%s; exit 0' TERM; while :; do sleep 0.05; done"),
+        service("second", "", "date +%s; trap '' TERM; while :; do sleep 0.05; done"),
+    ];
+    let mut arguments = vec!["run", "-d", "--timeout", "8s"];
+    for service in &services {
+        arguments.extend(["--service", service]);
+    }
+    arguments.extend(["--", "true"]);
+    let workload = id(cluster.succeed(arguments));
+    let ended = finished(&cluster, &workload);
+    assert_eq!(ended["outcome"], "succeeded", "{ended}");
+    let [first, second] = ["first", "second"].map(|name| {
+        let output = cluster.succeed(["logs", "--service", name, &workload]);
+        String::from_utf8_lossy(output.trim_ascii()).parse::<u64>().expect("a time in seconds")
+    });
+    assert!(first >= second + 9, "the first is stopped {} s after the start of the second", first - second);
 }
 
 #[test]
@@ -165,7 +196,7 @@ while True:
     cluster.succeed(["exec", &workload, "touch", "/tmp/go"]);
     let ended = finished(&cluster, &workload);
     assert_eq!(ended["outcome"], "succeeded", "{ended}");
-    assert!(ended.to_string().contains("service db ended with exit code 3 while the process ran"), "{ended}");
+    assert!(ended.to_string().contains("service db ended with exit code 3 before it was stopped"), "{ended}");
 
     let essential = serves(5005, ",ready=test -e /tmp/up,essential");
     let workload = submit(&cluster, &[essential], &format!("{}; sleep 1000", end(5005)));
@@ -174,6 +205,27 @@ while True:
         (&ended["outcome"], &ended["failure"]["reason"]),
         (&"errored".into(), &"SERVICE_FAILED".into())
     );
+}
+
+#[test]
+fn gateway_that_dies_while_services_start_starts_each_once() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let services = [
+        service("db", ",port=5007", &server(5007, "db", Duration::ZERO)),
+        service("slow", ",ready=test -e /tmp/up", "echo starts; sleep 3; touch /tmp/up; sleep 1000"),
+    ];
+    let workload = submit(&cluster, &services, &client("db", 5007));
+    wait_for("the start of the services", || {
+        (shown(&cluster, &workload)["state"] == "starting").then_some(())
+    });
+    cluster.kill();
+    let ended = finished(&cluster, &workload);
+    assert_eq!(ended["outcome"], "succeeded", "{ended}");
+    assert_eq!(cluster.succeed(["logs", &workload]), b"db\n");
+    assert_eq!(cluster.succeed(["logs", "--service", "slow", &workload]), b"starts\n", "it started once");
 }
 
 #[test]

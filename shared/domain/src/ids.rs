@@ -118,12 +118,6 @@ impl AttemptId {
     pub fn service(self, name: &str) -> AttemptId {
         AttemptId(Uuid::new_v5(&self.0, format!("service/{name}").as_bytes()))
     }
-
-    /// Returns the id of a process that checks whether this service is ready.
-    #[must_use]
-    pub fn probe(self, number: u64) -> ProcessId {
-        ProcessId(Uuid::new_v5(&self.0, format!("probe/{number}").as_bytes()))
-    }
 }
 
 impl From<AttemptId> for ProcessId {

@@ -48,6 +48,9 @@ pub struct Capabilities {
     ///
     /// - `network-container`: a container can join the network of another one
     ///   ([`ContainerSpec::network_of`]);
+    /// - `services`: a container can have further names of its own address
+    ///   ([`ContainerSpec::local_names`]), and its ports can be checked
+    ///   ([`Runtime::accepts_connections`]);
     /// - `exec`: a container may have several processes at a time;
     /// - `exec-ended`: a process can look into a container whose main process has ended;
     /// - `limits-memory`, `limits-cpu`, `limits-pids`: this limit of [`ContainerSpec::limits`]
@@ -209,7 +212,8 @@ pub struct ContainerSpec {
     pub network_of: Option<ContainerHandle>,
     /// The network of the container.
     pub network: Network,
-    /// Host names that stand for 127.0.0.1 in `/etc/hosts`, before all other lines.
+    /// Host names that stand for 127.0.0.1 in `/etc/hosts`, before all other lines. Only with the
+    /// capability `services`.
     pub local_names: Vec<String>,
     /// Text of the gateway that is stored with the container. Empty: none.
     pub note: String,
@@ -438,7 +442,7 @@ pub trait Runtime: Send + Sync + 'static {
     /// this running main process.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`]. [`RuntimeError::Unsupported`] without the
-    /// capability `network-container`.
+    /// capability `services`.
     async fn accepts_connections(&self, main: ProcessId, port: u16) -> Result<bool, RuntimeError> {
         let what = format!("a check of port {port} of process {main}");
         Err(RuntimeError::Unsupported(what))

@@ -31,8 +31,8 @@ pub(crate) enum AttemptError {
     #[error("service {0}")]
     Service(String, #[source] Box<AttemptError>),
     /// A service ended, or was not ready in time, before the process was started.
-    #[error("{0}")]
-    ServiceFailed(String),
+    #[error("{}", .0.message)]
+    ServiceFailed(Failure),
     /// Another service gave an invalid answer.
     #[error("{0}")]
     InvalidAnswer(String),
@@ -100,9 +100,7 @@ pub(crate) fn failure(stopped: &AttemptError) -> Failure {
             let Failure { reason, message } = failure(error);
             Failure { reason, message: format!("service {name}: {message}") }
         }
-        AttemptError::ServiceFailed(message) => {
-            Failure { reason: FailureReason::ServiceFailed, message: message.clone() }
-        }
+        AttemptError::ServiceFailed(failure) => failure.clone(),
         AttemptError::InputDamaged(_) => {
             Failure { reason: FailureReason::InputDamaged, message: stopped.to_string() }
         }

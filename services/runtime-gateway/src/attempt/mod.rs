@@ -203,7 +203,7 @@ pub(crate) async fn stop_earlier_attempt(
             AttemptResult::failed(failure(&stopped))
         }
     };
-    if services::stop_all(&worker, lease, services::grace(&stop)).await {
+    if services::stop_within(&worker, lease, &stop).await {
         finish_attempt(&worker, lease, &token, result).await;
     }
 }
@@ -259,7 +259,7 @@ async fn carry_out(
         }
         let started = worker.runtime.start(prepared.container, task.attempt.into(), process_spec(task)).await;
         if let Err(error) = started {
-            services::check(worker, task).await?;
+            services::check(worker, task, stop).await?;
             return Err(AttemptError::from(error).before_start());
         }
         since = Some(Instant::now());
@@ -274,18 +274,29 @@ async fn carry_out(
         never = services::enforce_essential(worker, task) => match never {},
         never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt.into(), (&task.spec.stdin, task.spec.output)) => match never {},
     };
+    if let Ended::NotStarted(failure) = &ended
+        && matches!(failure.reason, FailureReason::StartFailed | FailureReason::StoppedBeforeStart)
+        && stop.borrow().is_none()
+    {
+        services::check(worker, task, stop).await?;
+    }
     let mut usage = resource_usage(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
         usage.running.get_or_insert(since.elapsed());
         usage.bytes_in = Some(prepared.bytes_in);
     }
 
+    let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
+    let has_succeeded = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(0), .. });
     let ends = services::unexpected_ends(worker, task).await;
-    // Until then, they could write to the volumes through open files that they were sent.
+    if publishable && !task.spec.services.is_empty() {
+        // The time for stopping the services does not count towards the run timeout.
+        worker.attempts.set_phase(task.lease, AttemptPhase::Publishing);
+    }
+    // Until a service ends, it can write to the volumes through open files of the process.
     if !services::stop(worker, task, stop).await {
         return Err(AttemptError::GatewayStopping);
     }
-    let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
     // A process that was ended by a signal may leave an incomplete cache or result.
     let has_exit_code = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
     let stop_cause = match ended {
@@ -302,7 +313,7 @@ async fn carry_out(
             Err(failure) => result.add_failure(failure),
         }
     }
-    ends.report(&mut result);
+    ends.report(&mut result, has_succeeded);
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.attempts.set_phase(task.lease, AttemptPhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");

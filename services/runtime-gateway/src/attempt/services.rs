@@ -18,7 +18,7 @@ use std::time::Duration;
 use domain::workload::{
     Exit, Failure, FailureReason, Network, OutputMode, ReadinessCheck, Service, Stdin, WorkloadSpec,
 };
-use domain::{AttemptId, ContainerHandle, LeaseId, error_chain};
+use domain::{AttemptId, ContainerHandle, LeaseId, ProcessId, error_chain};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use runtime::{Ended, Offsets, ProcessEvent, ProcessRole, ProcessSpec, ProcessState, RuntimeError};
@@ -38,10 +38,15 @@ use crate::worker::containers::KnownContainer;
 
 /// Longest time from TERM to KILL when a service is stopped, or a process that lost its service.
 pub(super) const STOP_GRACE: Duration = Duration::from_secs(10);
-/// Pause between two commands that check whether a service is ready.
-const COMMAND_PAUSE: Duration = Duration::from_millis(500);
+/// First and longest pause between two commands that check whether a service is ready. Each
+/// command leaves its spools on the worker until its container is destroyed.
+const COMMAND_PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+/// Maximum duration of such a command.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two checks of a port.
 const PORT_PAUSE: Duration = Duration::from_millis(100);
+/// Maximum time in which the end of a service is recorded.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause before a failed call of the runtime is tried again.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// Most bytes of a service's output in the message of its failure.
@@ -133,7 +138,7 @@ pub(super) async fn start(
             |error: RuntimeError| AttemptError::from(error).before_start().of_service(&service.name);
         let (id, spec) = (task.attempt.service(&service.name), process_spec(&task_of(task, index, service)));
         if let Err(error) = worker.runtime.start(*container, id.into(), spec).await {
-            check(worker, task).await?;
+            check(worker, task, stop).await?;
             return Err(of_service(error));
         }
         let timeout = service.readiness.timeout;
@@ -141,14 +146,14 @@ pub(super) async fn start(
             biased;
             ready = wait_until_ready(worker, service, *container, id) => ready.map_err(of_service)?,
             () = first_end(worker, task, &task.spec.services[..=index]) => {
-                check(worker, task).await?;
-                return Err(failed(worker, task, service, "lost its container").await);
+                check(worker, task, stop).await?;
+                return Err(failed(worker, task, service, FailureReason::ServiceFailed, "lost its container", stop).await);
             }
             request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
             () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
             () = tokio::time::sleep(timeout) => {
                 let how = format!("was not ready within {timeout:?}");
-                return Err(failed(worker, task, service, &how).await);
+                return Err(failed(worker, task, service, FailureReason::ServiceFailed, &how, stop).await);
             }
         }
         tracing::info!(process.id = %id, service.name = service.name, "service is ready");
@@ -164,14 +169,17 @@ async fn wait_until_ready(
     id: AttemptId,
 ) -> Result<(), RuntimeError> {
     wait_until_started(worker, id).await;
-    for number in 0.. {
+    let (mut command_pause, longest) = COMMAND_PAUSES;
+    loop {
         let (checked, pause) = match &service.readiness.check {
             ReadinessCheck::Started => return Ok(()),
             ReadinessCheck::TcpPort(port) => {
                 (worker.runtime.accepts_connections(id.into(), *port).await, PORT_PAUSE)
             }
             ReadinessCheck::Command(command) => {
-                (run_probe(worker, container, id, number, command.clone()).await, COMMAND_PAUSE)
+                let pause = command_pause;
+                command_pause = (pause * 2).min(longest);
+                (run_probe(worker, container, command.clone()).await, pause)
             }
         };
         match checked {
@@ -184,15 +192,12 @@ async fn wait_until_ready(
         }
         tokio::time::sleep(pause).await;
     }
-    Ok(())
 }
 
 /// Runs the command that checks whether a service is ready.
 async fn run_probe(
     worker: &Worker,
     container: ContainerHandle,
-    id: AttemptId,
-    number: u64,
     command: Vec<Vec<u8>>,
 ) -> Result<bool, RuntimeError> {
     let spec = ProcessSpec {
@@ -205,10 +210,12 @@ async fn run_probe(
         output: OutputMode::Spooled,
         terminal: None,
     };
-    let probe = id.probe(number);
+    let probe = ProcessId::new();
     worker.runtime.start(container, probe, spec).await?;
-    let ended = worker.runtime.wait(probe).await?;
-    Ok(matches!(ended, Ended::Exited { exit: Exit::Code(0), .. }))
+    match tokio::time::timeout(COMMAND_TIMEOUT, worker.runtime.wait(probe)).await {
+        Ok(ended) => Ok(matches!(ended?, Ended::Exited { exit: Exit::Code(0), .. })),
+        Err(_) => worker.runtime.stop(probe, Duration::ZERO).await.map(|()| false),
+    }
 }
 
 /// Resolves when the process of a service has ended.
@@ -229,24 +236,70 @@ async fn first_end(worker: &Worker, task: &AttemptTask, services: &[Service]) {
     }
 }
 
-/// Fails if a service has ended.
-pub(super) async fn check(worker: &Worker, task: &AttemptTask) -> Result<(), AttemptError> {
+/// Fails if a service has ended that was not stopped.
+pub(super) async fn check(
+    worker: &Worker,
+    task: &AttemptTask,
+    stop: &watch::Receiver<Option<StopRequest>>,
+) -> Result<(), AttemptError> {
+    let mut end = first_unexpected_end(worker, task).await;
+    if let (None | Some((_, Ended::NotStarted(_))), Some(first)) = (&end, task.spec.services.first()) {
+        // A container cannot start after the one whose network it joins has ended, and that end may
+        // not be recorded yet.
+        _ = tokio::time::timeout(RECORD_TIMEOUT, end_of(worker, task.attempt.service(&first.name))).await;
+        end = first_unexpected_end(worker, task).await;
+    }
+    let Some((service, ended)) = end else { return Ok(()) };
+    let (reason, how) = match &ended {
+        // The worker may have caused it.
+        Ended::NotStarted(failure) => (failure.reason, describe(&ended)),
+        Ended::Exited { .. } | Ended::Unknown(_) => {
+            (FailureReason::ServiceFailed, format!("{} before the process was started", describe(&ended)))
+        }
+    };
+    Err(failed(worker, task, service, reason, &how, stop).await)
+}
+
+/// Returns the first service that has ended and was not stopped, preferably one that was started.
+async fn first_unexpected_end<'a>(worker: &Worker, task: &'a AttemptTask) -> Option<(&'a Service, Ended)> {
+    let mut not_started = None;
     for service in &task.spec.services {
-        let id = task.attempt.service(&service.name);
-        if let Ok(ProcessState::Ended(ended)) = worker.runtime.process(id.into()).await {
-            let how = match &ended {
-                Ended::NotStarted(_) => describe(&ended),
-                ended => format!("{} before the process was started", describe(ended)),
-            };
-            return Err(failed(worker, task, service, &how).await);
+        let state = worker.runtime.process(task.attempt.service(&service.name).into()).await;
+        match state {
+            Ok(ProcessState::Ended(ended)) if is_stopped(&ended) => {}
+            Ok(ProcessState::Ended(ended @ Ended::NotStarted(_))) => {
+                not_started.get_or_insert((service, ended));
+            }
+            Ok(ProcessState::Ended(ended)) => return Some((service, ended)),
+            Ok(ProcessState::Starting | ProcessState::Started | ProcessState::StartUnknown) | Err(_) => {}
         }
     }
-    Ok(())
+    not_started
+}
+
+/// Whether the gateway caused this end.
+fn is_stopped(ended: &Ended) -> bool {
+    match ended {
+        Ended::Exited { stopped, .. } => *stopped,
+        Ended::NotStarted(failure) => failure.reason == FailureReason::StoppedBeforeStart,
+        Ended::Unknown(_) => false,
+    }
 }
 
 /// Stops all services, and returns the failure of one of them with the end of its output.
-async fn failed(worker: &Worker, task: &AttemptTask, service: &Service, how: &str) -> AttemptError {
-    if !stop_all(worker, task.lease, STOP_GRACE).await {
+async fn failed(
+    worker: &Worker,
+    task: &AttemptTask,
+    service: &Service,
+    reason: FailureReason,
+    how: &str,
+    stop: &watch::Receiver<Option<StopRequest>>,
+) -> AttemptError {
+    // Another gateway may handle the attempt, and may find the service ready.
+    if !worker.session.is_exclusive() {
+        return AttemptError::NotExclusive;
+    }
+    if !self::stop(worker, task, stop).await {
         return AttemptError::GatewayStopping;
     }
     let mut message = format!("service {} {how}", service.name);
@@ -258,7 +311,7 @@ async fn failed(worker: &Worker, task: &AttemptTask, service: &Service, how: &st
         Ok(Err(error)) => message.push_str(&format!("; cannot read its output: {}", error_chain(error))),
         Err(_) => message.push_str("; its output cannot be read in time"),
     }
-    AttemptError::ServiceFailed(message)
+    AttemptError::ServiceFailed(Failure { reason, message })
 }
 
 /// Returns the end of the output of a process that has ended.
@@ -313,7 +366,7 @@ pub(super) async fn enforce_essential(worker: &Worker, task: &AttemptTask) -> In
     std::future::pending().await
 }
 
-/// Ends of services while the process ran.
+/// Ends of services that were not stopped.
 #[derive(Debug, Default)]
 pub(super) struct UnexpectedEnds {
     notes: Vec<String>,
@@ -326,32 +379,52 @@ impl UnexpectedEnds {
         !self.failures.is_empty()
     }
 
-    /// Adds the ends to the result of the attempt.
-    pub(super) fn report(self, result: &mut AttemptResult) {
+    /// Adds the ends to the result of the attempt. They are only notes if the process has
+    /// succeeded.
+    pub(super) fn report(self, result: &mut AttemptResult, has_succeeded: bool) {
         result.notes.extend(self.notes);
+        if has_succeeded {
+            result.notes.extend(self.failures);
+            return;
+        }
         for message in self.failures {
             result.add_failure(Failure { reason: FailureReason::ServiceFailed, message });
         }
     }
 }
 
-/// Returns the ends of services that were not stopped.
+/// Returns the ends of services that were not stopped, after all were started.
 pub(super) async fn unexpected_ends(worker: &Worker, task: &AttemptTask) -> UnexpectedEnds {
     let mut ends = UnexpectedEnds::default();
     for service in &task.spec.services {
         let id = task.attempt.service(&service.name);
-        let Ok(ProcessState::Ended(ended)) = worker.runtime.process(id.into()).await else { continue };
-        if let Ended::Exited { stopped: true, .. } = ended {
-            continue;
-        }
-        let text = format!("service {} {} while the process ran", service.name, describe(&ended));
+        let how = match until_read(worker, id).await {
+            Ok(ProcessState::Ended(ended)) if is_stopped(&ended) => continue,
+            Ok(ProcessState::Ended(ended)) => describe(&ended),
+            Ok(ProcessState::Starting | ProcessState::Started | ProcessState::StartUnknown) => continue,
+            Err(_) => "lost its container".to_owned(),
+        };
+        let text = format!("service {} {how} before it was stopped", service.name);
         if service.essential { ends.failures.push(text) } else { ends.notes.push(text) }
     }
     ends
 }
 
+/// Returns the state of a process. The only error is [`RuntimeError::ProcessNotFound`].
+async fn until_read(worker: &Worker, id: AttemptId) -> Result<ProcessState, RuntimeError> {
+    loop {
+        match worker.runtime.process(id.into()).await {
+            Err(error) if !matches!(error, RuntimeError::ProcessNotFound(_)) => {
+                tracing::warn!(process.id = %id, error = error_chain(&error), "cannot read the state of a service: trying again");
+                tokio::time::sleep(RETRY_PAUSE).await;
+            }
+            state => return state,
+        }
+    }
+}
+
 /// Returns the time for which services may end after TERM.
-pub(super) fn grace(stop: &watch::Receiver<Option<StopRequest>>) -> Duration {
+fn grace(stop: &watch::Receiver<Option<StopRequest>>) -> Duration {
     stop.borrow().as_ref().map_or(STOP_GRACE, |request| request.grace.min(STOP_GRACE))
 }
 
@@ -361,7 +434,23 @@ pub(super) async fn stop(
     task: &AttemptTask,
     stop: &watch::Receiver<Option<StopRequest>>,
 ) -> bool {
-    task.spec.services.is_empty() || stop_all(worker, task.lease, grace(stop)).await
+    task.spec.services.is_empty() || stop_within(worker, task.lease, stop).await
+}
+
+/// Stops the services of a lease, as [`stop_all`] does. A request to stop shortens their time.
+pub(super) async fn stop_within(
+    worker: &Worker,
+    lease: LeaseId,
+    stop: &watch::Receiver<Option<StopRequest>>,
+) -> bool {
+    let mut requested = stop.clone();
+    loop {
+        let now = grace(stop);
+        tokio::select! {
+            stopped = stop_all(worker, lease, now) => return stopped,
+            Ok(_) = requested.wait_for(|request| request.as_ref().is_some_and(|request| request.grace < now)) => {}
+        }
+    }
 }
 
 /// Stops the services of a lease one after the other in reverse order, and waits for their ends.

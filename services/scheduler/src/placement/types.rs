@@ -366,8 +366,11 @@ impl Shape {
         {
             capabilities.push("binary-input".into());
         }
-        if !spec.services.is_empty() && spec.network != Network::Host {
-            capabilities.push("network-container".into());
+        if !spec.services.is_empty() {
+            capabilities.push("services".into());
+            if spec.network != Network::Host {
+                capabilities.push("network-container".into());
+            }
         }
         // Equal requirements must compare equal, so that their requests share a line.
         let named: BTreeSet<&str> = spec.capabilities.iter().map(String::as_str).collect();
@@ -380,12 +383,18 @@ impl Shape {
             Image::ResourceType(name) => Some(name.clone()),
             Image::Host | Image::Artifact(_) => None,
         };
+        // Every worker with the capability `services` can run artifacts.
+        let has_host_service = spec.services.iter().any(|service| service.image == Image::Host);
+        let image_kind = match &spec.image {
+            Image::Artifact(_) if has_host_service => Image::Host.kind(),
+            image => image.kind(),
+        };
         let has_inputs = !spec.artifacts().is_empty() || !spec.caches.is_empty();
         Self {
             team: spec.team.clone(),
             platform: spec.platform.clone(),
             tags: spec.tags.clone(),
-            process: Some(Process { image_kind: spec.image.kind().into(), resource_type, capabilities }),
+            process: Some(Process { image_kind: image_kind.into(), resource_type, capabilities }),
             requests: spec.requests.into(),
             purpose: Purpose::of(Kind::of(spec.kind), has_inputs),
         }

@@ -1,6 +1,6 @@
 use db::Database;
 use domain::ArtifactId;
-use domain::workload::{Image, Outcome, Output};
+use domain::workload::{Image, Limits, Outcome, Output, Readiness, ReadinessCheck, Service};
 use testing::databases::TestDatabase;
 
 use super::*;
@@ -70,6 +70,46 @@ async fn only_workload_with_outputs_or_build_waits_for_settling() {
         settled.expect("settled");
         assert_eq!(find(db.read(), id).await.expect("a row").expect("a row").state, State::Finished);
     }
+}
+
+#[tokio::test]
+async fn retry_ends_attempts_of_services() {
+    let database = testing::databases::sqlite();
+    let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+    let service = |name: &str| Service {
+        name: name.to_owned(),
+        image: Image::Host,
+        command: vec![b"serve".to_vec()],
+        environment: Vec::new(),
+        directory: b"/".to_vec(),
+        user: None,
+        limits: Limits::default(),
+        readiness: Readiness { check: ReadinessCheck::Started, timeout: Duration::from_secs(60) },
+        essential: false,
+    };
+    let spec = WorkloadSpec { services: vec![service("db"), service("cache")], ..test_support::spec() };
+    let submission = Submission::new(WorkloadId::new(), spec, None);
+    let (id, attempt, now) = (submission.id, AttemptId::new(), Timestamp::now());
+    let effects = db
+        .write(async |txn| {
+            let mut effects = Effects::default();
+            save(&txn, submission.row(State::Starting, now), Write::Insert, None, now, &mut effects).await?;
+            let row = lock(&txn, id).await?.expect("a row that was just written");
+            retry::requeue(&txn, row, Some(attempt.uuid()), vec![], now, &mut effects).await?;
+            Ok::<_, DbErr>(effects)
+        })
+        .await
+        .expect("requeued");
+    let ended: Vec<_> = effects.parcels.iter().map(|parcel| &parcel.message).collect();
+    let [
+        Message::EndAttempt { attempt: db },
+        Message::EndAttempt { attempt: cache },
+        Message::EndAttempt { attempt: main },
+    ] = ended[..]
+    else {
+        panic!("{ended:?}");
+    };
+    assert_eq!([*db, *cache, *main], [attempt.service("db"), attempt.service("cache"), attempt]);
 }
 
 /// More workloads than one pass deletes wait for the store. They must not block others.

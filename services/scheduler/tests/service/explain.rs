@@ -272,9 +272,9 @@ pub(crate) async fn only_stated_limits_require_capabilities(database: TestDataba
         of_services,
         BTreeMap::from(
             [
-                ("all", "network-container"),
-                ("garden", "limits-cpu network-container"),
-                ("none", "limits-cpu network-container")
+                ("all", "services network-container"),
+                ("garden", "limits-cpu services network-container"),
+                ("none", "limits-cpu services network-container")
             ]
             .map(|(name, lacks)| (name.to_owned(), lacks.to_owned()))
         )

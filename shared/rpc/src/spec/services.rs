@@ -19,6 +19,8 @@ const MAX_SERVICES: usize = 16;
 const MAX_NAME_BYTES: usize = 63;
 /// Default maximum time until a service is ready.
 const DEFAULT_READINESS_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum of this time.
+const MAX_READINESS_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 
 /// Checks the sizes and limits of submitted services.
 pub(super) fn check(services: &[pb::Service]) -> Result<(), Status> {
@@ -80,8 +82,8 @@ fn check_name(field: &str, name: &str) -> Result<(), Status> {
 
 fn parse_readiness(field: &str, readiness: pb::Readiness) -> Result<Readiness, Status> {
     let timeout = parse_duration(&format!("{field}.timeout"), readiness.timeout)?;
-    if timeout.is_some_and(|timeout| timeout.is_zero()) {
-        return Err(invalid_field(format!("{field}.timeout"), "must be more than 0"));
+    if timeout.is_some_and(|timeout| timeout.is_zero() || timeout > MAX_READINESS_TIMEOUT) {
+        return Err(invalid_field(format!("{field}.timeout"), "must be more than 0, and at most 1 h"));
     }
     let check = match readiness.check {
         None => ReadinessCheck::Started,
@@ -187,7 +189,8 @@ mod tests {
         };
         let resource_type = image_to_proto(&Image::ResourceType("git".to_owned()));
         let nul = bytes::Bytes::from_static(b"a\0b");
-        let zero = pb::Readiness { check: None, timeout: Some(duration(Duration::ZERO)) };
+        let timeout =
+            |seconds| pb::Readiness { check: None, timeout: Some(duration(Duration::from_secs(seconds))) };
         let cases = [
             (named(""), "[0].name"),
             (named(&"a".repeat(64)), "[0].name"),
@@ -215,7 +218,8 @@ mod tests {
                 with(&|service| service.readiness = ready(Check::Command(Default::default()))),
                 "[0].readiness.command.arguments",
             ),
-            (with(&|service| service.readiness = Some(zero.clone())), "[0].readiness.timeout"),
+            (with(&|service| service.readiness = Some(timeout(0))), "[0].readiness.timeout"),
+            (with(&|service| service.readiness = Some(timeout(3601))), "[0].readiness.timeout"),
             ((0..17).map(|index| service(&format!("s{index}"))).collect(), ""),
         ];
         for (services, field) in cases {

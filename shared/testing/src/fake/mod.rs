@@ -51,9 +51,10 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 /// The feature that only workers with local volumes have.
 const NEAR: &str = "replaceable-outputs";
-const FEATURES: [&str; 14] = [
+const FEATURES: [&str; 15] = [
     "network-private",
     "network-container",
+    "services",
     "stop-after",
     "terminal",
     "durable-output",

@@ -108,6 +108,34 @@ async fn failure_before_start_names_service_and_its_output() {
 }
 
 #[tokio::test]
+async fn stopped_services_are_not_blamed() {
+    let services = [service("first", &programs::sleep(), ReadinessCheck::Started)]
+        .into_iter()
+        .chain([service("db", &programs::exit(3), ReadinessCheck::TcpPort(4104))]);
+    let scene = Scene::with(services.collect()).await;
+    let expected = scene.start().await.expect_err("it is not ready").to_string();
+    assert!(expected.starts_with("service db ended with exit code 3 before"), "{expected}");
+    // A restarted gateway finds all services ended.
+    assert_eq!(scene.start().await.expect_err("it is not ready").to_string(), expected);
+}
+
+#[tokio::test]
+async fn services_are_not_blamed_without_session() {
+    let mut slow = service("db", &programs::sleep(), ReadinessCheck::TcpPort(4105));
+    slow.readiness.timeout = Duration::from_millis(300);
+    let scene = Scene::with(vec![slow]).await;
+    let mut stop = scene.stop.subscribe();
+    let started = start(&scene.worker, &scene.task, &scene.containers, &mut stop);
+    let supersede = async {
+        within("its start", wait_until_started(&scene.worker, scene.task.attempt.service("db"))).await;
+        scene.worker.session.set(None);
+    };
+    let (started, ()) = tokio::join!(started, supersede);
+    assert!(matches!(started, Err(AttemptError::NotExclusive)), "{started:?}");
+    assert_eq!(scene.state("db").await.expect("it exists"), ProcessState::Started);
+}
+
+#[tokio::test]
 async fn requested_stop_ends_wait_for_readiness() {
     let mut slow = service("db", &programs::sleep(), ReadinessCheck::TcpPort(4103));
     slow.readiness.timeout = Duration::from_secs(600);
@@ -130,11 +158,15 @@ async fn only_end_of_essential_service_is_failure() {
         within("its end", end_of(&scene.worker, scene.task.attempt.service("db"))).await;
         let ends = unexpected_ends(&scene.worker, &scene.task).await;
         assert_eq!(ends.is_failure(), essential);
-        let mut result = AttemptResult::default();
-        ends.report(&mut result);
-        let text = "service db ended with exit code 3 while the process ran".to_owned();
+        let text = "service db ended with exit code 3 before it was stopped".to_owned();
         let failure = Failure { reason: FailureReason::ServiceFailed, message: text.clone() };
-        let expected = if essential { (Some(failure), vec![]) } else { (None, vec![text]) };
-        assert_eq!((result.failure, result.notes), expected);
+        for has_succeeded in [false, true] {
+            let mut result = AttemptResult::default();
+            unexpected_ends(&scene.worker, &scene.task).await.report(&mut result, has_succeeded);
+            let is_failure = essential && !has_succeeded;
+            let expected =
+                if is_failure { (Some(failure.clone()), vec![]) } else { (None, vec![text.clone()]) };
+            assert_eq!((result.failure, result.notes), expected, "{essential} {has_succeeded}");
+        }
     }
 }

@@ -50,6 +50,7 @@ pub(super) fn capabilities(
         "exec",
         "exec-ended",
         "terminal",
+        "services",
     ];
     let optional = [
         ("network-private", network_pool.is_some()),

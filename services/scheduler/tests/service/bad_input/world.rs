@@ -89,6 +89,7 @@ fn able(name: &str) -> pb::Registration {
         "limits-pids",
         "network-none",
         "network-private",
+        "services",
         "network-container",
         "stop-after",
         "terminal",
