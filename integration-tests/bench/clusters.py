@@ -161,10 +161,13 @@ class Processes:
             self.spawn(name, name, own)
 
     def gateway(self, name, settings={}):
-        """Starts a gateway for a new host worker with its name as a tag, unless `settings` select another worker."""
+        """Starts a gateway for a new host worker with its name as a tag, unless `settings` select another worker.
+
+        Returns its address."""
         ports = Ports()
+        address = ports.address()
         own = {
-            "GANTRY_LISTEN": ports.address(),
+            "GANTRY_LISTEN": address,
             "GANTRY_WORKER_ALLOW": "host-image",
             "GANTRY_WORKER_NAME": name,
             "GANTRY_WORKER_TAGS": name,
@@ -173,6 +176,15 @@ class Processes:
         }
         ports.release()
         self.spawn(name, "runtime-gateway", {**own, **settings})
+        return f"http://{address}"
+
+    def proxy(self):
+        """Starts a proxy, and returns its address."""
+        ports = Ports()
+        address = ports.address()
+        ports.release()
+        self.spawn("proxy", "runtime-gateway", {"GANTRY_LISTEN": address, "GANTRY_GATEWAY_PROXY": "true"})
+        return f"http://{address}"
 
     def spawn(self, name, program, own):
         env = {**self.common, **own}
