@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --locked --workspace --bins
-cargo build --release --locked -p runtime-gateway --example direct
+cargo build --release --locked -p runtime-gateway --examples
 cargo build --release --locked -p artifact-store --examples
 cargo build --release --locked -p scheduler --examples
 if ! command -v runc >/dev/null 2>&1; then
