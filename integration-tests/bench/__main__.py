@@ -65,7 +65,7 @@ def sections(quick):
         "processes": lambda: bench_processes(DISK, 5 if quick else 60),
         "exec": lambda: bench_exec(DISK, runs, 200 if quick else 2_000),
         "attached": lambda: bench_attached(DISK, 100 if quick else 1_000),
-        "driven": lambda: bench_driven(DISK, 48 if quick else 200, 16, 1 if quick else 5),
+        "driven": lambda: bench_driven(DISK, 48 if quick else 200, 16, 1 if quick else 3),
         "garden": lambda: bench_garden(DISK, 2 if quick else 8, 5 if quick else 10),
         "trees": lambda: bench_trees(DISK, few),
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),

@@ -132,7 +132,7 @@ class Postgres:
 class Processes:
     """Scheduler, artifact store and streamer as separate processes on PostgreSQL. `gateway` adds gateways."""
 
-    def __init__(self, base):
+    def __init__(self, base, settings={}):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-processes-", dir=base))
         self.children = []
         ports = Ports()
@@ -148,6 +148,7 @@ class Processes:
             "GANTRY_ARTIFACT_STORE": at["artifact-store"],
             "GANTRY_STREAMER": at["streamer"],
             "GANTRY_GC_GRACE": "0s",
+            **settings,
         }
         server = f"scheduler={at['scheduler']},artifacts={at['artifact-store']},streamer={at['streamer']}"
         self.env = {**self.common, "HOME": str(self.home), "GANTRY_SERVER": server}
