@@ -55,6 +55,8 @@ fn exec_prints_output_and_returns_exit_code() {
     assert_eq!(code(&output), 0, "{}", describe(&output));
     assert_eq!(output.stdout, b"xterm\r\n", "a terminal has one output");
 
+    assert_eq!(cluster.succeed(["exec", &workload, "cat", "/proc/1/comm"]), b"gantry-init\n");
+
     let events = cluster.succeed(["--json", "exec", &workload, "--", "echo", "hi"]);
     let events = String::from_utf8(events).expect("text");
     let last: serde_json::Value =

@@ -213,6 +213,8 @@ impl Init {
         }
         // No code in this process uses the other descriptors again.
         filesystem::close_all_but(self.supervisor)?;
+        // libcontainer or the supervisor has named this process. The name is only for people.
+        rustix::thread::set_name(c"gantry-init").ok();
         let signals = block_signals()?;
         let terminal = match self.terminal.map(|size| create_terminal(size, supervisor.as_fd())).transpose() {
             Ok(terminal) => terminal,
