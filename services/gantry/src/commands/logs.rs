@@ -7,7 +7,9 @@ use anyhow::{Context, bail};
 use domain::{AttemptId, ProcessId};
 use prost_types::Timestamp;
 use rpc::pb::scheduler::watch_response::Event;
-use rpc::pb::scheduler::{AttemptLocation, Finished, Outcome, StdinMode, Workload, WorkloadState};
+use rpc::pb::scheduler::{
+    AttemptLocation, Finished, Outcome, PublishedOutput, StdinMode, Workload, WorkloadState,
+};
 use serde_json::{Value, json};
 
 use crate::cli::args::{AttachArgs, CancelArgs, LogsArgs, WatchArgs};
@@ -54,6 +56,11 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
     };
     let followed = follow.run(&mut signals).await?;
     let code = end(ui, &followed, &Ok(Delivery::Whole));
+    for PublishedOutput { name, artifact_id, .. } in &followed.finished.outputs {
+        ui.note(&format!(
+            "{name}: kept as artifact {artifact_id}; download it with `gantry download {artifact_id} DIR`"
+        ));
+    }
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
 }

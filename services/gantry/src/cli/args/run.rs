@@ -108,11 +108,18 @@ pub(crate) struct RunArgs {
     )]
     pub(crate) environment: Vec<EnvironmentArg>,
     /// Working directory, absolute or relative to /workspace. Inputs and outputs are below it
-    #[arg(long = "dir", value_name = "PATH", default_value = "/workspace", help_heading = "Container")]
+    #[arg(
+        short = 'w',
+        long = "dir",
+        visible_alias = "workdir",
+        value_name = "PATH",
+        default_value = "/workspace",
+        help_heading = "Container"
+    )]
     pub(crate) directory: OsString,
     /// User that runs the command: a name or a uid, with an optional `:GROUP`. Default: the user of
     /// the image, or root
-    #[arg(long, value_name = "USER", help_heading = "Container")]
+    #[arg(short, long, value_name = "USER", help_heading = "Container")]
     pub(crate) user: Option<String>,
     /// Network of the container
     #[arg(long, value_enum, value_name = "NETWORK", default_value_t, help_heading = "Container")]
@@ -241,7 +248,7 @@ pub(crate) struct RunArgs {
     pub(crate) retries: u32,
 
     /// Print the id of the workload and exit. The workload runs in the background, without standard
-    /// input
+    /// input. With -t, `gantry attach` gives it input
     #[arg(short, long, help_heading = "Execution")]
     pub(crate) detach: bool,
     /// Run the command in a terminal, whose size follows yours. Also written -it

@@ -6,6 +6,7 @@ mod trace;
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
+use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +16,9 @@ use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::explain_request::Subject;
-use rpc::pb::scheduler::{CacheMount, Outcome, PublishedOutput, SubmitRequest, WorkloadSpec};
+use rpc::pb::scheduler::{
+    CacheMount, Finished, GetWorkerRequest, Outcome, PublishedOutput, SubmitRequest, WorkloadSpec,
+};
 use serde_json::json;
 use server::telemetry::{self, RecentSpans, Telemetry};
 use tracing::{Instrument, info_span};
@@ -92,7 +95,10 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     // --abandoned-after.
     let RunInputs { inputs, sent, build, caches } = tokio::select! {
         prepared = prepare(args, connection, ui, workload) => prepared?,
-        code = signals.next() => return Err(Interrupted(code).into()),
+        code = signals.next() => {
+            ui.note("interrupted before the command was submitted; nothing runs");
+            return Err(Interrupted(code).into());
+        }
     };
     let spec = WorkloadSpec {
         inputs: spec_inputs(args, &inputs),
@@ -104,6 +110,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         submitted = submit(connection, workload, spec) => submitted?,
         code = signals.next() => {
             // The scheduler may have accepted the workload.
+            ui.note(&format!("interrupted; workload {workload} is cancelled if it was submitted"));
             _ = tokio::time::timeout(Duration::from_secs(2), cancel(connection, workload.to_string(), GRACE)).await;
             return Err(Interrupted(code).into());
         }
@@ -112,6 +119,12 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     if args.detach {
         if !as_json {
             stdout::print(&format!("{workload}\n"))?;
+        }
+        if args.tty && forwards_stdin(args) {
+            let team = connection.team_option();
+            ui.note(&format!(
+                "attach with \"gantry{team} attach {workload}\"; its input ends if no caller attaches within 5 min"
+            ));
         }
         return Ok(0);
     }
@@ -131,7 +144,12 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         acknowledge: true,
         terminal: args.tty.then_some(&args.keys.keys),
     };
-    let mut followed = follow.run(&mut signals).await?;
+    let followed = follow.run(&mut signals).await.inspect_err(|error| {
+        if matches!(error.downcast_ref(), Some(Interrupted(0))) && !args.outputs.is_empty() {
+            ui.note("outputs are not downloaded; `gantry attach` prints how to download them at its end");
+        }
+    });
+    let mut followed = followed?;
     if let Some(failure) = &mut followed.finished.failure
         && failure.reason.starts_with("PROGRAM_NOT_")
         && let Some(program) = args.command.first()
@@ -151,9 +169,27 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     let code = end(ui, &followed, &downloaded);
     if let Some(hint) = hint::hint(args, &followed.finished, Path::exists) {
         ui.note(&hint);
+    } else if code != 0 && followed.cancel_code.is_none() && std::io::stderr().is_terminal() {
+        hint_at_container(connection, ui, &workload.to_string(), &followed.finished).await;
     }
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
+}
+
+/// Prints how to look into the container of a command that failed, if its worker allows that.
+async fn hint_at_container(connection: &Connection, ui: &Ui, workload: &str, finished: &Finished) {
+    let (Some(_), Some(location)) = (&finished.exit, &finished.location) else { return };
+    let request = GetWorkerRequest { worker: location.worker_id.clone() };
+    let mut workers = connection.workers();
+    let answer = tokio::time::timeout(Duration::from_secs(2), workers.get_worker(request)).await;
+    let Ok(Ok(response)) = answer else { return };
+    let labels = response.into_inner().worker.and_then(|worker| worker.labels);
+    if labels.is_some_and(|labels| labels.capabilities.iter().any(|has| has == "exec-ended")) {
+        let team = connection.team_option();
+        ui.note(&format!(
+            "look inside with \"gantry{team} exec -it {workload} sh\" in the next 5 min (`--gc-grace` of the cluster)"
+        ));
+    }
 }
 
 /// Inputs and owners that a workload needs before it is submitted.

@@ -142,8 +142,14 @@ pub(super) fn artifact_of(source: &Source) -> Option<ArtifactId> {
     }
 }
 
+/// Returns whether a caller sends standard input.
 pub(super) fn forwards_stdin(args: &RunArgs) -> bool {
-    !args.no_stdin && args.stdin_file.is_none() && !args.detach && stdin::is_readable()
+    let may_forward = match args.detach {
+        // A person attaches later. A workload that may run twice cannot take input.
+        true => args.tty && !args.interruptible && args.retries == 0,
+        false => stdin::is_readable(),
+    };
+    !args.no_stdin && args.stdin_file.is_none() && may_forward
 }
 
 /// Reads the standard input of the command. `-` is the standard input of `gantry`.
