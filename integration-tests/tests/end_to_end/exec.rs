@@ -173,6 +173,28 @@ fn detached_shell_runs_on_and_takes_input_again() {
 }
 
 #[test]
+fn exec_is_an_audit_event() {
+    let Some((cluster, workload)) = running() else { return };
+    let command = ["exec", "-e", "SECRET=hidden", &workload, "--", "sh", "-c", "exit 7"];
+    assert_eq!(code(&cluster.output(command)), 7);
+    let refused = cluster.output(["exec", "-u", "no-one-here", &workload, "--", "true"]);
+    assert_eq!(code(&refused), 125, "{}", describe(&refused));
+    let log = || std::fs::read_to_string(cluster.state().join("cluster.log")).unwrap_or_default();
+    for (outcome, details) in [
+        ("started", "command=\"sh -c exit 7\""),
+        ("ended", "exit_code=7"),
+        ("ended", "reason=\"USER_NOT_FOUND\""),
+    ] {
+        let event =
+            format!("audit: further process {outcome} event=\"exec\" outcome=\"{outcome}\" caller=\"uid ");
+        wait_for("an audit event", || {
+            log().lines().any(|line| line.contains(&event) && line.contains(details)).then_some(())
+        });
+    }
+    assert!(!log().contains("hidden"), "{}", log());
+}
+
+#[test]
 fn mode_is_restored_when_gantry_is_stopped() {
     let Some((cluster, workload)) = running() else { return };
     for (signal, expected) in [(libc::SIGTERM, 143), (libc::SIGHUP, 129), (libc::SIGINT, 130)] {

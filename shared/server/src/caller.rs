@@ -26,6 +26,8 @@ impl Default for MessageBudget {
 #[derive(Debug, Clone)]
 pub struct Caller {
     transport: Transport,
+    /// Address, or user of a Unix socket.
+    peer: Arc<str>,
     /// Budget for partial messages on the connection.
     budget: MessageBudget,
     has_hung_up: Arc<AtomicBool>,
@@ -48,8 +50,15 @@ impl Caller {
         self.budget.clone()
     }
 
-    pub(crate) fn new(transport: Transport) -> Self {
-        Self { transport, budget: MessageBudget::default(), has_hung_up: Arc::default() }
+    pub(crate) fn new(transport: Transport, peer: &str) -> Self {
+        let (budget, has_hung_up) = (MessageBudget::default(), Arc::default());
+        Self { transport, peer: peer.into(), budget, has_hung_up }
+    }
+
+    /// The other end of the connection, for logs: the address, or the user of a Unix socket.
+    #[must_use]
+    pub fn peer(&self) -> &str {
+        &self.peer
     }
 
     pub(crate) fn with_hang_up(self, has_hung_up: Arc<AtomicBool>) -> Self {
@@ -73,11 +82,11 @@ impl Caller {
 
     #[cfg(test)]
     pub(crate) fn over_tcp(probation: Probation) -> Self {
-        Self::new(Transport::Tcp(probation))
+        Self::new(Transport::Tcp(probation), "")
     }
 
     #[cfg(test)]
     pub(crate) fn over_unix() -> Self {
-        Self::new(Transport::Unix)
+        Self::new(Transport::Unix, "")
     }
 }

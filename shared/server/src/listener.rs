@@ -193,6 +193,7 @@ enum Io {
 #[derive(Debug)]
 pub(crate) struct Tcp {
     stream: TcpStream,
+    peer: SocketAddr,
     probation: Probation,
     state: ConnectionState,
 }
@@ -217,11 +218,11 @@ impl Tcp {
         stream.set_nodelay(true).ok()?;
         let (probation, close) = unauthenticated.admit(peer.ip());
         let deadline = Box::pin(tokio::time::sleep(unauthenticated.deadline()));
-        Some(Self { stream, probation, state: ConnectionState::OnProbation { deadline, close } })
+        Some(Self { stream, peer, probation, state: ConnectionState::OnProbation { deadline, close } })
     }
 
     pub(crate) fn caller(&self) -> Caller {
-        Caller::new(Transport::Tcp(self.probation.clone()))
+        Caller::new(Transport::Tcp(self.probation.clone()), &self.peer.to_string())
     }
 
     /// Fails if the connection has not authenticated, and its deadline has passed or it must make
@@ -257,7 +258,10 @@ impl Connected for Connection {
     fn connect_info(&self) -> Caller {
         let caller = match &self.io {
             Io::Tcp(tcp) => tcp.caller(),
-            Io::Unix(_) => Caller::new(Transport::Unix),
+            Io::Unix(unix) => {
+                let user = unix.peer_cred().map(|peer| format!("uid {}", peer.uid()));
+                Caller::new(Transport::Unix, &user.unwrap_or_default())
+            }
         };
         caller.with_hang_up(self.has_hung_up.clone())
     }

@@ -17,7 +17,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tonic::{Status, Streaming};
 
 use super::errors::status;
-use super::{Answers, check_team, exec, worker_of};
+use super::{Answers, audit, check_team, exec, worker_of};
 use crate::worker::Worker;
 use crate::worker::attached_callers::AttachGuard;
 use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
@@ -40,19 +40,22 @@ pub(super) async fn attach(
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
     let (attended, main);
+    // The team, if the call did not start the process.
+    let mut resumed = None;
     let (process, from, observer) = match requests.message().await?.and_then(|request| request.message) {
         Some(AttachMessage::Resume(resume)) => {
             let process: ProcessId = parse_id("resume.process_id", &resume.process_id)?;
             let team = parse_team("resume.team", resume.team)?;
             attended = worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
             main = check_team(&attended.worker, process, &team).await?;
+            resumed = Some(team);
             let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
             (process, from, resume.observer)
         }
         Some(AttachMessage::Start(start)) => {
             attended = worker_of(&gateway, "start.worker_id", &start.worker_id).await?;
             let process;
-            (process, main) = exec::start(&gateway, &attended, start).await?;
+            (process, main) = exec::start(&gateway, &attended, caller.as_ref(), start).await?;
             (process, Offsets::default(), false)
         }
         _ => return Err(invalid_field("message", "the first message must be `resume` or `start`")),
@@ -76,7 +79,7 @@ pub(super) async fn attach(
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
-    let attached = (!observer).then(|| AttachGuard::new(attendance.clone(), process, caller));
+    let attached = (!observer).then(|| AttachGuard::new(attendance.clone(), process, caller.clone()));
     let started = AttachAnswer::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
@@ -122,6 +125,13 @@ pub(super) async fn attach(
                     continue;
                 }
             };
+            if let Some(team) = resumed.take_if(|_| stdin.is_some()) {
+                audit::log_input(
+                    caller.as_ref(),
+                    worker,
+                    (&team, AttemptId::from_uuid(main.uuid()), process),
+                );
+            }
             let length = stdin.as_ref().map_or(0, |stdin: &pb::StdinData| stdin.data.len());
             if length > STDIN_MESSAGE_BYTES {
                 return Err(invalid_field("stdin.data", "must be at most 1 MiB"));

@@ -6,8 +6,11 @@ use rpc::pb::runtime as pb;
 use rpc::pb::scheduler as scheduler_pb;
 use rpc::{check_label, invalid_field, parse_id, parse_team, required};
 use runtime::{ProcessRole, ProcessSpec, RuntimeError, TerminalSize};
+use server::Caller;
+use tokio::time::Instant;
 use tonic::Status;
 
+use super::audit::ExecEvent;
 use super::check_team;
 use super::errors::status;
 use crate::driven::{self, Held};
@@ -25,9 +28,9 @@ const MAX_TEXT_BYTES: usize = 1 << 20;
 pub(super) async fn start(
     gateway: &WorkerSet,
     attended: &AttendedWorker,
+    caller: Option<&Caller>,
     start: pb::StartProcess,
 ) -> Result<(ProcessId, ProcessId), Status> {
-    let worker = &*attended.worker;
     let team = parse_team("start.team", start.team)?;
     let container_id: AttemptId = parse_id("start.container_id", &start.container_id)?;
     let process: ProcessId = parse_id("start.process_id", &start.process_id)?;
@@ -43,7 +46,23 @@ pub(super) async fn start(
     if !start.lease_token.is_empty() {
         return Err(invalid_field("start.lease_token", "must be empty unless a main process is started"));
     }
-    match check_team(worker, main, &team).await {
+    let event = ExecEvent::new(caller, &attended.worker, (&team, container_id, process), &spec);
+    start_further(attended, (&team, container_id, process), spec, &event)
+        .await
+        .map(|()| (process, main))
+        .inspect_err(|refused| event.refused(refused))
+}
+
+/// Starts a further process, or finds it if it was started before.
+async fn start_further(
+    attended: &AttendedWorker,
+    (team, container_id, process): (&str, AttemptId, ProcessId),
+    spec: ProcessSpec,
+    event: &ExecEvent,
+) -> Result<(), Status> {
+    let worker = &*attended.worker;
+    let main = ProcessId::from(container_id);
+    match check_team(worker, main, team).await {
         Err(error) if error.code() == tonic::Code::NotFound => {
             let is_it = |known: &KnownContainer| known.note.container == container_id && known.team == team;
             match worker.containers(is_it).await.map_err(status)?.pop() {
@@ -54,7 +73,7 @@ pub(super) async fn start(
         checked => _ = checked?,
     }
     match worker.runtime.container_of(process).await {
-        Ok(container) if container.main == main => return Ok((process, main)),
+        Ok(container) if container.main == main => return Ok(()),
         // The id belongs to a process of another container, which the caller did not name.
         Ok(_) => return Err(status(RuntimeError::ProcessNotFound(process))),
         Err(RuntimeError::ProcessNotFound(_)) => {}
@@ -90,16 +109,19 @@ pub(super) async fn start(
         }
         error => status(error),
     })?;
-    let (attendance, worker) = (attended.attendance.clone(), attended.worker.clone());
+    event.started();
+    let (attendance, worker, event) = (attended.attendance.clone(), attended.worker.clone(), event.clone());
+    let began = Instant::now();
     attended.worker.tasks.spawn(async move {
         let modes = (stdin, OutputMode::Attached);
         tokio::select! {
-            () = attached_callers::attend(&attendance, worker.runtime.as_ref(), process, modes) => {}
+            () = attached_callers::attend(&attendance, worker.runtime.as_ref(), process, modes) => {
+                event.ended(worker.runtime.process(process).await, began.elapsed());
+            }
             () = worker.stopping.cancelled() => {}
         }
     });
-    tracing::info!(process.id = %process, container.handle = %container, team, "process started by a caller");
-    Ok((process, main))
+    Ok(())
 }
 
 /// Starts the main process of a driven container, or finds it if it was started before.

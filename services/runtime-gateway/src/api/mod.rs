@@ -4,6 +4,7 @@
 
 mod archives;
 mod attach;
+mod audit;
 pub(crate) mod auth;
 mod containers;
 mod errors;
