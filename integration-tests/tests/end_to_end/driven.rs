@@ -172,6 +172,7 @@ impl Holder {
                     ..Default::default()
                 }),
                 lease_token: if is_main { self.placed.lease_token.clone() } else { String::new() },
+                ..Default::default()
             };
             let say = async |message| _ = send.send(pb::AttachRequest { message: Some(message) }).await;
             say(Say::Start(start)).await;

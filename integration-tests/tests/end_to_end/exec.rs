@@ -173,6 +173,26 @@ fn detached_shell_runs_on_and_takes_input_again() {
 }
 
 #[test]
+fn idle_shell_is_ended_with_reason() {
+    let Some((cluster, workload)) = running() else { return };
+    let shell = [
+        "exec",
+        "-it",
+        "--idle-timeout",
+        "1s",
+        &workload,
+        "sh",
+        "-c",
+        "trap 'echo hung up; exit 6' HUP; read -r line",
+    ];
+    let terminal = Terminal::run(&cluster.gantry(shell), 31, 97);
+    terminal.wait_for("nothing was typed or printed for 1.0 s");
+    terminal.wait_for("hung up");
+    terminal.ended(6);
+    assert_eq!(state(&cluster, &workload), "running");
+}
+
+#[test]
 fn exec_is_an_audit_event() {
     let Some((cluster, workload)) = running() else { return };
     let command = ["exec", "-e", "SECRET=hidden", &workload, "--", "sh", "-c", "exit 7"];

@@ -130,9 +130,8 @@ impl Attachment {
             team: "main".to_owned(),
             process_id: text("attempt_id"),
             stdout_offset: offset,
-            stderr_offset: 0,
             worker_id: text("worker_id"),
-            observer: false,
+            ..Resume::default()
         };
         let (say, printed) = mpsc::channel(8);
         say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("sent");
@@ -158,7 +157,7 @@ impl Attachment {
                 ResponseMessage::StdinAck(ack) => self.taken = ack.offset,
                 ResponseMessage::Exited(exited) => ended = exited.status,
                 ResponseMessage::Done(_) => return ended,
-                ResponseMessage::Started(_) | ResponseMessage::Truncated(_) => {}
+                ResponseMessage::Started(_) | ResponseMessage::Truncated(_) | ResponseMessage::Idle(_) => {}
             }
         }
     }

@@ -125,6 +125,10 @@ pub enum ProcessEvent {
 pub struct Attachment {
     /// Bytes of standard input that the worker had accepted before the attachment.
     pub stdin_offset: u64,
+    /// Bytes of standard output that the process had written before the attachment.
+    pub stdout_offset: u64,
+    /// Whether the process has a terminal.
+    pub has_terminal: bool,
     /// The events of the process. The runtime reads ahead only as far as the stream is polled.
     pub events: Pin<Box<dyn futures_core::Stream<Item = Result<ProcessEvent, RuntimeError>> + Send>>,
     /// The input of the process.

@@ -37,7 +37,7 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
     let size = args.tty.then(terminal::size);
     streams.window = args.tty.then(|| Window::watch(size)).transpose()?;
     if reads_stdin {
-        streams.read_stdin(ui, args.tty.then_some(&args.detach.keys));
+        streams.read_stdin(ui, args.tty.then_some(&args.detach.keys), false);
     }
     let variables = environment::of_process(&args.environment, args.tty, ui)?.into_iter();
     let spec = ProcessSpec {
@@ -57,6 +57,7 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
         process_id: ProcessId::new().to_string(),
         attempt_id: location.attempt_id.clone(),
         spec: Some(spec),
+        idle_timeout: args.idle_timeout,
     };
     let has_ended = has_ended(&workload);
     if has_ended && std::io::stderr().is_terminal() {

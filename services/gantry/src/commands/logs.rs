@@ -78,12 +78,13 @@ async fn attach_to_process(
     if !args.no_stdin && stdin::is_readable() {
         // The first message tells whether the process has a terminal.
         streams.window = io::stdin().is_terminal().then(Window::guess).transpose()?;
-        streams.read_stdin(ui, Some(&args.detach.keys));
+        streams.read_stdin(ui, Some(&args.detach.keys), true);
     }
     let process = FurtherProcess {
         process_id: process.to_string(),
         attempt_id: location.attempt_id.clone(),
         spec: None,
+        idle_timeout: None,
     };
     let workload = args.workload.to_string();
     let target = Target { connection, ui, workload: &workload, further: None };
@@ -157,6 +158,7 @@ async fn logs_of_service(
         process_id: attempt.service(service).to_string(),
         attempt_id: location.attempt_id.clone(),
         spec: None,
+        idle_timeout: None,
     };
     let target = Target { connection, ui, workload: &id, further: Some(&process) };
     // Only attached callers acknowledge output. Reading logs does not affect the service.

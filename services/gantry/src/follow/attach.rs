@@ -9,6 +9,7 @@ mod send;
 
 use std::convert::Infallible;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -45,6 +46,9 @@ const WORKER_CHECK_AFTER: Duration = Duration::from_millis(500);
 /// Extra time for a lost worker to answer about a workload that has ended.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
+/// Time in which the local terminal answers queries in output.
+const ANSWER_TIME: Duration = Duration::from_secs(1);
+
 /// Process to attach to.
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
@@ -62,6 +66,9 @@ pub(crate) struct FurtherProcess {
     pub(crate) attempt_id: String,
     /// Specification if this caller starts the process.
     pub(crate) spec: Option<ProcessSpec>,
+    /// Time without input and output after which a process with a terminal is ended. `None`: the
+    /// default of the gateway.
+    pub(crate) idle_timeout: Option<Duration>,
 }
 
 impl Target<'_> {
@@ -285,6 +292,11 @@ async fn attach_once(
         taken: taken_by_process.clone(),
         requests: requests.clone(),
     };
+    let answering = end_of_old_output(
+        stdin.as_ref().and_then(Stdin::drops_answers),
+        taken_by_process.clone(),
+        stdout.written(),
+    );
     let resizing = resize(window.as_mut(), taken_by_process, &requests);
     let interrupting = async {
         loop {
@@ -300,6 +312,7 @@ async fn attach_once(
     tokio::select! {
         never = interrupting => match never {},
         never = resizing => match never {},
+        never = answering => match never {},
         end = receive(responses, ui, [stdout, stderr], &taken, state) => end,
         Closed = sender.run(stdin.as_mut()) => Ok(AttachEnd::StdoutClosed),
     }
@@ -320,6 +333,22 @@ async fn resize(
     std::future::pending().await
 }
 
+/// Passes answers of the local terminal on when all output before this call was shown.
+async fn end_of_old_output(
+    drops_answers: Option<Arc<AtomicBool>>,
+    mut taken: watch::Receiver<Option<InputPosition>>,
+    mut written: watch::Receiver<u64>,
+) -> Infallible {
+    if let Some(drops_answers) = drops_answers
+        && let Ok(at) = taken.wait_for(Option::is_some).await.map(|at| at.unwrap_or_default())
+        && written.wait_for(|written| *written >= at.shown_before).await.is_ok()
+    {
+        tokio::time::sleep(ANSWER_TIME).await;
+        drops_answers.store(false, Ordering::Relaxed);
+    }
+    std::future::pending().await
+}
+
 async fn open(
     mut containers: ContainersClient<Peer>,
     target: Target<'_>,
@@ -328,9 +357,10 @@ async fn open(
 ) -> Result<(mpsc::Sender<AttachRequest>, Streaming<AttachResponse>), Refused> {
     let (requests, queue) = mpsc::channel(4);
     let (team, worker_id) = (target.connection.team.clone(), location.worker_id.clone());
+    let idle_timeout = target.further.and_then(|further| further.idle_timeout).map(rpc::duration);
     let first = match target.further {
         // A repeat does not start the process again.
-        Some(FurtherProcess { process_id, attempt_id, spec: spec @ Some(_) })
+        Some(FurtherProcess { process_id, attempt_id, spec: spec @ Some(_), .. })
             if !streams.state.is_started =>
         {
             RequestMessage::Start(StartProcess {
@@ -340,6 +370,7 @@ async fn open(
                 process_id: process_id.clone(),
                 spec: spec.clone(),
                 lease_token: String::new(),
+                idle_timeout,
             })
         }
         _ => {
@@ -354,6 +385,7 @@ async fn open(
                 stderr_offset: streams.stderr.received(),
                 worker_id,
                 observer: !streams.acknowledge,
+                idle_timeout,
             })
         }
     };
@@ -398,11 +430,15 @@ async fn receive(
         let written = match message {
             Some(ResponseMessage::Started(started)) => {
                 state.record_start(ui);
-                taken.send_replace(Some(InputPosition { offset: started.stdin_offset, ended: false }));
+                taken.send_replace(Some(InputPosition {
+                    offset: started.stdin_offset,
+                    ended: false,
+                    shown_before: started.stdout_offset,
+                }));
                 Ok(())
             }
             Some(ResponseMessage::StdinAck(ack)) => {
-                taken.send_replace(Some(InputPosition { offset: ack.offset, ended: false }));
+                taken.send_modify(|taken| taken.get_or_insert_default().offset = ack.offset);
                 Ok(())
             }
             Some(ResponseMessage::Exited(exited)) => {
@@ -432,6 +468,14 @@ async fn receive(
                 Ok(Stream::Stderr) => skip(ui, stderr, OutputStream::Stderr, truncated.to).await,
                 _ => skip(ui, stdout, OutputStream::Stdout, truncated.to).await,
             },
+            Some(ResponseMessage::Idle(idle)) => {
+                let after = idle.after.and_then(|after| Duration::try_from(after).ok()).unwrap_or_default();
+                ui.warn(&format!(
+                    "nothing was typed or printed for {}, so the command is ended (--idle-timeout of `gantry exec`)",
+                    duration(after)
+                ));
+                Ok(())
+            }
             Some(ResponseMessage::Done(_)) => {
                 let flushed = match stdout.flush().await {
                     Ok(()) => stderr.flush().await,

@@ -2,6 +2,7 @@
 //!
 //! `run`, `attach` and `logs` use [`Follow`]. [`exec`] follows a further process.
 
+mod answers;
 pub(crate) mod attach;
 pub(crate) mod end;
 pub(crate) mod exec;
@@ -150,7 +151,7 @@ impl Follow<'_> {
         streams.interrupt = state.interrupt.clone();
         streams.window = self.terminal.map(|_| Window::watch(None)).transpose()?;
         if self.stdin {
-            streams.read_stdin(ui, self.terminal);
+            streams.read_stdin(ui, self.terminal, self.on_signal == OnSignal::Leave);
         }
         let attached = loop {
             let copying = attach(target, location.clone(), &mut streams)

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Read};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::{Notify, mpsc, watch};
 
 use crate::cli::detach_keys::DetachKeys;
+use crate::follow::answers::AnswerFilter;
 use crate::follow::keys::KeyFilter;
 
 /// Size of one read, in bytes.
@@ -52,6 +54,8 @@ pub(crate) struct DetachRequest {
     all_taken: Arc<Notify>,
     /// Names of the detach keys.
     keys: String,
+    /// Whether answers of the terminal to queries are dropped.
+    drops_answers: Arc<AtomicBool>,
 }
 
 impl DetachRequest {
@@ -73,15 +77,22 @@ impl Stdin {
         Self::new(pieces, None)
     }
 
-    /// Starts reading what a person types. `keys` are no input.
-    pub(crate) fn read_keyboard(keys: &DetachKeys) -> Self {
+    /// Starts reading what a person types. `keys` are no input. With `drops_answers`, answers of
+    /// the terminal to queries are no input either, until [`Self::drops_answers`] is reset.
+    pub(crate) fn read_keyboard(keys: &DetachKeys, drops_answers: bool) -> Self {
         let (sender, pieces) = mpsc::channel(KEYS);
         let (made, request) = watch::channel(false);
-        let filter = KeyFilter::new(keys);
-        std::thread::spawn(move || read_keys(&sender, filter, &made));
+        let drops_answers = Arc::new(AtomicBool::new(drops_answers));
+        let filters = (AnswerFilter::default(), drops_answers.clone(), KeyFilter::new(keys));
+        std::thread::spawn(move || read_keys(&sender, filters, &made));
         Self::new(
             pieces,
-            Some(DetachRequest { made: request, all_taken: Arc::default(), keys: keys.to_string() }),
+            Some(DetachRequest {
+                made: request,
+                all_taken: Arc::default(),
+                keys: keys.to_string(),
+                drops_answers,
+            }),
         )
     }
 
@@ -99,13 +110,20 @@ impl Stdin {
     #[cfg(test)]
     pub(crate) fn typed(pieces: mpsc::Receiver<Bytes>) -> (Self, watch::Sender<bool>) {
         let (made, request) = watch::channel(false);
-        let request = DetachRequest { made: request, all_taken: Arc::default(), keys: String::new() };
+        let (all_taken, drops_answers) = Default::default();
+        let request = DetachRequest { made: request, all_taken, keys: String::new(), drops_answers };
         (Self::new(pieces, Some(request)), made)
     }
 
     /// Returns the request to detach. `None`: no person types the input.
     pub(crate) fn detach_request(&self) -> Option<DetachRequest> {
         self.keyboard.clone()
+    }
+
+    /// Returns whether answers of the terminal to queries are dropped now. `None`: they never are.
+    pub(crate) fn drops_answers(&self) -> Option<Arc<AtomicBool>> {
+        let drops = self.keyboard.as_ref().map(|request| request.drops_answers.clone());
+        drops.filter(|drops| drops.load(Ordering::Relaxed))
     }
 
     /// Returns a hint at the detach keys for messages. Ctrl-C does not end `gantry` in raw mode.
@@ -204,15 +222,21 @@ fn read_piece(stdin: &mut io::StdinLock) -> Option<Vec<u8>> {
     }
 }
 
-fn read_keys(pieces: &mpsc::Sender<Bytes>, mut filter: KeyFilter, detach: &watch::Sender<bool>) {
+fn read_keys(
+    pieces: &mpsc::Sender<Bytes>,
+    (mut answers, drops_answers, mut filter): (AnswerFilter, Arc<AtomicBool>, KeyFilter),
+    detach: &watch::Sender<bool>,
+) {
     let input = io::stdin();
     let mut stdin = input.lock();
     let send = |input: Vec<u8>| input.is_empty() || pieces.blocking_send(input.into()).is_ok();
     loop {
-        let wait = filter.is_withholding().then_some(&WITHHOLD);
+        let wait = (filter.is_withholding() || answers.is_withholding()).then_some(&WITHHOLD);
         let mut ready = [PollFd::new(&input, PollFlags::IN)];
         if poll(&mut ready, wait) == Ok(0) {
-            if !send(filter.release()) {
+            let (mut input, _) = filter.filter(&answers.release());
+            input.extend(filter.release());
+            if !send(input) {
                 return;
             }
             continue;
@@ -221,6 +245,11 @@ fn read_keys(pieces: &mpsc::Sender<Bytes>, mut filter: KeyFilter, detach: &watch
             // An error means that the call has ended.
             _ = send(filter.release());
             return;
+        };
+        let piece = if drops_answers.load(Ordering::Relaxed) {
+            answers.filter(&piece)
+        } else {
+            [answers.release(), piece].concat()
         };
         let (input, is_detached) = filter.filter(&piece);
         if !send(input) {

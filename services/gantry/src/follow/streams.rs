@@ -95,12 +95,13 @@ impl Streams {
     }
 
     /// Reads standard input. `keys` are given if the process has a terminal: a person at the local
-    /// terminal then types each key for that terminal, except `keys`, which detach.
-    pub(crate) fn read_stdin(&mut self, ui: &Ui, keys: Option<&DetachKeys>) {
+    /// terminal then types each key for that terminal, except `keys`, which detach. `shows_again`:
+    /// the process may have written output that was shown before.
+    pub(crate) fn read_stdin(&mut self, ui: &Ui, keys: Option<&DetachKeys>, shows_again: bool) {
         match keys {
             // Events are no screen.
             Some(keys) if io::stdin().is_terminal() && ui.events().is_none() => {
-                self.stdin = Some(Stdin::read_keyboard(keys));
+                self.stdin = Some(Stdin::read_keyboard(keys, shows_again));
                 self.state.mode = TerminalMode::RawWhenAttached;
             }
             _ => self.stdin = Some(Stdin::read()),

@@ -10,13 +10,14 @@ use futures::StreamExt;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as AttachMessage;
 use rpc::pb::runtime::attach_response::Message as AttachAnswer;
-use rpc::{invalid_field, parse_id, parse_team};
+use rpc::{invalid_field, parse_duration, parse_id, parse_team};
 use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState};
 use server::Caller;
 use tokio::sync::{Semaphore, mpsc};
 use tonic::{Status, Streaming};
 
 use super::errors::status;
+use super::idle::{self, Activity};
 use super::{Answers, audit, check_team, exec, worker_of};
 use crate::worker::Worker;
 use crate::worker::attached_callers::AttachGuard;
@@ -39,7 +40,7 @@ pub(super) async fn attach(
     mut requests: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
-    let (attended, main);
+    let (attended, main, idle_timeout);
     // The team, if the call did not start the process.
     let mut resumed = None;
     let (process, from, observer) = match requests.message().await?.and_then(|request| request.message) {
@@ -48,12 +49,16 @@ pub(super) async fn attach(
             let team = parse_team("resume.team", resume.team)?;
             attended = worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
             main = check_team(&attended.worker, process, &team).await?;
+            let timeout = parse_duration("resume.idle_timeout", resume.idle_timeout)?;
+            idle_timeout = idle::check_timeout("resume.idle_timeout", timeout)?;
             resumed = Some(team);
             let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
             (process, from, resume.observer)
         }
         Some(AttachMessage::Start(start)) => {
             attended = worker_of(&gateway, "start.worker_id", &start.worker_id).await?;
+            let timeout = parse_duration("start.idle_timeout", start.idle_timeout)?;
+            idle_timeout = idle::check_timeout("start.idle_timeout", timeout)?;
             let process;
             (process, main) = exec::start(&gateway, &attended, caller.as_ref(), start).await?;
             (process, Offsets::default(), false)
@@ -76,18 +81,20 @@ pub(super) async fn attach(
             None => std::future::pending().await,
         }
     };
-    let Attachment { stdin_offset, mut events, input } =
+    let Attachment { stdin_offset, stdout_offset, has_terminal, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
     let attached = (!observer).then(|| AttachGuard::new(attendance.clone(), process, caller.clone()));
-    let started = AttachAnswer::Started(pb::Started { stdin_offset });
+    let started = AttachAnswer::Started(pb::Started { stdin_offset, stdout_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
     }
+    let activity = Activity::new();
     // A process that does not read its input must not delay its output.
     let forward_output = async {
         while let Some(event) = events.next().await {
             let (message, last) = attach_answer(event.map_err(status)?);
+            activity.record();
             if open.is_some() {
                 worker.session.wait_until_exclusive().await;
             }
@@ -132,6 +139,7 @@ pub(super) async fn attach(
                     (&team, AttemptId::from_uuid(main.uuid()), process),
                 );
             }
+            activity.record();
             let length = stdin.as_ref().map_or(0, |stdin: &pb::StdinData| stdin.data.len());
             if length > STDIN_MESSAGE_BYTES {
                 return Err(invalid_field("stdin.data", "must be at most 1 MiB"));
@@ -143,6 +151,18 @@ pub(super) async fn attach(
         // The caller has sent everything, but still receives output.
         std::future::pending::<Result<(), Status>>().await
     };
+    let end_idle = async {
+        if process == main || !has_terminal || observer {
+            std::future::pending::<()>().await;
+        }
+        activity.stopped_for(idle_timeout).await;
+        tracing::info!(process.id = %process, "ending an idle process");
+        worker.tasks.spawn(idle::hang_up(input.clone()));
+        let idle = AttachAnswer::Idle(pb::Idle { after: Some(rpc::duration(idle_timeout)) });
+        // An error means that the caller is gone.
+        answers.send(Ok(pb::AttachResponse { message: Some(idle) })).await.ok();
+        std::future::pending::<Infallible>().await
+    };
     tokio::select! {
         // Biased: a message that arrives with the end of a session is discarded.
         biased;
@@ -150,6 +170,7 @@ pub(super) async fn attach(
         output = forward_output => output,
         received = receive => received,
         input = forward_input => input,
+        never = end_idle => match never {},
         never = touch(worker, main, worker.config.intervals.touch) => match never {},
     }
 }

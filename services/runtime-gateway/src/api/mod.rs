@@ -10,6 +10,7 @@ mod containers;
 mod errors;
 mod exec;
 mod fetch;
+mod idle;
 mod volumes;
 
 use std::ffi::OsString;

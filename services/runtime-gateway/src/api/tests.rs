@@ -99,6 +99,7 @@ async fn invalid_start_is_rejected_with_its_field() {
         ("start.spec.terminal.columns", |start| {
             spec(start).terminal = Some(scheduler_pb::Terminal { rows: 24, columns: 65536 });
         }),
+        ("start.idle_timeout", |start| start.idle_timeout = Some(rpc::duration(Duration::ZERO))),
     ];
     for (field, change) in cases {
         let refused = refuse(change).await;

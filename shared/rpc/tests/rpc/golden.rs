@@ -289,6 +289,7 @@ fn add_other_messages(corpus: &mut Corpus) {
         stderr_offset: 0,
         worker_id: String::new(),
         observer: false,
+        idle_timeout: None,
     };
     corpus.add("resume", &AttachRequest { message: Some(attach_request::Message::Resume(resume)) });
     corpus.add(

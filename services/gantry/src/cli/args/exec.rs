@@ -1,6 +1,7 @@
 //! Options of `gantry exec`, and of terminals.
 
 use std::ffi::OsString;
+use std::time::Duration;
 
 use clap::Args;
 use domain::WorkloadId;
@@ -49,6 +50,10 @@ pub(crate) struct ExecArgs {
     /// container
     #[arg(short, long, value_name = "USER")]
     pub(crate) user: Option<String>,
+    /// With -t, end the command when nothing was typed or printed for this long: 1s to 24h.
+    /// Default: 1h
+    #[arg(long, value_name = "DURATION", value_parser = values::term, requires = "tty")]
+    pub(crate) idle_timeout: Option<Duration>,
     #[command(flatten)]
     pub(crate) detach: DetachArgs,
 }

@@ -21,6 +21,8 @@ pub(super) struct InputPosition {
     pub(super) offset: u64,
     /// The process takes no more input.
     pub(super) ended: bool,
+    /// Offset of standard output up to which the output is older than the call.
+    pub(super) shown_before: u64,
 }
 
 /// Sender of input and acknowledgements.

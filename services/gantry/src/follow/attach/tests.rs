@@ -132,7 +132,9 @@ impl Containers for Gateway {
                 return;
             }
             let taken = gateway.input.lock().expect("held").len() as u64;
-            _ = answers.send(say(ResponseMessage::Started(Started { stdin_offset: taken }))).await;
+            _ = answers
+                .send(say(ResponseMessage::Started(Started { stdin_offset: taken, ..Started::default() })))
+                .await;
             tokio::join!(
                 gateway.speak(resume, breaks_after, &answers),
                 gateway.listen(&mut requests, breaks_after, &answers)
@@ -352,6 +354,7 @@ async fn process_is_started_until_confirmed_and_then_resumed() {
         process_id: "shell".to_owned(),
         attempt_id: "it".to_owned(),
         spec: Some(ProcessSpec::default()),
+        idle_timeout: None,
     };
     let (end, streams) = copy_of(&gateway, Some(&further), None, writer.into()).await;
     assert!(matches!(end, AttachEnd::Done), "{end:?}");

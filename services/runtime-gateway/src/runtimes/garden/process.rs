@@ -300,12 +300,14 @@ pub(super) fn attach(
         let seen = seen.borrow();
         (seen.heads, seen.stdin_taken)
     };
+    let [stdout_offset, _] = heads;
     let at = [from.stdout, from.stderr];
     for (offset, limit) in at.into_iter().zip(heads) {
         if offset > limit {
             return Err(RuntimeError::OffsetOutOfRange { offset, limit });
         }
     }
+    let has_terminal = process.terminal;
     let input = Input { worker: Arc::clone(worker), process: Arc::clone(&process) };
     let events = Events {
         process,
@@ -324,7 +326,13 @@ pub(super) fn attach(
             Err(error) => Some((Err(error), None)),
         }
     });
-    Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
+    Ok(Attachment {
+        stdin_offset,
+        stdout_offset,
+        has_terminal,
+        events: Box::pin(events),
+        input: Arc::new(input),
+    })
 }
 
 /// Event stream of a reader.

@@ -45,7 +45,7 @@ impl Host {
         }
         let mut events = Events::new(Arc::clone(self), process.clone(), spools, from);
         events.update_progress().await?;
-        let stdin_offset = events.seen.stdin_taken;
+        let (stdin_offset, stdout_offset) = (events.seen.stdin_taken, events.seen.stdout);
         events.reported_stdin = stdin_offset;
         let events = stream::unfold(Some(events), |events| async move {
             let mut events = events?;
@@ -61,7 +61,13 @@ impl Host {
             has_terminal,
             connection: tokio::sync::Mutex::default(),
         };
-        Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
+        Ok(Attachment {
+            stdin_offset,
+            stdout_offset,
+            has_terminal,
+            events: Box::pin(events),
+            input: Arc::new(input),
+        })
     }
 }
 
