@@ -2,6 +2,7 @@
 //! checks of the machine afterwards.
 
 pub mod concourse;
+pub mod holder;
 pub mod machines;
 pub mod snapshot;
 pub mod suite;

@@ -5,313 +5,16 @@ use std::fs;
 use std::time::Duration;
 
 use integration_tests::concourse::{ConcourseWorker, make_image};
+use integration_tests::holder::{Holder, Services, TEAM, block_on, spec, uuid};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{may_run_containers, wait_for};
-use rpc::client::{Outgoing, peer};
+use rpc::Reason;
 use rpc::pb::artifacts::FindOrCreateTaskCacheRequest;
 use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::runtime as pb;
-use rpc::pb::runtime::attach_request::Message as Say;
-use rpc::pb::runtime::attach_response::Message as Hear;
-use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::scheduler as scheduler_pb;
-use rpc::pb::scheduler::placements_client::PlacementsClient;
-use rpc::{Peer, Reason, Refusal};
 use testing::baggageclaim::Driver;
 use testing::garden::Manner;
-
-const TEAM: &str = "main";
-
-/// The addresses of a cluster.
-#[derive(Clone)]
-struct Services {
-    scheduler: String,
-    /// The proxy, if there is one.
-    proxy: Option<String>,
-    token: &'static str,
-}
-
-impl Services {
-    fn of(suite: &Suite) -> Self {
-        let proxy = suite.names().into_iter().find(|name| name == "proxy-0");
-        Self {
-            scheduler: suite.address("scheduler-0").to_owned(),
-            proxy: proxy.map(|name| suite.address(&name).to_owned()),
-            token: suite.token(),
-        }
-    }
-
-    fn connect(&self, address: &str) -> Peer {
-        peer(address, Outgoing::internal().with_token(Some(self.token))).expect("an address")
-    }
-
-    fn placements(&self) -> PlacementsClient<Peer> {
-        PlacementsClient::new(self.connect(&self.scheduler))
-    }
-}
-
-/// The holder of one driven lease, which repeats each call until it is answered.
-struct Holder {
-    services: Services,
-    lease: String,
-    /// Whether processes have input.
-    has_input: bool,
-    placed: scheduler_pb::PlaceResponse,
-}
-
-/// A new id.
-fn uuid() -> String {
-    domain::LeaseId::new().to_string()
-}
-
-/// Repeats `call` while the service does not answer, or a new gateway has no session yet.
-async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, tonic::Status>) -> Result<T, Refusal> {
-    loop {
-        match call().await.map_err(Refusal::from) {
-            Err(refusal) if refusal.is_transient() || refusal.is(Reason::NotAttended) => {
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-            result => return result,
-        }
-    }
-}
-
-impl Holder {
-    /// Places a lease.
-    async fn place(services: &Services, lease: &str, artifacts: &[&str]) -> Result<Self, Refusal> {
-        Self::place_with(services, |request| {
-            request.lease_id = lease.to_owned();
-            request.artifact_ids = artifacts.iter().map(|&id| id.to_owned()).collect();
-            // The image is one of the artifacts.
-            let image_kind = if artifacts.len() > 1 { "artifact" } else { "host" }.to_owned();
-            request.process = Some(scheduler_pb::ProcessRequirements { image_kind, ..Default::default() });
-        })
-        .await
-    }
-
-    /// Places a lease. `change` completes the request.
-    async fn place_with(
-        services: &Services,
-        change: impl FnOnce(&mut scheduler_pb::PlaceRequest),
-    ) -> Result<Self, Refusal> {
-        let mut request = scheduler_pb::PlaceRequest {
-            lease_id: uuid(),
-            team: TEAM.to_owned(),
-            kind: scheduler_pb::PlacementKind::Task.into(),
-            wait: Some(rpc::duration(Duration::from_secs(60))),
-            ..Default::default()
-        };
-        change(&mut request);
-        let placed = answered(async || Ok(services.placements().place(request.clone()).await?.into_inner()));
-        Ok(Self {
-            services: services.clone(),
-            lease: request.lease_id.clone(),
-            has_input: true,
-            placed: placed.await?,
-        })
-    }
-
-    /// A client of the gateway, or of the proxy if there is one.
-    fn containers(&self) -> ContainersClient<Peer> {
-        let address = self.services.proxy.as_ref().unwrap_or(&self.placed.gateway_endpoint);
-        ContainersClient::new(self.services.connect(address))
-    }
-
-    async fn create(&self, key: &str, spec: pb::ContainerSpec) -> Result<pb::Container, Refusal> {
-        let request = pb::CreateContainerRequest {
-            lease_token: self.placed.lease_token.clone(),
-            key: key.to_owned(),
-            spec: Some(spec),
-            labels: BTreeMap::from([("step".to_owned(), key.to_owned())]),
-        };
-        answered(async || {
-            let mut answers = self.containers().create_container(request.clone()).await?.into_inner();
-            loop {
-                match answers.message().await?.and_then(|answer| answer.message) {
-                    Some(pb::create_container_response::Message::Created(created)) => return Ok(created),
-                    Some(pb::create_container_response::Message::Progress(_)) => {}
-                    None => return Err(tonic::Status::unavailable("the stream was cut")),
-                }
-            }
-        })
-        .await
-    }
-
-    /// Starts a process, or attaches to it, and sends its input. Returns its standard output and
-    /// its exit code.
-    async fn run(
-        &self,
-        container: &str,
-        process: &str,
-        command: &[&str],
-        input: &'static [u8],
-    ) -> Result<(Vec<u8>, u32), Refusal> {
-        let (output, code) = self.attach(container, process, command, Some(input)).await?;
-        Ok((output, code.expect("it has ended")))
-    }
-
-    /// Starts a process, or attaches to it. Returns after its first output, unless `input` is sent.
-    async fn attach(
-        &self,
-        container: &str,
-        process: &str,
-        command: &[&str],
-        input: Option<&'static [u8]>,
-    ) -> Result<(Vec<u8>, Option<u32>), Refusal> {
-        answered(async || {
-            let (send, requests) = tokio::sync::mpsc::channel(8);
-            let is_main = process == container;
-            let start = pb::StartProcess {
-                team: TEAM.to_owned(),
-                worker_id: self.placed.worker_id.clone(),
-                container_id: container.to_owned(),
-                process_id: process.to_owned(),
-                spec: Some(pb::ProcessSpec {
-                    command: command.iter().map(|&text| text.to_owned().into()).collect(),
-                    stdin: self.has_input,
-                    ..Default::default()
-                }),
-                lease_token: if is_main { self.placed.lease_token.clone() } else { String::new() },
-                ..Default::default()
-            };
-            let say = async |message| _ = send.send(pb::AttachRequest { message: Some(message) }).await;
-            say(Say::Start(start)).await;
-            if let Some(input) = input.filter(|_| self.has_input) {
-                say(Say::Stdin(pb::StdinData { offset: 0, data: input.into() })).await;
-                say(Say::CloseStdin(pb::CloseStdin {})).await;
-            }
-            let stream = tokio_stream::wrappers::ReceiverStream::new(requests);
-            let mut answers = self.containers().attach(stream).await?.into_inner();
-            let (mut output, mut code) = (Vec::new(), None);
-            while let Some(answer) = answers.message().await? {
-                match answer.message {
-                    Some(Hear::Output(part)) if part.stream == i32::from(pb::Stream::Stdout) => {
-                        output.extend(part.data);
-                        if input.is_none() {
-                            return Ok((output, None));
-                        }
-                        let ack = pb::Ack { stdout_offset: output.len() as u64, stderr_offset: 0 };
-                        say(Say::Ack(ack)).await;
-                    }
-                    Some(Hear::Exited(exited)) => match exited.status {
-                        Some(pb::exited::Status::Code(exit)) => code = Some(exit),
-                        other => panic!("{process}: {other:?} {} {}", exited.reason, exited.message),
-                    },
-                    Some(Hear::Done(_)) => return Ok((output, code)),
-                    _ => {}
-                }
-            }
-            Err(tonic::Status::unavailable("the stream was cut"))
-        })
-        .await
-    }
-
-    async fn publish(&self, container: &str, output: &str) -> Result<pb::Published, Refusal> {
-        self.publish_source(container, pb::publish_request::Source::Output(output.to_owned())).await
-    }
-
-    async fn publish_source(
-        &self,
-        container: &str,
-        source: pb::publish_request::Source,
-    ) -> Result<pb::Published, Refusal> {
-        let request = pb::PublishRequest {
-            lease_token: self.placed.lease_token.clone(),
-            container_id: container.to_owned(),
-            source: Some(source),
-        };
-        answered(async || {
-            let mut answers = self.containers().publish(request.clone()).await?.into_inner();
-            loop {
-                match answers.message().await?.and_then(|answer| answer.message) {
-                    Some(pb::publish_response::Message::Published(published)) => return Ok(published),
-                    Some(pb::publish_response::Message::Progress(_)) => {}
-                    None => return Err(tonic::Status::unavailable("the stream was cut")),
-                }
-            }
-        })
-        .await
-    }
-
-    /// Ends the lease, and keeps these artifacts.
-    async fn release(&self, keep: &[&pb::Published]) -> Result<(), Refusal> {
-        self.release_to(keep, &[]).await
-    }
-
-    /// Ends the lease, and keeps these artifacts for these owners.
-    async fn release_to(
-        &self,
-        keep: &[&pb::Published],
-        owners: &[scheduler_pb::output_owner::Owner],
-    ) -> Result<(), Refusal> {
-        let artifacts = keep.iter().map(|published| scheduler_pb::SettledArtifact {
-            artifact_id: published.artifact_id.clone(),
-            digest: published.digest.clone(),
-            label: "kept".to_owned(),
-            owners: owners
-                .iter()
-                .map(|owner| scheduler_pb::OutputOwner { owner: Some(owner.clone()) })
-                .collect(),
-            ..Default::default()
-        });
-        let request = scheduler_pb::ReleaseRequest {
-            lease_token: self.placed.lease_token.clone(),
-            settlement: Some(scheduler_pb::Settlement {
-                artifacts: artifacts.collect(),
-                build_id: String::new(),
-                status: scheduler_pb::Outcome::Succeeded.into(),
-            }),
-        };
-        answered(async || self.services.placements().release(request.clone()).await).await?;
-        Ok(())
-    }
-
-    async fn container(&self, container: &str) -> Result<pb::Container, Refusal> {
-        let request = pb::GetContainerRequest {
-            team: TEAM.to_owned(),
-            container_id: container.to_owned(),
-            worker_id: self.placed.worker_id.clone(),
-        };
-        let got = answered(async || Ok(self.containers().get_container(request.clone()).await?.into_inner()));
-        Ok(got.await?.container.expect("a container"))
-    }
-
-    /// Waits until the lease has ended.
-    async fn ended(&self) {
-        let request = scheduler_pb::GetLeaseRequest { team: TEAM.to_owned(), lease_id: self.lease.clone() };
-        loop {
-            let lease = answered(async || {
-                Ok(self.services.placements().get_lease(request.clone()).await?.into_inner())
-            });
-            let lease = lease.await.expect("it is remembered").lease.expect("a lease");
-            if lease.state() == scheduler_pb::LeaseState::Ended {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-    }
-}
-
-/// A container that reads `src` and writes `out`, with this image or that of the worker.
-fn spec(input: &str, image: Option<&str>) -> pb::ContainerSpec {
-    let source = match image {
-        Some(image) => scheduler_pb::image::Source::ArtifactId(image.to_owned()),
-        None => scheduler_pb::image::Source::Host(scheduler_pb::HostImage {}),
-    };
-    pb::ContainerSpec {
-        image: Some(scheduler_pb::Image { source: Some(source) }),
-        inputs: vec![scheduler_pb::Input {
-            name: "src".to_owned(),
-            artifact_id: input.to_owned(),
-            access: scheduler_pb::Access::ReadOnly.into(),
-            ..Default::default()
-        }],
-        outputs: vec![scheduler_pb::Output { name: "out".to_owned(), ..Default::default() }],
-        privilege: scheduler_pb::Privilege::Confined.into(),
-        network: scheduler_pb::Network::Private.into(),
-        ..Default::default()
-    }
-}
 
 /// Uploads a directory with one file.
 fn uploaded(suite: &Suite) -> String {
@@ -319,10 +22,6 @@ fn uploaded(suite: &Suite) -> String {
     fs::create_dir_all(&source).expect("made");
     fs::write(source.join("file"), "bytes\n").expect("written");
     suite.upload(&source)
-}
-
-fn block_on<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Runtime::new().expect("a runtime").block_on(future)
 }
 
 const SCRIPT: &str = "cat src/file - > out/file; echo ran; exit 3";
@@ -489,21 +188,12 @@ fn container_is_stopped_and_destroyed_before_its_lease_ends() {
         let id = holder.create("task", spec(&input, None)).await.expect("created").container_id;
         let command = ["sh", "-c", "trap 'echo stopped; exit 4' TERM; echo up; while :; do sleep 0.05; done"];
         holder.attach(&id, &id, &command, None).await.expect("it starts");
-        let stop = pb::StopContainerRequest {
-            lease_token: holder.placed.lease_token.clone(),
-            container_id: id.clone(),
-            grace: None,
-        };
         for _ in 0..2 {
-            holder.containers().stop_container(stop.clone()).await.expect("stopped");
+            holder.stop(&id).await.expect("stopped");
         }
         let ran = holder.run(&id, &id, &command, b"").await.expect("it ends");
         assert_eq!(ran, (b"up\nstopped\n".to_vec(), 4));
-        let destroy = pb::DestroyContainerRequest {
-            lease_token: holder.placed.lease_token.clone(),
-            container_id: id.clone(),
-        };
-        holder.containers().destroy_container(destroy.clone()).await.expect("destroyed");
+        holder.destroy(&id).await.expect("destroyed");
         loop {
             match holder.container(&id).await {
                 Err(refusal) if refusal.is(Reason::ContainerNotFound) => break,
@@ -511,8 +201,8 @@ fn container_is_stopped_and_destroyed_before_its_lease_ends() {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        let refused = holder.containers().destroy_container(destroy).await.map_err(Refusal::from);
-        assert!(refused.expect_err("it is gone").is(Reason::ContainerNotFound));
+        let refused = holder.destroy(&id).await.expect_err("it is gone");
+        assert!(refused.is(Reason::ContainerNotFound), "{refused}");
         holder.release(&[]).await.expect("released");
         holder.ended().await;
     });

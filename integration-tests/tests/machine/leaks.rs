@@ -3,8 +3,10 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use integration_tests::holder::{Holder, Services, block_on, spec, uuid};
 use integration_tests::snapshot::Snapshot;
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
+use rpc::pb::runtime as pb;
 
 /// Runs with different endings, and the exit code of each.
 const ENDINGS: &[(&[&str], i32)] = &[
@@ -121,7 +123,83 @@ fn run_all(cluster: &Cluster, round: usize) -> usize {
         let output = cluster.output(run(arguments));
         assert_eq!(code(&output), *expected, "{arguments:?}: {}", describe(&output));
     }
-    ENDINGS.len() + run_those_that_are_ended(cluster)
+    ENDINGS.len() + run_those_that_are_ended(cluster) + drive_all(cluster)
+}
+
+/// Process of a driven container that runs until it is killed.
+const ENDLESS: &[&str] = &["sh", "-c", "trap '' TERM; echo ready; sleep 1000 & while :; do sleep 0.05; done"];
+const WRITE: &[&str] = &["sh", "-c", "cat src/file >out/file"];
+
+/// Leases the worker for a holder, whose containers read the artifact `input`.
+async fn placed(cluster: &Cluster, input: &str) -> Holder {
+    let scheduler = format!("unix://{}", cluster.path("run/gantry/gantry.sock").display());
+    let services = Services { scheduler, proxy: None, token: None };
+    Holder::place(&services, &uuid(), &[input]).await.expect("placed")
+}
+
+async fn created(holder: &Holder, key: &str, input: &str) -> String {
+    holder.create(key, spec(input, None)).await.expect("created").container_id
+}
+
+/// Runs a process to its end.
+async fn ran(holder: &Holder, container: &str, process: &str, command: &[&str]) {
+    assert_eq!(holder.run(container, process, command, b"").await.expect("it runs").1, 0);
+}
+
+/// Drives containers under leases with different ends. Returns the number of leases.
+fn drive_all(cluster: &Cluster) -> usize {
+    let input = &*cluster.upload(cluster.path("src"));
+    let settled = block_on(async {
+        // All steps, with a second process during the first one.
+        let holder = placed(cluster, input).await;
+        let id = created(&holder, "one", input).await;
+        let until_go = ["sh", "-c", "echo ready; until [ -e go ]; do sleep 0.01; done; cp src/file out"];
+        holder.attach(&id, &id, &until_go, None).await.expect("it starts");
+        ran(&holder, &id, &uuid(), &["touch", "go"]).await;
+        ran(&holder, &id, &id, &until_go).await;
+        let published = holder.publish(&id, "out").await.expect("published");
+        // A container without a process, one whose creation fails, and one that is destroyed.
+        created(&holder, "two", input).await;
+        let stranger = pb::ContainerSpec { user: "no-such-user".to_owned(), ..spec(input, None) };
+        holder.create("three", stranger).await.expect_err("there is no such user");
+        let destroyed = created(&holder, "four", input).await;
+        holder.attach(&destroyed, &destroyed, ENDLESS, None).await.expect("it starts");
+        holder.destroy(&destroyed).await.expect("destroyed");
+        holder.release(&[&published]).await.expect("released");
+
+        // A release during processes, of which one has joined the network of the other, and after
+        // a publication that is not settled.
+        let holder = placed(cluster, input).await;
+        let server = created(&holder, "server", input).await;
+        holder.attach(&server, &server, ENDLESS, None).await.expect("it starts");
+        let joined = pb::ContainerSpec { network_container_id: server.clone(), ..spec(input, None) };
+        let client = holder.create("client", joined).await.expect("created").container_id;
+        holder.attach(&client, &client, ENDLESS, None).await.expect("it starts");
+        holder.attach(&server, &uuid(), ENDLESS, None).await.expect("it starts");
+        let ended = created(&holder, "ended", input).await;
+        ran(&holder, &ended, &ended, WRITE).await;
+        holder.publish(&ended, "out").await.expect("published");
+        holder.let_go().await.expect("released");
+        published.artifact_id
+    });
+    cluster.succeed(["delete", input, &settled]);
+    2
+}
+
+/// Drives containers under a lease that expires, because its holder dies.
+fn drive_and_die(cluster: &Cluster) {
+    let input = &*cluster.upload(cluster.path("src"));
+    block_on(async {
+        let holder = placed(cluster, input).await;
+        let running = created(&holder, "running", input).await;
+        holder.attach(&running, &running, ENDLESS, None).await.expect("it starts");
+        holder.attach(&running, &uuid(), ENDLESS, None).await.expect("it starts");
+        created(&holder, "created", input).await;
+        let ended = created(&holder, "ended", input).await;
+        ran(&holder, &ended, &ended, WRITE).await;
+        holder.publish(&ended, "out").await.expect("published");
+    });
+    cluster.succeed(["delete", input]);
 }
 
 /// Returns what is on the machine beyond `before`, once that is empty or `patience` is over.
@@ -151,6 +229,7 @@ fn hundred_runs_with_all_endings_leave_nothing() {
         let now = Snapshot::of(&cluster);
         now.rows.is_empty().then_some(now)
     });
+    drive_and_die(&cluster);
     let mut runs = 0;
     for round in 0..4 {
         runs += run_all(&cluster, round);

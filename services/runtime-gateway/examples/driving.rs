@@ -242,6 +242,7 @@ impl Services {
             container_id: container_id.clone(),
             spec: Some(pb::ProcessSpec { command: step_command(), ..Default::default() }),
             lease_token: placed.lease_token.clone(),
+            idle_timeout: None,
         };
         Terminal::start(self.containers.clone(), start).await?.end().await?;
         end_call("Attach");
@@ -388,6 +389,7 @@ impl Services {
                 ..Default::default()
             }),
             lease_token: String::new(),
+            idle_timeout: None,
         };
         let connection = ContainersClient::new(peer(&self.gateway, self.outgoing)?);
         let mut terminal = Terminal::start(connection, start).await?;
