@@ -8,6 +8,7 @@ mod closed_output;
 mod concourse_worker;
 mod cordoned;
 mod driven;
+mod driven_model;
 mod endings;
 mod examples;
 mod exec;

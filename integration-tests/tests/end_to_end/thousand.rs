@@ -33,7 +33,7 @@ const CALLERS: usize = 16;
 const TOGETHER: usize = 120;
 
 /// Random number generator.
-struct RandomNumbers(u64);
+pub(crate) struct RandomNumbers(u64);
 
 impl RandomNumbers {
     fn new() -> Self {
@@ -42,8 +42,12 @@ impl RandomNumbers {
         Self(seed)
     }
 
+    pub(crate) fn seeded(seed: u64) -> Self {
+        Self(seed)
+    }
+
     /// Returns a number from 0 to `end`, exclusive.
-    fn below(&mut self, end: usize) -> usize {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
