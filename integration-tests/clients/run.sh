@@ -2,7 +2,7 @@
 # Runs the clients of the named languages, or of all languages: run.sh [go|python|typescript|java|rust|grpcurl]…
 # Each client runs against two clusters. One has the four services as separate processes with a proxy and two workers, and an
 # address for each service. The other is `gantry up` with one address for all services. The CI cores in Go and Python also run on a
-# Concourse worker of a third cluster.
+# Concourse worker of a third cluster, whose containers are made by the Garden server in ../garden-server.
 # Downloads are kept in the usual caches of the tools.
 set -uo pipefail
 cd "$(dirname "$0")"
@@ -24,6 +24,7 @@ for language in "${languages[@]}"; do
         need buf 'make client-tools'
         ;;
     python)
+        need go 'Go 1.26, https://go.dev/dl, for the Garden server of its CI core'
         need python3 'Debian package python3'
         python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=("venv: Debian package python3-venv")
         ;;
@@ -97,12 +98,17 @@ start services "$programs/suite" --walled
 services=$(field 'cluster["server"]') services_token=$(field 'cluster["token_file"]')
 start one "$programs/gantry" --json up --listen 127.0.0.1:0
 one=$(field 'cluster["endpoints"][1]') one_token=$(field 'cluster["token_file"]')
-# The servers of the Concourse worker are fakes, which show programs of this machine in empty directories of an image.
+# The Garden server is genuine, and the Baggageclaim server is a fake. Containers show programs of this machine in empty directories of
+# their image.
 has_ci=
 for language in "${languages[@]}"; do case $language in go | python) has_ci=yes ;; esac; done
 if [ -n "$has_ci" ]; then
+    (cd ../garden-server && go build -o "$scratch/garden-server" .) || exit 1
+    start garden_server "$scratch/garden-server"
+    garden_server=$announced
     start garden_worker "$programs/garden_worker" garden
-    echo "$announced" >"$scratch/workers.json"
+    python3 -c 'import json, sys; [worker] = json.loads(sys.argv[1]); print(json.dumps([worker | {"addr": sys.argv[2]}]))' \
+        "$announced" "$garden_server" >"$scratch/workers.json"
     mkdir -m 700 "$scratch/garden"
     start garden env XDG_STATE_HOME="$scratch/garden" XDG_RUNTIME_DIR="$scratch/garden" \
         GANTRY_WORKERS_FILE="$scratch/workers.json" "$programs/gantry" --json up --listen 127.0.0.1:0
