@@ -90,7 +90,7 @@ struct Lease {
     holder: Holder,
     is_live: bool,
     containers: BTreeMap<&'static str, Container>,
-    /// Keys of destroyed containers, which are not used again.
+    /// Keys of destroyed containers, which cannot be used again.
     destroyed: BTreeSet<&'static str>,
 }
 
@@ -257,10 +257,10 @@ impl World {
         // Only a live lease has work, but the containers of an ended lease can be stopped.
         let works = if is_live { exists(ContainerNotFound) } else { Err(LeaseLost) };
         match operation {
-            Operation::Create { .. } if destroyed.contains(key) => {}
             Operation::Create { variant } => {
                 let expected = match &known {
                     _ if !is_live => Err(LeaseLost),
+                    _ if destroyed.contains(key) => Err(ContainerExists),
                     Some(container) if container.variant != variant => Err(ContainerExists),
                     _ => Ok(()),
                 };

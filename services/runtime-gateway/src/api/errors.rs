@@ -117,7 +117,7 @@ impl From<DrivenError> for Status {
             DrivenError::NoSource(_) => return invalid_field("source", error.to_string()),
             DrivenError::LeaseLost(_) => Reason::LeaseLost,
             DrivenError::NoContainer(..) | DrivenError::NoJoined(_) => Reason::ContainerNotFound,
-            DrivenError::Exists(_) => Reason::ContainerExists,
+            DrivenError::Exists(_) | DrivenError::Destroyed(_) => Reason::ContainerExists,
             DrivenError::Running(_) => Reason::ProcessRunning,
         };
         reason.status(SERVICE, error.to_string())

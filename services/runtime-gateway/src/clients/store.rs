@@ -5,9 +5,12 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use domain::worker::{Receipt, StoreMark};
-use domain::{ArtifactId, AttemptId, CacheId, ContainerHandle, Digest, VolumeHandle, WorkerId, WorkloadId};
+use domain::{
+    ArtifactId, AttemptId, CacheId, ContainerHandle, Digest, LeaseId, VolumeHandle, WorkerId, WorkloadId,
+};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::pins_client::PinsClient;
 use rpc::pb::artifacts::report_request::Message as Part;
 use rpc::{Peer, Refusal};
 use runtime::{Holdings, WorkerProvided, WorkerProvidedPath};
@@ -136,13 +139,13 @@ impl DestroyOrders {
     }
 }
 
-/// The client of the inventory. `credential` is that of the worker's session.
+/// The client of the inventory and of pins. `credential` is that of the worker's session.
 #[derive(Clone)]
-pub(crate) struct StoreClient(InventoryClient<Peer>);
+pub(crate) struct StoreClient(InventoryClient<Peer>, PinsClient<Peer>);
 
 impl StoreClient {
     pub(crate) fn new(peer: Peer) -> Self {
-        Self(InventoryClient::new(peer))
+        Self(InventoryClient::new(peer.clone()), PinsClient::new(peer))
     }
 
     /// Writes the rows of a container and its volumes before they exist.
@@ -208,6 +211,14 @@ impl StoreClient {
             reason: reason.to_owned(),
         };
         self.0.clone().mark_container(request).await?;
+        Ok(())
+    }
+
+    /// Ends an attempt whose holder continues. It gets no container any more.
+    pub(crate) async fn end_attempt(&self, holder: LeaseId, attempt: AttemptId) -> Result<(), Refusal> {
+        let request =
+            pb::EndAttemptRequest { holder_id: holder.to_string(), attempt_id: attempt.to_string() };
+        self.1.clone().end_attempt(request).await?;
         Ok(())
     }
 

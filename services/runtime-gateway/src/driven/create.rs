@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use domain::workload::WorkloadSpec;
 use domain::{AttemptId, ContainerHandle, LeaseId, WorkloadId};
+use rpc::Reason;
 use uuid::Uuid;
 
 use super::{DrivenError, Held, find, is_live};
@@ -78,7 +79,13 @@ pub(crate) async fn create(
     let mut stop = held.operation.stop.clone();
     let report = |inputs: Option<Vec<InputProgress>>| report(inputs.unwrap_or_default());
     let (plan, prepared) = tokio::select! {
-        prepared = inputs::prepare(context, &task, &report) => prepared?,
+        prepared = inputs::prepare(context, &task, &report) => match prepared {
+            Err(AttemptError::Refused(refusal)) if refusal.is(Reason::AttemptEnded) => {
+                let key = task.driven.map(|note| note.key).unwrap_or_default();
+                return Err(DrivenError::Destroyed(key));
+            }
+            prepared => prepared?,
+        },
         request = stop_requested(&mut stop) => return Err(AttemptError::StopRequested(request).into()),
     };
     if !worker.session.is_exclusive() {

@@ -44,6 +44,9 @@ pub(crate) enum DrivenError {
     /// The lease has a container with this key and another spec.
     #[error("the lease has a container {0:?} with another spec")]
     Exists(String),
+    /// The container with this key was destroyed.
+    #[error("the container {0:?} of the lease was destroyed, or the lease has ended: use another key")]
+    Destroyed(String),
     /// The main process still runs, or was not started.
     #[error("the main process of container {0} has not ended")]
     Running(AttemptId),
@@ -195,11 +198,13 @@ pub(crate) async fn stop(
     }
 }
 
-/// Marks a driven container as garbage.
+/// Marks a driven container as garbage. Its key cannot be used again, because its process and its
+/// artifacts have ids that are derived from the key.
 pub(crate) async fn destroy(worker: &Worker, claims: &LeaseClaims, id: AttemptId) -> Result<(), DrivenError> {
     check_incarnation(worker, claims)?;
     let container = find(worker, claims.lease, id).await?;
     let session = worker.session.opened().await;
+    worker.clients.store.end_attempt(claims.lease, id).await?;
     let reason = "destroyed by the holder of its lease";
     let call = worker.clients.store.mark_container(&session.credential, container.handle, reason);
     match call.await {
