@@ -115,6 +115,8 @@ type core struct {
 	// Artifact with a root file system. Empty: host workers run steps with their own programs.
 	image string
 	tags  []string
+	// Whether a worker with these tags lets a task share the network of a service.
+	hasServices bool
 	// Artifact with the scripts of the resource type. Without an owner, it is deleted after 12 h.
 	typeArtifact string
 	typeDigest   []byte
@@ -133,6 +135,19 @@ func newCore(ctx context.Context) (*core, error) {
 		client: client, artifacts: artifacts.NewArtifactsClient(store), caches: artifacts.NewCachesClient(store),
 		image: os.Getenv("GANTRY_CI_IMAGE"), tags: strings.Fields(os.Getenv("GANTRY_CI_TAGS")),
 		typeArtifact: uuid.NewString(),
+	}
+	scheduling, err := client.dial(client.addresses["scheduler"])
+	if err != nil {
+		return nil, err
+	}
+	known, err := request(ctx, scheduler.NewWorkersClient(scheduling).ListWorkers, &scheduler.ListWorkersRequest{})
+	if err != nil {
+		return nil, err
+	}
+	for _, worker := range known.Workers {
+		tags := slices.Sorted(slices.Values(worker.Labels.GetTags()))
+		isOurs := slices.Equal(tags, slices.Sorted(slices.Values(c.tags)))
+		c.hasServices = c.hasServices || isOurs && slices.Contains(worker.Labels.GetCapabilities(), "network-container")
 	}
 	tree := &artifacts.SmallTree{}
 	for _, name := range []string{"check", "in", "out"} {
@@ -187,12 +202,14 @@ type lease struct {
 	token, worker, container string
 	containers               runtime.ContainersClient
 	settled                  bool
+	// Stops the service of the step and returns its failure.
+	stopService func() error
 }
 
-// leased leases a worker for one step, creates the container of the step, and runs it. The lease is renewed meanwhile. A step that
-// does not settle the lease releases it, and nothing that it made is kept.
+// leased leases a worker for one step, starts the service `serve` of the step if it has one, creates the container of the step, and
+// runs it. The lease is renewed meanwhile. A step that does not settle the lease releases it, and nothing that it made is kept.
 func (c *core) leased(
-	ctx context.Context, kind scheduler.PlacementKind, spec *runtime.ContainerSpec, step func(*lease) error,
+	ctx context.Context, kind scheduler.PlacementKind, spec *runtime.ContainerSpec, serve string, step func(*lease) error,
 ) (err error) {
 	// They are pinned until the lease ends, and a worker that has them is preferred.
 	var used, caches []string
@@ -206,7 +223,14 @@ func (c *core) leased(
 	process := &scheduler.ProcessRequirements{ImageKind: "host", Capabilities: []string{"exec", "network-none"}}
 	if c.image != "" {
 		used = append(used, c.image)
-		process = &scheduler.ProcessRequirements{ImageKind: "artifact", Capabilities: []string{"exec", "network-private"}}
+		process.ImageKind = "artifact"
+	}
+	if serve != "" {
+		spec.Network = scheduler.Network_NETWORK_PRIVATE
+		process.Capabilities = append(process.Capabilities, "network-container")
+	}
+	if spec.Network == scheduler.Network_NETWORK_PRIVATE {
+		process.Capabilities[1] = "network-private"
 	}
 	placed, err := request(ctx, c.placements.Place, &scheduler.PlaceRequest{
 		LeaseId: uuid.NewString(), Team: c.team, Kind: kind, Tags: c.tags, Process: process,
@@ -229,10 +253,49 @@ func (c *core) leased(
 	}
 	defer connection.Close()
 	l.containers = runtime.NewContainersClient(connection)
-	if l.container, err = l.create(ctx, spec); err != nil {
+	if serve != "" {
+		if err := l.serve(ctx, serve, spec); err != nil {
+			return err
+		}
+	}
+	if l.container, err = l.create(ctx, "step", spec); err != nil {
 		return err
 	}
 	return step(l)
+}
+
+// serve runs a service in a container of its own, and lets the container with `spec` join its network. The first output of the
+// service says that it is ready.
+func (l *lease) serve(ctx context.Context, script string, spec *runtime.ContainerSpec) (err error) {
+	service := *l
+	own := l.spec(nil, nil, nil)
+	own.Network = spec.Network
+	if service.container, err = l.create(ctx, "service", own); err != nil {
+		return err
+	}
+	heard, ended := make(chan struct{}), make(chan error, 1)
+	ready := sync.OnceFunc(func() { close(heard) })
+	go func() {
+		said := func([]byte) error { ready(); return nil }
+		result, err := service.run(ctx, process{command: []string{"perl", "-e", script}, heard: said}, nil)
+		if err == nil && !result.succeeded() {
+			err = &stepFailed{"service", result}
+		}
+		ended <- err
+	}()
+	select {
+	case <-heard:
+	case err := <-ended:
+		return errors.Join(errors.New("the service ended early"), err)
+	}
+	spec.NetworkContainerId = service.container
+	l.stopService = func() error {
+		if err := service.stop(ctx); err != nil {
+			return err
+		}
+		return <-ended
+	}
+	return nil
 }
 
 func (l *lease) renew(ctx context.Context) error {
@@ -240,9 +303,9 @@ func (l *lease) renew(ctx context.Context) error {
 	return err
 }
 
-// create creates the container of the step, and returns its id.
-func (l *lease) create(ctx context.Context, spec *runtime.ContainerSpec) (string, error) {
-	message := &runtime.CreateContainerRequest{LeaseToken: l.token, Key: "step", Spec: spec}
+// create creates a container, and returns its id.
+func (l *lease) create(ctx context.Context, key string, spec *runtime.ContainerSpec) (string, error) {
+	message := &runtime.CreateContainerRequest{LeaseToken: l.token, Key: key, Spec: spec}
 	return repeat(func() (string, error) {
 		call, err := l.containers.CreateContainer(ctx, message)
 		for err == nil {
@@ -493,7 +556,7 @@ func (l *lease) resource(ctx context.Context, name string, arguments []string, i
 // check returns the versions of the resource from a version on, oldest first.
 func (b *build) check(ctx context.Context, source map[string]any, from version) (versions []version, err error) {
 	spec := b.spec(map[string]string{"/opt/resource": b.typeArtifact}, nil, nil)
-	err = b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_CHECK, spec, func(l *lease) error {
+	err = b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_CHECK, spec, "", func(l *lease) error {
 		return l.resource(ctx, "check", nil, document{source, from}, &versions)
 	})
 	return versions, err
@@ -528,7 +591,7 @@ func (b *build) get(ctx context.Context, source map[string]any, of version) (art
 		return err
 	})()
 	spec := b.spec(map[string]string{"/opt/resource": b.typeArtifact}, []string{"version"}, nil)
-	err = b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_GET, spec, func(l *lease) error {
+	err = b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_GET, spec, "", func(l *lease) error {
 		var got document
 		if err := l.resource(ctx, "in", []string{"/workspace/version"}, document{source, of}, &got); err != nil {
 			return err
@@ -551,11 +614,13 @@ func (b *build) get(ctx context.Context, source map[string]any, of version) (art
 // task is a step that runs a command with inputs, outputs and caches.
 type task struct {
 	name, script string
-	inputs       map[string]string
-	outputs      []string
-	cachePaths   []string
-	breakAfter   int
-	beside       func(l *lease, stdout []byte) error
+	// Script of the service beside the task. Empty: the task has none.
+	serve      string
+	inputs     map[string]string
+	outputs    []string
+	cachePaths []string
+	breakAfter int
+	beside     func(l *lease, stdout []byte) error
 }
 
 // task runs a command, and returns its result and the artifacts of its outputs. Outputs and caches of a command that fails are
@@ -572,16 +637,24 @@ func (b *build) task(ctx context.Context, t task) (ended *result, made map[strin
 		caches[path] = found.CacheId
 	}
 	made = map[string]string{}
-	err = b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_TASK, b.spec(t.inputs, t.outputs, caches), func(l *lease) error {
+	err = b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_TASK, b.spec(t.inputs, t.outputs, caches), t.serve, func(l *lease) error {
 		heard := func(stdout []byte) error {
 			if t.beside == nil {
 				return nil
 			}
 			return t.beside(l, stdout)
 		}
-		command := []string{"sh", "-c", t.script}
+		command := []string{"sh", "-c", t.script, "task"}
+		if t.serve != "" {
+			command = append(command, "5432")
+		}
 		if ended, err = l.run(ctx, process{command: command, breakAfter: t.breakAfter, heard: heard}, nil); err != nil {
 			return err
+		}
+		if l.stopService != nil {
+			if err := l.stopService(); err != nil {
+				return err
+			}
 		}
 		var kept []*scheduler.SettledArtifact
 		for _, output := range t.outputs {
@@ -616,7 +689,7 @@ func (b *build) putVersion(ctx context.Context, source map[string]any, inputs ma
 	all := maps.Clone(inputs)
 	all["/opt/resource"] = b.typeArtifact
 	var put document
-	err := b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_PUT, b.spec(all, nil, nil), func(l *lease) error {
+	err := b.leased(ctx, scheduler.PlacementKind_PLACEMENT_KIND_PUT, b.spec(all, nil, nil), "", func(l *lease) error {
 		return l.resource(ctx, "out", []string{"/workspace"}, document{Source: source}, &put)
 	})
 	return put.Version, err
@@ -653,8 +726,12 @@ func (b *build) pipeline(ctx context.Context, source map[string]any) (made built
 	var beside *result
 	// The process beside the task reads more than one window of input.
 	input := bytes.Repeat([]byte("input 0000000\n"), 3<<16)
+	serve, served := "", ""
+	if b.hasServices {
+		serve, served = script("service"), "served\n"
+	}
 	ended, outputs, err := b.task(ctx, task{
-		name: "unit", script: script("task"), inputs: map[string]string{"version": made.version},
+		name: "unit", script: script("task"), serve: serve, inputs: map[string]string{"version": made.version},
 		outputs: []string{"result"}, cachePaths: []string{"/cache"}, breakAfter: breakAfter,
 		beside: func(l *lease, stdout []byte) (err error) {
 			if beside == nil && bytes.HasPrefix(stdout, []byte("ready\n")) {
@@ -693,6 +770,7 @@ func (b *build) pipeline(ctx context.Context, source map[string]any) (made built
 		check(beside.exited.GetCode() == 3, "other end: %v", beside.exited),
 		check(string(beside.out.stdout) == hex.EncodeToString(inputSum[:])+"  -\n", "other input: %s", beside.out.stdout),
 		check(bytes.Equal(files["lines"], lines.Bytes()), "other bytes than the task wrote"),
+		check(string(files["served"]) == served, "another line than that of the service: %q", files["served"]),
 		check(put["sha256"] == hex.EncodeToString(sum[:]), "other version: %v", put),
 	)
 }
@@ -721,6 +799,9 @@ func runCore(ctx context.Context) error {
 	c, err := newCore(ctx)
 	if err != nil {
 		return err
+	}
+	if !c.hasServices {
+		fmt.Println("the task has no service: its worker cannot join networks")
 	}
 	// Each run of this program has a job and a resource of its own.
 	job, source := "ci-core-"+uuid.NewString(), map[string]any{"newest": 3, "run": uuid.NewString()}

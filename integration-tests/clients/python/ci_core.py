@@ -19,12 +19,15 @@ import grpc
 from client import BREAK_AFTER, HERE, TEAM, Client, connect, containers_pb2, containers_pb2_grpc, error_info
 from client import artifacts_pb2, artifacts_pb2_grpc, placements_pb2, workloads_pb2
 from gantry.artifacts.v1 import caches_pb2, caches_pb2_grpc, trees_pb2
+from gantry.scheduler.v1 import workers_pb2, workers_pb2_grpc
 from google.protobuf import duration_pb2
 
 # A caller may send this many bytes of input more than the process has accepted.
 INPUT_WINDOW = 1 << 20
-# Scripts of the resource type and of the tasks.
+# Scripts of the resource type, of the tasks and of the service.
 SCRIPTS = HERE / "../ci"
+# Port of the service beside the task.
+SERVICE_PORT = 5432
 # Maximum number of repeats of a call that is not answered. They take two minutes.
 MAX_REPEATS = 60
 NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -118,6 +121,7 @@ class Core(Client):
         # Host workers run steps with their own programs. Other workers need an image.
         self.image = os.environ.get("GANTRY_CI_IMAGE", "")
         self.tags = os.environ.get("GANTRY_CI_TAGS", "").split()
+        self.has_services = self.can_join_networks()
         # Artifact with the scripts of the resource type. Without an owner, it is deleted after 12 h.
         self.type_artifact = str(uuid.uuid4())
         entries = [
@@ -131,14 +135,23 @@ class Core(Client):
     def call(self, method, request):
         return repeat(lambda: method(request, metadata=self.auth))
 
+    # docs:capability
+    def can_join_networks(self):
+        """Returns whether a worker with the tags of this core lets a task share the network of a service."""
+        workers = workers_pb2_grpc.WorkersStub(connect(self.addresses["scheduler"]))
+        known = self.call(workers.ListWorkers, workers_pb2.ListWorkersRequest()).workers
+        labels = [worker.labels for worker in known if sorted(worker.labels.tags) == sorted(self.tags)]
+        return any("network-container" in label.capabilities for label in labels)
+    # docs:end
+
     # docs:spec
-    def spec(self, inputs=(), outputs=(), caches=()):
+    def spec(self, inputs=(), outputs=(), caches=(), network=workloads_pb2.NETWORK_NONE):
         """Returns the spec of a container: inputs and caches by their paths, outputs by their names."""
-        image = workloads_pb2.Image(artifact_id=self.image)
-        network = workloads_pb2.NETWORK_PRIVATE
-        if not self.image:
-            image = workloads_pb2.Image(host=workloads_pb2.HostImage())
-            network = workloads_pb2.NETWORK_NONE
+        image = workloads_pb2.Image(host=workloads_pb2.HostImage())
+        if self.image:
+            image = workloads_pb2.Image(artifact_id=self.image)
+            # A Concourse worker has no other network.
+            network = workloads_pb2.NETWORK_PRIVATE
         return containers_pb2.ContainerSpec(
             image=image,
             inputs=[
@@ -161,112 +174,37 @@ class Core(Client):
     # docs:end
 
 
-# docs:lease
-@contextlib.contextmanager
-def leased(core, kind, spec):
-    """Leases a worker for one step, and renews the lease until the end of the block.
+class Worker:
+    """The processes on one worker."""
 
-    A block that does not settle the lease releases it. Nothing that the step made is kept."""
-    has_image = spec.image.WhichOneof("source") == "artifact_id"
-    used = {value.artifact_id for value in spec.inputs} | ({spec.image.artifact_id} if has_image else set())
-    request = placements_pb2.PlaceRequest(
-        lease_id=str(uuid.uuid4()),
-        team=TEAM,
-        kind=kind,
-        tags=core.tags,
-        # Only workers that can run such a container are feasible.
-        process=placements_pb2.ProcessRequirements(
-            image_kind="artifact" if has_image else "host",
-            capabilities=["exec", "network-private" if has_image else "network-none"],
-        ),
-        # They are pinned until the lease ends, and a worker that has them is preferred.
-        artifact_ids=sorted(used),
-        task_cache_ids=[value.task_cache_id for value in spec.caches],
-        wait=duration_pb2.Duration(seconds=600),
-    )
-    placed = core.call(core.placements.Place, request)
-    lease = Lease(core, placed, spec)
-    with renewed(placed.term, lease.renew):
-        try:
-            yield lease
-        finally:
-            if not lease.settled:
-                core.call(core.placements.Release, placements_pb2.ReleaseRequest(lease_token=placed.lease_token))
-            lease.gateway.close()
-
-
-class Lease:
-    """The right to run the container of one step on one worker."""
-
-    def __init__(self, core, placed, spec):
-        self.core, self.spec, self.settled = core, spec, False
-        self.token, self.worker_id = placed.lease_token, placed.worker_id
-        self.gateway = core.gateway(placed.gateway_endpoint)
+    def __init__(self, core, worker_id, gateway_endpoint):
+        self.core, self.worker_id = core, worker_id
+        self.gateway = core.gateway(gateway_endpoint)
         self.containers = containers_pb2_grpc.ContainersStub(self.gateway)
 
-    def renew(self):
-        self.core.placements.Renew(placements_pb2.RenewRequest(lease_token=self.token), metadata=self.core.auth)
-    # docs:end
-
-    # docs:container
-    def create(self):
-        """Creates the container of the step, and returns its id."""
-        request = containers_pb2.CreateContainerRequest(lease_token=self.token, key="step", spec=self.spec)
-        stream = lambda: self.containers.CreateContainer(request, metadata=self.core.auth)
-        return repeat(lambda: last(stream(), "created")).container_id
-
-    def stop(self, container_id):
-        """Sends TERM to the processes of a container, and KILL after 10 s. Their ends are reported as usual."""
-        request = containers_pb2.StopContainerRequest(lease_token=self.token, container_id=container_id)
-        self.core.call(self.containers.StopContainer, request)
-    # docs:end
-
-    # docs:settle
-    def publish(self, container_id, **source):
-        """Publishes `output` or `task_cache_id` after the end of the main process, and returns the candidate."""
-        request = containers_pb2.PublishRequest(lease_token=self.token, container_id=container_id, **source)
-        stream = lambda: self.containers.Publish(request, metadata=self.core.auth)
-        return repeat(lambda: last(stream(), "published"))
-
-    def settle(self, artifacts, build_id="", succeeded=True):
-        """Ends the lease. The named candidates become artifacts, and everything else is deleted."""
-        status = workloads_pb2.OUTCOME_SUCCEEDED if succeeded else workloads_pb2.OUTCOME_FAILED
-        settlement = placements_pb2.Settlement(artifacts=artifacts, build_id=build_id, status=status)
-        request = placements_pb2.ReleaseRequest(lease_token=self.token, settlement=settlement)
-        missing = self.core.call(self.core.placements.Release, request).missing
-        self.settled = True
-        if missing:
-            raise RuntimeError(f"owners are missing: {missing}")
-    # docs:end
-
     # docs:process
-    def run(self, container_id, command, document=None, **options):
-        """Runs the main process of a container, with a JSON document as its input."""
-        stdin = b"" if document is None else json.dumps(document).encode()
-        result = self.drive(container_id, container_id, self.token, command, stdin, **options)
-        if not result.succeeded:
-            # A process also ends when its lease is lost. Then this call is rejected with LEASE_LOST.
-            repeat(self.renew)
-        if result.exited.reason:
-            raise RuntimeError(f"the process has no exit: {result.exited}")
-        return result
-
     def exec(self, container_id, command, stdin):
         """Runs a further process in a running container."""
-        return self.drive(container_id, str(uuid.uuid4()), "", command, stdin)
+        return self.start(container_id, str(uuid.uuid4()), "", command, stdin)
 
-    def drive(self, container_id, process_id, token, command, stdin, break_after=None, heard=None):
-        """Starts a process, sends its input, and returns its whole output and its end.
+    def start(self, container_id, process_id, token, command, stdin, **options):
+        """Starts a process, sends its input, and returns its whole output and its end."""
+        spec = containers_pb2.ProcessSpec(command=[word.encode() for word in command], stdin=bool(stdin))
+        address = self.address(process_id)
+        start = containers_pb2.StartProcess(container_id=container_id, spec=spec, lease_token=token, **address)
+        # It is repeated until it is answered. A process that exists is attached to, and not started again.
+        return self.drive(address, containers_pb2.AttachRequest(start=start), stdin, **options)
+
+    def address(self, process_id):
+        return {"team": TEAM, "worker_id": self.worker_id, "process_id": process_id}
+
+    def drive(self, address, first, stdin=b"", break_after=None, heard=None):
+        """Attaches to a process with the message `first`, sends its input, and returns its whole output and its end.
 
         Broken calls are resumed. A test sets `break_after` to break the first call after this much output. `heard` is
         called with the standard output so far."""
-        address = {"team": TEAM, "worker_id": self.worker_id, "process_id": process_id}
-        spec = containers_pb2.ProcessSpec(command=[word.encode() for word in command], stdin=bool(stdin))
-        start = containers_pb2.StartProcess(container_id=container_id, spec=spec, lease_token=token, **address)
         result = Result(None, bytearray(), bytearray(), 0)
         outputs = {containers_pb2.STREAM_STDOUT: result.stdout, containers_pb2.STREAM_STDERR: result.stderr}
-        # It is repeated until it is answered. A process that exists is attached to, and not started again.
-        first = containers_pb2.AttachRequest(start=start)
         repeats = 0
         while True:
             result.connections += 1
@@ -323,6 +261,117 @@ class Lease:
             return None
         return written
     # docs:end
+
+
+# docs:lease
+@contextlib.contextmanager
+def leased(core, kind, spec, capabilities=("exec",)):
+    """Leases a worker with capabilities for one step, and renews the lease until the end of the block.
+
+    A block that does not settle the lease releases it. Nothing that the step made is kept."""
+    has_image = spec.image.WhichOneof("source") == "artifact_id"
+    used = {value.artifact_id for value in spec.inputs} | ({spec.image.artifact_id} if has_image else set())
+    network = "network-private" if spec.network == workloads_pb2.NETWORK_PRIVATE else "network-none"
+    request = placements_pb2.PlaceRequest(
+        lease_id=str(uuid.uuid4()),
+        team=TEAM,
+        kind=kind,
+        tags=core.tags,
+        # Only workers that can run such a container are feasible.
+        process=placements_pb2.ProcessRequirements(
+            image_kind="artifact" if has_image else "host",
+            capabilities=[network, *capabilities],
+        ),
+        # They are pinned until the lease ends, and a worker that has them is preferred.
+        artifact_ids=sorted(used),
+        task_cache_ids=[value.task_cache_id for value in spec.caches],
+        wait=duration_pb2.Duration(seconds=600),
+    )
+    placed = core.call(core.placements.Place, request)
+    lease = Lease(core, placed, spec)
+    with renewed(placed.term, lease.renew):
+        try:
+            yield lease
+        finally:
+            if not lease.settled:
+                core.call(core.placements.Release, placements_pb2.ReleaseRequest(lease_token=placed.lease_token))
+            lease.gateway.close()
+
+
+class Lease(Worker):
+    """The right to run the containers of one step on one worker."""
+
+    def __init__(self, core, placed, spec):
+        super().__init__(core, placed.worker_id, placed.gateway_endpoint)
+        self.spec, self.token, self.settled = spec, placed.lease_token, False
+
+    def renew(self):
+        self.core.placements.Renew(placements_pb2.RenewRequest(lease_token=self.token), metadata=self.core.auth)
+    # docs:end
+
+    # docs:container
+    def create(self, key="step", spec=None):
+        """Creates the container of the step, or another one of its lease, and returns its id."""
+        request = containers_pb2.CreateContainerRequest(lease_token=self.token, key=key, spec=spec or self.spec)
+        stream = lambda: self.containers.CreateContainer(request, metadata=self.core.auth)
+        return repeat(lambda: last(stream(), "created")).container_id
+
+    def stop(self, container_id):
+        """Sends TERM to the processes of a container, and KILL after 10 s. Their ends are reported as usual."""
+        request = containers_pb2.StopContainerRequest(lease_token=self.token, container_id=container_id)
+        self.core.call(self.containers.StopContainer, request)
+    # docs:end
+
+    # docs:settle
+    def publish(self, container_id, **source):
+        """Publishes `output` or `task_cache_id` after the end of the main process, and returns the candidate."""
+        request = containers_pb2.PublishRequest(lease_token=self.token, container_id=container_id, **source)
+        stream = lambda: self.containers.Publish(request, metadata=self.core.auth)
+        return repeat(lambda: last(stream(), "published"))
+
+    def settle(self, artifacts, build_id="", succeeded=True):
+        """Ends the lease. The named candidates become artifacts, and everything else is deleted."""
+        status = workloads_pb2.OUTCOME_SUCCEEDED if succeeded else workloads_pb2.OUTCOME_FAILED
+        settlement = placements_pb2.Settlement(artifacts=artifacts, build_id=build_id, status=status)
+        request = placements_pb2.ReleaseRequest(lease_token=self.token, settlement=settlement)
+        missing = self.core.call(self.core.placements.Release, request).missing
+        self.settled = True
+        if missing:
+            raise RuntimeError(f"owners are missing: {missing}")
+    # docs:end
+
+    # docs:run
+    def run(self, container_id, command, document=None, **options):
+        """Runs the main process of a container, with a JSON document as its input."""
+        stdin = b"" if document is None else json.dumps(document).encode()
+        result = self.start(container_id, container_id, self.token, command, stdin, **options)
+        if not result.succeeded:
+            # A process also ends when its lease is lost. Then this call is rejected with LEASE_LOST.
+            repeat(self.renew)
+        if result.exited.reason:
+            raise RuntimeError(f"the process has no exit: {result.exited}")
+        return result
+    # docs:end
+
+
+# docs:service
+@contextlib.contextmanager
+def service(lease, command):
+    """Runs a service in a container of its own until the end of the block. Its first output says that it is ready."""
+    container_id = lease.create("service", lease.core.spec(network=workloads_pb2.NETWORK_PRIVATE))
+    heard = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lease.run, container_id, command, heard=lambda stdout: heard.set())
+        running.add_done_callback(lambda future: heard.set())
+        heard.wait()
+        try:
+            yield container_id
+        finally:
+            lease.stop(container_id)
+        result = running.result()
+    if not result.succeeded:
+        raise RuntimeError(f"the service ended with {result.exited}, stderr {bytes(result.stderr)!r}")
+# docs:end
 
 
 def output_of(step, result):
@@ -413,35 +462,40 @@ class Build:
 
         renewal = caches_pb2.RenewResourceCacheRequest(team=TEAM, claim_id=claim_id)
         renew = lambda: self.core.caches.RenewResourceCache(renewal, metadata=self.core.auth)
+        with renewed(found.claimed.term, renew):
+            artifact_id, result = self.fetch(claim_id, {"source": source, "version": version})
+        assert json.loads(output_of("get", result))["version"] == version, "another version"
+        return artifact_id, True
+
+    def fetch(self, claim_id, document):
+        """Makes the artifact of a version for a resource cache. Returns it, and the result of the step."""
         spec = self.core.spec(inputs={"/opt/resource": self.core.type_artifact}, outputs=["version"])
-        with (
-            renewed(found.claimed.term, renew),
-            leased(self.core, placements_pb2.PLACEMENT_KIND_GET, spec) as lease,
-        ):
+        with leased(self.core, placements_pb2.PLACEMENT_KIND_GET, spec) as lease:
             container_id = lease.create()
-            document = {"source": source, "version": version}
             result = lease.run(container_id, ["sh", "/opt/resource/in", "/workspace/version"], document)
-            assert json.loads(output_of("get", result))["version"] == version, "another version"
+            output_of("get", result)
             published = lease.publish(container_id, output="version")
             # The cache owns the artifact, so it outlives the build.
             lease.settle([owned(published, "version", resource_cache_claim_id=claim_id)])
-        return published.artifact_id, True
+        return published.artifact_id, result
     # docs:end
 
     # docs:task
-    def task(self, name, command, inputs, outputs, cache_paths, beside=None, break_after=None):
-        """Runs a command, and returns its result and the artifacts of its outputs.
+    def task(self, name, command, inputs, outputs, cache_paths, serve=None, beside=None, break_after=None):
+        """Runs a command beside the service `serve`, and returns its result and the artifacts of its outputs.
 
         Outputs and caches of a command that fails are kept, too."""
-        caches = {}
-        for path in cache_paths:
-            request = caches_pb2.FindOrCreateTaskCacheRequest(team=TEAM, job=self.job, step=name, path=path)
-            caches[path] = self.core.call(self.core.caches.FindOrCreateTaskCache, request).cache_id
-        spec = self.core.spec(inputs, outputs, caches)
-        with leased(self.core, placements_pb2.PLACEMENT_KIND_TASK, spec) as lease:
-            container_id = lease.create()
-            heard = beside and (lambda stdout: beside(lease, container_id, stdout))
-            result = lease.run(container_id, command, heard=heard, break_after=break_after)
+        caches = self.task_caches(name, cache_paths)
+        network = workloads_pb2.NETWORK_PRIVATE if serve else workloads_pb2.NETWORK_NONE
+        spec = self.core.spec(inputs, outputs, caches, network)
+        capabilities = ["exec", "network-container"] if serve else ["exec"]
+        with leased(self.core, placements_pb2.PLACEMENT_KIND_TASK, spec, capabilities) as lease:
+            with service(lease, serve) if serve else contextlib.nullcontext("") as service_id:
+                # The container joins the network of the service, and reaches it at localhost.
+                spec.network_container_id = service_id
+                container_id = lease.create()
+                heard = beside and (lambda stdout: beside(lease, container_id, stdout))
+                result = lease.run(container_id, command, heard=heard, break_after=break_after)
             published = {output: lease.publish(container_id, output=output) for output in outputs}
             artifacts = [owned(candidate, output) for output, candidate in published.items()]
             for cache_id in caches.values():
@@ -454,6 +508,14 @@ class Build:
         return result, {output: candidate.artifact_id for output, candidate in published.items()}
     # docs:end
 
+    def task_caches(self, name, paths):
+        """Returns the ids of the caches of a task by their paths."""
+        caches = {}
+        for path in paths:
+            request = caches_pb2.FindOrCreateTaskCacheRequest(team=TEAM, job=self.job, step=name, path=path)
+            caches[path] = self.core.call(self.core.caches.FindOrCreateTaskCache, request).cache_id
+        return caches
+
     # docs:put
     def put(self, source, inputs):
         """Puts the inputs, which are directories below the working directory, and returns the new version."""
@@ -464,6 +526,129 @@ class Build:
     # docs:end
 
 
+class SubmittedBuild(Build):
+    """A build whose steps are workloads. The scheduler chooses the worker, and the gateway performs each step."""
+
+    # docs:workload
+    def run(self, kind, spec, command, document=None, owner=None, services=(), beside=None, break_after=None):
+        """Runs a workload, and returns the result of its process and its end."""
+        workload_id = str(uuid.uuid4())
+        inline = document is not None
+        workload = workloads_pb2.WorkloadSpec(
+            team=TEAM,
+            kind=kind,
+            image=spec.image,
+            command=[word.encode() for word in command],
+            stdin=workloads_pb2.STDIN_MODE_INLINE if inline else workloads_pb2.STDIN_MODE_NONE,
+            inline_stdin=json.dumps(document).encode() if inline else b"",
+            # The process does not wait for this caller. Its standard output is a part of its end.
+            output=workloads_pb2.OUTPUT_MODE_SPOOLED,
+            keep_result=True,
+            inputs=spec.inputs,
+            outputs=[
+                workloads_pb2.Output(name=output.name, owners=[owner] if owner else []) for output in spec.outputs
+            ],
+            # A cache that the process changes gets a new version.
+            caches=spec.caches,
+            privilege=spec.privilege,
+            network=spec.network,
+            services=services,
+            tags=self.core.tags,
+            capabilities=["exec"],
+            # The build owns outputs that have no other owner.
+            build_id="" if owner else self.build_id,
+        )
+        self.core.call(self.core.workloads.Submit, workloads_pb2.SubmitRequest(workload_id=workload_id, spec=workload))
+        event = self.wait(workload_id, ("running", "finished"))
+        if isinstance(event, workloads_pb2.Finished) and event.failure.reason:
+            raise RuntimeError(f"the workload did not run: {event.failure}")
+        worker = Worker(self.core, event.location.worker_id, event.location.gateway_endpoint)
+        with worker.gateway:
+            attempt_id = event.location.attempt_id
+            address = worker.address(attempt_id)
+            resume = containers_pb2.AttachRequest(resume=containers_pb2.Resume(**address))
+            attempt = SubmittedAttempt(self, workload_id, worker)
+            heard = beside and (lambda stdout: beside(attempt, attempt_id, stdout))
+            result = worker.drive(address, resume, break_after=break_after, heard=heard)
+        finished = self.wait(workload_id, ("finished",))
+        if finished.outcome == workloads_pb2.OUTCOME_ERRORED:
+            raise RuntimeError(f"the workload failed: {finished.failure}")
+        assert finished.exit.code == result.exited.code, (finished.exit, result.exited)
+        # A workload that was cancelled has no result.
+        if finished.HasField("result"):
+            assert finished.result == result.stdout, "another result than the output"
+        return result, finished
+
+    def wait(self, workload_id, wanted):
+        """Returns the first event of a workload with a wanted name. All events are received again after a break."""
+        request = workloads_pb2.WatchRequest(team=TEAM, workload_id=workload_id)
+
+        def watch():
+            for event in self.core.workloads.Watch(request, metadata=self.core.auth):
+                if event.WhichOneof("event") in wanted:
+                    return getattr(event, event.WhichOneof("event"))
+            raise RuntimeError("the stream ended without an event")
+
+        return repeat(watch)
+    # docs:end
+
+    def check(self, source, version):
+        spec = self.core.spec(inputs={"/opt/resource": self.core.type_artifact})
+        command, document = ["sh", "/opt/resource/check"], {"source": source, "version": version}
+        result, _ = self.run(workloads_pb2.WORKLOAD_KIND_CHECK, spec, command, document)
+        return json.loads(output_of("check", result))
+
+    # docs:submitted
+    def fetch(self, claim_id, document):
+        """Makes the artifact of a version for a resource cache. Returns it, and the result of the step."""
+        spec = self.core.spec(inputs={"/opt/resource": self.core.type_artifact}, outputs=["version"])
+        owner = workloads_pb2.OutputOwner(resource_cache_claim_id=claim_id)
+        command = ["sh", "/opt/resource/in", "/workspace/version"]
+        result, finished = self.run(workloads_pb2.WORKLOAD_KIND_GET, spec, command, document, owner)
+        output_of("get", result)
+        return finished.outputs[0].artifact_id, result
+    # docs:end
+
+    # docs:services
+    def task(self, name, command, inputs, outputs, cache_paths, serve=None, beside=None, break_after=None):
+        network = workloads_pb2.NETWORK_PRIVATE if serve else workloads_pb2.NETWORK_NONE
+        spec = self.core.spec(inputs, outputs, self.task_caches(name, cache_paths), network)
+        options = {"beside": beside, "break_after": break_after}
+        if serve:
+            ready = workloads_pb2.Readiness(tcp_port=SERVICE_PORT)
+            words = [word.encode() for word in serve]
+            options["services"] = [
+                workloads_pb2.Service(name="counter", image=spec.image, command=words, readiness=ready)
+            ]
+        result, finished = self.run(workloads_pb2.WORKLOAD_KIND_TASK, spec, command, **options)
+        assert not finished.notes, finished.notes
+        output_of(name, result)
+        return result, {output.name: output.artifact_id for output in finished.outputs}
+    # docs:end
+
+    def put(self, source, inputs):
+        spec = self.core.spec(inputs={"/opt/resource": self.core.type_artifact, **inputs})
+        command = ["sh", "/opt/resource/out", "/workspace"]
+        result, _ = self.run(workloads_pb2.WORKLOAD_KIND_PUT, spec, command, {"source": source})
+        return json.loads(output_of("put", result))["version"]
+
+
+@dataclasses.dataclass
+class SubmittedAttempt:
+    """What a user of a running workload can do."""
+
+    build: SubmittedBuild
+    workload_id: str
+    worker: Worker
+
+    def exec(self, container_id, command, stdin):
+        return self.worker.exec(container_id, command, stdin)
+
+    def stop(self, container_id):
+        request = workloads_pb2.CancelRequest(team=TEAM, workload_id=self.workload_id)
+        self.build.core.call(self.build.core.workloads.Cancel, request)
+
+
 # The process beside the task reads more than one window of input.
 BESIDE_INPUT = b"input %07d\n" * (3 << 16)
 
@@ -472,37 +657,69 @@ def lines_of(version):
     return b"".join(b"line %06d of version %d\n" % (line, version) for line in range(1, 40_001))
 
 
+@dataclasses.dataclass
+class Made:
+    """What the pipeline of a build made."""
+
+    # Artifact of the version, and whether this build made it.
+    version: str
+    is_new: bool
+    # Artifact of the task.
+    result: str
+    # Number of runs of the task, from its cache.
+    runs: int
+    # Bytes and codes, which do not depend on the way in which the steps run.
+    observed: dict
+
+
 def pipeline(build, source):
-    """Runs one build. Returns the artifact of the version and whether the build made it, and the output and the number
-    of runs of the task."""
+    """Runs the steps of one build."""
     beside = []
 
     def hijack(lease, container_id, stdout):
         if stdout.startswith(b"ready\n") and not beside:
             beside.append(lease.exec(container_id, ["sh", "-c", script("beside")], BESIDE_INPUT))
 
+    core = build.core
     versions = build.check(source, {"number": "2"})
     assert versions == [{"number": "2"}, {"number": "3"}], versions
-    version_artifact, made = build.get(source, versions[-1])
-    print(f"build {build.number}: {'made' if made else 'found'} version 3: {version_artifact}")
+    version_artifact, is_new = build.get(source, versions[-1])
+    print(f"build {build.number}: {'made' if is_new else 'found'} version 3: {version_artifact}")
 
-    command, inputs = ["sh", "-c", script("task")], {"version": version_artifact}
+    serve = ["perl", "-e", script("service")] if core.has_services else None
+    command, inputs = ["sh", "-c", script("task"), "task"], {"version": version_artifact}
+    if serve:
+        command.append(str(SERVICE_PORT))
     result, outputs = build.task(
-        "unit", command, inputs, ["result"], ["/cache"], beside=hijack, break_after=BREAK_AFTER
+        "unit", command, inputs, ["result"], ["/cache"], serve=serve, beside=hijack, break_after=BREAK_AFTER
     )
     assert result.stdout == b"ready\n" + lines_of(3) and result.stderr == b"done\n", "each byte once, in order"
     assert result.connections > 1, "the call was not broken"
     [hijacked] = beside
     assert hijacked.exited.code == 3, hijacked.exited
     assert hijacked.stdout.split() == [hashlib.sha256(BESIDE_INPUT).hexdigest().encode(), b"-"], hijacked.stdout
-    files, _ = repeat(lambda: build.core.download(outputs["result"]))
+    files, _ = repeat(lambda: core.download(outputs["result"]))
     assert files["lines"] == lines_of(3), "other bytes than the task wrote"
+    assert files.get("served") == (b"served\n" if serve else None), "another line than that of the service"
 
     put = build.put(source, {"result": outputs["result"]})
     assert put == {"sha256": hashlib.sha256(lines_of(3)).hexdigest()}, put
     runs = int(files["runs"])
     print(f"build {build.number}: task ran for the {runs}. time, result {outputs['result']}")
-    return version_artifact, made, outputs["result"], runs
+    observed = {
+        "versions": versions,
+        "version": digest_of(core, version_artifact),
+        "result": digest_of(core, outputs["result"]),
+        "task": (result.exited.code, bytes(result.stdout), bytes(result.stderr)),
+        "hijack": (hijacked.exited.code, bytes(hijacked.stdout)),
+        "put": put,
+    }
+    return Made(version_artifact, is_new, outputs["result"], runs, observed)
+
+
+def digest_of(core, artifact_id):
+    request = artifacts_pb2.GetArtifactRequest(team=TEAM, artifact_id=artifact_id)
+    return core.call(core.artifacts.GetArtifact, request).artifact.digest
 
 
 def stop_task(build):
@@ -533,34 +750,49 @@ def kept_by(core, artifact_id):
     return {kind for kind in ("build", "pinned", "resource cache") for keeper in keepers if keeper.startswith(kind)}
 
 
-def main():
-    core = Core()
+def scenario(core, start_build):
+    """Runs five builds. Returns what they observed: by the runs of the task, and of the builds that fail."""
     # Each run of this program has a job and a resource of its own.
     job, source = f"ci-core-{uuid.uuid4()}", {"newest": 3, "run": str(uuid.uuid4())}
 
     def run(number):
-        build = Build(core, job, number)
+        build = start_build(core, job, number)
         with build.started():
             return pipeline(build, source)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first, second = pool.map(run, [1, 2])
-    assert first[0] == second[0], "both builds use one artifact"
-    assert first[1] != second[1], "one build made it"
+    assert first.version == second.version, "both builds use one artifact"
+    assert first.is_new != second.is_new, "one build made it"
     third = run(3)
-    assert third[:2] == (first[0], False), "the third build finds the version in its cache"
-    assert third[3] == 1 + max(first[3], second[3]), "the third build finds the task cache"
+    assert (third.version, third.is_new) == (first.version, False), "the third build finds the version in its cache"
+    assert third.runs == 1 + max(first.runs, second.runs), "the third build finds the task cache"
 
-    missing = failure(Build(core, job, 4), lambda build: build.check({"run": source["run"]}, None))
+    missing = failure(start_build(core, job, 4), lambda build: build.check({"run": source["run"]}, None))
     assert missing.exited.code == 4 and missing.stderr == b"source.newest is missing\n", missing
-    stopped = failure(Build(core, job, 5), stop_task)
+    stopped = failure(start_build(core, job, 5), stop_task)
     assert stopped.exited.code == 7 and stopped.stdout == b"ready\nstopped\n", stopped
 
     # The builds have let go of their results, which are deleted with the last container that used them. The version
     # stays for later builds.
-    for _, _, result, _ in (first, second, third):
-        assert not {"build", "pinned"} & kept_by(core, result), kept_by(core, result)
-    assert "resource cache" in kept_by(core, first[0]), kept_by(core, first[0])
+    for made in (first, second, third):
+        assert not {"build", "pinned"} & kept_by(core, made.result), kept_by(core, made.result)
+    assert "resource cache" in kept_by(core, first.version), kept_by(core, first.version)
+    failures = [(end.exited.code, bytes(end.stdout), bytes(end.stderr)) for end in (missing, stopped)]
+    return {made.runs: made.observed for made in (first, second, third)}, failures
+
+
+def main():
+    core = Core()
+    if not core.has_services:
+        print("the task has no service: its worker cannot join networks")
+    driven, driven_failures = scenario(core, Build)
+    submitted, submitted_failures = scenario(core, SubmittedBuild)
+    assert driven_failures == submitted_failures, "other ends of the failed builds"
+    # How often two builds at a time find the task cache may differ.
+    for runs in driven.keys() & submitted.keys():
+        for what in driven[runs]:
+            assert driven[runs][what] == submitted[runs][what], f"another {what} of a workload"
     print("ci core: 5 builds, ok")
 
 
