@@ -1,6 +1,7 @@
 //! Queries for objects of a cluster: one object by its id, or all objects page by page.
 
-use anyhow::bail;
+use anyhow::{Context, bail};
+use domain::AttemptId;
 use futures::stream::{self, Stream, TryStreamExt};
 use rpc::Reason;
 use rpc::pb::artifacts::{
@@ -203,6 +204,25 @@ pub(crate) fn orphans(
         let page = repeat(doing, async || client.clone().list_orphans(request.clone()).await);
         page.await.map(|page| (page.orphans, page.next_page_token))
     })
+}
+
+/// Returns the id of the container of a service, and of its main process.
+pub(crate) fn container_of_service(
+    workload: &Workload,
+    attempt: &str,
+    service: &str,
+) -> anyhow::Result<AttemptId> {
+    let id = &workload.workload_id;
+    let services = workload.spec.iter().flat_map(|spec| &spec.services);
+    let names: Vec<_> = services.map(|service| service.name.as_str()).collect();
+    // The spec of a finished workload may be abridged.
+    let is_complete = !workload.abridged || !names.is_empty();
+    if is_complete && !names.contains(&service) {
+        let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+        bail!("workload {id} has no service {service:?}; its services: {names}");
+    }
+    let attempt: AttemptId = attempt.parse().context("the scheduler named an attempt with an invalid id")?;
+    Ok(attempt.service(service))
 }
 
 /// Returns the handle of an orphan.

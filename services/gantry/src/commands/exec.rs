@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::cli::args::ExecArgs;
 use crate::cli::environment;
 use crate::client::connect::Connection;
-use crate::client::queries::workload;
+use crate::client::queries::{container_of_service, workload};
 use crate::ending::error::Refused;
 use crate::ending::signals::Signals;
 use crate::follow::attach::{FurtherProcess, Target};
@@ -53,9 +53,15 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
         terminal: size,
         ..ProcessSpec::default()
     };
+    let attempt_id = location.attempt_id.clone();
+    let container_id = match &args.service {
+        Some(service) => container_of_service(&workload, &attempt_id, service)?.to_string(),
+        None => attempt_id.clone(),
+    };
     let process = FurtherProcess {
         process_id: ProcessId::new().to_string(),
-        attempt_id: location.attempt_id.clone(),
+        attempt_id,
+        container_id,
         spec: Some(spec),
         idle_timeout: args.idle_timeout,
     };

@@ -4,7 +4,7 @@
 use std::io::{self, IsTerminal};
 
 use anyhow::{Context, bail};
-use domain::{AttemptId, ProcessId};
+use domain::ProcessId;
 use prost_types::Timestamp;
 use rpc::pb::scheduler::watch_response::Event;
 use rpc::pb::scheduler::{
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::cli::args::{AttachArgs, CancelArgs, LogsArgs, WatchArgs};
 use crate::client::connect::Connection;
-use crate::client::queries::workload;
+use crate::client::queries::{container_of_service, workload};
 use crate::ending::error::Interrupted;
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
@@ -83,6 +83,7 @@ async fn attach_to_process(
     let process = FurtherProcess {
         process_id: process.to_string(),
         attempt_id: location.attempt_id.clone(),
+        container_id: location.attempt_id.clone(),
         spec: None,
         idle_timeout: None,
     };
@@ -140,23 +141,15 @@ async fn logs_of_service(
     signals: &mut Signals,
 ) -> anyhow::Result<()> {
     let id = args.workload.to_string();
-    let Workload { spec, state, location, .. } = workload(connection, "read a service of", &id).await?;
-    let services = spec.map(|spec| spec.services).unwrap_or_default();
-    let names: Vec<_> = services.into_iter().map(|service| service.name).collect();
-    // The scheduler abridges the large spec of a finished workload.
-    let is_abridged = names.is_empty() && state == i32::from(WorkloadState::Finished);
-    if !is_abridged && !names.iter().any(|name| name == service) {
-        let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-        bail!("workload {id} has no service {service:?}; its services: {names}");
-    }
-    let Some(location) = location else {
+    let workload = workload(connection, "read a service of", &id).await?;
+    let Some(location) = &workload.location else {
         bail!("service {service} of workload {id} has no output: the workload was not placed on a worker");
     };
-    let attempt: AttemptId =
-        location.attempt_id.parse().context("the scheduler named an attempt with an invalid id")?;
+    let container = container_of_service(&workload, &location.attempt_id, service)?;
     let process = FurtherProcess {
-        process_id: attempt.service(service).to_string(),
+        process_id: container.to_string(),
         attempt_id: location.attempt_id.clone(),
+        container_id: container.to_string(),
         spec: None,
         idle_timeout: None,
     };

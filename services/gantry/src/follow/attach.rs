@@ -62,8 +62,10 @@ pub(crate) struct Target<'a> {
 /// Further process in the container of a workload.
 pub(crate) struct FurtherProcess {
     pub(crate) process_id: String,
-    /// Attempt whose container has the process.
+    /// Attempt of the workload to which the container belongs.
     pub(crate) attempt_id: String,
+    /// Container that has the process: that of the attempt, or that of a service.
+    pub(crate) container_id: String,
     /// Specification if this caller starts the process.
     pub(crate) spec: Option<ProcessSpec>,
     /// Time without input and output after which a process with a terminal is ended. `None`: the
@@ -360,13 +362,13 @@ async fn open(
     let idle_timeout = target.further.and_then(|further| further.idle_timeout).map(rpc::duration);
     let first = match target.further {
         // A repeat does not start the process again.
-        Some(FurtherProcess { process_id, attempt_id, spec: spec @ Some(_), .. })
+        Some(FurtherProcess { process_id, container_id, spec: spec @ Some(_), .. })
             if !streams.state.is_started =>
         {
             RequestMessage::Start(StartProcess {
                 team,
                 worker_id,
-                container_id: attempt_id.clone(),
+                container_id: container_id.clone(),
                 process_id: process_id.clone(),
                 spec: spec.clone(),
                 lease_token: String::new(),

@@ -26,6 +26,9 @@ pub(crate) struct ExecArgs {
     /// Id of the workload, which runs or has ended in the last minutes
     #[arg(value_name = "WORKLOAD")]
     pub(crate) workload: WorkloadId,
+    /// Run the command in the container of this service
+    #[arg(long, value_name = "NAME")]
+    pub(crate) service: Option<String>,
     /// Program to run, and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,

@@ -353,6 +353,7 @@ async fn process_is_started_until_confirmed_and_then_resumed() {
     let further = FurtherProcess {
         process_id: "shell".to_owned(),
         attempt_id: "it".to_owned(),
+        container_id: "it".to_owned(),
         spec: Some(ProcessSpec::default()),
         idle_timeout: None,
     };
