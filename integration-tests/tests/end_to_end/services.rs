@@ -95,7 +95,7 @@ fn output_of_services_is_kept() {
         return;
     }
     let cluster = Cluster::new();
-    let program = format!("echo kept > /tmp/of-db; {}", server(5002, "db", Duration::ZERO));
+    let program = format!("echo kept > of-db; {}", server(5002, "db", Duration::ZERO));
     let services = [service("db", ",port=5002", &program)];
     let workload = submit(&cluster, &services, "echo main");
     let ended = finished(&cluster, &workload);
@@ -106,7 +106,7 @@ fn output_of_services_is_kept() {
     );
     assert_eq!(cluster.succeed(["logs", "--service", "db", &workload]), b"db starts\n");
     assert_eq!(cluster.succeed(["logs", &workload]), b"main\n");
-    let command = ["exec", "--service", "db", &workload, "--", "cat", "/tmp/of-db"];
+    let command = ["exec", "--service", "db", &workload, "--", "cat", "of-db"];
     assert_eq!(cluster.succeed(command), b"kept\n", "its files are kept, too");
     let output = cluster.output(["logs", "--service", "other", &workload]);
     assert_eq!(code(&output), 125, "{}", describe(&output));
