@@ -1,10 +1,11 @@
 //! Commands in the container of a workload, and terminals.
 
-use std::io::Write;
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 
 use integration_tests::terminal::Terminal;
-use integration_tests::{Cluster, code, describe, id, may_run_containers, send, wait_for};
+use integration_tests::{Cluster, code, describe, id, may_run_containers, send, snapshot, wait_for};
 
 /// Keys that detach by default: Ctrl-P Ctrl-Q.
 const DETACH: &str = "\u{10}\u{11}";
@@ -108,6 +109,26 @@ fn ended_workload_can_be_looked_into() {
     cluster.succeed(["download", &artifact, "result"]);
     let report = std::fs::read_to_string(cluster.path("result/report")).expect("the report");
     assert_eq!(report, "broken\n");
+}
+
+#[test]
+fn end_of_cluster_ends_commands_in_ended_workloads() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let ended = id(cluster.succeed(["run", "-d", "--", "true"]));
+    wait_for("the end", || (state(&cluster, &ended) == "finished").then_some(()));
+    let mut exec = cluster.gantry(["exec", "-i", &ended, "sh", "-c", "echo up; exec sleep 1000"]);
+    let mut exec = exec.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry");
+    let mut line = [0; 3];
+    exec.stdout.take().expect("stdout").read_exact(&mut line).expect("it runs");
+    // A caller that lives would start another cluster.
+    exec.kill().expect("killed");
+    exec.wait().expect("ended");
+    cluster.succeed(["down"]);
+    assert_eq!(snapshot::processes(&cluster), BTreeMap::new());
+    std::fs::remove_dir_all(cluster.path("state/gantry")).expect("nothing is mounted");
 }
 
 #[test]

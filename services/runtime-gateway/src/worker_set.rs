@@ -25,7 +25,7 @@ use crate::sync::{base_type_import, inventory_sync, scheduler_stream};
 use crate::transfer::Transfers;
 use crate::util::keyed_locks::IdLocks;
 use crate::worker::Worker;
-use crate::worker::attached_callers::Attendance;
+use crate::worker::attached_callers::{self, Attendance};
 use crate::worker::base_types::BaseTypeImports;
 
 /// Longest wait of a call for a worker without a session. That worker may be the one that the call
@@ -180,7 +180,8 @@ impl WorkerSet {
         let worker = Worker::new(config, runtime, self.0.tasks.clone(), self.0.stopping.clone())?;
         let attended = AttendedWorker::open(worker, boot)?;
         self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(attended.clone());
-        let AttendedWorker { transfers, imports, attempts, .. } = &*attended;
+        let AttendedWorker { transfers, imports, attempts, attendance, worker, .. } = &*attended;
+        self.0.tasks.spawn(attached_callers::resume(attendance.clone(), worker.clone()));
         self.0.tasks.spawn(scheduler_stream::synchronize_forever(attempts.clone(), instance));
         self.0.tasks.spawn(inventory_sync::sweep_forever(transfers.clone()));
         self.0.tasks.spawn(inventory_sync::report_forever(transfers.clone()));

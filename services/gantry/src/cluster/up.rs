@@ -171,8 +171,13 @@ async fn serve(
             paths.state.display()
         );
     }
-    // Mounted volumes would prevent the removal of the state directory.
-    tokio::task::spawn_blocking(move || machine.unmount_idle()).await?.context("cannot unmount volumes")
+    let end = move || {
+        // Callers may have left shells in containers that have ended.
+        machine.kill_remaining().context("cannot end the commands in containers")?;
+        // Mounted volumes would prevent the removal of the state directory.
+        machine.unmount_idle().context("cannot unmount volumes")
+    };
+    tokio::task::spawn_blocking(end).await?
 }
 
 /// Identity of a file.

@@ -15,13 +15,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use domain::workload::{OutputMode, Stdin};
-use domain::{ProcessId, Timestamp};
+use domain::{ProcessId, Timestamp, error_chain};
 use runtime::{Attachment, Offsets, ProcessState, Runtime, RuntimeError};
 use server::Caller;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::util::keyed_locks::lock;
+use crate::worker::Worker;
 
 /// Longest term of a caller that closed its connection. A live caller attaches again within
 /// seconds. A caller that just does not answer may be suspended, and keeps the whole term.
@@ -213,6 +214,56 @@ pub(crate) async fn attend(
             tokio::time::sleep(RETRY_PAUSE).await;
         }
     }
+}
+
+/// Enforces the terms of the further processes that an earlier gateway has started.
+pub(crate) async fn resume(attendance: Arc<Attendance>, worker: Arc<Worker>) {
+    if !worker.runtime.capabilities().features.iter().any(|feature| feature == "exec") {
+        return;
+    }
+    let found = async {
+        worker.session.opened().await;
+        loop {
+            match further_processes(worker.runtime.as_ref()).await {
+                Ok(processes) => return processes,
+                Err(error) => {
+                    tracing::warn!(
+                        error = error_chain(&error),
+                        "cannot find the commands of callers: trying again"
+                    );
+                    tokio::time::sleep(RETRY_PAUSE).await;
+                }
+            }
+        }
+    };
+    let processes = tokio::select! {
+        processes = found => processes,
+        () = worker.stopping.cancelled() => return,
+    };
+    for process in processes {
+        let (attendance, worker) = (attendance.clone(), worker.clone());
+        worker.tasks.clone().spawn(async move {
+            let modes = (Stdin::Attached, OutputMode::Attached);
+            tokio::select! {
+                () = attend(&attendance, worker.runtime.as_ref(), process, modes) => {}
+                () = worker.stopping.cancelled() => {}
+            }
+        });
+    }
+}
+
+/// Returns the further processes of all containers, with those that have ended.
+async fn further_processes(runtime: &dyn Runtime) -> Result<Vec<ProcessId>, RuntimeError> {
+    let mut processes = Vec::new();
+    for container in runtime.list().await?.containers {
+        match runtime.describe_container(container).await {
+            Ok(description) => processes.extend(description.others),
+            // Its processes cannot be found.
+            Err(RuntimeError::ContainerNotFound(_) | RuntimeError::Other(_)) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(processes)
 }
 
 async fn abandon(

@@ -31,6 +31,10 @@ use super::users::{User, Users};
 use super::{Host, mounts, paths, user_namespace};
 use crate::util::keyed_locks::lock;
 
+/// Longest time until a killed process has ended.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause before a killed process is checked again.
+const KILL_PAUSE: Duration = Duration::from_millis(5);
 /// Name prefixes of containers in creation and in destruction.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
 /// Paths where no volume may be mounted.
@@ -153,6 +157,39 @@ impl Host {
             used.extend(record.iter().flat_map(Container::volumes));
         }
         self.volumes.unmount_all_but(&used)
+    }
+
+    pub(super) fn kill_remaining(&self) -> Result<(), RuntimeError> {
+        let mut killed = Vec::new();
+        for handle in self.list_containers()? {
+            let (mut main_is_alive, mut others) = (false, Vec::new());
+            for process in self.processes_of(handle)? {
+                match (process.is_alive()?, Self::is_main(&process)?) {
+                    (true, true) => main_is_alive = true,
+                    (true, false) => others.push(process),
+                    (false, _) => {}
+                }
+            }
+            if !main_is_alive {
+                killed.append(&mut others);
+            }
+        }
+        for process in &killed {
+            self.cgroups
+                .kill(&process.cgroup())
+                .map_err(|error| RuntimeError::io("kill the processes of a container", error))?;
+        }
+        let give_up = Instant::now() + KILL_TIMEOUT;
+        for process in killed {
+            // The supervisor records the end, and unmounts the container.
+            while process.is_alive()? {
+                if Instant::now() > give_up {
+                    return Err(RuntimeError::Other(format!("process {} does not end", process.id)));
+                }
+                std::thread::sleep(KILL_PAUSE);
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn abandon(&self) {

@@ -259,6 +259,18 @@ impl HostRuntime {
         self.host.unmount_idle()
     }
 
+    /// Kills the further processes of containers whose main process has ended, for a program after
+    /// which nothing may run.
+    ///
+    /// # Errors
+    ///
+    /// A state file cannot be read, or a process does not end within 10 s.
+    ///
+    /// Blocks on the kernel.
+    pub fn kill_remaining(&self) -> Result<(), RuntimeError> {
+        self.host.kill_remaining()
+    }
+
     /// Kills all containers and unmounts all volumes, without reading the state directory, for a
     /// program that has lost it.
     ///
