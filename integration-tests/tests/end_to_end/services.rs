@@ -125,18 +125,18 @@ fn service_that_is_not_ready_fails_workload() {
         (service("db", ",essential", "echo no disk; exit 4"), "service db ended with exit code 4 before"),
         (
             service("db", ",port=5003,timeout=1s", "echo no disk; exec sleep 1000"),
-            "service db was not ready within 1s",
+            "service db was not ready within 1s: nothing accepts connections at 127.0.0.1:5003",
         ),
         (
             service("db", ",ready=false,timeout=1s", "echo no disk; exec sleep 1000"),
-            "service db was not ready",
+            "its readiness command ended with exit code 1",
         ),
     ] {
         let output = run(&cluster, &[service], "sleep 1000");
         assert_eq!(code(&output), 125, "{}", describe(&output));
         let described = describe(&output);
         assert!(described.contains("SERVICE_FAILED") && described.contains(text), "{described}");
-        let is_stopped = described.contains("before it was stopped");
+        let is_stopped = described.contains("too early");
         assert!(is_stopped || described.contains("the end of its output: no disk"), "{described}");
     }
     let workers = cluster.succeed(["list", "workers", "--json"]);
@@ -199,7 +199,7 @@ while True:
     cluster.succeed(["exec", &workload, "touch", "/tmp/go"]);
     let ended = finished(&cluster, &workload);
     assert_eq!(ended["outcome"], "succeeded", "{ended}");
-    assert!(ended.to_string().contains("service db ended with exit code 3 before it was stopped"), "{ended}");
+    assert!(ended.to_string().contains("service db ended with exit code 3 too early"), "{ended}");
 
     let essential = serves(5005, ",ready=test -e /tmp/up,essential");
     let workload = submit(&cluster, &[essential], &format!("{}; sleep 1000", end(5005)));

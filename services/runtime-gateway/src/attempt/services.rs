@@ -13,6 +13,7 @@
 
 use std::cmp::Reverse;
 use std::convert::Infallible;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use domain::workload::{
@@ -31,6 +32,7 @@ use super::make::{make, report_failed_container};
 use super::process::{end, process_spec, stop_requested, wait_until_started};
 use crate::clients::scheduler::AttemptResult;
 use crate::clients::scheduler_messages::AttemptTask;
+use crate::util::keyed_locks::lock;
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::attempts::StopRequest;
@@ -142,9 +144,10 @@ pub(super) async fn start(
             return Err(of_service(error));
         }
         let timeout = service.readiness.timeout;
+        let last_check = Mutex::new("its process has not started".to_owned());
         tokio::select! {
             biased;
-            ready = wait_until_ready(worker, service, *container, id) => ready.map_err(of_service)?,
+            ready = wait_until_ready(worker, service, *container, id, &last_check) => ready.map_err(of_service)?,
             () = first_end(worker, task, &task.spec.services[..=index]) => {
                 check(worker, task, stop).await?;
                 return Err(failed(worker, task, service, FailureReason::ServiceFailed, "lost its container", stop).await);
@@ -152,7 +155,7 @@ pub(super) async fn start(
             request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
             () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
             () = tokio::time::sleep(timeout) => {
-                let how = format!("was not ready within {timeout:?}");
+                let how = format!("was not ready within {timeout:?}: {}", *lock(&last_check));
                 return Err(failed(worker, task, service, FailureReason::ServiceFailed, &how, stop).await);
             }
         }
@@ -167,6 +170,7 @@ async fn wait_until_ready(
     service: &Service,
     container: ContainerHandle,
     id: AttemptId,
+    last_check: &Mutex<String>,
 ) -> Result<(), RuntimeError> {
     wait_until_started(worker, id).await;
     let (mut command_pause, longest) = COMMAND_PAUSES;
@@ -174,12 +178,13 @@ async fn wait_until_ready(
         let (checked, pause) = match &service.readiness.check {
             ReadinessCheck::Started => return Ok(()),
             ReadinessCheck::TcpPort(port) => {
+                *lock(last_check) = format!("nothing accepts connections at 127.0.0.1:{port}");
                 (worker.runtime.accepts_connections(id.into(), *port).await, PORT_PAUSE)
             }
             ReadinessCheck::Command(command) => {
                 let pause = command_pause;
                 command_pause = (pause * 2).min(longest);
-                (run_probe(worker, container, command.clone()).await, pause)
+                (run_probe(worker, container, command.clone(), last_check).await, pause)
             }
         };
         match checked {
@@ -199,6 +204,7 @@ async fn run_probe(
     worker: &Worker,
     container: ContainerHandle,
     command: Vec<Vec<u8>>,
+    last_check: &Mutex<String>,
 ) -> Result<bool, RuntimeError> {
     let spec = ProcessSpec {
         command,
@@ -211,11 +217,16 @@ async fn run_probe(
         terminal: None,
     };
     let probe = ProcessId::new();
+    *lock(last_check) = "its readiness command has not ended".to_owned();
     worker.runtime.start(container, probe, spec).await?;
-    match tokio::time::timeout(COMMAND_TIMEOUT, worker.runtime.wait(probe)).await {
-        Ok(ended) => Ok(matches!(ended?, Ended::Exited { exit: Exit::Code(0), .. })),
-        Err(_) => worker.runtime.stop(probe, Duration::ZERO).await.map(|()| false),
-    }
+    let Ok(ended) = tokio::time::timeout(COMMAND_TIMEOUT, worker.runtime.wait(probe)).await else {
+        worker.runtime.stop(probe, Duration::ZERO).await?;
+        *lock(last_check) = format!("its readiness command ran for {COMMAND_TIMEOUT:?}");
+        return Ok(false);
+    };
+    let ended = ended?;
+    *lock(last_check) = format!("its readiness command {}", describe(&ended));
+    Ok(matches!(ended, Ended::Exited { exit: Exit::Code(0), .. }))
 }
 
 /// Resolves when the process of a service has ended.
@@ -400,11 +411,11 @@ pub(super) async fn unexpected_ends(worker: &Worker, task: &AttemptTask) -> Unex
         let id = task.attempt.service(&service.name);
         let how = match until_read(worker, id).await {
             Ok(ProcessState::Ended(ended)) if is_stopped(&ended) => continue,
-            Ok(ProcessState::Ended(ended)) => describe(&ended),
+            Ok(ProcessState::Ended(ended)) => format!("{} too early", describe(&ended)),
             Ok(ProcessState::Starting | ProcessState::Started | ProcessState::StartUnknown) => continue,
             Err(_) => "lost its container".to_owned(),
         };
-        let text = format!("service {} {how} before it was stopped", service.name);
+        let text = format!("service {} {how}", service.name);
         if service.essential { ends.failures.push(text) } else { ends.notes.push(text) }
     }
     ends

@@ -36,7 +36,7 @@ pub(super) fn check(services: &[pb::Service]) -> Result<(), Status> {
 }
 
 pub(super) fn parse(services: Vec<pb::Service>) -> Result<Vec<Service>, Status> {
-    let mut names = HashSet::new();
+    let (mut names, mut ports) = (HashSet::new(), HashSet::new());
     let mut parsed = Vec::with_capacity(services.len());
     for (index, service) in services.into_iter().enumerate() {
         let field = format!("spec.services[{index}]");
@@ -50,6 +50,14 @@ pub(super) fn parse(services: Vec<pb::Service>) -> Result<Vec<Service>, Status> 
             let why = "must not name a resource type: use host or an artifact";
             return Err(invalid_field(format!("{field}.image"), why));
         }
+        let readiness =
+            parse_readiness(&format!("{field}.readiness"), service.readiness.unwrap_or_default())?;
+        if let ReadinessCheck::TcpPort(port) = readiness.check
+            && !ports.insert(port)
+        {
+            let why = format!("{port} is the port of another service, and all services share one network");
+            return Err(invalid_field(format!("{field}.readiness.tcp_port"), why));
+        }
         parsed.push(Service {
             name: service.name,
             image,
@@ -58,7 +66,7 @@ pub(super) fn parse(services: Vec<pb::Service>) -> Result<Vec<Service>, Status> 
             directory: parse_directory(&format!("{field}.directory"), &service.directory)?,
             user: Some(service.user).filter(|user| !user.is_empty()),
             limits: parse_limits(service.limits.unwrap_or_default()),
-            readiness: parse_readiness(&format!("{field}.readiness"), service.readiness.unwrap_or_default())?,
+            readiness,
             essential: service.essential,
         });
     }
@@ -217,6 +225,12 @@ mod tests {
             (
                 with(&|service| service.readiness = ready(Check::Command(Default::default()))),
                 "[0].readiness.command.arguments",
+            ),
+            (
+                ["a", "b"]
+                    .map(|name| pb::Service { readiness: ready(Check::TcpPort(80)), ..service(name) })
+                    .to_vec(),
+                "[1].readiness.tcp_port",
             ),
             (with(&|service| service.readiness = Some(timeout(0))), "[0].readiness.timeout"),
             (with(&|service| service.readiness = Some(timeout(3601))), "[0].readiness.timeout"),

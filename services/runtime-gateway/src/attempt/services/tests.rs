@@ -96,7 +96,10 @@ async fn failure_before_start_names_service_and_its_output() {
             service("db", &programs::say("out", "err"), ReadinessCheck::TcpPort(4102)),
             "service db ended with exit code 0 before the process was started; the end of its output: outerr",
         ),
-        (slow, "service db was not ready within 300ms; it has no output"),
+        (
+            slow,
+            "service db was not ready within 300ms: nothing accepts connections at 127.0.0.1:4102; it has no output",
+        ),
     ] {
         let scene = Scene::with(vec![sleeps(), failing]).await;
         let error = scene.start().await.expect_err("it is not ready");
@@ -158,7 +161,7 @@ async fn only_end_of_essential_service_is_failure() {
         within("its end", end_of(&scene.worker, scene.task.attempt.service("db"))).await;
         let ends = unexpected_ends(&scene.worker, &scene.task).await;
         assert_eq!(ends.is_failure(), essential);
-        let text = "service db ended with exit code 3 before it was stopped".to_owned();
+        let text = "service db ended with exit code 3 too early".to_owned();
         let failure = Failure { reason: FailureReason::ServiceFailed, message: text.clone() };
         for has_succeeded in [false, true] {
             let mut result = AttemptResult::default();
