@@ -253,8 +253,8 @@ async fn seal_outputs(
     Ok(left_out)
 }
 
-/// Gives sealed outputs to builds. Returns the outputs with owners of their own that have ended. An
-/// output without an open build has no owner.
+/// Gives sealed outputs to builds. Returns the outputs whose builds have ended. An output without
+/// an open build has no owner.
 async fn give_to_builds(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
@@ -279,8 +279,8 @@ async fn give_to_builds(
                 builds::add(txn, build, artifacts).await?;
             }
             Err(OwnerEnded::Ended(_)) => {
-                let owner = OutputOwner::Build(build);
-                missing.extend(owned.iter().filter(|(other, _)| *other == owner));
+                let artifacts: BTreeSet<_> = artifacts.into_iter().collect();
+                missing.extend(artifacts.into_iter().map(|artifact| (OutputOwner::Build(build), artifact)));
             }
             Err(OwnerEnded::Database(error)) => return Err(error.into()),
         }

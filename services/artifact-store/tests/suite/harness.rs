@@ -325,19 +325,20 @@ impl Callers {
         Ok(self.pins().pin(request).await?.into_inner().locations)
     }
 
+    /// Settles a workload, and returns the owners that were missing.
     pub(crate) async fn settle(
         &self,
         workload: WorkloadId,
         attempt: Option<AttemptId>,
         outputs: &[(ArtifactId, Digest)],
         build: Option<BuildId>,
-    ) -> Answer<()> {
+    ) -> Answer<Vec<pb::OwnerMissing>> {
         self.settle_with(workload, attempt, outputs, build, pb::BuildStatus::Succeeded).await
     }
 
     /// Settles a workload without outputs.
     pub(crate) async fn settle_as(&self, workload: WorkloadId, status: pb::BuildStatus) -> Answer<()> {
-        self.settle_with(workload, None, &[], None, status).await
+        self.settle_with(workload, None, &[], None, status).await.map(drop)
     }
 
     async fn settle_with(
@@ -347,7 +348,7 @@ impl Callers {
         outputs: &[(ArtifactId, Digest)],
         build: Option<BuildId>,
         status: pb::BuildStatus,
-    ) -> Answer<()> {
+    ) -> Answer<Vec<pb::OwnerMissing>> {
         let request = pb::SettleRequest {
             holder_id: workload.to_string(),
             team: TEAM.to_owned(),
@@ -356,8 +357,7 @@ impl Callers {
             build_id: text(build),
             status: status.into(),
         };
-        self.pins().settle(request).await?;
-        Ok(())
+        Ok(self.pins().settle(request).await?.into_inner().missing)
     }
 
     pub(crate) async fn end_attempt(&self, workload: WorkloadId, attempt: AttemptId) -> Answer<()> {

@@ -143,10 +143,13 @@ async fn outputs_never_go_to_build_of_another_team(database: TestDatabase) {
     let planned = gateway.prepare(workload, attempt, &[output("out", out)]).await.expect("prepared");
     gateway.prepared(attempt).await.expect("recorded");
     gateway.complete(&planned.volumes[0].volume_handle, digest(1)).await.expect("complete");
-    for build in [foreign, BuildId::new()] {
-        // The first call counts.
-        suite.settle(workload, Some(attempt), &[(out, digest(1))], Some(build)).await.expect("settled");
-    }
+    let settle =
+        async |build: BuildId| suite.settle(workload, Some(attempt), &[(out, digest(1))], Some(build)).await;
+    let missing = settle(foreign).await.expect("settled");
+    let owner = pb::OutputOwner { owner: Some(pb::output_owner::Owner::BuildId(foreign.to_string())) };
+    assert_eq!(missing, [pb::OwnerMissing { artifact_id: out.to_string(), owner: Some(owner) }]);
+    // The first call counts.
+    assert_eq!(settle(BuildId::new()).await.expect("repeated"), []);
     let settled = suite.get(out).await.expect("it is there");
     assert_eq!(settled.kept_by, ["no owner: deleted when it is old"]);
     suite.stop().await;
