@@ -201,8 +201,7 @@ fn container_is_stopped_and_destroyed_before_its_lease_ends() {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        let refused = holder.destroy(&id).await.expect_err("it is gone");
-        assert!(refused.is(Reason::ContainerNotFound), "{refused}");
+        holder.destroy(&id).await.expect("a repeat succeeds");
         holder.release(&[]).await.expect("released");
         holder.ended().await;
     });

@@ -7,7 +7,7 @@
 //! If the test fails, the seed and the operations are printed, and `GANTRY_SEED` repeats them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,30 +40,43 @@ const KEYS: [&str; 2] = ["one", "two"];
 
 /// A server on one port, until it is stopped.
 struct Served {
-    address: SocketAddr,
+    /// A copy of the socket, which keeps the port while no server uses it.
+    socket: std::net::TcpListener,
     stop: oneshot::Sender<()>,
     served: JoinHandle<anyhow::Result<()>>,
 }
 
 impl Served {
-    /// Serves what `start` adds at `address`. Port 0: any port.
+    /// Serves what `start` adds at the address of `socket`.
     #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
-    async fn start(address: SocketAddr, start: impl AsyncFnOnce(&mut Host, String)) -> Self {
-        let listener = TcpListener::bind(address).await.expect("a port");
-        let address = listener.local_addr().expect("its address");
+    async fn start(socket: std::net::TcpListener, start: impl AsyncFnOnce(&mut Host, String)) -> Self {
+        let listener = TcpListener::from_std(socket.try_clone().expect("a copy")).expect("a socket");
         let mut host = Host::new();
-        start(&mut host, format!("http://{address}")).await;
+        start(&mut host, endpoint(&socket)).await;
         let (stop, stopped) = oneshot::channel();
         let served = host.serve([Listener::InsecureTcp(listener)], async {
             stopped.await.ok();
         });
-        Self { address, stop, served: tokio::spawn(served) }
+        Self { socket, stop, served: tokio::spawn(served) }
     }
 
-    async fn end(self) {
+    /// Ends the server, and returns its socket.
+    async fn end(self) -> std::net::TcpListener {
         self.stop.send(()).expect("it serves");
         self.served.await.expect("no panic").expect("an orderly end");
+        self.socket
     }
+}
+
+/// A socket at any port.
+fn socket() -> std::net::TcpListener {
+    let socket = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    socket.set_nonblocking(true).expect("set");
+    socket
+}
+
+fn endpoint(socket: &std::net::TcpListener) -> String {
+    format!("http://{}", socket.local_addr().expect("its address"))
 }
 
 /// The model of a container.
@@ -155,8 +168,7 @@ impl World {
     async fn start(seed: u64) -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let database = |name: &str| format!("sqlite://{}/{name}.db", directory.path().display());
-        let any = SocketAddr::from(([127, 0, 0, 1], 0));
-        let core = Served::start(any, async |host, endpoint| {
+        let core = Served::start(socket(), async |host, endpoint| {
             let scheduler = scheduler::Config {
                 poll: Duration::from_millis(50),
                 ..scheduler::Config::new(database("scheduler"), endpoint.clone())
@@ -172,7 +184,7 @@ impl World {
             artifact_store::start(store, host).await.expect("an artifact store");
         })
         .await;
-        let scheduler = format!("http://{}", core.address);
+        let scheduler = endpoint(&core.socket);
         let mut world = Self {
             directory,
             core,
@@ -191,14 +203,13 @@ impl World {
 
     /// Ends the gateway, if it runs, and starts one at the same address.
     async fn restart_gateway(&mut self) {
-        let mut address = SocketAddr::from(([127, 0, 0, 1], 0));
-        if let Some(gateway) = self.gateway.take() {
-            address = gateway.address;
-            gateway.end().await;
-        }
+        let socket = match self.gateway.take() {
+            Some(gateway) => gateway.end().await,
+            None => socket(),
+        };
         let (core, machine) = (&self.services.scheduler, &self.machine);
         let manifests = self.machine.gateway_directory().join("manifests");
-        let gateway = Served::start(address, async |host, endpoint| {
+        let gateway = Served::start(socket, async |host, endpoint| {
             let config =
                 runtime_gateway::Config::for_worker("worker", &endpoint, core, core, core, manifests);
             runtime_gateway::start([(config, machine.runtime())], host).await.expect("a gateway");
@@ -319,7 +330,7 @@ impl World {
             }
             Operation::Destroy => {
                 let gone = holder.destroy(&id).await;
-                agreed(gone, exists(ContainerNotFound));
+                agreed(gone, Ok(()));
                 if let Some(container) = containers.remove(key) {
                     destroyed.insert(key);
                     self.discarded.extend(container.published.map(|published| published.artifact_id));

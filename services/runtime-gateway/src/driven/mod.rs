@@ -202,7 +202,11 @@ pub(crate) async fn stop(
 /// artifacts have ids that are derived from the key.
 pub(crate) async fn destroy(worker: &Worker, claims: &LeaseClaims, id: AttemptId) -> Result<(), DrivenError> {
     check_incarnation(worker, claims)?;
-    let container = find(worker, claims.lease, id).await?;
+    let container = match find(worker, claims.lease, id).await {
+        // It was destroyed by an earlier call.
+        Err(DrivenError::NoContainer(..)) => return Ok(()),
+        found => found?,
+    };
     let session = worker.session.opened().await;
     worker.clients.store.end_attempt(claims.lease, id).await?;
     let reason = "destroyed by the holder of its lease";
