@@ -215,8 +215,11 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             return NextStep::End(Ending { exit, ..Ending::errored(reason, &message) });
         }
         Some(StopReason::RunTimeout) => {
-            let timed_out =
-                Ending::errored(FailureReason::RunTimeout, "the process ran for longer than its run timeout");
+            let message = match exit {
+                Some(_) => "the process ran for longer than its run timeout",
+                None => "the run timeout passed before the process ran, or its end is unknown",
+            };
+            let timed_out = Ending::errored(FailureReason::RunTimeout, message);
             return NextStep::End(Ending { exit, ..timed_out });
         }
         Some(StopReason::Interrupted) if !exited_before_interruption(exit, failure.as_ref()) => {

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use bytes::Bytes;
@@ -67,7 +68,15 @@ pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> a
     };
     let has_ended = has_ended(&workload);
     if has_ended && std::io::stderr().is_terminal() {
-        ui.note("the workload has ended: the command sees a copy of its files, which is lost at its end");
+        ui.note("the workload has ended: the command sees a copy of its files without /tmp, /run and /dev/shm; the copy is lost at its end");
+    }
+    let services = workload.spec.iter().flat_map(|spec| &spec.services).map(|service| service.name.as_str());
+    let services: Vec<_> = services.collect();
+    if workload.state() == WorkloadState::Starting && args.service.is_none() && !services.is_empty() {
+        ui.note(&format!(
+            "the container runs when its services are ready ({}); look into a service with --service NAME",
+            services.join(", ")
+        ));
     }
     ui.event("starting", json!({ "process_id": process.process_id }));
     let target = Target { connection, ui, workload: &id, further: None };
@@ -89,14 +98,32 @@ fn has_ended(workload: &Workload) -> bool {
 /// Returns whether the process of a workload has ended by now. Only an explanation depends on the
 /// answer, so an error counts as no.
 async fn has_ended_meanwhile(connection: &Connection, id: &str) -> bool {
-    workload(connection, "check", id).await.is_ok_and(|workload| has_ended(&workload))
+    // The end of the process is reported a moment later.
+    for _ in 0..20 {
+        match workload(connection, "check", id).await {
+            Ok(workload) if has_ended(&workload) => return true,
+            Ok(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+            Err(_) => return false,
+        }
+    }
+    false
 }
 
 /// Explains why an ended workload has no container.
 fn explain_missing(error: anyhow::Error, workload: &Workload) -> anyhow::Error {
     let refused = error.chain().find_map(|cause| cause.downcast_ref::<Refused>());
     let has_ended = has_ended(workload);
+    let is_service_failed =
+        workload.failure.as_ref().is_some_and(|failure| failure.reason == "SERVICE_FAILED");
     match refused {
+        Some(refused)
+            if is_service_failed && workload.exit.is_none() && refused.is(Reason::ContainerNotRunning) =>
+        {
+            anyhow!(
+                "the command of workload {} was never started; look into its service with --service NAME",
+                workload.workload_id
+            )
+        }
         Some(refused) if has_ended && refused.is(Reason::ProcessNotFound) => anyhow!(
             "the container of workload {} is deleted; a container is kept for 5 min after its end \
              (`--gc-grace` of the cluster), and as long as a command runs in it",

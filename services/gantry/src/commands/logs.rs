@@ -44,13 +44,19 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
     let has_terminal = spec.as_ref().is_some_and(|spec| spec.terminal.is_some());
     let takes_input = spec.is_some_and(|spec| spec.stdin() == StdinMode::Attached);
     let lives = state != i32::from(WorkloadState::Finished);
+    let has_input = takes_input && lives && !args.no_stdin && stdin::is_readable();
+    // The end of a pipe would end the shell of another caller.
+    let is_piped = has_input && has_terminal && !io::stdin().is_terminal();
+    if is_piped {
+        ui.note("standard input is not a terminal, so the command does not receive it");
+    }
     let follow = Follow {
         connection,
         ui,
         workload: id,
         on_signal: OnSignal::Leave,
         narrate: lives,
-        stdin: takes_input && lives && !args.no_stdin && stdin::is_readable(),
+        stdin: has_input && !is_piped,
         acknowledge: true,
         terminal: has_terminal.then_some(&args.detach.keys),
     };

@@ -75,6 +75,13 @@ fn missed(args: &RunArgs, path: &Path, is_here: impl Fn(&Path) -> bool) -> Optio
             format!("{shown} exists on this machine, but {own} of the container is separate; upload what the command needs with -i NAME=DIR")
         });
     }
+    let below = |name: &&str| Path::new(&args.directory).ends_with(name);
+    if let Some(name) = names().find(below) {
+        return Some(format!(
+            "inputs are below the working directory {}, so write {name}/{shown}, or leave out --workdir",
+            args.directory.display()
+        ));
+    }
     let first = path.components().find(|component| *component != Component::CurDir)?;
     let brought = names().any(|name| first.as_os_str() == name);
     (!brought && is_here(path)).then(|| {
