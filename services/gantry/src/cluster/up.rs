@@ -173,9 +173,10 @@ async fn serve(
     }
     let end = move || {
         // Callers may have left shells in containers that have ended.
-        machine.kill_remaining().context("cannot end the commands in containers")?;
+        let killed = machine.kill_remaining().context("cannot end the commands in containers");
         // Mounted volumes would prevent the removal of the state directory.
-        machine.unmount_idle().context("cannot unmount volumes")
+        machine.unmount_idle().context("cannot unmount volumes")?;
+        killed
     };
     tokio::task::spawn_blocking(end).await?
 }

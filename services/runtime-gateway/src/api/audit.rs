@@ -79,7 +79,11 @@ impl ExecEvent {
             Ok(ProcessState::Ended(Ended::NotStarted(failure) | Ended::Unknown(failure))) => {
                 outcome.reason = Some(failure.reason.as_str().to_owned());
             }
-            _ => outcome.reason = Some("CONTAINER_DELETED".to_owned()),
+            Err(RuntimeError::ProcessNotFound(_)) => outcome.reason = Some("CONTAINER_DELETED".to_owned()),
+            Err(error) => outcome.reason = Some(error.failure().reason.as_str().to_owned()),
+            Ok(ProcessState::Starting | ProcessState::Started | ProcessState::StartUnknown) => {
+                outcome.reason = Some("EXIT_UNKNOWN".to_owned());
+            }
         }
         self.log("ended", outcome);
     }
