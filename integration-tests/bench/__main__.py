@@ -28,7 +28,7 @@ DISK = "/var/tmp"
 FILE = ROOT / "docs/performance.md"
 HEAD = """# Performance
 
-Ten figures, measured from 20 to 27 November 2026 on one machine with 2 cores, 24 GiB of memory and Linux 6.18.
+Ten figures, measured from 20 to 28 November 2026 on one machine with 2 cores, 24 GiB of memory and Linux 6.18.
 Services, callers and databases share its cores. Each figure is a median. The tables below have the details.
 
 | Operation | Median | Compared with |

@@ -118,7 +118,7 @@ def bench_attached(base, attached):
     ]
     text = [
         f"{attached:,} further processes with terminals, {each} in each of {CONTAINERS} containers of one worker. Each has a caller with a connection of its own. All callers are in one",
-        "process, so a byte passes no command line. Memory is the proportional share (PSS), which counts a page of the program once. Of these figures:",
+        "process, without `gantry exec`. Memory is the proportional share (PSS), which counts a page of the program once. Of these figures:",
         "",
         judged("descriptors of the gateway, for each attached process", per_process("descriptors"), DESCRIPTORS, ""),
         judged("descriptors of the gateway after the end of all, more than before", after.descriptors - before.descriptors, NEAR, ""),

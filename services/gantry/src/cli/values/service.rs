@@ -39,10 +39,12 @@ pub(crate) fn service(text: &str) -> Result<ServiceArg, String> {
         return Err("the command is missing: add ,command=COMMAND at the end".to_owned());
     };
     let mut parts = rest.split(',');
-    let image = super::image(parts.next().unwrap_or_default())?;
-    if let Image::ResourceType(_) = image {
-        return Err("the image must be `host` or artifact:UUID".to_owned());
-    }
+    let image = match super::image(parts.next().unwrap_or_default()) {
+        Ok(Image::ResourceType(_)) | Err(_) => {
+            return Err("the image must be `host` or artifact:UUID".to_owned());
+        }
+        Ok(image) => image,
+    };
     let mut parsed = ServiceArg {
         name: name.to_owned(),
         image,

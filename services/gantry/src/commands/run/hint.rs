@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use rpc::pb::scheduler::{Finished, exit::Status};
 
@@ -75,11 +75,15 @@ fn missed(args: &RunArgs, path: &Path, is_here: impl Fn(&Path) -> bool) -> Optio
             format!("{shown} exists on this machine, but {own} of the container is separate; upload what the command needs with -i NAME=DIR")
         });
     }
-    let below = |name: &&str| Path::new(&args.directory).ends_with(name);
-    if let Some(name) = names().find(below) {
+    let is_directory = |name: &&str| Path::new(&args.directory).ends_with(name);
+    if let Some(name) = names().find(is_directory)
+        && is_here(path)
+    {
+        let path: PathBuf = path.components().filter(|part| *part != Component::CurDir).collect();
         return Some(format!(
-            "inputs are below the working directory {}, so write {name}/{shown}, or leave out --workdir",
-            args.directory.display()
+            "inputs are below the working directory {}, so write ./{name}/{}, or leave out --dir",
+            args.directory.display(),
+            path.display()
         ));
     }
     let first = path.components().find(|component| *component != Component::CurDir)?;
@@ -123,6 +127,16 @@ mod tests {
         assert_eq!(hint_for(Some("WORKING_DIRECTORY_MISSING"), &["--dir", "/tmp/x", "true"]), own("/tmp/x"));
         assert_eq!(hint_for(None, &["sh", "-c", "cd /; PATH=/bin '/tmp/x y' && z"]), own("/tmp/x"));
         assert!(hint_for(None, &["sh", "-c", "./build.sh"]).expect("a hint").contains("working directory"));
+    }
+
+    #[test]
+    fn input_below_working_directory_is_explained() {
+        let hint = |program: &str| {
+            let arguments = ["-i", "src=.", "--dir", "/workspace/src", program];
+            hint_for(Some("PROGRAM_NOT_FOUND"), &arguments).unwrap_or_default()
+        };
+        assert!(hint("./build.sh").contains("write ./src/build.sh"), "{}", hint("./build.sh"));
+        assert_eq!(hint("./gone"), "");
     }
 
     #[test]
