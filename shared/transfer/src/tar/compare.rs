@@ -54,7 +54,7 @@ impl<R: Read> ArchiveReader<R> {
             }
             tree.add(member, extents)?;
         }
-        let found = tree.finish()?;
+        let (found, _) = tree.finish()?;
         match differs(manifest.entries(), found.entries()) {
             Some(entry) => Err(ArchiveError::Changed { path: entry.path().to_owned() }),
             None => Ok(()),

@@ -126,10 +126,25 @@ impl<R: Read> ArchiveReader<R> {
     ///
     /// Fails if the archive cannot be read, is rejected or is truncated, or if `sink` fails.
     pub fn read(
+        self,
+        limits: Limits,
+        sink: impl FnMut(ArchivedExtent<'_>) -> io::Result<()>,
+    ) -> Result<Manifest, ArchiveError> {
+        Ok(self.read_layer(limits, sink)?.0)
+    }
+
+    /// Reads the archive like [`read`](Self::read). Also returns the paths of the directories that
+    /// the archive does not describe, in ascending order. In a layer of an image, such a directory
+    /// leaves the one of the layers below as it is.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`read`](Self::read) does.
+    pub fn read_layer(
         mut self,
         limits: Limits,
         mut sink: impl FnMut(ArchivedExtent<'_>) -> io::Result<()>,
-    ) -> Result<Manifest, ArchiveError> {
+    ) -> Result<(Manifest, Vec<Vec<u8>>), ArchiveError> {
         let mut tree = Tree::new(limits);
         let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
         while let Some(member) = self.members.next()? {

@@ -1,7 +1,7 @@
 //! The tree of an archive, which is collected path by path and becomes a manifest.
 
 use std::cmp::Ordering;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem;
 use std::ops::Bound;
 
@@ -50,6 +50,8 @@ pub(super) struct Tree {
     paths: u64,
     /// Approximate bytes of added paths and objects, including replaced ones.
     bytes: u64,
+    /// Directories that the archive has not described.
+    implied: BTreeSet<Key>,
     /// Share of the budget until the tree is a manifest.
     reserved: SharedReservation,
 }
@@ -57,7 +59,8 @@ pub(super) struct Tree {
 impl Tree {
     pub(super) fn new(limits: Limits) -> Self {
         let reserved = SharedReservation::of(limits.budget);
-        Self { limits, nodes: BTreeMap::new(), objects: Vec::new(), paths: 0, bytes: 0, reserved }
+        let (nodes, objects, implied) = (BTreeMap::new(), Vec::new(), BTreeSet::new());
+        Self { limits, nodes, objects, paths: 0, bytes: 0, implied, reserved }
     }
 
     /// Reserves memory for data that will be stored.
@@ -143,6 +146,7 @@ impl Tree {
                 return Err(malformed(&key.0, "the entry would replace a directory that is not empty"));
             }
         }
+        self.implied.remove(&key);
         self.nodes.insert(key, node);
         Ok(())
     }
@@ -173,6 +177,7 @@ impl Tree {
         self.objects.push(bare_entry(EntryKind::Directory, 0o755));
         self.count_path(path)?;
         self.nodes.insert(Key(path.to_vec()), Node::Object(self.objects.len() - 1));
+        self.implied.insert(Key(path.to_vec()));
         Ok(())
     }
 
@@ -180,11 +185,12 @@ impl Tree {
         matches!(node, Node::Object(object) if self.objects[*object].is_directory())
     }
 
-    pub(super) fn finish(mut self) -> Result<Manifest, ArchiveError> {
+    /// Returns the manifest, and the directories that the archive has not described.
+    pub(super) fn finish(mut self) -> Result<(Manifest, Vec<Vec<u8>>), ArchiveError> {
         self.enter(b"")?;
         // The manifest makes a separate reservation.
         self.reserved.release();
-        let Self { limits, nodes, mut objects, .. } = self;
+        let Self { limits, nodes, mut objects, implied, .. } = self;
         let mut builder = ManifestBuilder::new(limits);
         // The first path of each file.
         let mut first: HashMap<usize, &[u8]> = HashMap::new();
@@ -214,7 +220,7 @@ impl Tree {
             entry.path.clone_from(path);
             builder.push(entry)?;
         }
-        Ok(builder.finish()?)
+        Ok((builder.finish()?, implied.into_iter().map(|Key(path)| path).collect()))
     }
 }
 
