@@ -10,6 +10,7 @@
 //! - [`upload`], [`download`] and [`copy`] run the transfers.
 //! - [`in_flight`] has the table of copies, [`sources`] ranks replicas, and [`rate`] measures
 //!   throughput.
+//! - [`images`] makes artifacts of images in registries. Their bytes pass through the streamer.
 //! - [`peers`] calls the scheduler and the artifact store.
 //! - [`config`] has the settings.
 
@@ -25,17 +26,21 @@ mod copy;
 mod download;
 mod upload;
 
+mod images;
+
 mod api;
 
 use std::future::Future;
 
 use server::{Host, Listener};
 
-pub use config::Config;
+pub use config::{Config, ImageArgs};
 
 /// Adds the streamer to `host`.
 pub fn start(config: &Config, host: &mut Host) -> anyhow::Result<()> {
     let peers = peers::Peers::new(config)?;
+    let images = images::Images::new(&config.images, peers.clone(), host.tasks())?;
+    host.add_service(api::images::service(images, host.tasks()));
     host.add_service(api::service(peers, host.tasks(), host.stopping()));
     host.describe(server::Service {
         name: "streamer",

@@ -7,11 +7,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use domain::{ArtifactId, BuildId, Digest, LeaseId, TransferId, VolumeHandle, WorkerId};
+use domain::{ArtifactId, BuildId, Digest, LeaseId, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use rpc::client::{AddressError, Outgoing};
 use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::artifacts::replicas_client::ReplicasClient;
+use rpc::pb::artifacts::find_or_create_resource_cache_response::Outcome as CacheOutcome;
 use rpc::pb::scheduler;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
@@ -19,6 +21,7 @@ use rpc::small_tree::SmallTree;
 use rpc::token::Keys;
 use rpc::{Peer, Reason, Refusal};
 use tonic::{Response, Status};
+use uuid::Uuid;
 
 use crate::config::Config;
 use crate::sources::Replica;
@@ -29,6 +32,8 @@ pub(crate) const START_PATIENCE: Duration = Duration::from_secs(3);
 pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 /// Shortest term of a claim or a lease that is accepted.
 const MIN_TERM: Duration = Duration::from_secs(1);
+/// Type of the resource caches of images.
+const IMAGE_CACHE_TYPE: &str = "image";
 /// Term if another service returns none.
 const DEFAULT_TERM: Duration = Duration::from_secs(60);
 
@@ -36,6 +41,7 @@ const DEFAULT_TERM: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub(crate) struct Peers {
     artifacts: ArtifactsClient<Peer>,
+    caches: CachesClient<Peer>,
     replicas: ReplicasClient<Peer>,
     placements: PlacementsClient<Peer>,
     workers: WorkersClient<Peer>,
@@ -126,6 +132,42 @@ pub(crate) struct KnownArtifact {
     pub(crate) workers: Vec<String>,
 }
 
+/// The resource cache of an image, as it is requested.
+#[derive(Debug, Clone)]
+pub(crate) struct ImageKey {
+    pub(crate) team: String,
+    pub(crate) digest: Digest,
+    /// Whether the image is visible to all teams.
+    pub(crate) is_shared: bool,
+    /// Reference and platform, for people.
+    pub(crate) reference: String,
+    pub(crate) platform: String,
+}
+
+/// The user that keeps an image.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ImageUser {
+    Build(BuildId),
+    Workload(WorkloadId),
+}
+
+/// A found resource cache.
+#[derive(Debug, Clone)]
+pub(crate) struct FoundCache {
+    pub(crate) cache: String,
+    pub(crate) state: CacheState,
+}
+
+/// Whether a resource cache has its artifact.
+#[derive(Debug, Clone)]
+pub(crate) enum CacheState {
+    Ready { artifact: String },
+    /// The caller must make it, and renew its claim within this time.
+    Ours { term: Duration },
+    /// Another caller makes it.
+    BeingMade,
+}
+
 /// Whether a worker is in contact with the scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Contact {
@@ -142,6 +184,7 @@ impl Peers {
         let scheduler = rpc::client::peer(&config.scheduler, outgoing())?;
         Ok(Self {
             artifacts: ArtifactsClient::new(store.clone()),
+            caches: CachesClient::new(store.clone()),
             replicas: ReplicasClient::new(store),
             placements: PlacementsClient::new(scheduler.clone()),
             workers: WorkersClient::new(scheduler.clone()),
@@ -325,6 +368,64 @@ impl Peers {
             is_in_store: artifact.in_store,
             workers: artifact.replicas.into_iter().map(|replica| replica.worker_id).collect(),
         }))
+    }
+
+    /// Finds the resource cache of an image, or claims it under `claim`.
+    pub(crate) async fn find_image(&self, key: &ImageKey, claim: Uuid) -> Result<FoundCache, PeerError> {
+        let request = store::FindOrCreateResourceCacheRequest {
+            team: key.team.clone(),
+            key_digest: key.digest.as_bytes().to_vec().into(),
+            sharing: if key.is_shared { store::Sharing::AllTeams } else { store::Sharing::Unspecified }.into(),
+            claim_id: claim.to_string(),
+            r#type: IMAGE_CACHE_TYPE.to_owned(),
+            version: key.reference.clone(),
+            params: key.platform.clone(),
+            user: None,
+        };
+        let mut caches = self.caches.clone();
+        let answer = caches.find_or_create_resource_cache(request).await?.into_inner();
+        let state = match answer.outcome.ok_or(PeerError::Malformed("outcome"))? {
+            CacheOutcome::Ready(location) => CacheState::Ready { artifact: location.artifact_id },
+            CacheOutcome::Claimed(claim) => CacheState::Ours { term: term(claim.term) },
+            CacheOutcome::InProgress(_) => CacheState::BeingMade,
+        };
+        Ok(FoundCache { cache: answer.cache_id, state })
+    }
+
+    pub(crate) async fn renew_image(&self, team: &str, claim: Uuid) -> Result<(), PeerError> {
+        let renew =
+            store::RenewResourceCacheRequest { team: team.to_owned(), claim_id: claim.to_string() };
+        self.caches.clone().renew_resource_cache(renew).await?;
+        Ok(())
+    }
+
+    /// Gives the resource cache of an image its artifact.
+    pub(crate) async fn put_image(&self, team: &str, claim: Uuid, artifact: &str) -> Result<(), PeerError> {
+        let (team, claim_id, artifact_id) = (team.to_owned(), claim.to_string(), artifact.to_owned());
+        let put = store::PutResourceCacheRequest { team, claim_id, artifact_id };
+        self.caches.clone().put_resource_cache(put).await?;
+        Ok(())
+    }
+
+    /// Gives up the claim on the resource cache of an image. If that fails, the claim expires.
+    pub(crate) async fn abandon_image(&self, team: &str, cache: &str) {
+        let delete =
+            store::DeleteResourceCacheRequest { team: team.to_owned(), cache_id: cache.to_owned() };
+        if let Err(status) = self.caches.clone().delete_resource_cache(delete).await {
+            tracing::debug!(error = %Refusal::from(status), "cannot give up the claim on an image: it will expire");
+        }
+    }
+
+    /// Records the user of an image.
+    pub(crate) async fn use_image(&self, team: &str, cache: &str, user: ImageUser) -> Result<(), PeerError> {
+        let user = match user {
+            ImageUser::Build(build) => store::cache_user::User::BuildId(build.to_string()),
+            ImageUser::Workload(workload) => store::cache_user::User::WorkloadId(workload.to_string()),
+        };
+        let user = Some(store::CacheUser { user: Some(user) });
+        let (team, cache_id) = (team.to_owned(), cache.to_owned());
+        self.caches.clone().use_resource_cache(store::UseResourceCacheRequest { team, cache_id, user }).await?;
+        Ok(())
     }
 
     /// Returns the places of an artifact's bytes. `None`: the team has no such artifact.

@@ -89,6 +89,13 @@ impl Clients {
     }
 }
 
+/// What a registry is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Digest,
+    Manifest,
+}
+
 /// The repository from which the blobs of an image come.
 #[derive(Debug)]
 pub(crate) struct RegistryBlobs {
@@ -131,13 +138,7 @@ impl Registry {
         if let Some(digest) = reference.digest() {
             return Ok(digest.to_owned());
         }
-        let (digest, _) = self
-            .first(reference, credentials, async |blobs: &RegistryBlobs| {
-                let Clients { auth, .. } = &*blobs.clients;
-                blobs.client().fetch_manifest_digest(&blobs.reference, auth).await
-            })
-            .await?;
-        Ok(digest)
+        Ok(self.first(reference, credentials, Call::Digest).await?.0.1)
     }
 
     /// Finds the manifest of a reference for a platform.
@@ -152,7 +153,7 @@ impl Registry {
         credentials: Option<&Credentials>,
         platform: &Platform,
     ) -> Result<ImageSource, ImageError> {
-        let (manifest, blobs) = self.first(reference, credentials, RegistryBlobs::manifest).await?;
+        let (manifest, blobs) = self.first(reference, credentials, Call::Manifest).await?;
         let name = reference.to_string();
         let digest = match reference.digest() {
             Some(digest) => digest.to_owned(),
@@ -168,7 +169,7 @@ impl Registry {
                     available: names(&index.manifests),
                 })?;
                 let part = reference.clone_with_digest(chosen.digest.clone());
-                let (manifest, _) = self.first(&part, credentials, RegistryBlobs::manifest).await?;
+                let (manifest, _) = self.first(&part, credentials, Call::Manifest).await?;
                 check_digest(&name, "manifest", &manifest.0, &chosen.digest)?;
                 image_manifest(&name, &manifest.0)?
             }
@@ -178,12 +179,12 @@ impl Registry {
 
     /// Calls the mirrors of a registry, then the registry, until one succeeds. Returns the error of
     /// the registry.
-    async fn first<T>(
+    async fn first(
         &self,
         reference: &Reference,
         credentials: Option<&Credentials>,
-        call: impl AsyncFn(&RegistryBlobs) -> Result<T, OciDistributionError>,
-    ) -> Result<(T, RegistryBlobs), ImageError> {
+        call: Call,
+    ) -> Result<((Bytes, String), RegistryBlobs), ImageError> {
         let registry = reference.registry();
         let mirrors = self.settings.mirrors.iter().filter(|(of, _)| of == registry);
         for (_, mirror) in mirrors {
@@ -191,7 +192,7 @@ impl Registry {
             mirrored.set_mirror_registry(mirror.clone());
             // The credentials are for the registry only.
             let blobs = RegistryBlobs { clients: self.anonymous.clone(), is_plain: self.is_plain(mirror), reference: mirrored };
-            match blobs.reach(mirror, &call).await {
+            match blobs.reach(mirror, call).await {
                 Ok((called, blobs)) => return Ok((called, blobs)),
                 Err(error) => tracing::debug!(mirror, registry, %error, "a mirror cannot be used"),
             }
@@ -205,7 +206,7 @@ impl Registry {
             }
         };
         let blobs = RegistryBlobs { clients, is_plain: self.is_plain(registry), reference: reference.clone() };
-        let reached = blobs.reach(registry, &call).await;
+        let reached = blobs.reach(registry, call).await;
         reached.map_err(|error| ImageError::of_registry(registry, &reference.to_string(), &error))
     }
 
@@ -219,8 +220,12 @@ impl RegistryBlobs {
         self.clients.client(self.is_plain)
     }
 
-    async fn manifest(&self) -> Result<(Bytes, String), OciDistributionError> {
+    /// Returns the manifest, or nothing, and its digest.
+    async fn call(&self, call: Call) -> Result<(Bytes, String), OciDistributionError> {
         let (reference, auth) = (&self.reference, &self.clients.auth);
+        if call == Call::Digest {
+            return Ok((Bytes::new(), self.client().fetch_manifest_digest(reference, auth).await?));
+        }
         let (bytes, digest) = self.client().pull_manifest_raw(reference, auth, MANIFESTS).await?;
         if bytes.len() > MAX_MANIFEST_BYTES {
             let cause = format!("the manifest has {} bytes", bytes.len());
@@ -231,14 +236,14 @@ impl RegistryBlobs {
 
     /// Calls the registry, again after a transient failure. A registry on the loopback that does
     /// not speak TLS is called without.
-    async fn reach<T>(
+    async fn reach(
         mut self,
         registry: &str,
-        call: &impl AsyncFn(&Self) -> Result<T, OciDistributionError>,
-    ) -> Result<(T, Self), OciDistributionError> {
+        call: Call,
+    ) -> Result<((Bytes, String), Self), OciDistributionError> {
         let mut pause = FIRST_PAUSE;
         for attempt in 1.. {
-            match call(&self).await {
+            match self.call(call).await {
                 Ok(answer) => return Ok((answer, self)),
                 Err(OciDistributionError::RequestError(error))
                     if error.is_connect() && !self.is_plain && is_loopback(registry) =>

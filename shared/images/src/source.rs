@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::stream::BoxStream;
-use futures::{StreamExt, TryStreamExt};
+use futures::{FutureExt, StreamExt, TryStreamExt};
 use oci_client::manifest::{OciDescriptor, OciImageManifest};
 
 use crate::local::Blobs;
@@ -107,7 +107,8 @@ pub async fn pull(
         let cause = format!("it has {} layers", source.manifest.layers.len());
         return Err(ImageError::invalid(&source.name, cause));
     }
-    let fetches = source.manifest.layers.iter().map(|descriptor| store.layer(source, descriptor, progress));
+    let layer = |descriptor| store.layer(source, descriptor, progress).boxed();
+    let fetches: Vec<_> = source.manifest.layers.iter().map(layer).collect();
     let layers: Vec<Arc<_>> = futures::stream::iter(fetches).buffered(CONCURRENT_LAYERS).try_collect().await?;
     let name = source.name.clone();
     let assembled = tokio::task::spawn_blocking(move || assemble(&name, layers, &metadata)).await;

@@ -215,6 +215,19 @@ reasons! {
     TransferTruncated = "TRANSFER_TRUNCATED", InvalidArgument;
     /// The transfer was cancelled. Start the transfer again if it is still needed.
     TransferCancelled = "TRANSFER_CANCELLED", Aborted;
+    /// The registry has no such repository, tag or digest. Correct the reference.
+    ImageNotFound = "IMAGE_NOT_FOUND", NotFound;
+    /// The registry requires other credentials. Many registries answer so for images that do not
+    /// exist, too. Check the reference, or send credentials.
+    RegistryDenied = "REGISTRY_DENIED", PermissionDenied;
+    /// The registry does not answer, or fails. The message has its answer. Repeat the call later.
+    RegistryUnavailable = "REGISTRY_UNAVAILABLE", Unavailable;
+    /// The image exists, but not for the platform. The message lists its platforms. Use another
+    /// image or another platform.
+    PlatformNotFound = "PLATFORM_NOT_FOUND", FailedPrecondition;
+    /// The manifest, the configuration or a layer of an image is malformed or has another digest
+    /// than declared. Push the image again.
+    InvalidImage = "INVALID_IMAGE", FailedPrecondition;
     /// No replica could be read. The message has the answer of each gateway, and metadata
     /// `source_N` has the reason. `VOLUME_NOT_FOUND` and `DIGEST_MISMATCH` mean that the replica is
     /// lost. `INVALID_TOKEN` and `UNAUTHENTICATED` mean that the gateway rejected the reader.
@@ -229,8 +242,9 @@ reasons! {
     /// has the answer of the worker. Empty the destination volume, and read the source volume
     /// through its gateway.
     PeerFailed = "PEER_FAILED", Aborted;
-    /// The worker's disk is full, or has too little room for the declared size of a transfer. Free
-    /// space, or use another worker.
+    /// The worker's disk is full, or has too little room for the declared size of a transfer. Or the
+    /// disk of the streamer has no room for the layers of an image. Free space, or use another
+    /// worker.
     DiskFull = "DISK_FULL", ResourceExhausted;
     /// The volume has no such path. List the contents of the volume.
     PathNotFound = "PATH_NOT_FOUND", NotFound;

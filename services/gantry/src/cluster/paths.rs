@@ -76,6 +76,11 @@ impl Paths {
         self.state.join("worker")
     }
 
+    /// Returns the directory of unpacked layers of images.
+    pub(crate) fn images(&self) -> PathBuf {
+        self.state.join("images")
+    }
+
     /// Returns the directory with the stat caches of scanned directories, and creates it if
     /// necessary.
     pub(crate) fn stat_caches(&self) -> anyhow::Result<PathBuf> {

@@ -47,8 +47,14 @@ pub(super) async fn start(
         tracing::info!(store.life = %life, "artifact store starts a new store life");
     }
     artifact_store::start(store, host).await.map_err(|error| of_other_build(error, paths))?;
-    let streamer =
-        streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone(), token: None };
+    let mut images = args.images.clone();
+    images.image_cache.get_or_insert_with(|| paths.images());
+    let streamer = streamer::Config {
+        scheduler: endpoint.clone(),
+        artifact_store: endpoint.clone(),
+        token: None,
+        images,
+    };
     streamer::start(&streamer, host)?;
 
     let runtime = opening.await.context("cannot open the worker on this machine")?;

@@ -3,6 +3,7 @@
 //! Each handler parses the request, calls a function of another module, and converts the result.
 
 mod convert;
+pub(crate) mod images;
 
 use domain::worker::LeaseClaims;
 use domain::{ArtifactId, Digest};

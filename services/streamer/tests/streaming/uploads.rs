@@ -69,6 +69,7 @@ impl Suite {
             scheduler: endpoint.clone(),
             artifact_store: endpoint.clone(),
             token: token.clone(),
+            images: streamer::ImageArgs::default(),
         };
         streamer::start(&streamer, &mut host).expect("a streamer");
         let machine = with_worker.then(|| {

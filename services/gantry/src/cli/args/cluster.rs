@@ -82,6 +82,8 @@ pub(crate) struct UpArgs {
     /// Team that alone may use the worker given by --garden. Default: all teams
     #[arg(long, value_name = "TEAM", requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_team: Option<String>,
+    #[command(flatten, next_help_heading = "Images")]
+    pub(crate) images: streamer::ImageArgs,
     /// The cluster was started in the background by another command.
     #[arg(long, hide = true)]
     pub(crate) detached: bool,
