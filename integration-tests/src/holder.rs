@@ -365,7 +365,7 @@ pub fn spec(input: &str, image: Option<&str>) -> pb::ContainerSpec {
         None => scheduler_pb::image::Source::Host(scheduler_pb::HostImage {}),
     };
     pb::ContainerSpec {
-        image: Some(scheduler_pb::Image { source: Some(source) }),
+        image: Some(scheduler_pb::Image { source: Some(source), entrypoint: None }),
         inputs: vec![scheduler_pb::Input {
             name: "src".to_owned(),
             artifact_id: input.to_owned(),

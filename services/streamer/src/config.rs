@@ -17,6 +17,7 @@ pub struct Config {
     /// Cluster token for calls over TCP. `None`: calls carry no token.
     #[arg(skip)]
     pub token: Option<String>,
+    /// Images from registries.
     #[command(flatten)]
     pub images: ImageArgs,
 }

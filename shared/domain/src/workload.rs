@@ -22,12 +22,18 @@ pub struct WorkloadSpec {
     pub kind: WorkloadKind,
     /// The root file system.
     pub image: Image,
-    /// The program and its arguments: at least one item.
+    /// Words that replace the entrypoint and the command of the image. `None`: those of the image
+    /// apply.
+    pub entrypoint: Option<Vec<Bytes>>,
+    /// The program and its arguments, or the arguments of the entrypoint. It may be empty for
+    /// [`Image::Artifact`] and [`Image::Reference`].
     pub command: Vec<Bytes>,
     /// Environment variables, in addition to those of every process.
     pub environment: Vec<EnvironmentVariable>,
     /// Working directory, as an absolute path.
     pub directory: Bytes,
+    /// Whether the working directory of the image takes precedence over `directory`.
+    pub prefers_image_directory: bool,
     /// User of the process, as `name`, `uid`, `name:group` or `uid:gid`. `None` means the user of
     /// the image, or root.
     pub user: Option<String>,
@@ -105,12 +111,16 @@ pub struct Service {
     pub name: String,
     /// The root file system. It is not [`Image::ResourceType`].
     pub image: Image,
-    /// The program and its arguments: at least one item.
+    /// Entrypoint, as in [`WorkloadSpec::entrypoint`].
+    pub entrypoint: Option<Vec<Bytes>>,
+    /// Command, as in [`WorkloadSpec::command`].
     pub command: Vec<Bytes>,
     /// Environment variables, in addition to those of every process.
     pub environment: Vec<EnvironmentVariable>,
     /// Working directory, as an absolute path.
     pub directory: Bytes,
+    /// Whether the working directory of the image takes precedence over `directory`.
+    pub prefers_image_directory: bool,
     /// User, as in [`WorkloadSpec::user`].
     pub user: Option<String>,
     /// Limits of the container.
@@ -178,7 +188,7 @@ impl WorkloadSpec {
     pub fn artifacts(&self) -> BTreeSet<ArtifactId> {
         let images = self.services.iter().map(|service| &service.image).chain([&self.image]);
         let images = images.filter_map(|image| match image {
-            Image::Host | Image::ResourceType(_) => None,
+            Image::Host | Image::ResourceType(_) | Image::Reference(_) => None,
             Image::Artifact(artifact) => Some(*artifact),
         });
         self.inputs.iter().map(|input| input.artifact).chain(images).collect()
@@ -209,6 +219,9 @@ pub enum Image {
     Artifact(ArtifactId),
     /// The worker-provided image of the resource type of this name, with a layer for writes.
     ResourceType(String),
+    /// The image with this reference in a registry, which becomes an artifact. An accepted spec has
+    /// a reference with a digest.
+    Reference(String),
 }
 
 impl Image {
@@ -218,7 +231,7 @@ impl Image {
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Host => "host",
-            Self::Artifact(_) => "artifact",
+            Self::Artifact(_) | Self::Reference(_) => "artifact",
             Self::ResourceType(_) => "resource-type",
         }
     }

@@ -43,6 +43,8 @@ pub const MAX_PIDS: u64 = (1 << 22) - 1;
 const MAX_BYTES: usize = 1 << 20;
 /// Maximum size of the standard input in a spec, in bytes.
 pub const MAX_STDIN_BYTES: usize = 1 << 20;
+/// Maximum length of the reference of an image, in bytes.
+const MAX_REFERENCE_BYTES: usize = 1024;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
 /// Maximum number of task caches in a spec.
 const MAX_CACHES: usize = 100;
@@ -80,8 +82,10 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         pb::WorkloadKind::Put => WorkloadKind::Put,
         pb::WorkloadKind::Check => WorkloadKind::Check,
     };
-    let image = parse_image("spec.image", spec.image)?;
-    let command = parse_command("spec.command", spec.command)?;
+    let (image, entrypoint) = parse_image("spec.image", spec.image)?;
+    let command = parse_command("spec.command", spec.command, (&image, &entrypoint))?;
+    let mounts_nothing = spec.inputs.is_empty() && spec.outputs.is_empty() && spec.caches.is_empty();
+    let prefers_image_directory = spec.directory.is_empty() && mounts_nothing && has_defaults(&image);
 
     let directory = parse_directory("spec.directory", &spec.directory)?;
     if spec.interruptible && spec.stdin == i32::from(pb::StdinMode::Attached) {
@@ -109,9 +113,11 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         team: parse_team("spec.team", spec.team)?,
         kind,
         image,
+        entrypoint,
         command,
         environment: parse_environment("spec.environment", spec.environment)?,
         directory,
+        prefers_image_directory,
         user: Some(spec.user).filter(|user| !user.is_empty()),
         stdin,
         output: match parse_enum("spec.output", spec.output)? {
@@ -162,10 +168,10 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
             WorkloadKind::Check => pb::WorkloadKind::Check,
         }
         .into(),
-        image: Some(image_to_proto(&spec.image)),
+        image: Some(image_to_proto(&spec.image, spec.entrypoint.as_deref())),
         command: spec.command.iter().map(bytes).collect(),
         environment: environment_to_proto(&spec.environment),
-        directory: bytes(&spec.directory),
+        directory: directory_to_proto(&spec.directory, spec.prefers_image_directory),
         user: spec.user.clone().unwrap_or_default(),
         stdin: match spec.stdin {
             Stdin::None => pb::StdinMode::None,
@@ -238,13 +244,20 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
     }
 }
 
-fn image_to_proto(image: &Image) -> pb::Image {
+fn directory_to_proto(directory: &Bytes, prefers_image_directory: bool) -> bytes::Bytes {
+    if prefers_image_directory { bytes::Bytes::new() } else { bytes::Bytes::copy_from_slice(directory) }
+}
+
+fn image_to_proto(image: &Image, entrypoint: Option<&[Bytes]>) -> pb::Image {
     let source = match image {
         Image::Host => pb::image::Source::Host(pb::HostImage {}),
         Image::Artifact(id) => pb::image::Source::ArtifactId(id.to_string()),
         Image::ResourceType(name) => pb::image::Source::ResourceType(name.clone()),
+        Image::Reference(reference) => pb::image::Source::Reference(reference.clone()),
     };
-    pb::Image { source: Some(source) }
+    let words = |words: &[Bytes]| words.iter().map(|word| bytes::Bytes::copy_from_slice(word)).collect();
+    let entrypoint = entrypoint.map(|entrypoint| pb::Entrypoint { words: words(entrypoint) });
+    pb::Image { source: Some(source), entrypoint }
 }
 
 fn environment_to_proto(variables: &[EnvironmentVariable]) -> Vec<pb::EnvironmentVariable> {
@@ -333,8 +346,20 @@ fn parse_terminal(size: pb::Terminal) -> Result<TerminalSize, Status> {
     Ok(TerminalSize { rows: length("rows", size.rows)?, columns: length("columns", size.columns)? })
 }
 
-fn parse_image(field: &str, image: Option<pb::Image>) -> Result<Image, Status> {
-    Ok(match required(&format!("{field}.source"), required(field, image)?.source)? {
+/// Whether an image may have a command and a working directory of its own.
+fn has_defaults(image: &Image) -> bool {
+    matches!(image, Image::Artifact(_) | Image::Reference(_))
+}
+
+/// Parses an image and its entrypoint.
+fn parse_image(field: &str, image: Option<pb::Image>) -> Result<(Image, Option<Vec<Bytes>>), Status> {
+    let pb::Image { source, entrypoint } = required(field, image)?;
+    let entrypoint = entrypoint.map(|entrypoint| entrypoint.words);
+    for (index, word) in entrypoint.iter().flatten().enumerate() {
+        no_nul(&format!("{field}.entrypoint.words[{index}]"), word)?;
+    }
+    let entrypoint = entrypoint.map(|words| words.into_iter().map(Into::into).collect());
+    let source = match required(&format!("{field}.source"), source)? {
         pb::image::Source::Host(_) => Image::Host,
         pb::image::Source::ArtifactId(id) => Image::Artifact(parse_id(&format!("{field}.artifact_id"), &id)?),
         pb::image::Source::ResourceType(name) if name.is_empty() || name.len() > MAX_RESOURCE_TYPE_BYTES => {
@@ -342,11 +367,28 @@ fn parse_image(field: &str, image: Option<pb::Image>) -> Result<Image, Status> {
             return Err(invalid_field(format!("{field}.resource_type"), message));
         }
         pb::image::Source::ResourceType(name) => Image::ResourceType(name),
-    })
+        pb::image::Source::Reference(reference) => {
+            let is_text = !reference.is_empty() && !reference.contains(|c: char| c.is_whitespace() || c.is_control());
+            if !is_text || reference.len() > MAX_REFERENCE_BYTES {
+                let message = format!("has 1 to {MAX_REFERENCE_BYTES} bytes without spaces");
+                return Err(invalid_field(format!("{field}.reference"), message));
+            }
+            Image::Reference(reference)
+        }
+    };
+    Ok((source, entrypoint))
 }
 
-fn parse_command(field: &str, command: Vec<bytes::Bytes>) -> Result<Vec<Bytes>, Status> {
-    if command.first().is_none_or(|program| program.is_empty()) {
+fn parse_command(
+    field: &str,
+    command: Vec<bytes::Bytes>,
+    (image, entrypoint): (&Image, &Option<Vec<Bytes>>),
+) -> Result<Vec<Bytes>, Status> {
+    // The image, which is not known here, may name the program.
+    let may_be_named = has_defaults(image) && entrypoint.as_ref().is_none_or(|words| !words.is_empty());
+    let is_named = entrypoint.as_ref().and_then(|words| words.first()).is_some_and(|word| !word.is_empty());
+    let program = command.first();
+    if !is_named && (!may_be_named && program.is_none() || program.is_some_and(|program| program.is_empty())) {
         return Err(invalid_field(field, "must name a program"));
     }
     for (index, argument) in command.iter().enumerate() {

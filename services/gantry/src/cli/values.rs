@@ -114,8 +114,70 @@ fn input(text: &OsStr) -> Result<InputArg, String> {
     Ok(InputArg { name, source, read_only })
 }
 
+/// Value of `--image`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ImageArg {
+    /// An image that workers or the cluster have.
+    Known(Image),
+    /// A reference of an image in a registry.
+    Registry(String),
+    /// An image in a file or directory of this machine.
+    File(ImageFile),
+}
+
+/// An image in a file or directory of this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ImageFile {
+    pub(crate) format: ImageFormat,
+    pub(crate) path: PathBuf,
+    /// Name of the image within the file.
+    pub(crate) name: Option<String>,
+}
+
+/// Format of an image on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ImageFormat {
+    /// A directory with an OCI layout.
+    Oci,
+    /// A tar archive of an OCI layout.
+    OciArchive,
+    /// An archive of `docker save`.
+    DockerArchive,
+}
+
+/// Parses a platform, such as `linux/amd64`.
+pub(crate) fn platform(text: &str) -> Result<images::Platform, String> {
+    text.parse()
+}
+
+/// Parses `host`, `artifact:UUID`, `resource-type:NAME`, `oci:DIR[:NAME]`, `oci-archive:FILE`,
+/// `docker-archive:FILE`, or else a reference of an image in a registry.
+pub(crate) fn image(text: &str) -> Result<ImageArg, String> {
+    let formats = [
+        ("oci:", ImageFormat::Oci),
+        ("oci-archive:", ImageFormat::OciArchive),
+        ("docker-archive:", ImageFormat::DockerArchive),
+    ];
+    for (prefix, format) in formats {
+        let Some(rest) = text.strip_prefix(prefix) else { continue };
+        let (path, name) = rest.split_once(':').map_or((rest, None), |(path, name)| (path, Some(name)));
+        if path.is_empty() || name == Some("") {
+            return Err(format!("write {prefix}PATH, or {prefix}PATH:NAME"));
+        }
+        let (path, name) = (path.into(), name.map(str::to_owned));
+        return Ok(ImageArg::File(ImageFile { format, path, name }));
+    }
+    if text == "host" || text.starts_with("artifact:") || text.starts_with("resource-type:") {
+        return known_image(text).map(ImageArg::Known);
+    }
+    match images::parse_reference(text, images::DEFAULT_REGISTRY) {
+        Ok(_) => Ok(ImageArg::Registry(text.to_owned())),
+        Err(error) => Err(format!("{error}; `gantry help run` lists the other kinds of images")),
+    }
+}
+
 /// Parses `host`, `artifact:UUID` or `resource-type:NAME`.
-pub(crate) fn image(text: &str) -> Result<Image, String> {
+fn known_image(text: &str) -> Result<Image, String> {
     match text.strip_prefix("resource-type:") {
         Some("") => return Err("the name is missing after resource-type:".to_owned()),
         Some(name) => return Ok(Image::ResourceType(name.to_owned())),
@@ -123,9 +185,7 @@ pub(crate) fn image(text: &str) -> Result<Image, String> {
     }
     match text.strip_prefix("artifact:") {
         None if text == "host" => Ok(Image::Host),
-        None => Err("write `host`, artifact:UUID or resource-type:NAME; `gantry upload DIR` prints the UUID for a directory \
-                     that contains rootfs/"
-            .to_owned()),
+        None => Err("write `host`, artifact:UUID or resource-type:NAME".to_owned()),
         Some(id) => {
             id.parse().map(Image::Artifact).map_err(|_| format!("{id:?} is not the id of an artifact"))
         }

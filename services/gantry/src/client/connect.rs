@@ -19,6 +19,7 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::pb::streamer::images_client::ImagesClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
@@ -211,6 +212,10 @@ impl Connection {
 
     pub(crate) fn collector(&self) -> CollectorClient<Peer> {
         CollectorClient::new(self.artifacts.clone())
+    }
+
+    pub(crate) fn images(&self) -> ImagesClient<Peer> {
+        ImagesClient::new(self.streamer.clone())
     }
 
     pub(crate) fn streamer(&self) -> StreamerClient<Peer> {

@@ -12,6 +12,7 @@ mod explain;
 mod list;
 mod logs;
 mod orphans;
+mod pull;
 mod run;
 mod status;
 mod undelete;
@@ -82,6 +83,8 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
     match command {
         Command::Explain(args) => explain::explain(connection, args, as_json).await?,
         Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
+        Command::Pull(args) => pull::pull(connection, ui, args, as_json).await?,
+        Command::Images => list::images(connection, as_json).await?,
         Command::Upload(args) => upload::upload(connection, ui, args, as_json).await?,
         Command::Download(args) => download::download(connection, ui, args, as_json).await?,
         Command::Cat(args) => cat::cat(args, connection, as_json).await?,

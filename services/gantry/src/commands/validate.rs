@@ -8,11 +8,12 @@ use std::io::{ErrorKind, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use domain::workload::Image;
 use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
 use rustix::fs::Access;
 
 use crate::cli::args::{ExecArgs, Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
-use crate::cli::values::{InputArg, Source};
+use crate::cli::values::{ImageArg, InputArg, Source};
 use crate::follow::stdin;
 use crate::render::ui::Ui;
 use crate::transfer::directories::{is_in_place, refuse_links, refuse_links_here, resolve};
@@ -94,6 +95,10 @@ fn check_terminal(remedy: &str) -> anyhow::Result<()> {
 pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
     if args.tty && !args.no_stdin && !args.detach && !args.explain {
         check_terminal("leave out -t, or add --no-stdin")?;
+    }
+    let has_program = !args.command.is_empty() || args.entrypoint.as_ref().is_some_and(|it| !it.is_empty());
+    if matches!(args.image, ImageArg::Known(Image::Host | Image::ResourceType(_))) && !has_program {
+        bail!("the command is missing; write it after --, as in `gantry run -- echo hello`");
     }
     let mut names = HashSet::new();
     for input in &args.inputs {

@@ -87,6 +87,7 @@ pub(crate) fn image(image: Option<&Image>) -> String {
     match image.and_then(|image| image.source.as_ref()) {
         Some(ImageSource::ArtifactId(artifact)) => format!("artifact:{artifact}"),
         Some(ImageSource::ResourceType(name)) => format!("resource-type:{name}"),
+        Some(ImageSource::Reference(reference)) => reference.clone(),
         Some(ImageSource::Host(_)) | None => "host".to_owned(),
     }
 }

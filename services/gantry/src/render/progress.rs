@@ -63,6 +63,12 @@ impl Progress {
         self.0.counts.doing().remove(name);
     }
 
+    /// Starts again with 0 of 0 bytes.
+    pub(crate) fn restart(&self) {
+        self.0.counts.done.store(0, Ordering::Relaxed);
+        self.0.counts.total.store(0, Ordering::Relaxed);
+    }
+
     /// Adds to the total.
     pub(crate) fn expect(&self, bytes: u64) {
         self.0.counts.total.fetch_add(bytes, Ordering::Relaxed);

@@ -3,6 +3,7 @@
 pub(crate) mod directories;
 pub(crate) mod download;
 pub(crate) mod ignore;
+pub(crate) mod images;
 mod receive;
 mod send;
 pub(crate) mod staging;

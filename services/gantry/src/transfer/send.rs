@@ -1,20 +1,23 @@
-//! Sender of the bytes of a directory to a worker.
+//! Sender of the bytes of a directory or an image to a worker.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
+use images::ImageTree;
 use rpc::pb::runtime::{WriteCommit, WriteOpen, WriteRequest, write_request::Message as Write};
 use tokio::sync::{mpsc, oneshot};
-use transfer::{Manifest, OrdinalRanges, ReadError, ReadOptions, TreeReader};
+use transfer::{ExtentData, Manifest, OrdinalRanges, ReadError, ReadOptions, TreeReader};
 
 use crate::ending::error::Refused;
-use crate::transfer::tree;
+use crate::transfer::tree::chunk;
 
 /// Error of sending a directory.
 pub(super) enum SendError {
     /// A file changed since the scan. The text names it.
     Changed(String),
+    /// The bytes of an extent differ from its digest.
+    Mismatch,
     /// Any other error.
     Other(anyhow::Error),
 }
@@ -45,10 +48,49 @@ impl From<ReadError> for SendError {
     }
 }
 
+/// The place of the bytes of a tree.
+#[derive(Clone)]
+pub(super) enum Content {
+    /// A directory.
+    Directory(PathBuf),
+    /// An image on this machine.
+    Image(Arc<ImageTree>),
+}
+
+impl Content {
+    /// Passes the content of extents to `send`, until it returns false.
+    fn read(
+        self,
+        manifest: Arc<Manifest>,
+        missing: &OrdinalRanges,
+        mut send: impl FnMut(Vec<ExtentData>) -> bool,
+    ) -> Result<(), SendError> {
+        match self {
+            Self::Directory(root) => {
+                let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
+                for batch in reader.batches(missing) {
+                    if !send(batch?) {
+                        return Ok(());
+                    }
+                }
+            }
+            Self::Image(image) => {
+                for ordinal in missing.ordinals() {
+                    let data = image.read(ordinal).context("cannot read a layer")?;
+                    if !send(vec![ExtentData { ordinal, data }]) {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Sends all messages of a Write call in order.
 pub(super) async fn send_tree(
     ticket: String,
-    root: PathBuf,
+    tree: Content,
     manifest: Arc<Manifest>,
     missing: oneshot::Receiver<OrdinalRanges>,
     requests: mpsc::Sender<WriteRequest>,
@@ -71,13 +113,9 @@ pub(super) async fn send_tree(
     let content = requests.clone();
     let (end, ended) = oneshot::channel();
     let read = move || {
-        let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
-        for batch in reader.batches(&missing) {
-            if content.blocking_send(request(Write::Chunk(tree::chunk(batch?)))).is_err() {
-                return Ok(());
-            }
-        }
-        Ok::<_, SendError>(())
+        tree.read(manifest, &missing, |extents| {
+            content.blocking_send(request(Write::Chunk(chunk(extents)))).is_ok()
+        })
     };
     // A separate thread reads, because an interrupted command must not wait for it.
     std::thread::spawn(move || {

@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use domain::{ArtifactId, BuildId};
+use images::ImageTree;
 use rpc::Reason;
 use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
 use rpc::pb::runtime::volumes_client::VolumesClient;
@@ -41,7 +42,7 @@ use crate::render::table::{bytes, count, duration};
 use crate::render::ui::Ui;
 use crate::transfer::directories::inside;
 use crate::transfer::ignore::Rules;
-use crate::transfer::send::{SendError, send_tree};
+use crate::transfer::send::{Content, SendError, send_tree};
 use crate::transfer::staging;
 use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
@@ -96,7 +97,14 @@ impl Uploader<'_> {
             let scanned = self.scan(directory).await.with_context(|| format!("cannot upload {path:?}"))?;
             self.check(name, &scanned.problems)?;
             self.progress.doing("uploading", name);
-            match self.send(directory, &scanned.manifest).await {
+            let content = Content::Directory(directory.path.to_owned());
+            let sent = match self.send(name, &content, &scanned.manifest).await {
+                Err(SendError::Mismatch) => {
+                    Err(SendError::Changed(self.changed(directory, &scanned.manifest).await))
+                }
+                sent => sent,
+            };
+            match sent {
                 Ok(sent) => {
                     self.progress.done(name);
                     self.say(name, &scanned.manifest, &sent, started);
@@ -124,6 +132,7 @@ impl Uploader<'_> {
                 Err(SendError::Other(error)) => {
                     return Err(error.context(format!("cannot upload {path:?}")));
                 }
+                Err(SendError::Mismatch) => bail!("cannot upload {path:?}: its files changed"),
             }
         }
         unreachable!("the loop returns")
@@ -249,9 +258,36 @@ impl Uploader<'_> {
         );
     }
 
+    /// Uploads an image. Returns its artifact, which may have existed before.
+    pub(crate) async fn upload_image(&self, name: &str, image: Arc<ImageTree>) -> anyhow::Result<ArtifactId> {
+        let (started, manifest) = (Instant::now(), image.manifest().clone());
+        let content = Content::Image(image);
+        let mut pause = Pause::default();
+        for attempt in 1.. {
+            self.progress.doing("uploading", name);
+            match self.send(name, &content, &manifest).await {
+                Ok(sent) => {
+                    self.progress.done(name);
+                    self.say(name, &manifest, &sent, started);
+                    return Ok(sent.artifact);
+                }
+                Err(SendError::Other(error)) if is_transient(&error) && attempt < TRANSFER_TRIES => {
+                    pause.wait().await;
+                    _ = self.connection.revive(self.ui).await;
+                }
+                Err(SendError::Other(error)) => return Err(error.context(format!("cannot upload image {name}"))),
+                Err(SendError::Changed(_) | SendError::Mismatch) => {
+                    bail!("cannot upload image {name}: its files changed; repeat the command")
+                }
+            }
+        }
+        unreachable!("the loop returns")
+    }
+
     async fn send(
         &self,
-        directory: &Directory<'_>,
+        label: &str,
+        content: &Content,
         manifest: &Arc<Manifest>,
     ) -> Result<SendResult, SendError> {
         let digest = manifest.tree_digest().as_bytes().to_vec();
@@ -261,7 +297,7 @@ impl Uploader<'_> {
             artifact_id: ArtifactId::new().to_string(),
             digest: digest.clone().into(),
             build_id: self.build.map(|build| build.to_string()).unwrap_or_default(),
-            label: directory.name.to_owned(),
+            label: label.to_owned(),
         };
         let request = |message| UploadRequest { message: Some(message) };
         // This cannot fail: the queue is empty and its receiver exists.
@@ -287,7 +323,7 @@ impl Uploader<'_> {
                 Some(upload_response::Message::Endpoint(endpoint)) => {
                     // A message before all content was sent is an error.
                     let written = tokio::select! {
-                        written = self.write(endpoint, directory, manifest) => written?,
+                        written = self.write(endpoint, content, manifest) => written?,
                         early = answers.message() => {
                             return Err(early.err().map_or_else(Refused::cut, Refused::from).into());
                         }
@@ -306,14 +342,14 @@ impl Uploader<'_> {
     async fn write(
         &self,
         endpoint: TransferEndpoint,
-        directory: &Directory<'_>,
+        content: &Content,
         manifest: &Arc<Manifest>,
     ) -> Result<u64, SendError> {
         let mut volumes: VolumesClient<_> = self.connection.volumes_at(&endpoint.gateway_endpoint).await?;
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
         let sending =
-            send_tree(endpoint.ticket, directory.path.to_owned(), manifest.clone(), missing, requests);
+            send_tree(endpoint.ticket, content.clone(), manifest.clone(), missing, requests);
         let mut sender = JoinSet::new();
         sender.spawn(sending);
 
@@ -362,7 +398,7 @@ impl Uploader<'_> {
             Ok(written) => Ok(written),
             Err(SendError::Other(error)) => {
                 if refusal(&error).is_some_and(|refused| refused.is(Reason::DigestMismatch)) {
-                    return Err(SendError::Changed(self.changed(directory, manifest).await));
+                    return Err(SendError::Mismatch);
                 }
                 // An error of the sender also broke the call.
                 if let Some(Ok(Err(cause))) = sender.try_join_next() {

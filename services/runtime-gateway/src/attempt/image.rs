@@ -1,12 +1,13 @@
 //! Images that are artifacts: the directory `rootfs`, and the file `metadata.json` beside it.
 //!
-//! The metadata has the default environment and user of the image's processes.
+//! The metadata has the defaults of the image's processes: environment, user, entrypoint, command and
+//! working directory. The crate `images` writes it.
 
 use std::collections::{HashSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use domain::workload::EnvironmentVariable;
+use domain::workload::{Bytes, EnvironmentVariable, WorkloadSpec};
 use domain::{Digest, VolumeHandle, error_chain};
 use runtime::RuntimeError;
 use serde::Deserialize;
@@ -28,6 +29,31 @@ const MAX_METADATA_BYTES: u64 = 1 << 20;
 pub(crate) struct ProcessDefaults {
     pub(crate) environment: Vec<EnvironmentVariable>,
     pub(crate) user: Option<String>,
+    /// Words before those of the command.
+    pub(crate) entrypoint: Vec<String>,
+    /// Command if the spec has none.
+    pub(crate) command: Vec<String>,
+    /// Working directory, as an absolute path.
+    pub(crate) directory: Option<String>,
+}
+
+impl ProcessDefaults {
+    /// Returns the command of a process with `spec`. Empty: neither the spec nor the image names a
+    /// program.
+    pub(crate) fn command_of(&self, spec: &WorkloadSpec) -> Vec<Bytes> {
+        let words = |words: &[String]| words.iter().map(|word| word.clone().into_bytes()).collect();
+        match &spec.entrypoint {
+            Some(entrypoint) => [entrypoint.as_slice(), &spec.command].concat(),
+            None if spec.command.is_empty() => [words(&self.entrypoint), words(&self.command)].concat(),
+            None => [words(&self.entrypoint), spec.command.clone()].concat(),
+        }
+    }
+
+    /// Returns the working directory of a process with `spec`.
+    pub(crate) fn directory_of(&self, spec: &WorkloadSpec) -> Bytes {
+        let of_image = self.directory.as_ref().filter(|_| spec.prefers_image_directory);
+        of_image.map_or_else(|| spec.directory.clone(), |directory| directory.clone().into_bytes())
+    }
 }
 
 /// Default settings of images, cached by the digest of the tree.
@@ -112,6 +138,9 @@ async fn read(
 struct Metadata {
     env: Option<Vec<String>>,
     user: Option<String>,
+    entrypoint: Option<Vec<String>>,
+    cmd: Option<Vec<String>>,
+    workdir: Option<String>,
 }
 
 fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
@@ -128,7 +157,23 @@ fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
         }
     }
     environment.reverse();
-    Ok(ProcessDefaults { environment, user: metadata.user.filter(|user| !user.is_empty()) })
+    let (entrypoint, command) = (metadata.entrypoint.unwrap_or_default(), metadata.cmd.unwrap_or_default());
+    if entrypoint.iter().chain(&command).any(|word| word.contains('\0')) {
+        return Err(invalid("a word of `entrypoint` or `cmd` has NUL".to_owned()));
+    }
+    // Builders write relative directories, too. They are relative to the root.
+    let directory = metadata.workdir.filter(|directory| !directory.is_empty());
+    let directory = directory.map(|directory| format!("/{}", directory.trim_start_matches('/')));
+    if directory.as_ref().is_some_and(|it| it.contains('\0') || it.split('/').any(|name| name == "..")) {
+        return Err(invalid("`workdir` has `..` or NUL".to_owned()));
+    }
+    Ok(ProcessDefaults {
+        environment,
+        user: metadata.user.filter(|user| !user.is_empty()),
+        entrypoint,
+        command,
+        directory,
+    })
 }
 
 #[cfg(test)]
@@ -160,7 +205,8 @@ mod tests {
             let environment = variables
                 .into_iter()
                 .map(|(name, value)| EnvironmentVariable { name: name.into(), value: value.into() });
-            let expected = ProcessDefaults { environment: environment.collect(), user };
+            let expected =
+                ProcessDefaults { environment: environment.collect(), user, ..ProcessDefaults::default() };
             assert_eq!(parse(&valid).expect("it is valid"), expected);
 
             let text = draws.changed(&valid);
@@ -179,7 +225,8 @@ mod tests {
         let text = br#"{"env": ["A=1", "B=x=y", "A=2", "C="], "user": "ann", "other": [1]}"#;
         let expected = vec![variable("B", "x=y"), variable("A", "2"), variable("C", "")];
         let parsed = parse(text).expect("it makes sense");
-        assert_eq!(parsed, ProcessDefaults { environment: expected, user: Some("ann".to_owned()) });
+        let user = Some("ann".to_owned());
+        assert_eq!(parsed, ProcessDefaults { environment: expected, user, ..ProcessDefaults::default() });
         for nothing in ["{}", r#"{"env": null, "user": ""}"#, r#"{"env": []}"#] {
             assert_eq!(
                 parse(nothing.as_bytes()).expect("it makes sense"),

@@ -125,7 +125,7 @@ async fn base_types(
     };
     let image = match &task.spec.image {
         Image::ResourceType(name) => Some(WorkerProvided::ResourceType(name.clone())),
-        Image::Host | Image::Artifact(_) => None,
+        Image::Host | Image::Artifact(_) | Image::Reference(_) => None,
     };
     if let Some(base_type) = image.as_ref().filter(|base_type| !brings(base_type)) {
         let message = format!("this worker does not provide {base_type:?}");

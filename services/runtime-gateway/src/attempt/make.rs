@@ -23,14 +23,14 @@ use crate::worker::containers::KnownContainer;
 const MAX_CAUSE_BYTES: usize = 1000;
 
 /// Makes the volumes and the container on the worker. The container joins the network of
-/// `network_of`.
+/// `network_of`. Returns the defaults of its image.
 pub(crate) async fn make(
     context: &AttemptContext,
     task: &AttemptTask,
     network_of: Option<ContainerHandle>,
     plan: &Plan,
     prepared: &AttemptHandles,
-) -> Result<(), AttemptError> {
+) -> Result<ProcessDefaults, AttemptError> {
     let AttemptContext { worker, transfers, images, .. } = context;
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
         let source = match *parent {
@@ -77,8 +77,8 @@ pub(crate) async fn make(
         team: task.spec.team.clone(),
         root,
         mounts: mounts.collect(),
-        environment: environment(defaults.environment, &task.spec.environment),
-        directory: task.spec.directory.clone(),
+        environment: environment(defaults.environment.clone(), &task.spec.environment),
+        directory: defaults.directory_of(&task.spec),
         user: task.spec.user.clone().or_else(|| defaults.user.clone()),
         limits: task.spec.limits,
         privileged: task.spec.privileged,
@@ -90,7 +90,7 @@ pub(crate) async fn make(
     worker.runtime.create_container(prepared.container, spec).await?;
     worker.usage.add_container(prepared.container);
     worker.index.add(known).await;
-    Ok(())
+    Ok(defaults)
 }
 
 /// Merges the variables of the image and those of the workload, which take precedence.

@@ -245,10 +245,13 @@ async fn carry_out(
     if let Err(RuntimeError::ProcessNotFound(_)) = process_state {
         let services = services::make_containers(context, task, stop).await?;
         let made = make(context, task, services.network_of(task), &plan, &prepared).await;
-        if let Err(stopped) = made.map_err(AttemptError::before_start) {
-            report_failed_container(worker, &prepared, &stopped).await;
-            return Err(stopped);
-        }
+        let process = match made.map_err(AttemptError::before_start) {
+            Ok(defaults) => process_spec(task, &defaults)?,
+            Err(stopped) => {
+                report_failed_container(worker, &prepared, &stopped).await;
+                return Err(stopped);
+            }
+        };
         if let Some(request) = stop.borrow_and_update().clone() {
             return Err(AttemptError::StopRequested(request));
         }
@@ -257,7 +260,7 @@ async fn carry_out(
         if !worker.session.is_exclusive() {
             return Err(AttemptError::NotExclusive);
         }
-        let started = worker.runtime.start(prepared.container, task.attempt.into(), process_spec(task)).await;
+        let started = worker.runtime.start(prepared.container, task.attempt.into(), process).await;
         if let Err(error) = started {
             services::check(worker, task, stop).await?;
             return Err(AttemptError::from(error).before_start());

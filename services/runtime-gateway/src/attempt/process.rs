@@ -9,6 +9,7 @@ use runtime::{Ended, ProcessRole, ProcessSpec, ProcessState, RuntimeError};
 use tokio::sync::watch;
 
 use super::error::AttemptError;
+use super::image::ProcessDefaults;
 use crate::clients::scheduler_messages::{AttemptPhase, AttemptTask};
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
@@ -37,8 +38,16 @@ pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Resul
     Ok(())
 }
 
-/// Returns the process spec of an attempt.
-pub(super) fn process_spec(task: &AttemptTask) -> ProcessSpec {
+/// Returns the process spec of an attempt whose image has these defaults.
+pub(super) fn process_spec(
+    task: &AttemptTask,
+    defaults: &ProcessDefaults,
+) -> Result<ProcessSpec, AttemptError> {
+    let command = defaults.command_of(&task.spec);
+    if command.is_empty() {
+        let message = "the spec has no command, and neither has its image";
+        return Err(AttemptError::from(RuntimeError::InvalidImage(message.to_owned())).before_start());
+    }
     let traceparent =
         rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
     // A variable of the workload takes precedence.
@@ -46,8 +55,8 @@ pub(super) fn process_spec(task: &AttemptTask) -> ProcessSpec {
         traceparent.filter(|_| !task.spec.environment.iter().any(|variable| variable.name == b"TRACEPARENT"));
     let variable =
         |value: String| EnvironmentVariable { name: b"TRACEPARENT".to_vec(), value: value.into_bytes() };
-    ProcessSpec {
-        command: task.spec.command.clone(),
+    Ok(ProcessSpec {
+        command,
         environment: traceparent.map(variable).into_iter().collect(),
         directory: None,
         user: None,
@@ -55,7 +64,7 @@ pub(super) fn process_spec(task: &AttemptTask) -> ProcessSpec {
         stdin: task.spec.stdin.clone(),
         output: task.spec.output,
         terminal: task.spec.terminal,
-    }
+    })
 }
 
 /// Sets the phase to `Running` once the command runs.

@@ -56,13 +56,14 @@ const TAIL_BYTES: usize = 2 << 10;
 /// Longest time for reading this output.
 const TAIL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The containers of the services, in their order.
-pub(super) struct ServiceContainers(Vec<ContainerHandle>);
+/// The containers of the services and their processes, in their order.
+pub(super) struct ServiceContainers(Vec<(ContainerHandle, ProcessSpec)>);
 
 impl ServiceContainers {
     /// The container whose network the others join.
     pub(super) fn network_of(&self, task: &AttemptTask) -> Option<ContainerHandle> {
-        self.0.first().copied().filter(|_| task.spec.network != Network::Host)
+        let first = self.0.first().map(|(container, _)| *container);
+        first.filter(|_| task.spec.network != Network::Host)
     }
 }
 
@@ -70,9 +71,11 @@ impl ServiceContainers {
 fn task_of(task: &AttemptTask, index: usize, service: &Service) -> AttemptTask {
     let spec = WorkloadSpec {
         image: service.image.clone(),
+        entrypoint: service.entrypoint.clone(),
         command: service.command.clone(),
         environment: service.environment.clone(),
         directory: service.directory.clone(),
+        prefers_image_directory: service.prefers_image_directory,
         user: service.user.clone(),
         limits: service.limits,
         stdin: Stdin::None,
@@ -113,14 +116,17 @@ pub(super) async fn make_containers(
         };
         let of_service = |error: AttemptError| error.before_start().of_service(&service.name);
         let (plan, prepared) = prepared.map_err(of_service)?;
-        if let Err(error) = make(context, &task, containers.network_of(&task), &plan, &prepared).await {
-            report_failed_container(worker, &prepared, &error).await;
-            return Err(of_service(error));
-        }
+        let process = match make(context, &task, containers.network_of(&task), &plan, &prepared).await {
+            Ok(defaults) => process_spec(&task, &defaults).map_err(of_service)?,
+            Err(error) => {
+                report_failed_container(worker, &prepared, &error).await;
+                return Err(of_service(error));
+            }
+        };
         let session = worker.session.opened().await;
         let call = || worker.clients.store.mark_prepared(&session.credential, task.attempt);
         until_answered("report that a service is prepared", call).await?;
-        containers.0.push(prepared.container);
+        containers.0.push((prepared.container, process));
     }
     Ok(containers)
 }
@@ -132,14 +138,15 @@ pub(super) async fn start(
     containers: &ServiceContainers,
     stop: &mut watch::Receiver<Option<StopRequest>>,
 ) -> Result<(), AttemptError> {
-    for (index, (service, container)) in task.spec.services.iter().zip(&containers.0).enumerate() {
+    let services = task.spec.services.iter().zip(&containers.0);
+    for (index, (service, (container, process))) in services.enumerate() {
         if !worker.session.is_exclusive() {
             return Err(AttemptError::NotExclusive);
         }
         let of_service =
             |error: RuntimeError| AttemptError::from(error).before_start().of_service(&service.name);
-        let (id, spec) = (task.attempt.service(&service.name), process_spec(&task_of(task, index, service)));
-        if let Err(error) = worker.runtime.start(*container, id.into(), spec).await {
+        let id = task.attempt.service(&service.name);
+        if let Err(error) = worker.runtime.start(*container, id.into(), process.clone()).await {
             check(worker, task, stop).await?;
             return Err(of_service(error));
         }

@@ -32,7 +32,7 @@ pub(crate) enum PlannedImage {
 /// The imported worker-provided artifacts that a container uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct WorkerImports {
-    /// The image of the resource type that the spec names.
+    /// The image of the resource type that the spec names, or the pulled image of its reference.
     pub(crate) image: Option<ArtifactId>,
     /// The certificates of the worker.
     pub(crate) certs: Option<ArtifactId>,
@@ -134,6 +134,10 @@ impl Plan {
                 volumes.push(image(Some(*artifact)));
                 PlannedImage::Artifact(volumes.len() - 1)
             }
+            Image::Reference(_) => {
+                volumes.push(image(imports.image));
+                PlannedImage::Artifact(volumes.len() - 1)
+            }
             Image::ResourceType(_) => {
                 volumes.push(image(imports.image));
                 PlannedImage::WorkerProvided(volumes.len() - 1)
@@ -213,6 +217,8 @@ mod tests {
             team: "main".to_owned(),
             kind: WorkloadKind::Task,
             image: Image::Artifact(ArtifactId::new()),
+            entrypoint: None,
+            prefers_image_directory: false,
             command: vec![b"true".to_vec()],
             environment: Vec::new(),
             directory: rpc::spec::DEFAULT_DIRECTORY.to_vec(),

@@ -163,7 +163,7 @@ fn check_incarnation(worker: &Worker, claims: &LeaseClaims) -> Result<(), Driven
 pub(crate) fn spec_without_process() -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         kind: pb::WorkloadKind::Task.into(),
-        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})), entrypoint: None }),
         command: vec![bytes::Bytes::from_static(b"-")],
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),

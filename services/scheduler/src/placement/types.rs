@@ -381,12 +381,12 @@ impl Shape {
         }
         let resource_type = match &spec.image {
             Image::ResourceType(name) => Some(name.clone()),
-            Image::Host | Image::Artifact(_) => None,
+            Image::Host | Image::Artifact(_) | Image::Reference(_) => None,
         };
         // Every worker with the capability `services` can run artifacts.
         let has_host_service = spec.services.iter().any(|service| service.image == Image::Host);
         let image_kind = match &spec.image {
-            Image::Artifact(_) if has_host_service => Image::Host.kind(),
+            Image::Artifact(_) | Image::Reference(_) if has_host_service => Image::Host.kind(),
             image => image.kind(),
         };
         let has_inputs = !spec.artifacts().is_empty() || !spec.caches.is_empty();

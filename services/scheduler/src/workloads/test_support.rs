@@ -8,6 +8,8 @@ pub(crate) fn spec() -> WorkloadSpec {
         team: "main".to_owned(),
         kind: WorkloadKind::Task,
         image: Image::Host,
+        entrypoint: None,
+        prefers_image_directory: false,
         command: vec![b"true".to_vec()],
         environment: vec![],
         directory: b"/workspace".to_vec(),

@@ -79,6 +79,8 @@ async fn retry_ends_attempts_of_services() {
     let service = |name: &str| Service {
         name: name.to_owned(),
         image: Image::Host,
+        entrypoint: None,
+        prefers_image_directory: false,
         command: vec![b"serve".to_vec()],
         environment: Vec::new(),
         directory: b"/".to_vec(),

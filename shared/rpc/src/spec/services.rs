@@ -7,7 +7,7 @@ use domain::workload::{Bytes, Image, Readiness, ReadinessCheck, Service};
 use tonic::Status;
 
 use super::{
-    check_limits, environment_to_proto, image_to_proto, limits_to_proto, parse_command, parse_directory,
+    check_limits, directory_to_proto, environment_to_proto, has_defaults, image_to_proto, limits_to_proto, parse_command, parse_directory,
     parse_environment, parse_image, parse_limits,
 };
 use crate::pb::scheduler as pb;
@@ -45,7 +45,7 @@ pub(super) fn parse(services: Vec<pb::Service>) -> Result<Vec<Service>, Status> 
             let why = format!("{:?} is given twice", service.name);
             return Err(invalid_field(format!("{field}.name"), why));
         }
-        let image = parse_image(&format!("{field}.image"), service.image)?;
+        let (image, entrypoint) = parse_image(&format!("{field}.image"), service.image)?;
         if let Image::ResourceType(_) = image {
             let why = "must not name a resource type: use host or an artifact";
             return Err(invalid_field(format!("{field}.image"), why));
@@ -60,8 +60,10 @@ pub(super) fn parse(services: Vec<pb::Service>) -> Result<Vec<Service>, Status> 
         }
         parsed.push(Service {
             name: service.name,
+            command: parse_command(&format!("{field}.command"), service.command, (&image, &entrypoint))?,
+            prefers_image_directory: service.directory.is_empty() && has_defaults(&image),
             image,
-            command: parse_command(&format!("{field}.command"), service.command)?,
+            entrypoint,
             environment: parse_environment(&format!("{field}.environment"), service.environment)?,
             directory: parse_directory(&format!("{field}.directory"), &service.directory)?,
             user: Some(service.user).filter(|user| !user.is_empty()),
@@ -100,7 +102,7 @@ fn parse_readiness(field: &str, readiness: pb::Readiness) -> Result<Readiness, S
             _ => return Err(invalid_field(format!("{field}.tcp_port"), "must be 1 to 65535")),
         },
         Some(pb::readiness::Check::Command(command)) => {
-            ReadinessCheck::Command(parse_command(&format!("{field}.command.arguments"), command.arguments)?)
+            ReadinessCheck::Command(parse_command(&format!("{field}.command.arguments"), command.arguments, (&Image::Host, &None))?)
         }
     };
     Ok(Readiness { check, timeout: timeout.unwrap_or(DEFAULT_READINESS_TIMEOUT) })
@@ -118,10 +120,10 @@ pub(super) fn to_proto(service: &Service) -> pb::Service {
     };
     pb::Service {
         name: service.name.clone(),
-        image: Some(image_to_proto(&service.image)),
+        image: Some(image_to_proto(&service.image, service.entrypoint.as_deref())),
         command: service.command.iter().map(bytes).collect(),
         environment: environment_to_proto(&service.environment),
-        directory: bytes(&service.directory),
+        directory: directory_to_proto(&service.directory, service.prefers_image_directory),
         user: service.user.clone().unwrap_or_default(),
         limits: Some(limits_to_proto(&service.limits)),
         readiness: Some(pb::Readiness { check, timeout: Some(duration(service.readiness.timeout)) }),
@@ -138,7 +140,7 @@ mod tests {
         let command = vec![bytes::Bytes::from_static(b"serve")];
         pb::Service {
             name: name.to_owned(),
-            image: Some(image_to_proto(&Image::Host)),
+            image: Some(image_to_proto(&Image::Host, None)),
             command,
             ..Default::default()
         }
@@ -167,7 +169,7 @@ mod tests {
         let artifact = Image::Artifact(ArtifactId::new());
         let arguments = vec![bytes::Bytes::from_static(b"check"), bytes::Bytes::from_static(b"\xff")];
         let complete = pb::Service {
-            image: Some(image_to_proto(&artifact)),
+            image: Some(image_to_proto(&artifact, None)),
             environment: vec![pb::EnvironmentVariable { name: "A".into(), value: "b".into() }],
             directory: "/srv".into(),
             user: "db".to_owned(),
@@ -195,7 +197,7 @@ mod tests {
             change(&mut service);
             vec![service]
         };
-        let resource_type = image_to_proto(&Image::ResourceType("git".to_owned()));
+        let resource_type = image_to_proto(&Image::ResourceType("git".to_owned()), None);
         let nul = bytes::Bytes::from_static(b"a\0b");
         let timeout =
             |seconds| pb::Readiness { check: None, timeout: Some(duration(Duration::from_secs(seconds))) };
@@ -209,7 +211,7 @@ mod tests {
             (named("localhost"), "[0].name"),
             (vec![service("db"), service("db")], "[1].name"),
             (with(&|service| service.image = None), "[0].image"),
-            (with(&|service| service.image = Some(pb::Image { source: None })), "[0].image.source"),
+            (with(&|service| service.image = Some(pb::Image { source: None, entrypoint: None })), "[0].image.source"),
             (with(&|service| service.image = Some(resource_type.clone())), "[0].image"),
             (with(&|service| service.command.clear()), "[0].command"),
             (with(&|service| service.command.push(nul.clone())), "[0].command[1]"),

@@ -19,6 +19,9 @@ pub(crate) enum Kind {
     /// Slots of workers that are in use or reserved
     #[value(alias = "lease")]
     Leases,
+    /// Images that were pulled from registries
+    #[value(alias = "image")]
+    Images,
     /// File trees: inputs, outputs, uploads and caches
     #[value(alias = "artifact")]
     Artifacts,

@@ -21,7 +21,7 @@ pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, Kind, ListArgs, PurgeArgs, ShowArgs, UndeleteArgs,
 };
 pub(crate) use self::run::{KindArg, NetworkArg, RunArgs};
-pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, ScanArgs, UploadArgs};
+pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, PullArgs, ScanArgs, UploadArgs};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, LogsArgs, WatchArgs};
 use crate::cli::addresses;
@@ -134,6 +134,10 @@ pub(crate) enum Command {
     /// Stop a workload
     Cancel(CancelArgs),
 
+    /// Pull an image from a registry into the cluster, and print the id of its artifact
+    Pull(PullArgs),
+    /// List the images that were pulled. The same as `list images`
+    Images,
     /// Upload a directory, and print the id of the artifact
     Upload(UploadArgs),
     /// Download an artifact into a directory
@@ -141,10 +145,10 @@ pub(crate) enum Command {
     /// Print one file of an artifact
     Cat(CatArgs),
 
-    /// List workers, workloads, leases, artifacts, volumes, containers, caches, base types or
+    /// List workers, workloads, leases, images, artifacts, volumes, containers, caches, base types or
     /// imports
     List(ListArgs),
-    /// Show one worker, workload, artifact, volume, container or cache
+    /// Show one worker, workload, image, artifact, volume, container or cache
     Show(ShowArgs),
     /// Delete caches, so that the next run starts with an empty directory
     ClearCache(ClearCacheArgs),

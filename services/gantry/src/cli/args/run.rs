@@ -8,14 +8,15 @@ use clap::Args;
 
 use crate::cli::args::exec::DetachArgs;
 use crate::cli::args::transfers::{AllowArgs, ScanArgs};
-use crate::cli::values::{self, CacheArg, EnvironmentArg, InputArg, OutputArg, ServiceArg};
+use crate::cli::values::{self, CacheArg, EnvironmentArg, ImageArg, InputArg, OutputArg, ServiceArg};
 
 /// Arguments of `gantry run`.
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES, after_long_help = format!("{RUN_DETAILS}\n\n{RUN_EXAMPLES}"))]
 pub(crate) struct RunArgs {
-    /// Program to run, and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    /// Program to run, and its arguments, or the arguments of the image's entrypoint. May be left out
+    /// if the image has a command
+    #[arg(trailing_var_arg = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,
 
     /// Upload directory DIR, and give it to the command as ./NAME. Repeatable
@@ -90,12 +91,24 @@ pub(crate) struct RunArgs {
 
     /// Root file system of the container
     ///
-    /// `host` is a view of the worker's own file system: its programs and libraries, read-only.
-    /// `artifact:UUID` is the directory `rootfs` of an artifact. A file `metadata.json` beside
-    /// `rootfs` may set the default environment and user. `resource-type:NAME` is the image that
-    /// the worker or the cluster has for a resource type.
-    #[arg(long, value_name = "host|artifact:UUID|resource-type:NAME", default_value = "host", value_parser = values::image, help_heading = "Container")]
-    pub(crate) image: domain::workload::Image,
+    /// A reference such as `alpine:3.20` or `ghcr.io/team/app@sha256:…` is pulled from its registry,
+    /// once for the whole cluster. Credentials come from your Docker configuration.
+    /// `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]` and `docker-archive:FILE[:NAME]` are images on
+    /// this machine. `host` is a view of the worker's own file system: its programs and libraries,
+    /// read-only. `artifact:UUID` is the directory `rootfs` of an artifact. A file `metadata.json`
+    /// beside `rootfs` may set defaults, such as the environment. `resource-type:NAME` is the image
+    /// that the worker or the cluster has for a resource type.
+    #[arg(long, value_name = "IMAGE", default_value = "host", value_parser = values::image, help_heading = "Container")]
+    pub(crate) image: ImageArg,
+    /// Replace the entrypoint of the image by this program. An empty text removes it
+    ///
+    /// COMMAND has the arguments of the entrypoint. Without COMMAND, the command of the image
+    /// applies, unless --entrypoint is given.
+    #[arg(long, value_name = "PROGRAM", help_heading = "Container")]
+    pub(crate) entrypoint: Option<OsString>,
+    /// Platform of the image, such as `linux/arm64`. Default: that of the streamer
+    #[arg(long, value_name = "PLATFORM", value_parser = values::platform, help_heading = "Container")]
+    pub(crate) platform: Option<images::Platform>,
     /// Set the environment variable K to V, or copy your own K. Repeatable
     ///
     /// The container inherits no other variable of yours.
@@ -145,7 +158,7 @@ pub(crate) struct RunArgs {
     pub(crate) stdin_file: Option<PathBuf>,
     /// Run a service, such as a database, beside the command. Repeatable
     ///
-    /// IMAGE is `host` or `artifact:UUID`. The service runs `sh -c COMMAND`, where COMMAND comes
+    /// IMAGE is as in --image. Without COMMAND, the command of the image runs. The service runs `sh -c COMMAND`, where COMMAND comes
     /// last and may contain commas. Services start in the given order, each when the one before it
     /// is ready. `port=N` waits until TCP port N accepts connections, and `ready=SH` until the
     /// shell command SH succeeds, each for at most `timeout=DURATION` (60s). The command reaches
@@ -153,7 +166,7 @@ pub(crate) struct RunArgs {
     /// stopped. `gantry logs --service NAME` prints the output of a service.
     #[arg(
         long = "service",
-        value_name = "NAME=IMAGE[,port=N|,ready=SH][,timeout=DURATION][,essential],command=COMMAND",
+        value_name = "NAME=IMAGE[,port=N|,ready=SH][,timeout=DURATION][,essential][,command=COMMAND]",
         value_parser = values::service,
         help_heading = "Container"
     )]

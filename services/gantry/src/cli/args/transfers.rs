@@ -6,8 +6,10 @@ use std::path::PathBuf;
 use clap::Args;
 use domain::ArtifactId;
 
+use crate::cli::values::{self, ImageArg};
+
 /// Rules for scanning a directory before an upload.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, Default, Args)]
 pub(crate) struct ScanArgs {
     /// Also leave out files that git ignores: .gitignore, .git/info/exclude and core.excludesFile
     ///
@@ -113,4 +115,20 @@ pub(crate) struct CatArgs {
     /// Path of the file, relative to the root of the artifact. Symbolic links are not followed
     #[arg(value_name = "PATH")]
     pub(crate) path: OsString,
+}
+
+/// Arguments of `gantry pull`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  gantry pull alpine:3.20
+  gantry pull --platform linux/arm64 ghcr.io/team/app
+  gantry pull oci-archive:app.tar")]
+pub(crate) struct PullArgs {
+    /// Reference, such as `alpine:3.20`, or an image on this machine, as in `gantry run --image`
+    #[arg(value_name = "IMAGE", value_parser = values::image)]
+    pub(crate) image: ImageArg,
+    /// Platform of the image, such as `linux/arm64`. Default: that of the streamer
+    #[arg(long, value_name = "PLATFORM", value_parser = values::platform)]
+    pub(crate) platform: Option<images::Platform>,
 }

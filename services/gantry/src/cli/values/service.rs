@@ -4,18 +4,18 @@ use std::time::Duration;
 
 use domain::workload::Image;
 
-use super::positive_duration;
+use super::{ImageArg, positive_duration};
 
 /// Value of `--service`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ServiceArg {
     pub(crate) name: String,
-    pub(crate) image: Image,
+    pub(crate) image: ImageArg,
     pub(crate) check: Option<ServiceCheck>,
     pub(crate) timeout: Option<Duration>,
     pub(crate) essential: bool,
-    /// Command for `sh -c`.
-    pub(crate) command: String,
+    /// Command for `sh -c`. `None`: that of the image.
+    pub(crate) command: Option<String>,
 }
 
 /// Check whether a service is ready.
@@ -34,24 +34,29 @@ pub(crate) fn service(text: &str) -> Result<ServiceArg, String> {
             "write NAME=IMAGE,command=COMMAND, such as db=host,port=5432,command='exec serve'".to_owned()
         );
     };
-    let Some((rest, command)) = rest.split_once(",command=").filter(|(_, command)| !command.is_empty())
-    else {
-        return Err("the command is missing: add ,command=COMMAND at the end".to_owned());
+    let (rest, command) = match rest.split_once(",command=") {
+        Some((rest, command)) if !command.is_empty() => (rest, Some(command.to_owned())),
+        Some(_) => return Err("the command is missing after ,command=".to_owned()),
+        None => (rest, None),
     };
     let mut parts = rest.split(',');
-    let image = match super::image(parts.next().unwrap_or_default()) {
-        Ok(Image::ResourceType(_)) | Err(_) => {
-            return Err("the image must be `host` or artifact:UUID".to_owned());
+    let image = super::image(parts.next().unwrap_or_default())?;
+    match image {
+        ImageArg::Known(Image::ResourceType(_)) => {
+            return Err("the image of a service cannot be a resource type".to_owned());
         }
-        Ok(image) => image,
-    };
+        ImageArg::Known(Image::Host) if command.is_none() => {
+            return Err("the command is missing: add ,command=COMMAND at the end".to_owned());
+        }
+        _ => {}
+    }
     let mut parsed = ServiceArg {
         name: name.to_owned(),
         image,
         check: None,
         timeout: None,
         essential: false,
-        command: command.to_owned(),
+        command,
     };
     for part in parts {
         let check = match part.split_once('=') {
@@ -91,21 +96,23 @@ mod tests {
             service("db=host,port=5432,timeout=5s,essential,command=exec serve a,b=c").expect("valid");
         let expected = ServiceArg {
             name: "db".to_owned(),
-            image: Image::Host,
+            image: ImageArg::Known(Image::Host),
             check: Some(ServiceCheck::Port(5432)),
             timeout: Some(Duration::from_secs(5)),
             essential: true,
-            command: "exec serve a,b=c".to_owned(),
+            command: Some("exec serve a,b=c".to_owned()),
         };
         assert_eq!(parsed, expected);
         let ready = service("db=host,ready=test -e /x,command=serve").expect("valid");
         assert_eq!(ready.check, Some(ServiceCheck::Command("test -e /x".to_owned())));
+        let image = service("db=postgres:15,port=5432").expect("valid");
+        assert_eq!((image.image, image.command), (ImageArg::Registry("postgres:15".to_owned()), None));
         for (wrong, why) in [
             ("db", "NAME=IMAGE"),
             ("db=host", "command is missing"),
             ("db=host,command=", "command is missing"),
-            ("db=postgres,command=x", "artifact:UUID"),
-            ("db=resource-type:git,command=x", "`host` or artifact:UUID"),
+            ("db=Postgres,command=x", "lower case"),
+            ("db=resource-type:git,command=x", "cannot be a resource type"),
             ("db=host,port=0,command=x", "port"),
             ("db=host,port=70000,command=x", "port"),
             ("db=host,timeout=0,command=x", "timeout"),

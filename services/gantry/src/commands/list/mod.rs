@@ -4,6 +4,7 @@ mod artifacts;
 mod base_types;
 mod caches;
 mod containers;
+mod images;
 mod imports;
 mod leases;
 mod names;
@@ -55,6 +56,10 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             no_state("imports", wanted)?;
             imports::list(connection, limit, as_json).await
         }
+        Kind::Images => {
+            no_state("images", wanted)?;
+            images::list(connection, limit, as_json).await
+        }
         kind if args.orphans => orphans::list(connection, kind, limit, as_json).await,
         Kind::Artifacts if args.at_risk => {
             let at_risk = queries::at_risk(connection, queries::unreliable_workers(connection).await?);
@@ -85,6 +90,11 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             caches::list(connection, limit, as_json).await
         }
     }
+}
+
+/// Executes `gantry images`.
+pub(crate) async fn images(connection: &Connection, as_json: bool) -> anyhow::Result<()> {
+    images::list(connection, usize::MAX, as_json).await
 }
 
 fn no_state(kind: &str, wanted: Option<&str>) -> anyhow::Result<()> {
@@ -155,6 +165,7 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
             let shown = why::or_why(connection, id, queries::container(connection, id).await).await?;
             one(&shown, as_json, json::container, container_fields)
         }
+        Kind::Images => images::show(connection, id, as_json).await,
         Kind::Caches => one(&caches::find(connection, id).await?, as_json, caches::json, caches::shown),
         Kind::BaseTypes | Kind::Imports | Kind::Leases => {
             bail!("`gantry list` shows everything about objects of this kind; see also `gantry explain {id}`")

@@ -16,6 +16,7 @@ use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::explain_request::Subject;
+use rpc::pb::scheduler::image::Source as ImageSource;
 use rpc::pb::scheduler::{
     CacheMount, Finished, GetWorkerRequest, Outcome, PublishedOutput, SubmitRequest, WorkloadSpec,
 };
@@ -40,6 +41,7 @@ use crate::render::ui::Ui;
 use crate::render::{explanation, json as shown};
 use crate::transfer::directories::{inside, is_in_place};
 use crate::transfer::download::Downloader;
+use crate::transfer::images::bring;
 use crate::transfer::upload::{Directory, Uploader, renew};
 
 /// Executes `gantry run`, and writes a trace if `--trace` is given. Returns the exit code.
@@ -93,7 +95,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
 
     // If the command ends before the workload is submitted, uploads are deleted after
     // --abandoned-after.
-    let RunInputs { inputs, sent, build, caches } = tokio::select! {
+    let RunInputs { inputs, sent, build, caches, images } = tokio::select! {
         prepared = prepare(args, connection, ui, workload) => prepared?,
         code = signals.next() => {
             ui.note("interrupted before the command was submitted; nothing runs");
@@ -106,6 +108,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         caches,
         ..spec
     };
+    let spec = with_images(spec, &images);
     tokio::select! {
         submitted = submit(connection, workload, spec) => submitted?,
         code = signals.next() => {
@@ -202,6 +205,8 @@ struct RunInputs {
     build: Option<BuildId>,
     /// Caches that the workload mounts.
     caches: Vec<CacheMount>,
+    /// Artifacts of the image and of those of services, unless the cluster has them.
+    images: Vec<Option<ArtifactId>>,
 }
 
 async fn prepare(
@@ -210,9 +215,24 @@ async fn prepare(
     ui: &Ui,
     workload: WorkloadId,
 ) -> anyhow::Result<RunInputs> {
-    let (inputs, sent, build) = prepare_inputs(args, connection, ui, workload).await?;
+    let images = [&args.image].into_iter().chain(args.services.iter().map(|service| &service.image));
+    let images = try_join_all(images.map(|image| bring(connection, ui, image, args.platform.as_ref())));
+    let images = async { images.await };
+    let inputs = prepare_inputs(args, connection, ui, workload);
+    let (images, (inputs, sent, build)) = tokio::try_join!(images, inputs)?;
     let caches = caches::mounts(connection, &args.caches).await?;
-    Ok(RunInputs { inputs, sent, build, caches })
+    Ok(RunInputs { inputs, sent, build, caches, images })
+}
+
+/// Replaces images by their artifacts: first that of the process, then those of its services.
+fn with_images(mut spec: WorkloadSpec, artifacts: &[Option<ArtifactId>]) -> WorkloadSpec {
+    let images = [&mut spec.image].into_iter().chain(spec.services.iter_mut().map(|service| &mut service.image));
+    for (image, artifact) in images.zip(artifacts) {
+        if let (Some(image), Some(artifact)) = (image, artifact) {
+            image.source = Some(ImageSource::ArtifactId(artifact.to_string()));
+        }
+    }
+    spec
 }
 
 async fn prepare_inputs(
@@ -418,7 +438,6 @@ mod tests {
         assert_eq!(args.command, ["sh", "-c", "true", "--memory", "2G"].map(OsString::from));
         assert_eq!(args.memory, Some(1 << 30));
         assert_eq!(parse(&["--", "-x"]).command, [OsString::from("-x")]);
-        assert!(Cli::try_parse_from(["gantry", "run"]).is_err());
         assert!(Cli::try_parse_from(["gantry", "run", "--no-such-flag", "true"]).is_err());
     }
 

@@ -1,5 +1,6 @@
 //! Conversion of the options of `gantry run` into the spec of a workload.
 
+use std::ffi::OsStr;
 use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -9,14 +10,14 @@ use bytes::Bytes;
 use domain::ArtifactId;
 use rpc::pb::scheduler::Terminal as TerminalSize;
 use rpc::pb::scheduler::{
-    Access, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode, Privilege,
+    Access, Entrypoint, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode, Privilege,
     Readiness, ReadinessCommand, ResourceRequests, Service, StdinMode, Terminal, WorkloadKind, WorkloadSpec,
     image::Source as ImageSource, readiness::Check,
 };
 
 use crate::cli::args::{KindArg, NetworkArg, RunArgs};
 use crate::cli::environment;
-use crate::cli::values::{InputArg, ServiceArg, ServiceCheck, Source};
+use crate::cli::values::{ImageArg, InputArg, ServiceArg, ServiceCheck, Source};
 use crate::follow::stdin;
 use crate::render::terminal;
 use crate::render::ui::Ui;
@@ -33,7 +34,7 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             KindArg::Check => WorkloadKind::Check,
         }
         .into(),
-        image: Some(image(&args.image)),
+        image: Some(image(&args.image, args.entrypoint.as_deref())),
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
         environment: environment::of_process(&args.environment, args.tty, ui)?
             .into_iter()
@@ -94,14 +95,23 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
     })
 }
 
-fn image(image: &domain::workload::Image) -> Image {
-    Image {
-        source: Some(match image {
-            domain::workload::Image::Host => ImageSource::Host(HostImage {}),
-            domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
-            domain::workload::Image::ResourceType(name) => ImageSource::ResourceType(name.clone()),
-        }),
-    }
+/// Returns the image of a spec. An image on this machine is replaced once it is an artifact.
+fn image(image: &ImageArg, entrypoint: Option<&OsStr>) -> Image {
+    let source = match image {
+        ImageArg::Known(domain::workload::Image::Artifact(artifact)) => {
+            ImageSource::ArtifactId(artifact.to_string())
+        }
+        ImageArg::Known(domain::workload::Image::ResourceType(name)) => ImageSource::ResourceType(name.clone()),
+        ImageArg::Known(domain::workload::Image::Reference(reference)) | ImageArg::Registry(reference) => {
+            ImageSource::Reference(reference.clone())
+        }
+        ImageArg::Known(domain::workload::Image::Host) | ImageArg::File(_) => ImageSource::Host(HostImage {}),
+    };
+    let words = |entrypoint: &OsStr| {
+        let word = (!entrypoint.is_empty()).then(|| Bytes::copy_from_slice(entrypoint.as_bytes()));
+        Entrypoint { words: word.into_iter().collect() }
+    };
+    Image { source: Some(source), entrypoint: entrypoint.map(words) }
 }
 
 fn service(service: &ServiceArg) -> Service {
@@ -114,8 +124,8 @@ fn service(service: &ServiceArg) -> Service {
     });
     Service {
         name: service.name.clone(),
-        image: Some(image(&service.image)),
-        command: shell(&service.command),
+        image: Some(image(&service.image, service.command.is_some().then_some(OsStr::new("")))),
+        command: service.command.as_deref().map(shell).unwrap_or_default(),
         readiness: Some(Readiness { check, timeout: service.timeout.map(rpc::duration) }),
         essential: service.essential,
         ..Service::default()

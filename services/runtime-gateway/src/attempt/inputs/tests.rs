@@ -169,6 +169,8 @@ pub(in crate::attempt) fn task() -> AttemptTask {
         team: "main".to_owned(),
         kind: WorkloadKind::Task,
         image: Image::Host,
+        entrypoint: None,
+        prefers_image_directory: false,
         command: vec![b"true".to_vec()],
         environment: Vec::new(),
         directory: rpc::spec::DEFAULT_DIRECTORY.to_vec(),

@@ -55,6 +55,8 @@ fn service(name: &str, command: &[String], check: ReadinessCheck) -> Service {
     Service {
         name: name.to_owned(),
         image: Image::Host,
+        entrypoint: None,
+        prefers_image_directory: false,
         command: command.iter().map(|argument| argument.as_bytes().to_vec()).collect(),
         environment: Vec::new(),
         directory: b"/".to_vec(),

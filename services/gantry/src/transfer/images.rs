@@ -1,0 +1,164 @@
+//! Images for workloads: pulled by the cluster, or uploaded from this machine.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Context;
+use domain::ArtifactId;
+use domain::workload::Image;
+use images::{DockerConfig, ImageSource, LayerStore, Platform};
+use rpc::pb::streamer::pull_response::Message;
+use rpc::pb::streamer::{PullPhase, PullRequest, Pulled, RegistryCredentials};
+
+use crate::cli::args::ScanArgs;
+use crate::cli::values::{ImageArg, ImageFile, ImageFormat};
+use crate::client::connect::{Connection, Pause, TRANSFER_TRIES};
+use crate::ending::error::Refused;
+use crate::render::table::duration;
+use crate::render::ui::Ui;
+use crate::transfer::upload::Uploader;
+
+/// Returns the artifact of an image, which is pulled or uploaded if the cluster lacks it. `None`:
+/// the image needs no artifact of its own.
+pub(crate) async fn bring(
+    connection: &Connection,
+    ui: &Ui,
+    image: &ImageArg,
+    platform: Option<&Platform>,
+) -> anyhow::Result<Option<ArtifactId>> {
+    match image {
+        ImageArg::Known(Image::Reference(reference)) | ImageArg::Registry(reference) => {
+            let pulled = pull(connection, ui, reference, platform).await?;
+            let artifact = pulled.artifact_id.parse().context("the streamer named an invalid artifact id")?;
+            Ok(Some(artifact))
+        }
+        ImageArg::Known(_) => Ok(None),
+        ImageArg::File(file) => bring_file(connection, ui, file, platform).await.map(Some),
+    }
+}
+
+/// Has the cluster pull an image.
+pub(crate) async fn pull(
+    connection: &Connection,
+    ui: &Ui,
+    reference: &str,
+    platform: Option<&Platform>,
+) -> anyhow::Result<Pulled> {
+    let started = Instant::now();
+    let credentials = credentials(reference).await?;
+    let request = PullRequest {
+        team: connection.team.clone(),
+        reference: reference.to_owned(),
+        platform: platform.map(Platform::to_string).unwrap_or_default(),
+        credentials,
+        user: None,
+    };
+    let mut pause = Pause::default();
+    for attempt in 1.. {
+        match follow(connection, ui, &request).await {
+            Ok((pulled, bytes)) => {
+                if !pulled.existed {
+                    let (digest, took) = (short(&pulled.digest), duration(started.elapsed()));
+                    let bytes = crate::render::table::bytes(bytes);
+                    ui.note(&format!("{reference}: pulled {digest}, {bytes} in {took}"));
+                }
+                ui.event(
+                    "pulled",
+                    serde_json::json!({
+                        "reference": pulled.reference,
+                        "digest": pulled.digest,
+                        "artifact_id": pulled.artifact_id,
+                        "existed": pulled.existed,
+                    }),
+                );
+                return Ok(pulled);
+            }
+            Err(error) if error.is_transient() && !error.is(rpc::Reason::RegistryUnavailable) && attempt < TRANSFER_TRIES => {
+                pause.wait().await;
+                _ = connection.revive(ui).await;
+            }
+            Err(error) => return Err(anyhow::Error::from(error).context(format!("cannot pull {reference}"))),
+        }
+    }
+    unreachable!("the loop returns")
+}
+
+/// Follows a pull, and returns its result and the bytes of its layers that were not in the cluster.
+async fn follow(connection: &Connection, ui: &Ui, request: &PullRequest) -> Result<(Pulled, u64), Refused> {
+    let mut answers = connection.images().pull(request.clone()).await.map_err(Refused::from)?.into_inner();
+    let progress = ui.progress("pulling");
+    let name = &request.reference;
+    let (mut phase, mut done, mut total, mut layers) = (PullPhase::Unspecified, 0, 0, 0);
+    while let Some(answer) = answers.message().await.map_err(Refused::from)? {
+        match answer.message {
+            Some(Message::Progress(now)) => {
+                if now.phase() != phase {
+                    (phase, done, total) = (now.phase(), 0, 0);
+                    progress.restart();
+                    progress.doing(verb(phase), name);
+                }
+                progress.expect(now.bytes_total.saturating_sub(total));
+                progress.advance(now.bytes_done.saturating_sub(done));
+                (done, total) = (done.max(now.bytes_done), total.max(now.bytes_total));
+                if phase == PullPhase::Fetching {
+                    layers = now.bytes_total.saturating_sub(now.bytes_saved);
+                }
+            }
+            Some(Message::Pulled(pulled)) => return Ok((pulled, layers)),
+            None => {}
+        }
+    }
+    Err(Refused::cut())
+}
+
+fn verb(phase: PullPhase) -> &'static str {
+    match phase {
+        PullPhase::Unspecified | PullPhase::Resolving => "looking up",
+        PullPhase::Fetching => "pulling",
+        PullPhase::Writing => "unpacking",
+        PullPhase::OtherStreamer => "waiting for",
+    }
+}
+
+/// Returns the first digits of a digest.
+pub(crate) fn short(digest: &str) -> &str {
+    digest.get(..19).unwrap_or(digest)
+}
+
+/// Reads the credentials for the registry of a reference from the Docker configuration.
+async fn credentials(reference: &str) -> anyhow::Result<Option<RegistryCredentials>> {
+    let parsed = images::parse_reference(reference, images::DEFAULT_REGISTRY)?;
+    let registry = parsed.registry().to_owned();
+    let read = tokio::task::spawn_blocking(move || DockerConfig::OfUser.credentials(&registry)).await;
+    let credentials = read.context("the credentials could not be read")??;
+    Ok(credentials.map(|found| RegistryCredentials { username: found.username, password: found.password }))
+}
+
+/// Uploads an image of this machine, unless the cluster has it.
+pub(crate) async fn bring_file(
+    connection: &Connection,
+    ui: &Ui,
+    file: &ImageFile,
+    platform: Option<&Platform>,
+) -> anyhow::Result<ArtifactId> {
+    let platform = platform.cloned().unwrap_or_else(Platform::of_this_machine);
+    let (opened, of_image) = (file.clone(), platform.clone());
+    let source = tokio::task::spawn_blocking(move || open(&opened, &of_image)).await;
+    let source = source.context("the image could not be read")??;
+    let layers = tempfile::tempdir().context("cannot create a directory for the layers")?;
+    let store = LayerStore::new(layers.path().to_owned(), u64::MAX);
+    let tree = images::pull(&source, &platform, &store, &images::Progress::default()).await?;
+    let progress = ui.progress("uploading");
+    let uploader = Uploader { connection, ui, scan: &ScanArgs::default(), build: None, progress };
+    let name = file.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    uploader.upload_image(&name, Arc::new(tree)).await
+}
+
+fn open(file: &ImageFile, platform: &Platform) -> Result<ImageSource, images::ImageError> {
+    let name = file.name.as_deref();
+    match file.format {
+        ImageFormat::Oci => images::local::open_layout(&file.path, name, platform),
+        ImageFormat::OciArchive => images::local::open_layout_archive(&file.path, name, platform),
+        ImageFormat::DockerArchive => images::local::open_docker_archive(&file.path, name),
+    }
+}
