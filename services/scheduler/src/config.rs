@@ -15,6 +15,9 @@ pub struct Config {
     /// Addresses of the artifact store's replicas, separated by commas: `unix:///path` or
     /// `http://host:port`.
     pub artifact_store: String,
+    /// Addresses of the streamer's replicas, as for the artifact store. The streamer resolves
+    /// references of images. `None`: specs with such references are rejected.
+    pub streamer: Option<String>,
     /// The cluster token. TCP callers of [`crate::serve`] must present it, and the scheduler
     /// presents it to the artifact store.
     pub token: Option<String>,
@@ -92,6 +95,7 @@ impl Config {
         Self {
             database: database.into(),
             artifact_store: artifact_store.into(),
+            streamer: None,
             token: None,
             heartbeat: Duration::from_secs(5),
             worker_ttl: Duration::from_secs(30),

@@ -30,6 +30,7 @@ mod commit;
 
 mod queue;
 
+mod image_references;
 mod store_client;
 
 mod workloads;
@@ -116,7 +117,9 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
 async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     config.check()?;
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
-    let store = store_client::Store::new(peer(&config.artifact_store, outgoing)?);
+    let store = store_client::Store::new(peer(&config.artifact_store, outgoing.clone())?);
+    let streamer = config.streamer.as_deref().map(|streamer| peer(streamer, outgoing)).transpose()?;
+    let references = image_references::ImageReferences::new(streamer);
     let own = if config.database.connections < MIN_CONNECTIONS_TO_SPLIT { 0 } else { DISPATCHER_CONNECTIONS };
     let shared = ::db::Settings { connections: config.database.connections - own, ..config.database.clone() };
     let db = Database::open::<Schema>(&shared).await.context("cannot open the scheduler's database")?;
@@ -146,7 +149,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     let (heartbeats, received_heartbeats) = lifecycle::heartbeat_batches::channel();
     let (registrations, received_registrations) = lifecycle::registration::channel();
     let lifecycle = Lifecycle::new(context.clone(), store.clone());
-    let app = App::new(lifecycle.clone(), signer, dispatch, heartbeats, registrations);
+    let app = App::new(lifecycle.clone(), signer, references, dispatch, heartbeats, registrations);
     let delivery = Delivery::new(context.clone(), store.clone());
 
     host.spawn(scheduling::dispatch_forever(dispatcher, context.clone()));

@@ -29,6 +29,10 @@ struct Arguments {
     /// unix:///path
     #[arg(long, env = "GANTRY_ARTIFACT_STORE", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     artifact_store: String,
+    /// Addresses of the streamer's replicas, separated by commas. The streamer resolves references of
+    /// images. Without it, specs with such references are rejected
+    #[arg(long, env = "GANTRY_STREAMER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
+    streamer: Option<String>,
     /// Longest time between two heartbeats of a gateway
     #[arg(long, env = "GANTRY_HEARTBEAT", value_name = "DURATION", default_value = "5s", value_parser = term)]
     heartbeat: Duration,
@@ -258,6 +262,7 @@ impl Arguments {
         Config {
             database: self.database.settings(!self.no_migrate, true),
             artifact_store: self.artifact_store.clone(),
+            streamer: self.streamer.clone(),
             token,
             heartbeat: self.heartbeat,
             worker_ttl: self.worker_ttl,

@@ -12,8 +12,8 @@ use rpc::client::{AddressError, Outgoing};
 use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
-use rpc::pb::artifacts::replicas_client::ReplicasClient;
 use rpc::pb::artifacts::find_or_create_resource_cache_response::Outcome as CacheOutcome;
+use rpc::pb::artifacts::replicas_client::ReplicasClient;
 use rpc::pb::scheduler;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
@@ -161,9 +161,13 @@ pub(crate) struct FoundCache {
 /// Whether a resource cache has its artifact.
 #[derive(Debug, Clone)]
 pub(crate) enum CacheState {
-    Ready { artifact: String },
+    Ready {
+        artifact: String,
+    },
     /// The caller must make it, and renew its claim within this time.
-    Ours { term: Duration },
+    Ours {
+        term: Duration,
+    },
     /// Another caller makes it.
     BeingMade,
 }
@@ -375,7 +379,8 @@ impl Peers {
         let request = store::FindOrCreateResourceCacheRequest {
             team: key.team.clone(),
             key_digest: key.digest.as_bytes().to_vec().into(),
-            sharing: if key.is_shared { store::Sharing::AllTeams } else { store::Sharing::Unspecified }.into(),
+            sharing: if key.is_shared { store::Sharing::AllTeams } else { store::Sharing::Unspecified }
+                .into(),
             claim_id: claim.to_string(),
             r#type: IMAGE_CACHE_TYPE.to_owned(),
             version: key.reference.clone(),
@@ -393,8 +398,7 @@ impl Peers {
     }
 
     pub(crate) async fn renew_image(&self, team: &str, claim: Uuid) -> Result<(), PeerError> {
-        let renew =
-            store::RenewResourceCacheRequest { team: team.to_owned(), claim_id: claim.to_string() };
+        let renew = store::RenewResourceCacheRequest { team: team.to_owned(), claim_id: claim.to_string() };
         self.caches.clone().renew_resource_cache(renew).await?;
         Ok(())
     }
@@ -409,8 +413,7 @@ impl Peers {
 
     /// Gives up the claim on the resource cache of an image. If that fails, the claim expires.
     pub(crate) async fn abandon_image(&self, team: &str, cache: &str) {
-        let delete =
-            store::DeleteResourceCacheRequest { team: team.to_owned(), cache_id: cache.to_owned() };
+        let delete = store::DeleteResourceCacheRequest { team: team.to_owned(), cache_id: cache.to_owned() };
         if let Err(status) = self.caches.clone().delete_resource_cache(delete).await {
             tracing::debug!(error = %Refusal::from(status), "cannot give up the claim on an image: it will expire");
         }
@@ -424,7 +427,10 @@ impl Peers {
         };
         let user = Some(store::CacheUser { user: Some(user) });
         let (team, cache_id) = (team.to_owned(), cache.to_owned());
-        self.caches.clone().use_resource_cache(store::UseResourceCacheRequest { team, cache_id, user }).await?;
+        self.caches
+            .clone()
+            .use_resource_cache(store::UseResourceCacheRequest { team, cache_id, user })
+            .await?;
         Ok(())
     }
 

@@ -480,6 +480,7 @@ failure_reasons! {
     ResultIncomplete = "RESULT_INCOMPLETE";
     SettleFailed = "SETTLE_FAILED";
     InvalidImage = "INVALID_IMAGE";
+    ImageUnavailable = "IMAGE_UNAVAILABLE";
     InputUnavailable = "INPUT_UNAVAILABLE";
     InputDamaged = "INPUT_DAMAGED";
     ContainerNotFound = "CONTAINER_NOT_FOUND";

@@ -13,7 +13,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use domain::Digest;
-use transfer::{Entry, EntryKind, Extent, Limits, MAX_EXTENT_BYTES, Manifest, ManifestBuilder, compare_paths};
+use transfer::{
+    Entry, EntryKind, Extent, Limits, MAX_EXTENT_BYTES, Manifest, ManifestBuilder, compare_paths,
+};
 
 use crate::{ImageError, Layer, Metadata};
 
@@ -120,7 +122,8 @@ impl Tree {
                 Some(parent) if !entry.path.is_empty() => join(parent, name),
                 _ => entry.path.clone(),
             };
-            let is_implied = entry.is_directory() && layer.implied.binary_search_by(|implied| compare_paths(implied, &entry.path)).is_ok();
+            let is_implied = entry.is_directory()
+                && layer.implied.binary_search_by(|implied| compare_paths(implied, &entry.path)).is_ok();
             let path = if is_implied { self.enter(path)? } else { self.place(path, entry, &moved)? };
             if entry.is_directory() && path != entry.path {
                 moved.insert(&entry.path, path);
@@ -130,7 +133,12 @@ impl Tree {
     }
 
     /// Puts an entry at a path.
-    fn place(&mut self, path: Vec<u8>, entry: &Entry, moved: &HashMap<&[u8], Vec<u8>>) -> Result<Vec<u8>, String> {
+    fn place(
+        &mut self,
+        path: Vec<u8>,
+        entry: &Entry,
+        moved: &HashMap<&[u8], Vec<u8>>,
+    ) -> Result<Vec<u8>, String> {
         let object = if let EntryKind::HardLink { to } = &entry.kind {
             let (parent, name) = split(to);
             let to = moved.get(parent).map_or(Cow::from(to), |parent| join(parent, name).into());
@@ -172,12 +180,16 @@ impl Tree {
                 b".." => at = split(&at).0.to_vec(),
                 name => {
                     let next = join(&at, name);
-                    match self.nodes.get(&Key(next.clone())).map(|object| self.objects[*object].kind.clone()) {
+                    match self.nodes.get(&Key(next.clone())).map(|object| self.objects[*object].kind.clone())
+                    {
                         Some(EntryKind::Directory) => at = next,
                         Some(EntryKind::Symlink { target }) => {
                             links += 1;
                             if links > MAX_LINKS {
-                                return Err(format!("too many symbolic links in the path {:?}", String::from_utf8_lossy(path)));
+                                return Err(format!(
+                                    "too many symbolic links in the path {:?}",
+                                    String::from_utf8_lossy(path)
+                                ));
                             }
                             if target.starts_with(b"/") {
                                 at.clear();

@@ -63,7 +63,10 @@ impl DockerConfig<'_> {
                     return Ok(Some(Credentials { username, password }));
                 }
                 Ok(DockerCredential::IdentityToken(_)) => {
-                    return Err(self.error(registry, &"identity tokens are not supported; log in with a password or an access token"));
+                    return Err(self.error(
+                        registry,
+                        &"identity tokens are not supported; log in with a password or an access token",
+                    ));
                 }
                 Err(
                     CredentialRetrievalError::NoCredentialConfigured

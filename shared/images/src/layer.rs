@@ -140,10 +140,7 @@ impl Layer {
 }
 
 /// Reads the archive of a layer through the decompression that its first bytes require.
-fn read_archive(
-    archive: impl Read,
-    sink: &mut Sink,
-) -> Result<(Manifest, Vec<Vec<u8>>), ArchiveError> {
+fn read_archive(archive: impl Read, sink: &mut Sink) -> Result<(Manifest, Vec<Vec<u8>>), ArchiveError> {
     let mut archive = BufReader::with_capacity(1 << 18, archive);
     let start = archive.fill_buf().map_err(ArchiveError::Source)?;
     let (is_gzip, is_zstd) = (start.starts_with(&[0x1f, 0x8b]), start.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]));

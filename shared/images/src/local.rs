@@ -52,7 +52,11 @@ struct Range {
 /// # Errors
 ///
 /// Fails if the layout has no such image or is malformed.
-pub fn open_layout(directory: &Path, name: Option<&str>, platform: &Platform) -> Result<ImageSource, ImageError> {
+pub fn open_layout(
+    directory: &Path,
+    name: Option<&str>,
+    platform: &Platform,
+) -> Result<ImageSource, ImageError> {
     layout(Files::Directory(directory.to_owned()), directory, name, platform)
 }
 
@@ -61,7 +65,11 @@ pub fn open_layout(directory: &Path, name: Option<&str>, platform: &Platform) ->
 /// # Errors
 ///
 /// Fails as [`open_layout`] does.
-pub fn open_layout_archive(file: &Path, name: Option<&str>, platform: &Platform) -> Result<ImageSource, ImageError> {
+pub fn open_layout_archive(
+    file: &Path,
+    name: Option<&str>,
+    platform: &Platform,
+) -> Result<ImageSource, ImageError> {
     layout(Files::archive(file)?, file, name, platform)
 }
 
@@ -98,11 +106,16 @@ pub fn open_docker_archive(file: &Path, name: Option<&str>) -> Result<ImageSourc
         return Err(invalid("its configuration and its manifest.json have different numbers of layers"));
     }
     let digest = digest_of(&text);
-    let mut named: HashMap<_, _> = config.rootfs.diff_ids.iter().cloned().zip(chosen.layers.iter().cloned()).collect();
+    let mut named: HashMap<_, _> =
+        config.rootfs.diff_ids.iter().cloned().zip(chosen.layers.iter().cloned()).collect();
     named.insert(digest.clone(), chosen.config.clone());
     let descriptor = |digest: &String, name: &str| {
         let size = files.range(name).map_or(0, |range| range.length);
-        OciDescriptor { digest: digest.clone(), size: i64::try_from(size).unwrap_or(0), ..OciDescriptor::default() }
+        OciDescriptor {
+            digest: digest.clone(),
+            size: i64::try_from(size).unwrap_or(0),
+            ..OciDescriptor::default()
+        }
     };
     let layers = config.rootfs.diff_ids.iter().zip(&chosen.layers);
     let manifest = OciImageManifest {
@@ -131,14 +144,22 @@ struct SavedLayers {
     diff_ids: Vec<String>,
 }
 
-fn layout(files: Files, path: &Path, name: Option<&str>, platform: &Platform) -> Result<ImageSource, ImageError> {
+fn layout(
+    files: Files,
+    path: &Path,
+    name: Option<&str>,
+    platform: &Platform,
+) -> Result<ImageSource, ImageError> {
     let image = title(path, name);
     let text = files.read(&image, "index.json")?;
-    let index: OciImageIndex =
-        serde_json::from_slice(&text).map_err(|_| ImageError::invalid(&image, "its index.json is malformed"))?;
+    let index: OciImageIndex = serde_json::from_slice(&text)
+        .map_err(|_| ImageError::invalid(&image, "its index.json is malformed"))?;
     let name_of = |entry: &ImageIndexEntry| entry.annotations.as_ref().and_then(|all| all.get(NAME).cloned());
     let chosen = match name {
-        Some(name) => index.manifests.iter().find(|entry| entry.digest == name || name_of(entry).is_some_and(|it| it == name)),
+        Some(name) => index
+            .manifests
+            .iter()
+            .find(|entry| entry.digest == name || name_of(entry).is_some_and(|it| it == name)),
         None if index.manifests.len() == 1 => index.manifests.first(),
         None => None,
     };
@@ -166,7 +187,8 @@ fn title(path: &Path, name: Option<&str>) -> String {
 
 fn not_found(image: &str, name: Option<&str>, mut all: Vec<String>) -> ImageError {
     all.truncate(20);
-    let all = if all.is_empty() { "it names no images".to_owned() } else { format!("it has {}", all.join(", ")) };
+    let all =
+        if all.is_empty() { "it names no images".to_owned() } else { format!("it has {}", all.join(", ")) };
     ImageError::NotFound(match name {
         Some(_) => format!("{image}: {all}"),
         None => format!("{image} without a name: {all}"),

@@ -21,9 +21,9 @@ pub fn parse_reference(text: &str, default_registry: &str) -> Result<Reference, 
     if text.starts_with('-') || text.contains(char::is_whitespace) {
         return Err(invalid("a name contains no spaces and starts with a letter or a digit".to_owned()));
     }
-    let names_registry = text.split_once('/').is_some_and(|(first, _)| {
-        first.contains('.') || first.contains(':') || first == "localhost"
-    });
+    let names_registry = text
+        .split_once('/')
+        .is_some_and(|(first, _)| first.contains('.') || first.contains(':') || first == "localhost");
     let full = match names_registry || default_registry == DEFAULT_REGISTRY {
         true => text.to_owned(),
         false => format!("{default_registry}/{text}"),

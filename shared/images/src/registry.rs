@@ -1,5 +1,6 @@
 //! Images in registries.
 
+use std::error::Error;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Once};
@@ -116,7 +117,8 @@ impl Registry {
         PROVIDER.call_once(|| _ = rustls::crypto::ring::default_provider().install_default());
         let mut certificates = Vec::new();
         for path in &settings.ca_files {
-            let data = std::fs::read(path).map_err(|source| ImageError::File { path: path.clone(), source })?;
+            let data =
+                std::fs::read(path).map_err(|source| ImageError::File { path: path.clone(), source })?;
             certificates.push(Certificate { encoding: CertificateEncoding::Pem, data });
         }
         let clients = Clients::new(&certificates, RegistryAuth::Anonymous);
@@ -191,7 +193,11 @@ impl Registry {
             let mut mirrored = reference.clone();
             mirrored.set_mirror_registry(mirror.clone());
             // The credentials are for the registry only.
-            let blobs = RegistryBlobs { clients: self.anonymous.clone(), is_plain: self.is_plain(mirror), reference: mirrored };
+            let blobs = RegistryBlobs {
+                clients: self.anonymous.clone(),
+                is_plain: self.is_plain(mirror),
+                reference: mirrored,
+            };
             match blobs.reach(mirror, call).await {
                 Ok((called, blobs)) => return Ok((called, blobs)),
                 Err(error) => tracing::debug!(mirror, registry, %error, "a mirror cannot be used"),
@@ -202,10 +208,14 @@ impl Registry {
             Some(credentials) => {
                 let Credentials { username, password } = credentials.clone();
                 let clients = Clients::new(&self.certificates, RegistryAuth::Basic(username, password));
-                Arc::new(clients.map_err(|error| ImageError::of_registry(registry, &reference.to_string(), &error))?)
+                Arc::new(
+                    clients
+                        .map_err(|error| ImageError::of_registry(registry, &reference.to_string(), &error))?,
+                )
             }
         };
-        let blobs = RegistryBlobs { clients, is_plain: self.is_plain(registry), reference: reference.clone() };
+        let blobs =
+            RegistryBlobs { clients, is_plain: self.is_plain(registry), reference: reference.clone() };
         let reached = blobs.reach(registry, call).await;
         reached.map_err(|error| ImageError::of_registry(registry, &reference.to_string(), &error))
     }
@@ -246,9 +256,12 @@ impl RegistryBlobs {
             match self.call(call).await {
                 Ok(answer) => return Ok((answer, self)),
                 Err(OciDistributionError::RequestError(error))
-                    if error.is_connect() && !self.is_plain && is_loopback(registry) =>
+                    if !self.is_plain && is_loopback(registry) && speaks_no_tls(&error) =>
                 {
                     self.is_plain = true;
+                }
+                Err(OciDistributionError::RequestError(error)) if is_invalid_certificate(&error) => {
+                    return Err(OciDistributionError::RequestError(error));
                 }
                 Err(error) if attempt < TRIES && is_transient(&error) => {
                     tokio::time::sleep(pause).await;
@@ -291,7 +304,8 @@ impl Fetch<'_> {
                     self.arrived += piece.len() as u64;
                     self.failures = 0;
                     if self.arrived > total {
-                        let cause = format!("a layer is larger than the {total} bytes that the manifest declares");
+                        let cause =
+                            format!("a layer is larger than the {total} bytes that the manifest declares");
                         return Err(ImageError::invalid(&image, cause));
                     }
                     return Ok(Some((piece, self)));
@@ -317,7 +331,8 @@ impl Fetch<'_> {
         if self.stream.is_none() {
             let RegistryBlobs { reference, .. } = self.blobs;
             let client = self.blobs.client();
-            let opened = client.pull_blob_stream_partial(reference, self.descriptor, self.arrived, None).await?;
+            let opened =
+                client.pull_blob_stream_partial(reference, self.descriptor, self.arrived, None).await?;
             self.stream = Some(match opened {
                 BlobResponse::Partial(part) => part.stream,
                 BlobResponse::Full(whole) => skip(whole.stream, self.arrived),
@@ -346,6 +361,28 @@ fn is_transient(error: &OciDistributionError) -> bool {
     ImageError::of_registry("", "", error).is_transient()
 }
 
+/// Whether a server answered a TLS handshake with something else.
+fn speaks_no_tls(error: &(dyn Error + 'static)) -> bool {
+    matches!(tls_error(error), Some(rustls::Error::InvalidMessage(_)))
+}
+
+fn is_invalid_certificate(error: &(dyn Error + 'static)) -> bool {
+    matches!(tls_error(error), Some(rustls::Error::InvalidCertificate(_)))
+}
+
+/// Returns the error of TLS among the causes of an error.
+fn tls_error<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e rustls::Error> {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        let inner = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        if let Some(error) = error.downcast_ref().or_else(|| inner.and_then(|inner| inner.downcast_ref())) {
+            return Some(error);
+        }
+        cause = error.source();
+    }
+    None
+}
+
 /// Whether a registry, `HOST[:PORT]`, is on the loopback of this machine.
 fn is_loopback(registry: &str) -> bool {
     let host = registry.rsplit_once(':').map_or(registry, |(host, _)| host);
@@ -356,7 +393,10 @@ fn is_loopback(registry: &str) -> bool {
 /// Parses a manifest or an index.
 pub(crate) fn parse_manifest(image: &str, bytes: &[u8]) -> Result<OciManifest, ImageError> {
     serde_json::from_slice(bytes).map_err(|_| {
-        ImageError::invalid(image, "its manifest has an unknown format; supported are OCI and Docker schema 2")
+        ImageError::invalid(
+            image,
+            "its manifest has an unknown format; supported are OCI and Docker schema 2",
+        )
     })
 }
 

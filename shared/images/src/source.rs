@@ -76,8 +76,8 @@ impl ImageSource {
             }
         }
         check_digest(&self.name, "configuration", &text, &descriptor.digest)?;
-        let config: Config =
-            serde_json::from_slice(&text).map_err(|error| invalid(format!("its configuration is malformed: {error}")))?;
+        let config: Config = serde_json::from_slice(&text)
+            .map_err(|error| invalid(format!("its configuration is malformed: {error}")))?;
         if !platform.fits(&config.os, &config.architecture) {
             return Err(ImageError::Platform {
                 image: self.name.clone(),
@@ -109,7 +109,8 @@ pub async fn pull(
     }
     let layer = |descriptor| store.layer(source, descriptor, progress).boxed();
     let fetches: Vec<_> = source.manifest.layers.iter().map(layer).collect();
-    let layers: Vec<Arc<_>> = futures::stream::iter(fetches).buffered(CONCURRENT_LAYERS).try_collect().await?;
+    let layers: Vec<Arc<_>> =
+        futures::stream::iter(fetches).buffered(CONCURRENT_LAYERS).try_collect().await?;
     let name = source.name.clone();
     let assembled = tokio::task::spawn_blocking(move || assemble(&name, layers, &metadata)).await;
     assembled.map_err(|error| ImageError::invalid(&source.name, error))?

@@ -368,7 +368,8 @@ fn parse_image(field: &str, image: Option<pb::Image>) -> Result<(Image, Option<V
         }
         pb::image::Source::ResourceType(name) => Image::ResourceType(name),
         pb::image::Source::Reference(reference) => {
-            let is_text = !reference.is_empty() && !reference.contains(|c: char| c.is_whitespace() || c.is_control());
+            let is_text =
+                !reference.is_empty() && !reference.contains(|c: char| c.is_whitespace() || c.is_control());
             if !is_text || reference.len() > MAX_REFERENCE_BYTES {
                 let message = format!("has 1 to {MAX_REFERENCE_BYTES} bytes without spaces");
                 return Err(invalid_field(format!("{field}.reference"), message));
@@ -388,7 +389,8 @@ fn parse_command(
     let may_be_named = has_defaults(image) && entrypoint.as_ref().is_none_or(|words| !words.is_empty());
     let is_named = entrypoint.as_ref().and_then(|words| words.first()).is_some_and(|word| !word.is_empty());
     let program = command.first();
-    if !is_named && (!may_be_named && program.is_none() || program.is_some_and(|program| program.is_empty())) {
+    if !is_named && (!may_be_named && program.is_none() || program.is_some_and(|program| program.is_empty()))
+    {
         return Err(invalid_field(field, "must name a program"));
     }
     for (index, argument) in command.iter().enumerate() {

@@ -34,7 +34,10 @@ pub(super) async fn start(
     let opening = tokio::task::spawn_blocking(move || HostRuntime::open(machine));
 
     let endpoint = paths.endpoint();
-    let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
+    let scheduler = scheduler::Config {
+        streamer: Some(endpoint.clone()),
+        ..scheduler::Config::new(paths.database("scheduler"), endpoint.clone())
+    };
     scheduler::start(scheduler, host).await.map_err(|error| of_other_build(error, paths))?;
     let keys = KeySource::Scheduler(endpoint.clone());
     let store = artifact_store::Config {

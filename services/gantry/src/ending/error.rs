@@ -217,7 +217,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "NO_COMPATIBLE_WORKER" => "change the requirements, or see `gantry list workers`",
         "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
         "INVALID_IMAGE" => {
-            "an image must have a directory rootfs, and may have a metadata.json with env and user"
+            "an image needs a directory rootfs and a command, from its metadata.json or after --"
         }
         "OUTPUT_INVALID" => "write fewer files into the output, or pack them into one file",
         "DISK_FULL" => "run `gantry gc`, delete artifacts with `gantry delete`, or free space on the worker",

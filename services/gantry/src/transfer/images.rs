@@ -73,7 +73,11 @@ pub(crate) async fn pull(
                 );
                 return Ok(pulled);
             }
-            Err(error) if error.is_transient() && !error.is(rpc::Reason::RegistryUnavailable) && attempt < TRANSFER_TRIES => {
+            Err(error)
+                if error.is_transient()
+                    && !error.is(rpc::Reason::RegistryUnavailable)
+                    && attempt < TRANSFER_TRIES =>
+            {
                 pause.wait().await;
                 _ = connection.revive(ui).await;
             }

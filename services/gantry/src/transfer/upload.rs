@@ -275,7 +275,9 @@ impl Uploader<'_> {
                     pause.wait().await;
                     _ = self.connection.revive(self.ui).await;
                 }
-                Err(SendError::Other(error)) => return Err(error.context(format!("cannot upload image {name}"))),
+                Err(SendError::Other(error)) => {
+                    return Err(error.context(format!("cannot upload image {name}")));
+                }
                 Err(SendError::Changed(_) | SendError::Mismatch) => {
                     bail!("cannot upload image {name}: its files changed; repeat the command")
                 }
@@ -348,8 +350,7 @@ impl Uploader<'_> {
         let mut volumes: VolumesClient<_> = self.connection.volumes_at(&endpoint.gateway_endpoint).await?;
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
-        let sending =
-            send_tree(endpoint.ticket, content.clone(), manifest.clone(), missing, requests);
+        let sending = send_tree(endpoint.ticket, content.clone(), manifest.clone(), missing, requests);
         let mut sender = JoinSet::new();
         sender.spawn(sending);
 

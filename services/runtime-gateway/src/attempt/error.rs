@@ -27,6 +27,9 @@ pub(crate) enum AttemptError {
     /// An input cannot be copied to this worker.
     #[error("cannot copy input {0:?} (artifact {1}) to this worker")]
     InputMissing(String, ArtifactId, #[source] Refusal),
+    /// The image with this reference cannot be pulled.
+    #[error("cannot pull the image {0}")]
+    ImageUnavailable(String, #[source] Refusal),
     /// A step for the service of this name failed.
     #[error("service {0}")]
     Service(String, #[source] Box<AttemptError>),
@@ -62,9 +65,11 @@ impl AttemptError {
     pub(super) fn of_service(self, name: &str) -> Self {
         match self {
             Self::Worker(RuntimeError::TakenOver(_)) => self,
-            Self::Worker(_) | Self::InputDamaged(_) | Self::InputMissing(..) | Self::InvalidAnswer(_) => {
-                Self::Service(name.to_owned(), Box::new(self))
-            }
+            Self::Worker(_)
+            | Self::InputDamaged(_)
+            | Self::InputMissing(..)
+            | Self::ImageUnavailable(..)
+            | Self::InvalidAnswer(_) => Self::Service(name.to_owned(), Box::new(self)),
             other => other,
         }
     }
@@ -93,6 +98,14 @@ pub(crate) fn failure(stopped: &AttemptError) -> Failure {
                 FailureReason::DiskFull
             } else {
                 FailureReason::InputUnavailable
+            };
+            Failure { reason, message: error_chain(stopped) }
+        }
+        AttemptError::ImageUnavailable(_, refusal) => {
+            let reason = match Reason::ALL.iter().find(|reason| refusal.is(**reason)) {
+                Some(Reason::DiskFull) => FailureReason::DiskFull,
+                Some(Reason::InvalidImage | Reason::PlatformNotFound) => FailureReason::InvalidImage,
+                _ => FailureReason::ImageUnavailable,
             };
             Failure { reason, message: error_chain(stopped) }
         }

@@ -26,6 +26,9 @@ const SOURCE_RETRY_TIME: Duration = Duration::from_secs(120);
 /// Time for which failing sources of a cache are tried again. It is shorter, because a cache may
 /// start empty.
 const CACHE_RETRY_TIME: Duration = Duration::from_secs(15);
+/// First and longest pause between two attempts to pull an image.
+const FIRST_PULL_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PULL_PAUSE: Duration = Duration::from_secs(5);
 /// Feature of a runtime whose outputs need not be mounts.
 const REPLACEABLE_OUTPUTS: &str = "replaceable-outputs";
 /// Most rounds of copying inputs. Another round is necessary if a copied input is lost before it is
@@ -68,9 +71,11 @@ pub(crate) async fn prepare(
     let AttemptContext { worker, imports, .. } = context;
     let mut unreachable = BTreeSet::new();
     let mut bytes_in = 0_u64;
+    let pulled = pull_image(worker, task, report).await?;
     for _ in 0..MAX_ROUNDS {
         let unreachable_caches: Vec<_> = unreachable.iter().copied().collect();
-        let provided = base_types(worker, imports, task).await?;
+        let mut provided = base_types(worker, imports, task).await?;
+        provided.image = provided.image.or(pulled);
         let plan = Plan::new(&task.spec, task.namespace(), are_outputs_replaceable(worker), &provided);
         let (prepared, missing) =
             match request_volumes(worker, task, &plan.volumes, &unreachable_caches).await {
@@ -98,6 +103,47 @@ pub(crate) async fn prepare(
         "cannot prepare the inputs: the artifact store reports a missing input again after each copy"
             .to_owned(),
     ))
+}
+
+/// Has the image of a reference pulled, and returns its artifact. `None`: the spec names no
+/// reference.
+async fn pull_image(
+    worker: &Worker,
+    task: &AttemptTask,
+    report: Report<'_>,
+) -> Result<Option<ArtifactId>, AttemptError> {
+    let Image::Reference(reference) = &task.spec.image else { return Ok(None) };
+    let name = image_name(task);
+    let progress = |bytes_done, bytes_total, waits_for: &str| {
+        let (name, waits_for) = (name.clone(), waits_for.to_owned());
+        report(Some(vec![InputProgress { name, bytes_done, bytes_total, waits_for }]));
+    };
+    let mut pause = FIRST_PULL_PAUSE;
+    let mut failing_since = None;
+    loop {
+        let streamer = &worker.clients.streamer;
+        let pull = streamer.pull(&task.spec.team, reference, task.workload, |done, total| {
+            progress(done, total, "");
+        });
+        let refusal = match pull.await {
+            Ok(artifact) => {
+                report(None);
+                return Ok(Some(artifact));
+            }
+            Err(refusal) => refusal,
+        };
+        let may_return = refusal.is(Reason::RegistryUnavailable) || refusal.is(Reason::AllWorkersBusy);
+        if may_return || !refusal.is_transient() {
+            let since = *failing_since.get_or_insert_with(Instant::now);
+            if !may_return || since.elapsed() > SOURCE_RETRY_TIME {
+                return Err(AttemptError::ImageUnavailable(reference.clone(), refusal));
+            }
+        }
+        progress(0, 0, &refusal.message);
+        tracing::info!(image = reference, error = %refusal, "cannot pull an image: trying again");
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PULL_PAUSE);
+    }
 }
 
 /// Whether the store rejected a worker-provided artifact, which must be checked again.
@@ -261,10 +307,15 @@ fn input_name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) 
     match (cache, input) {
         (Some(cache), _) => cache.name(),
         (None, Some(input)) => input.name.clone(),
-        (None, None) => match task.service.and_then(|index| task.spec.services.get(index)) {
-            Some(service) => format!("image of service {}", service.name),
-            None => "image".to_owned(),
-        },
+        (None, None) => image_name(task),
+    }
+}
+
+/// Returns the name of the image in the progress of inputs.
+fn image_name(task: &AttemptTask) -> String {
+    match task.service.and_then(|index| task.spec.services.get(index)) {
+        Some(service) => format!("image of service {}", service.name),
+        None => "image".to_owned(),
     }
 }
 

@@ -1,14 +1,20 @@
-//! The client of the streamer, which copies artifacts to a worker.
+//! The client of the streamer, which copies artifacts to a worker and pulls images.
 
-use domain::{ArtifactId, WorkerId};
+use domain::{ArtifactId, WorkerId, WorkloadId};
 use rpc::pb::streamer as pb;
+use rpc::pb::streamer::images_client::ImagesClient;
 use rpc::pb::streamer::materialize_response::Message;
+use rpc::pb::streamer::pull_response::Message as PullMessage;
+use rpc::pb::streamer::streamer_client::StreamerClient as Client;
 use rpc::{Peer, Refusal};
 use tonic::{Code, Streaming};
 
 /// The client of the streamer.
 #[derive(Clone)]
-pub(crate) struct StreamerClient(pb::streamer_client::StreamerClient<Peer>);
+pub(crate) struct StreamerClient {
+    streamer: Client<Peer>,
+    images: ImagesClient<Peer>,
+}
 
 /// An event of a copy.
 pub(crate) enum CopyEvent {
@@ -23,7 +29,7 @@ pub(crate) struct Copy(Streaming<pb::MaterializeResponse>);
 
 impl StreamerClient {
     pub(crate) fn new(peer: Peer) -> Self {
-        Self(pb::streamer_client::StreamerClient::new(peer))
+        Self { streamer: Client::new(peer.clone()), images: ImagesClient::new(peer) }
     }
 
     /// Copies an artifact to a worker under the lease of a workload.
@@ -40,7 +46,35 @@ impl StreamerClient {
             worker_id: worker.to_string(),
             lease_token: lease_token.to_owned(),
         };
-        Ok(Copy(self.0.clone().materialize(request).await?.into_inner()))
+        Ok(Copy(self.streamer.clone().materialize(request).await?.into_inner()))
+    }
+
+    /// Has an image pulled, which the workload uses from then on. Passes the bytes that are done and
+    /// their total to `progress`.
+    pub(crate) async fn pull(
+        &self,
+        team: &str,
+        reference: &str,
+        workload: WorkloadId,
+        progress: impl Fn(u64, u64),
+    ) -> Result<ArtifactId, Refusal> {
+        let request = pb::PullRequest {
+            team: team.to_owned(),
+            reference: reference.to_owned(),
+            platform: String::new(),
+            credentials: None,
+            user: Some(pb::pull_request::User::WorkloadId(workload.to_string())),
+        };
+        let mut answers = self.images.clone().pull(request).await?.into_inner();
+        loop {
+            match answers.message().await?.and_then(|answer| answer.message) {
+                Some(PullMessage::Progress(now)) => progress(now.bytes_done, now.bytes_total),
+                Some(PullMessage::Pulled(pulled)) => {
+                    return pulled.artifact_id.parse().map_err(|_| cut("named an invalid artifact"));
+                }
+                None => return Err(cut("ended the stream before the image was pulled")),
+            }
+        }
     }
 }
 
@@ -56,12 +90,17 @@ impl Copy {
                     |progress: pb::TransferProgress| progress.bytes_done.saturating_sub(progress.bytes_saved);
                 Ok(CopyEvent::Done(materialized.progress.map_or(0, moved)))
             }
-            None => Err(Refusal {
-                code: Code::Unavailable,
-                reason: None,
-                message: "the streamer ended the stream before the copy was complete".to_owned(),
-                about: std::collections::HashMap::new(),
-            }),
+            None => Err(cut("ended the stream before the copy was complete")),
         }
+    }
+}
+
+/// Returns the refusal for an answer that is not complete.
+fn cut(what: &str) -> Refusal {
+    Refusal {
+        code: Code::Unavailable,
+        reason: None,
+        message: format!("the streamer {what}"),
+        about: std::collections::HashMap::new(),
     }
 }

@@ -10,6 +10,7 @@ pub(crate) use self::leasing::{Leasing, SettleLeaseError};
 pub(crate) use self::submissions::Submissions;
 pub(crate) use self::tickets::{TicketError, Tickets};
 use crate::context::Context;
+use crate::image_references::ImageReferences;
 use crate::leases::drift::Drift;
 use crate::lifecycle::Lifecycle;
 use crate::lifecycle::heartbeat_batches::Heartbeats;
@@ -37,13 +38,14 @@ impl App {
     pub(crate) fn new(
         lifecycle: Lifecycle,
         signer: TokenSigner,
+        references: ImageReferences,
         dispatch: Dispatch,
         heartbeats: Heartbeats,
         registrations: Registrations,
     ) -> Self {
         let Lifecycle { context, store, .. } = lifecycle.clone();
         Self {
-            submissions: Submissions::new(context.clone(), store.clone(), dispatch.clone()),
+            submissions: Submissions::new(context.clone(), store.clone(), references, dispatch.clone()),
             leasing: Leasing::new(context.clone(), store.clone(), dispatch.clone()),
             tickets: Tickets::new(context.clone(), store.clone(), signer.clone()),
             drift: Drift::default(),

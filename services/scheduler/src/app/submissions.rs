@@ -12,6 +12,7 @@ use tokio::sync::Notify;
 use crate::context::Context;
 use crate::db::entity::is_duplicate;
 use crate::db::entity::workload::State;
+use crate::image_references::{self, ImageReferences};
 use crate::leases;
 use crate::notify::changes::Effects;
 use crate::placement::{Choice, Demand, Location, Refusals};
@@ -41,15 +42,21 @@ enum Acceptance {
 pub(crate) struct Submissions {
     context: Context,
     store: Store,
+    references: ImageReferences,
     dispatch: Dispatch,
     admissions: Arc<Admissions>,
 }
 
 impl Submissions {
-    pub(crate) fn new(context: Context, store: Store, dispatch: Dispatch) -> Self {
+    pub(crate) fn new(
+        context: Context,
+        store: Store,
+        references: ImageReferences,
+        dispatch: Dispatch,
+    ) -> Self {
         let config = &context.config;
         let admissions = Admissions::new(config.max_waiting_per_team, config.max_waiting_bytes_per_team);
-        Self { context, store, dispatch, admissions }
+        Self { context, store, references, dispatch, admissions }
     }
 
     /// Accepts a workload. The workload is durable and queued when this function returns.
@@ -70,6 +77,18 @@ impl Submissions {
                 }
                 None => return Err(SubmitError::UnknownWorker(submission.spec.worker)),
             };
+        }
+        if image_references::has_tags(&submission.spec) {
+            // A repeat keeps the digest of the first call, even if the tag has moved.
+            if workloads::find(self.context.db.read(), id).await?.is_some() {
+                match self.resume_known(&submission).await {
+                    // The workload was withdrawn. It starts over with the present image.
+                    Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {}
+                    known => return known,
+                }
+            }
+            let resolved = self.references.resolve(submission.spec.clone()).await;
+            submission = submission.with_spec(resolved.map_err(SubmitError::NotPinned)?);
         }
         let Image::ResourceType(name) = &submission.spec.image else {
             return self.submit_resolved(submission.into()).await;

@@ -98,6 +98,7 @@ pub(crate) async fn spec(
             None => return Err(ExplainError::UnknownWorker(spec.worker)),
         }
     }
+    // No call to the registry: the digest changes nothing for the placement.
     if let Image::ResourceType(name) = &spec.image {
         spec.image = app.store.image(name).await.map_err(ExplainError::NotLocated)?;
     }

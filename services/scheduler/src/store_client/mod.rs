@@ -24,7 +24,7 @@ use crate::placement::Location;
 use crate::workloads::Submission;
 
 /// Deadline of a call.
-const DEADLINE: Duration = Duration::from_secs(10);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(10);
 
 /// Deadline of the removal of a worker, which may have held many volumes.
 const FORGET_DEADLINE: Duration = Duration::from_secs(60);

@@ -108,14 +108,19 @@ impl Submission {
 
     /// Returns the submission with its resolved image.
     pub(crate) fn with_image(self, image: Image) -> Self {
-        let spec = WorkloadSpec { image, ..self.spec };
+        let spec = WorkloadSpec { image, ..self.spec.clone() };
+        self.with_spec(spec)
+    }
+
+    /// Returns the submission with the spec that it resolves to.
+    pub(crate) fn with_spec(self, spec: WorkloadSpec) -> Self {
         Self { encoded: rpc::spec::encode(&spec), spec, ..self }
     }
 
     /// Returns the submission with its resolved worker.
     pub(crate) fn with_worker(self, worker: WorkerId) -> Self {
-        let spec = WorkloadSpec { worker: worker.to_string(), ..self.spec };
-        Self { encoded: rpc::spec::encode(&spec), spec, ..self }
+        let spec = WorkloadSpec { worker: worker.to_string(), ..self.spec.clone() };
+        self.with_spec(spec)
     }
 
     /// Returns the submission with the spec of the stored row.

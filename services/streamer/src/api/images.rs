@@ -100,14 +100,21 @@ fn parse_credentials(credentials: pb::RegistryCredentials) -> Result<Credentials
     let pb::RegistryCredentials { username, password } = credentials;
     for (field, value) in [("credentials.username", &username), ("credentials.password", &password)] {
         if value.is_empty() || value.len() > MAX_CREDENTIAL_BYTES || value.contains(['\0', '\n', '\r']) {
-            return Err(invalid_field(field, format!("must have 1 to {MAX_CREDENTIAL_BYTES} bytes in one line")));
+            return Err(invalid_field(
+                field,
+                format!("must have 1 to {MAX_CREDENTIAL_BYTES} bytes in one line"),
+            ));
         }
     }
     Ok(Credentials { username, password })
 }
 
 /// Pulls an image, and sends the progress and the result.
-async fn answer(images: &Images, request: ImageRequest, answers: &mpsc::Sender<Result<pb::PullResponse, Status>>) {
+async fn answer(
+    images: &Images,
+    request: ImageRequest,
+    answers: &mpsc::Sender<Result<pb::PullResponse, Status>>,
+) {
     let message = |message| Ok(pb::PullResponse { message: Some(message) });
     let (observer, mut observed) = mpsc::channel(1);
     let pull = async move { images.pull(request, &observer).await };

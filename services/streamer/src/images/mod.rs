@@ -20,9 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use domain::{ArtifactId, Digest};
-use images::{
-    Credentials, DockerConfig, ImageError, LayerStore, Platform, Progress, Reference, Registry,
-};
+use images::{Credentials, DockerConfig, ImageError, LayerStore, Platform, Progress, Reference, Registry};
 use tokio::sync::{mpsc, watch};
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
@@ -240,8 +238,10 @@ impl Images {
             return Ok(request.credentials.clone());
         }
         let Some(directory) = &self.0.credentials else { return Ok(None) };
-        let (file, registry) = (directory.join(format!("{}.json", request.team)), reference.registry().to_owned());
-        let read = tokio::task::spawn_blocking(move || DockerConfig::File(&file).credentials(&registry)).await;
+        let (file, registry) =
+            (directory.join(format!("{}.json", request.team)), reference.registry().to_owned());
+        let read =
+            tokio::task::spawn_blocking(move || DockerConfig::File(&file).credentials(&registry)).await;
         let read = read.map_err(|error| PullError::Credentials(error.to_string()))?;
         read.map_err(|error| PullError::Credentials(error.to_string()))
     }
@@ -338,9 +338,13 @@ impl Images {
             })
             .await
         };
-        upload::run(&mut peers.clone(), request, &caller, written).await.map_err(|error: WriteError| match error {
-            WriteError::Upload(UploadError::Peer(error)) | WriteError::Peer(error) => PullError::Peer(error),
-            error => PullError::Upload(domain::error_chain(&error)),
+        upload::run(&mut peers.clone(), request, &caller, written).await.map_err(|error: WriteError| {
+            match error {
+                WriteError::Upload(UploadError::Peer(error)) | WriteError::Peer(error) => {
+                    PullError::Peer(error)
+                }
+                error => PullError::Upload(domain::error_chain(&error)),
+            }
         })?;
         let Some(Ok(UploadEvent::Uploaded { artifact_id })) = events.recv().await else {
             return Err(PullError::Upload(WriteError::Truncated.to_string()));

@@ -71,7 +71,8 @@ pub(super) async fn write(
         while let Some(answer) = answers.message().await? {
             match answer.message {
                 Some(Written::Missing(runs)) => {
-                    rpc::tree::push_runs(&mut missing, &runs).map_err(|_| PeerError::Malformed("ordinals"))?;
+                    rpc::tree::push_runs(&mut missing, &runs)
+                        .map_err(|_| PeerError::Malformed("ordinals"))?;
                 }
                 Some(Written::MissingEnd(_)) => {
                     total = manifest.bytes_of(&missing);

@@ -7,8 +7,8 @@ use domain::workload::{Bytes, Image, Readiness, ReadinessCheck, Service};
 use tonic::Status;
 
 use super::{
-    check_limits, directory_to_proto, environment_to_proto, has_defaults, image_to_proto, limits_to_proto, parse_command, parse_directory,
-    parse_environment, parse_image, parse_limits,
+    check_limits, directory_to_proto, environment_to_proto, has_defaults, image_to_proto, limits_to_proto,
+    parse_command, parse_directory, parse_environment, parse_image, parse_limits,
 };
 use crate::pb::scheduler as pb;
 use crate::{check_label, duration, invalid_field, parse_duration};
@@ -101,9 +101,11 @@ fn parse_readiness(field: &str, readiness: pb::Readiness) -> Result<Readiness, S
             Ok(port @ 1..) => ReadinessCheck::TcpPort(port),
             _ => return Err(invalid_field(format!("{field}.tcp_port"), "must be 1 to 65535")),
         },
-        Some(pb::readiness::Check::Command(command)) => {
-            ReadinessCheck::Command(parse_command(&format!("{field}.command.arguments"), command.arguments, (&Image::Host, &None))?)
-        }
+        Some(pb::readiness::Check::Command(command)) => ReadinessCheck::Command(parse_command(
+            &format!("{field}.command.arguments"),
+            command.arguments,
+            (&Image::Host, &None),
+        )?),
     };
     Ok(Readiness { check, timeout: timeout.unwrap_or(DEFAULT_READINESS_TIMEOUT) })
 }
@@ -211,7 +213,10 @@ mod tests {
             (named("localhost"), "[0].name"),
             (vec![service("db"), service("db")], "[1].name"),
             (with(&|service| service.image = None), "[0].image"),
-            (with(&|service| service.image = Some(pb::Image { source: None, entrypoint: None })), "[0].image.source"),
+            (
+                with(&|service| service.image = Some(pb::Image { source: None, entrypoint: None })),
+                "[0].image.source",
+            ),
             (with(&|service| service.image = Some(resource_type.clone())), "[0].image"),
             (with(&|service| service.command.clear()), "[0].command"),
             (with(&|service| service.command.push(nul.clone())), "[0].command[1]"),

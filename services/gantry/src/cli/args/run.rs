@@ -1,6 +1,6 @@
 //! Options of `gantry run`.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -120,13 +120,15 @@ pub(crate) struct RunArgs {
         help_heading = "Container"
     )]
     pub(crate) environment: Vec<EnvironmentArg>,
-    /// Working directory, absolute or relative to /workspace. Inputs and outputs are below it
+    /// Working directory, absolute or relative to /workspace. Inputs and outputs are below it.
+    /// Default: /workspace, or that of the image if there are no inputs, outputs and caches
     #[arg(
         short = 'w',
         long = "dir",
         visible_alias = "workdir",
         value_name = "PATH",
-        default_value = "/workspace",
+        default_value = "",
+        hide_default_value = true,
         help_heading = "Container"
     )]
     pub(crate) directory: OsString,
@@ -283,6 +285,13 @@ pub(crate) struct RunArgs {
     /// Write the trace of this run, with the spans of all services, into FILE as JSON
     #[arg(long, value_name = "FILE", help_heading = "Execution")]
     pub(crate) trace: Option<PathBuf>,
+}
+
+impl RunArgs {
+    /// Returns the working directory that inputs and outputs are below.
+    pub(crate) fn directory(&self) -> &OsStr {
+        if self.directory.is_empty() { OsStr::new("/workspace") } else { &self.directory }
+    }
 }
 
 const RUN_DETAILS: &str = "\

@@ -50,14 +50,8 @@ pub(crate) fn service(text: &str) -> Result<ServiceArg, String> {
         }
         _ => {}
     }
-    let mut parsed = ServiceArg {
-        name: name.to_owned(),
-        image,
-        check: None,
-        timeout: None,
-        essential: false,
-        command,
-    };
+    let mut parsed =
+        ServiceArg { name: name.to_owned(), image, check: None, timeout: None, essential: false, command };
     for part in parts {
         let check = match part.split_once('=') {
             None if part == "essential" => {

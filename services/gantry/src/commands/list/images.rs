@@ -24,11 +24,15 @@ pub(super) async fn list(connection: &Connection, limit: usize, as_json: bool) -
 /// one, or the id of the cache or the artifact.
 pub(super) async fn show(connection: &Connection, named: &str, as_json: bool) -> anyhow::Result<()> {
     let full = images::parse_reference(named, images::DEFAULT_REGISTRY).map(|it| it.to_string()).ok();
-    let mut found: Vec<_> =
-        all(connection).try_filter(|image| std::future::ready(is_named(image, named, full.as_deref()))).try_collect().await?;
+    let mut found: Vec<_> = all(connection)
+        .try_filter(|image| std::future::ready(is_named(image, named, full.as_deref())))
+        .try_collect()
+        .await?;
     found.sort_by_key(|image| image.last_used_at.map(|at| (at.seconds, at.nanos)));
     let Some(image) = found.pop() else {
-        bail!("there is no image {named:?} in the cluster; see `gantry list images`, or pull it with `gantry pull`");
+        bail!(
+            "there is no image {named:?} in the cluster; see `gantry list images`, or pull it with `gantry pull`"
+        );
     };
     let artifact = match image.artifact_id.as_str() {
         "" => None,
@@ -54,7 +58,8 @@ fn is_named(image: &ResourceCache, named: &str, full: Option<&str>) -> bool {
     [image.cache_id.as_str(), &image.artifact_id, &image.version, reference].contains(&named)
         || full == Some(reference)
         || full == Some(image.version.as_str())
-        || named.len() >= 6 && digest.trim_start_matches("sha256:").starts_with(named.trim_start_matches("sha256:"))
+        || named.len() >= 6
+            && digest.trim_start_matches("sha256:").starts_with(named.trim_start_matches("sha256:"))
 }
 
 /// Splits the reference of an image into its name and its digest.
@@ -81,7 +86,8 @@ fn row(image: &ResourceCache) -> Vec<String> {
 
 fn fields((image, artifact): &(ResourceCache, Option<Artifact>)) -> Vec<(&'static str, String)> {
     let (name, digest) = split(image);
-    let visible = if image.sharing() == Sharing::AllTeams { "all teams".to_owned() } else { image.team.clone() };
+    let visible =
+        if image.sharing() == Sharing::AllTeams { "all teams".to_owned() } else { image.team.clone() };
     let mut fields = vec![
         ("image", plain(name, 255)),
         ("digest", digest.to_owned()),
@@ -132,7 +138,9 @@ mod tests {
             let full = images::parse_reference(named, images::DEFAULT_REGISTRY).map(|it| it.to_string()).ok();
             is_named(&image, named, full.as_deref())
         };
-        for named in ["alpine:3.20", "docker.io/library/alpine:3.20", "c", "a", &digest, "ababab", "sha256:ababab"] {
+        for named in
+            ["alpine:3.20", "docker.io/library/alpine:3.20", "c", "a", &digest, "ababab", "sha256:ababab"]
+        {
             assert!(is(named), "{named}");
         }
         for named in ["alpine", "alpine:3.2", "ababac", "ab", "b"] {

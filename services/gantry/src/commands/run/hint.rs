@@ -33,7 +33,7 @@ pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) 
             .map(OsString::as_os_str)
             .into_iter()
             .collect(),
-        (Some("WORKING_DIRECTORY_MISSING"), _) => vec![&args.directory],
+        (Some("WORKING_DIRECTORY_MISSING"), _) => vec![args.directory()],
         (_, Some(Status::Code(NOT_FOUND))) => args.command.iter().flat_map(words).collect(),
         _ => return None,
     };
@@ -70,19 +70,19 @@ fn missed(args: &RunArgs, path: &Path, is_here: impl Fn(&Path) -> bool) -> Optio
     };
     if path.is_absolute() {
         let own = OWN.into_iter().find(|own| path != Path::new(own) && path.starts_with(own))?;
-        let brought = names().next().is_some() && path.starts_with(Path::new(&args.directory));
+        let brought = names().next().is_some() && path.starts_with(Path::new(args.directory()));
         return (!brought && is_here(path)).then(|| {
             format!("{shown} exists on this machine, but {own} of the container is separate; upload what the command needs with -i NAME=DIR")
         });
     }
-    let is_directory = |name: &&str| Path::new(&args.directory).ends_with(name);
+    let is_directory = |name: &&str| Path::new(args.directory()).ends_with(name);
     if let Some(name) = names().find(is_directory)
         && is_here(path)
     {
         let path: PathBuf = path.components().filter(|part| *part != Component::CurDir).collect();
         return Some(format!(
             "inputs are below the working directory {}, so write ./{name}/{}, or leave out --dir",
-            args.directory.display(),
+            args.directory().display(),
             path.display()
         ));
     }

@@ -226,7 +226,8 @@ async fn prepare(
 
 /// Replaces images by their artifacts: first that of the process, then those of its services.
 fn with_images(mut spec: WorkloadSpec, artifacts: &[Option<ArtifactId>]) -> WorkloadSpec {
-    let images = [&mut spec.image].into_iter().chain(spec.services.iter_mut().map(|service| &mut service.image));
+    let images =
+        [&mut spec.image].into_iter().chain(spec.services.iter_mut().map(|service| &mut service.image));
     for (image, artifact) in images.zip(artifacts) {
         if let (Some(image), Some(artifact)) = (image, artifact) {
             image.source = Some(ImageSource::ArtifactId(artifact.to_string()));

@@ -10,9 +10,9 @@ use bytes::Bytes;
 use domain::ArtifactId;
 use rpc::pb::scheduler::Terminal as TerminalSize;
 use rpc::pb::scheduler::{
-    Access, Entrypoint, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode, Privilege,
-    Readiness, ReadinessCommand, ResourceRequests, Service, StdinMode, Terminal, WorkloadKind, WorkloadSpec,
-    image::Source as ImageSource, readiness::Check,
+    Access, Entrypoint, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode,
+    Privilege, Readiness, ReadinessCommand, ResourceRequests, Service, StdinMode, Terminal, WorkloadKind,
+    WorkloadSpec, image::Source as ImageSource, readiness::Check,
 };
 
 use crate::cli::args::{KindArg, NetworkArg, RunArgs};
@@ -101,7 +101,9 @@ fn image(image: &ImageArg, entrypoint: Option<&OsStr>) -> Image {
         ImageArg::Known(domain::workload::Image::Artifact(artifact)) => {
             ImageSource::ArtifactId(artifact.to_string())
         }
-        ImageArg::Known(domain::workload::Image::ResourceType(name)) => ImageSource::ResourceType(name.clone()),
+        ImageArg::Known(domain::workload::Image::ResourceType(name)) => {
+            ImageSource::ResourceType(name.clone())
+        }
         ImageArg::Known(domain::workload::Image::Reference(reference)) | ImageArg::Registry(reference) => {
             ImageSource::Reference(reference.clone())
         }

@@ -505,7 +505,12 @@ impl Drop for OtherStreamer {
 
 fn streamer_config(core: &str) -> streamer::Config {
     let token = Some(TOKEN.to_owned());
-    streamer::Config { scheduler: core.to_owned(), artifact_store: core.to_owned(), token, images: streamer::ImageArgs::default() }
+    streamer::Config {
+        scheduler: core.to_owned(),
+        artifact_store: core.to_owned(),
+        token,
+        images: streamer::ImageArgs::default(),
+    }
 }
 
 fn materialize_request(artifact: ArtifactId, worker: WorkerId) -> pb::MaterializeRequest {
