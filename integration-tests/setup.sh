@@ -22,6 +22,12 @@ test)
     # The Garden server in integration-tests/garden-server works with the Go version of this package.
     need go golang-go
     need_postgresql
+    # A registry with TLS and passwords, and independent tools for images.
+    need docker-registry docker-registry
+    need htpasswd apache2-utils
+    need openssl openssl
+    need skopeo skopeo
+    need umoci umoci
     ;;
 house)
     need git git

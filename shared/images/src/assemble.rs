@@ -4,7 +4,6 @@
 //! directory keeps the contents of the directory that it describes again. `.wh.NAME` removes `NAME`
 //! of the layers below, and `.wh..wh..opq` all contents of its directory.
 
-use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -111,49 +110,42 @@ impl Tree {
                 self.remove(&join(parent, removed));
             }
         }
-        // Directories of the layer whose path leads through a symbolic link of a lower layer.
-        let mut moved: HashMap<&[u8], Vec<u8>> = HashMap::new();
+        let mut places = Places { implied: &layer.implied, found: HashMap::new() };
         for entry in layer.manifest.entries() {
             let (parent, name) = split(&entry.path);
-            if name.starts_with(WHITEOUT) {
+            // A directory that the layer does not describe is made for its contents.
+            if name.starts_with(WHITEOUT) || places.is_implied(&entry.path) {
                 continue;
             }
-            let path = match moved.get(parent) {
-                Some(parent) if !entry.path.is_empty() => join(parent, name),
-                _ => entry.path.clone(),
+            let path = match entry.path.is_empty() {
+                true => Vec::new(),
+                false => join(&places.of(self, parent)?, name),
             };
-            let is_implied = entry.is_directory()
-                && layer.implied.binary_search_by(|implied| compare_paths(implied, &entry.path)).is_ok();
-            let path = if is_implied { self.enter(path)? } else { self.place(path, entry, &moved)? };
+            self.place(&path, entry, &mut places)?;
             if entry.is_directory() && path != entry.path {
-                moved.insert(&entry.path, path);
+                places.found.insert(&entry.path, path);
             }
         }
         Ok(())
     }
 
     /// Puts an entry at a path.
-    fn place(
-        &mut self,
-        path: Vec<u8>,
-        entry: &Entry,
-        moved: &HashMap<&[u8], Vec<u8>>,
-    ) -> Result<Vec<u8>, String> {
+    fn place<'l>(&mut self, path: &[u8], entry: &'l Entry, places: &mut Places<'l>) -> Result<(), String> {
         let object = if let EntryKind::HardLink { to } = &entry.kind {
             let (parent, name) = split(to);
-            let to = moved.get(parent).map_or(Cow::from(to), |parent| join(parent, name).into());
-            let object = self.nodes.get(&Key(to.into_owned())).copied();
+            let to = join(&places.of(self, parent)?, name);
+            let object = self.nodes.get(&Key(to)).copied();
             object.ok_or_else(|| format!("the target of the hard link {:?} is missing", entry.path()))?
         } else {
             self.objects.push(Entry { path: Vec::new(), ..entry.clone() });
             self.objects.len() - 1
         };
-        let keeps_contents = entry.is_directory() && self.is_directory(&path);
+        let keeps_contents = entry.is_directory() && self.is_directory(path);
         if !keeps_contents {
-            self.remove(&path);
+            self.remove(path);
         }
-        self.nodes.insert(Key(path.clone()), object);
-        Ok(path)
+        self.nodes.insert(Key(path.to_vec()), object);
+        Ok(())
     }
 
     /// Ensures that there is a directory at a path, and returns its path without symbolic links.
@@ -259,6 +251,36 @@ impl Tree {
             builder.push(entry)?;
         }
         builder.finish()
+    }
+}
+
+/// The directories of a layer in the tree. The path of a directory that the layer does not describe
+/// may lead through symbolic links of lower layers.
+struct Places<'l> {
+    /// Directories that the layer does not describe, in ascending order.
+    implied: &'l [Vec<u8>],
+    /// Directories whose place was looked up or differs from their path.
+    found: HashMap<&'l [u8], Vec<u8>>,
+}
+
+impl<'l> Places<'l> {
+    fn is_implied(&self, path: &[u8]) -> bool {
+        self.implied.binary_search_by(|implied| compare_paths(implied, path)).is_ok()
+    }
+
+    /// Returns the path of a directory of the layer in the tree, and makes it if it is missing.
+    fn of(&mut self, tree: &mut Tree, path: &'l [u8]) -> Result<Vec<u8>, String> {
+        if let Some(place) = self.found.get(path) {
+            return Ok(place.clone());
+        }
+        if path.is_empty() || !self.is_implied(path) {
+            return Ok(path.to_vec());
+        }
+        let (parent, name) = split(path);
+        let parent = self.of(tree, parent)?;
+        let place = tree.enter(join(&parent, name))?;
+        self.found.insert(path, place.clone());
+        Ok(place)
     }
 }
 

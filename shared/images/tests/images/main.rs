@@ -1,0 +1,3 @@
+//! Tests of images against independent tools.
+
+mod umoci;
