@@ -15,8 +15,6 @@ use transfer::{Entry, EntryKind, Manifest, ScanOptions, TreeWriter, WriteOptions
 
 /// Number of random images.
 const RUNS: u64 = 40;
-/// All times in layers are before this one, which has passed.
-const DESCRIBED_BEFORE: u64 = 1_500_000_000;
 /// Names of entries. There are so few that layers meet.
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
@@ -30,11 +28,13 @@ struct RandomLayer {
     archive: Builder<Vec<u8>>,
     /// Kinds of the entries that the layer has: `d`, `f` or `l`.
     entries: BTreeMap<String, char>,
+    /// Paths that the layer removes from the lower ones.
+    removed: Vec<String>,
 }
 
 impl RandomLayer {
     fn draw(random: &mut StdRng) -> Self {
-        let mut layer = Self { archive: Builder::new(Vec::new()), entries: BTreeMap::new() };
+        let mut layer = Self { archive: Builder::new(Vec::new()), entries: BTreeMap::new(), removed: Vec::new() };
         for _ in 0..random.random_range(1..12) {
             layer.add(random);
         }
@@ -57,13 +57,16 @@ impl RandomLayer {
             return;
         }
         let path = format!("{parent}{}", name(random));
-        let is_new =
-            !self.entries.keys().any(|known| *known == path || known.starts_with(&format!("{path}/")));
+        let is_removed =
+            self.removed.iter().any(|removed| path == *removed || path.starts_with(&format!("{removed}/")));
+        let is_new = !is_removed && !self.has_at(&path);
         match random.random_range(0..10) {
             0..3 if is_new => self.entry(random, &path, EntryType::Directory, None),
             3..6 if is_new => self.entry(random, &path, EntryType::Regular, None),
             6 if is_new => {
-                let target = format!("{}{}", ["", "/", "../"][random.random_range(0..3)], name(random));
+                // Two paths to one directory would make the result depend on the order of entries.
+                let start = ["", "/", "../"][random.random_range(0..3)];
+                let target = format!("{start}x{}", random.random_range(0..u32::MAX));
                 self.entry(random, &path, EntryType::Symlink, Some(&target));
             }
             7 if is_new => {
@@ -77,8 +80,8 @@ impl RandomLayer {
                     self.entry(random, &path, EntryType::Link, Some(target));
                 }
             }
-            8 => self.whiteout(&format!("{parent}.wh.{}", name(random))),
-            9 if random.random_range(0..3) == 0 => self.whiteout(&format!("{parent}.wh..wh..opq")),
+            8 => self.whiteout(&parent, name(random)),
+            9 if random.random_range(0..3) == 0 => self.whiteout(&parent, ".wh..opq"),
             _ => {}
         }
     }
@@ -94,7 +97,7 @@ impl RandomLayer {
         header.set_mode([0o644, 0o755, 0o4755, 0o1777][random.random_range(0..4)]);
         header.set_uid(random.random_range(0..3));
         header.set_gid(random.random_range(0..3));
-        header.set_mtime(random.random_range(1..DESCRIBED_BEFORE));
+        header.set_mtime(random.random_range(1..2_000_000_000));
         if let Some(target) = target {
             header.set_link_name(target).expect("a target");
         }
@@ -107,15 +110,26 @@ impl RandomLayer {
         self.entries.insert(path.to_owned(), kind);
     }
 
-    fn whiteout(&mut self, path: &str) {
-        if self.entries.contains_key(path) {
+    /// Removes a name of the lower layers. A layer either removes a name or has entries there.
+    /// Otherwise the result depends on the order of its entries.
+    fn whiteout(&mut self, parent: &str, name: &str) {
+        let (path, removed) = (format!("{parent}.wh.{name}"), format!("{parent}{name}"));
+        let directory = parent.trim_end_matches('/');
+        let is_described = directory.is_empty() || self.entries.get(directory) == Some(&'d');
+        if self.entries.contains_key(&path) || self.has_at(&removed) || !is_described {
             return;
         }
         let mut header = Header::new_ustar();
         header.set_mode(0o600);
         header.set_size(0);
-        self.archive.append_data(&mut header, path, Cursor::new("")).expect("a whiteout");
-        self.entries.insert(path.to_owned(), 'w');
+        self.archive.append_data(&mut header, &path, Cursor::new("")).expect("a whiteout");
+        self.entries.insert(path, 'w');
+        self.removed.push(removed);
+    }
+
+    /// Whether the layer has entries at or below a path.
+    fn has_at(&self, path: &str) -> bool {
+        self.entries.keys().any(|known| *known == path || known.starts_with(&format!("{path}/")))
     }
 }
 
@@ -156,8 +170,8 @@ fn entries(manifest: &Manifest) -> Vec<String> {
             EntryKind::HardLink { to } => format!("hard link to {}", String::from_utf8_lossy(to)),
             other => format!("{other:?}"),
         };
-        // A directory that no layer describes is made now by one of both.
-        let mtime = Some(*mtime_seconds).filter(|mtime| (1..DESCRIBED_BEFORE as i64).contains(mtime));
+        // umoci changes the time of a directory when a later layer removes its contents.
+        let mtime = Some(*mtime_seconds).filter(|_| !entry.is_directory());
         format!("{:?} {mode:o} {uid}:{gid} {mtime:?} {what}", entry.path())
     };
     // The layers do not describe the root.
