@@ -30,11 +30,21 @@ struct RandomLayer {
     entries: BTreeMap<String, char>,
     /// Paths that the layer removes from the lower ones.
     removed: Vec<String>,
+    /// Whether a directory of the layer hides everything in the lower ones.
+    is_opaque: bool,
+    /// Whether the layer has entries in directories that it does not describe.
+    is_sparse: bool,
 }
 
 impl RandomLayer {
     fn draw(random: &mut StdRng) -> Self {
-        let mut layer = Self { archive: Builder::new(Vec::new()), entries: BTreeMap::new(), removed: Vec::new() };
+        let mut layer = Self {
+            archive: Builder::new(Vec::new()),
+            entries: BTreeMap::new(),
+            removed: Vec::new(),
+            is_opaque: false,
+            is_sparse: false,
+        };
         for _ in 0..random.random_range(1..12) {
             layer.add(random);
         }
@@ -56,6 +66,11 @@ impl RandomLayer {
         if !undescribed.is_empty() && self.entries.get(undescribed).is_some_and(|kind| *kind != 'd') {
             return;
         }
+        let is_sparse = !undescribed.is_empty() && !self.entries.contains_key(undescribed);
+        if self.is_opaque && is_sparse {
+            return;
+        }
+        self.is_sparse |= is_sparse;
         let path = format!("{parent}{}", name(random));
         let is_removed =
             self.removed.iter().any(|removed| path == *removed || path.starts_with(&format!("{removed}/")));
@@ -81,7 +96,11 @@ impl RandomLayer {
                 }
             }
             8 => self.whiteout(&parent, name(random)),
-            9 if random.random_range(0..3) == 0 => self.whiteout(&parent, ".wh..opq"),
+            // What is left of a directory that the layer does not describe depends on the tool.
+            9 if !self.is_sparse && random.random_range(0..3) == 0 => {
+                self.is_opaque = true;
+                self.whiteout(&parent, ".wh..opq");
+            }
             _ => {}
         }
     }
