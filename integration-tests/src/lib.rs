@@ -4,6 +4,7 @@
 pub mod concourse;
 pub mod holder;
 pub mod machines;
+pub mod registry;
 pub mod snapshot;
 pub mod suite;
 pub mod terminal;

@@ -11,7 +11,7 @@ use integration_tests::{Cluster, code, describe, may_run_containers};
 const PROGRAMS: [&str; 5] = ["sh", "cat", "ls", "id", "env"];
 
 /// Makes a small root file system with programs of this machine and their libraries.
-fn root_file_system(root: &Path) {
+pub(crate) fn root_file_system(root: &Path) {
     for directory in ["bin", "etc", "home/ann"] {
         fs::create_dir_all(root.join(directory)).expect("directories");
     }

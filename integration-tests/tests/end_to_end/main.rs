@@ -22,6 +22,7 @@ mod otlp;
 mod pipeline;
 mod proxy;
 mod refusals;
+mod registries;
 mod resources;
 mod restored;
 mod results;

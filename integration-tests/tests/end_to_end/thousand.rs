@@ -250,7 +250,7 @@ fn spec(script: String) -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         team: "main".to_owned(),
         kind: pb::WorkloadKind::Task.into(),
-        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})), entrypoint: None }),
         command: ["bash", "-c", &script].map(|word| word.as_bytes().to_vec().into()).to_vec(),
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),

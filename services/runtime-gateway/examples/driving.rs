@@ -501,7 +501,10 @@ fn output() -> scheduler_pb::Output {
 }
 
 fn host_image() -> scheduler_pb::Image {
-    scheduler_pb::Image { source: Some(scheduler_pb::image::Source::Host(scheduler_pb::HostImage {})) }
+    scheduler_pb::Image {
+        source: Some(scheduler_pb::image::Source::Host(scheduler_pb::HostImage {})),
+        entrypoint: None,
+    }
 }
 
 fn milliseconds(duration: Duration) -> f64 {

@@ -167,7 +167,7 @@ fn spec(tags: &[&str]) -> pb::WorkloadSpec {
         output: pb::OutputMode::Spooled.into(),
         privilege: pb::Privilege::Confined.into(),
         network: pb::Network::Private.into(),
-        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})), entrypoint: None }),
         command: vec![b"true".to_vec().into()],
         platform: "linux".to_owned(),
         tags: tags.iter().map(|&tag| tag.to_owned()).collect(),

@@ -374,11 +374,12 @@ fn is_invalid_certificate(error: &(dyn Error + 'static)) -> bool {
 fn tls_error<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e rustls::Error> {
     let mut cause = Some(error);
     while let Some(error) = cause {
-        let inner = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
-        if let Some(error) = error.downcast_ref().or_else(|| inner.and_then(|inner| inner.downcast_ref())) {
-            return Some(error);
+        if error.is::<rustls::Error>() {
+            return error.downcast_ref();
         }
-        cause = error.source();
+        // An I/O error hides the error that it wraps from its causes.
+        let wrapped = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        cause = wrapped.map(|wrapped| wrapped as &(dyn Error + 'static)).or_else(|| error.source());
     }
     None
 }

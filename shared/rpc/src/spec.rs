@@ -686,7 +686,10 @@ mod tests {
         pb::WorkloadSpec {
             team: "main".to_owned(),
             kind: pb::WorkloadKind::Task.into(),
-            image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+            image: Some(pb::Image {
+                source: Some(pb::image::Source::Host(pb::HostImage {})),
+                entrypoint: None,
+            }),
             command: vec![b"true".as_slice().into()],
             stdin: pb::StdinMode::None.into(),
             output: pb::OutputMode::Spooled.into(),

@@ -155,7 +155,7 @@ impl Client {
         WorkloadSpec {
             team: self.team.clone(),
             kind: WorkloadKind::Task.into(),
-            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})), entrypoint: None }),
             command: ["sh", "-c", script].map(Vec::from).into(),
             stdin: StdinMode::None.into(),
             output: OutputMode::Attached.into(),

@@ -207,7 +207,7 @@ pub(crate) fn spec() -> pb::WorkloadSpec {
         output: pb::OutputMode::Spooled.into(),
         privilege: pb::Privilege::Confined.into(),
         network: pb::Network::Private.into(),
-        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})), entrypoint: None }),
         command: vec![b"true".to_vec().into()],
         platform: "linux".to_owned(),
         ..pb::WorkloadSpec::default()

@@ -111,7 +111,7 @@ pub(crate) async fn strategy_chain_depends_on_kind_and_inputs(database: TestData
         access: pb::Access::ReadOnly.into(),
     };
     let mount = pb::CacheMount { task_cache_id: cache, path: b"/cache".as_slice().into() };
-    let image = pb::Image { source: Some(pb::image::Source::ArtifactId(artifact)) };
+    let image = pb::Image { source: Some(pb::image::Source::ArtifactId(artifact)), entrypoint: None };
     let of_kind = |kind: pb::WorkloadKind, spec| pb::WorkloadSpec { kind: kind.into(), ..spec };
     let with_input = pb::WorkloadSpec { inputs: vec![input.clone()], ..spec() };
     for (spec, expected) in [

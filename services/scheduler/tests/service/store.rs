@@ -448,7 +448,8 @@ pub(crate) async fn base_resource_type_provides_image_on_all_workers(database: T
     let registration = pb::Registration { labels: Some(labels), ..registration("one") };
     let mut gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
     let git = || pb::image::Source::ResourceType("git".to_owned());
-    let spec = pb::WorkloadSpec { image: Some(pb::Image { source: Some(git()) }), ..spec() };
+    let spec =
+        pb::WorkloadSpec { image: Some(pb::Image { source: Some(git()), entrypoint: None }), ..spec() };
     let explained = async || {
         let subject = pb::explain_request::Subject::Spec(spec.clone());
         let request = pb::ExplainRequest { subject: Some(subject), ..Default::default() };
@@ -477,7 +478,7 @@ pub(crate) async fn base_resource_type_provides_image_on_all_workers(database: T
     put(second).await;
     // A repeat is the same workload, even if the name has a new image.
     scheduler.submit_as(old, spec.clone()).await.expect("accepted before");
-    let host = pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) };
+    let host = pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})), entrypoint: None };
     let another = pb::WorkloadSpec { image: Some(host), ..spec.clone() };
     let refused = scheduler.submit_as(old, another).await.expect_err("another spec");
     assert!(refused.is(Reason::WorkloadExists), "{refused}");

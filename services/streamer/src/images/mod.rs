@@ -301,17 +301,20 @@ impl Images {
         let Inner { registry, layers, peers, .. } = &*self.0;
         let source = registry.open(&pull.reference, pull.credentials.as_ref(), &pull.platform).await?;
         let progress = Progress::default();
+        let publish = || {
+            let now = PullProgress {
+                phase: PullPhase::Fetching,
+                done: progress.done_bytes(),
+                total: progress.total_bytes(),
+                saved: progress.saved_bytes(),
+            };
+            states.send_if_modified(|state| {
+                !matches!(std::mem::replace(state, PullState::Running(now)), PullState::Running(was) if was == now)
+            });
+        };
         let observed = async {
             loop {
-                states.send_if_modified(|state| {
-                    let now = PullProgress {
-                        phase: PullPhase::Fetching,
-                        done: progress.done_bytes(),
-                        total: progress.total_bytes(),
-                        saved: progress.saved_bytes(),
-                    };
-                    !matches!(std::mem::replace(state, PullState::Running(now)), PullState::Running(was) if was == now)
-                });
+                publish();
                 tokio::time::sleep(PROGRESS_PAUSE).await;
             }
         };
@@ -319,6 +322,7 @@ impl Images {
             tree = images::pull(&source, &pull.platform, layers, &progress) => tree?,
             () = observed => unreachable!("the progress is observed until the pull ends"),
         };
+        publish();
         let tree = Arc::new(tree);
         let request = UploadRequest {
             team: pull.key.team.clone(),

@@ -70,7 +70,7 @@ fn spec() -> scheduler::WorkloadSpec {
     WorkloadSpec {
         team: text("main"),
         kind: WorkloadKind::Task.into(),
-        image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+        image: Some(Image { source: Some(image::Source::Host(HostImage {})), entrypoint: None }),
         command: vec![bytes(b"sh"), bytes(b"-c"), bytes(NOT_UTF8)],
         environment: vec![EnvironmentVariable { name: bytes(b"NAME"), value: bytes(NOT_UTF8) }],
         directory: bytes(b"/workspace"),
@@ -109,7 +109,7 @@ fn spec() -> scheduler::WorkloadSpec {
         keep_result: true,
         services: vec![Service {
             name: text("db"),
-            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})), entrypoint: None }),
             command: vec![bytes(b"serve"), bytes(NOT_UTF8)],
             environment: vec![EnvironmentVariable { name: bytes(b"NAME"), value: bytes(NOT_UTF8) }],
             directory: bytes(b"/srv"),
@@ -137,7 +137,7 @@ fn add_scheduler_messages(corpus: &mut Corpus) {
     use scheduler::*;
     corpus.add("full", &spec());
     corpus.add("empty", &WorkloadSpec::default());
-    let artifact = Image { source: Some(image::Source::ArtifactId(String::new())) };
+    let artifact = Image { source: Some(image::Source::ArtifactId(String::new())), entrypoint: None };
     corpus.add("a_chosen_default", &artifact);
     corpus.add("nothing_chosen", &Image::default());
     // Values that an older reader does not know.

@@ -320,7 +320,7 @@ fn spec(command: &[String]) -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         team: "main".to_owned(),
         kind: pb::WorkloadKind::Task.into(),
-        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})), entrypoint: None }),
         command: command.iter().map(|word| word.clone().into()).collect(),
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),

@@ -27,7 +27,10 @@ pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         team: TEAM.to_owned(),
         kind: pb::WorkloadKind::Task.into(),
-        image: Some(pb::Image { source: Some(pb::image::Source::ArtifactId(artifact_id.clone())) }),
+        image: Some(pb::Image {
+            source: Some(pb::image::Source::ArtifactId(artifact_id.clone())),
+            entrypoint: None,
+        }),
         command: vec![Bytes::from_static(b"true")],
         environment: vec![pb::EnvironmentVariable { name: "A".into(), value: "b".into() }],
         directory: "somewhere".into(),
@@ -78,7 +81,10 @@ fn service(image: ArtifactId) -> pb::Service {
     let check = pb::readiness::Check::Command(pb::ReadinessCommand { arguments: arguments.clone() });
     pb::Service {
         name: "x".repeat(63),
-        image: Some(pb::Image { source: Some(pb::image::Source::ArtifactId(image.to_string())) }),
+        image: Some(pb::Image {
+            source: Some(pb::image::Source::ArtifactId(image.to_string())),
+            entrypoint: None,
+        }),
         command: arguments,
         environment: vec![pb::EnvironmentVariable { name: "A".into(), value: "b".into() }],
         directory: "somewhere".into(),

@@ -264,7 +264,7 @@ impl Suite {
         let spec = WorkloadSpec {
             team: TEAM.to_owned(),
             kind: WorkloadKind::Task.into(),
-            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})), entrypoint: None }),
             command: vec!["true".into()],
             stdin: StdinMode::None.into(),
             output: OutputMode::Spooled.into(),

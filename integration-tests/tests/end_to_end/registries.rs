@@ -1,0 +1,295 @@
+//! Images from registries, OCI layouts and archives.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::Output;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use integration_tests::registry::{Access, Layout, PASSWORD, Registry};
+use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+
+use crate::images::root_file_system;
+
+/// Bytes after which the proxy of a test breaks each connection.
+const CUT_BYTES: u64 = 2 << 20;
+
+/// Makes the image `app` of two layers. The second one replaces a directory, removes a file and
+/// changes one of two hard links.
+fn app() -> Layout {
+    let layout = Layout::new();
+    layout.layer("base", "lower", |root| {
+        root_file_system(root);
+        for directory in ["srv", "old/deep", "tmp", "run", "proc", "sys", "dev"] {
+            fs::create_dir_all(root.join(directory)).expect("directories");
+        }
+        fs::write(root.join("old/deep/lower"), "lower").expect("written");
+        fs::write(root.join("gone"), "lower").expect("written");
+        fs::write(root.join("first"), "linked").expect("written");
+        fs::hard_link(root.join("first"), root.join("second")).expect("a link");
+    });
+    layout.layer("lower", "app", |root| {
+        fs::remove_dir_all(root.join("old")).expect("removed");
+        fs::create_dir(root.join("old")).expect("a directory");
+        fs::write(root.join("old/upper"), "upper").expect("written");
+        fs::remove_file(root.join("gone")).expect("removed");
+        fs::remove_file(root.join("first")).expect("removed");
+        fs::write(root.join("first"), "replaced").expect("written");
+    });
+    let script = r#"echo "$0 $A $(id -u) $PWD"; cat /first /second; ls /old /gone; exit 7"#;
+    let words = ["--config.entrypoint", "/bin/sh", "--config.entrypoint", "-c", "--config.cmd", script];
+    layout.configure("app", &words);
+    let more = ["--config.env", "A=of the image", "--config.user", "ann", "--config.workingdir", "/srv"];
+    layout.configure("app", &[&more[..], &["--config.env", "PATH=/bin"]].concat());
+    layout
+}
+
+fn run(cluster: &Cluster, arguments: &[&str]) -> Output {
+    cluster.output([&["run", "--no-stdin"][..], arguments].concat())
+}
+
+#[track_caller]
+fn assert_runs_as_configured(output: &Output) {
+    assert_eq!(code(output), 7, "{}", describe(output));
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(
+        printed,
+        "/bin/sh of the image 4242 /srv\nreplacedlinked/old:\nupper\n",
+        "{}",
+        describe(output)
+    );
+}
+
+#[test]
+fn image_of_registry_runs_with_its_defaults() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Guarded), app());
+    registry.push(&layout, "app", "team/app:1");
+    let image = registry.reference("team/app:1");
+    let mut cluster = Cluster::new().with("GANTRY_REGISTRY_CA", registry.ca().to_str().expect("text"));
+    let docker = cluster.path("docker");
+    fs::create_dir(&docker).expect("a directory");
+    cluster.set("DOCKER_CONFIG", docker.to_str().expect("text"));
+
+    for config in [None, Some("wrong")] {
+        if let Some(password) = config {
+            fs::write(docker.join("config.json"), registry.docker_config(password)).expect("written");
+        }
+        let refused = run(&cluster, &["--image", &image]);
+        assert_eq!(code(&refused), 125, "{}", describe(&refused));
+        assert!(
+            String::from_utf8_lossy(&refused.stderr).contains("REGISTRY_DENIED"),
+            "{}",
+            describe(&refused)
+        );
+    }
+    fs::write(docker.join("config.json"), registry.docker_config(PASSWORD)).expect("written");
+    assert_runs_as_configured(&run(&cluster, &["--image", &image]));
+    // What is given takes precedence.
+    let given = ["--env", "A=given", "-u", "root", "-w", "/old", "--image", &image];
+    let script = "echo $A; id -u; ls";
+    let output = run(&cluster, &[&given[..], &["--", script]].concat());
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "given\n0\nupper\n", "{}", describe(&output));
+    let output = run(&cluster, &[&given[..], &["--entrypoint", "/bin/cat", "--", "upper"]].concat());
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "upper", "{}", describe(&output));
+    // Without the command of the image, nothing is left to run.
+    let output = run(&cluster, &["--image", &image, "--entrypoint", ""]);
+    assert_eq!(code(&output), 125, "{}", describe(&output));
+    let blobs = registry.requests("GET /v2/team/app/blobs/sha256");
+    assert_eq!(blobs, 3, "the configuration and both layers were fetched once");
+
+    // Another team cannot use what was pulled with credentials, unless it has them, too.
+    fs::remove_file(docker.join("config.json")).expect("removed");
+    let refused = run(&cluster, &["--team", "other", "--image", &image]);
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("REGISTRY_DENIED"), "{}", describe(&refused));
+
+    let listed = cluster.list("images");
+    assert_eq!(listed.len(), 1, "{listed:?}");
+    assert_eq!((&listed[0]["image"], &listed[0]["shared"]), (&image.as_str().into(), &false.into()));
+    let shown = String::from_utf8(cluster.succeed(["show", "image", &image])).expect("text");
+    assert!(shown.contains("linux/amd64") || shown.contains("linux/arm64"), "{shown}");
+}
+
+#[test]
+fn images_of_files_run_like_those_of_registry() {
+    if !may_run_containers() {
+        return;
+    }
+    let (cluster, layout) = (Cluster::new(), app());
+    let paths = [
+        format!("oci:{}:app", layout.path().display()),
+        format!("oci-archive:{}", layout.archive("app", "oci-archive").display()),
+        format!("docker-archive:{}", layout.archive("app", "docker-archive").display()),
+    ];
+    for image in &paths {
+        assert_runs_as_configured(&run(&cluster, &["--image", image]));
+    }
+    // All of them are the same tree.
+    let sealed = cluster.list("artifacts").into_iter().filter(|artifact| artifact["state"] == "sealed");
+    assert_eq!(sealed.count(), 1);
+    for (image, expected) in [
+        (format!("oci:{}", layout.path().display()), "it has base, lower, app"),
+        (format!("oci:{}:none", layout.path().display()), "it has base, lower, app"),
+        ("oci-archive:none.tar".to_owned(), "No such file"),
+    ] {
+        let output = run(&cluster, &["--image", &image]);
+        assert_eq!(code(&output), 125, "{}", describe(&output));
+        assert!(String::from_utf8_lossy(&output.stderr).contains(expected), "{}", describe(&output));
+    }
+}
+
+#[test]
+fn unusable_images_are_named_with_their_reason() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Open), app());
+    registry.push(&layout, "app", "app:1");
+    let cluster = Cluster::new();
+    let nobody = TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port");
+    let (tag, repository) = (registry.reference("app:none"), registry.reference("none"));
+    let (image, unreachable) = (registry.reference("app:1"), format!("{nobody}/app"));
+    let unknown = registry.reference(&format!("app@sha256:{}", "0".repeat(64)));
+    for (arguments, expected) in [
+        (vec!["--image", &tag], "IMAGE_NOT_FOUND"),
+        (vec!["--image", &repository], "IMAGE_NOT_FOUND"),
+        (vec!["--image", &unknown], "IMAGE_NOT_FOUND"),
+        (vec!["--image", &unreachable], "Connection refused"),
+        (vec!["--image", &image, "--platform", "linux/s390x"], "PLATFORM_NOT_FOUND"),
+        (vec!["--image", "App"], "names are in lower case"),
+        (vec!["--image", &image, "--platform", "linux"], "OS/ARCHITECTURE"),
+    ] {
+        let output = run(&cluster, &arguments);
+        assert_eq!(code(&output), 125, "{}", describe(&output));
+        assert!(String::from_utf8_lossy(&output.stderr).contains(expected), "{}", describe(&output));
+    }
+    // A layer that is damaged in the registry.
+    let blobs = registry.storage().join("docker/registry/v2/blobs/sha256");
+    let files = |directory: &std::path::Path| {
+        let entries = fs::read_dir(directory).expect("a directory");
+        entries.map(|entry| entry.expect("an entry").path()).collect::<Vec<_>>()
+    };
+    let data =
+        files(&blobs).iter().flat_map(|it| files(it)).map(|blob| blob.join("data")).collect::<Vec<_>>();
+    let layer = data.iter().max_by_key(|path| fs::metadata(path).expect("a blob").len()).expect("a layer");
+    let mut bytes = fs::read(layer).expect("a layer");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(layer, &bytes).expect("written");
+    let output = run(&cluster, &["--image", &image]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("INVALID_IMAGE"), "{}", describe(&output));
+    // The next attempt fetches it again.
+    bytes[middle] ^= 1;
+    fs::write(layer, &bytes).expect("written");
+    assert_runs_as_configured(&run(&cluster, &["--image", &image]));
+}
+
+/// Starts a proxy that breaks each connection after some bytes of answers. Returns its port, and
+/// the bytes that it has forwarded.
+fn cutting_proxy(to: u16) -> (u16, Arc<AtomicU64>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("an address").port();
+    let total = Arc::new(AtomicU64::new(0));
+    let counted = total.clone();
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (Ok(mut client), Ok(mut server)) = (client, TcpStream::connect(("127.0.0.1", to))) else {
+                return;
+            };
+            let (mut requests, mut sent) =
+                (client.try_clone().expect("a socket"), server.try_clone().expect("a socket"));
+            // Both directions end with an error when the other side is closed.
+            std::thread::spawn(move || _ = std::io::copy(&mut requests, &mut sent));
+            let counted = counted.clone();
+            std::thread::spawn(move || {
+                let (mut buffer, mut forwarded) = ([0; 64 << 10], 0);
+                while let Ok(length @ 1..) = server.read(&mut buffer) {
+                    if client.write_all(&buffer[..length]).is_err() {
+                        break;
+                    }
+                    forwarded += length as u64;
+                    counted.fetch_add(length as u64, Ordering::Relaxed);
+                    if forwarded > CUT_BYTES {
+                        break;
+                    }
+                }
+                _ = client.shutdown(std::net::Shutdown::Both);
+                _ = server.shutdown(std::net::Shutdown::Both);
+            });
+        }
+    });
+    (port, total)
+}
+
+#[test]
+fn broken_fetch_continues_where_it_ended() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Open), Layout::new());
+    let size = 10 * CUT_BYTES;
+    layout.layer("base", "large", |root| {
+        root_file_system(root);
+        let mut content = vec![0; size as usize];
+        fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut content)).expect("content");
+        fs::write(root.join("large"), content).expect("written");
+    });
+    registry.push(&layout, "large", "large:1");
+    let (port, forwarded) = cutting_proxy(registry.port());
+    let cluster = Cluster::new();
+    let image = format!("localhost:{port}/large:1");
+    let output = run(&cluster, &["--image", &image, "--", "/bin/ls", "/large"]);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    let forwarded = forwarded.load(Ordering::Relaxed);
+    assert!((size..size * 3 / 2).contains(&forwarded), "{forwarded} of {size} bytes");
+}
+
+#[test]
+fn mirror_is_asked_first_and_registry_afterwards() {
+    if !may_run_containers() {
+        return;
+    }
+    let (mirror, registry, layout) = (Registry::start(Access::Open), Registry::start(Access::Open), app());
+    mirror.push(&layout, "app", "app:both");
+    registry.push(&layout, "app", "app:both");
+    registry.push(&layout, "lower", "app:one");
+    let names = [&registry, &mirror].map(|registry| format!("localhost:{}", registry.port()));
+    let cluster = Cluster::new().with("GANTRY_REGISTRY_MIRROR", &names.join("="));
+    assert_runs_as_configured(&run(&cluster, &["--image", &registry.reference("app:both")]));
+    assert_eq!(registry.requests("GET /v2/app/"), 0, "the mirror had it");
+    let output = run(&cluster, &["--image", &registry.reference("app:one"), "--", "/bin/cat", "/gone"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "lower", "{}", describe(&output));
+}
+
+#[test]
+fn waiting_callers_share_one_pull() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Open), app());
+    registry.push(&layout, "app", "app:1");
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "--", "true"]);
+    let image = registry.reference("app:1");
+    let pulls: Vec<_> = (0..6)
+        .map(|_| {
+            let mut command = cluster.gantry(["pull", &image]);
+            command.stdout(std::process::Stdio::piped()).spawn().expect("gantry runs")
+        })
+        .collect();
+    let artifacts: std::collections::BTreeSet<_> = pulls
+        .into_iter()
+        .map(|pull| {
+            let output = pull.wait_with_output().expect("gantry runs");
+            assert!(output.status.success(), "{}", describe(&output));
+            output.stdout
+        })
+        .collect();
+    assert_eq!(artifacts.len(), 1, "{artifacts:?}");
+    assert_eq!(registry.requests("GET /v2/app/blobs/sha256"), 3, "one pull for all");
+    let usable = wait_for("the image", || cluster.list("images").pop());
+    assert_eq!(usable["shared"], true, "it was pulled without credentials");
+}
