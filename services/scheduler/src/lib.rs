@@ -91,8 +91,13 @@ const MESSAGE_LIMIT: usize = 16 << 20;
 struct Schema;
 
 impl Migrations for Schema {
-    const ALL: &'static [SqlMigration] =
-        &[SqlMigration { name: "0001_scheduler", sql: include_str!("db/migrations/0001_scheduler.sql") }];
+    const ALL: &'static [SqlMigration] = &[
+        SqlMigration { name: "0001_scheduler", sql: include_str!("db/migrations/0001_scheduler.sql") },
+        SqlMigration {
+            name: "0002_workload_names",
+            sql: include_str!("db/migrations/0002_workload_names.sql"),
+        },
+    ];
 
     const BY_INDEX: bool = true;
 }

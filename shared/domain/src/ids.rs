@@ -96,6 +96,12 @@ typed_id! {
 }
 
 impl WorkloadId {
+    /// Creates a random id. The first digits of such ids differ, so people can abbreviate them.
+    #[must_use]
+    pub fn random() -> Self {
+        Self(Uuid::new_v4())
+    }
+
     /// Returns the id of the artifact for the output `name`. All attempts share the id, because at
     /// most one is settled.
     #[must_use]

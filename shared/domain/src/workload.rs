@@ -86,6 +86,8 @@ pub struct WorkloadSpec {
     pub keep_result: bool,
     /// Services beside the process, in the order of their start.
     pub services: Vec<Service>,
+    /// Name of the workload. Several workloads may have the same name. Empty: none.
+    pub name: String,
 }
 
 /// Maximum size of the result of a workload, which is its standard output, in bytes.

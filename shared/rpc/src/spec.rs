@@ -4,6 +4,7 @@
 //! and returns it without secrets ([`without_secrets`]). A stored spec is decoded without checking
 //! limits that may have changed since ([`parse_accepted`]).
 
+pub mod name;
 mod services;
 
 use std::collections::HashSet;
@@ -152,6 +153,7 @@ pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         terminal: spec.terminal.map(parse_terminal).transpose()?,
         keep_result: spec.keep_result,
         services: services::parse(spec.services)?,
+        name: spec.name,
     })
 }
 
@@ -241,6 +243,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         },
         keep_result: spec.keep_result,
         services: spec.services.iter().map(services::to_proto).collect(),
+        name: spec.name.clone(),
     }
 }
 
@@ -503,6 +506,9 @@ fn check_texts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     check_labels("spec.capabilities", &spec.capabilities)?;
     if !spec.worker.is_empty() {
         crate::check_name("spec.worker", &spec.worker)?;
+    }
+    if !spec.name.is_empty() {
+        name::check("spec.name", &spec.name)?;
     }
     match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
         Some(pb::image::Source::ResourceType(name)) => crate::check_name("spec.image.resource_type", name),

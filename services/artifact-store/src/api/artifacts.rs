@@ -108,12 +108,13 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let request = request.into_inner();
         let team = &rpc::parse_team("team", request.team.clone())?;
         let state = parse_state("state", request.state)?;
+        let ids = rpc::spec::name::parse_id_prefix("id_prefix", &request.id_prefix)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let listed =
-            artifacts::list(self.store.db.read(), team, state, page, self.store.now(), &self.policy())
-                .await
-                .map_err(|error| errors::database("list artifacts", &error))?;
+        let (db, now) = (self.store.db.read(), self.store.now());
+        let listed = artifacts::list(db, team, state, ids, page, now, &self.policy())
+            .await
+            .map_err(|error| errors::database("list artifacts", &error))?;
 
         let listed = listed
             .into_iter()

@@ -100,11 +100,15 @@ pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     team: &str,
     state: Option<ArtifactState>,
+    ids: Option<(Uuid, Uuid)>,
     page: rpc::page::Page,
     now: Timestamp,
     policy: &Policy,
 ) -> Result<Vec<(LocatedArtifact, Keepers)>, DbErr> {
     let mut query = of_team(team).order_by_desc(artifact::Column::Ordinal).limit(page.size);
+    if let Some((first, last)) = ids {
+        query = query.filter(artifact::Column::ArtifactId.between(first, last));
+    }
     if let Some(state) = state {
         query = query.filter(artifact::Column::State.eq(state));
     }

@@ -34,6 +34,7 @@ async fn lists_are_paged_newest_first(database: TestDatabase) {
         state: ArtifactState::Sealed.into(),
         page_size: 2,
         page_token: String::new(),
+        id_prefix: String::new(),
     };
     loop {
         let page = suite.artifacts().list_artifacts(request.clone()).await.expect("listed").into_inner();
@@ -47,6 +48,22 @@ async fn lists_are_paged_newest_first(database: TestDatabase) {
     assert_eq!(ids, uploaded.iter().map(|(id, _)| id.to_string()).collect::<Vec<_>>());
     assert_eq!(listed[0].kept_by, ["no owner: deleted when it is old"]);
     assert_eq!(listed[0].replicas[0].volume_handle, uploaded[0].1);
+
+    let by_prefix = async |id_prefix: &str| {
+        let request = pb::ListArtifactsRequest {
+            team: TEAM.to_owned(),
+            id_prefix: id_prefix.to_owned(),
+            ..Default::default()
+        };
+        let page = suite.artifacts().list_artifacts(request).await.expect("listed").into_inner();
+        page.artifacts.into_iter().map(|artifact| artifact.artifact_id).collect::<Vec<_>>()
+    };
+    assert_eq!(by_prefix(&ids[1]).await, ids[1..2], "a whole id is its own beginning");
+    assert_eq!(
+        by_prefix(&ids[1][..35]).await,
+        ids.iter().filter(|id| id[..35] == ids[1][..35]).cloned().collect::<Vec<_>>()
+    );
+    assert_eq!(by_prefix("ffff").await, [] as [String; 0]);
 
     let mut listed = Vec::new();
     let mut request = pb::ListVolumesRequest {

@@ -54,7 +54,7 @@ pub(crate) fn workloads(
 ) -> impl Stream<Item = anyhow::Result<Workload>> {
     pages(async move |page_token| {
         let (team, state, outcome) = (connection.team.clone(), state.into(), outcome.into());
-        let request = ListRequest { team, state, outcome, page_size: 0, page_token };
+        let request = ListRequest { team, state, outcome, page_token, ..ListRequest::default() };
         let client = connection.workloads();
         let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
         page.await.map(|page| (page.workloads, page.next_page_token))
@@ -63,7 +63,8 @@ pub(crate) fn workloads(
 
 pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Artifact>> {
     pages(async move |page_token| {
-        let request = ListArtifactsRequest { team: connection.team.clone(), state, page_size: 0, page_token };
+        let team = connection.team.clone();
+        let request = ListArtifactsRequest { team, state, page_token, ..ListArtifactsRequest::default() };
         let client = connection.artifacts();
         let page =
             repeat("cannot list artifacts", async || client.clone().list_artifacts(request.clone()).await);

@@ -250,6 +250,7 @@ mod tests {
             terminal: None,
             keep_result: false,
             services: Vec::new(),
+            name: String::new(),
         }
     }
 

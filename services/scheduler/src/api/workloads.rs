@@ -91,13 +91,28 @@ impl Workloads for WorkloadsService {
         let outcome = convert::parse_outcome("outcome", request.outcome)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let (found, more) = workloads::list(self.0.context.db.read(), team.as_deref(), state, outcome, &page)
+        let db = self.0.context.db.read();
+        let (found, more) = workloads::list(db, team.as_deref(), state, outcome, request.unfinished, &page)
             .await
             .map_err(|error| database("list workloads", &error))?;
 
         let found = found.into_iter().map(|workload| (workload.sequence, convert::workload(workload)));
         let (workloads, next_page_token) = page.end(found, more);
         Ok(Response::new(pb::ListResponse { workloads, next_page_token }))
+    }
+
+    async fn find(&self, request: Request<pb::FindRequest>) -> Result<Response<pb::FindResponse>, Status> {
+        let request = request.into_inner();
+        let team = parse_team("team", request.team)?;
+        let reference = rpc::spec::name::parse_reference("reference", &request.reference)?;
+
+        let db = self.0.context.db.read();
+        let (found, more) = workloads::references::resolve(db, &team, &reference, &request.reference)
+            .await
+            .map_err(IntoStatus::status)?;
+
+        let workloads = found.into_iter().map(convert::workload).collect();
+        Ok(Response::new(pb::FindResponse { workloads, more }))
     }
 
     async fn cancel(

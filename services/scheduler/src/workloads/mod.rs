@@ -44,8 +44,10 @@ use crate::workloads::events::{AttemptLocation, Event, InputProgress};
 
 mod deadlines;
 pub(crate) mod events;
+
 pub(crate) mod operations;
 mod pending;
+pub(crate) mod references;
 pub(crate) mod results;
 mod retry;
 #[cfg(test)]
@@ -64,6 +66,8 @@ pub(crate) use view::{Workload, list, view};
 const ACCEPTED: &str = "state = 'accepted'";
 const PENDING: &str = "state = 'pending'";
 const FINISHED: &str = "state = 'finished'";
+const UNFINISHED: &str = "state <> 'finished'";
+const NAMED: &str = "name <> ''";
 
 /// A workload that a caller submits.
 #[derive(Debug, Clone)]
@@ -82,6 +86,9 @@ pub(crate) enum WorkloadError {
     /// The team has no such workload.
     #[error("workload {0} is unknown to this team")]
     NotFound(WorkloadId),
+    /// The team has no workload with this name, and none with an id that begins with it.
+    #[error("this team has no workload with the name {0:?}, and none with an id that begins with it")]
+    NoMatch(String),
     /// The database failed.
     #[error("cannot access the workload in the database")]
     Database(#[from] DbErr),
@@ -173,6 +180,7 @@ impl Submission {
             retried: 0,
             outcome: None,
             abridged: false,
+            name: self.spec.name.clone(),
         }
     }
 

@@ -37,5 +37,6 @@ pub(crate) fn spec() -> WorkloadSpec {
         terminal: None,
         keep_result: false,
         services: Vec::new(),
+        name: String::new(),
     }
 }

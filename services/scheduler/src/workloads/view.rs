@@ -10,7 +10,7 @@ use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
 use uuid::Uuid;
 
-use super::{ending, location, spec};
+use super::{UNFINISHED, ending, location, spec};
 use crate::db::entity::from_json;
 use crate::db::entity::lease::StopReason;
 use crate::db::entity::workload::{self, Model, Outcome, State};
@@ -94,6 +94,7 @@ pub(crate) async fn list(
     team: Option<&str>,
     state: Option<State>,
     outcome: Option<Outcome>,
+    unfinished: bool,
     page: &Page,
 ) -> Result<(Vec<Workload>, bool), DbErr> {
     let mut query = workload::Entity::find();
@@ -109,6 +110,9 @@ pub(crate) async fn list(
             // The text equals that of the partial index of the table.
             query = query.filter(Expr::cust("outcome <> 'succeeded'"));
         }
+    }
+    if unfinished {
+        query = query.filter(Expr::cust(UNFINISHED));
     }
     if let Some(before) = page.after {
         query = query.filter(workload::Column::Sequence.lt(before));

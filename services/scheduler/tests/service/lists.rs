@@ -136,6 +136,63 @@ pub(crate) async fn workloads_are_listed_by_outcome(database: TestDatabase) {
     scheduler.stop().await;
 }
 
+pub(crate) async fn workloads_are_found_by_name_and_id(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let find = async |team: &str, reference: &str| {
+        let request = pb::FindRequest { team: team.to_owned(), reference: reference.to_owned() };
+        let found = scheduler.workloads().find(request).await.map_err(Refusal::from)?.into_inner();
+        let ids = found.workloads.into_iter().map(|workload| workload.workload_id);
+        Ok::<_, Refusal>((ids.collect::<Vec<_>>(), found.more))
+    };
+    let queued = async |id: &str, name: &str| {
+        let id: WorkloadId = id.parse().expect("an id");
+        scheduler.submit_as(id, pb::WorkloadSpec { name: name.to_owned(), ..spec() }).await.expect(name);
+        id
+    };
+    let refused = find("main", "last").await.expect_err("no workload yet");
+    assert!(refused.is(Reason::WorkloadNotFound), "{refused:?}");
+    let first = queued("abcd0000-0000-4000-8000-000000000001", "build").await;
+    let second = queued("abcd0000-0000-4000-8000-000000000002", "build").await;
+    let third = queued("abce0000-0000-4000-8000-000000000003", "abcd").await;
+    let answer = |ids: &[WorkloadId]| Ok((ids.iter().map(ToString::to_string).collect::<Vec<_>>(), false));
+    assert_eq!(find("main", "last").await, answer(&[third]), "the newest");
+    assert_eq!(find("main", "build").await, answer(&[second, first]), "both have not ended");
+    assert_eq!(find("main", &first.to_string()).await, answer(&[first]));
+    assert_eq!(find("main", "abcd0000000040008000000000000001").await, answer(&[first]));
+    assert_eq!(find("main", "abcd").await, answer(&[third]), "a name comes before an id");
+    assert_eq!(find("main", "ABCD0").await, answer(&[second, first]), "two ids begin with it");
+    assert_eq!(find("main", "abcd0000-0000-4000-8000-000000000002").await, answer(&[second]));
+    assert_eq!(find("main", "abce0000-00").await, answer(&[third]));
+    for (team, reference) in [("main", "abcf"), ("main", "buil"), ("other", "build"), ("other", "abcd0")] {
+        let refused = find(team, reference).await.expect_err(reference);
+        assert!(refused.is(Reason::WorkloadNotFound), "{refused:?}");
+    }
+
+    let unfinished = async || {
+        let request =
+            pb::ListRequest { team: "main".to_owned(), unfinished: true, ..pb::ListRequest::default() };
+        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
+        page.workloads.into_iter().map(|workload| workload.workload_id).collect::<Vec<_>>()
+    };
+    assert_eq!(unfinished().await, [third, second, first].map(|id| id.to_string()));
+    scheduler.cancel(second, Duration::ZERO).await;
+    scheduler.finished(second).await;
+    assert_eq!(unfinished().await, [third, first].map(|id| id.to_string()));
+    assert_eq!(find("main", "build").await, answer(&[first]), "the one that has not ended");
+    scheduler.cancel(first, Duration::ZERO).await;
+    scheduler.finished(first).await;
+    assert_eq!(find("main", "build").await, answer(&[second]), "the newest, although it ended first");
+
+    for number in 0..21 {
+        queued(&format!("dddd0000-0000-4000-8000-{number:012}"), "many").await;
+    }
+    for reference in ["many", "dddd"] {
+        let (found, more) = find("main", reference).await.expect("found");
+        assert_eq!((found.len(), more), (20, true), "{reference}");
+    }
+    scheduler.stop().await;
+}
+
 pub(crate) async fn leases_are_listed_until_they_end(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let (_one, _two) = (with_slots(&scheduler, "one", 9).await, with_slots(&scheduler, "two", 9).await);

@@ -68,7 +68,8 @@ use leases::{
 use limits::reported_limits_override_defaults;
 use lists::{
     large_spec_is_abridged_once_its_workload_has_finished, leases_are_listed_until_they_end,
-    lists_are_paginated, pages_of_large_workloads_are_short, workloads_are_listed_by_outcome,
+    lists_are_paginated, pages_of_large_workloads_are_short, workloads_are_found_by_name_and_id,
+    workloads_are_listed_by_outcome,
 };
 use lost::{
     explanation_names_lost_and_removed_workers, lost_worker_keeps_slots_of_running_attempts,
@@ -682,6 +683,7 @@ on_both! {
     ticket_is_issued_for_reachable_worker,
     leases_are_listed_until_they_end,
     lists_are_paginated,
+    workloads_are_found_by_name_and_id,
     pages_of_large_workloads_are_short,
     large_spec_is_abridged_once_its_workload_has_finished,
     workloads_are_listed_by_outcome,

@@ -121,6 +121,7 @@ fn spec() -> scheduler::WorkloadSpec {
             }),
             essential: true,
         }],
+        name: text("build-3"),
     }
 }
 

@@ -92,6 +92,7 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             Terminal { rows, columns }
         }),
         services: args.services.iter().map(service).collect(),
+        name: String::new(),
     })
 }
 

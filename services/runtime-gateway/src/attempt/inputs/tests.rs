@@ -198,6 +198,7 @@ pub(in crate::attempt) fn task() -> AttemptTask {
         terminal: None,
         keep_result: false,
         services: Vec::new(),
+        name: String::new(),
     };
     AttemptTask {
         lease: LeaseId::new(),

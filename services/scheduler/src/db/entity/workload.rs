@@ -33,6 +33,7 @@ pub(crate) struct Model {
     pub(crate) retried: i64,
     pub(crate) outcome: Option<Outcome>,
     pub(crate) abridged: bool,
+    pub(crate) name: String,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

@@ -72,7 +72,15 @@ pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
         inline_stdin: Bytes::new(),
         keep_result: false,
         services: vec![service(world.sealed)],
+        name: "build-3".to_owned(),
     }
+}
+
+/// Invalid names of a workload. An empty name is none.
+fn name_of_workload() -> Vec<Bad> {
+    let id = ArtifactId::new().to_string();
+    let names = [".a", "a b", "a/b", "a\0b", "last", &id, &"x".repeat(64)];
+    names.into_iter().flat_map(|name| invalid("name", "malformed", text(name), "name")).collect()
 }
 
 /// Valid service that sets every field.
@@ -209,6 +217,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         many_tags(),
         offered("platform"),
         worker_or_any("worker", world),
+        name_of_workload(),
         negative("queue_timeout"),
         long("queue_timeout"),
         negative("run_timeout"),

@@ -43,7 +43,26 @@ pub(super) async fn read_calls(world: &World<'_>) -> Vec<Call> {
             ],
         ),
         list(world).await,
+        find(world),
     ]
+}
+
+fn find(world: &World<'_>) -> Call {
+    let find = pb::FindRequest { team: TEAM.to_owned(), reference: world.finished.to_string() };
+    let foreign = world.foreign_workload.to_string();
+    let malformed = ["", "a b", "-", "a\0b", &"f".repeat(64), &"x".repeat(100_000)];
+    let malformed = malformed.into_iter();
+    Call::new(
+        "Workloads.Find",
+        [find],
+        [
+            team("team"),
+            but("team", "that does not have it", OTHER, WorkloadNotFound),
+            malformed.flat_map(|given| invalid("reference", "malformed", text(given), "reference")).collect(),
+            but("reference", "unknown", "no-such-name", WorkloadNotFound),
+            but("reference", "of another team", foreign, WorkloadNotFound),
+        ],
+    )
 }
 
 /// A list accepts only its own page token.
@@ -73,6 +92,7 @@ async fn list(world: &World<'_>) -> Call {
             but("team", "that the token is not of", OTHER, InvalidPageToken),
             filter("state"),
             filter("outcome"),
+            but("unfinished", "that the token is not of", true, InvalidPageToken),
             but_state("that the token is not of"),
             page(&[&of_state, &of_all, &workers.next_page_token]),
         ],
