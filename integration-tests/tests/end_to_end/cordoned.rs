@@ -114,7 +114,7 @@ fn artifact_on_unreliable_worker_is_at_risk() {
     let made = detached(&suite, &["--tag", "one", "-o", "out"], "echo bytes > out/file");
     let outputs = wait_for_state(&suite, &made, "finished");
     let artifact = outputs["outputs"][0]["artifact_id"].as_str().expect("an artifact");
-    let at_risk = || suite.succeed(&["list", "artifacts", "--at-risk"]);
+    let at_risk = || suite.succeed(&["list", "artifacts", "--at-risk", "--wide"]);
     assert!(!at_risk().contains(artifact), "{}", at_risk());
     assert_eq!(suite.succeed(&["cordon", "one"]), "worker one: running, cordoned, drained\n");
     assert!(at_risk().contains(artifact), "{}", at_risk());
@@ -127,13 +127,13 @@ fn artifact_on_unreliable_worker_is_at_risk() {
         wait_for(&format!("a worker that is {state}"), || {
             (json(&suite, &["show", "worker", "one"])["state"] == state).then_some(())
         });
-        let at_risk = suite.succeed(&["list", "artifacts", "--at-risk"]);
+        let at_risk = suite.succeed(&["list", "artifacts", "--at-risk", "--wide"]);
         assert!(at_risk.contains(artifact), "{state}: {at_risk}");
     }
     suite.spawn("one");
     suite.attended("one", "one");
     wait_for("nothing at risk", || {
-        (!suite.succeed(&["list", "artifacts", "--at-risk"]).contains(artifact)).then_some(())
+        (!suite.succeed(&["list", "artifacts", "--at-risk", "--wide"]).contains(artifact)).then_some(())
     });
 }
 

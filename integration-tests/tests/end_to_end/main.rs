@@ -21,6 +21,7 @@ mod other_builds;
 mod otlp;
 mod pipeline;
 mod proxy;
+mod references;
 mod refusals;
 mod registries;
 mod resources;

@@ -46,8 +46,9 @@ fn invalid_arguments_are_rejected_before_cluster_start() {
         refused(&cluster.output(line), text);
     }
     refused(&cluster.output(["upload", "gone"]), "cannot upload \"gone\": No such file or directory");
-    refused(&cluster.output(["show", "artifact", "zzz"]), "\"zzz\" is not the id of an artifact; see");
-    refused(&cluster.output(["show", "workloads", "zzz"]), "\"zzz\" is not the id of a workload; see");
+    refused(&cluster.output(["show", "artifact", "zzz"]), "\"zzz\" is not the beginning of the id");
+    refused(&cluster.output(["show", "workloads", "z/z"]), "\"z/z\" is neither a name nor the beginning");
+    refused(&cluster.output(["logs", "z/z"]), "`gantry ps -a` lists workloads");
     let artifact = "0197c1a2-0000-7000-8000-000000000000";
     refused(&cluster.output(["download", artifact, "file"]), "cannot download into \"file\"");
     assert!(!cluster.state().join("cluster.log").exists(), "no cluster was started");

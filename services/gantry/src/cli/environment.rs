@@ -1,12 +1,13 @@
 //! Environment variables: those of `--env`, and those of other tools that `gantry` honors.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use bytes::Bytes;
 
-use crate::cli::values::EnvironmentArg;
+use crate::cli::values::{self, EnvironmentArg};
 use crate::render::ui::Ui;
 
 /// Kind of terminal of a process if `gantry` does not know the kind of its own terminal.
@@ -26,6 +27,29 @@ pub(crate) fn of_process(
     ui: &Ui,
 ) -> anyhow::Result<Vec<(Bytes, Bytes)>> {
     resolve(given, has_terminal, |name| std::env::var_os(name), ui)
+}
+
+/// Reads the variables of `--env-file`.
+pub(crate) fn of_files(files: &[PathBuf]) -> anyhow::Result<Vec<EnvironmentArg>> {
+    let mut variables = Vec::new();
+    for file in files {
+        let text = std::fs::read(file)
+            .with_context(|| format!("cannot read environment variables from {}", file.display()))?;
+        for (number, line) in text.split(|byte| *byte == b'\n').enumerate() {
+            match variable(line) {
+                Some(Ok(variable)) => variables.push(variable),
+                Some(Err(why)) => bail!("{} line {}: {why}", file.display(), number + 1),
+                None => {}
+            }
+        }
+    }
+    Ok(variables)
+}
+
+/// Parses a line of `--env-file`. `None`: the line has no variable.
+fn variable(line: &[u8]) -> Option<Result<EnvironmentArg, String>> {
+    let line = line.strip_suffix(b"\r").unwrap_or(line).trim_ascii_start();
+    (!line.is_empty() && !line.starts_with(b"#")).then(|| values::environment(OsStr::from_bytes(line)))
 }
 
 fn resolve(
@@ -86,6 +110,19 @@ mod tests {
     fn last_variable_wins_and_copies_are_local() {
         let given = [("A", Some("1")), ("B", None), ("A", Some("2")), ("C", None)];
         assert_eq!(resolved(&given, false), pairs([("B", "ours"), ("A", "2")]));
+    }
+
+    #[test]
+    fn variables_are_read_from_lines() {
+        let parse = |line: &str| variable(line.as_bytes()).map(|parsed| parsed.map(|it| (it.name, it.value)));
+        let is = |name: &str, value: Option<&str>| Some(Ok((name.into(), value.map(Into::into))));
+        assert_eq!(parse("A=b c=\"d\" "), is("A", Some("b c=\"d\" ")));
+        assert_eq!(parse("  B\r"), is("B", None));
+        assert_eq!(parse("C="), is("C", Some("")));
+        for left_out in ["", "  ", "# A=b", "\r"] {
+            assert_eq!(parse(left_out), None, "{left_out:?}");
+        }
+        assert!(parse("=x").expect("a line").is_err());
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use domain::ArtifactId;
 use domain::workload::Image;
-use rpc::spec::{MAX_MEMORY_BYTES, MIN_MEMORY_BYTES};
+use rpc::spec::{MAX_MEMORY_BYTES, MIN_MEMORY_BYTES, name};
 pub(crate) use server::settings::{cpu, duration, size};
 
 use crate::render::table;
@@ -218,7 +218,7 @@ fn cache(text: &OsStr) -> Result<CacheArg, String> {
 }
 
 /// Parses `K=V` or `K`.
-fn environment(text: &OsStr) -> Result<EnvironmentArg, String> {
+pub(crate) fn environment(text: &OsStr) -> Result<EnvironmentArg, String> {
     let os = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
     let (name, value) = match split(text) {
         Some((name, value)) => (name, Some(os(value))),
@@ -256,6 +256,62 @@ fn path(bytes: &[u8]) -> PathBuf {
 pub(crate) fn any_id(text: &str) -> Result<String, String> {
     // All ids are UUIDs.
     text.parse::<domain::ArtifactId>().map(|id| id.to_string()).map_err(|error| error.to_string())
+}
+
+/// Checks a reference to a workload: a name, an id, the beginning of an id, or `last`.
+pub(crate) fn workload(text: &str) -> Result<String, String> {
+    match name::parse_reference("reference", text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(_) => Err(format!(
+            "write a name, `{}` for the newest workload, an id, or its first 4 digits or more; `gantry ps -a` lists workloads",
+            name::LAST
+        )),
+    }
+}
+
+/// Checks the id of an artifact, or the beginning of one.
+pub(crate) fn artifact(text: &str) -> Result<String, String> {
+    match name::id_range(text) {
+        Some(_) => Ok(text.to_owned()),
+        None => {
+            Err("write an id, or its first 4 digits or more; `gantry list artifacts` lists them".to_owned())
+        }
+    }
+}
+
+/// Checks the name of a new workload.
+pub(crate) fn workload_name(text: &str) -> Result<String, String> {
+    name::check_text(text).map(|()| text.to_owned()).map_err(|why| format!("the name {why}"))
+}
+
+/// Signal that stops a workload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StopSignal {
+    /// SIGTERM, and SIGKILL after a time.
+    Terminate,
+    /// SIGKILL.
+    Kill,
+}
+
+/// Parses `KILL` or `TERM`, with or without `SIG`, or the number of the signal.
+pub(crate) fn stop_signal(text: &str) -> Result<StopSignal, String> {
+    let upper = text.to_ascii_uppercase();
+    match upper.strip_prefix("SIG").unwrap_or(&upper) {
+        "KILL" | "9" => Ok(StopSignal::Kill),
+        "TERM" | "15" => Ok(StopSignal::Terminate),
+        _ => Err("write KILL or TERM; for other signals, run `gantry exec WORKLOAD -- kill -s SIGNAL PID`"
+            .to_owned()),
+    }
+}
+
+/// Rejects `--volume`, and says what to write instead.
+pub(crate) fn no_volume(text: &str) -> Result<String, String> {
+    let (host, container) = text.split_once(':').unwrap_or((text, ""));
+    let name = container.trim_end_matches(":ro").rsplit('/').find(|part| !part.is_empty()).unwrap_or("src");
+    Err(format!(
+        "workers do not mount directories of this machine; upload it with `-i {name}={host}`, which the command finds as ./{name}; \
+         `-o {name}={host}` writes its changes back"
+    ))
 }
 
 /// Parses a term from one second to one day.
@@ -339,6 +395,37 @@ mod tests {
         assert_eq!(parse("A"), is("A", None));
         assert!(parse("").is_err());
         assert!(parse("=x").is_err());
+    }
+
+    #[test]
+    fn references_and_names_are_checked() {
+        for reference in ["build-3", "last", "01a2", ID, &ID.replace('-', "")] {
+            assert_eq!(workload(reference).as_deref(), Ok(reference));
+        }
+        assert_eq!(artifact("01a2").as_deref(), Ok("01a2"));
+        assert!(artifact("build-3").is_err());
+        assert!(workload("a b").expect_err("refused").contains("gantry ps -a"));
+        assert_eq!(workload_name("build-3").as_deref(), Ok("build-3"));
+        for wrong in ["last", ID, "a b", ""] {
+            assert!(workload_name(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn signals_that_stop_are_parsed() {
+        for kill in ["KILL", "SIGKILL", "kill", "9"] {
+            assert_eq!(stop_signal(kill), Ok(StopSignal::Kill));
+        }
+        assert_eq!(stop_signal("sigterm"), Ok(StopSignal::Terminate));
+        assert!(stop_signal("HUP").expect_err("refused").contains("gantry exec"));
+    }
+
+    #[test]
+    fn volume_is_rejected_with_input() {
+        for given in ["/home/me/app:/src/app", "/home/me/app:/src/app:ro"] {
+            assert!(no_volume(given).expect_err("refused").contains("-i app=/home/me/app"), "{given}");
+        }
+        assert!(no_volume("data").expect_err("refused").contains("-i src=data"));
     }
 
     #[test]

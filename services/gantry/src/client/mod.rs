@@ -4,5 +4,6 @@ pub(crate) mod caches;
 pub(crate) mod connect;
 pub(crate) mod placement;
 pub(crate) mod queries;
+pub(crate) mod references;
 pub(crate) mod token;
 pub(crate) mod why;

@@ -15,6 +15,7 @@ use rpc::pb::scheduler::{
 };
 
 use crate::client::connect::{Connection, repeat};
+use crate::client::references;
 use crate::ending::error::refusal;
 use crate::render::labels;
 
@@ -48,13 +49,28 @@ pub(crate) fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Res
     })
 }
 
+/// Selection of workloads. The default selects all workloads of the team.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct WorkloadFilter {
+    pub(crate) state: WorkloadState,
+    pub(crate) outcome: Outcome,
+    /// Only workloads that have not ended.
+    pub(crate) unfinished: bool,
+}
+
 pub(crate) fn workloads(
     connection: &Connection,
-    (state, outcome): (WorkloadState, Outcome),
+    filter: WorkloadFilter,
 ) -> impl Stream<Item = anyhow::Result<Workload>> {
     pages(async move |page_token| {
-        let (team, state, outcome) = (connection.team.clone(), state.into(), outcome.into());
-        let request = ListRequest { team, state, outcome, page_token, ..ListRequest::default() };
+        let request = ListRequest {
+            team: connection.team.clone(),
+            state: filter.state.into(),
+            outcome: filter.outcome.into(),
+            unfinished: filter.unfinished,
+            page_size: 0,
+            page_token,
+        };
         let client = connection.workloads();
         let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
         page.await.map(|page| (page.workloads, page.next_page_token))
@@ -133,9 +149,14 @@ pub(crate) async fn worker(connection: &Connection, doing: &str, worker: &str) -
     found_or_error(response.worker, "worker", worker)
 }
 
-/// Reads one workload. `doing` is the verb for the error text.
-pub(crate) async fn workload(connection: &Connection, doing: &str, id: &str) -> anyhow::Result<Workload> {
-    let request = GetRequest { team: connection.team.clone(), workload_id: id.to_owned() };
+/// Reads one workload, by a reference to it. `doing` is the verb for the error text.
+pub(crate) async fn workload(
+    connection: &Connection,
+    doing: &str,
+    reference: &str,
+) -> anyhow::Result<Workload> {
+    let id = &references::workload_id(connection, doing, reference).await?;
+    let request = GetRequest { team: connection.team.clone(), workload_id: id.clone() };
     let client = connection.workloads();
     let doing = format!("cannot {doing} workload {id}");
     let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;

@@ -17,6 +17,7 @@ use tokio::task::JoinHandle;
 use crate::cli::args::CatArgs;
 use crate::client::connect::TRANSFER_TRIES;
 use crate::client::connect::{Connection, Pause};
+use crate::client::references::artifact_id;
 use crate::ending::error::{Interrupted, Refused, is_transient};
 use crate::ending::exit_code;
 use crate::render::stdout::write_all;
@@ -25,11 +26,11 @@ use crate::transfer::download::locate;
 /// Prints the bytes of the file. As JSON, prints one object with the bytes in base64.
 pub(crate) async fn cat(args: &CatArgs, connection: &Connection, as_json: bool) -> anyhow::Result<()> {
     use std::os::unix::ffi::OsStrExt;
-    let CatArgs { artifact, path } = args;
-    let path = Path::new(path);
-    let doing = || format!("cannot read {} of artifact {artifact}", path.display());
+    let path = Path::new(&args.path);
+    let doing = || format!("cannot read {} of artifact {}", path.display(), args.artifact);
     let within = within(path).with_context(doing)?;
-    let printed = print(*artifact, within.as_os_str().as_bytes(), connection, as_json).await;
+    let artifact = artifact_id(connection, "read", &args.artifact).await?;
+    let printed = print(artifact, within.as_os_str().as_bytes(), connection, as_json).await;
     printed.with_context(doing)
 }
 

@@ -15,6 +15,7 @@ use serde_json::json;
 use crate::cli::args::{DeleteArgs, GcArgs};
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries;
+use crate::client::references;
 use crate::client::why;
 use crate::ending::error;
 use crate::render::json as shown;
@@ -53,6 +54,7 @@ pub(crate) async fn delete(
     for id in &args.ids {
         match queries::workload(connection, "delete", id).await {
             Ok(workload) if workload.state() != WorkloadState::Finished => {
+                let id = workload.workload_id;
                 bail!("workload {id} still runs or waits; stop it first with `gantry cancel {id}`")
             }
             Ok(workload) => {
@@ -69,11 +71,13 @@ pub(crate) async fn delete(
                     }
                 }
                 if known.is_empty() {
-                    ui.note(&format!("workload {id} has no artifacts left"));
+                    ui.note(&format!("workload {} has no artifacts left", workload.workload_id));
                 }
                 artifacts.extend(known);
             }
-            Err(error) if is_for(&error, Reason::WorkloadNotFound) => artifacts.push(id.clone()),
+            Err(error) if is_for(&error, Reason::WorkloadNotFound) => {
+                artifacts.push(references::artifact_id(connection, "delete", id).await?.to_string());
+            }
             Err(error) => return Err(error),
         }
     }

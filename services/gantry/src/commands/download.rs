@@ -2,6 +2,7 @@
 
 use crate::cli::args::DownloadArgs;
 use crate::client::connect::Connection;
+use crate::client::references::artifact_id;
 use crate::render::stdout::print_json;
 use crate::render::ui::Ui;
 use crate::transfer::download::Downloader;
@@ -15,7 +16,7 @@ pub(crate) async fn download(
 ) -> anyhow::Result<()> {
     let progress = ui.progress("downloading");
     let downloader = Downloader { connection, ui, replace: args.replace, allow: args.allow, progress };
-    let name = args.artifact.to_string();
-    let downloaded = downloader.download(args.artifact, &name, &args.directory, None).await?;
+    let artifact = artifact_id(connection, "download", &args.artifact).await?;
+    let downloaded = downloader.download(artifact, &artifact.to_string(), &args.directory, None).await?;
     if as_json { print_json(&downloaded.details) } else { Ok(()) }
 }

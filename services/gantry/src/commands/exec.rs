@@ -29,8 +29,8 @@ use crate::render::{labels, terminal};
 /// Executes `gantry exec`, and returns the exit code.
 pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
-    let id = args.workload.to_string();
-    let workload = workload(connection, "run a command in", &id).await?;
+    let workload = workload(connection, "run a command in", &args.workload).await?;
+    let id = workload.workload_id.clone();
     let location = location(&workload)?;
 
     let mut streams = Streams::open(ui, true)?;

@@ -1,7 +1,8 @@
-//! `gantry attach`, `gantry logs`, `gantry watch` and `gantry cancel`: commands about submitted
+//! `gantry attach`, `logs`, `watch`, `wait`, `cancel` and `kill`: commands about submitted
 //! workloads.
 
 use std::io::{self, IsTerminal};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use domain::ProcessId;
@@ -12,10 +13,12 @@ use rpc::pb::scheduler::{
 };
 use serde_json::{Value, json};
 
-use crate::cli::args::{AttachArgs, CancelArgs, LogsArgs, WatchArgs};
+use crate::cli::args::{AttachArgs, CancelArgs, KillArgs, LogsArgs, WaitArgs, WatchArgs};
+use crate::cli::values::StopSignal;
 use crate::client::connect::Connection;
 use crate::client::queries::{container_of_service, workload};
-use crate::ending::error::Interrupted;
+use crate::client::references::workload_id;
+use crate::ending::error::{Interrupted, describe};
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
 use crate::follow::attach::{AttachEnd, FurtherProcess, Target, attach};
@@ -33,13 +36,14 @@ use crate::render::ui::Ui;
 /// Executes `gantry attach`, and returns the exit code.
 pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
-    let id = args.workload.to_string();
-    let Workload { spec, state, location, .. } = workload(connection, "attach to", &id).await?;
+    let Workload { workload_id: id, spec, state, location, .. } =
+        workload(connection, "attach to", &args.workload).await?;
     if let Some(process) = args.process {
         let Some(location) = location else {
             bail!("workload {id} has no process {process}: the workload was never placed on a worker");
         };
-        return attach_to_process(args, process, &location, connection, ui, &mut signals).await;
+        let target = Target { connection, ui, workload: &id, further: None };
+        return attach_to_process(args, process, &location, target, &mut signals).await;
     }
     let has_terminal = spec.as_ref().is_some_and(|spec| spec.terminal.is_some());
     let takes_input = spec.is_some_and(|spec| spec.stdin() == StdinMode::Attached);
@@ -76,10 +80,10 @@ async fn attach_to_process(
     args: &AttachArgs,
     process: ProcessId,
     location: &AttemptLocation,
-    connection: &Connection,
-    ui: &Ui,
+    target: Target<'_>,
     signals: &mut Signals,
 ) -> anyhow::Result<u8> {
+    let ui = target.ui;
     let mut streams = Streams::open(ui, true)?;
     if !args.no_stdin && stdin::is_readable() {
         // The first message tells whether the process has a terminal.
@@ -93,8 +97,6 @@ async fn attach_to_process(
         spec: None,
         idle_timeout: None,
     };
-    let workload = args.workload.to_string();
-    let target = Target { connection, ui, workload: &workload, further: None };
     let ended = exec::follow(target, &process, location, streams, signals).await?;
     Ok(exec::end(ui, &process, ended))
 }
@@ -105,10 +107,11 @@ pub(crate) async fn logs(args: &LogsArgs, connection: &Connection, ui: &Ui) -> a
     if let Some(service) = &args.service {
         return logs_of_service(args, service, connection, ui, &mut signals).await;
     }
+    let id = workload_id(connection, "read the output of", &args.workload).await?;
     let follow = Follow {
         connection,
         ui,
-        workload: args.workload.to_string(),
+        workload: id.clone(),
         on_signal: OnSignal::Leave,
         narrate: false,
         stdin: false,
@@ -131,8 +134,7 @@ pub(crate) async fn logs(args: &LogsArgs, connection: &Connection, ui: &Ui) -> a
         let outcome = labels::outcome(followed.finished.outcome()).unwrap_or("ended");
         let end = Some(labels::end(&ended)).filter(|end| !end.is_empty());
         let end = end.map_or_else(String::new, |end| format!(" ({end})"));
-        let workload = args.workload;
-        bail!("some output is missing; the workload {outcome}{end}; see `gantry show workload {workload}`");
+        bail!("some output is missing; the workload {outcome}{end}; see `gantry show workload {id}`");
     }
     ui.event("finished", shown::finished(&followed.finished, 0));
     Ok(())
@@ -146,8 +148,8 @@ async fn logs_of_service(
     ui: &Ui,
     signals: &mut Signals,
 ) -> anyhow::Result<()> {
-    let id = args.workload.to_string();
-    let workload = workload(connection, "read a service of", &id).await?;
+    let workload = workload(connection, "read a service of", &args.workload).await?;
+    let id = workload.workload_id.clone();
     let Some(location) = &workload.location else {
         bail!("service {service} of workload {id} has no output: the workload was not placed on a worker");
     };
@@ -187,7 +189,7 @@ pub(crate) async fn watch(
     as_json: bool,
 ) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
-    let id = args.workload.to_string();
+    let id = workload_id(connection, "watch", &args.workload).await?;
     let (mut watch, mut waiting) = (Watch::new(connection, ui, id.clone()), WaitReasons::default());
     loop {
         let (at, event) = tokio::select! {
@@ -222,24 +224,113 @@ fn print_event(at: &Timestamp, name: &str, details: Value, text: &str, as_json: 
     print_json(&event)
 }
 
-/// Executes `gantry cancel`. A workload that has ended does not change.
+/// Executes `gantry wait`: prints the exit code of each workload, and returns the first that is not
+/// 0.
+pub(crate) async fn wait(
+    args: &WaitArgs,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<u8> {
+    let mut signals = Signals::catch()?;
+    let mut first = 0;
+    for reference in &args.workloads {
+        let ended = async {
+            let id = workload_id(connection, "wait for", reference).await?;
+            let mut watch = Watch::new(connection, ui, id.clone());
+            loop {
+                if let Event::Finished(finished) = watch.next().await? {
+                    return Ok::<_, anyhow::Error>((id, finished));
+                }
+            }
+        };
+        let (id, finished) = tokio::select! {
+            ended = ended => ended?,
+            code = signals.next() => return Err(Interrupted(code).into()),
+        };
+        let code = exit_code::end(&finished, None).code;
+        if as_json {
+            let mut ended = shown::finished(&finished, code);
+            ended["workload_id"] = id.into();
+            print_json(&ended)?;
+        } else {
+            print(&format!("{code}\n"))?;
+        }
+        if first == 0 {
+            first = code;
+        }
+    }
+    Ok(first)
+}
+
+/// Executes `gantry cancel`.
 pub(crate) async fn cancel(
     args: &CancelArgs,
     connection: &Connection,
     ui: &Ui,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let id = args.workload.to_string();
-    let known = workload(connection, "cancel", &id).await?;
+    stop(&args.workloads, args.grace, connection, ui, as_json).await
+}
+
+/// Time between TERM and KILL for `gantry kill -s TERM`.
+const TERM_GRACE: Duration = Duration::from_secs(10);
+
+/// Executes `gantry kill`.
+pub(crate) async fn kill(
+    args: &KillArgs,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let grace = match args.signal {
+        StopSignal::Kill => Duration::ZERO,
+        StopSignal::Terminate => TERM_GRACE,
+    };
+    stop(&args.workloads, grace, connection, ui, as_json).await
+}
+
+/// Cancels workloads. A workload that has ended does not change. Each reference is tried, and the
+/// first failure is returned.
+async fn stop(
+    references: &[String],
+    grace: Duration,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let mut result = Ok(());
+    for reference in references {
+        let stopped = stop_one(reference, grace, connection, ui, as_json).await;
+        match (&result, stopped) {
+            (Err(_), Err(error)) => ui.error(&describe(&error)),
+            (Ok(()), stopped) => result = stopped,
+            (Err(_), Ok(())) => {}
+        }
+    }
+    result
+}
+
+async fn stop_one(
+    reference: &str,
+    grace: Duration,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let known = workload(connection, "cancel", reference).await?;
+    let id = known.workload_id.clone();
     let ended = known.state() == WorkloadState::Finished;
+    // A reference that is not the id says nothing about which workload it is.
+    let what = if reference == id { "the workload".to_owned() } else { format!("workload {id}") };
     if ended {
         let outcome = labels::outcome(known.outcome()).unwrap_or("ended");
         let end = Some(labels::end(&known)).filter(|end| !end.is_empty());
         let end = end.map_or_else(String::new, |end| format!(" ({end})"));
-        ui.note(&format!("the workload has already ended: {outcome}{end}"));
+        ui.note(&format!("{what} has already ended: {outcome}{end}"));
     } else {
-        follow::cancel(connection, id.clone(), args.grace).await?;
-        ui.note("the workload is being stopped");
+        follow::cancel(connection, id.clone(), grace).await?;
+        ui.note(&format!("{what} is being stopped"));
     }
     if as_json {
         let state = labels::workload_state(known.state());

@@ -69,17 +69,19 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
         Command::Logs(args) => return logs::logs(args, &connection, ui).await.map(|()| 0),
         Command::Watch(args) => return logs::watch(args, &connection, ui, global.json).await,
+        Command::Wait(args) => return logs::wait(args, &connection, ui, global.json).await,
         _ => {}
     }
     let mut signals = Signals::catch()?;
     tokio::select! {
-        answered = answer(command, &connection, ui, global.json) => answered.map(|()| 0),
+        answered = answer(command, &connection, ui, global) => answered.map(|()| 0),
         code = signals.next() => Err(Interrupted(code).into()),
     }
 }
 
 /// Executes a command that may be interrupted at any point.
-async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
+async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Global) -> anyhow::Result<()> {
+    let as_json = global.json;
     match command {
         Command::Explain(args) => explain::explain(connection, args, as_json).await?,
         Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
@@ -88,7 +90,10 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Upload(args) => upload::upload(connection, ui, args, as_json).await?,
         Command::Download(args) => download::download(connection, ui, args, as_json).await?,
         Command::Cat(args) => cat::cat(args, connection, as_json).await?,
+        Command::Kill(args) => logs::kill(args, connection, ui, as_json).await?,
+        Command::Ps(args) => list::ps(connection, args, global.quiet, as_json).await?,
         Command::List(args) => list::list(connection, args, as_json).await?,
+        Command::Inspect(args) => list::inspect(connection, args).await?,
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::ClearCache(args) => clear_cache::clear(connection, args, as_json).await?,
         Command::Gc(args) => delete::gc(connection, args, as_json).await?,
@@ -101,7 +106,8 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Demand => demand::demand(connection, as_json).await?,
         Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
         Command::Undelete(args) => undelete::undelete(connection, args, as_json).await?,
-        Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
+        Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) => {}
+        Command::Wait(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
     }
     Ok(())

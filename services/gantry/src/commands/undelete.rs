@@ -4,6 +4,7 @@ use rpc::pb::artifacts::{Artifact, UndeleteRequest, undelete_request};
 
 use crate::cli::args::UndeleteArgs;
 use crate::client::connect::{Connection, repeat};
+use crate::client::references::artifact_id;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, duration};
 use crate::render::{json, labels};
@@ -14,13 +15,14 @@ pub(crate) async fn undelete(
     args: &UndeleteArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
+    let artifact = artifact_id(connection, "undelete", &args.artifact).await?;
     let request = UndeleteRequest {
         team: connection.team.clone(),
-        artifact_id: args.artifact.to_string(),
+        artifact_id: artifact.to_string(),
         kept_by: Some(undelete_request::KeptBy::Keep(rpc::duration(args.keep))),
     };
     let client = connection.artifacts();
-    let doing = format!("cannot undelete artifact {}", args.artifact);
+    let doing = format!("cannot undelete artifact {artifact}");
     let response = repeat(&doing, async || client.clone().undelete(request.clone()).await).await?;
     let artifact = response.artifact.unwrap_or_default();
     if as_json {

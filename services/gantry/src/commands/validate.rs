@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use domain::workload::Image;
-use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
+use domain::{ContainerHandle, VolumeHandle};
 use rustix::fs::Access;
 
 use crate::cli::args::{ExecArgs, Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
-use crate::cli::values::{ImageArg, InputArg, Source};
+use crate::cli::values::{self, ImageArg, InputArg, Source};
 use crate::follow::stdin;
 use crate::render::ui::Ui;
 use crate::transfer::directories::{is_in_place, refuse_links, refuse_links_here, resolve};
@@ -34,14 +34,17 @@ pub(crate) fn here(command: &str, global: &Global, ui: &Ui) -> anyhow::Result<()
 
 /// Checks the arguments of `gantry list`.
 pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
-    if args.at_risk && args.kind != Kind::Artifacts {
+    if args.at_risk && args.kind != Some(Kind::Artifacts) {
         bail!("--at-risk is only for artifacts; see `gantry list artifacts --at-risk`");
     }
-    if args.worker.is_some() && args.kind != Kind::Leases {
+    if args.worker.is_some() && args.kind != Some(Kind::Leases) {
         bail!("--worker is only for leases; see `gantry list leases --worker NAME`");
     }
-    if args.orphans && !matches!(args.kind, Kind::Volumes | Kind::Containers) {
+    if args.orphans && !matches!(args.kind, Some(Kind::Volumes | Kind::Containers)) {
         bail!("--orphans is only for volumes and containers; see `gantry list volumes --orphans`");
+    }
+    if args.state.is_some() && args.kind.is_none() {
+        bail!("--state needs a kind of objects; see `gantry list workloads --state running`");
     }
     if args.orphans && args.state.is_some() {
         bail!("orphans have no state; leave out --state");
@@ -53,11 +56,11 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
 pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
     let id = &args.id;
     match args.kind {
-        Kind::Workloads if id.parse::<WorkloadId>().is_err() => {
-            bail!("{id:?} is not the id of a workload; see `gantry list workloads`")
+        Kind::Workloads if values::workload(id).is_err() => {
+            bail!("{id:?} is neither a name nor the beginning of the id of a workload; see `gantry ps -a`")
         }
-        Kind::Artifacts if id.parse::<ArtifactId>().is_err() => {
-            bail!("{id:?} is not the id of an artifact; see `gantry list artifacts`")
+        Kind::Artifacts if values::artifact(id).is_err() => {
+            bail!("{id:?} is not the beginning of the id of an artifact; see `gantry list artifacts`")
         }
         Kind::Volumes if id.parse::<VolumeHandle>().is_err() => {
             bail!("{id:?} is not the handle of a volume; see `gantry list volumes`")

@@ -200,6 +200,7 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
     let limits = spec.limits.unwrap_or_default();
     json!({
         "team": spec.team,
+        "name": spec.name,
         "kind": labels::kind(spec.kind()),
         "command": spec.command.iter().map(|argument| text(argument)).collect::<Vec<_>>(),
         "environment": spec.environment.iter().map(|variable| text(&variable.name)).collect::<Vec<_>>(),

@@ -9,6 +9,7 @@ pub(crate) mod listing;
 pub(crate) mod output;
 pub(crate) mod progress;
 pub(crate) mod screen;
+pub(crate) mod short_ids;
 pub(crate) mod stdout;
 pub(crate) mod table;
 pub(crate) mod terminal;

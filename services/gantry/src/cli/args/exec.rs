@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::Args;
-use domain::WorkloadId;
 
 use crate::cli::detach_keys::DetachKeys;
 use crate::cli::values::{self, EnvironmentArg};
@@ -23,9 +22,10 @@ Examples:
   gantry exec -it $id sh           # also after the workload has failed
   gantry exec -i $id -- tar -xf - < files.tar")]
 pub(crate) struct ExecArgs {
-    /// Id of the workload, which runs or has ended in the last minutes
-    #[arg(value_name = "WORKLOAD")]
-    pub(crate) workload: WorkloadId,
+    /// Name or id of the workload, the beginning of its id, or `last` for the newest one. It runs,
+    /// or has ended in the last minutes
+    #[arg(value_name = "WORKLOAD", value_parser = values::workload)]
+    pub(crate) workload: String,
     /// Run the command in the container of this service
     #[arg(long, value_name = "NAME")]
     pub(crate) service: Option<String>,

@@ -50,9 +50,10 @@ Examples:
   gantry list artifacts --at-risk
   gantry list leases --worker local")]
 pub(crate) struct ListArgs {
-    /// Kind of objects, in the plural or the singular
+    /// Kind of objects, in the plural or the singular. Default: an overview of workers, and of the
+    /// workloads that have not ended
     #[arg(value_name = "KIND")]
-    pub(crate) kind: Kind,
+    pub(crate) kind: Option<Kind>,
     /// List only objects in this state, such as `running` or `deleting`. For workloads, artifacts,
     /// volumes and containers
     #[arg(long, value_name = "STATE")]
@@ -63,6 +64,9 @@ pub(crate) struct ListArgs {
     /// Number of objects to list at most
     #[arg(long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
     pub(crate) limit: usize,
+    /// Print whole ids and longer texts
+    #[arg(long)]
+    pub(crate) wide: bool,
     /// List only artifacts that are lost if all cordoned, retiring, stalled and lost workers
     /// disappear
     #[arg(long)]
@@ -73,13 +77,43 @@ pub(crate) struct ListArgs {
     pub(crate) orphans: bool,
 }
 
+/// Arguments of `gantry ps`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The same as `gantry list workloads`, but without the workloads that have ended. With -q, only whole ids are printed.
+
+Examples:
+  gantry ps -a
+  gantry cancel $(gantry ps -q)")]
+pub(crate) struct PsArgs {
+    /// Also list workloads that have ended
+    #[arg(short, long)]
+    pub(crate) all: bool,
+    /// Number of workloads to list at most
+    #[arg(short = 'n', long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
+    pub(crate) limit: usize,
+    /// Print whole ids and whole commands
+    #[arg(long, alias = "no-trunc")]
+    pub(crate) wide: bool,
+}
+
+/// Arguments of `gantry inspect`.
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// Names or ids of workloads or workers, ids of artifacts, beginnings of the ids of workloads
+    /// or artifacts, or `last` for the newest workload
+    #[arg(value_name = "ID", required = true)]
+    pub(crate) references: Vec<String>,
+}
+
 /// Arguments of `gantry show`.
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
     /// Kind of the object, in the singular or the plural
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Id of the object. Workers and caches also have names
+    /// Id of the object. Workloads, workers and caches also have names. The beginning of the id of
+    /// a workload or artifact is enough
     #[arg(value_name = "ID")]
     pub(crate) id: String,
 }
@@ -101,8 +135,9 @@ pub(crate) struct ClearCacheArgs {
 Artifacts that a running workload, a build or a cache uses stay, and are named in a warning. `gantry undelete` restores a deleted artifact as \
 long as a worker or the artifact store has its bytes.")]
 pub(crate) struct DeleteArgs {
-    /// Ids of artifacts, or of finished workloads whose inputs and outputs are deleted
-    #[arg(value_name = "ID", required_unless_present = "all", value_parser = values::any_id)]
+    /// Ids of artifacts, or names or ids of finished workloads whose inputs and outputs are
+    /// deleted. The beginning of an id is enough
+    #[arg(value_name = "ID", required_unless_present = "all")]
     pub(crate) ids: Vec<String>,
     /// Delete all artifacts of the team that nothing uses
     #[arg(long, conflicts_with = "ids")]
@@ -116,9 +151,9 @@ pub(crate) struct DeleteArgs {
 possible until the store requests the destruction of the bytes, which happens soon. Artifacts of `gantry upload --inline` can be \
 restored for a day.")]
 pub(crate) struct UndeleteArgs {
-    /// Id of the artifact
-    #[arg(value_name = "ARTIFACT")]
-    pub(crate) artifact: ArtifactId,
+    /// Id of the artifact, or the beginning of its id
+    #[arg(value_name = "ARTIFACT", value_parser = values::artifact)]
+    pub(crate) artifact: String,
     /// Time for which the restored artifact is kept at least
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = values::duration)]
     pub(crate) keep: Duration,

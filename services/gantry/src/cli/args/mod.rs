@@ -18,12 +18,15 @@ use clap::{Args, Parser, Subcommand};
 pub(crate) use self::cluster::{DownArgs, StatusArgs, UpArgs};
 pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
-    AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, Kind, ListArgs, PurgeArgs, ShowArgs, UndeleteArgs,
+    AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, InspectArgs, Kind, ListArgs, PsArgs, PurgeArgs, ShowArgs,
+    UndeleteArgs,
 };
 pub(crate) use self::run::{KindArg, NetworkArg, RunArgs};
 pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, PullArgs, ScanArgs, UploadArgs};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
-pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, LogsArgs, WatchArgs};
+pub(crate) use self::workloads::{
+    AttachArgs, CancelArgs, ExplainArgs, KillArgs, LogsArgs, WaitArgs, WatchArgs,
+};
 use crate::cli::addresses;
 
 /// Run commands in containers on workers: upload inputs, follow the output, download the results
@@ -45,8 +48,8 @@ A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A S
 Examples:
   gantry run -- echo hello
   gantry run -i src=. -o report=./out -- sh -c 'make -C src >report/log'
-  id=$(gantry run -d -- sleep 60); gantry exec -it $id sh; gantry cancel $id
-  gantry list workloads
+  gantry run -d --name nap -- sleep 60; gantry exec -it nap sh; gantry cancel nap
+  gantry ps
   gantry help run";
 
 /// Options that every command has.
@@ -128,11 +131,17 @@ pub(crate) enum Command {
     /// Print the output of a workload, and follow it until the workload ends
     Logs(LogsArgs),
     /// Print the events of a workload, from its submission to its end
+    #[command(visible_alias = "events")]
     Watch(WatchArgs),
     /// Explain why a workload waits, or why any other object is kept or was deleted
     Explain(ExplainArgs),
-    /// Stop a workload
+    /// Wait until workloads have ended, and print their exit codes
+    Wait(WaitArgs),
+    /// Stop workloads
+    #[command(visible_alias = "stop")]
     Cancel(CancelArgs),
+    /// Kill workloads at once
+    Kill(KillArgs),
 
     /// Pull an image from a registry into the cluster, and print the id of its artifact
     Pull(PullArgs),
@@ -145,16 +154,22 @@ pub(crate) enum Command {
     /// Print one file of an artifact
     Cat(CatArgs),
 
+    /// List the workloads that wait or run
+    Ps(PsArgs),
     /// List workers, workloads, leases, images, artifacts, volumes, containers, caches, base types or
     /// imports
+    #[command(visible_alias = "ls")]
     List(ListArgs),
     /// Show one worker, workload, image, artifact, volume, container or cache
     Show(ShowArgs),
+    /// Print workloads, artifacts or workers as JSON
+    Inspect(InspectArgs),
     /// Delete caches, so that the next run starts with an empty directory
     ClearCache(ClearCacheArgs),
     /// Mark everything as garbage that nothing keeps any more
     Gc(GcArgs),
     /// Delete artifacts, or the inputs and outputs of finished workloads
+    #[command(visible_alias = "rm")]
     Delete(DeleteArgs),
     /// Restore a deleted artifact while its bytes still exist
     Undelete(UndeleteArgs),

@@ -19,6 +19,18 @@ pub(crate) struct RunArgs {
     #[arg(trailing_var_arg = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,
 
+    /// Name of the workload, by which other commands find it
+    ///
+    /// Several workloads may have the same name. The name stands for the newest one that has not
+    /// ended, or else for the newest one that has ended.
+    #[arg(long, value_name = "NAME", value_parser = values::workload_name, help_heading = "Execution")]
+    pub(crate) name: Option<String>,
+    /// Accepted for users of other tools. Containers are always removed
+    #[arg(long, hide = true)]
+    pub(crate) rm: bool,
+    /// Rejected with the option to use instead.
+    #[arg(short = 'v', long = "volume", value_name = "HOST:CONTAINER", hide = true, value_parser = values::no_volume)]
+    pub(crate) volumes: Vec<String>,
     /// Upload directory DIR, and give it to the command as ./NAME. Repeatable
     ///
     /// `NAME=artifact:UUID` takes an artifact that the cluster has already. `:ro` at the end makes
@@ -120,6 +132,12 @@ pub(crate) struct RunArgs {
         help_heading = "Container"
     )]
     pub(crate) environment: Vec<EnvironmentArg>,
+    /// Read environment variables from FILE, one K=V or K per line. Repeatable
+    ///
+    /// Empty lines and lines that begin with `#` are left out. Values are taken as they are,
+    /// without quotes. -e wins over the files.
+    #[arg(long = "env-file", value_name = "FILE", help_heading = "Container")]
+    pub(crate) environment_files: Vec<PathBuf>,
     /// Working directory, absolute or relative to /workspace. Inputs and outputs are below it.
     /// Default: /workspace, or that of the image if there are no inputs, outputs and caches
     #[arg(
@@ -339,9 +357,9 @@ Examples:
   gantry run -it -i src=. -- sh
 
   # Run in the background, follow the output, and download the result:
-  id=$(gantry run -d -i src=. -o out -- src/long.sh)
-  gantry logs $id
-  gantry show workload $id; gantry download ARTIFACT ./out";
+  gantry run -d --name long -i src=. -o out -- src/long.sh
+  gantry logs long
+  gantry show workload long; gantry download ARTIFACT ./out";
 
 /// Purpose of a workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]

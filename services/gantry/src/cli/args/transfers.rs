@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Args;
-use domain::ArtifactId;
 
 use crate::cli::values::{self, ImageArg};
 
@@ -93,9 +92,9 @@ pub(crate) struct UploadArgs {
 /// Arguments of `gantry download`.
 #[derive(Debug, Args)]
 pub(crate) struct DownloadArgs {
-    /// Id of the artifact
-    #[arg(value_name = "ARTIFACT")]
-    pub(crate) artifact: ArtifactId,
+    /// Id of the artifact, or the beginning of its id
+    #[arg(value_name = "ARTIFACT", value_parser = values::artifact)]
+    pub(crate) artifact: String,
     /// Directory to write into. It is created if it does not exist
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
@@ -109,9 +108,9 @@ pub(crate) struct DownloadArgs {
 /// Arguments of `gantry cat`.
 #[derive(Debug, Args)]
 pub(crate) struct CatArgs {
-    /// Id of the artifact
-    #[arg(value_name = "ARTIFACT")]
-    pub(crate) artifact: ArtifactId,
+    /// Id of the artifact, or the beginning of its id
+    #[arg(value_name = "ARTIFACT", value_parser = values::artifact)]
+    pub(crate) artifact: String,
     /// Path of the file, relative to the root of the artifact. Symbolic links are not followed
     #[arg(value_name = "PATH")]
     pub(crate) path: OsString,

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use clap::Args;
-use domain::{ProcessId, WorkloadId};
+use domain::ProcessId;
 
 use crate::cli::args::exec::DetachArgs;
-use crate::cli::values;
+use crate::cli::values::{self, StopSignal};
 
 /// Arguments of `gantry attach`.
 #[derive(Debug, Args)]
@@ -15,9 +15,9 @@ Prints the output from its start, as far as it is still kept, and exits with the
 forwarded if the workload accepts it; a workload started with --detach does not. Ctrl-C detaches; the workload runs on. \
 If the command has a terminal, all keys go to the command except --detach-keys. `gantry cancel` stops the workload.")]
 pub(crate) struct AttachArgs {
-    /// Id of the workload
-    #[arg(value_name = "WORKLOAD")]
-    pub(crate) workload: WorkloadId,
+    /// Name or id of the workload, the beginning of its id, or `last` for the newest one
+    #[arg(value_name = "WORKLOAD", value_parser = values::workload)]
+    pub(crate) workload: String,
     /// Do not forward standard input
     #[arg(long)]
     pub(crate) no_stdin: bool,
@@ -34,9 +34,9 @@ pub(crate) struct AttachArgs {
 Follows the output until the workload ends. Ctrl-C ends the command; the workload runs on. Output is kept for 5 minutes after the end of \
 the workload, or for the --gc-grace of the cluster.")]
 pub(crate) struct LogsArgs {
-    /// Id of the workload
-    #[arg(value_name = "WORKLOAD")]
-    pub(crate) workload: WorkloadId,
+    /// Name or id of the workload, the beginning of its id, or `last` for the newest one
+    #[arg(value_name = "WORKLOAD", value_parser = values::workload)]
+    pub(crate) workload: String,
     /// Print the output of this service instead of that of the command, until the service ends
     #[arg(long, value_name = "NAME")]
     pub(crate) service: Option<String>,
@@ -48,9 +48,9 @@ pub(crate) struct LogsArgs {
 Starts with the first event, and exits with the code that `gantry run` would have when the workload ends. Ctrl-C ends the command; the \
 workload runs on. With --json, each event is one line.")]
 pub(crate) struct WatchArgs {
-    /// Id of the workload
-    #[arg(value_name = "WORKLOAD")]
-    pub(crate) workload: WorkloadId,
+    /// Name or id of the workload, the beginning of its id, or `last` for the newest one
+    #[arg(value_name = "WORKLOAD", value_parser = values::workload)]
+    pub(crate) workload: String,
 }
 
 /// Arguments of `gantry explain`.
@@ -71,7 +71,8 @@ What is explained:
   worker            its state, and its containers and volumes")]
 pub(crate) struct ExplainArgs {
     /// Id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource
-    /// type, transfer or worker; or the name of a worker
+    /// type, transfer or worker; or the name of a worker or workload, or the beginning of the id of
+    /// a workload or artifact
     #[arg(value_name = "ID")]
     pub(crate) id: String,
     /// For a waiting workload: number of workers to list one by one. Default: 20
@@ -87,10 +88,38 @@ pub(crate) struct ExplainArgs {
 /// Arguments of `gantry cancel`.
 #[derive(Debug, Args)]
 pub(crate) struct CancelArgs {
-    /// Id of the workload
-    #[arg(value_name = "WORKLOAD")]
-    pub(crate) workload: WorkloadId,
+    /// Names or ids of the workloads, beginnings of ids, or `last` for the newest one
+    #[arg(value_name = "WORKLOAD", required = true, value_parser = values::workload)]
+    pub(crate) workloads: Vec<String>,
     /// Time between SIGTERM and SIGKILL
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = values::duration)]
     pub(crate) grace: Duration,
+}
+
+/// Arguments of `gantry kill`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+With KILL, all processes of the workload are killed at once, and its outputs are not kept. `gantry cancel` lets the command end before \
+that. TERM is the same as `gantry cancel`.")]
+pub(crate) struct KillArgs {
+    /// Names or ids of the workloads, beginnings of ids, or `last` for the newest one
+    #[arg(value_name = "WORKLOAD", required = true, value_parser = values::workload)]
+    pub(crate) workloads: Vec<String>,
+    /// Signal: KILL, or TERM, which is followed by KILL 10 s later
+    #[arg(short, long, value_name = "SIGNAL", default_value = "KILL", value_parser = values::stop_signal)]
+    pub(crate) signal: StopSignal,
+}
+
+/// Arguments of `gantry wait`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Prints the exit code that `gantry run` would have, one line for each workload, and exits with the first code that is not 0. Ctrl-C ends the \
+command; the workloads run on.
+
+Examples:
+  gantry run -d --name build -- make; gantry wait build")]
+pub(crate) struct WaitArgs {
+    /// Names or ids of the workloads, beginnings of ids, or `last` for the newest one
+    #[arg(value_name = "WORKLOAD", required = true, value_parser = values::workload)]
+    pub(crate) workloads: Vec<String>,
 }

@@ -5,6 +5,7 @@ mod lease;
 mod store;
 mod workload;
 
+use anyhow::bail;
 use rpc::Reason;
 use rpc::pb::scheduler::WaitingWorkload;
 use rpc::pb::scheduler::explain_request::Subject;
@@ -14,6 +15,7 @@ use crate::cli::values;
 use crate::client::connect::Connection;
 use crate::client::placement::{self, WorkerChoice};
 use crate::client::queries;
+use crate::client::references::{self, NoMatch};
 use crate::ending::error;
 use crate::render::stdout::{print, print_json};
 use crate::render::{explanation, json};
@@ -25,9 +27,13 @@ pub(crate) async fn explain(
     args: &ExplainArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let Ok(id) = values::any_id(&args.id) else {
-        let worker = queries::worker(connection, "explain", &args.id).await?;
-        return store::explain(connection, &worker.worker_id, as_json).await;
+    let id = match values::any_id(&args.id) {
+        Ok(id) => id,
+        Err(_) => match queries::worker(connection, "explain", &args.id).await {
+            Ok(worker) => return store::explain(connection, &worker.worker_id, as_json).await,
+            Err(error) if is_for(&error, Reason::WorkerNotFound) => named(connection, &args.id).await?,
+            Err(error) => return Err(error),
+        },
     };
     let id = id.as_str();
     let workers = WorkerChoice { most: args.workers, only: args.only.clone() };
@@ -44,6 +50,22 @@ pub(crate) async fn explain(
         }
         Ok(response) if as_json => print_json(&json::explanation(&response)),
         Ok(response) => print(&explanation::text(&response, true)),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns the id of the workload or artifact that `reference` stands for.
+async fn named(connection: &Connection, reference: &str) -> anyhow::Result<String> {
+    match references::workload_id(connection, "explain", reference).await {
+        Err(error) if is_for(&error, Reason::WorkloadNotFound) || is_for(&error, Reason::InvalidField) => {}
+        found => return found,
+    }
+    match references::artifact_id(connection, "explain", reference).await {
+        Ok(id) => Ok(id.to_string()),
+        Err(error) if error.is::<NoMatch>() => bail!(
+            "cannot explain {reference}: there is no worker or workload with this name, and no workload or artifact with \
+             an id that begins with it; see `gantry list`"
+        ),
         Err(error) => Err(error),
     }
 }

@@ -7,14 +7,14 @@ use crate::client::connect::{Connection, repeat};
 use crate::client::queries::pages;
 use crate::commands::list::names::Names;
 use crate::render::json;
-use crate::render::listing::table;
+use crate::render::listing::Listing;
 use crate::render::table::plain;
 
 /// Executes `gantry list base-types`.
-pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
+pub(crate) async fn list(connection: &Connection, listing: Listing) -> anyhow::Result<()> {
     let headers = ["TYPE", "VERSION", "WORKER", "ARTIFACT"];
-    let names = Names::ask(connection, as_json).await;
-    table(types(connection), limit, as_json, json::base_type, &headers, |known| row(known, &names)).await
+    let names = Names::ask(connection, listing.is_json()).await;
+    listing.print(types(connection), json::base_type, &headers, |known| row(known, &names)).await
 }
 
 fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResourceType>> {

@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 use crate::client::caches::{all, name};
 use crate::client::connect::Connection;
 use crate::render::labels;
-use crate::render::listing::table;
+use crate::render::listing::Listing;
 use crate::render::table::{duration, plain};
 
 /// Executes `gantry list caches`.
-pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
-    table(all(connection, String::new()), limit, as_json, json, HEADERS, row).await
+pub(crate) async fn list(connection: &Connection, listing: Listing) -> anyhow::Result<()> {
+    listing.print(all(connection, String::new()), json, HEADERS, row).await
 }
 
 /// Finds the cache for `gantry show cache`, by name or id.

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries::{self, pages};
 use crate::render::labels;
-use crate::render::listing::{one, table};
+use crate::render::listing::{Listing, one};
 use crate::render::table::{bytes, plain};
 
 /// Type of the resource caches of images.
@@ -16,8 +16,8 @@ const TYPE: &str = "image";
 const HEADERS: &[&str] = &["IMAGE", "DIGEST", "PLATFORM", "LAST USED", "ARTIFACT"];
 
 /// Executes `gantry list images`.
-pub(super) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
-    table(all(connection), limit, as_json, json, HEADERS, row).await
+pub(super) async fn list(connection: &Connection, listing: Listing) -> anyhow::Result<()> {
+    listing.print(all(connection), json, HEADERS, row).await
 }
 
 /// Executes `gantry show image`. `named` is a reference without its digest, a digest or the start of

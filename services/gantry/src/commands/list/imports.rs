@@ -8,14 +8,14 @@ use crate::client::queries::pages;
 use crate::commands::list::names::Names;
 use crate::render::json;
 use crate::render::labels;
-use crate::render::listing::table;
+use crate::render::listing::Listing;
 use crate::render::table::plain;
 
 /// Executes `gantry list imports`.
-pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
+pub(crate) async fn list(connection: &Connection, listing: Listing) -> anyhow::Result<()> {
     let headers = ["WORKER", "RESOURCE TYPE", "VERSION", "STATE", "PATH", "ARTIFACT", "REASON"];
-    let names = Names::ask(connection, as_json).await;
-    table(imports(connection), limit, as_json, json::import, &headers, |import| row(import, &names)).await
+    let names = Names::ask(connection, listing.is_json()).await;
+    listing.print(imports(connection), json::import, &headers, |import| row(import, &names)).await
 }
 
 fn imports(connection: &Connection) -> impl Stream<Item = anyhow::Result<Import>> {

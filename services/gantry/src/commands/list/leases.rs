@@ -4,7 +4,7 @@ use rpc::pb::scheduler::{Lease, ListLeasesRequest};
 
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries::pages;
-use crate::render::listing::table;
+use crate::render::listing::Listing;
 use crate::render::table::plain;
 use crate::render::{json, labels};
 
@@ -13,8 +13,7 @@ use crate::render::{json, labels};
 pub(crate) async fn list(
     connection: &Connection,
     worker: Option<&str>,
-    limit: usize,
-    as_json: bool,
+    listing: Listing,
 ) -> anyhow::Result<()> {
     let leases = pages(async |page_token| {
         let worker = worker.unwrap_or_default().to_owned();
@@ -24,7 +23,7 @@ pub(crate) async fn list(
             repeat("cannot list leases", async || placements.clone().list_leases(request.clone()).await);
         page.await.map(|page| (page.leases, page.next_page_token))
     });
-    table(leases, limit, as_json, json::lease, LEASES, row).await
+    listing.print(leases, json::lease, LEASES, row).await
 }
 
 const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE", "RESERVES"];

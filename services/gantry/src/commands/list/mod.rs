@@ -14,8 +14,11 @@ mod workers;
 mod workloads;
 
 use anyhow::bail;
+use futures::{StreamExt, TryStreamExt};
+use rpc::Reason;
 use rpc::pb::artifacts::{Container, Volume};
-use rpc::pb::scheduler::{Outcome, WorkloadState};
+use rpc::pb::scheduler::{Outcome, Workload, WorkloadState};
+use serde_json::{Value, json};
 
 use self::artifacts::{ARTIFACTS, artifact_fields, artifact_row};
 use self::containers::{CONTAINERS, container_fields, container_row};
@@ -23,78 +26,141 @@ use self::names::Names;
 use self::volumes::{VOLUMES, volume_fields, volume_row};
 use self::workers::{WORKERS, worker_fields, worker_row};
 use self::workloads::{WORKLOADS, workload_fields, workload_row};
-use crate::cli::args::{Kind, ListArgs, ShowArgs};
+use crate::cli::args::{InspectArgs, Kind, ListArgs, PsArgs, ShowArgs};
 use crate::client::connect::Connection;
-use crate::client::queries;
+use crate::client::queries::{self, WorkloadFilter};
+use crate::client::references::{self, NoMatch};
 use crate::client::why;
+use crate::ending::error::refusal;
 use crate::render::json;
 use crate::render::labels;
-use crate::render::listing::{one, table};
+use crate::render::listing::{Format, Listing, abbreviate, one, without_empty};
+use crate::render::stdout::{print, print_json};
+
+/// Number of workloads in the overview.
+const OVERVIEW_LIMIT: usize = 20;
 
 /// Executes `gantry list`.
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
-    let (limit, wanted) = (args.limit, args.state.as_deref());
-    match args.kind {
+    let format = match (as_json, args.wide) {
+        (true, _) => Format::Json,
+        (false, true) => Format::Wide,
+        (false, false) => Format::Table,
+    };
+    let (listing, wanted) = (Listing::new(args.limit, format), args.state.as_deref());
+    let Some(kind) = args.kind else { return overview(connection, as_json).await };
+    match kind {
         Kind::Workers => {
             no_state("workers", wanted)?;
-            table(queries::workers(connection), limit, as_json, json::worker, WORKERS, worker_row).await
+            listing.print(queries::workers(connection), json::worker, WORKERS, worker_row).await
         }
         Kind::Workloads => {
-            let workloads =
-                queries::workloads(connection, wanted.map(workload_state).transpose()?.unwrap_or_default());
-            table(workloads, limit, as_json, json::workload, WORKLOADS, workload_row).await
+            let (state, outcome) = wanted.map(workload_state).transpose()?.unwrap_or_default();
+            let filter = WorkloadFilter { state, outcome, unfinished: false };
+            workloads(connection, filter, listing).await
         }
         Kind::Leases => {
             no_state("leases", wanted)?;
-            leases::list(connection, args.worker.as_deref(), limit, as_json).await
+            leases::list(connection, args.worker.as_deref(), listing).await
         }
         Kind::BaseTypes => {
             no_state("base types", wanted)?;
-            base_types::list(connection, limit, as_json).await
+            base_types::list(connection, listing).await
         }
         Kind::Imports => {
             no_state("imports", wanted)?;
-            imports::list(connection, limit, as_json).await
+            imports::list(connection, listing).await
         }
         Kind::Images => {
             no_state("images", wanted)?;
-            images::list(connection, limit, as_json).await
+            images::list(connection, listing).await
         }
-        kind if args.orphans => orphans::list(connection, kind, limit, as_json).await,
+        kind if args.orphans => orphans::list(connection, kind, listing).await,
         Kind::Artifacts if args.at_risk => {
             let at_risk = queries::at_risk(connection, queries::unreliable_workers(connection).await?);
-            table(at_risk, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
+            listing.short().print(at_risk, json::artifact, ARTIFACTS, artifact_row).await
         }
         Kind::Artifacts => {
             let artifacts =
                 queries::artifacts(connection, state("artifacts", wanted, labels::artifact_state)?);
-            table(artifacts, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
+            listing.short().print(artifacts, json::artifact, ARTIFACTS, artifact_row).await
         }
         Kind::Volumes => {
             let volumes = queries::volumes(connection, state("volumes", wanted, labels::inventory_state)?);
             let names = Names::ask(connection, as_json).await;
             let row = |volume: &Volume| volume_row(volume, &names);
-            table(volumes, limit, as_json, json::volume, VOLUMES, row).await
+            listing.print(volumes, json::volume, VOLUMES, row).await
         }
         Kind::Containers => {
             let containers =
                 queries::containers(connection, state("containers", wanted, labels::inventory_state)?);
             let names = Names::ask(connection, as_json).await;
             let row = |container: &Container| container_row(container, &names);
-            table(containers, limit, as_json, json::container, CONTAINERS, row).await
+            listing.print(containers, json::container, CONTAINERS, row).await
         }
         Kind::Caches => {
             if wanted.is_some() {
                 bail!("--state cannot be used with caches");
             }
-            caches::list(connection, limit, as_json).await
+            caches::list(connection, listing).await
         }
     }
 }
 
 /// Executes `gantry images`.
 pub(crate) async fn images(connection: &Connection, as_json: bool) -> anyhow::Result<()> {
-    images::list(connection, usize::MAX, as_json).await
+    let format = if as_json { Format::Json } else { Format::Table };
+    images::list(connection, Listing::new(usize::MAX, format)).await
+}
+
+/// Executes `gantry ps`. With `only_ids`, prints the ids alone.
+pub(crate) async fn ps(
+    connection: &Connection,
+    args: &PsArgs,
+    only_ids: bool,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let format = match (as_json, only_ids, args.wide) {
+        (true, ..) => Format::Json,
+        (_, true, _) => Format::Ids,
+        (_, _, true) => Format::Wide,
+        _ => Format::Table,
+    };
+    let filter = WorkloadFilter { unfinished: !args.all, ..WorkloadFilter::default() };
+    workloads(connection, filter, Listing::new(args.limit, format)).await
+}
+
+async fn workloads(connection: &Connection, filter: WorkloadFilter, listing: Listing) -> anyhow::Result<()> {
+    let row = |workload: &Workload| workload_row(workload, listing.is_wide());
+    listing.short().print(queries::workloads(connection, filter), json::workload, WORKLOADS, row).await
+}
+
+/// Prints the workers, and the newest workloads that have not ended.
+async fn overview(connection: &Connection, as_json: bool) -> anyhow::Result<()> {
+    let workers: Vec<_> = queries::workers(connection).try_collect().await?;
+    let filter = WorkloadFilter { unfinished: true, ..WorkloadFilter::default() };
+    let workloads = queries::workloads(connection, filter).take(OVERVIEW_LIMIT + 1);
+    let mut workloads: Vec<_> = workloads.try_collect().await?;
+    let more = workloads.len() > OVERVIEW_LIMIT;
+    workloads.truncate(OVERVIEW_LIMIT);
+    if as_json {
+        let workers: Vec<_> = workers.iter().map(json::worker).collect();
+        let workloads: Vec<_> = workloads.iter().map(json::workload).collect();
+        return print_json(&json!({ "workers": workers, "workloads": workloads, "truncated": more }));
+    }
+    let mut rows: Vec<_> = workloads.iter().map(|workload| workload_row(workload, false)).collect();
+    abbreviate(&mut rows);
+    let mut text = without_empty(WORKERS, workers.iter().map(worker_row).collect());
+    text.push('\n');
+    text.push_str(&match (rows.is_empty(), more) {
+        (true, _) => "no workload waits or runs; `gantry ps -a` lists those that have ended\n".to_owned(),
+        (false, true) => without_empty(WORKLOADS, rows) + "… `gantry ps` lists all that wait or run\n",
+        (false, false) => without_empty(WORKLOADS, rows),
+    });
+    text.push_str(
+        "\nOther lists: gantry list workloads|images|artifacts|caches|leases|volumes|containers|base-types|imports\n",
+    );
+    print(&text)
 }
 
 fn no_state(kind: &str, wanted: Option<&str>) -> anyhow::Result<()> {
@@ -154,6 +220,7 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
             one(&workload, as_json, json::workload, |workload| workload_fields(workload, &standing))
         }
         Kind::Artifacts => {
+            let id = &references::artifact_id(connection, "show", id).await?.to_string();
             let shown = why::or_why(connection, id, queries::artifact(connection, id).await).await?;
             one(&shown, as_json, json::artifact, artifact_fields)
         }
@@ -173,10 +240,51 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
     }
 }
 
+/// Executes `gantry inspect`: prints workloads, artifacts or workers as JSON, whichever they are.
+pub(crate) async fn inspect(connection: &Connection, args: &InspectArgs) -> anyhow::Result<()> {
+    for reference in &args.references {
+        print_json(&inspected(connection, reference).await?)?;
+    }
+    Ok(())
+}
+
+async fn inspected(connection: &Connection, reference: &str) -> anyhow::Result<Value> {
+    match queries::workload(connection, "inspect", reference).await {
+        Ok(workload) => return Ok(json::workload(&workload)),
+        Err(error) if !is_unknown(&error) => return Err(error),
+        Err(_) => {}
+    }
+    match references::artifact_id(connection, "inspect", reference).await {
+        Ok(id) => match queries::artifact(connection, &id.to_string()).await {
+            Ok(artifact) => return Ok(json::artifact(&artifact)),
+            Err(error) if !is_unknown(&error) => return Err(error),
+            Err(_) => {}
+        },
+        Err(error) if !is_unknown(&error) => return Err(error),
+        Err(_) => {}
+    }
+    match queries::worker(connection, "inspect", reference).await {
+        Ok(worker) => Ok(json::worker(&worker)),
+        Err(error) if !is_unknown(&error) => Err(error),
+        Err(_) => bail!(
+            "cannot inspect {reference}: there is no workload, artifact or worker with this id or name; \
+             see `gantry list` and `gantry explain {reference}`"
+        ),
+    }
+}
+
+/// Returns whether an object does not exist, or the text cannot be its id.
+fn is_unknown(error: &anyhow::Error) -> bool {
+    const UNKNOWN: [Reason; 4] =
+        [Reason::WorkloadNotFound, Reason::ArtifactNotFound, Reason::WorkerNotFound, Reason::InvalidField];
+    error.is::<NoMatch>()
+        || refusal(error).is_some_and(|refusal| UNKNOWN.iter().any(|reason| refusal.is(*reason)))
+}
+
 #[cfg(test)]
 mod tests {
     use rpc::pb::artifacts::{Artifact, ArtifactState};
-    use rpc::pb::scheduler::{Worker, Workload};
+    use rpc::pb::scheduler::Worker;
 
     use super::*;
 
@@ -208,7 +316,7 @@ mod tests {
     #[test]
     fn rows_have_columns_of_their_tables() {
         assert_eq!(worker_row(&Worker::default()).len(), WORKERS.len());
-        assert_eq!(workload_row(&Workload::default()).len(), WORKLOADS.len());
+        assert_eq!(workload_row(&Workload::default(), false).len(), WORKLOADS.len());
         assert_eq!(artifact_row(&Artifact::default()).len(), ARTIFACTS.len());
         let names = Names::default();
         assert_eq!(volume_row(&Volume::default(), &names).len(), VOLUMES.len());

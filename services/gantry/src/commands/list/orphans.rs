@@ -7,25 +7,20 @@ use crate::cli::args::Kind;
 use crate::client::connect::Connection;
 use crate::client::queries::{orphan_handle, orphans};
 use crate::commands::list::names::Names;
-use crate::render::listing::table;
+use crate::render::listing::Listing;
 use crate::render::table::plain;
 use crate::render::{json, labels};
 
 /// Lists the orphans of one kind.
-pub(crate) async fn list(
-    connection: &Connection,
-    kind: Kind,
-    limit: usize,
-    as_json: bool,
-) -> anyhow::Result<()> {
+pub(crate) async fn list(connection: &Connection, kind: Kind, listing: Listing) -> anyhow::Result<()> {
     let of_kind = |one: &Orphan| one.volume_handle.is_empty() == (kind == Kind::Containers);
     let found = orphans(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
-    let names = Names::ask(connection, as_json).await;
+    let names = Names::ask(connection, listing.is_json()).await;
     let (headers, row): (_, fn(&Orphan, &Names) -> Vec<String>) = match kind {
         Kind::Containers => (CONTAINERS, container_row),
         _ => (VOLUMES, volume_row),
     };
-    table(found, limit, as_json, json::orphan, headers, |one| row(one, &names)).await
+    listing.print(found, json::orphan, headers, |one| row(one, &names)).await
 }
 
 const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "FIRST SEEN"];

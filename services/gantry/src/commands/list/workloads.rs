@@ -5,9 +5,11 @@ use rpc::pb::scheduler::{Access, StopReason, Usage, Workload, WorkloadSpec};
 use crate::render::labels;
 use crate::render::table::{bytes, count, duration, plain};
 
-pub(super) const WORKLOADS: &[&str] = &["ID", "STATE", "END", "WORKER", "AGE", "COMMAND"];
+pub(super) const WORKLOADS: &[&str] = &["ID", "NAME", "STATE", "END", "WORKER", "AGE", "COMMAND"];
 
-pub(super) fn workload_row(workload: &Workload) -> Vec<String> {
+/// Formats a row. A wide row has the whole command.
+pub(super) fn workload_row(workload: &Workload, is_wide: bool) -> Vec<String> {
+    let command_limit = if is_wide { 1000 } else { 60 };
     let mut state =
         labels::outcome(workload.outcome()).unwrap_or(labels::workload_state(workload.state())).to_owned();
     if workload.stopping() != StopReason::Unspecified {
@@ -15,11 +17,12 @@ pub(super) fn workload_row(workload: &Workload) -> Vec<String> {
     }
     vec![
         workload.workload_id.clone(),
+        workload.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default(),
         state,
         labels::end(workload),
         workload.location.as_ref().map(|there| plain(&there.worker_name, 40)).unwrap_or_default(),
         labels::ago(workload.submitted_at.as_ref()),
-        plain(&labels::command(workload.spec.as_ref()), 60),
+        plain(&labels::command(workload.spec.as_ref()), command_limit),
     ]
 }
 
@@ -53,6 +56,7 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
     }
     vec![
         ("id", workload.workload_id.clone()),
+        ("name", spec.name.clone()),
         ("state", labels::workload_state(workload.state()).to_owned()),
         ("stopping", labels::stop_reason(workload.stopping()).to_owned()),
         ("waiting for", workload.waiting_for.join("\n")),

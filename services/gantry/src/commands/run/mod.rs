@@ -91,7 +91,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         }
         return Ok(0);
     }
-    let workload = WorkloadId::new();
+    let workload = WorkloadId::random();
 
     // If the command ends before the workload is submitted, uploads are deleted after
     // --abandoned-after.

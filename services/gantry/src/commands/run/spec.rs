@@ -25,6 +25,8 @@ use crate::render::ui::Ui;
 /// Makes the spec without its inputs and its build.
 pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
     let attached = !args.detach;
+    let mut variables = environment::of_files(&args.environment_files)?;
+    variables.extend(args.environment.iter().cloned());
     Ok(WorkloadSpec {
         team: team.to_owned(),
         kind: match args.kind {
@@ -36,7 +38,7 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
         .into(),
         image: Some(image(&args.image, args.entrypoint.as_deref())),
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
-        environment: environment::of_process(&args.environment, args.tty, ui)?
+        environment: environment::of_process(&variables, args.tty, ui)?
             .into_iter()
             .map(|(name, value)| EnvironmentVariable { name, value })
             .collect(),
@@ -92,7 +94,7 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             Terminal { rows, columns }
         }),
         services: args.services.iter().map(service).collect(),
-        name: String::new(),
+        name: args.name.clone().unwrap_or_default(),
     })
 }
 

@@ -1,0 +1,39 @@
+//! Abbreviated ids: the first characters of UUIDs, as many as a list needs.
+
+/// Minimum number of characters of an abbreviated id: the first group of a UUID.
+const MIN_LENGTH: usize = 8;
+
+/// Returns the number of characters after which all `ids` differ. An abbreviated id does not end
+/// with a hyphen.
+pub(crate) fn length(ids: &[&str]) -> usize {
+    let mut sorted = ids.to_vec();
+    sorted.sort_unstable();
+    sorted.dedup();
+    let common = |pair: &[&str]| {
+        let same = pair[0].bytes().zip(pair[1].bytes()).take_while(|(a, b)| a == b);
+        same.count()
+    };
+    let unique = sorted.windows(2).map(common).max().map_or(0, |common| common + 1);
+    let length = unique.max(MIN_LENGTH);
+    // A hyphen never distinguishes two ids, so the position after it does not exceed the id.
+    let ends_with_hyphen = sorted.iter().any(|id| id.as_bytes().get(length - 1) == Some(&b'-'));
+    length + usize::from(ends_with_hyphen)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_as_long_as_necessary() {
+        let one = "7f3a9c12-0cda-4272-98ab-422792bc0aad";
+        assert_eq!(length(&[]), 8);
+        assert_eq!(length(&[one]), 8);
+        assert_eq!(length(&[one, one]), 8, "the same object twice");
+        assert_eq!(length(&[one, "0b2b9c12-0cda-4272-98ab-422792bc0aad"]), 8);
+        let near = "7f3a9c12-1cda-4272-98ab-422792bc0aad";
+        assert_eq!(&one[..length(&[one, near])], "7f3a9c12-0");
+        let last = "7f3a9c12-0cda-4272-98ab-422792bc0aae";
+        assert_eq!(length(&[last, near, one]), 36);
+    }
+}
