@@ -36,6 +36,7 @@ use server::settings;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::cli::args::{Cli, Command, Global};
+use crate::cli::contexts::{self, Contexts, Sources};
 use crate::cli::{environment, interactive, renamed};
 use crate::client::token::ClusterOptions;
 use crate::ending::error::{self, Interrupted};
@@ -52,8 +53,8 @@ fn main() -> ExitCode {
     // A write beyond `ulimit -f` becomes an error instead of killing the process.
     // SAFETY: ignoring a signal runs no code.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-    let cli = match parse() {
-        Ok(cli) => cli,
+    let (mut cli, sources) = match parse() {
+        Ok(parsed) => parsed,
         Err(error) => {
             // An error here means that the output is closed.
             _ = error.print();
@@ -81,6 +82,7 @@ fn main() -> ExitCode {
     settings::misspelled_variables(variables.clone()).iter().for_each(|warning| ui.warn(warning));
     let renamed = settings::renamed_variable(variables);
     let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
+    let allowed = allowed.and_then(|()| apply_context(&mut cli, sources));
     let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
         let result = runtime.block_on(commands::execute(&cli.command, &cli.global, &ui));
         // Interrupted tasks remove their temporary files. The thread that reads standard input may
@@ -93,7 +95,7 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-fn parse() -> Result<Cli, clap::Error> {
+fn parse() -> Result<(Cli, Sources), clap::Error> {
     let arguments: Vec<_> = std::env::args_os().collect();
     let matches = Cli::command().try_get_matches_from(&arguments).or_else(|error| {
         match interactive::with_terminal(&error, &arguments) {
@@ -104,7 +106,25 @@ fn parse() -> Result<Cli, clap::Error> {
     let matches = matches.map_err(renamed::explain)?;
     let mut cli = Cli::from_arg_matches(&matches)?;
     cli.global.server_given = matches.value_source("server") == Some(ValueSource::CommandLine);
-    Ok(cli)
+    Ok((cli, Sources::of(&matches)))
+}
+
+/// Fills in the options that select the cluster from the context, if the command uses a cluster
+/// other than that on this machine.
+fn apply_context(cli: &mut Cli, sources: Sources) -> anyhow::Result<()> {
+    match cli.command {
+        Command::Up(_) | Command::Down(_) | Command::Config(_) => Ok(()),
+        Command::Completion(_) | Command::Man(_) | Command::Version => Ok(()),
+        _ => {
+            let contexts = match Contexts::path() {
+                Ok(path) => Contexts::read(&path)?,
+                // Without a home directory there are no contexts.
+                Err(_) if cli.global.context.is_none() => Contexts::default(),
+                Err(error) => return Err(error),
+            };
+            contexts::apply(&mut cli.global, sources, &contexts)
+        }
+    }
 }
 
 /// Time limit for interrupted tasks to remove their temporary files.

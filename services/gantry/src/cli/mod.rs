@@ -2,6 +2,7 @@
 
 pub(crate) mod addresses;
 pub(crate) mod args;
+pub(crate) mod contexts;
 pub(crate) mod detach_keys;
 pub(crate) mod environment;
 pub(crate) mod interactive;

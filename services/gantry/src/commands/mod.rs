@@ -4,6 +4,7 @@
 
 mod cat;
 mod clear_cache;
+mod config;
 mod delete;
 mod demand;
 mod download;
@@ -11,6 +12,7 @@ mod exec;
 mod explain;
 mod list;
 mod logs;
+mod manual;
 mod orphans;
 mod pull;
 mod run;
@@ -47,6 +49,9 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Up(args) => return cluster::up(args, ui, global.json).await,
         Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
         Command::Status(args) => return status::status(args, global).await,
+        Command::Config(args) => return config::config(args, global, ui).map(|()| 0),
+        Command::Completion(args) => return manual::completion(args).map(|()| 0),
+        Command::Man(args) => return manual::manual(args).map(|()| 0),
         Command::Version => return version(global).map(|()| 0),
         Command::Run(args) => {
             validate::run(args)?;
@@ -109,6 +114,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) => {}
         Command::Wait(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
+        Command::Config(_) | Command::Completion(_) | Command::Man(_) => {}
     }
     Ok(())
 }

@@ -4,6 +4,7 @@
 //! parses the values of options.
 
 mod cluster;
+mod config;
 mod exec;
 mod inventory;
 mod run;
@@ -16,6 +17,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 pub(crate) use self::cluster::{DownArgs, StatusArgs, UpArgs};
+pub(crate) use self::config::{CompletionArgs, ConfigArgs, ConfigCommand, ManArgs};
 pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, InspectArgs, Kind, ListArgs, PsArgs, PurgeArgs, ShowArgs,
@@ -72,6 +74,9 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) server: Option<String>,
+    /// Cluster with this name in `gantry config`. `local`: the cluster on this machine
+    #[arg(long, global = true, env = "GANTRY_CONTEXT", value_name = "NAME", help_heading = "Global options")]
+    pub(crate) context: Option<String>,
     /// Whether --server was given on the command line, not by the environment.
     #[arg(skip)]
     pub(crate) server_given: bool,
@@ -197,6 +202,12 @@ pub(crate) enum Command {
     Down(DownArgs),
     /// Show the services, workers, workloads, queue and transfers of the cluster
     Status(StatusArgs),
+    /// Name clusters, and select one
+    Config(ConfigArgs),
+    /// Print a script that completes commands and options in a shell
+    Completion(CompletionArgs),
+    /// Write the manual pages of all commands into a directory
+    Man(ManArgs),
     /// Print the version
     Version,
 }
