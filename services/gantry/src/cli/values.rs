@@ -13,7 +13,9 @@ use domain::workload::Image;
 use rpc::spec::{MAX_MEMORY_BYTES, MIN_MEMORY_BYTES, name};
 pub(crate) use server::settings::{cpu, duration, size};
 
+use crate::render::listing::Format;
 use crate::render::table;
+use crate::render::template::Template;
 pub(crate) use service::{ServiceArg, ServiceCheck, service};
 
 /// Value of `--input`.
@@ -301,6 +303,17 @@ pub(crate) fn stop_signal(text: &str) -> Result<StopSignal, String> {
         "TERM" | "15" => Ok(StopSignal::Terminate),
         _ => Err("write KILL or TERM; for other signals, run `gantry exec WORKLOAD -- kill -s SIGNAL PID`"
             .to_owned()),
+    }
+}
+
+/// Parses the value of `--format`.
+pub(crate) fn format(text: &str) -> Result<Format, String> {
+    match text {
+        "table" => Ok(Format::Table),
+        "wide" => Ok(Format::Wide),
+        "json" => Ok(Format::Json),
+        text if text.contains("{{") || text.contains("{%") => Template::parse(text).map(Format::Template),
+        _ => Err("write table, wide, json, or a template with fields such as {{workload_id}}".to_owned()),
     }
 }
 

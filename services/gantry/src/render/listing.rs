@@ -1,14 +1,16 @@
 //! Lists and single objects on standard output, as a table, as fields, or as JSON.
 
+use anyhow::Context;
 use futures::stream::{Stream, TryStreamExt};
 use serde_json::Value;
 
 use crate::render::short_ids;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{fields, render};
+use crate::render::template::Template;
 
 /// How a list is printed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Format {
     /// A table with abbreviated ids, if commands accept abbreviated ids of the kind.
     Table,
@@ -18,14 +20,19 @@ pub(crate) enum Format {
     Ids,
     /// One JSON document per line.
     Json,
+    /// The text of a template for each item, one per line. The fields are those of the JSON
+    /// document.
+    Template(Template),
 }
 
 /// Format and length of a list.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Listing {
     limit: usize,
     format: Format,
     abbreviates: bool,
+    /// Headers of the columns to print, in any case. Empty: all columns.
+    columns: Vec<String>,
 }
 
 /// Column that is left out of a table if all its cells are empty.
@@ -34,17 +41,22 @@ const OPTIONAL: &str = "NAME";
 impl Listing {
     /// Returns the listing of at most `limit` items.
     pub(crate) fn new(limit: usize, format: Format) -> Self {
-        Self { limit, format, abbreviates: false }
+        Self { limit, format, abbreviates: false, columns: Vec::new() }
+    }
+
+    /// Selects columns of tables.
+    pub(crate) fn with_columns(self, columns: Vec<String>) -> Self {
+        Self { columns, ..self }
     }
 
     /// Returns whether a table has whole texts.
-    pub(crate) fn is_wide(self) -> bool {
+    pub(crate) fn is_wide(&self) -> bool {
         self.format == Format::Wide
     }
 
-    /// Returns whether JSON is printed.
-    pub(crate) fn is_json(self) -> bool {
-        self.format == Format::Json
+    /// Returns whether the fields of JSON documents are printed.
+    pub(crate) fn is_json(&self) -> bool {
+        matches!(self.format, Format::Json | Format::Template(_))
     }
 
     /// Abbreviates the ids of a table. Commands accept abbreviated ids of the listed kind.
@@ -62,8 +74,14 @@ impl Listing {
     ) -> anyhow::Result<()> {
         use futures::StreamExt;
         let items: Vec<T> = items.take(self.limit).try_collect().await?;
-        if self.is_json() {
-            return items.iter().try_for_each(|item| print_json(&json(item)));
+        match &self.format {
+            Format::Json => return items.iter().try_for_each(|item| print_json(&json(item))),
+            Format::Template(template) => {
+                return items
+                    .iter()
+                    .try_for_each(|item| print(&format!("{}\n", template.render(&json(item))?)));
+            }
+            Format::Table | Format::Wide | Format::Ids => {}
         }
         let mut rows: Vec<_> = items.iter().map(row).collect();
         if self.format == Format::Ids {
@@ -72,8 +90,25 @@ impl Listing {
         if self.abbreviates {
             abbreviate(&mut rows);
         }
-        print(&without_empty(headers, rows))
+        if self.columns.is_empty() {
+            return print(&without_empty(headers, rows));
+        }
+        print(&selected(&self.columns, headers, &rows)?)
     }
+}
+
+/// Formats a table of the named columns, in their order.
+fn selected(columns: &[String], headers: &[&str], rows: &[Vec<String>]) -> anyhow::Result<String> {
+    let position = |column: &String| {
+        headers.iter().position(|header| header.eq_ignore_ascii_case(column)).with_context(|| {
+            let names: Vec<_> = headers.iter().map(|header| header.to_lowercase()).collect();
+            format!("there is no column {column:?}; the columns are {}", names.join(", "))
+        })
+    };
+    let positions: Vec<_> = columns.iter().map(position).collect::<Result<_, _>>()?;
+    let headers: Vec<_> = positions.iter().map(|at| headers[*at]).collect();
+    let row = |row: &Vec<String>| positions.iter().map(|at| row[*at].clone()).collect();
+    Ok(render(&headers, &rows.iter().map(row).collect::<Vec<_>>()))
 }
 
 /// Abbreviates the ids in the first column.
@@ -108,6 +143,17 @@ pub(crate) fn one<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn columns_are_selected_by_header() {
+        let rows = [vec!["1".to_owned(), "a".to_owned(), "x".to_owned()]];
+        let columns = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let headers = ["ID", "NAME", "LAST USED"];
+        let shown = selected(&columns(&["last used", "id"]), &headers, &rows).expect("columns");
+        assert_eq!(shown, "LAST USED  ID\nx          1\n");
+        let unknown = selected(&columns(&["age"]), &headers, &rows).expect_err("refused");
+        assert_eq!(unknown.to_string(), "there is no column \"age\"; the columns are id, name, last used");
+    }
 
     #[test]
     fn optional_column_is_left_out_if_empty() {

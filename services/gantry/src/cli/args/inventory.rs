@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use domain::{ArtifactId, BuildId, VolumeHandle};
 
 use crate::cli::values;
+use crate::render::listing::{Format, Listing};
 
 /// Kind of object that a cluster has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -47,6 +48,8 @@ pub(crate) enum Kind {
 #[command(after_help = "\
 Examples:
   gantry list workloads --state running
+  gantry list workloads --columns id,age --wide
+  gantry list artifacts --format '{{artifact_id}} {{label}}'
   gantry list artifacts --at-risk
   gantry list leases --worker local")]
 pub(crate) struct ListArgs {
@@ -64,9 +67,8 @@ pub(crate) struct ListArgs {
     /// Number of objects to list at most
     #[arg(long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
     pub(crate) limit: usize,
-    /// Print whole ids and longer texts
-    #[arg(long)]
-    pub(crate) wide: bool,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
     /// List only artifacts that are lost if all cordoned, retiring, stalled and lost workers
     /// disappear
     #[arg(long)]
@@ -75,6 +77,36 @@ pub(crate) struct ListArgs {
     /// not know
     #[arg(long)]
     pub(crate) orphans: bool,
+}
+
+/// Options that say how a list is printed.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct FormatArgs {
+    /// Print a table, a table with whole ids and texts (`wide`), JSON (`json`), or a template for
+    /// each object
+    ///
+    /// A template has the syntax of Jinja and the fields of the JSON document, such as
+    /// `{{workload_id}} {{spec.name}}`.
+    #[arg(long, value_name = "table|wide|json|TEMPLATE", value_parser = values::format, default_value = "table")]
+    pub(crate) format: Format,
+    /// The same as `--format wide`
+    #[arg(long, alias = "no-trunc", conflicts_with = "format")]
+    pub(crate) wide: bool,
+    /// Columns of the table, by their headers, separated by commas, such as `id,age`
+    #[arg(long, value_name = "COLUMNS", value_delimiter = ',', conflicts_with = "json")]
+    pub(crate) columns: Vec<String>,
+}
+
+impl FormatArgs {
+    /// Returns the listing of at most `limit` objects.
+    pub(crate) fn listing(&self, limit: usize, as_json: bool) -> Listing {
+        let format = match (as_json, self.wide) {
+            (true, _) => Format::Json,
+            (false, true) => Format::Wide,
+            (false, false) => self.format.clone(),
+        };
+        Listing::new(limit, format).with_columns(self.columns.clone())
+    }
 }
 
 /// Arguments of `gantry ps`.
@@ -92,9 +124,8 @@ pub(crate) struct PsArgs {
     /// Number of workloads to list at most
     #[arg(short = 'n', long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
     pub(crate) limit: usize,
-    /// Print whole ids and whole commands
-    #[arg(long, alias = "no-trunc")]
-    pub(crate) wide: bool,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
 }
 
 /// Arguments of `gantry inspect`.

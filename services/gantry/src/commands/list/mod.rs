@@ -42,13 +42,8 @@ const OVERVIEW_LIMIT: usize = 20;
 
 /// Executes `gantry list`.
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
-    let format = match (as_json, args.wide) {
-        (true, _) => Format::Json,
-        (false, true) => Format::Wide,
-        (false, false) => Format::Table,
-    };
-    let (listing, wanted) = (Listing::new(args.limit, format), args.state.as_deref());
-    let Some(kind) = args.kind else { return overview(connection, as_json).await };
+    let (listing, wanted) = (args.format.listing(args.limit, as_json), args.state.as_deref());
+    let Some(kind) = args.kind else { return overview(connection, listing.is_json()).await };
     match kind {
         Kind::Workers => {
             no_state("workers", wanted)?;
@@ -87,14 +82,14 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         Kind::Volumes => {
             let volumes = queries::volumes(connection, state("volumes", wanted, labels::inventory_state)?);
-            let names = Names::ask(connection, as_json).await;
+            let names = Names::ask(connection, listing.is_json()).await;
             let row = |volume: &Volume| volume_row(volume, &names);
             listing.print(volumes, json::volume, VOLUMES, row).await
         }
         Kind::Containers => {
             let containers =
                 queries::containers(connection, state("containers", wanted, labels::inventory_state)?);
-            let names = Names::ask(connection, as_json).await;
+            let names = Names::ask(connection, listing.is_json()).await;
             let row = |container: &Container| container_row(container, &names);
             listing.print(containers, json::container, CONTAINERS, row).await
         }
@@ -120,18 +115,17 @@ pub(crate) async fn ps(
     only_ids: bool,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let format = match (as_json, only_ids, args.wide) {
-        (true, ..) => Format::Json,
-        (_, true, _) => Format::Ids,
-        (_, _, true) => Format::Wide,
-        _ => Format::Table,
+    let listing = match args.format.listing(args.limit, as_json) {
+        listing if only_ids && !listing.is_json() => Listing::new(args.limit, Format::Ids),
+        listing => listing,
     };
     let filter = WorkloadFilter { unfinished: !args.all, ..WorkloadFilter::default() };
-    workloads(connection, filter, Listing::new(args.limit, format)).await
+    workloads(connection, filter, listing).await
 }
 
 async fn workloads(connection: &Connection, filter: WorkloadFilter, listing: Listing) -> anyhow::Result<()> {
-    let row = |workload: &Workload| workload_row(workload, listing.is_wide());
+    let is_wide = listing.is_wide();
+    let row = |workload: &Workload| workload_row(workload, is_wide);
     listing.short().print(queries::workloads(connection, filter), json::workload, WORKLOADS, row).await
 }
 
