@@ -7,6 +7,7 @@ mod clear_cache;
 mod config;
 mod delete;
 mod demand;
+mod doctor;
 mod download;
 mod exec;
 mod explain;
@@ -49,6 +50,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Up(args) => return cluster::up(args, ui, global.json).await,
         Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
         Command::Status(args) => return status::status(args, global).await,
+        Command::Doctor => return doctor::doctor(global.json),
         Command::Config(args) => return config::config(args, global, ui).map(|()| 0),
         Command::Completion(args) => return manual::completion(args).map(|()| 0),
         Command::Man(args) => return manual::manual(args).map(|()| 0),
@@ -114,7 +116,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) => {}
         Command::Wait(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
-        Command::Config(_) | Command::Completion(_) | Command::Man(_) => {}
+        Command::Config(_) | Command::Completion(_) | Command::Man(_) | Command::Doctor => {}
     }
     Ok(())
 }

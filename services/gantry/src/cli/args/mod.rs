@@ -54,6 +54,10 @@ Examples:
   gantry ps
   gantry help run";
 
+const DOCTOR_HELP: &str = "\
+Makes the tests that a worker makes when it starts, also while a cluster runs. Like a worker, it sets up forwarding and the packet filter of \
+private networks. Exits with 1 if no container can run.";
+
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
@@ -202,6 +206,9 @@ pub(crate) enum Command {
     Down(DownArgs),
     /// Show the services, workers, workloads, queue and transfers of the cluster
     Status(StatusArgs),
+    /// Check what this machine allows for a cluster on it, and say what to change
+    #[command(after_help = DOCTOR_HELP)]
+    Doctor,
     /// Name clusters, and select one
     Config(ConfigArgs),
     /// Print a script that completes commands and options in a shell

@@ -32,6 +32,7 @@
 
 mod capabilities;
 mod cgroups;
+mod checks;
 mod config;
 mod containers;
 mod devices;
@@ -77,6 +78,7 @@ use crate::util::keyed_locks::lock;
 
 use capabilities::{ALL_LIMITS, capabilities, private_network};
 use cgroups::Cgroups;
+pub use checks::{Check, Verdict, checks};
 pub use config::HostConfig;
 use config::prepared;
 use filesystem::at;
