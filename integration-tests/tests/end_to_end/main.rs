@@ -2,6 +2,7 @@
 //!
 //! Slow tests that rarely fail are ignored by default. `make full` runs them.
 
+mod at_home;
 mod caches;
 mod client_docs;
 mod closed_output;

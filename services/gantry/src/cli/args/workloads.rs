@@ -40,6 +40,15 @@ pub(crate) struct LogsArgs {
     /// Print the output of this service instead of that of the command, until the service ends
     #[arg(long, value_name = "NAME")]
     pub(crate) service: Option<String>,
+    /// Accepted for users of other tools. The output is always followed
+    #[arg(short, long, hide = true)]
+    pub(crate) follow: bool,
+    /// Rejected with the command to use instead.
+    #[arg(short = 'n', long, value_name = "LINES", hide = true, value_parser = values::no_tail)]
+    pub(crate) tail: Option<String>,
+    /// Rejected with the reason.
+    #[arg(long, value_name = "TIME", hide = true, value_parser = values::no_since)]
+    pub(crate) since: Option<String>,
 }
 
 /// Arguments of `gantry watch`.
