@@ -1,5 +1,5 @@
-//! `gantry completion` and `gantry man`: scripts for shells and manual pages, from the definition of
-//! the command line.
+//! `gantry completion` and `gantry man`: scripts for shells and manual pages, from the definition
+//! of the command line.
 
 use anyhow::Context;
 use clap::CommandFactory;

@@ -6,6 +6,8 @@ mod caches;
 mod containers;
 mod images;
 mod imports;
+#[cfg(test)]
+mod json_tests;
 mod leases;
 mod names;
 mod orphans;

@@ -1,7 +1,7 @@
 //! Checks of what this machine allows, for people who prepare a machine.
 //!
-//! `gantry doctor` calls [`checks`]. Each check is the test that the runtime makes when it opens, so
-//! a passed check and a capability of the worker mean the same.
+//! `gantry doctor` calls [`checks`]. Each check is the test that the runtime makes when it opens,
+//! so a passed check and a capability of the worker mean the same.
 
 use std::fs;
 use std::io;
@@ -59,8 +59,8 @@ const MIN_FREE_BYTES: u64 = 1 << 30;
 
 /// Checks this machine for a worker whose state directory is `state_dir`, which need not exist.
 ///
-/// Creates a directory beside the state, and removes it. Sets up forwarding and the packet filter of
-/// private networks, as a worker does. Blocks on the disk and the kernel.
+/// Creates a directory beside the state, and removes it. Sets up forwarding and the packet filter
+/// of private networks, as a worker does. Blocks on the disk and the kernel.
 #[must_use]
 pub fn checks(state_dir: &Path) -> Vec<Check> {
     let user = user();
