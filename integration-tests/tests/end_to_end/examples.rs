@@ -78,11 +78,9 @@ fn run(cluster: &Cluster, tools: &Path, commands: &[String]) {
         let command = command
             .replace("sleep 60", "sleep 1")
             .replace("artifact:0197c1a2-0000-7000-8000-000000000000:ro", "artifact:$words:ro")
-            .replace("data/file", "data/words")
-            .replace("download ARTIFACT", "download $(made long)");
+            .replace("data/file", "data/words");
         let script = format!(
             "{ready}; words=$(mkdir -p w && cp words w && gantry upload -q w)
-             made() {{ gantry show workload \"$1\" --json | python3 -c 'import json, sys; print(json.load(sys.stdin)[\"outputs\"][0][\"artifact_id\"])'; }}
              [ -f ../id ] && id=$(cat ../id)
              {command}
              [ -z \"${{id:-}}\" ] || echo \"$id\" > ../id"

@@ -101,6 +101,37 @@ fn artifact_is_found_by_short_id() {
 }
 
 #[test]
+fn output_is_found_by_its_workload() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let script = "mkdir report/d; echo text > report/d/log";
+    cluster.succeed(["run", "-q", "--name", "build", "-o", "report", "--", "sh", "-c", script]);
+    assert_eq!(text(&cluster, ["cat", "build:report", "d/log"]), "text\n");
+    cluster.succeed(["cp", "last:report", "whole"]);
+    assert_eq!(fs::read_to_string(cluster.path("whole/d/log")).expect("copied"), "text\n");
+    cluster.succeed(["cp", "build:report/d/log", "one"]);
+    cluster.succeed(["cp", "build:report/d/log", "whole"]);
+    for copy in ["one", "whole/log"] {
+        assert_eq!(fs::read_to_string(cluster.path(copy)).expect("copied"), "text\n");
+    }
+    for (source, why) in [
+        ("build:other", "the workload has no such output; its outputs: report"),
+        ("build:report/none", "cannot copy none of build:report to \"new\""),
+        ("report", "write WORKLOAD:OUTPUT"),
+    ] {
+        let refused = cluster.output(["cp", source, "new"]);
+        assert_eq!(code(&refused), 125, "{}", describe(&refused));
+        assert!(stderr(&refused).contains(why), "{}", describe(&refused));
+    }
+    let left: Vec<_> = fs::read_dir(cluster.path("")).expect("listed").flatten().collect();
+    let left = left.iter().filter(|entry| entry.file_name().to_string_lossy().starts_with("new"));
+    assert_eq!(left.count(), 0, "no part of a file is left");
+    cluster.succeed(["down", "--force"]);
+}
+
+#[test]
 fn variables_are_read_from_file() {
     if !may_run_containers() {
         return;

@@ -271,14 +271,46 @@ pub(crate) fn workload(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks the id of an artifact, or the beginning of one.
+/// Checks the id of an artifact, the beginning of one, or `WORKLOAD:OUTPUT`.
 pub(crate) fn artifact(text: &str) -> Result<String, String> {
-    match name::id_range(text) {
-        Some(_) => Ok(text.to_owned()),
-        None => {
-            Err("write an id, or its first 4 digits or more; `gantry list artifacts` lists them".to_owned())
-        }
+    match text.split_once(':') {
+        Some((of, output)) if !output.is_empty() => workload(of).map(|_| text.to_owned()),
+        None if name::id_range(text).is_some() => Ok(text.to_owned()),
+        _ => Err(
+            "write an id, its first 4 digits or more, or WORKLOAD:OUTPUT; `gantry list artifacts` lists artifacts"
+                .to_owned(),
+        ),
     }
+}
+
+/// File or output of a workload, as `gantry cp` names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CopySource {
+    /// Reference to the artifact: `WORKLOAD:OUTPUT`, or an id.
+    pub(crate) artifact: String,
+    /// Path of a file in the artifact. `None`: the whole artifact.
+    pub(crate) path: Option<PathBuf>,
+}
+
+/// Parses `WORKLOAD:OUTPUT`, `WORKLOAD:OUTPUT/PATH` or `ARTIFACT:/PATH`.
+fn copy_source(text: &OsStr) -> Result<CopySource, String> {
+    let bytes = text.as_bytes();
+    let Some(colon) = bytes.iter().position(|byte| *byte == b':') else {
+        return Err(
+            "write WORKLOAD:OUTPUT or WORKLOAD:OUTPUT/PATH; to send files to a running container, use \
+                    `gantry exec -i WORKLOAD -- tar -xf - < FILE`"
+                .to_owned(),
+        );
+    };
+    let slash = bytes[colon..].iter().position(|byte| *byte == b'/').map_or(bytes.len(), |at| colon + at);
+    let whole = if slash == colon + 1 { &bytes[..colon] } else { &bytes[..slash] };
+    let reference = std::str::from_utf8(whole).map_err(|_| "the name of the output must be UTF-8")?;
+    let path = bytes.get(slash + 1..).filter(|path| !path.is_empty()).map(self::path);
+    Ok(CopySource { artifact: artifact(reference)?, path })
+}
+
+pub(crate) fn copy_source_parser() -> impl TypedValueParser<Value = CopySource> {
+    OsStringValueParser::new().try_map(|text| copy_source(&text))
 }
 
 /// Checks the name of a new workload.
@@ -428,11 +460,29 @@ mod tests {
             assert_eq!(workload(reference).as_deref(), Ok(reference));
         }
         assert_eq!(artifact("01a2").as_deref(), Ok("01a2"));
-        assert!(artifact("build-3").is_err());
+        assert_eq!(artifact("build-3:report").as_deref(), Ok("build-3:report"));
+        for wrong in ["build-3", "build-3:", "a b:report", ":report"] {
+            assert!(artifact(wrong).is_err(), "{wrong}");
+        }
         assert!(workload("a b").expect_err("refused").contains("gantry ps -a"));
         assert_eq!(workload_name("build-3").as_deref(), Ok("build-3"));
         for wrong in ["last", ID, "a b", ""] {
             assert!(workload_name(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn copy_source_is_output_or_file() {
+        let parse = |text: &str| copy_source(OsStr::new(text));
+        let is = |artifact: &str, path: Option<&str>| {
+            Ok(CopySource { artifact: artifact.to_owned(), path: path.map(PathBuf::from) })
+        };
+        assert_eq!(parse("build:report"), is("build:report", None));
+        assert_eq!(parse("build:report/"), is("build:report", None));
+        assert_eq!(parse("build:report/a/b"), is("build:report", Some("a/b")));
+        assert_eq!(parse(&format!("{ID}:/a")), is(ID, Some("a")));
+        for wrong in ["report", "./report", "build:", ":report", "build:/a"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -7,9 +7,10 @@
 use anyhow::bail;
 use domain::{ArtifactId, WorkloadId};
 use rpc::pb::artifacts::{Artifact, ListArtifactsRequest};
-use rpc::pb::scheduler::{FindRequest, Workload};
+use rpc::pb::scheduler::{FindRequest, Workload, WorkloadState};
 
 use crate::client::connect::{Connection, repeat};
+use crate::client::queries;
 use crate::render::labels;
 use crate::render::listing::{abbreviate, without_empty};
 use crate::render::table::{bytes, plain};
@@ -46,8 +47,8 @@ pub(crate) async fn workload_id(
     }
 }
 
-/// Returns the id of the artifact whose id begins with `reference`. `doing` is the verb for the
-/// error text.
+/// Returns the id of the artifact whose id begins with `reference`, or of the output
+/// `WORKLOAD:OUTPUT`. `doing` is the verb for the error text.
 pub(crate) async fn artifact_id(
     connection: &Connection,
     doing: &str,
@@ -55,6 +56,9 @@ pub(crate) async fn artifact_id(
 ) -> anyhow::Result<ArtifactId> {
     if let Ok(id) = reference.parse() {
         return Ok(id);
+    }
+    if let Some((workload, output)) = reference.split_once(':') {
+        return output_of(connection, doing, workload, output).await;
     }
     let request = ListArtifactsRequest {
         team: connection.team.clone(),
@@ -77,6 +81,29 @@ pub(crate) async fn artifact_id(
             list(&["ID", "STATE", "SIZE", "AGE", "LABEL"], several.iter().map(artifact_row).collect())
         ),
     }
+}
+
+/// Returns the id of the artifact of an output.
+async fn output_of(
+    connection: &Connection,
+    doing: &str,
+    reference: &str,
+    output: &str,
+) -> anyhow::Result<ArtifactId> {
+    let failed = format!("cannot {doing} output {output:?} of workload {reference}");
+    let workload = queries::workload(connection, &format!("{doing} an output of"), reference).await?;
+    let published = workload.outputs.iter().find(|published| published.name == output);
+    if let Some(published) = published {
+        return Ok(published.artifact_id.parse()?);
+    }
+    if workload.state() != WorkloadState::Finished {
+        bail!(
+            "{failed}: the workload has not ended; `gantry exec {reference} -- cat PATH` reads a file of its container"
+        );
+    }
+    let names: Vec<_> = workload.outputs.iter().map(|published| published.name.as_str()).collect();
+    let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    bail!("{failed}: the workload has no such output; its outputs: {names}")
 }
 
 fn number(listed: usize, more: bool) -> String {

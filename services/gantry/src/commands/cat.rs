@@ -1,9 +1,9 @@
-//! `gantry cat`: prints one file of an artifact.
+//! `gantry cat` and `gantry cp`: one file of an artifact, printed or copied.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, bail};
 use base64::engine::general_purpose::STANDARD;
@@ -14,24 +14,65 @@ use serde_json::json;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::cli::args::CatArgs;
+use crate::cli::args::{AllowArgs, CatArgs, CpArgs};
 use crate::client::connect::TRANSFER_TRIES;
 use crate::client::connect::{Connection, Pause};
 use crate::client::references::artifact_id;
 use crate::ending::error::{Interrupted, Refused, is_transient};
 use crate::ending::exit_code;
-use crate::render::stdout::write_all;
-use crate::transfer::download::locate;
+use crate::render::stdout::{print_json, write_all};
+use crate::render::ui::Ui;
+use crate::transfer::download::{Downloader, locate};
 
-/// Prints the bytes of the file. As JSON, prints one object with the bytes in base64.
+/// Executes `gantry cat`. As JSON, prints one object with the bytes in base64.
 pub(crate) async fn cat(args: &CatArgs, connection: &Connection, as_json: bool) -> anyhow::Result<()> {
     use std::os::unix::ffi::OsStrExt;
     let path = Path::new(&args.path);
     let doing = || format!("cannot read {} of artifact {}", path.display(), args.artifact);
     let within = within(path).with_context(doing)?;
     let artifact = artifact_id(connection, "read", &args.artifact).await?;
-    let printed = print(artifact, within.as_os_str().as_bytes(), connection, as_json).await;
+    let target = Target::Stdout { as_json };
+    let printed = transfer(artifact, within.as_os_str().as_bytes(), connection, &target).await;
     printed.with_context(doing)
+}
+
+/// Executes `gantry cp`.
+pub(crate) async fn cp(args: &CpArgs, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let CpArgs { source, target } = args;
+    let artifact = artifact_id(connection, "copy", &source.artifact).await?;
+    let Some(path) = &source.path else {
+        let progress = ui.progress("downloading");
+        let allow = AllowArgs::default();
+        let downloader = Downloader { connection, ui, replace: false, allow, progress };
+        let downloaded = downloader.download(artifact, &source.artifact, target, None).await?;
+        return if as_json { print_json(&downloaded.details) } else { Ok(()) };
+    };
+    let path = within(path)?;
+    let target = match path.file_name() {
+        Some(name) if target.is_dir() => target.join(name),
+        _ => target.clone(),
+    };
+    let doing = || format!("cannot copy {} of {} to {target:?}", path.display(), source.artifact);
+    // A reader of the target never sees a part of the file.
+    let mut temporary = target.clone().into_os_string();
+    temporary.push(format!(".gantry-{}", domain::TransferId::new()));
+    let temporary = PathBuf::from(temporary);
+    let copied = transfer(artifact, path.as_os_str().as_bytes(), connection, &Target::File(&temporary)).await;
+    let copied = copied.and_then(|()| Ok(std::fs::rename(&temporary, &target)?));
+    if copied.is_err() {
+        // The file may not exist yet.
+        _ = std::fs::remove_file(&temporary);
+    }
+    copied.with_context(doing)
+}
+
+/// Where a file is written.
+enum Target<'a> {
+    /// Standard output, as bytes or as a JSON document.
+    Stdout { as_json: bool },
+    /// A new file.
+    File(&'a Path),
 }
 
 /// Makes a path relative to the root of the artifact.
@@ -53,14 +94,14 @@ fn within(path: &Path) -> anyhow::Result<&Path> {
     }
 }
 
-async fn print(
+async fn transfer(
     artifact: domain::ArtifactId,
     path: &[u8],
     connection: &Connection,
-    as_json: bool,
+    target: &Target<'_>,
 ) -> anyhow::Result<()> {
     let mut transfer =
-        FileTransfer { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
+        FileTransfer { artifact, path, connection, target, avoid: Vec::new(), out: None, received: 0 };
     let mut pause = Pause::default();
     let mut read = transfer.attempt().await;
     for _ in 1..TRANSFER_TRIES {
@@ -82,10 +123,10 @@ struct FileTransfer<'a> {
     artifact: domain::ArtifactId,
     path: &'a [u8],
     connection: &'a Connection,
-    as_json: bool,
+    target: &'a Target<'a>,
     /// Gateways that were tried.
     avoid: Vec<String>,
-    out: Option<StdoutWriter>,
+    out: Option<Writer>,
     /// Number of received bytes.
     received: u64,
 }
@@ -104,7 +145,7 @@ impl FileTransfer<'_> {
         let size = first.size_bytes;
         let out = match &mut self.out {
             Some(out) => out,
-            none => none.insert(StdoutWriter::start(self.artifact, self.path, size, self.as_json)?),
+            none => none.insert(Writer::start(self.artifact, self.path, size, self.target)?),
         };
         if out.size != size {
             bail!("the file on this worker differs from the one on the worker before");
@@ -131,17 +172,25 @@ impl FileTransfer<'_> {
     }
 }
 
-/// Writer of the file to standard output.
-struct StdoutWriter {
+/// Writer of the file to its target.
+struct Writer {
     size: u64,
     pieces: mpsc::Sender<bytes::Bytes>,
     writing: JoinHandle<io::Result<()>>,
 }
 
-impl StdoutWriter {
-    fn start(artifact: domain::ArtifactId, path: &[u8], size: u64, as_json: bool) -> anyhow::Result<Self> {
+impl Writer {
+    fn start(
+        artifact: domain::ArtifactId,
+        path: &[u8],
+        size: u64,
+        target: &Target<'_>,
+    ) -> anyhow::Result<Self> {
         let (pieces, queue) = mpsc::channel::<bytes::Bytes>(8);
-        let file = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+        let (file, as_json) = match target {
+            Target::Stdout { as_json } => (File::from(io::stdout().as_fd().try_clone_to_owned()?), *as_json),
+            Target::File(path) => (File::create_new(path)?, false),
+        };
         let about = as_json.then(|| {
             let path = String::from_utf8_lossy(path);
             json!({ "artifact_id": artifact.to_string(), "path": path, "size_bytes": size }).to_string()
@@ -160,7 +209,7 @@ impl StdoutWriter {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 Err(Interrupted(exit_code::PIPE).into())
             }
-            result => result.context("cannot write to standard output"),
+            result => result.context("cannot write the file"),
         }
     }
 }

@@ -97,6 +97,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Upload(args) => upload::upload(connection, ui, args, as_json).await?,
         Command::Download(args) => download::download(connection, ui, args, as_json).await?,
         Command::Cat(args) => cat::cat(args, connection, as_json).await?,
+        Command::Cp(args) => cat::cp(args, connection, ui, as_json).await?,
         Command::Kill(args) => logs::kill(args, connection, ui, as_json).await?,
         Command::Ps(args) => list::ps(connection, args, global.quiet, as_json).await?,
         Command::List(args) => list::list(connection, args, as_json).await?,

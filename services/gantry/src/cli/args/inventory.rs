@@ -182,7 +182,7 @@ pub(crate) struct DeleteArgs {
 possible until the store requests the destruction of the bytes, which happens soon. Artifacts of `gantry upload --inline` can be \
 restored for a day.")]
 pub(crate) struct UndeleteArgs {
-    /// Id of the artifact, or the beginning of its id
+    /// Id of the artifact, the beginning of its id, or `WORKLOAD:OUTPUT`
     #[arg(value_name = "ARTIFACT", value_parser = values::artifact)]
     pub(crate) artifact: String,
     /// Time for which the restored artifact is kept at least

@@ -24,7 +24,9 @@ pub(crate) use self::inventory::{
     UndeleteArgs,
 };
 pub(crate) use self::run::{KindArg, NetworkArg, RunArgs};
-pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, PullArgs, ScanArgs, UploadArgs};
+pub(crate) use self::transfers::{
+    AllowArgs, CatArgs, CpArgs, DownloadArgs, PullArgs, ScanArgs, UploadArgs,
+};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{
     AttachArgs, CancelArgs, ExplainArgs, KillArgs, LogsArgs, WaitArgs, WatchArgs,
@@ -162,6 +164,8 @@ pub(crate) enum Command {
     Download(DownloadArgs),
     /// Print one file of an artifact
     Cat(CatArgs),
+    /// Copy an output of a workload, or one of its files, to this machine
+    Cp(CpArgs),
 
     /// List the workloads that wait or run
     Ps(PsArgs),

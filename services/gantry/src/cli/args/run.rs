@@ -359,7 +359,7 @@ Examples:
   # Run in the background, follow the output, and download the result:
   gantry run -d --name long -i src=. -o out -- src/long.sh
   gantry logs long
-  gantry show workload long; gantry download ARTIFACT ./out";
+  gantry show workload long; gantry cp long:out ./out";
 
 /// Purpose of a workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]

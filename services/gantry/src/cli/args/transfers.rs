@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::cli::values::{self, ImageArg};
+use crate::cli::values::{self, CopySource, ImageArg};
 
 /// Rules for scanning a directory before an upload.
 #[derive(Debug, Clone, Default, Args)]
@@ -92,7 +92,7 @@ pub(crate) struct UploadArgs {
 /// Arguments of `gantry download`.
 #[derive(Debug, Args)]
 pub(crate) struct DownloadArgs {
-    /// Id of the artifact, or the beginning of its id
+    /// Id of the artifact, the beginning of its id, or `WORKLOAD:OUTPUT`
     #[arg(value_name = "ARTIFACT", value_parser = values::artifact)]
     pub(crate) artifact: String,
     /// Directory to write into. It is created if it does not exist
@@ -108,7 +108,7 @@ pub(crate) struct DownloadArgs {
 /// Arguments of `gantry cat`.
 #[derive(Debug, Args)]
 pub(crate) struct CatArgs {
-    /// Id of the artifact, or the beginning of its id
+    /// Id of the artifact, the beginning of its id, or `WORKLOAD:OUTPUT`
     #[arg(value_name = "ARTIFACT", value_parser = values::artifact)]
     pub(crate) artifact: String,
     /// Path of the file, relative to the root of the artifact. Symbolic links are not followed
@@ -130,4 +130,22 @@ pub(crate) struct PullArgs {
     /// Platform of the image, such as `linux/arm64`. Default: that of the streamer
     #[arg(long, value_name = "PLATFORM", value_parser = values::platform)]
     pub(crate) platform: Option<images::Platform>,
+}
+
+/// Arguments of `gantry cp`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A whole output is merged into the directory TARGET, as by `gantry download`. A file is written to TARGET, or into TARGET if that is a \
+directory. Outputs exist when the workload has ended; before that, use `gantry exec WORKLOAD -- cat PATH`.
+
+Examples:
+  gantry cp last:report ./out
+  gantry cp build:report/log build.log")]
+pub(crate) struct CpArgs {
+    /// Output, or file of an output: `WORKLOAD:OUTPUT`, `WORKLOAD:OUTPUT/PATH` or `ARTIFACT:/PATH`
+    #[arg(value_name = "SOURCE", value_parser = values::copy_source_parser())]
+    pub(crate) source: CopySource,
+    /// Directory or file on this machine
+    #[arg(value_name = "TARGET")]
+    pub(crate) target: PathBuf,
 }
