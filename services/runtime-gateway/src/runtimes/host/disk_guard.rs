@@ -30,8 +30,11 @@ use crate::util::blocking::blocking;
 use crate::util::disk_reserve;
 use crate::util::keyed_locks::lock;
 
-/// Poll interval of the free space.
+/// Poll interval of the free space while a process runs.
 const INTERVAL: Duration = Duration::from_secs(1);
+/// Poll interval of the free space while no process runs. Only root layers of ended containers can
+/// be deleted then.
+const IDLE_INTERVAL: Duration = Duration::from_secs(30);
 /// Reserved inodes of the file system, as a fraction: 1/100.
 const FREE_INODES: u64 = 100;
 
@@ -82,6 +85,7 @@ impl HostRuntime {
                 tracing::warn!(error = error_chain(&error), "cannot keep the disk free");
             }
             tokio::time::sleep(INTERVAL).await;
+            _ = tokio::time::timeout(IDLE_INTERVAL, self.host.until_any_runs()).await;
         }
     }
 

@@ -19,8 +19,10 @@ use super::supervisor_protocol::Request;
 use super::{Host, HostRuntime};
 use crate::util::blocking::blocking;
 
-/// Poll interval of the available memory.
+/// Poll interval of the available memory while a process runs.
 const INTERVAL: Duration = Duration::from_millis(250);
+/// Number of polls until the guard checks whether a process still runs.
+const POLLS: usize = 20;
 /// Reserved memory, as a fraction of all memory: 1/32.
 const AVAILABLE: u64 = 32;
 /// Limit of the reserved memory, in bytes.
@@ -41,21 +43,24 @@ impl HostRuntime {
     /// never completes.
     pub async fn guard_available_memory(self: Arc<Self>, reserve: u64) {
         loop {
-            let host = Arc::clone(&self.host);
-            let done = match blocking(move || host.choose_to_end_for_memory(reserve)).await {
-                Ok(None) => Ok(()),
-                Ok(Some((id, bytes))) => {
-                    let kept = format!("{} MiB", bytes >> 20);
-                    tracing::warn!(process.id = %id, kept, "ending the container that holds the most memory of the machine");
-                    self.end_for_memory(id).await
+            self.host.until_any_runs().await;
+            for _ in 0..POLLS {
+                if let Err(error) = self.keep_available(reserve).await {
+                    tracing::warn!(error = error_chain(&error), "cannot keep memory available");
                 }
-                Err(error) => Err(error),
-            };
-            if let Err(error) = done {
-                tracing::warn!(error = error_chain(&error), "cannot keep memory available");
+                tokio::time::sleep(INTERVAL).await;
             }
-            tokio::time::sleep(INTERVAL).await;
         }
+    }
+
+    async fn keep_available(&self, reserve: u64) -> Result<(), RuntimeError> {
+        let host = Arc::clone(&self.host);
+        let Some((id, bytes)) = blocking(move || host.choose_to_end_for_memory(reserve)).await? else {
+            return Ok(());
+        };
+        let kept = format!("{} MiB", bytes >> 20);
+        tracing::warn!(process.id = %id, kept, "ending the container that holds the most memory of the machine");
+        self.end_for_memory(id).await
     }
 
     async fn end_for_memory(&self, process: ProcessId) -> Result<(), RuntimeError> {

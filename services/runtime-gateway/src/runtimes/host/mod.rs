@@ -89,10 +89,10 @@ use state_lock::StateLock;
 
 /// Time for which a process may run before the first contact.
 const STOP_AFTER: Duration = Duration::from_secs(600);
-/// Interval of the check whether the packet filter exists.
+/// Interval of the check whether the packet filter exists while a process runs.
 const FILTER_LOOK: Duration = Duration::from_secs(2);
 /// Interval of the check whether another gateway has taken the state directory over.
-const LOOK: Duration = Duration::from_millis(200);
+const LOOK: Duration = Duration::from_secs(1);
 /// Pause before the name server is restarted after a failure.
 const NAMES_PAUSE: Duration = Duration::from_secs(5);
 
@@ -191,11 +191,12 @@ impl HostRuntime {
         );
     }
 
-    /// Restores the packet filter of private networks when another program has removed it. The
-    /// future never completes.
+    /// Restores the packet filter of private networks when another program has removed it while a
+    /// process runs. The start of a container restores it too. The future never completes.
     async fn keep_filter(self: Arc<Self>) {
         let mut known = network::uplinks();
         while let Some(pool) = self.host.network_pool {
+            self.host.until_any_runs().await;
             let looked = blocking(move || {
                 let kept = network::keep_filter(pool, &mut known);
                 Ok::<_, RuntimeError>((kept, known))

@@ -9,6 +9,7 @@ use std::time::Duration;
 use domain::worker::StoreMark;
 use domain::{ContainerHandle, MarkerId, ProcessId, VolumeHandle};
 use runtime::{Disk, RuntimeError};
+use tokio::sync::watch;
 
 use super::capabilities::private_network;
 use super::cgroups::Cgroups;
@@ -41,6 +42,8 @@ pub(super) struct Host {
     pub(super) locks: Locks,
     /// The container of each process.
     pub(super) processes: Mutex<HashMap<ProcessId, ContainerHandle>>,
+    /// Changes when a process is added.
+    pub(super) process_added: watch::Sender<()>,
     /// Volumes that a container writes to through a separate mount, with their process, which may
     /// have ended.
     pub(super) written: Mutex<HashMap<VolumeHandle, ProcessId>>,
@@ -74,6 +77,7 @@ impl Host {
             network_pool: private_network(&config.policy),
             locks: Locks::new(),
             processes: Mutex::default(),
+            process_added: watch::Sender::default(),
             written: Mutex::default(),
             settling: Mutex::default(),
             contact: Mutex::default(),

@@ -205,6 +205,25 @@ async fn container_holding_most_memory_is_ended() {
 }
 
 #[tokio::test]
+async fn start_of_process_wakes_memory_guard() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let guard = subject.host().guard_available_memory(u64::MAX);
+    let greedy = async {
+        let greedy = runtime.made(container()).await;
+        let keep = "head -c 100000000 /dev/zero > /dev/shm/file; exec sleep 600";
+        runtime.ended(runtime.started(greedy, shell(keep)).await).await
+    };
+    let ended = tokio::select! {
+        // The guard waits before the process is started.
+        biased;
+        () = guard => panic!("the guard runs forever"),
+        ended = greedy => ended,
+    };
+    assert!(matches!(ended, Ended::Exited { exit: Exit::OutOfMemory, stopped: false }), "{ended:?}");
+}
+
+#[tokio::test]
 async fn container_without_limit_cannot_take_all_memory() {
     if HostSubject::new().is_none() {
         return;

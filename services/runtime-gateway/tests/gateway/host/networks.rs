@@ -244,6 +244,8 @@ async fn flushed_filter_is_restored() {
     assert!(text.contains("10.214.7.0/24") && text.matches("reject").count() >= 4, "{text}");
 
     // Running containers get the filter back soon.
+    let running = runtime.made(container()).await;
+    runtime.started(running, shell("exec sleep 600")).await;
     nft("delete").expect("run nft");
     let is_there = async {
         while !nft("list").is_ok_and(|listed| listed.status.success()) {
@@ -255,6 +257,7 @@ async fn flushed_filter_is_restored() {
         made = tokio::time::timeout(Duration::from_secs(30), is_there) => made.expect("it is made again"),
     }
     _ = nft("delete");
+    runtime.destroy_container(running).await.expect("destroy");
 }
 
 #[tokio::test]

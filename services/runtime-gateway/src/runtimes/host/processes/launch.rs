@@ -176,7 +176,10 @@ impl Host {
     ) -> Result<(), RuntimeError> {
         let launched = self.launch(process, place, spec, range);
         match &launched {
-            Ok(()) => _ = lock(&self.processes).insert(process.id, process.container),
+            Ok(()) => {
+                lock(&self.processes).insert(process.id, process.container);
+                self.process_added.send_replace(());
+            }
             // A gateway that took over may have replaced the files of the process.
             Err(_) if !self.hold.is_ours()? => {}
             Err(_) => self.undo_start(process)?,

@@ -350,6 +350,33 @@ impl Host {
         }
     }
 
+    /// Resolves when a process may be running: at once, or when one is started.
+    ///
+    /// Loops that protect running containers wait for it, so that an idle worker does not wake up.
+    pub(super) async fn until_any_runs(self: &Arc<Self>) {
+        let mut added = self.process_added.subscribe();
+        loop {
+            added.mark_unchanged();
+            let host = Arc::clone(self);
+            if blocking(move || Ok::<_, RuntimeError>(host.may_any_run())).await.unwrap_or(true) {
+                return;
+            }
+            // The host keeps the sender.
+            _ = added.changed().await;
+        }
+    }
+
+    /// Whether a process has no record of its end. A process whose supervisor was killed has none
+    /// until it is settled.
+    fn may_any_run(&self) -> bool {
+        let all = lock(&self.processes).clone();
+        all.into_iter().any(|(id, container)| {
+            let process = Process::new(self, container, id);
+            let has_ended = [paths::END, paths::REVOKED].map(|name| process.exists(name).unwrap_or(false));
+            has_ended == [false, false]
+        })
+    }
+
     async fn watch_to_the_end(&self, process: &Process) -> io::Result<()> {
         let mut connection = self.sockets.connect(&process.id.to_string()).await?;
         connection.progress(&Request::AwaitEnd).await?;
