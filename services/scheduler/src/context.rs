@@ -11,12 +11,15 @@ use tokio_util::task::TaskTracker;
 use crate::config::Config;
 use crate::notify::Notifier;
 use crate::notify::changes::Effects;
+use crate::poll::PollTicks;
 
 /// Shared handles of the service. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Context {
     pub(crate) db: Database,
     pub(crate) config: Arc<Config>,
+    /// Ticks of the loops that poll the database.
+    pub(crate) ticks: PollTicks,
     pub(crate) notify: Notifier,
     /// Tasks that the service completes before it ends.
     pub(crate) tasks: TaskTracker,

@@ -45,6 +45,8 @@ mod counters;
 
 mod config;
 
+mod poll;
+
 mod notify;
 
 mod outbox;
@@ -82,6 +84,7 @@ use crate::db::entity::signing_key;
 use crate::lifecycle::Lifecycle;
 use crate::notify::Notifier;
 use crate::notify::cluster::ClusterNotifier;
+use crate::poll::PollTicks;
 use crate::scheduling::Dispatcher;
 use crate::store_client::delivery::Delivery;
 
@@ -150,7 +153,8 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
     let cluster = config.share_notifications.then(ClusterNotifier::new);
     let (notify, parcels) = Notifier::new(dispatch.workers.desired.clone(), cluster.clone());
-    let context = Context { db, config, notify, tasks: host.tasks(), stopping: host.stopping() };
+    let ticks = PollTicks::start(&config, is_only_replica);
+    let context = Context { db, config, ticks, notify, tasks: host.tasks(), stopping: host.stopping() };
     let (heartbeats, received_heartbeats) = lifecycle::heartbeat_batches::channel();
     let (registrations, received_registrations) = lifecycle::registration::channel();
     let lifecycle = Lifecycle::new(context.clone(), store.clone());

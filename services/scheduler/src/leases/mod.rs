@@ -548,6 +548,16 @@ pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Re
     Ok(expired.is_some())
 }
 
+/// Returns the time at which the next driven lease expires.
+pub(crate) async fn next_expiry(db: &impl ConnectionTrait) -> Result<Option<Timestamp>, DbErr> {
+    let next = lease::Entity::find()
+        .select_only()
+        .column_as(lease::Column::ExpiresAt.min(), "expires_at")
+        .filter(lease::is_granted())
+        .filter(lease::Column::ExpiresAt.is_not_null());
+    Ok(next.into_tuple::<Option<i64>>().one(db).await?.flatten().map(Timestamp))
+}
+
 /// Returns whether a driven lease is live, so that its pins in the artifact store are in use.
 pub(crate) async fn is_live_driven(db: &impl ConnectionTrait, lease: LeaseId) -> Result<bool, DbErr> {
     let lease = find(db, lease).await?;

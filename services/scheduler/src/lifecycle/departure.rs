@@ -27,6 +27,7 @@ use sea_orm::{
     ActiveModelTrait, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait,
     FromQueryResult, QueryFilter, QuerySelect, Set, Statement,
 };
+use tokio::time::{Instant, sleep_until};
 use uuid::Uuid;
 
 use crate::db::entity::lease::{self, StopReason};
@@ -454,8 +455,19 @@ async fn remove_from_store(lifecycle: &Lifecycle, worker: Uuid) -> Result<(), Db
         .await
 }
 
-/// Visits all cordoned or leaving workers once. Returns whether any of them may make progress soon.
-pub(crate) async fn depart_all(lifecycle: &Lifecycle, last_checks: &mut LastChecks) -> Result<bool, DbErr> {
+/// What a visit to the workers has left to do.
+pub(crate) struct Remaining {
+    /// Whether a cordoned or leaving worker may make progress soon.
+    pub(crate) is_any_leaving: bool,
+    /// Whether the store must still forget a worker, or a quarantine must end.
+    is_any_due: bool,
+}
+
+/// Visits all cordoned or leaving workers once.
+pub(crate) async fn depart_all(
+    lifecycle: &Lifecycle,
+    last_checks: &mut LastChecks,
+) -> Result<Remaining, DbErr> {
     let rows = departing(lifecycle.context.db.read()).await?;
     last_checks.retain(|worker, _| rows.iter().any(|row| row.id == *worker));
     let mut all = HashMap::new();
@@ -487,11 +499,14 @@ pub(crate) async fn depart_all(lifecycle: &Lifecycle, last_checks: &mut LastChec
     for worker in &untold {
         remove_from_store(lifecycle, *worker).await?;
     }
-    quarantine::end_quarantines(&lifecycle.context, Timestamp::now()).await?;
+    let is_any_quarantined = quarantine::end_quarantines(&lifecycle.context, Timestamp::now()).await?;
     // An attempt that a lost worker may still run can keep its lease forever.
     let waits =
         |row: &Model| row.state == State::Lost && all.get(&row.id).is_some_and(|load| load.leases > 0);
-    Ok(rows.iter().any(|row| !waits(row)))
+    Ok(Remaining {
+        is_any_leaving: rows.iter().any(|row| !waits(row)),
+        is_any_due: is_any_quarantined || !untold.is_empty(),
+    })
 }
 
 /// Visits cordoned and leaving workers until the service stops.
@@ -502,16 +517,21 @@ pub(crate) async fn depart_forever(lifecycle: Lifecycle) {
             () = lifecycle.context.stopping.cancelled() => return,
             visited = depart_all(&lifecycle, &mut last_checks) => visited,
         };
-        match visited {
-            Ok(any) => lifecycle.context.notify.local.any_leaving(any),
-            Err(error) => {
-                tracing::warn!(error = %error, "cannot read cordoned and leaving workers")
+        let (ticks, now) = (lifecycle.context.ticks, Instant::now());
+        let next = match visited {
+            Ok(Remaining { is_any_leaving, is_any_due }) => {
+                lifecycle.context.notify.local.any_leaving(is_any_leaving);
+                if is_any_leaving || is_any_due { ticks.after(now) } else { ticks.idle_after(now) }
             }
-        }
+            Err(error) => {
+                tracing::warn!(error = %error, "cannot read cordoned and leaving workers");
+                ticks.after(now)
+            }
+        };
         tokio::select! {
             () = lifecycle.context.stopping.cancelled() => return,
             () = lifecycle.context.notify.local.registry().notified() => {}
-            () = tokio::time::sleep(lifecycle.context.config.poll) => {}
+            () = sleep_until(next) => {}
         }
     }
 }

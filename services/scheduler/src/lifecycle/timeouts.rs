@@ -14,8 +14,10 @@ use std::time::Duration;
 use db::Database;
 use domain::Timestamp;
 use sea_orm::DbErr;
+use tokio::time::Instant;
 
 use crate::config::Config;
+use crate::context::Context;
 use crate::leases;
 use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
@@ -69,6 +71,8 @@ pub(crate) async fn expire(lifecycle: &Lifecycle) -> Result<(), DbErr> {
             .change(async |txn| {
                 let mut effects = Effects::default();
                 workers::mark_silent(&txn, &lifecycle.context.config, now, &mut effects).await?;
+                // A lost worker may be removed.
+                effects.registry = true;
                 Ok::<_, DbErr>(((), effects))
             })
             .await?;
@@ -77,19 +81,29 @@ pub(crate) async fn expire(lifecycle: &Lifecycle) -> Result<(), DbErr> {
     lifecycle.end_stranded_leases().await
 }
 
-/// Returns the time until the next deadline, at most one poll interval.
-async fn pause(lifecycle: &Lifecycle) -> Duration {
-    let poll = lifecycle.context.config.poll;
-    match workloads::next_deadline(lifecycle.context.db.read()).await {
-        Ok(Some(deadline)) => deadline.since(Timestamp::now()).min(poll),
-        Ok(None) | Err(_) => poll,
+/// Returns the time until which no deadline passes. A new deadline of a workload wakes the loop.
+/// The terms of leases and workers only grow, and new ones are longer.
+async fn quiet_until(lifecycle: &Lifecycle) -> Result<Instant, DbErr> {
+    let Context { db, config, ticks, .. } = &lifecycle.context;
+    let (now, at) = (Timestamp::now(), Instant::now());
+    let after = |deadline: Timestamp| at + deadline.since(now);
+    let next = workloads::next_deadline(db.read()).await?.map(after);
+    if !ticks.is_alone() {
+        // Terms are checked at each tick.
+        return Ok(next.into_iter().fold(ticks.after(at), Instant::min));
     }
+    let terms = [leases::next_expiry(db.read()).await?, workers::next_silence(db.read(), config).await?];
+    let terms = terms.into_iter().flatten().map(after).map(|term| term.max(ticks.after(at)));
+    let shortest = config.worker_ttl.min(config.lease_term);
+    let idle = ticks.idle_after(at).min(at + shortest / 2).max(ticks.after(at));
+    Ok(next.into_iter().chain(terms).fold(idle, Instant::min))
 }
 
 /// Handles expired deadlines until the service stops.
 pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
     // The start of the last pass that succeeded.
     let mut last_pass = Timestamp::now();
+    let mut quiet_until = Instant::now();
     loop {
         let now = Timestamp::now();
         let was_paused = now.since(last_pass) > longest_pause(&lifecycle.context.config);
@@ -100,7 +114,12 @@ pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
                 );
                 extend_terms(&lifecycle.context.db, &lifecycle.context.config, false).await?;
             }
-            expire(&lifecycle).await
+            if Instant::now() < quiet_until {
+                return lifecycle.end_stranded_leases().await;
+            }
+            expire(&lifecycle).await?;
+            quiet_until = self::quiet_until(&lifecycle).await?;
+            Ok(())
         };
         let result = tokio::select! {
             () = lifecycle.context.stopping.cancelled() => return,
@@ -109,7 +128,8 @@ pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
         let pause = match result {
             Ok(()) => {
                 last_pass = now;
-                pause(&lifecycle).await
+                let at = Instant::now();
+                lifecycle.context.ticks.after(at).min(quiet_until.max(at)).duration_since(at)
             }
             Err(error) => {
                 tracing::warn!(error = %error, "cannot handle expired deadlines");
@@ -118,7 +138,7 @@ pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
         };
         tokio::select! {
             () = lifecycle.context.stopping.cancelled() => return,
-            () = lifecycle.context.notify.local.timer().notified() => {}
+            () = lifecycle.context.notify.local.timer().notified() => quiet_until = Instant::now(),
             () = tokio::time::sleep(pause) => {}
         }
     }

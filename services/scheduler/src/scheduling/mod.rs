@@ -30,7 +30,7 @@ use domain::worker::LeaseClaims;
 use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tokio::time::{Instant, sleep_until};
 
 use crate::commit::{self, CommitResult, Grant, Plan};
 use crate::config::Config;
@@ -330,6 +330,11 @@ impl Dispatcher {
         Ok(done)
     }
 
+    /// Returns whether no request waits, so that only notifications and new requests matter.
+    fn is_idle(&self) -> bool {
+        self.waiters.is_empty() && self.queue().len() == 0
+    }
+
     /// Reads changed workers into the cache.
     async fn poll_workers(&mut self) -> Result<(), DbErr> {
         self.pass_needed |= self.cache.catch_up(&self.db).await?;
@@ -422,15 +427,18 @@ fn placed(plan: &Plan, done: &CommitResult) -> impl Iterator<Item = DecidedBy> {
 /// Serves requests until the service stops.
 pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, context: Context) {
     let notify = &context.notify;
-    let mut poll = interval(dispatcher.config.poll);
-    poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut requests, mut is_due, mut next_poll) = (Vec::new(), false, Instant::now());
+    let (mut requests, mut is_due, mut polled_at, mut is_current) = (Vec::new(), false, None, false);
     loop {
+        let next_poll = match polled_at {
+            None => Instant::now(),
+            Some(at) if is_current && dispatcher.is_idle() => context.ticks.idle_after(at),
+            Some(at) => context.ticks.after(at),
+        };
         let (next_end, none_held) = (dispatcher.waiters.next_end(), requests.is_empty());
         tokio::select! {
             biased;
             () = context.stopping.cancelled() => break,
-            at = poll.tick() => (is_due, next_poll) = (true, at + dispatcher.config.poll),
+            () = sleep_until(next_poll) => (is_due, polled_at) = (true, Some(Instant::now())),
             // Before notifications, which every pass processes. Requests are answered even if
             // notifications arrive continuously.
             () = std::future::ready(()), if !none_held => {}
@@ -460,6 +468,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, context: Contex
                 }
             }
         }
+        is_current = if is_due { caught_up } else { is_current };
         if let Some(error) = away {
             // Nothing can be granted, so pending requests fail immediately.
             dispatcher.take_requests(&mut requests);

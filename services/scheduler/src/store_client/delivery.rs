@@ -12,10 +12,10 @@ use domain::workload::Outcome;
 use domain::{Timestamp, error_chain};
 use rpc::Reason;
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
-    Statement,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QuerySelect, Statement,
 };
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::time::{Instant, sleep_until};
 use tracing::Instrument;
 use uuid::Uuid;
 
@@ -37,6 +37,8 @@ pub(crate) struct Delivery {
     permits: Arc<Semaphore>,
     /// Writes acknowledgements in batches.
     delivered: Batcher<Parcel, Result<Effects, DbErr>>,
+    /// Notified when a parcel is postponed.
+    postponed: Arc<Notify>,
 }
 
 impl Delivery {
@@ -46,7 +48,13 @@ impl Delivery {
             let db = db.clone();
             async move { record_delivered(&db, calls).await }
         });
-        Self { context, store, permits: Arc::new(Semaphore::new(MAX_CONCURRENT)), delivered }
+        Self {
+            context,
+            store,
+            permits: Arc::new(Semaphore::new(MAX_CONCURRENT)),
+            delivered,
+            postponed: Arc::default(),
+        }
     }
 }
 
@@ -99,6 +107,7 @@ pub(crate) async fn deliver(delivery: Delivery, mut parcel: Parcel) {
         if let Err(error) = postponed {
             tracing::debug!(error = %error, "cannot postpone a parcel; it is retried when its claim runs out");
         }
+        delivery.postponed.notify_one();
     }
 }
 
@@ -191,21 +200,35 @@ async fn remove_delivered(
     Ok(effects)
 }
 
+/// Parcels of the outbox that other tasks do not deliver now.
+enum Due {
+    Now(Vec<Parcel>),
+    /// The next parcel is due at this time.
+    At(Timestamp),
+    Never,
+}
+
 /// Claims parcels that are due. Opens no write transaction if none is due.
-async fn claim_due(delivery: &Delivery) -> Result<Vec<Parcel>, DbErr> {
+async fn claim_due(delivery: &Delivery) -> Result<Due, DbErr> {
     let now = Timestamp::now();
-    let due = entity::Entity::find().filter(entity::Column::DueAt.lte(now.0)).limit(1);
-    if due.one(delivery.context.db.read()).await?.is_none() {
-        return Ok(vec![]);
+    let first = entity::Entity::find().select_only().column_as(entity::Column::DueAt.min(), "due_at");
+    let first = first.into_tuple::<Option<i64>>().one(delivery.context.db.read()).await?.flatten();
+    match first.map(Timestamp) {
+        None => Ok(Due::Never),
+        Some(first) if first > now => Ok(Due::At(first)),
+        Some(_) => delivery.context.db.write(async |txn| outbox::claim(&txn, now).await).await.map(Due::Now),
     }
-    delivery.context.db.write(async |txn| outbox::claim(&txn, now).await).await
 }
 
 /// Delivers parcels that are due until the service stops.
 pub(crate) async fn redeliver_forever(delivery: Delivery) {
+    let ticks = delivery.context.ticks;
     loop {
+        let mut next = ticks.after(Instant::now());
         match claim_due(&delivery).await {
-            Ok(parcels) => {
+            Ok(Due::Never) => next = ticks.idle_after(Instant::now()),
+            Ok(Due::At(due)) => next = next.min(Instant::now() + due.since(Timestamp::now())),
+            Ok(Due::Now(parcels)) => {
                 let full = parcels.len() as u64 == outbox::BATCH;
                 let deliveries = parcels.into_iter().map(|parcel| deliver(delivery.clone(), parcel));
                 tokio::select! {
@@ -220,7 +243,8 @@ pub(crate) async fn redeliver_forever(delivery: Delivery) {
         }
         tokio::select! {
             () = delivery.context.stopping.cancelled() => return,
-            () = tokio::time::sleep(delivery.context.config.poll / 4) => {}
+            () = delivery.postponed.notified() => {}
+            () = sleep_until(next) => {}
         }
     }
 }

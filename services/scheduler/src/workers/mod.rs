@@ -546,6 +546,22 @@ pub(crate) async fn any_silent(
     Ok(false)
 }
 
+/// Returns the time at which the next worker is silent for too long, or a past time if a worker is
+/// stalled. A start of the scheduler may give the worker more time.
+pub(crate) async fn next_silence(
+    db: &impl ConnectionTrait,
+    config: &Config,
+) -> Result<Option<Timestamp>, DbErr> {
+    let query =
+        "SELECT MIN(CASE WHEN workers.state = $1 THEN heartbeats.last_contact_at ELSE 0 END) AS contact
+         FROM heartbeats JOIN workers ON workers.id = heartbeats.worker_id WHERE workers.state IN ($1, $2)";
+    let values = [State::Running.into(), State::Stalled.into()];
+    let row =
+        db.query_one_raw(Statement::from_sql_and_values(db.get_database_backend(), query, values)).await?;
+    let contact: Option<i64> = row.map(|row| row.try_get("", "contact")).transpose()?.flatten();
+    Ok(contact.map(|contact| Timestamp(contact) + config.worker_ttl))
+}
+
 /// Changes the state of workers that are silent for too long.
 pub(crate) async fn mark_silent(
     txn: &DatabaseTransaction,

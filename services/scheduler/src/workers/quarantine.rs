@@ -111,21 +111,23 @@ pub(crate) fn no_failures() -> worker::ActiveModel {
     }
 }
 
-/// Puts workers on probation whose quarantine has ended.
-pub(crate) async fn end_quarantines(context: &Context, now: Timestamp) -> Result<(), DbErr> {
-    let due = worker::Entity::find()
-        .filter(worker::Column::QuarantinedUntil.is_not_null())
-        .filter(worker::Column::QuarantinedUntil.lte(now.0))
-        .one(context.db.read())
-        .await?;
-    if due.is_none() {
-        return Ok(());
+/// Puts workers on probation whose quarantine has ended. Returns whether a worker was quarantined
+/// before.
+pub(crate) async fn end_quarantines(context: &Context, now: Timestamp) -> Result<bool, DbErr> {
+    let first = worker::Entity::find()
+        .select_only()
+        .column_as(worker::Column::QuarantinedUntil.min(), "quarantined_until")
+        .filter(worker::Column::QuarantinedUntil.is_not_null());
+    let first = first.into_tuple::<Option<i64>>().one(context.db.read()).await?.flatten();
+    let Some(first) = first else { return Ok(false) };
+    if first > now.0 {
+        return Ok(true);
     }
     context
         .change(async |txn| {
             let mut effects = Effects::default();
             put_on_probation(&txn, now, &mut effects).await?;
-            Ok::<_, DbErr>(((), effects))
+            Ok::<_, DbErr>((true, effects))
         })
         .await
 }

@@ -1,7 +1,7 @@
 //! The watch poll: one query for all watchers of this replica.
 //!
-//! Watchers wake on notifications ([`crate::notify::local`]), each of which may be lost. Twice in
-//! each poll interval, this replica compares the revisions of all watched workloads with those of
+//! Watchers wake on notifications ([`crate::notify::local`]), each of which may be lost. At each
+//! tick of the poll, this replica compares the revisions of all watched workloads with those of
 //! the previous query, and wakes the watchers of changed ones. The cost for the database therefore
 //! depends on the number of changes more than on the number of watchers.
 //!
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 
 use db::{Database, rows};
 use sea_orm::{ConnectionTrait, DbErr, Statement};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, sleep_until};
 use uuid::Uuid;
 
 use crate::context::Context;
@@ -28,13 +28,11 @@ type Revisions = HashMap<Uuid, Option<i64>>;
 
 /// Polls for all watchers until the service stops.
 pub(crate) async fn poll_forever(context: Context) {
-    let mut ticks = interval(context.config.poll / 2);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut seen = Revisions::new();
     loop {
         tokio::select! {
             () = context.stopping.cancelled() => return,
-            _ = ticks.tick() => {}
+            () = sleep_until(context.ticks.after(Instant::now())) => {}
         }
         let now = match revisions(&context.db, &context.notify.local.watched()).await {
             Ok(now) => now,
