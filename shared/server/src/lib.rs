@@ -165,6 +165,12 @@ impl Host {
         Self { token, ..self }
     }
 
+    /// Sets the interval of readiness checks.
+    #[must_use]
+    pub fn with_probe_interval(self, probe_interval: Duration) -> Self {
+        Self { probe_interval, ..self }
+    }
+
     /// Adds a gRPC service.
     pub fn add_service<S>(&mut self, service: S)
     where

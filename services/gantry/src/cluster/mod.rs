@@ -14,6 +14,7 @@ mod idle;
 pub(crate) mod lock;
 mod paths;
 mod reach;
+mod removal;
 mod service;
 mod services;
 pub(crate) mod start;

@@ -1,6 +1,7 @@
 //! Start of the four services of a local cluster, all on one socket.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use artifact_store::KeySource;
@@ -12,6 +13,9 @@ use server::Host;
 use super::Paths;
 use crate::cli::args::UpArgs;
 
+/// Longest time between two heartbeats of a gateway. All services end together, so a silent gateway
+/// is rare.
+const HEARTBEAT: Duration = Duration::from_secs(10);
 /// Name of the worker on this machine. It differs from the name of the machine, which may change.
 const WORKER: &str = "local";
 
@@ -36,6 +40,7 @@ pub(super) async fn start(
     let endpoint = paths.endpoint();
     let scheduler = scheduler::Config {
         streamer: Some(endpoint.clone()),
+        heartbeat: HEARTBEAT,
         ..scheduler::Config::new(paths.database("scheduler"), endpoint.clone())
     };
     scheduler::start(scheduler, host).await.map_err(|error| of_other_build(error, paths))?;

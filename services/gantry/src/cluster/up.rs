@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::lock::{Lock, Record, holder};
 use super::service::{ClusterService, LocalCluster, stop_workloads};
-use super::{ANOTHER_RUNS, Paths, idle, reach, services, start};
+use super::{ANOTHER_RUNS, Paths, idle, reach, removal, services, start};
 use crate::cli::args::UpArgs;
 use crate::ending::signals::Signals;
 use crate::render::stdout::{print, print_json};
@@ -33,8 +33,8 @@ const IDLE_END: Duration = Duration::from_secs(10 * 60);
 const DEFAULT_LOG_FILTER: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
 /// Time limit for the last cluster to end.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Interval between two checks that the state directory exists.
-const STATE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval of readiness checks. All services are in this process.
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for a caller that connected before the socket was hidden to make its first call.
 const FIRST_CALL_LIMIT: Duration = Duration::from_millis(300);
 
@@ -93,7 +93,7 @@ async fn serve(
         token = Some(server::token::replace(&paths.token())?);
     }
 
-    let mut host = Host::new().with_token(token);
+    let mut host = Host::new().with_token(token).with_probe_interval(PROBE_INTERVAL);
     let peer = peer(&paths.endpoint(), Outgoing::internal())?;
     let shutdown = CancellationToken::new();
     let was_left_behind = left_behind.is_some();
@@ -148,7 +148,7 @@ async fn serve(
             () = stop_on_signal(&mut signals, &peer, ui) => {}
             () = shutdown.cancelled() => {}
             () = idle => tracing::info!("cluster ends: it was idle"),
-            () = state_is_lost(paths, lock) => {
+            () = removal::state_is_lost(paths, lock) => {
                 is_lost = true;
                 tracing::error!(path = %paths.state.display(), "cluster ends: its state directory was removed");
             }
@@ -192,14 +192,6 @@ impl Identity {
     fn of(path: &Path) -> std::io::Result<Self> {
         let found = path.symlink_metadata()?;
         Ok(Self { device: found.dev(), inode: found.ino() })
-    }
-}
-
-/// Resolves when the state directory was removed or renamed.
-async fn state_is_lost(paths: &Paths, lock: &Lock) {
-    let path = paths.lock();
-    while lock.is_at(&path) {
-        tokio::time::sleep(STATE_CHECK_INTERVAL).await;
     }
 }
 
