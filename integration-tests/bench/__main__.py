@@ -13,6 +13,7 @@ from compose import bench_compose
 from driving import bench_attached, bench_driven
 from terminals import bench_exec
 from garden import bench_garden
+from idle import bench_idle
 from measure import machine
 from output import bench_output
 from placing import bench_placing, bench_placing_more
@@ -63,6 +64,7 @@ def sections(quick):
     return {
         "start": lambda: bench_start(DISK, runs),
         "processes": lambda: bench_processes(DISK, 5 if quick else 60),
+        "idle": lambda: bench_idle(DISK, 5 if quick else 30, 5 if quick else 120),
         "exec": lambda: bench_exec(DISK, runs, 200 if quick else 2_000),
         "attached": lambda: bench_attached(DISK, 100 if quick else 1_000),
         "driven": lambda: bench_driven(DISK, 48 if quick else 200, 16, 1 if quick else 3),
