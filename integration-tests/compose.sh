@@ -74,7 +74,8 @@ docker/base-images.sh debian postgres
 
 # The images have the binaries of the other tests.
 cargo build --workspace --bins --locked
-mkdir -p "$work/binaries/out/bin" "$work/binaries/out/tmp"
+mkdir -p "$work/binaries/out/bin" "$work/binaries/out/tmp" "$work/binaries/out/certs"
+touch "$work/binaries/out/certs/ca-certificates.crt"
 for program in scheduler artifact-store streamer runtime-gateway gantry; do
     strip --strip-debug -o "$work/binaries/out/bin/$program" "target/debug/$program"
 done

@@ -29,8 +29,8 @@ struct Arguments {
     /// unix:///path
     #[arg(long, env = "GANTRY_ARTIFACT_STORE", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     artifact_store: String,
-    /// Addresses of the streamer's replicas, separated by commas. The streamer resolves references of
-    /// images. Without it, specs with such references are rejected
+    /// Addresses of the streamer's replicas, separated by commas. The streamer resolves references
+    /// of images. Without it, specs with such references are rejected
     #[arg(long, env = "GANTRY_STREAMER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     streamer: Option<String>,
     /// Longest time between two heartbeats of a gateway

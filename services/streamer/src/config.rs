@@ -32,7 +32,8 @@ pub struct ImageArgs {
     /// receives no credentials
     #[arg(long, env = "GANTRY_REGISTRY_MIRROR", value_name = "REGISTRY=MIRROR", value_delimiter = ',', value_parser = mirror)]
     pub registry_mirror: Vec<(String, String)>,
-    /// Registries without TLS, separated by commas. Registries at localhost may lack TLS in any case
+    /// Registries without TLS, separated by commas. Registries at localhost may lack TLS in any
+    /// case
     #[arg(long, env = "GANTRY_REGISTRY_PLAIN_HTTP", value_name = "REGISTRY", value_delimiter = ',')]
     pub registry_plain_http: Vec<String>,
     /// Files with certificates (PEM) that registries may use, in addition to those of the system,
@@ -47,8 +48,8 @@ pub struct ImageArgs {
     /// /var/cache/gantry/images, and in a cluster on one machine the state directory
     #[arg(long, env = "GANTRY_IMAGE_CACHE", value_name = "DIR")]
     pub image_cache: Option<PathBuf>,
-    /// Most bytes of unpacked layers. The layers that were not used for the longest time are deleted
-    /// first
+    /// Most bytes of unpacked layers. The layers that were not used for the longest time are
+    /// deleted first
     #[arg(long, env = "GANTRY_IMAGE_CACHE_BYTES", value_name = "BYTES", default_value_t = IMAGE_CACHE_BYTES)]
     pub image_cache_bytes: u64,
 }

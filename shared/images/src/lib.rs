@@ -6,8 +6,8 @@
 //!                            manifest, config               └▶ Layer ─┘
 //! ```
 //!
-//! - [`parse_reference`] and [`Registry`] find the manifest of a reference for a platform.
-//!   [`local`] does the same for files on this machine.
+//! - [`parse_reference`], [`Registry`] and [`ImageSource`] find the manifest of a reference or of a
+//!   file for a platform.
 //! - [`LayerStore`] unpacks each layer once, into its [`Layer`]: a manifest of the archive and a
 //!   file with its content. The files are a cache with a limit.
 //! - [`assemble`] applies the layers to one another and adds `metadata.json`. The result is an
@@ -22,12 +22,14 @@
 mod assemble;
 mod credentials;
 mod error;
+mod found;
 mod layer;
-pub mod local;
+mod local;
 mod metadata;
 mod pipe;
 mod platform;
 mod progress;
+mod pull;
 mod reference;
 mod registry;
 mod source;
@@ -41,7 +43,8 @@ pub use metadata::Metadata;
 pub use oci_client::Reference;
 pub use platform::Platform;
 pub use progress::Progress;
+pub use pull::pull;
 pub use reference::{DEFAULT_REGISTRY, parse_reference};
 pub use registry::{Registry, RegistrySettings};
-pub use source::{ImageSource, pull};
+pub use source::ImageSource;
 pub use store::LayerStore;

@@ -12,10 +12,10 @@ use futures::{StreamExt, stream};
 use oci_client::manifest::{ImageIndexEntry, OciDescriptor, OciImageIndex, OciImageManifest, OciManifest};
 use serde::Deserialize;
 
+use crate::found::{ByteStream, Found, MAX_CONFIG_BYTES, check_digest};
 use crate::platform::names;
 use crate::registry::{image_manifest, parse_manifest};
-use crate::source::{AnyBlobs, ByteStream, MAX_CONFIG_BYTES, check_digest};
-use crate::{ImageError, ImageSource, Platform};
+use crate::{ImageError, Platform};
 
 /// Bytes of a piece of a blob.
 const PIECE_BYTES: usize = 1 << 20;
@@ -45,43 +45,25 @@ struct Range {
 }
 
 /// Opens an image in an OCI layout, which is a directory. Blocks.
-///
-/// `name` is the annotation `org.opencontainers.image.ref.name` of the image, or its digest. It may
-/// be missing if the layout has only one image.
-///
-/// # Errors
-///
-/// Fails if the layout has no such image or is malformed.
-pub fn open_layout(
+pub(crate) fn open_layout(
     directory: &Path,
     name: Option<&str>,
     platform: &Platform,
-) -> Result<ImageSource, ImageError> {
+) -> Result<Found<Blobs>, ImageError> {
     layout(Files::Directory(directory.to_owned()), directory, name, platform)
 }
 
 /// Opens an image in a tar archive of an OCI layout. Blocks.
-///
-/// # Errors
-///
-/// Fails as [`open_layout`] does.
-pub fn open_layout_archive(
+pub(crate) fn open_layout_archive(
     file: &Path,
     name: Option<&str>,
     platform: &Platform,
-) -> Result<ImageSource, ImageError> {
+) -> Result<Found<Blobs>, ImageError> {
     layout(Files::archive(file)?, file, name, platform)
 }
 
 /// Opens an image in an archive of `docker save`. Blocks.
-///
-/// `name` is the reference under which the image was saved. It may be missing if the archive has
-/// only one image.
-///
-/// # Errors
-///
-/// Fails if the archive has no such image or is malformed.
-pub fn open_docker_archive(file: &Path, name: Option<&str>) -> Result<ImageSource, ImageError> {
+pub(crate) fn open_docker_archive(file: &Path, name: Option<&str>) -> Result<Found<Blobs>, ImageError> {
     let image = title(file, name);
     let invalid = |cause: &str| ImageError::invalid(&image, cause);
     let files = Files::archive(file)?;
@@ -123,7 +105,7 @@ pub fn open_docker_archive(file: &Path, name: Option<&str>) -> Result<ImageSourc
         config: descriptor(&digest, &chosen.config),
         ..OciImageManifest::default()
     };
-    Ok(ImageSource { name: image, digest, manifest, blobs: AnyBlobs::Local(Blobs { files, named }) })
+    Ok(Found { name: image, digest, manifest, blobs: Blobs { files, named } })
 }
 
 #[derive(Debug, Deserialize)]
@@ -149,7 +131,7 @@ fn layout(
     path: &Path,
     name: Option<&str>,
     platform: &Platform,
-) -> Result<ImageSource, ImageError> {
+) -> Result<Found<Blobs>, ImageError> {
     let image = title(path, name);
     let text = files.read(&image, "index.json")?;
     let index: OciImageIndex = serde_json::from_slice(&text)
@@ -177,7 +159,7 @@ fn layout(
             image_manifest(&image, &blobs.manifest(&image, &part.digest)?)?
         }
     };
-    Ok(ImageSource { name: image, digest, manifest, blobs: AnyBlobs::Local(blobs) })
+    Ok(Found { name: image, digest, manifest, blobs })
 }
 
 /// Returns the name of an image in messages.

@@ -17,9 +17,9 @@ use oci_client::manifest::{
 use oci_client::secrets::RegistryAuth;
 use oci_client::{Client, Reference};
 
+use crate::found::{ByteStream, Found, check_digest, size};
 use crate::platform::names;
-use crate::source::{AnyBlobs, ByteStream, check_digest, size};
-use crate::{Credentials, ImageError, ImageSource, Platform};
+use crate::{Credentials, ImageError, Platform};
 
 /// Attempts for a manifest, and attempts without any new bytes for a layer.
 const TRIES: u32 = 5;
@@ -144,17 +144,12 @@ impl Registry {
     }
 
     /// Finds the manifest of a reference for a platform.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the registry has no such image, does not allow it or does not answer, or if the
-    /// image does not exist for the platform.
-    pub async fn open(
+    pub(crate) async fn open(
         &self,
         reference: &Reference,
         credentials: Option<&Credentials>,
         platform: &Platform,
-    ) -> Result<ImageSource, ImageError> {
+    ) -> Result<Found<RegistryBlobs>, ImageError> {
         let (manifest, blobs) = self.first(reference, credentials, Call::Manifest).await?;
         let name = reference.to_string();
         let digest = match reference.digest() {
@@ -176,7 +171,7 @@ impl Registry {
                 image_manifest(&name, &manifest.0)?
             }
         };
-        Ok(ImageSource { name, digest, manifest, blobs: AnyBlobs::Registry(blobs) })
+        Ok(Found { name, digest, manifest, blobs })
     }
 
     /// Calls the mirrors of a registry, then the registry, until one succeeds. Returns the error of

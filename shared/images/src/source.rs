@@ -1,69 +1,127 @@
-//! Sources of images, and the pull from any of them.
+//! Sources of images.
 
-use std::sync::Arc;
+use std::path::Path;
 
-use bytes::Bytes;
-use futures::stream::BoxStream;
-use futures::{FutureExt, StreamExt, TryStreamExt};
+use futures::TryStreamExt;
+use oci_client::Reference;
 use oci_client::manifest::{OciDescriptor, OciImageManifest};
 
-use crate::local::Blobs;
+use crate::found::{ByteStream, Found, MAX_CONFIG_BYTES, check_digest, size};
+use crate::local::{self, Blobs};
 use crate::metadata::Config;
 use crate::registry::RegistryBlobs;
-use crate::{ImageError, ImageTree, LayerStore, Metadata, Platform, Progress, assemble};
-
-/// Layers that are fetched at the same time.
-const CONCURRENT_LAYERS: usize = 3;
-/// Most bytes of a configuration.
-pub(crate) const MAX_CONFIG_BYTES: u64 = 8 << 20;
-/// Most layers of an image.
-const MAX_LAYERS: usize = 1000;
+use crate::{Credentials, ImageError, Metadata, Platform, Registry};
 
 /// An image whose manifest is known.
 #[derive(Debug)]
-pub struct ImageSource {
-    /// Name of the image in errors.
-    pub(crate) name: String,
-    /// Digest that the reference had: of the index, or of the manifest.
-    pub(crate) digest: String,
-    pub(crate) manifest: OciImageManifest,
-    pub(crate) blobs: AnyBlobs,
-}
+pub struct ImageSource(AnySource);
 
-/// The place of an image's blobs.
 #[derive(Debug)]
-pub(crate) enum AnyBlobs {
-    Registry(RegistryBlobs),
-    Local(Blobs),
+enum AnySource {
+    Registry(Found<RegistryBlobs>),
+    Local(Found<Blobs>),
 }
-
-pub(crate) type ByteStream<'a> = BoxStream<'a, Result<Bytes, ImageError>>;
 
 impl ImageSource {
+    /// Finds the manifest of a reference for a platform.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the registry has no such image, does not allow it or does not answer, or if the
+    /// image does not exist for the platform.
+    pub async fn in_registry(
+        registry: &Registry,
+        reference: &Reference,
+        credentials: Option<&Credentials>,
+        platform: &Platform,
+    ) -> Result<Self, ImageError> {
+        Ok(Self(AnySource::Registry(registry.open(reference, credentials, platform).await?)))
+    }
+
+    /// Opens an image in an OCI layout, which is a directory. Blocks.
+    ///
+    /// `name` is the annotation `org.opencontainers.image.ref.name` of the image, or its digest. It
+    /// may be missing if the layout has only one image.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the layout has no such image or is malformed.
+    pub fn in_layout(directory: &Path, name: Option<&str>, platform: &Platform) -> Result<Self, ImageError> {
+        Ok(Self(AnySource::Local(local::open_layout(directory, name, platform)?)))
+    }
+
+    /// Opens an image in a tar archive of an OCI layout. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`in_layout`](Self::in_layout) does.
+    pub fn in_layout_archive(
+        file: &Path,
+        name: Option<&str>,
+        platform: &Platform,
+    ) -> Result<Self, ImageError> {
+        Ok(Self(AnySource::Local(local::open_layout_archive(file, name, platform)?)))
+    }
+
+    /// Opens an image in an archive of `docker save`. Blocks.
+    ///
+    /// `name` is the reference under which the image was saved. It may be missing if the archive
+    /// has only one image.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the archive has no such image or is malformed.
+    pub fn in_docker_archive(file: &Path, name: Option<&str>) -> Result<Self, ImageError> {
+        Ok(Self(AnySource::Local(local::open_docker_archive(file, name)?)))
+    }
+
     /// Returns the digest of the image, `sha256:…`: of the index if the image has several
     /// platforms, otherwise of the manifest.
     #[must_use]
     pub fn digest(&self) -> &str {
-        &self.digest
+        match &self.0 {
+            AnySource::Registry(found) => &found.digest,
+            AnySource::Local(found) => &found.digest,
+        }
     }
 
     /// Returns the bytes of all layers, as they are stored in the source.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
-        self.manifest.layers.iter().map(size).sum()
+        self.layers().iter().map(size).sum()
+    }
+
+    /// Returns the name of the image in errors.
+    pub(crate) fn name(&self) -> &str {
+        match &self.0 {
+            AnySource::Registry(found) => &found.name,
+            AnySource::Local(found) => &found.name,
+        }
+    }
+
+    pub(crate) fn layers(&self) -> &[OciDescriptor] {
+        &self.manifest().layers
+    }
+
+    fn manifest(&self) -> &OciImageManifest {
+        match &self.0 {
+            AnySource::Registry(found) => &found.manifest,
+            AnySource::Local(found) => &found.manifest,
+        }
     }
 
     /// Streams a blob. The receiver verifies it.
     pub(crate) fn blob<'a>(&'a self, descriptor: &'a OciDescriptor) -> ByteStream<'a> {
-        match &self.blobs {
-            AnyBlobs::Registry(registry) => registry.blob(descriptor),
-            AnyBlobs::Local(local) => local.blob(&descriptor.digest),
+        match &self.0 {
+            AnySource::Registry(found) => found.blobs.blob(descriptor),
+            AnySource::Local(found) => found.blobs.blob(&descriptor.digest),
         }
     }
 
-    async fn config(&self, platform: &Platform) -> Result<Metadata, ImageError> {
-        let invalid = |cause: String| ImageError::invalid(&self.name, cause);
-        let descriptor = &self.manifest.config;
+    /// Reads the configuration.
+    pub(crate) async fn config(&self, platform: &Platform) -> Result<Metadata, ImageError> {
+        let invalid = |cause: String| ImageError::invalid(self.name(), cause);
+        let descriptor = &self.manifest().config;
         if size(descriptor) > MAX_CONFIG_BYTES {
             return Err(invalid(format!("its configuration has {} bytes", descriptor.size)));
         }
@@ -75,58 +133,16 @@ impl ImageSource {
                 return Err(invalid("its configuration is too large".to_owned()));
             }
         }
-        check_digest(&self.name, "configuration", &text, &descriptor.digest)?;
+        check_digest(self.name(), "configuration", &text, &descriptor.digest)?;
         let config: Config = serde_json::from_slice(&text)
             .map_err(|error| invalid(format!("its configuration is malformed: {error}")))?;
         if !platform.fits(&config.os, &config.architecture) {
             return Err(ImageError::Platform {
-                image: self.name.clone(),
+                image: self.name().to_owned(),
                 wanted: platform.clone(),
                 available: vec![format!("{}/{}", config.os, config.architecture)],
             });
         }
         Ok(config.into())
     }
-}
-
-/// Fetches the layers that `store` lacks, and returns the tree of the image.
-///
-/// # Errors
-///
-/// Fails if the image cannot be fetched, is invalid or does not run on the platform, or if the
-/// store cannot be written.
-pub async fn pull(
-    source: &ImageSource,
-    platform: &Platform,
-    store: &LayerStore,
-    progress: &Progress,
-) -> Result<ImageTree, ImageError> {
-    progress.expect(source.size_bytes());
-    let metadata = source.config(platform).await?;
-    if source.manifest.layers.len() > MAX_LAYERS {
-        let cause = format!("it has {} layers", source.manifest.layers.len());
-        return Err(ImageError::invalid(&source.name, cause));
-    }
-    let layer = |descriptor| store.layer(source, descriptor, progress).boxed();
-    let fetches: Vec<_> = source.manifest.layers.iter().map(layer).collect();
-    let layers: Vec<Arc<_>> =
-        futures::stream::iter(fetches).buffered(CONCURRENT_LAYERS).try_collect().await?;
-    let name = source.name.clone();
-    let assembled = tokio::task::spawn_blocking(move || assemble(&name, layers, &metadata)).await;
-    assembled.map_err(|error| ImageError::invalid(&source.name, error))?
-}
-
-/// Returns the size that a descriptor declares, in bytes.
-pub(crate) fn size(descriptor: &OciDescriptor) -> u64 {
-    u64::try_from(descriptor.size).unwrap_or(0)
-}
-
-/// Checks that `bytes` have a digest.
-pub(crate) fn check_digest(image: &str, what: &str, bytes: &[u8], digest: &str) -> Result<(), ImageError> {
-    use sha2::Digest as _;
-    let found = format!("sha256:{}", hex::encode(sha2::Sha256::digest(bytes)));
-    if found == digest {
-        return Ok(());
-    }
-    Err(ImageError::invalid(image, format!("its {what} has the digest {found} instead of {digest}")))
 }

@@ -9,8 +9,8 @@ use std::time::SystemTime;
 use futures::TryStreamExt;
 use oci_client::manifest::OciDescriptor;
 
+use crate::found::size;
 use crate::pipe::pipe;
-use crate::source::size;
 use crate::{ImageError, ImageSource, Layer, Progress};
 
 /// The cache of unpacked layers. Its files may be deleted at any time.
@@ -38,7 +38,7 @@ impl LayerStore {
         descriptor: &OciDescriptor,
         progress: &Progress,
     ) -> Result<Arc<Layer>, ImageError> {
-        let hex = hex_of(&source.name, &descriptor.digest)?;
+        let hex = hex_of(source.name(), &descriptor.digest)?;
         let lock = self.lock(&hex);
         let _fetching = lock.lock().await;
         if let Some(layer) = self.open(&hex).await {
@@ -65,7 +65,7 @@ impl LayerStore {
             Ok::<_, ImageError>(())
         };
         let sent = sent.await;
-        let unpacked = unpacking.await.map_err(|error| ImageError::invalid(&source.name, error))?;
+        let unpacked = unpacking.await.map_err(|error| ImageError::invalid(source.name(), error))?;
         sent?;
         let layer = unpacked?;
         self.evict().await;
@@ -89,7 +89,8 @@ impl LayerStore {
         let opened = tokio::task::spawn_blocking(move || {
             let layer = Layer::open(&directory, &hex)?;
             let tree = fs::File::options().append(true).open(directory.join(format!("{hex}.tree"))).ok()?;
-            // The time of the last use, for the eviction. A failure only makes an eviction likelier.
+            // The time of the last use, for the eviction. A failure only makes an eviction
+            // likelier.
             _ = tree.set_modified(SystemTime::now());
             Some(Arc::new(layer))
         });

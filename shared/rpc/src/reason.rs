@@ -242,8 +242,8 @@ reasons! {
     /// has the answer of the worker. Empty the destination volume, and read the source volume
     /// through its gateway.
     PeerFailed = "PEER_FAILED", Aborted;
-    /// The worker's disk is full, or has too little room for the declared size of a transfer. Or the
-    /// disk of the streamer has no room for the layers of an image. Free space, or use another
+    /// The worker's disk is full, or has too little room for the declared size of a transfer. Or
+    /// the disk of the streamer has no room for the layers of an image. Free space, or use another
     /// worker.
     DiskFull = "DISK_FULL", ResourceExhausted;
     /// The volume has no such path. List the contents of the volume.

@@ -161,8 +161,8 @@ pub(crate) async fn bring_file(
 fn open(file: &ImageFile, platform: &Platform) -> Result<ImageSource, images::ImageError> {
     let name = file.name.as_deref();
     match file.format {
-        ImageFormat::Oci => images::local::open_layout(&file.path, name, platform),
-        ImageFormat::OciArchive => images::local::open_layout_archive(&file.path, name, platform),
-        ImageFormat::DockerArchive => images::local::open_docker_archive(&file.path, name),
+        ImageFormat::Oci => ImageSource::in_layout(&file.path, name, platform),
+        ImageFormat::OciArchive => ImageSource::in_layout_archive(&file.path, name, platform),
+        ImageFormat::DockerArchive => ImageSource::in_docker_archive(&file.path, name),
     }
 }

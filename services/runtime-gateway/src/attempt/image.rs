@@ -1,7 +1,7 @@
 //! Images that are artifacts: the directory `rootfs`, and the file `metadata.json` beside it.
 //!
-//! The metadata has the defaults of the image's processes: environment, user, entrypoint, command and
-//! working directory. The crate `images` writes it.
+//! The metadata has the defaults of the image's processes: environment, user, entrypoint, command
+//! and working directory. The crate `images` writes it.
 
 use std::collections::{HashSet, VecDeque};
 use std::path::PathBuf;

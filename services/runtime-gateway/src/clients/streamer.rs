@@ -49,8 +49,8 @@ impl StreamerClient {
         Ok(Copy(self.streamer.clone().materialize(request).await?.into_inner()))
     }
 
-    /// Has an image pulled, which the workload uses from then on. Passes the bytes that are done and
-    /// their total to `progress`.
+    /// Has an image pulled, which the workload uses from then on. Passes the bytes that are done
+    /// and their total to `progress`.
     pub(crate) async fn pull(
         &self,
         team: &str,

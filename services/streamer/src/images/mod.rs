@@ -20,7 +20,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use domain::{ArtifactId, Digest};
-use images::{Credentials, DockerConfig, ImageError, LayerStore, Platform, Progress, Reference, Registry};
+use images::{
+    Credentials, DockerConfig, ImageError, ImageSource, LayerStore, Platform, Progress, Reference, Registry,
+};
 use tokio::sync::{mpsc, watch};
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
@@ -33,7 +35,7 @@ use write::WriteError;
 
 /// Pause before the next look at an image that another streamer pulls.
 const OTHER_STREAMER_PAUSE: Duration = Duration::from_millis(250);
-/// Pause between two looks at the progress of the layers.
+/// Pause between two reports of the progress of the layers.
 const PROGRESS_PAUSE: Duration = Duration::from_millis(100);
 
 /// Pulls of images. Clones share them.
@@ -299,7 +301,9 @@ impl Images {
     /// Fetches an image, writes its tree to a worker, and puts the artifact into the cache.
     async fn make(&self, pull: &Pull, states: &watch::Sender<PullState>) -> Result<String, PullError> {
         let Inner { registry, layers, peers, .. } = &*self.0;
-        let source = registry.open(&pull.reference, pull.credentials.as_ref(), &pull.platform).await?;
+        let source =
+            ImageSource::in_registry(registry, &pull.reference, pull.credentials.as_ref(), &pull.platform)
+                .await?;
         let progress = Progress::default();
         let publish = || {
             let now = PullProgress {

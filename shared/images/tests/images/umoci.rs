@@ -6,7 +6,7 @@ use std::io::Cursor;
 use std::path::Path;
 use std::process::Command;
 
-use gantry_images::{ImageTree, LayerStore, Platform, Progress, local};
+use gantry_images::{ImageSource, ImageTree, LayerStore, Platform, Progress};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use tar::{Builder, EntryType, Header};
@@ -158,7 +158,7 @@ fn pulled(layout: &Path, name: &str) -> Result<ImageTree, gantry_images::ImageEr
     let layers = TempDir::new().expect("a directory");
     let store = LayerStore::new(layers.path().to_owned(), u64::MAX);
     let platform = Platform::of_this_machine();
-    let source = local::open_layout(layout, Some(name), &platform)?;
+    let source = ImageSource::in_layout(layout, Some(name), &platform)?;
     runtime.block_on(gantry_images::pull(&source, &platform, &store, &Progress::default()))
 }
 

@@ -24,9 +24,7 @@ pub(crate) use self::inventory::{
     UndeleteArgs,
 };
 pub(crate) use self::run::{KindArg, NetworkArg, RunArgs};
-pub(crate) use self::transfers::{
-    AllowArgs, CatArgs, CpArgs, DownloadArgs, PullArgs, ScanArgs, UploadArgs,
-};
+pub(crate) use self::transfers::{AllowArgs, CatArgs, CpArgs, DownloadArgs, PullArgs, ScanArgs, UploadArgs};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{
     AttachArgs, CancelArgs, ExplainArgs, KillArgs, LogsArgs, WaitArgs, WatchArgs,
@@ -169,8 +167,8 @@ pub(crate) enum Command {
 
     /// List the workloads that wait or run
     Ps(PsArgs),
-    /// List workers, workloads, leases, images, artifacts, volumes, containers, caches, base types or
-    /// imports
+    /// List workers, workloads, leases, images, artifacts, volumes, containers, caches, base types
+    /// or imports
     #[command(visible_alias = "ls")]
     List(ListArgs),
     /// Show one worker, workload, image, artifact, volume, container or cache

@@ -14,8 +14,8 @@ use crate::cli::values::{self, CacheArg, EnvironmentArg, ImageArg, InputArg, Out
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES, after_long_help = format!("{RUN_DETAILS}\n\n{RUN_EXAMPLES}"))]
 pub(crate) struct RunArgs {
-    /// Program to run, and its arguments, or the arguments of the image's entrypoint. May be left out
-    /// if the image has a command
+    /// Program to run, and its arguments, or the arguments of the image's entrypoint. May be left
+    /// out if the image has a command
     #[arg(trailing_var_arg = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,
 
@@ -103,8 +103,8 @@ pub(crate) struct RunArgs {
 
     /// Root file system of the container
     ///
-    /// A reference such as `alpine:3.20` or `ghcr.io/team/app@sha256:…` is pulled from its registry,
-    /// once for the whole cluster. Credentials come from your Docker configuration.
+    /// A reference such as `alpine:3.20` or `ghcr.io/team/app@sha256:…` is pulled from its
+    /// registry, once for the whole cluster. Credentials come from your Docker configuration.
     /// `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]` and `docker-archive:FILE[:NAME]` are images on
     /// this machine. `host` is a view of the worker's own file system: its programs and libraries,
     /// read-only. `artifact:UUID` is the directory `rootfs` of an artifact. A file `metadata.json`
@@ -178,12 +178,13 @@ pub(crate) struct RunArgs {
     pub(crate) stdin_file: Option<PathBuf>,
     /// Run a service, such as a database, beside the command. Repeatable
     ///
-    /// IMAGE is as in --image. Without COMMAND, the command of the image runs. The service runs `sh -c COMMAND`, where COMMAND comes
-    /// last and may contain commas. Services start in the given order, each when the one before it
-    /// is ready. `port=N` waits until TCP port N accepts connections, and `ready=SH` until the
-    /// shell command SH succeeds, each for at most `timeout=DURATION` (60s). The command reaches
-    /// the service at NAME and at localhost. If a service with `essential` ends, the command is
-    /// stopped. `gantry logs --service NAME` prints the output of a service.
+    /// IMAGE is as in --image. Without COMMAND, the command of the image runs. The service runs `sh
+    /// -c COMMAND`, where COMMAND comes last and may contain commas. Services start in the given
+    /// order, each when the one before it is ready. `port=N` waits until TCP port N accepts
+    /// connections, and `ready=SH` until the shell command SH succeeds, each for at most
+    /// `timeout=DURATION` (60s). The command reaches the service at NAME and at localhost. If a
+    /// service with `essential` ends, the command is stopped. `gantry logs --service NAME` prints
+    /// the output of a service.
     #[arg(
         long = "service",
         value_name = "NAME=IMAGE[,port=N|,ready=SH][,timeout=DURATION][,essential][,command=COMMAND]",

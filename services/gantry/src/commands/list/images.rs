@@ -20,8 +20,8 @@ pub(super) async fn list(connection: &Connection, listing: Listing) -> anyhow::R
     listing.print(all(connection), json, HEADERS, row).await
 }
 
-/// Executes `gantry show image`. `named` is a reference without its digest, a digest or the start of
-/// one, or the id of the cache or the artifact.
+/// Executes `gantry show image`. `named` is a reference without its digest, a digest or the start
+/// of one, or the id of the cache or the artifact.
 pub(super) async fn show(connection: &Connection, named: &str, as_json: bool) -> anyhow::Result<()> {
     let full = images::parse_reference(named, images::DEFAULT_REGISTRY).map(|it| it.to_string()).ok();
     let mut found: Vec<_> = all(connection)
