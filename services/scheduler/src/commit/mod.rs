@@ -392,9 +392,10 @@ struct NewWorkload<'r> {
     priority: i64,
     interruptible: bool,
     start_timeout_us: Option<i64>,
+    name: &'r str,
 }
 
-const NEW_WORKLOAD: [(&str, Column); 17] = [
+const NEW_WORKLOAD: [(&str, Column); 18] = [
     ("id", Column::Uuid),
     ("sequence", Column::Uuid),
     ("team", Column::Text),
@@ -412,6 +413,7 @@ const NEW_WORKLOAD: [(&str, Column); 17] = [
     ("priority", Column::Integer),
     ("interruptible", Column::Boolean),
     ("start_timeout_us", Column::Integer),
+    ("name", Column::Text),
 ];
 
 /// Adds the insert of new workloads: placed ones as assigned, and those without a planned grant as
@@ -464,6 +466,7 @@ fn submit(
             priority: row.priority,
             interruptible: row.interruptible,
             start_timeout_us: row.start_timeout_us,
+            name: &row.name,
         });
     }
     if fresh.is_empty() {
@@ -473,9 +476,9 @@ fn submit(
         format!(
             "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
              queue_deadline, lease_id, attempt_id, location, locations, waiting_for, priority, interruptible,
-             start_timeout_us)
+             start_timeout_us, name)
              SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
-             attempt_id, location, '[]', waiting_for, priority, interruptible, start_timeout_us FROM ({}) AS given",
+             attempt_id, location, '[]', waiting_for, priority, interruptible, start_timeout_us, name FROM ({}) AS given",
             rows::query(backend, n, &NEW_WORKLOAD)
         )
     });
