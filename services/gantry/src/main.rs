@@ -83,7 +83,12 @@ fn main() -> ExitCode {
     let renamed = settings::renamed_variable(variables);
     let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
     let allowed = allowed.and_then(|()| apply_context(&mut cli, sources));
-    let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
+    // This must also happen before a thread starts.
+    let entered = allowed.and_then(|()| match &cli.command {
+        Command::Up(_) => cluster::enter_user_namespace(),
+        _ => Ok(()),
+    });
+    let result = entered.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
         let result = runtime.block_on(commands::execute(&cli.command, &cli.global, &ui));
         // Interrupted tasks remove their temporary files. The thread that reads standard input may
         // never end.

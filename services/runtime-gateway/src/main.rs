@@ -134,6 +134,14 @@ impl server::Program for Arguments {
         Ok(())
     }
 
+    fn prepare(&self) -> anyhow::Result<()> {
+        // Only containers on this machine need the rights of root.
+        if self.proxy || self.concourse.any() {
+            return Ok(());
+        }
+        Ok(runtime_gateway::host::enter_user_namespace(&self.state_dir)?)
+    }
+
     async fn start(mut self, context: StartContext, host: &mut Host) -> anyhow::Result<()> {
         // An empty list in the environment parses as one empty tag.
         self.tags.retain(|tag| !tag.is_empty());

@@ -57,6 +57,7 @@ pub struct Capabilities {
     ///   applies to all processes of a container;
     /// - `replaceable-outputs`: the runtime has [`Runtime::take_directory`], so outputs need not be
     ///   mounts;
+    /// - `users`: processes can run as any user; without it only as root of the container;
     /// - `owned-mounts`: the user of a container becomes the owner of its writable mounts;
     /// - `durable-output`: no output is lost while no gateway is attached;
     /// - `held-output`: a process is blocked rather than that unacknowledged output is lost;

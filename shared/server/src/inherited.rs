@@ -143,6 +143,15 @@ pub fn set_limits() {
     container_limits().into_iter().for_each(Limit::set);
 }
 
+/// Sets every limit of this process to that of containers, or to the closest one that the system
+/// allows. Lowers hard limits, which is irreversible.
+pub fn restrict_to_container_limits() {
+    for limit in container_limits() {
+        // A limit within reach is always allowed.
+        _ = limit.within_reach().and_then(|reached| reached.write(reached.soft, reached.hard));
+    }
+}
+
 /// Returns the names of the limits that containers of this process cannot have, with the values
 /// that they get instead.
 pub fn limits_out_of_reach() -> Vec<(&'static str, u64)> {

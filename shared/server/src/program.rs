@@ -33,6 +33,11 @@ pub trait Program: CommandFactory + FromArgMatches + Send + Sync + 'static {
     /// Checks that the settings can be used together. Has no side effects.
     fn check(&self) -> anyhow::Result<()>;
 
+    /// Changes attributes of the process that must be set before any thread exists.
+    fn prepare(&self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
     /// Adds the settings of [`Program::migrate`] to `command`. Returns `None` if the service has no
     /// database.
     fn migrate_command(command: clap::Command) -> Option<clap::Command> {
@@ -146,28 +151,30 @@ fn environment() -> impl Iterator<Item = (String, String)> {
 }
 
 fn run_subcommand<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the async runtime")?;
-    match matches.subcommand() {
-        Some(("health", matches)) => {
+    let Some(subcommand) = matches.subcommand() else {
+        let program = P::from_arg_matches(matches)?;
+        if program.listen().print_config {
+            print_line(settings::table(command, matches).trim_end());
+            return program.check();
+        }
+        program.check()?;
+        program.prepare()?;
+        return runtime()?.block_on(serve(program));
+    };
+    let runtime = runtime()?;
+    match subcommand {
+        ("health", matches) => {
             print_line(&runtime.block_on(check_health(HealthArgs::from_arg_matches(matches)?))?)
         }
-        Some(("token", matches)) => print_line(&make_token(TokenArgs::from_arg_matches(matches)?)?),
-        Some(("migrate", matches)) => print_line(&runtime.block_on(P::migrate(matches))?),
-        Some((name, matches)) => print_line(&runtime.block_on(P::run_command(name, matches))?),
-        None => {
-            let program = P::from_arg_matches(matches)?;
-            if program.listen().print_config {
-                print_line(settings::table(command, matches).trim_end());
-                return program.check();
-            }
-            program.check()?;
-            runtime.block_on(serve(program))?;
-        }
+        ("token", matches) => print_line(&make_token(TokenArgs::from_arg_matches(matches)?)?),
+        ("migrate", matches) => print_line(&runtime.block_on(P::migrate(matches))?),
+        (name, matches) => print_line(&runtime.block_on(P::run_command(name, matches))?),
     }
     Ok(())
+}
+
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the async runtime")
 }
 
 #[allow(clippy::print_stdout, reason = "the text is the result of the command")]

@@ -26,6 +26,14 @@ pub(crate) use paths::Paths;
 pub(crate) use start::ensure;
 pub(crate) use up::up;
 
+/// Enters the user namespace of the worker on this machine, if an ordinary user runs this process.
+/// Must be called before any thread exists.
+pub(crate) fn enter_user_namespace() -> anyhow::Result<()> {
+    let paths = Paths::find()?;
+    paths.make()?;
+    Ok(runtime_gateway::host::enter_user_namespace(&paths.worker())?)
+}
+
 /// Warning for a cluster with `--hold-destruction`.
 const HOLDS_DESTRUCTION: &str =
     "this cluster never destroys garbage (--hold-destruction), so its disk fills up";

@@ -7,6 +7,7 @@ use runtime::Capabilities;
 use super::cgroups::Cgroups;
 use super::network::{self, Pool};
 use super::policy::{Permission, Policy};
+use super::unprivileged;
 
 pub(super) const ALL_LIMITS: Limits = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
 
@@ -14,6 +15,10 @@ pub(super) const ALL_LIMITS: Limits = Limits { cpu_millis: Some(1), memory_bytes
 /// cannot have any.
 pub(super) fn private_network(policy: &Policy) -> Option<Pool> {
     let pool = policy.network_pool();
+    if unprivileged::is_active() {
+        tracing::info!("this worker has no private networks, because it runs as an ordinary user");
+        return None;
+    }
     match network::prepare(pool) {
         Ok(()) => Some(pool),
         Err(error) => {
@@ -36,7 +41,6 @@ pub(super) fn capabilities(
         "network-none",
         "stop-after",
         "replaceable-outputs",
-        "owned-mounts",
         "durable-output",
         "durable-input",
         "binary-input",
@@ -52,11 +56,14 @@ pub(super) fn capabilities(
         "terminal",
         "services",
     ];
+    let has_users = !unprivileged::is_active() || unprivileged::has_several_ids();
     let optional = [
         ("network-private", network_pool.is_some()),
-        ("network-container", network_pool.is_some()),
+        ("network-container", network_pool.is_some() || unprivileged::is_active()),
         ("network-host", policy.allows(Permission::HostNetwork)),
-        ("privileged", policy.allows(Permission::Privileged)),
+        ("privileged", policy.allows(Permission::Privileged) && !unprivileged::is_active()),
+        ("owned-mounts", has_users),
+        ("users", has_users),
     ];
     features.extend(optional.into_iter().filter(|(_, has)| *has).map(|(name, _)| name));
     let mut image_kinds = vec!["artifact".to_owned()];

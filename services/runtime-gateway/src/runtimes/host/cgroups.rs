@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use domain::workload::Limits;
 
 use super::mounts::{self, MountEntry};
+use super::unprivileged;
 
 /// Time for the kernel to release an empty group.
 const REMOVAL: Duration = Duration::from_secs(5);
@@ -25,8 +26,11 @@ const OWN: &str = "gantry-worker";
 pub(super) struct Cgroups {
     /// Mount points of version 1, each with its controllers.
     v1: Vec<(PathBuf, Vec<String>)>,
-    /// The mount point of version 2, if it is the only version, and its controllers.
+    /// The mount point of version 2, if it is the only version, and its controllers. For an
+    /// ordinary user, the group that is delegated to that user.
     v2: Option<(PathBuf, Vec<String>)>,
+    /// All hierarchies, also those in which this process may create no groups.
+    all: Vec<(PathBuf, Vec<String>)>,
 }
 
 impl Cgroups {
@@ -41,7 +45,13 @@ impl Cgroups {
             let controllers = fs::read_to_string(mount.at.join("cgroup.controllers")).unwrap_or_default();
             (mount.at.clone(), controllers.split_whitespace().map(str::to_owned).collect())
         });
-        Self { v1, v2 }
+        let all = v1.iter().chain(&v2).cloned().collect();
+        if unprivileged::is_active() {
+            let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+            let delegated = v2.and_then(|(root, _)| delegated(&root, &own));
+            return Self { v1: Vec::new(), v2: delegated, all };
+        }
+        Self { v1, v2, all }
     }
 
     /// Makes the hierarchies writable, also inside a container of a container engine. There all
@@ -64,9 +74,7 @@ impl Cgroups {
     }
 
     fn controller(&self, name: &str) -> Option<&Path> {
-        let mut all = self.v1.iter().chain(&self.v2);
-        all.find(|(_, controllers)| controllers.iter().any(|known| known == name))
-            .map(|(path, _)| path.as_path())
+        with_controller(self.v1.iter().chain(&self.v2), name)
     }
 
     /// The first of these limits that the machine cannot enforce.
@@ -85,7 +93,7 @@ impl Cgroups {
     pub(super) fn cpu_millis(&self) -> Option<u64> {
         let processors =
             rustix::thread::sched_getaffinity(None).ok().map(|set| u64::from(set.count()) * 1000);
-        let quota = self.controller("cpu").and_then(|root| {
+        let quota = with_controller(&self.all, "cpu").and_then(|root| {
             let read = |name: &str| fs::read_to_string(root.join(name)).ok();
             let (quota, period) = match read("cpu.max") {
                 Some(both) => {
@@ -108,9 +116,9 @@ impl Cgroups {
             let kilobytes = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
             kilobytes.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
         });
-        let limit = self.controller("memory").and_then(|root| {
-            let file = if self.v2.is_some() { "memory.max" } else { "memory.limit_in_bytes" };
-            fs::read_to_string(root.join(file)).ok()?.trim().parse().ok()
+        let limit = with_controller(&self.all, "memory").and_then(|root| {
+            let read = |name: &str| fs::read_to_string(root.join(name)).ok();
+            read("memory.max").or_else(|| read("memory.limit_in_bytes"))?.trim().parse().ok()
         });
         machine.into_iter().chain(limit).min()
     }
@@ -138,9 +146,21 @@ impl Cgroups {
     /// Creates the groups of this name whose limits programs usually read. Returns them with their
     /// paths in the container.
     pub(super) fn create_visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
-        let mut seen = Vec::new();
         if let Some((root, controllers)) = &self.v2 {
             enable(root, controllers);
+        }
+        let seen = self.visible(name);
+        for (group, _) in &seen {
+            super::filesystem::make_directory(group)?;
+        }
+        Ok(seen)
+    }
+
+    /// The groups of this name whose limits programs usually read, with their paths in the
+    /// container.
+    pub(super) fn visible(&self, name: &str) -> Vec<(PathBuf, String)> {
+        let mut seen = Vec::new();
+        if let Some((root, _)) = &self.v2 {
             seen.push((root.join(name), "/sys/fs/cgroup".to_owned()));
         }
         for (root, _) in &self.v1 {
@@ -152,10 +172,30 @@ impl Cgroups {
                 seen.push((root.join(name), format!("/sys/fs/cgroup/{hierarchy}")));
             }
         }
-        for (group, _) in &seen {
-            super::filesystem::make_directory(group)?;
+        seen
+    }
+
+    /// Sets limits of the existing group of this name on version 2. Elsewhere libcontainer does
+    /// this.
+    pub(super) fn set_limits(&self, name: &str, limits: &Limits) -> io::Result<()> {
+        let Some((root, _)) = &self.v2 else { return Ok(()) };
+        let write = |file: &str, value: String| fs::write(root.join(name).join(file), value);
+        if let Some(bytes) = limits.memory_bytes {
+            write("memory.max", bytes.to_string())?;
+            // The limit includes swap. A kernel without swap has no such file.
+            if root.join(name).join("memory.swap.max").exists() {
+                write("memory.swap.max", "0".to_owned())?;
+            }
         }
-        Ok(seen)
+        if let Some(millis) = limits.cpu_millis {
+            let (quota, period) = cpu_quota(millis);
+            write("cpu.max", format!("{quota} {period}"))?;
+        }
+        if let Some(pids) = limits.pids {
+            // One more, for init.
+            write("pids.max", pids.saturating_add(1).to_string())?;
+        }
+        Ok(())
     }
 
     /// Whether the machine can restrict the devices of containers.
@@ -279,6 +319,38 @@ impl Cgroups {
     }
 }
 
+fn with_controller<'a>(
+    hierarchies: impl IntoIterator<Item = &'a (PathBuf, Vec<String>)>,
+    name: &str,
+) -> Option<&'a Path> {
+    let mut hierarchies = hierarchies.into_iter();
+    hierarchies
+        .find(|(_, controllers)| controllers.iter().any(|known| known == name))
+        .map(|(path, _)| path.as_path())
+}
+
+/// Quota and period of a CPU limit, in microseconds.
+pub(super) fn cpu_quota(millis: u64) -> (u64, u64) {
+    // The kernel accepts no quota below a millisecond.
+    let period: u64 = if millis < 10 { 1_000_000 } else { 100_000 };
+    (millis.max(1).saturating_mul(period / 1000), period)
+}
+
+/// The group of this process with its controllers, if the process may create groups in it. `own` is
+/// the contents of `/proc/self/cgroup`.
+fn delegated(root: &Path, own: &str) -> Option<(PathBuf, Vec<String>)> {
+    let group = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    // The gateway has moved itself and its supervisors into a group below.
+    let group = group.strip_suffix(OWN).map_or(group, |above| above.trim_end_matches('/'));
+    let group = root.join(group);
+    let may_write = |path: &Path| rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok();
+    if !may_write(&group) || !may_write(&group.join("cgroup.procs")) {
+        return None;
+    }
+    let controllers = fs::read_to_string(group.join("cgroup.controllers")).ok()?;
+    Some((group, controllers.split_whitespace().map(str::to_owned).collect()))
+}
+
 /// Moves all processes of a group into a group below it, because a group with processes cannot give
 /// controllers to its subgroups. The topmost group of the machine is an exception, and stays
 /// unchanged.
@@ -391,7 +463,8 @@ mod tests {
         let at = directory.path();
         let write = |name: &str, text: &str| fs::write(at.join(name), text);
         let controllers = || vec!["cpu".to_owned(), "memory".to_owned()];
-        let second = Cgroups { v1: Vec::new(), v2: Some((at.to_owned(), controllers())) };
+        let hierarchy = (at.to_owned(), controllers());
+        let second = Cgroups { v2: Some(hierarchy.clone()), all: vec![hierarchy], ..Cgroups::default() };
         // The root group has no such files.
         assert_eq!((second.cpu_millis(), second.memory_bytes()), (cores, memory));
         write("cpu.max", "50000 100000\n")?;
@@ -404,7 +477,8 @@ mod tests {
         let directory = tempfile::tempdir()?;
         let at = directory.path();
         let write = |name: &str, text: &str| fs::write(at.join(name), text);
-        let first = Cgroups { v1: vec![(at.to_owned(), controllers())], v2: None };
+        let hierarchy = (at.to_owned(), controllers());
+        let first = Cgroups { v1: vec![hierarchy.clone()], all: vec![hierarchy], ..Cgroups::default() };
         write("cpu.cfs_quota_us", "-1\n")?;
         write("cpu.cfs_period_us", "100000\n")?;
         write("memory.limit_in_bytes", "9223372036854771712\n")?;

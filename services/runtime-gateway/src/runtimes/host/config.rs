@@ -86,7 +86,9 @@ pub(super) fn prepared(config: HostConfig) -> Result<HostConfig, RuntimeError> {
         }
     }
     if !rustix::process::geteuid().is_root() {
-        return Err(RuntimeError::Unsupported("containers on this machine need root".to_owned()));
+        return Err(RuntimeError::Unsupported(
+            "containers need root, or the user namespace of an ordinary user".to_owned(),
+        ));
     }
     for path in [&config.state_dir, &config.runtime_dir] {
         crate::make_private_directory(path).map_err(at("make", path))?;

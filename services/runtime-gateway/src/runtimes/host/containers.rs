@@ -27,8 +27,9 @@ use super::host_image::Image;
 use super::persisted::{Container, Intent};
 use super::policy::Permission;
 use super::processes::Process;
+use super::supervisor::container_init;
 use super::users::{User, Users};
-use super::{Host, mounts, paths, user_namespace};
+use super::{Host, mounts, paths, unprivileged, user_namespace};
 use crate::util::keyed_locks::lock;
 
 /// Longest time until a killed process has ended.
@@ -175,8 +176,7 @@ impl Host {
             }
         }
         for process in &killed {
-            self.cgroups
-                .kill(&process.cgroup())
+            self.kill_container(process)
                 .map_err(|error| RuntimeError::io("kill the processes of a container", error))?;
         }
         let give_up = Instant::now() + KILL_TIMEOUT;
@@ -192,12 +192,19 @@ impl Host {
         Ok(())
     }
 
+    /// Kills all processes in the container of a process.
+    pub(super) fn kill_container(&self, process: &Process) -> io::Result<()> {
+        self.cgroups.kill(&process.cgroup())?;
+        // An ordinary user seldom has control groups.
+        if self.unprivileged { container_init::kill(&process.dir) } else { Ok(()) }
+    }
+
     pub(super) fn abandon(&self) {
         let processes: Vec<_> =
             lock(&self.processes).iter().map(|(id, container)| Process::new(self, *container, *id)).collect();
         for process in processes {
             // The supervisor ends with the last process of its container.
-            if let Err(error) = self.cgroups.kill(&process.cgroup()) {
+            if let Err(error) = self.kill_container(&process) {
                 tracing::warn!(process.id = %process.id, %error, "cannot kill a container");
             }
         }
@@ -260,7 +267,10 @@ impl Host {
         if let Root::Volume(_) = spec.root {
             check_image(root.as_fd())?;
         }
-        let user = find_user(root.as_fd(), spec.user.as_deref())?;
+        let mut user = find_user(root.as_fd(), spec.user.as_deref())?;
+        if self.unprivileged {
+            limit_ids(&mut user)?;
+        }
         let mapped = !spec.privileged && self.volumes.fixed_owners_reason().is_none();
         if mapped && [user.uid, user.gid].iter().chain(&user.groups).any(|id| *id >= user_namespace::IDS) {
             let requested = spec.user.unwrap_or_default();
@@ -272,7 +282,8 @@ impl Host {
         if let Some(missing) = self.cgroups.first_missing(&spec.limits) {
             return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
         }
-        if !spec.privileged && !self.cgroups.restricts_devices() {
+        // The kernel gives an ordinary user no access to devices.
+        if !spec.privileged && !self.unprivileged && !self.cgroups.restricts_devices() {
             return Err(RuntimeError::CgroupUnavailable("devices".to_owned()));
         }
         let pids = Limits { pids: Some(self.config.policy.container_pids()), ..Limits::default() };
@@ -332,6 +343,10 @@ impl Host {
             (spec.network == Network::Host, Permission::HostNetwork, "the network of the machine"),
             (spec.root == Root::Host, Permission::HostImage, "the image `host`"),
         ];
+        if spec.privileged && self.unprivileged {
+            let what = "a privileged container on a worker of an ordinary user";
+            return Err(RuntimeError::Unsupported(what.to_owned()));
+        }
         for (asked, permission, what) in asked {
             if asked && !self.config.policy.allows(permission) {
                 return Err(RuntimeError::Unsupported(format!("the operator does not allow {what}")));
@@ -506,6 +521,19 @@ pub(super) fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result
     let (passwd, group) = (read("/etc/passwd")?, read("/etc/group")?);
     let found = Users { passwd: &passwd, group: &group }.find(requested);
     found.ok_or_else(|| RuntimeError::UserNotFound(requested.unwrap_or_default().to_owned()))
+}
+
+/// Fails if an ordinary user cannot run processes as this user. Removes further groups that do not
+/// exist for an ordinary user, because images have such groups for root.
+pub(super) fn limit_ids(user: &mut User) -> Result<(), RuntimeError> {
+    let User { uid, gid, groups, .. } = user;
+    if !unprivileged::has_ids(*uid, *gid) {
+        return Err(RuntimeError::Unsupported(format!(
+            "the user {uid}:{gid} on a worker of an ordinary user: install `uidmap`, and grant ids in /etc/subuid and /etc/subgid"
+        )));
+    }
+    groups.retain(|group| unprivileged::has_group(*group));
+    Ok(())
 }
 
 /// Types of file systems of the kernel (`statfs`).

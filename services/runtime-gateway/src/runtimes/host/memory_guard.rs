@@ -70,7 +70,7 @@ impl HostRuntime {
         match answer {
             Ok(answer) => _ = answer?,
             Err(_) => {
-                let killed = self.host.cgroups.kill(&process.cgroup());
+                let killed = self.host.kill_container(&process);
                 killed.map_err(|error| RuntimeError::io("kill a container", error))?;
             }
         }

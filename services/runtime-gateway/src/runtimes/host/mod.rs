@@ -51,6 +51,7 @@ mod state_lock;
 mod supervisor;
 mod supervisor_protocol;
 mod tree_copy;
+mod unprivileged;
 mod user_namespace;
 mod users;
 mod volumes;
@@ -86,6 +87,7 @@ pub use network::{InvalidPool, Pool};
 pub use policy::{Permission, Policy};
 use state::{Host, boot, disk, find_marker};
 use state_lock::StateLock;
+pub use unprivileged::{EnterError, enter as enter_user_namespace};
 
 /// Time for which a process may run before the first contact.
 const STOP_AFTER: Duration = Duration::from_secs(600);
@@ -232,7 +234,12 @@ impl HostRuntime {
 
     fn opened(host: Host) -> Result<Arc<Self>, RuntimeError> {
         if let Some(missing) = host.cgroups.first_missing(&ALL_LIMITS) {
-            tracing::warn!(missing, "cannot enforce all limits of containers");
+            // An ordinary user seldom has control groups.
+            if host.unprivileged {
+                tracing::info!(missing, "this user has no control groups: containers have no limits");
+            } else {
+                tracing::warn!(missing, "cannot enforce all limits of containers");
+            }
         }
         for (limit, value) in server::inherited::limits_out_of_reach() {
             tracing::warn!(
@@ -244,6 +251,7 @@ impl HostRuntime {
         let mut capabilities =
             capabilities(&host.config.policy, host.network_pool, &host.cgroups, host.volumes.copy_on_write());
         match host.volumes.fixed_owners_reason() {
+            _ if host.unprivileged => capabilities.features.push("user-namespace".to_owned()),
             None => capabilities.features.push("user-namespace".to_owned()),
             Some(why) => {
                 tracing::warn!(why, "cannot use user namespaces: root of a container is root of this machine")

@@ -179,10 +179,20 @@ pub(super) const CONFINED: MountAttrFlags =
 
 /// Creates a tmpfs without attaching it.
 pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
-    let fs = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-    rustix::mount::fsconfig_set_string(&fs, "source", "tmpfs")?;
+    new("tmpfs", options, attributes)
+}
+
+/// Creates a file system of the kernel without attaching it. An option with an empty value is a
+/// flag.
+pub(super) fn new(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let fs = rustix::mount::fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
+    rustix::mount::fsconfig_set_string(&fs, "source", kind)?;
     for (name, value) in options {
-        rustix::mount::fsconfig_set_string(&fs, *name, *value)?;
+        if value.is_empty() {
+            rustix::mount::fsconfig_set_flag(&fs, *name)?;
+        } else {
+            rustix::mount::fsconfig_set_string(&fs, *name, *value)?;
+        }
     }
     rustix::mount::fsconfig_create(&fs)?;
     Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
@@ -194,6 +204,17 @@ pub(super) fn clone_of(path: &Path, attributes: MountAttrFlags) -> io::Result<Ow
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let tree = rustix::mount::open_tree(CWD, path, flags)?;
     change_attributes(tree.as_fd(), attributes, MountAttrFlags::empty(), None)?;
+    Ok(tree)
+}
+
+/// Clones the mount at `path` with the mounts below it, and without attaching it. All of them have
+/// `attributes` in addition.
+pub(super) fn clone_with_children(path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let flags =
+        OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+    let tree = rustix::mount::open_tree(CWD, path, flags)?;
+    let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
+    set_attributes(tree.as_fd(), flags, attributes, MountAttrFlags::empty(), None)?;
     Ok(tree)
 }
 
@@ -217,6 +238,16 @@ fn change_attributes(
     clear: MountAttrFlags,
     users: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
+    set_attributes(mount, libc::AT_EMPTY_PATH, set, clear, users)
+}
+
+fn set_attributes(
+    mount: BorrowedFd<'_>,
+    flags: libc::c_int,
+    set: MountAttrFlags,
+    clear: MountAttrFlags,
+    users: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
     #[repr(C)]
     struct Attributes {
         set: u64,
@@ -236,7 +267,7 @@ fn change_attributes(
             libc::SYS_mount_setattr,
             mount.as_raw_fd(),
             c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
+            flags,
             &raw const attributes,
             size_of::<Attributes>(),
         )

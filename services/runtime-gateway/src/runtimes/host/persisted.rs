@@ -262,6 +262,10 @@ pub(super) struct Launch {
     /// The range of ids for the container's users. `None`: the ids of the machine.
     #[serde(default)]
     pub(super) range: Option<Range>,
+    /// Whether the supervisor mounts volumes with several layers. Otherwise the worker has mounted
+    /// them.
+    #[serde(default)]
+    pub(super) mounts_layers: bool,
     /// Mount options of volumes with several layers.
     #[serde(default)]
     pub(super) overlay_options: Vec<String>,

@@ -21,6 +21,7 @@ use super::persisted::Container;
 use super::processes::Status;
 use super::state_lock::StateLock;
 use super::supervisor_protocol::Sockets;
+use super::unprivileged;
 use super::user_namespace::Range;
 use super::volumes::Volumes;
 use crate::util::keyed_locks::{Locks, lock};
@@ -34,6 +35,8 @@ pub(super) struct Host {
     pub(super) marker: MarkerId,
     pub(super) volumes: Volumes,
     pub(super) cgroups: Cgroups,
+    /// Whether this process is in the user namespace of an ordinary user.
+    pub(super) unprivileged: bool,
     pub(super) sockets: Sockets,
     /// Whether the root layers of containers are in memory.
     pub(super) upper_in_memory: bool,
@@ -72,6 +75,7 @@ impl Host {
             marker,
             volumes,
             cgroups,
+            unprivileged: unprivileged::is_active(),
             sockets,
             upper_in_memory,
             network_pool: private_network(&config.policy),
@@ -92,6 +96,15 @@ impl Host {
     pub(super) fn range(&self, container: &Container) -> Option<Range> {
         let confined = !container.privileged && self.volumes.fixed_owners_reason().is_none();
         confined.then(|| Range::of(container.handle))
+    }
+
+    /// Whether a container has mounts of its own for volumes with several layers. Otherwise it
+    /// shows those of the machine.
+    ///
+    /// The mounts of an ordinary user's gateway end with the gateway, and a second writable mount
+    /// of the next gateway would damage the volume.
+    pub(super) fn mounts_layers(&self, range: Option<Range>) -> bool {
+        self.unprivileged || range.is_some()
     }
 
     /// The directory of a volume in the mount namespace of the machine.

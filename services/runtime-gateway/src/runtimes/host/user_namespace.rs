@@ -166,6 +166,8 @@ pub(super) struct Identity {
     pub(super) uid: u32,
     pub(super) gid: u32,
     pub(super) groups: Vec<u32>,
+    /// Whether the kernel may forbid to change the groups, as it does to an ordinary user.
+    pub(super) keeps_groups: bool,
     /// The bounding set of capabilities.
     pub(super) capabilities: CapabilitySet,
 }
@@ -177,7 +179,11 @@ impl Identity {
         // So that the permitted capabilities survive the change of the user.
         rustix::thread::set_keep_capabilities(true)?;
         let groups: Vec<_> = self.groups.iter().map(|group| Gid::from_raw(*group)).collect();
-        rustix::thread::set_thread_groups(&groups)?;
+        match rustix::thread::set_thread_groups(&groups) {
+            // An ordinary user with a single group keeps the groups that the kernel shows as 65534.
+            Err(rustix::io::Errno::PERM) if groups.is_empty() && self.keeps_groups => {}
+            result => result?,
+        }
         let (user, group) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         rustix::thread::set_thread_res_gid(group, group, group)?;
         // A process that enters a namespace has all capabilities in it.

@@ -26,6 +26,7 @@ use rustix::mount::MountAttrFlags;
 use super::filesystem::{self, at};
 use super::mounts::{self, MountEntry, Overlay, Upper};
 use super::tree_copy::{copy_files, copy_tree};
+use super::unprivileged;
 use super::user_namespace::Range;
 use crate::util::keyed_locks::lock;
 
@@ -47,6 +48,8 @@ const GIVEN: &str = "given";
 
 /// With these options, a change of owner does not copy the contents up.
 const METACOPY: &[&str] = &["volatile", "index=off", "redirect_dir=on", "metacopy=on"];
+/// Options in the user namespace of an ordinary user, who cannot write `trusted` attributes.
+const UNPRIVILEGED: [&[&str]; 2] = [&["volatile", "index=off", "userxattr"], &["index=off", "userxattr"]];
 /// Options for older kernels, and for still older ones.
 const PLAIN: [&[&str]; 2] = [&["volatile", "index=off"], &["index=off"]];
 
@@ -82,7 +85,11 @@ impl Volumes {
         }
         left.iter().for_each(|path| filesystem::remove_or_leave(path));
         let copy_on_write = probe(&directory).map_err(at("test overlays in", &directory))?;
-        let owners = probe_owners(&directory, copy_on_write.options());
+        let owners = if unprivileged::is_active() {
+            Err(io::Error::other("the worker runs as an ordinary user"))
+        } else {
+            probe_owners(&directory, copy_on_write.options())
+        };
         let fixed_owners_reason = owners.err().map(|error| error.to_string());
         let volumes = Self { directory, copy_on_write, fixed_owners_reason, children: Mutex::default() };
         for child in volumes.list()? {
@@ -112,6 +119,9 @@ impl Volumes {
     pub(super) fn copy_on_write(&self) -> String {
         match &self.copy_on_write {
             CopyOnWrite::Overlay { options: METACOPY } => "overlay, with metacopy".to_owned(),
+            CopyOnWrite::Overlay { .. } if unprivileged::is_active() => {
+                "overlay of an ordinary user".to_owned()
+            }
             CopyOnWrite::Overlay { .. } => "overlay; the kernel does not support metacopy".to_owned(),
             CopyOnWrite::Copy(why) => format!("copy: cannot use overlays: {why}"),
         }
@@ -467,6 +477,11 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
         mounts::unmount(&merged)?;
         works.map(|_| CopyOnWrite::Overlay { options })
     };
+    if unprivileged::is_active() {
+        let found = attempt(UNPRIVILEGED[0]).or_else(|_| attempt(UNPRIVILEGED[1]));
+        filesystem::remove_tree(&place)?;
+        return Ok(found.unwrap_or_else(|error| CopyOnWrite::Copy(error.to_string())));
+    }
     let found = attempt(METACOPY).or_else(|_| attempt(PLAIN[0])).or_else(|_| attempt(PLAIN[1]));
     filesystem::remove_tree(&place)?;
     Ok(found.unwrap_or_else(|error| CopyOnWrite::Copy(error.to_string())))

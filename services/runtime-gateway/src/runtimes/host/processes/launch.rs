@@ -119,7 +119,7 @@ impl Host {
             return Ok(StartOutcome::Started);
         }
         let mut written = Vec::new();
-        if range.is_some() {
+        if self.mounts_layers(range) {
             for volume in container.written() {
                 // The supervisor mounts the volume separately, and only one mount at a time may be
                 // writable.
@@ -219,6 +219,7 @@ impl Host {
             hidden: self.hidden(),
             host_paths: self.config.policy.host_paths().to_owned(),
             range,
+            mounts_layers: self.mounts_layers(range),
             overlay_options: self
                 .volumes
                 .overlay_options()

@@ -29,6 +29,8 @@ use crate::util::keyed_locks::lock;
 const PAUSE: Duration = Duration::from_millis(2);
 /// Timeout of a supervisor's answer to a contact.
 const CONTACT: Duration = Duration::from_secs(5);
+/// Longest time until init has ended after its supervisor.
+const INIT_END: Duration = Duration::from_secs(5);
 /// Reserved space of an exit record, in bytes.
 const RESERVE: usize = 4096;
 
@@ -127,6 +129,23 @@ impl Process {
         // The process name may contain any characters. A zombie counts as ended, because the
         // gateway that must reap it may be frozen.
         Ok(stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X'])))
+    }
+
+    /// Waits until init is dead, and with it its container. The kernel kills init with its
+    /// supervisor.
+    fn await_end_of_init(&self) {
+        let Ok(text) = fs::read_to_string(self.file(paths::INIT)) else { return };
+        let stat = PathBuf::from(format!("/proc/{}/stat", text.trim()));
+        let deadline = std::time::Instant::now() + INIT_END;
+        let is_init = || {
+            let stat = fs::read(&stat).unwrap_or_default();
+            // The name is followed by the state. Another process may have the number meanwhile.
+            let name = stat.iter().position(|byte| *byte == b'(').map(|at| &stat[at..]);
+            name.is_some_and(|name| name.starts_with(b"(gantry-init) ") && name.get(14) != Some(&b'Z'))
+        };
+        while is_init() && std::time::Instant::now() < deadline {
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// Prevents the start, if this is still possible. `true`: the process will never start.
@@ -251,6 +270,9 @@ impl Host {
         if let Some(text) = filesystem::read_if_exists(&path).map_err(at("read", &path))? {
             // Another task has stored the end.
             return Ok(serde_json::from_slice(&text).unwrap_or(end));
+        }
+        if self.unprivileged {
+            process.await_end_of_init();
         }
         self.cgroups
             .remove(&process.cgroup())

@@ -7,11 +7,13 @@ use std::fs;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags};
-use rustix::process::{Pid, PidfdFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal};
 use rustix::thread::{ThreadNameSpaceType, move_into_thread_name_spaces};
 
 use crate::runtimes::host::{filesystem, paths};
@@ -30,6 +32,20 @@ pub(in crate::runtimes::host) fn accepts_connections(main: &Path, port: u16) -> 
         Ok(TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).is_ok())
     })?;
     probe.join().unwrap_or_else(|_| Err(io::Error::other("the thread that probes a port panicked")))
+}
+
+/// Kills the container with this main process, if it runs. All its processes die with init.
+pub(in crate::runtimes::host) fn kill(main: &Path) -> io::Result<()> {
+    match ContainerInit::open(main) {
+        Ok(init) => match rustix::process::pidfd_send_signal(&init.watch, Signal::KILL) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        },
+        // A process that has joined a container has no init, and dies with that of the container.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Init of a running container.
@@ -70,8 +86,29 @@ impl ContainerInit {
         Ok(rustix::fs::open(&self.root, flags, Mode::empty())?)
     }
 
+    /// Whether the container has the network of this process. An ordinary user may not enter the
+    /// network of the machine again.
+    fn shares_network(&self) -> io::Result<bool> {
+        let other = fs::metadata(format!("/proc/{}/ns/net", self.pid.as_raw_nonzero()))?;
+        Ok(fs::metadata("/proc/self/ns/net")?.ino() == other.ino())
+    }
+
+    /// The namespaces that a further process of the container joins, except its user namespace.
+    pub(super) fn namespaces(&self) -> io::Result<ThreadNameSpaceType> {
+        use ThreadNameSpaceType as Kind;
+        let all = Kind::MOUNT
+            | Kind::CONTROL_GROUP
+            | Kind::HOST_NAME_AND_NIS_DOMAIN_NAME
+            | Kind::INTER_PROCESS_COMMUNICATION
+            | Kind::PROCESS_ID;
+        Ok(if self.shares_network()? { all } else { all | Kind::NETWORK })
+    }
+
     /// Moves this process into the network of the container. Fails if init has ended.
     pub(super) fn enter_network(&self) -> io::Result<()> {
+        if self.shares_network()? {
+            return Ok(());
+        }
         Ok(move_into_thread_name_spaces(self.watch.as_fd(), ThreadNameSpaceType::NETWORK)?)
     }
 }

@@ -25,7 +25,7 @@ use libcontainer::workload::{Executor, ExecutorError, ExecutorSetEnvsError, Exec
 use rustix::event::{PollFd, PollFlags};
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, Signal, WaitOptions};
-use rustix::thread::LinkNameSpaceType;
+use rustix::thread::{LinkNameSpaceType, ThreadNameSpaceType};
 use seccompiler::BpfProgram;
 
 use runtime::TerminalSize;
@@ -110,9 +110,9 @@ pub(super) struct Init {
     pub(super) environment: Vec<CString>,
     pub(super) directory: CString,
     pub(super) filters: Vec<BpfProgram>,
-    /// A pidfd of the init whose namespaces are joined. `None`: libcontainer has created the
-    /// namespaces.
-    pub(super) joined: Option<RawFd>,
+    /// A pidfd of the init whose namespaces are joined, and which of them. `None`: the namespaces
+    /// are new.
+    pub(super) joined: Option<(RawFd, ThreadNameSpaceType)>,
     /// The identity to assume, and the user namespace to enter before. `None`: libcontainer has set
     /// the identity.
     pub(super) identity: Option<(Option<RawFd>, Identity)>,
@@ -201,8 +201,8 @@ impl Init {
             report(Report::Failed(step, error.raw_os_error().unwrap_or(libc::EIO)))?;
             exit()
         };
-        if let Some(container) = self.joined
-            && let Err(error) = join(container)
+        if let Some((container, namespaces)) = self.joined
+            && let Err(error) = join(container, namespaces)
         {
             return fail(Step::Join, &error);
         }
@@ -371,19 +371,12 @@ fn reset_signals() {
     }
 }
 
-/// Enters the namespaces of the container with this first process, except its user namespace.
-/// Children of this process enter its PID namespace.
-fn join(first: RawFd) -> io::Result<()> {
-    use rustix::thread::ThreadNameSpaceType as Kind;
+/// Enters `namespaces` of the container with this first process. Children of this process enter its
+/// PID namespace.
+fn join(first: RawFd, namespaces: ThreadNameSpaceType) -> io::Result<()> {
     // SAFETY: the descriptor was inherited from the supervisor, and is open until `close_all_but`
     // is called.
     let first = unsafe { BorrowedFd::borrow_raw(first) };
-    let namespaces = Kind::MOUNT
-        | Kind::CONTROL_GROUP
-        | Kind::HOST_NAME_AND_NIS_DOMAIN_NAME
-        | Kind::INTER_PROCESS_COMMUNICATION
-        | Kind::NETWORK
-        | Kind::PROCESS_ID;
     Ok(rustix::thread::move_into_thread_name_spaces(first, namespaces)?)
 }
 

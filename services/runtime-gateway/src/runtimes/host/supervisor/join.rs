@@ -19,11 +19,11 @@ use super::{
 };
 use crate::runtimes::exit_record::End;
 use crate::runtimes::host::cgroups::Cgroups;
-use crate::runtimes::host::containers::find_user;
+use crate::runtimes::host::containers::{find_user, limit_ids};
 use crate::runtimes::host::persisted::{Container, Intent, Launch};
 use crate::runtimes::host::user_namespace::Identity;
 use crate::runtimes::host::users::User;
-use crate::runtimes::host::{filesystem, mounts, paths};
+use crate::runtimes::host::{filesystem, mounts, paths, unprivileged};
 
 /// Starts the process in the container of the main process `main`. `held` tells whether this launch
 /// is not obsolete. `None`: the intent was revoked, and nothing was started.
@@ -52,9 +52,11 @@ pub(super) fn start(
     let held_now = held_capabilities().map_err(StartError::while_doing("read its capabilities"))?;
     let User { uid, gid, groups, .. } = user;
     let capabilities = oci_spec::capabilities(container, held_now);
-    program.identity =
-        Some((users.as_ref().map(AsRawFd::as_raw_fd), Identity { uid, gid, groups, capabilities }));
-    program.joined = Some(joined.watch.as_raw_fd());
+    let keeps_groups = unprivileged::is_active();
+    let identity = Identity { uid, gid, groups, keeps_groups, capabilities };
+    program.identity = Some((users.as_ref().map(AsRawFd::as_raw_fd), identity));
+    let namespaces = joined.namespaces().map_err(StartError::while_doing("find the namespaces"))?;
+    program.joined = Some((joined.watch.as_raw_fd(), namespaces));
     program.supervisor = init_end.as_raw_fd();
     program.close =
         streams.own.iter().chain([&connection, alive, listener]).map(AsRawFd::as_raw_fd).collect();
@@ -89,7 +91,13 @@ pub(super) fn start(
 fn user(joined: &ContainerInit, container: &Container, intent: &Intent) -> Result<User, StartError> {
     let Some(requested) = &intent.user else { return Ok(container.user.clone()) };
     let root = joined.root().map_err(StartError::while_doing("open the root"))?;
-    find_user(root.as_fd(), Some(requested)).map_err(|error| StartError {
+    let found = find_user(root.as_fd(), Some(requested)).and_then(|mut user| {
+        if unprivileged::is_active() {
+            limit_ids(&mut user)?;
+        }
+        Ok(user)
+    });
+    found.map_err(|error| StartError {
         reason: error.reason(),
         operation: "start a process in the container".to_owned(),
         cause: error.to_string(),

@@ -20,6 +20,7 @@ mod hosts;
 mod init;
 mod join;
 mod oci_spec;
+mod own_container;
 mod program;
 mod rootfs;
 mod seccomp;
@@ -36,7 +37,9 @@ use std::process::ExitCode;
 
 use domain::error_chain;
 use domain::workload::FailureReason;
+use libcontainer::container::Container as Libcontainer;
 use libcontainer::container::builder::ContainerBuilder;
+use libcontainer::error::LibcontainerError;
 use libcontainer::syscall::syscall::SyscallType;
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
@@ -46,10 +49,11 @@ use super::cgroups::Cgroups;
 use super::persisted::{Container, Intent, Launch, Text};
 use super::user_namespace::Identity;
 use super::users::User;
-use super::{filesystem, mounts, paths, state_lock};
+use super::{filesystem, mounts, paths, state_lock, unprivileged};
 use crate::runtimes::exit_record::End;
 use crate::runtimes::output_spool;
 use init::Init;
+use own_container::OwnContainer;
 use program::Lookup;
 
 /// The argument that makes a program run as a supervisor.
@@ -190,9 +194,10 @@ fn detach(alive: &OwnedFd) -> io::Result<()> {
     // to the container, too.
     server::inherited::set_limits();
     // libcontainer keeps the groups of this process if the container has none.
-    // SAFETY: the list is empty.
-    if unsafe { libc::setgroups(0, std::ptr::null()) } < 0 {
-        return Err(io::Error::last_os_error());
+    match rustix::thread::set_thread_groups(&[]) {
+        // The kernel forbids it to an ordinary user with a single group.
+        Err(rustix::io::Errno::PERM) if unprivileged::is_active() => {}
+        result => result?,
     }
     let null = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty())?;
     rustix::stdio::dup2_stdin(&null)?;
@@ -239,23 +244,27 @@ fn start(
 
     let places = rootfs::make(launch, &container)?;
     let seen = cgroups.create_visible(&launch.cgroup).map_err(StartError::while_doing("create cgroups"))?;
-    if !container.privileged {
+    let own = unprivileged::is_active();
+    if !container.privileged && !own {
         cgroups
             .restrict_devices(&launch.cgroup)
             .map_err(StartError::without_cgroup("install the device policy"))?;
     }
+    let held_now = held_capabilities().map_err(StartError::while_doing("read its capabilities"))?;
     let worker = oci_spec::Worker {
         root: &places.root,
         cgroup: &launch.cgroup,
-        capabilities: held_capabilities().map_err(StartError::while_doing("read its capabilities"))?,
+        capabilities: held_now,
         limits_swap: cgroups.limits_swap(),
         limits_sockets: cgroups.limits_sockets(),
         range: launch.range,
         cgroups: &seen,
     };
-    let configuration = oci_spec::configuration(&container, &worker).to_string();
-    fs::write(places.bundle.join("config.json"), configuration)
-        .map_err(StartError::while_doing("write the configuration"))?;
+    if !own {
+        let configuration = oci_spec::configuration(&container, &worker).to_string();
+        fs::write(places.bundle.join("config.json"), configuration)
+            .map_err(StartError::while_doing("write the configuration"))?;
+    }
 
     let streams = Streams::open(launch, &container.user, &intent)
         .map_err(StartError::while_doing("open the streams"))?;
@@ -264,24 +273,33 @@ fn start(
     let mut program = program(&container, &container.user, &intent)?;
     require_parts(&places.root, &container.user, &program)?;
     program.supervisor = init_end.as_raw_fd();
-    program.identity = places.users.as_ref().map(|users| {
-        let User { uid, gid, groups, .. } = container.user.clone();
-        let identity = Identity { uid, gid, groups, capabilities: oci_spec::default_capabilities() };
-        (Some(users.as_raw_fd()), identity)
-    });
+    let User { uid, gid, groups, .. } = container.user.clone();
+    let capabilities = oci_spec::default_capabilities();
+    let identity = Identity { uid, gid, groups, keeps_groups: own, capabilities };
+    program.identity = match &places.users {
+        Some(users) => Some((Some(users.as_raw_fd()), identity)),
+        None => own.then_some((None, identity)),
+    };
     program.close =
         streams.own.iter().chain([&connection, alive, listener]).map(AsRawFd::as_raw_fd).collect();
 
-    let made = ContainerBuilder::new(launch.cgroup.clone(), SyscallType::default())
-        .with_executor(program)
-        .with_root_path(&places.state)
-        .map(|builder| {
-            builder.with_stdin(streams.stdin).with_stdout(streams.stdout).with_stderr(streams.stderr)
-        })
-        .and_then(|builder| builder.as_init(&places.bundle).with_systemd(false).with_detach(true).build());
+    let parts = own_container::Parts {
+        container: &container,
+        root: &places.root,
+        cgroup: &launch.cgroup,
+        cgroups: &cgroups,
+        streams: &streams,
+        program: &program,
+    };
+    let made = if own {
+        OwnContainer::create(&parts).map(Made::Own).map_err(|error| error_chain(&error))
+    } else {
+        by_libcontainer(launch, &places, &streams, program).map_err(|error| error_chain(&error))
+    };
+    drop((streams.stdin, streams.stdout, streams.stderr));
     let mut made = match made {
         Ok(made) => made,
-        Err(error) => {
+        Err(cause) => {
             // libcontainer removes what it can after a failure.
             if let Err(error) = cgroups.remove(&launch.cgroup) {
                 eprintln!("supervisor: cannot remove the cgroups: {error}");
@@ -291,16 +309,11 @@ fn start(
             } else {
                 FailureReason::StartFailed
             };
-            return Err(StartError {
-                reason,
-                operation: "create the container".to_owned(),
-                cause: error_chain(&error),
-            });
+            return Err(StartError { reason, operation: "create the container".to_owned(), cause });
         }
     };
     drop(init_end);
-    let init = made.pid().and_then(|pid| Pid::from_raw(pid.as_raw()));
-    let Some(init) = init else {
+    let Some(init) = made.init() else {
         return Err(StartError {
             reason: FailureReason::StartFailed,
             operation: "create the container".to_owned(),
@@ -309,6 +322,7 @@ fn start(
     };
     lower_oom_score();
     let restricted = container.privileged
+        || own
         || cgroups
             .are_devices_restricted(&launch.cgroup)
             .map_err(StartError::without_cgroup("read the device policy"))?;
@@ -332,7 +346,7 @@ fn start(
     let taken = match held()?.then(|| filesystem::rename_exclusively(&intent_path, &started)) {
         // Another gateway has taken over, so this launch is obsolete.
         None => Ok(false),
-        Some(Ok(())) => made.start().map_err(StartError::while_doing("start the container")).map(|()| true),
+        Some(Ok(())) => made.start().map(|()| true),
         Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Some(Err(error)) => Err(StartError::while_doing("take the intent")(error)),
     };
@@ -345,6 +359,50 @@ fn start(
             not_started.map(|_| None)
         }
     }
+}
+
+/// A container whose init waits for the start.
+enum Made {
+    Libcontainer(Box<Libcontainer>),
+    Own(OwnContainer),
+}
+
+impl Made {
+    /// The first process of the container.
+    fn init(&self) -> Option<Pid> {
+        match self {
+            Self::Libcontainer(made) => made.pid().and_then(|pid| Pid::from_raw(pid.as_raw())),
+            Self::Own(made) => Some(made.init),
+        }
+    }
+
+    fn start(&mut self) -> Result<(), StartError> {
+        match self {
+            Self::Libcontainer(made) => made.start().map_err(StartError::while_doing("start the container")),
+            Self::Own(made) => made.start().map_err(StartError::while_doing("start the container")),
+        }
+    }
+}
+
+fn by_libcontainer(
+    launch: &Launch,
+    places: &rootfs::SupervisorDirs,
+    streams: &Streams,
+    program: Init,
+) -> Result<Made, LibcontainerError> {
+    let copy = |stream: &OwnedFd| stream.try_clone().map_err(LibcontainerError::OtherIO);
+    let (stdin, stdout, stderr) = (copy(&streams.stdin)?, copy(&streams.stdout)?, copy(&streams.stderr)?);
+    let made = ContainerBuilder::new(launch.cgroup.clone(), SyscallType::default())
+        .with_executor(program)
+        .with_root_path(&places.state)?
+        .with_stdin(stdin)
+        .with_stdout(stdout)
+        .with_stderr(stderr)
+        .as_init(&places.bundle)
+        .with_systemd(false)
+        .with_detach(true)
+        .build()?;
+    Ok(Made::Libcontainer(Box::new(made)))
 }
 
 /// The streams of a process.

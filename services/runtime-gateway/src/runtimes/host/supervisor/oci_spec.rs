@@ -7,6 +7,7 @@ use rustix::thread::CapabilitySet;
 use serde_json::{Value, json};
 use server::inherited::container_limits;
 
+use crate::runtimes::host::cgroups::cpu_quota;
 use crate::runtimes::host::persisted::Container;
 use crate::runtimes::host::user_namespace::Range;
 
@@ -71,7 +72,7 @@ const ALL_CAPABILITIES: &[&str] = &[
 ];
 
 /// Parts of /proc and /sys that reveal too much about the machine.
-const MASKED: &[&str] = &[
+pub(super) const MASKED: &[&str] = &[
     "/proc/acpi",
     "/proc/asound",
     "/proc/interrupts",
@@ -92,21 +93,22 @@ const MASKED: &[&str] = &[
 ];
 
 /// Parts of /proc through which a container could change the machine.
-const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+pub(super) const READ_ONLY: &[&str] =
+    &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
 /// Size limit of `/dev/shm`, relative to the machine's memory. A memory limit of the container
 /// includes it.
-const SHARED_MEMORY: &str = "size=10%";
+pub(super) const SHARED_MEMORY: &str = "size=10%";
 
 /// OOM score adjustment of containers. The kernel kills their processes before others of the same
 /// size.
 pub(super) const OOM_SCORE: i32 = 500;
 
 /// The group of terminals, by convention.
-const TERMINALS: u32 = 5;
+pub(super) const TERMINALS: u32 = 5;
 
 /// Limit of pseudo-terminals per container. All containers share `kernel.pty.max`, usually 4,096.
-const TERMINALS_AT_MOST: &str = "max=512";
+pub(super) const TERMINALS_AT_MOST: &str = "max=512";
 
 /// The directory in which containers expect their control groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
@@ -252,9 +254,8 @@ fn resources(container: &Container, worker: &Worker<'_>) -> Value {
         }
     }
     if let Some(millis) = container.cpu_millis {
-        // The kernel accepts no quota below a millisecond.
-        let period: u64 = if millis < 10 { 1_000_000 } else { 100_000 };
-        let quota = i64::try_from(millis.max(1).saturating_mul(period / 1000)).unwrap_or(i64::MAX);
+        let (quota, period) = cpu_quota(millis);
+        let quota = i64::try_from(quota).unwrap_or(i64::MAX);
         resources["cpu"] = json!({ "quota": quota, "period": period });
     }
     if let Some(pids) = container.pids {

@@ -23,6 +23,7 @@ use crate::runtimes::host::host_image::{self, Image};
 use crate::runtimes::host::mounts::{self, MountEntry};
 use crate::runtimes::host::network;
 use crate::runtimes::host::persisted::{self, Container, Launch, OwnNetwork};
+use crate::runtimes::host::unprivileged;
 use crate::runtimes::host::user_namespace;
 use crate::runtimes::host::volumes;
 
@@ -104,7 +105,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         volumes: users.as_ref().map_or(launch.state_dir.join("volumes"), |_| place(VOLUMES)),
         own: users.as_ref().map_or(launch.container_dir.clone(), |_| place(OWN)),
         merged: place(MERGED),
-        overlay_options: users.as_ref().map(|_| &*launch.overlay_options),
+        overlay_options: launch.mounts_layers.then_some(&*launch.overlay_options),
         written: container.written().collect(),
         copies: launch.isolated.then(|| place(COPIES)),
     };
@@ -235,24 +236,36 @@ fn worker_root(
     let layer = if launch.upper_in_memory { private } else { &sources.own };
     let layers = [layer.join("upper"), own];
     // A root layer never outlives the boot, so no sync must wait for the disk.
+    let options: &[&str] = if unprivileged::is_active() { &["volatile", "userxattr"] } else { &["volatile"] };
     let root = match &sources.copies {
-        Some(copies) => copy_of(&copies.join("root"), layers.to_vec(), &["volatile"], attributes(container)),
-        None => volumes::overlay(&layers, true, &["volatile"], attributes(container)),
+        Some(copies) => copy_of(&copies.join("root"), layers.to_vec(), options, attributes(container)),
+        None => volumes::overlay(&layers, true, options, attributes(container)),
     };
     let root = root.map_err(StartError::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount on", &places.root))?;
 
-    let unmapped =
-        user_namespace::without_owners().map_err(StartError::while_doing("create a user namespace"))?;
+    // The rights of an ordinary user cover no other owners anyway.
+    let unmapped = (!unprivileged::is_active())
+        .then(user_namespace::without_owners)
+        .transpose()
+        .map_err(StartError::while_doing("create a user namespace"))?;
     let bound = image.bound_paths().map_err(StartError::while_doing("list the parts of the image `host`"))?;
     for path in bound {
-        let tree = mounts::clone_of(&path, mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY)
-            .map_err(at("show", &path))?;
-        let mapped = match mounts::map_owners(tree.as_fd(), unmapped.as_fd()) {
-            Ok(()) => true,
+        let attributes = mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY;
+        let tree = match mounts::clone_of(&path, attributes) {
+            // An ordinary user cannot see what is below a mount.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) && unprivileged::is_active() => {
+                mounts::clone_with_children(&path, attributes)
+            }
+            cloned => cloned,
+        };
+        let tree = tree.map_err(at("show", &path))?;
+        let mapped = match unmapped.as_ref().map(|users| mounts::map_owners(tree.as_fd(), users.as_fd())) {
+            Some(Ok(())) => true,
             // The worker runs in a container, whose image has no secrets of a machine.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => false,
-            Err(error) => return Err(at("show", &path)(error)),
+            Some(Err(error)) if error.raw_os_error() == Some(libc::EINVAL) => false,
+            Some(Err(error)) => return Err(at("show", &path)(error)),
+            None => false,
         };
         let target = mounts::open_in(root.as_fd(), &path, OFlags::PATH).map_err(at("show", &path))?;
         mounts::attach(tree.as_fd(), target.as_fd()).map_err(at("show", &path))?;
