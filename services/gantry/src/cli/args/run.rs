@@ -154,9 +154,9 @@ pub(crate) struct RunArgs {
     /// the image, or root
     #[arg(short, long, value_name = "USER", help_heading = "Container")]
     pub(crate) user: Option<String>,
-    /// Network of the container
-    #[arg(long, value_enum, value_name = "NETWORK", default_value_t, help_heading = "Container")]
-    pub(crate) network: NetworkArg,
+    /// Network of the container. Default: `private`, or `none` if no worker has private networks
+    #[arg(long, value_enum, value_name = "NETWORK", help_heading = "Container")]
+    pub(crate) network: Option<NetworkArg>,
     /// Give the container no network, like `--network none`
     #[arg(long, conflicts_with = "network", help_heading = "Container")]
     pub(crate) hermetic: bool,
@@ -377,10 +377,9 @@ pub(crate) enum KindArg {
 }
 
 /// Network that a process sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum NetworkArg {
     /// A separate network with outgoing access
-    #[default]
     Private,
     /// A loopback device only
     None,

@@ -14,11 +14,12 @@ use std::time::Duration;
 use anyhow::Context;
 use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
+use rpc::Reason;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::image::Source as ImageSource;
 use rpc::pb::scheduler::{
-    CacheMount, Finished, GetWorkerRequest, Outcome, PublishedOutput, SubmitRequest, WorkloadSpec,
+    CacheMount, Finished, GetWorkerRequest, Network, Outcome, PublishedOutput, SubmitRequest, WorkloadSpec,
 };
 use serde_json::json;
 use server::telemetry::{self, RecentSpans, Telemetry};
@@ -43,6 +44,9 @@ use crate::transfer::directories::{inside, is_in_place};
 use crate::transfer::download::Downloader;
 use crate::transfer::images::bring;
 use crate::transfer::upload::{Directory, Uploader, renew};
+
+/// The capability of workers with private networks.
+const PRIVATE_NETWORK: &str = "network-private";
 
 /// Executes `gantry run`, and writes a trace if `--trace` is given. Returns the exit code.
 pub(crate) async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
@@ -110,7 +114,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     };
     let spec = with_images(spec, &images);
     tokio::select! {
-        submitted = submit(connection, workload, spec) => submitted?,
+        submitted = submit_in_some_network(args, connection, ui, workload, spec) => submitted?,
         code = signals.next() => {
             // The scheduler may have accepted the workload.
             ui.note(&format!("interrupted; workload {workload} is cancelled if it was submitted"));
@@ -304,6 +308,32 @@ async fn upload(
         Ok((artifact, Some(manifest)))
     }))
     .await
+}
+
+/// Submits the workload. Without `--network`, the command has no network if no worker has private
+/// ones, as those of ordinary users.
+async fn submit_in_some_network(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    workload: WorkloadId,
+    spec: WorkloadSpec,
+) -> anyhow::Result<()> {
+    let without = WorkloadSpec { network: Network::None.into(), ..spec.clone() };
+    let submitted = submit(connection, workload, spec).await;
+    // The refusals of the workers are in the metadata, and so in the description.
+    let lacks_private = submitted.as_ref().err().is_some_and(|error| {
+        refusal(error).is_some_and(|refused| refused.is(Reason::NoCompatibleWorker))
+            && error::describe(error).contains(PRIVATE_NETWORK)
+    });
+    if args.network.is_some() || args.hermetic || !lacks_private {
+        return submitted;
+    }
+    if submit(connection, workload, without).await.is_err() {
+        return submitted;
+    }
+    ui.warn("the command runs without a network (--network none), because no worker has private networks; choose one with --network");
+    Ok(())
 }
 
 async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpec) -> anyhow::Result<()> {

@@ -67,9 +67,9 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
         privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
         network: match args.network {
             _ if args.hermetic => Network::None,
-            NetworkArg::Private => Network::Private,
-            NetworkArg::None => Network::None,
-            NetworkArg::Host => Network::Host,
+            Some(NetworkArg::Private) | None => Network::Private,
+            Some(NetworkArg::None) => Network::None,
+            Some(NetworkArg::Host) => Network::Host,
         }
         .into(),
         tags: args.tags.clone(),
