@@ -65,7 +65,31 @@ pub struct Cluster {
     disk: Option<SmallDisk>,
     home: TempDir,
     settings: Vec<(String, String)>,
+    /// Whether the commands run as [`ORDINARY_USER`], and not as the user of the tests.
+    is_of_ordinary_user: bool,
 }
+
+/// A user without an account, so that the tests need not create one.
+pub const ORDINARY_USER: u32 = 12_345;
+
+/// Returns whether the tests can run containers as [`ORDINARY_USER`]. If not, prints that the test
+/// is not applicable.
+#[must_use]
+pub fn may_run_containers_as_ordinary_user() -> bool {
+    if !may_run_containers() {
+        return false;
+    }
+    let mut command = Command::new("setpriv");
+    command.args(AS_ORDINARY_USER).args(["unshare", "--user", "--map-root-user", "--mount", "true"]);
+    let may = command.output().is_ok_and(|output| output.status.success());
+    if !may {
+        eprintln!("not applicable: ordinary users have no user namespaces here");
+    }
+    may
+}
+
+/// Arguments of `setpriv` for [`ORDINARY_USER`].
+const AS_ORDINARY_USER: [&str; 4] = ["--reuid=12345", "--regid=12345", "--clear-groups", "--"];
 
 impl Default for Cluster {
     fn default() -> Self {
@@ -79,7 +103,20 @@ impl Cluster {
     pub fn new() -> Self {
         let home = tempfile::Builder::new().prefix("gantry-it-").tempdir().expect("a temporary directory");
         std::fs::create_dir(home.path().join("run")).expect("a runtime directory");
-        Self { disk: None, home, settings: Vec::new() }
+        Self { disk: None, home, settings: Vec::new(), is_of_ordinary_user: false }
+    }
+
+    /// Makes the directories of a cluster of [`ORDINARY_USER`], with a copy of the program there.
+    #[must_use]
+    pub fn of_ordinary_user() -> Self {
+        let mut cluster = Self::new();
+        cluster.is_of_ordinary_user = true;
+        // The directory of the build may be closed to other users.
+        std::fs::copy(gantry_binary(), cluster.path("gantry")).expect("a copy of the program");
+        for path in [cluster.home.path().to_owned(), cluster.path("run")] {
+            std::os::unix::fs::chown(path, Some(ORDINARY_USER), Some(ORDINARY_USER)).expect("chown");
+        }
+        cluster
     }
 
     /// Adds a setting to the environment of every command, and so of the cluster.
@@ -156,7 +193,13 @@ impl Cluster {
 
     /// Makes a `gantry` command without standard input.
     pub fn gantry<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
-        let mut command = Command::new(gantry_binary());
+        let mut command = if self.is_of_ordinary_user {
+            let mut command = Command::new("setpriv");
+            command.args(AS_ORDINARY_USER).arg(self.path("gantry"));
+            command
+        } else {
+            Command::new(gantry_binary())
+        };
         command
             .args(arguments)
             .env_clear()

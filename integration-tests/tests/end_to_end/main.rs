@@ -18,6 +18,7 @@ mod images;
 mod life;
 mod main_job;
 mod mixed;
+mod ordinary_user;
 mod other_builds;
 mod otlp;
 mod pipeline;

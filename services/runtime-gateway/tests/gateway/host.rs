@@ -9,6 +9,7 @@ mod inside;
 mod joined_networks;
 mod leftovers;
 mod networks;
+mod ordinary_user;
 pub(crate) mod subject;
 mod takeover;
 mod user_namespaces;

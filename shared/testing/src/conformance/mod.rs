@@ -138,7 +138,11 @@ pub async fn volumes(subject: &impl Subject) -> Vec<VolumeHandle> {
 /// An empty container on the subject's root.
 pub async fn on_root(subject: &impl Subject) -> ContainerSpec {
     let private = has(&*subject.runtime(), "network-private");
-    let network = if private { Network::Private } else { Network::Host };
+    let network = match private {
+        true => Network::Private,
+        false if is_of_ordinary_user() => Network::None,
+        false => Network::Host,
+    };
     ContainerSpec { root: subject.root().await, network, ..container() }
 }
 
@@ -156,9 +160,18 @@ pub fn container() -> ContainerSpec {
         privileged: false,
         network_of: None,
         local_names: Vec::new(),
-        network: Network::Private,
+        network: if is_of_ordinary_user() { Network::None } else { Network::Private },
         note: String::new(),
     }
+}
+
+/// Whether this process is root only of a user namespace, and so has no private networks.
+#[must_use]
+pub fn is_of_ordinary_user() -> bool {
+    /// Inode of the machine's first user namespace (`include/uapi/linux/nsfs.h`).
+    const FIRST: u64 = 0xEFFF_FFFD;
+    let found = std::fs::metadata("/proc/self/ns/user").expect("a user namespace");
+    std::os::unix::fs::MetadataExt::ino(&found) != FIRST
 }
 
 /// A mount of a volume.

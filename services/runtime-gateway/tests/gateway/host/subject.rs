@@ -12,6 +12,9 @@ use testing::conformance::Subject;
 /// Small, so that tests fill it quickly.
 pub(crate) const SPOOL: u64 = 256 * 1024;
 
+/// The variable with the path of the supervisor, for tests of another user.
+pub(crate) const SUPERVISOR: &str = "TEST_SUPERVISOR";
+
 pub(crate) struct HostSubject {
     runtime: Option<Arc<HostRuntime>>,
     pub(crate) dir: TempDir,
@@ -22,7 +25,8 @@ pub(crate) fn config(dir: &Path) -> HostConfig {
     HostConfig {
         state_dir: dir.join("state"),
         runtime_dir: dir.join("run"),
-        supervisor: env!("CARGO_BIN_EXE_runtime-gateway").into(),
+        supervisor: std::env::var_os(SUPERVISOR)
+            .map_or_else(|| env!("CARGO_BIN_EXE_runtime-gateway").into(), Into::into),
         spool_bytes: SPOOL,
         masked: Vec::new(),
         policy: Policy::allowing([Permission::HostImage, Permission::HostNetwork, Permission::Privileged]),
