@@ -7,10 +7,9 @@
 use anyhow::bail;
 use domain::{ArtifactId, WorkloadId};
 use rpc::pb::artifacts::{Artifact, ListArtifactsRequest};
-use rpc::pb::scheduler::{FindRequest, Workload, WorkloadState};
+use rpc::pb::scheduler::{FindRequest, GetRequest, Workload, WorkloadState};
 
 use crate::client::connect::{Connection, repeat};
-use crate::client::queries;
 use crate::render::labels;
 use crate::render::listing::{abbreviate, without_empty};
 use crate::render::table::{bytes, plain};
@@ -91,7 +90,11 @@ async fn output_of(
     output: &str,
 ) -> anyhow::Result<ArtifactId> {
     let failed = format!("cannot {doing} output {output:?} of workload {reference}");
-    let workload = queries::workload(connection, &format!("{doing} an output of"), reference).await?;
+    let workload_id = workload_id(connection, &format!("{doing} an output of"), reference).await?;
+    let request = GetRequest { team: connection.team.clone(), workload_id };
+    let client = connection.workloads();
+    let found = repeat(&failed, async || client.clone().get(request.clone()).await).await?;
+    let workload = found.workload.unwrap_or_default();
     let published = workload.outputs.iter().find(|published| published.name == output);
     if let Some(published) = published {
         return Ok(published.artifact_id.parse()?);
