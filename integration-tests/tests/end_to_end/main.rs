@@ -21,6 +21,7 @@ mod mixed;
 mod ordinary_user;
 mod other_builds;
 mod otlp;
+mod patience;
 mod pipeline;
 mod proxy;
 mod references;

@@ -65,18 +65,20 @@ fn unreachable_cluster_is_named() {
         refused(&cluster.output(["--server", address, "list", "workers"]), "cannot parse service address");
     }
     for address in ["http://127.0.0.1:1", "unix:///nonexistent/gantry.sock"] {
-        let output = cluster.output(["--server", address, "list", "workers"]);
-        refused(&output, "the cluster does not answer");
+        let output = cluster.output(["--patience", "1s", "--server", address, "list", "workers"]);
+        refused(&output, &format!("the scheduler at {address} does not answer"));
         refused(&output, &format!("check that the cluster runs and that {address} is its address"));
     }
     let apart = "scheduler=http://127.0.0.1:1,artifacts=http://127.0.0.1:2,streamer=http://127.0.0.1:3,proxy=http://127.0.0.1:4";
-    let output = cluster.output(["--server", apart, "list", "artifacts"]);
-    refused(&output, "the cluster does not answer: 127.0.0.1:2: Connection refused (UNAVAILABLE)");
+    let output = cluster.output(["--patience", "1s", "--server", apart, "list", "artifacts"]);
+    let silent = "the artifact store at http://127.0.0.1:2 does not answer: 127.0.0.1:2: Connection refused (UNAVAILABLE)";
+    refused(&output, silent);
     refused(
         &cluster.output(["--token-file", "gone", "list", "workers"]),
         "cannot read the token file \"gone\"",
     );
-    let json = cluster.output(["--json", "--server", "http://127.0.0.1:1", "list", "workers"]);
+    let server = ["--patience", "1s", "--server", "http://127.0.0.1:1"];
+    let json = cluster.output(["--json"].iter().chain(&server).chain(&["list", "workers"]));
     let document: Value = serde_json::from_slice(&json.stdout).expect("one JSON document");
     assert_eq!((&document["failure"]["reason"], &document["status"]), (&"UNAVAILABLE".into(), &125.into()));
 }

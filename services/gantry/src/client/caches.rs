@@ -12,7 +12,7 @@ use rpc::pb::artifacts::{FindOrCreateTaskCacheRequest, ListTaskCachesRequest, Ta
 use rpc::pb::scheduler::CacheMount;
 
 use crate::cli::values::CacheArg;
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries::pages;
 
 /// Job of the task caches that `gantry run` makes.
@@ -32,8 +32,11 @@ pub(crate) async fn mounts(connection: &Connection, wanted: &[CacheArg]) -> anyh
         };
         let client = connection.caches();
         let doing = format!("cannot prepare cache {:?}", wanted.name);
-        let found =
-            repeat(&doing, async || client.clone().find_or_create_task_cache(request.clone()).await).await?;
+        let found = connection
+            .repeat(Service::ArtifactStore, &doing, async || {
+                client.clone().find_or_create_task_cache(request.clone()).await
+            })
+            .await?;
         Ok(mount(found.cache_id, wanted))
     }))
     .await
@@ -64,8 +67,9 @@ pub(crate) fn all(connection: &Connection, job: String) -> impl Stream<Item = an
         let (team, job) = (connection.team.clone(), job.clone());
         let request = ListTaskCachesRequest { team, job, page_size: 0, page_token };
         let client = connection.caches();
-        let page =
-            repeat("cannot list caches", async || client.clone().list_task_caches(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, "cannot list caches", async || {
+            client.clone().list_task_caches(request.clone()).await
+        });
         page.await.map(|page| (page.caches, page.next_page_token))
     })
 }

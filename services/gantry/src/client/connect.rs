@@ -22,29 +22,28 @@ use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::pb::streamer::images_client::ImagesClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
 use tokio::sync::{Mutex, OnceCell};
-use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use crate::cli::addresses::Addresses;
 use crate::cli::args::Global;
+use crate::client::outage::{Outage, Patience};
 use crate::client::token::{default_token, read_token};
 use crate::cluster::{self, Paths};
-use crate::ending::error::{Refused, refused, without_number};
+use crate::ending::error::{Refused, without_number};
 use crate::render::ui::Ui;
 
-/// Number of attempts of a transfer when calls break. The pauses are long enough for a restart of
-/// the cluster.
-pub(crate) const TRANSFER_TRIES: usize = 12;
-/// Time for which an idempotent call is repeated.
-const PATIENCE: Duration = Duration::from_secs(10);
 /// Time limit of one attempt of a call.
 const DEADLINE: Duration = Duration::from_secs(10);
 /// Duration of the first connection attempt before a warning is printed.
 const WARN_AFTER: Duration = Duration::from_millis(800);
-/// First pause between two attempts.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
-/// Longest pause between two attempts.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+/// Service that a command calls.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Service {
+    Scheduler,
+    ArtifactStore,
+    Streamer,
+}
 
 /// Connection to the services of a cluster.
 pub(crate) struct Connection {
@@ -61,6 +60,10 @@ pub(crate) struct Connection {
     aliases: OnceCell<Vec<String>>,
     /// Lock for restarting the cluster, so that several broken calls restart it only once.
     reviving: Mutex<()>,
+    /// Longest outages that the command waits out.
+    pub(crate) patience: Patience,
+    /// Printer of messages about outages.
+    ui: Ui,
     /// Team for which calls are made.
     pub(crate) team: String,
 }
@@ -74,7 +77,7 @@ impl Connection {
 
     /// Connects to the cluster. Starts the cluster on this machine if it is used and does not run.
     pub(crate) async fn open(global: &Global, ui: &Ui) -> anyhow::Result<Self> {
-        let named = named_token(global)?;
+        let (named, patience) = (named_token(global)?, Patience::new(global.patience));
         let (addresses, local) = match &global.server {
             Some(server) => {
                 let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
@@ -93,7 +96,7 @@ impl Connection {
         };
         let outgoing = Outgoing::default().with_token(token.as_deref());
         let connection = Self::new(addresses, outgoing, global.team.clone())?;
-        Ok(Self { local, ..connection })
+        Ok(Self { local, patience, ui: ui.without_events(), ..connection })
     }
 
     fn new(addresses: Addresses, outgoing: Outgoing, team: String) -> Result<Self, AddressError> {
@@ -116,6 +119,8 @@ impl Connection {
             local: None,
             aliases: OnceCell::new(),
             reviving: Mutex::new(()),
+            patience: Patience::new(None),
+            ui: Ui::new(true),
             team,
         })
     }
@@ -182,6 +187,59 @@ impl Connection {
         }
     }
 
+    /// Makes an idempotent call, and repeats it while the service does not answer.
+    pub(crate) async fn repeat<T>(
+        &self,
+        service: Service,
+        doing: &str,
+        mut call: impl AsyncFnMut() -> Result<tonic::Response<T>, Status>,
+    ) -> anyhow::Result<T> {
+        let mut outage = self.patience.of_call();
+        loop {
+            let refused = match self.call(service, call()).await {
+                Ok(answer) => return Ok(answer),
+                Err(refused) => refused,
+            };
+            if !refused.is_transient() || !outage.goes_on(None) {
+                return Err(refused).with_context(|| doing.to_owned());
+            }
+            self.wait_out(&mut outage, &refused).await;
+        }
+    }
+
+    /// Makes one attempt of a call.
+    pub(crate) async fn call<T>(
+        &self,
+        service: Service,
+        call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+    ) -> Result<T, Refused> {
+        let answer = tokio::time::timeout(DEADLINE, call).await;
+        let answer = answer.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer in time")));
+        answer.map(tonic::Response::into_inner).map_err(|status| self.refused_by(service, status))
+    }
+
+    /// Pauses before the next attempt of an operation that failed, and restarts the cluster on this
+    /// machine if it has ended. Prints a message if the outage is long.
+    pub(crate) async fn wait_out(&self, outage: &mut Outage, refused: &Refused) {
+        if let Some(patience) = outage.news() {
+            self.ui.note(&format!("{}; retrying for {patience}", refused.outage()));
+        }
+        outage.pause().await;
+        // The next attempt shows whether the cluster runs again.
+        _ = self.revive(&self.ui).await;
+    }
+
+    /// Adds the service and its address to a failed call.
+    pub(crate) fn refused_by(&self, service: Service, refused: impl Into<Refused>) -> Refused {
+        let (name, address) = match service {
+            _ if self.local.is_some() => return refused.into(),
+            Service::Scheduler => ("scheduler", &self.addresses.scheduler),
+            Service::ArtifactStore => ("artifact store", &self.addresses.artifacts),
+            Service::Streamer => ("streamer", &self.addresses.streamer),
+        };
+        refused.into().by(format!("the {name} at {address}"))
+    }
+
     pub(crate) fn workloads(&self) -> WorkloadsClient<Peer> {
         WorkloadsClient::new(self.scheduler.clone())
     }
@@ -235,11 +293,10 @@ impl Connection {
     }
 }
 
-/// Warns within a second if no service listens at `address`. The first call is repeated for
-/// [`PATIENCE`], and then fails.
+/// Warns within a second if no service listens at `address`. The first call is repeated, and then
+/// fails.
 async fn warn_unless_listening(address: &str, ui: &Ui) {
     let advice = "check the address (--server or GANTRY_SERVER) and that the cluster runs there";
-    let patience = PATIENCE.as_secs();
     match tokio::time::timeout(WARN_AFTER, listens(address)).await {
         Ok(Ok(())) => {}
         // The first call has a better message.
@@ -250,9 +307,9 @@ async fn warn_unless_listening(address: &str, ui: &Ui) {
             let replica =
                 format!("{}: ", address.trim_start_matches("http://").trim_start_matches("unix://"));
             let cause = cause.strip_prefix(&replica).unwrap_or(&cause);
-            ui.warn(&format!("cannot reach {address}: {cause}; retrying for {patience} s; {advice}"));
+            ui.warn(&format!("cannot reach {address}: {cause}; {advice}"));
         }
-        Err(_) => ui.warn(&format!("{address} does not answer; retrying for {patience} s; {advice}")),
+        Err(_) => ui.warn(&format!("{address} does not answer; {advice}")),
     }
 }
 
@@ -265,46 +322,6 @@ pub(crate) async fn aliases(peer: &Peer) -> Result<Vec<String>, Status> {
         Ok(Err(status)) if status.code() == Code::Unimplemented => Ok(Vec::new()),
         Ok(Err(status)) => Err(status),
         Err(_) => Err(Status::deadline_exceeded("no answer in time")),
-    }
-}
-
-/// Makes an idempotent call, and repeats it for [`PATIENCE`] while the service does not answer.
-pub(crate) async fn repeat<T>(
-    doing: &str,
-    mut call: impl AsyncFnMut() -> Result<tonic::Response<T>, Status>,
-) -> anyhow::Result<T> {
-    let mut give_up = None;
-    let mut pause = Pause::default();
-    loop {
-        let answer = tokio::time::timeout(DEADLINE, call()).await;
-        let status = match answer {
-            Ok(Ok(response)) => return Ok(response.into_inner()),
-            Ok(Err(status)) => status,
-            Err(_) => Status::deadline_exceeded("no answer in time"),
-        };
-        // The first attempt may take long, so the time starts after it.
-        let give_up = *give_up.get_or_insert_with(|| Instant::now() + PATIENCE);
-        if !Refused::from(status.clone()).is_transient() || Instant::now() >= give_up {
-            return Err(refused(doing)(status));
-        }
-        pause.wait().await;
-    }
-}
-
-/// Pause between attempts, which doubles each time.
-pub(crate) struct Pause(Duration);
-
-impl Default for Pause {
-    fn default() -> Self {
-        Self(FIRST_PAUSE)
-    }
-}
-
-impl Pause {
-    /// Sleeps for the pause, and doubles it.
-    pub(crate) async fn wait(&mut self) {
-        tokio::time::sleep(self.0).await;
-        self.0 = (self.0 * 2).min(LONGEST_PAUSE);
     }
 }
 

@@ -4,7 +4,7 @@ use anyhow::bail;
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::{ExplainRequest, ExplainResponse};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 
 /// Selection of the workers that are listed one by one.
 #[derive(Debug, Clone, Default)]
@@ -24,9 +24,11 @@ pub(crate) async fn explain(
     let request =
         ExplainRequest { subject: Some(subject), max_workers: workers.most, workers: workers.only.clone() };
     let placements = connection.placements();
-    let response =
-        repeat("cannot explain the placement", async || placements.clone().explain(request.clone()).await)
-            .await?;
+    let response = connection
+        .repeat(Service::Scheduler, "cannot explain the placement", async || {
+            placements.clone().explain(request.clone()).await
+        })
+        .await?;
     let are_all_listed = workers.most == 0 || workers.most as usize >= workers.only.len();
     if let Some(unknown) = unknown(&workers.only, &response).filter(|_| are_all_listed) {
         bail!("worker {unknown:?} is unknown; see `gantry list workers`");

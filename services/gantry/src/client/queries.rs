@@ -14,7 +14,7 @@ use rpc::pb::scheduler::{
     WorkerState, Workload, WorkloadState,
 };
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::references;
 use crate::ending::error::refusal;
 use crate::render::labels;
@@ -44,7 +44,9 @@ pub(crate) fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Res
     pages(async |page_token| {
         let request = ListWorkersRequest { page_size: 0, page_token };
         let client = connection.workers();
-        let page = repeat("cannot list workers", async || client.clone().list_workers(request.clone()).await);
+        let page = connection.repeat(Service::Scheduler, "cannot list workers", async || {
+            client.clone().list_workers(request.clone()).await
+        });
         page.await.map(|page| (page.workers, page.next_page_token))
     })
 }
@@ -72,7 +74,9 @@ pub(crate) fn workloads(
             page_token,
         };
         let client = connection.workloads();
-        let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
+        let page = connection.repeat(Service::Scheduler, "cannot list workloads", async || {
+            client.clone().list(request.clone()).await
+        });
         page.await.map(|page| (page.workloads, page.next_page_token))
     })
 }
@@ -82,8 +86,9 @@ pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item
         let team = connection.team.clone();
         let request = ListArtifactsRequest { team, state, page_token, ..ListArtifactsRequest::default() };
         let client = connection.artifacts();
-        let page =
-            repeat("cannot list artifacts", async || client.clone().list_artifacts(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, "cannot list artifacts", async || {
+            client.clone().list_artifacts(request.clone()).await
+        });
         page.await.map(|page| (page.artifacts, page.next_page_token))
     })
 }
@@ -113,7 +118,9 @@ pub(crate) fn at_risk(
         };
         let client = connection.inventory();
         let doing = "cannot list artifacts at risk";
-        let page = repeat(doing, async || client.clone().list_at_risk(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, doing, async || {
+            client.clone().list_at_risk(request.clone()).await
+        });
         page.await.map(|page| (page.artifacts, page.next_page_token))
     })
 }
@@ -122,7 +129,9 @@ pub(crate) fn volumes(connection: &Connection, state: i32) -> impl Stream<Item =
     pages(async move |page_token| {
         let request = ListVolumesRequest { state, page_token, ..ListVolumesRequest::default() };
         let client = connection.inventory();
-        let page = repeat("cannot list volumes", async || client.clone().list_volumes(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, "cannot list volumes", async || {
+            client.clone().list_volumes(request.clone()).await
+        });
         page.await.map(|page| (page.volumes, page.next_page_token))
     })
 }
@@ -134,8 +143,9 @@ pub(crate) fn containers(
     pages(async move |page_token| {
         let request = ListContainersRequest { state, page_token, ..ListContainersRequest::default() };
         let client = connection.inventory();
-        let page =
-            repeat("cannot list containers", async || client.clone().list_containers(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, "cannot list containers", async || {
+            client.clone().list_containers(request.clone()).await
+        });
         page.await.map(|page| (page.containers, page.next_page_token))
     })
 }
@@ -145,7 +155,9 @@ pub(crate) async fn worker(connection: &Connection, doing: &str, worker: &str) -
     let request = GetWorkerRequest { worker: worker.to_owned() };
     let client = connection.workers();
     let doing = format!("cannot {doing} worker {worker}");
-    let response = repeat(&doing, async || client.clone().get_worker(request.clone()).await).await?;
+    let response = connection
+        .repeat(Service::Scheduler, &doing, async || client.clone().get_worker(request.clone()).await)
+        .await?;
     found_or_error(response.worker, "worker", worker)
 }
 
@@ -159,7 +171,9 @@ pub(crate) async fn workload(
     let request = GetRequest { team: connection.team.clone(), workload_id: id.clone() };
     let client = connection.workloads();
     let doing = format!("cannot {doing} workload {id}");
-    let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;
+    let response = connection
+        .repeat(Service::Scheduler, &doing, async || client.clone().get(request.clone()).await)
+        .await?;
     found_or_error(response.workload, "workload", id)
 }
 
@@ -167,7 +181,9 @@ pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Resul
     let request = GetArtifactRequest { team: connection.team.clone(), artifact_id: id.to_owned() };
     let client = connection.artifacts();
     let doing = format!("cannot show artifact {id}");
-    let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
+    let response = connection
+        .repeat(Service::ArtifactStore, &doing, async || client.clone().get_artifact(request.clone()).await)
+        .await?;
     found_or_error(response.artifact, "artifact", id)
 }
 
@@ -195,7 +211,9 @@ pub(crate) async fn volume(connection: &Connection, handle: &str) -> anyhow::Res
     let request = GetVolumeRequest { volume_handle: handle.to_owned() };
     let client = connection.inventory();
     let doing = format!("cannot show volume {handle}");
-    let response = repeat(&doing, async || client.clone().get_volume(request.clone()).await).await?;
+    let response = connection
+        .repeat(Service::ArtifactStore, &doing, async || client.clone().get_volume(request.clone()).await)
+        .await?;
     found_or_error(response.volume, "volume", handle)
 }
 
@@ -203,7 +221,9 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
     let request = GetContainerRequest { container_handle: handle.to_owned() };
     let client = connection.inventory();
     let doing = format!("cannot show container {handle}");
-    let response = repeat(&doing, async || client.clone().get_container(request.clone()).await).await?;
+    let response = connection
+        .repeat(Service::ArtifactStore, &doing, async || client.clone().get_container(request.clone()).await)
+        .await?;
     found_or_error(response.container, "container", handle)
 }
 
@@ -223,7 +243,9 @@ pub(crate) fn orphans(
         let request = ListOrphansRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
         let client = connection.inventory();
         let doing = "cannot list orphans";
-        let page = repeat(doing, async || client.clone().list_orphans(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, doing, async || {
+            client.clone().list_orphans(request.clone()).await
+        });
         page.await.map(|page| (page.orphans, page.next_page_token))
     })
 }

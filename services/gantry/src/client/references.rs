@@ -9,7 +9,7 @@ use domain::{ArtifactId, WorkloadId};
 use rpc::pb::artifacts::{Artifact, ListArtifactsRequest};
 use rpc::pb::scheduler::{FindRequest, GetRequest, Workload, WorkloadState};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::render::labels;
 use crate::render::listing::{abbreviate, without_empty};
 use crate::render::table::{bytes, plain};
@@ -35,7 +35,9 @@ pub(crate) async fn workload_id(
     let request = FindRequest { team: connection.team.clone(), reference: reference.to_owned() };
     let client = connection.workloads();
     let failed = format!("cannot {doing} workload {reference}");
-    let found = repeat(&failed, async || client.clone().find(request.clone()).await).await?;
+    let found = connection
+        .repeat(Service::Scheduler, &failed, async || client.clone().find(request.clone()).await)
+        .await?;
     match found.workloads.as_slice() {
         [one] => Ok(one.workload_id.clone()),
         several => bail!(
@@ -70,7 +72,11 @@ pub(crate) async fn artifact_id(
     if rpc::spec::name::id_range(reference).is_none() {
         return Err(anyhow::Error::from(NoMatch(reference.to_owned())).context(failed));
     }
-    let found = repeat(&failed, async || client.clone().list_artifacts(request.clone()).await).await?;
+    let found = connection
+        .repeat(Service::ArtifactStore, &failed, async || {
+            client.clone().list_artifacts(request.clone()).await
+        })
+        .await?;
     match found.artifacts.as_slice() {
         [] => Err(anyhow::Error::from(NoMatch(reference.to_owned())).context(failed)),
         [one] => Ok(one.artifact_id.parse()?),
@@ -93,7 +99,9 @@ async fn output_of(
     let workload_id = workload_id(connection, &format!("{doing} an output of"), reference).await?;
     let request = GetRequest { team: connection.team.clone(), workload_id };
     let client = connection.workloads();
-    let found = repeat(&failed, async || client.clone().get(request.clone()).await).await?;
+    let found = connection
+        .repeat(Service::Scheduler, &failed, async || client.clone().get(request.clone()).await)
+        .await?;
     let workload = found.workload.unwrap_or_default();
     let published = workload.outputs.iter().find(|published| published.name == output);
     if let Some(published) = published {

@@ -6,14 +6,18 @@
 use rpc::Reason;
 use rpc::pb::artifacts::{ExplainRequest, ExplainResponse, ExplainedState, ObjectKind};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::ending::error::{refusal, with_advice};
 
 /// Asks the store to explain an object.
 pub(crate) async fn explain(connection: &Connection, id: &str) -> anyhow::Result<ExplainResponse> {
     let request = ExplainRequest { team: connection.team.clone(), id: id.to_owned() };
     let client = connection.artifacts();
-    repeat(&format!("cannot explain {id}"), async || client.clone().explain(request.clone()).await).await
+    connection
+        .repeat(Service::ArtifactStore, &format!("cannot explain {id}"), async || {
+            client.clone().explain(request.clone()).await
+        })
+        .await
 }
 
 /// Returns `answered`. If the call was rejected for a reason that the store may explain, the error

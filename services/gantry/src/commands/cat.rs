@@ -15,14 +15,13 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::cli::args::{AllowArgs, CatArgs, CpArgs};
-use crate::client::connect::TRANSFER_TRIES;
-use crate::client::connect::{Connection, Pause};
+use crate::client::connect::Connection;
 use crate::client::references::artifact_id;
-use crate::ending::error::{Interrupted, Refused, is_transient};
+use crate::ending::error::{Interrupted, Refused, may_pass};
 use crate::ending::exit_code;
 use crate::render::stdout::{print_json, write_all};
 use crate::render::ui::Ui;
-use crate::transfer::download::{Downloader, locate};
+use crate::transfer::download::{Downloader, gateway_of, locate};
 
 /// Executes `gantry cat`. As JSON, prints one object with the bytes in base64.
 pub(crate) async fn cat(args: &CatArgs, connection: &Connection, as_json: bool) -> anyhow::Result<()> {
@@ -102,13 +101,12 @@ async fn transfer(
 ) -> anyhow::Result<()> {
     let mut transfer =
         FileTransfer { artifact, path, connection, target, avoid: Vec::new(), out: None, received: 0 };
-    let mut pause = Pause::default();
+    let mut outage = connection.patience.of_call();
     let mut read = transfer.attempt().await;
-    for _ in 1..TRANSFER_TRIES {
-        if !read.as_ref().is_err_and(is_transient) {
-            break;
-        }
-        pause.wait().await;
+    while let Some(refused) = read.as_ref().err().and_then(may_pass)
+        && outage.goes_on(None)
+    {
+        connection.wait_out(&mut outage, refused).await;
         read = transfer.attempt().await;
     }
     // Standard output may be closed, whether or not the file was read to its end.
@@ -135,13 +133,14 @@ impl FileTransfer<'_> {
     /// Continues the transfer, from another gateway if there is one.
     async fn attempt(&mut self) -> anyhow::Result<()> {
         let DownloadResponse { endpoint, .. } = locate(self.connection, self.artifact, &self.avoid).await?;
-        let TransferEndpoint { gateway_endpoint, ticket, .. } =
-            endpoint.context("the streamer named no worker")?;
+        let endpoint = endpoint.context("the streamer named no worker")?;
+        let by_gateway = |status| Refused::from(status).by(gateway_of(&endpoint));
+        let TransferEndpoint { gateway_endpoint, ticket, .. } = endpoint.clone();
         self.avoid.push(gateway_endpoint.clone());
         let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(self.path) };
         let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
-        let mut pieces = volumes.read_file(request).await.map_err(Refused::from)?.into_inner();
-        let first = pieces.message().await.map_err(Refused::from)?.ok_or_else(Refused::cut)?;
+        let mut pieces = volumes.read_file(request).await.map_err(by_gateway)?.into_inner();
+        let first = pieces.message().await.map_err(by_gateway)?.ok_or_else(Refused::cut)?;
         let size = first.size_bytes;
         let out = match &mut self.out {
             Some(out) => out,

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::cli::args::ClearCacheArgs;
 use crate::client::caches::{JOB, PATH};
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::render::stdout::{print, print_json};
 use crate::render::table::count;
 
@@ -27,8 +27,11 @@ pub(crate) async fn clear(
         }
         let client = connection.caches();
         let doing = format!("cannot clear cache {named:?}");
-        let answer =
-            repeat(&doing, async || client.clone().delete_task_caches(request.clone()).await).await?;
+        let answer = connection
+            .repeat(Service::ArtifactStore, &doing, async || {
+                client.clone().delete_task_caches(request.clone()).await
+            })
+            .await?;
         if answer.deleted == 0 {
             bail!("there is no cache {named:?}; see `gantry list caches`");
         }

@@ -13,7 +13,7 @@ use rpc::pb::scheduler::{Worker, WorkloadState};
 use serde_json::json;
 
 use crate::cli::args::{DeleteArgs, GcArgs};
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries;
 use crate::client::references;
 use crate::client::why;
@@ -118,12 +118,19 @@ async fn delete_and_collect(
     for ids in artifacts.chunks(CALL_LIMIT) {
         let request = DeleteArtifactsRequest { team: connection.team.clone(), artifact_ids: ids.to_vec() };
         let client = connection.artifacts();
-        repeat("cannot delete artifacts", async || client.clone().delete_artifacts(request.clone()).await)
+        connection
+            .repeat(Service::ArtifactStore, "cannot delete artifacts", async || {
+                client.clone().delete_artifacts(request.clone()).await
+            })
             .await?;
     }
     let collector = connection.collector();
     let request = CollectRequest { dry_run: DryRun::Off.into() };
-    repeat("cannot collect garbage", async || collector.clone().collect(request).await).await
+    connection
+        .repeat(Service::ArtifactStore, "cannot collect garbage", async || {
+            collector.clone().collect(request).await
+        })
+        .await
 }
 
 /// Artifacts that were deleted because disks are full.
@@ -221,8 +228,11 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
     let dry_run = if args.dry_run { DryRun::Only } else { DryRun::Off };
     let collector = connection.collector();
     let request = CollectRequest { dry_run: dry_run.into() };
-    let response =
-        repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
+    let response = connection
+        .repeat(Service::ArtifactStore, "cannot collect garbage", async || {
+            collector.clone().collect(request).await
+        })
+        .await?;
     let freed_for_room = free_full_disks(connection, !args.dry_run).await?;
     let mut response = response;
     if let Some(freed) = &freed_for_room {

@@ -7,7 +7,7 @@ use rpc::pb::scheduler::{
 };
 use serde_json::{Value, json};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::render::json::requests;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
@@ -22,8 +22,11 @@ pub(crate) async fn demand(connection: &Connection, as_json: bool) -> anyhow::Re
         connection.placements(),
         GetDemandRequest { replica_check: ReplicaCheck::Each.into(), ..Default::default() },
     );
-    let response =
-        repeat("cannot read the demand", async || placements.clone().get_demand(request).await).await?;
+    let response = connection
+        .repeat(Service::Scheduler, "cannot read the demand", async || {
+            placements.clone().get_demand(request).await
+        })
+        .await?;
     if as_json { print_json(&document(&response)) } else { print(&text(&response)) }
 }
 

@@ -182,15 +182,10 @@ async fn logs_of_service(
 }
 
 /// Executes `gantry watch`: prints the events of a workload, and returns the exit code.
-pub(crate) async fn watch(
-    args: &WatchArgs,
-    connection: &Connection,
-    ui: &Ui,
-    as_json: bool,
-) -> anyhow::Result<u8> {
+pub(crate) async fn watch(args: &WatchArgs, connection: &Connection, as_json: bool) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let id = workload_id(connection, "watch", &args.workload).await?;
-    let (mut watch, mut waiting) = (Watch::new(connection, ui, id.clone()), WaitReasons::default());
+    let (mut watch, mut waiting) = (Watch::new(connection, id.clone()), WaitReasons::default());
     loop {
         let (at, event) = tokio::select! {
             event = watch.next_at() => event?,
@@ -226,18 +221,13 @@ fn print_event(at: &Timestamp, name: &str, details: Value, text: &str, as_json: 
 
 /// Executes `gantry wait`: prints the exit code of each workload, and returns the first that is not
 /// 0.
-pub(crate) async fn wait(
-    args: &WaitArgs,
-    connection: &Connection,
-    ui: &Ui,
-    as_json: bool,
-) -> anyhow::Result<u8> {
+pub(crate) async fn wait(args: &WaitArgs, connection: &Connection, as_json: bool) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let mut first = 0;
     for reference in &args.workloads {
         let ended = async {
             let id = workload_id(connection, "wait for", reference).await?;
-            let mut watch = Watch::new(connection, ui, id.clone());
+            let mut watch = Watch::new(connection, id.clone());
             loop {
                 if let Event::Finished(finished) = watch.next().await? {
                     return Ok::<_, anyhow::Error>((id, finished));

@@ -75,8 +75,8 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Exec(args) => return exec::exec(args, &connection, ui).await,
         Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
         Command::Logs(args) => return logs::logs(args, &connection, ui).await.map(|()| 0),
-        Command::Watch(args) => return logs::watch(args, &connection, ui, global.json).await,
-        Command::Wait(args) => return logs::wait(args, &connection, ui, global.json).await,
+        Command::Watch(args) => return logs::watch(args, &connection, global.json).await,
+        Command::Wait(args) => return logs::wait(args, &connection, global.json).await,
         _ => {}
     }
     let mut signals = Signals::catch()?;

@@ -6,7 +6,7 @@ use rpc::Reason;
 use rpc::pb::artifacts::{AdoptRequest, Artifact, PurgeRequest, PurgeResponse, adopt_request::KeptBy};
 
 use crate::cli::args::{AdoptArgs, PurgeArgs};
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries::{orphan_handle, orphans, worker};
 use crate::client::why;
 use crate::ending::error::{refusal, with_advice};
@@ -31,7 +31,9 @@ pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bo
     };
     let client = connection.inventory();
     let doing = format!("cannot adopt volume {}", args.volume);
-    let answered = repeat(&doing, async || client.clone().adopt(request.clone()).await).await;
+    let answered = connection
+        .repeat(Service::ArtifactStore, &doing, async || client.clone().adopt(request.clone()).await)
+        .await;
     let response = listed(connection, &args.volume.to_string(), Reason::VolumeNotFound, answered).await?;
     let artifact = response.artifact.unwrap_or_default();
     if as_json {
@@ -86,7 +88,9 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         let request = PurgeRequest { handles: some.to_vec(), worker_id: worker_id.clone() };
         let client = connection.inventory();
         let doing = "cannot purge orphans";
-        let answered = repeat(doing, async || client.clone().purge(request.clone()).await).await;
+        let answered = connection
+            .repeat(Service::ArtifactStore, doing, async || client.clone().purge(request.clone()).await)
+            .await;
         let named = |error: &anyhow::Error| {
             refusal(error).and_then(|refused| some.iter().find(|handle| refused.names(handle)).cloned())
         };

@@ -3,7 +3,7 @@
 use rpc::pb::artifacts::{Artifact, UndeleteRequest, undelete_request};
 
 use crate::cli::args::UndeleteArgs;
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::references::artifact_id;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, duration};
@@ -23,7 +23,9 @@ pub(crate) async fn undelete(
     };
     let client = connection.artifacts();
     let doing = format!("cannot undelete artifact {artifact}");
-    let response = repeat(&doing, async || client.clone().undelete(request.clone()).await).await?;
+    let response = connection
+        .repeat(Service::ArtifactStore, &doing, async || client.clone().undelete(request.clone()).await)
+        .await?;
     let artifact = response.artifact.unwrap_or_default();
     if as_json {
         return print_json(&json::artifact(&artifact));

@@ -7,7 +7,7 @@ use rpc::pb::artifacts::PutBaseResourceTypeRequest;
 use serde_json::json;
 
 use crate::cli::args::UploadArgs;
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::render::stdout::{print, print_json};
 use crate::render::ui::Ui;
 use crate::transfer::upload::{Directory, Uploader};
@@ -68,6 +68,10 @@ async fn put_type(
     };
     let client = connection.caches();
     let doing = format!("cannot make artifact {artifact} the image of resource type {name:?}");
-    repeat(&doing, async || client.clone().put_base_resource_type(request.clone()).await).await?;
+    connection
+        .repeat(Service::ArtifactStore, &doing, async || {
+            client.clone().put_base_resource_type(request.clone()).await
+        })
+        .await?;
     Ok(())
 }

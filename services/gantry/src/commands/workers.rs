@@ -12,7 +12,7 @@ use rpc::pb::scheduler::{
 };
 
 use crate::cli::args::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries::{pages, worker};
 use crate::ending::error::refusal;
 use crate::render::json;
@@ -39,7 +39,10 @@ pub(crate) async fn cordon(
     let request = CordonWorkerRequest { worker: args.worker.clone(), interrupt_after };
     let client = connection.workers();
     let doing = format!("cannot cordon worker {}", args.worker);
-    let cordoned = repeat(&doing, async || client.clone().cordon_worker(request.clone()).await).await?.worker;
+    let cordoned = connection
+        .repeat(Service::Scheduler, &doing, async || client.clone().cordon_worker(request.clone()).await)
+        .await?
+        .worker;
     let drained = match cordoned {
         Some(cordoned) if !args.wait.no_wait => {
             DrainWait { connection, ui, seen: None }
@@ -61,8 +64,10 @@ pub(crate) async fn uncordon(
     let request = UncordonWorkerRequest { worker: args.worker.clone() };
     let client = connection.workers();
     let doing = format!("cannot uncordon worker {}", args.worker);
-    let running =
-        repeat(&doing, async || client.clone().uncordon_worker(request.clone()).await).await?.worker;
+    let running = connection
+        .repeat(Service::Scheduler, &doing, async || client.clone().uncordon_worker(request.clone()).await)
+        .await?
+        .worker;
     answer(&args.worker, running.as_ref(), "may register again", as_json)
 }
 
@@ -80,7 +85,10 @@ pub(crate) async fn retire(
     };
     let client = connection.workers();
     let doing = format!("cannot retire worker {}", args.worker);
-    let retiring = repeat(&doing, async || client.clone().retire_worker(request.clone()).await).await?.worker;
+    let retiring = connection
+        .repeat(Service::Scheduler, &doing, async || client.clone().retire_worker(request.clone()).await)
+        .await?
+        .worker;
     let left = match retiring {
         Some(retiring) if !args.wait.no_wait => {
             let left = DrainWait { connection, ui, seen: None }
@@ -104,7 +112,9 @@ pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bo
     let request = PruneWorkerRequest { worker: args.worker.clone(), force: args.force };
     let client = connection.workers();
     let doing = format!("cannot prune worker {}", args.worker);
-    let pruned = repeat(&doing, async || client.clone().prune_worker(request.clone()).await).await?;
+    let pruned = connection
+        .repeat(Service::Scheduler, &doing, async || client.clone().prune_worker(request.clone()).await)
+        .await?;
     if as_json {
         let workload =
             |of: &PrunedWorkload| serde_json::json!({ "team": of.team, "workload_id": of.workload_id });
@@ -213,8 +223,9 @@ impl DrainWait<'_> {
                 let state = state.into();
                 let request = ListRequest { state, page_token, page_size: 1000, ..ListRequest::default() };
                 let client = self.connection.workloads();
-                let page =
-                    repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
+                let page = self.connection.repeat(Service::Scheduler, "cannot list workloads", async || {
+                    client.clone().list(request.clone()).await
+                });
                 page.await.map(|page| (page.workloads, page.next_page_token))
             });
             let all = all.try_filter(|workload| std::future::ready(there(workload)));

@@ -41,6 +41,8 @@ pub(crate) const LOCAL_REASON: &str = "CLIENT";
 #[derive(Debug, Clone)]
 pub(crate) struct Refused {
     refusal: Refusal,
+    /// Service that was called, with its address.
+    service: Option<String>,
     /// Cause why no service answered, if none did.
     unreachable: Option<String>,
     /// The operating system denies access to the socket.
@@ -63,6 +65,27 @@ impl Refused {
     /// Returns whether the same call may be repeated and may then succeed.
     pub(crate) fn is_transient(&self) -> bool {
         self.refusal.is_transient() && !self.denied
+    }
+
+    /// Returns whether a repeated transfer may succeed: the call may be repeated, or no gateway
+    /// attends a worker at the moment.
+    pub(crate) fn may_pass(&self) -> bool {
+        let reasons = [Reason::NotAttended, Reason::WorkerUnreachable, Reason::AllWorkersBusy];
+        self.is_transient() || reasons.into_iter().any(|reason| self.is(reason))
+    }
+
+    /// Names the service that was called, with its address.
+    pub(crate) fn by(self, service: String) -> Self {
+        Self { service: Some(service), ..self }
+    }
+
+    /// Describes an outage for a message: the service that does not answer, and the cause.
+    pub(crate) fn outage(&self) -> String {
+        let service = self.service.as_deref().unwrap_or("the cluster");
+        match &self.unreachable {
+            Some(cause) => format!("{service} does not answer ({cause})"),
+            None => format!("{service} answers: {}", self.refusal.message),
+        }
     }
 
     /// Returns the cause alone, for messages that already name the service.
@@ -92,7 +115,7 @@ impl From<Status> for Refused {
         let unreachable = silent.then(|| deepest.unwrap_or_else(|| refusal.message.clone()));
         let foreign =
             unreachable.as_ref().is_some_and(|cause| NOT_HTTP2.iter().any(|message| cause.contains(message)));
-        Self { refusal, unreachable, denied, foreign }
+        Self { refusal, service: None, unreachable, denied, foreign }
     }
 }
 
@@ -124,7 +147,10 @@ impl fmt::Display for Refused {
                     "the program at this address is not a Gantry service, or requires TLS (UNAVAILABLE)"
                 )
             }
-            (Some(cause), _) => write!(f, "the cluster does not answer: {cause} (UNAVAILABLE)"),
+            (Some(cause), _) => {
+                let service = self.service.as_deref().unwrap_or("the cluster");
+                write!(f, "{service} does not answer: {cause} (UNAVAILABLE)")
+            }
             (None, Some(reason)) => {
                 write!(f, "{}", self.refusal.message)?;
                 self.fmt_workers(f)?;
@@ -150,9 +176,10 @@ pub(crate) fn refusal(error: &anyhow::Error) -> Option<&Refused> {
     error.chain().find_map(|cause| cause.downcast_ref())
 }
 
-/// Returns whether the same operation may succeed later.
-pub(crate) fn is_transient(error: &anyhow::Error) -> bool {
-    refusal(error).is_some_and(Refused::is_transient)
+/// Finds the rejected call among the causes of `error`, if the transfer that made it may succeed
+/// later.
+pub(crate) fn may_pass(error: &anyhow::Error) -> Option<&Refused> {
+    refusal(error).filter(|refused| refused.may_pass())
 }
 
 /// Returns the reason of an error, for programs.
@@ -297,7 +324,7 @@ mod tests {
             "cannot submit the workload: input \"src\" has no replica left (INPUT_UNAVAILABLE); upload the input again"
         );
         assert_eq!(reason(&error), "INPUT_UNAVAILABLE");
-        assert!(!is_transient(&error));
+        assert!(may_pass(&error).is_none());
     }
 
     #[test]
@@ -324,7 +351,7 @@ mod tests {
             "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or check \
              `gantry status`"
         );
-        assert!(is_transient(&error));
+        assert!(may_pass(&error).is_some());
     }
 
     #[test]

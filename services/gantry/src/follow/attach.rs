@@ -28,7 +28,6 @@ use tonic::Streaming;
 use self::send::{InputPosition, Sender, request};
 use crate::client::connect::Connection;
 use crate::ending::error::Refused;
-use crate::follow::outage::{Outage, PATIENCE};
 use crate::follow::stdin::Stdin;
 use crate::follow::streams::{AttachState, Streams, TerminalMode};
 use crate::follow::window::Window;
@@ -174,7 +173,7 @@ async fn attach_to_end(
     streams: &mut Streams,
 ) -> AttachEnd {
     let Target { connection, ui, workload, .. } = target;
-    let mut outage = Outage::default();
+    let mut outage = connection.patience.of_stream();
     let interrupted = AtomicBool::new(false);
     loop {
         let process = target.process_id(&location);
@@ -221,8 +220,8 @@ async fn attach_to_end(
         if !outage.goes_on(streams.state.opened.take()) {
             return AttachEnd::Lost(refused);
         }
-        if !is_early && outage.is_news() {
-            let (worker, why, patience) = (&location.worker_name, refused.cause(), duration(PATIENCE));
+        if !is_early && let Some(patience) = outage.news() {
+            let (worker, why) = (&location.worker_name, refused.cause());
             let proxies = connection.hint_at_proxies();
             let leave = streams.stdin.as_ref().map(Stdin::hint_at_keys).unwrap_or_default();
             ui.note(&format!(

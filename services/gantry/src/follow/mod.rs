@@ -8,7 +8,6 @@ pub(crate) mod end;
 pub(crate) mod exec;
 mod keys;
 pub(crate) mod narrate;
-pub(crate) mod outage;
 pub(crate) mod stdin;
 pub(crate) mod streams;
 pub(crate) mod watch;
@@ -26,7 +25,7 @@ use tokio::task::JoinSet;
 use tracing::Instrument;
 
 use crate::cli::detach_keys::DetachKeys;
-use crate::client::connect::{Connection, Pause};
+use crate::client::connect::Connection;
 use crate::ending::error::{Interrupted, Refused, refused};
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
@@ -42,9 +41,6 @@ pub(crate) const GRACE: Duration = Duration::from_secs(10);
 
 /// Time between SIGINT and SIGTERM, and between SIGTERM and SIGKILL, for an interrupted process.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
-
-/// Number of attempts to cancel a workload while the scheduler does not answer.
-const CANCEL_TRIES: usize = 8;
 
 /// Meaning of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,7 +101,7 @@ impl Follow<'_> {
     /// Follows the workload until it has ended and all its output is written. [`Interrupted`]: the
     /// command ends before that.
     pub(crate) async fn run(&self, signals: &mut Signals) -> anyhow::Result<FollowResult> {
-        let mut watch = Watch::new(self.connection, self.ui, self.workload.clone());
+        let mut watch = Watch::new(self.connection, self.workload.clone());
         let mut state = State::default();
         let mut output_lost = false;
 
@@ -388,17 +384,15 @@ pub(crate) fn cancel(
     workload_id: String,
     grace: Duration,
 ) -> impl Future<Output = anyhow::Result<()>> + Send + use<> {
-    let mut workloads = connection.workloads();
+    let (mut workloads, mut outage) = (connection.workloads(), connection.patience.of_call());
     let request =
         CancelRequest { team: connection.team.clone(), workload_id, grace: Some(rpc::duration(grace)) };
     async move {
-        let (mut tries, mut pause) = (1, Pause::default());
         loop {
             match workloads.cancel(request.clone()).await {
                 Ok(_) => return Ok(()),
-                Err(status) if tries < CANCEL_TRIES && Refused::from(status.clone()).is_transient() => {
-                    tries += 1;
-                    pause.wait().await;
+                Err(status) if Refused::from(status.clone()).is_transient() && outage.goes_on(None) => {
+                    outage.pause().await;
                 }
                 Err(status) => {
                     let workload = request.workload_id;

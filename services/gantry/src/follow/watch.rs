@@ -7,16 +7,14 @@ use rpc::pb::scheduler::{WatchRequest, WatchResponse, watch_response::Event};
 use tokio::time::Instant;
 use tonic::Streaming;
 
-use crate::client::connect::Connection;
+use crate::client::connect::{Connection, Service};
+use crate::client::outage::Outage;
 use crate::ending::error::{Refused, with_advice};
-use crate::follow::outage::{Outage, PATIENCE};
-use crate::render::table::duration;
-use crate::render::ui::Ui;
 
 /// Stream of the events of one workload.
 pub(crate) struct Watch<'a> {
     connection: &'a Connection,
-    ui: &'a Ui,
+
     workload: String,
     revision: u64,
     stream: Option<(Instant, Streaming<WatchResponse>)>,
@@ -25,8 +23,8 @@ pub(crate) struct Watch<'a> {
 
 impl<'a> Watch<'a> {
     /// Starts at the first event.
-    pub(crate) fn new(connection: &'a Connection, ui: &'a Ui, workload: String) -> Self {
-        Self { connection, ui, workload, revision: 0, stream: None, outage: Outage::default() }
+    pub(crate) fn new(connection: &'a Connection, workload: String) -> Self {
+        Self { connection, workload, revision: 0, stream: None, outage: connection.patience.of_stream() }
     }
 
     /// Waits for the next event. Cancel safe.
@@ -42,7 +40,7 @@ impl<'a> Watch<'a> {
                     self.outage.over();
                     return Ok(event);
                 }
-                Err(refused) => refused,
+                Err(refused) => self.connection.refused_by(Service::Scheduler, refused),
             };
             let opened = self.stream.take().map(|(opened, _)| opened);
             let workload = &self.workload;
@@ -54,13 +52,7 @@ impl<'a> Watch<'a> {
                 return Err(with_advice(refused.into(), advice))
                     .with_context(|| format!("cannot watch workload {workload}, which may still run"));
             }
-            if self.outage.is_news() {
-                let (cause, patience) = (refused.cause(), duration(PATIENCE));
-                self.ui.note(&format!("the scheduler does not answer ({cause}); retrying for {patience}"));
-            }
-            self.outage.pause().await;
-            // The next attempt shows whether the cluster runs again.
-            _ = self.connection.revive(self.ui).await;
+            self.connection.wait_out(&mut self.outage, &refused).await;
         }
     }
 

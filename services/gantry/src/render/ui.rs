@@ -33,6 +33,11 @@ impl Ui {
         Self { events: json.then(Events::start), ..Self::new(quiet) }
     }
 
+    /// Returns a printer of the same messages, without events.
+    pub(crate) fn without_events(&self) -> Self {
+        Self { quiet: self.quiet, color: self.color, screen: self.screen.clone(), events: None }
+    }
+
     /// Returns the writer of events, if events are printed.
     pub(crate) fn events(&self) -> Option<&Events> {
         self.events.as_ref()

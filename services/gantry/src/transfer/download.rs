@@ -29,9 +29,9 @@ use transfer::{
 };
 
 use crate::cli::args::AllowArgs;
-use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::why;
-use crate::ending::error::{Refused, is_transient};
+use crate::ending::error::{Refused, may_pass};
 use crate::render::progress::Progress;
 use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
@@ -69,23 +69,20 @@ impl Downloader<'_> {
         directory: &Path,
         base: Option<&Arc<Manifest>>,
     ) -> anyhow::Result<DownloadResult> {
-        let (mut pause, mut avoid) = (Pause::default(), Vec::new());
-        for attempt in 1.. {
+        let (mut outage, mut avoid) = (self.connection.patience.of_call(), Vec::new());
+        loop {
             self.progress.doing("downloading", name);
-            match self.attempt(artifact, name, directory, base, &mut avoid).await {
-                Err(error) if is_transient(&error) && attempt < TRANSFER_TRIES => {
-                    pause.wait().await;
-                    // The next attempt shows whether the cluster runs again.
-                    _ = self.connection.revive(self.ui).await;
-                }
-                result => {
-                    self.progress.done(name);
-                    let result = why::or_why(self.connection, &artifact.to_string(), result).await;
-                    return result.with_context(|| format!("cannot download {name} into {directory:?}"));
-                }
+            let result = self.attempt(artifact, name, directory, base, &mut avoid).await;
+            if let Some(refused) = result.as_ref().err().and_then(may_pass)
+                && outage.goes_on(None)
+            {
+                self.connection.wait_out(&mut outage, refused).await;
+                continue;
             }
+            self.progress.done(name);
+            let result = why::or_why(self.connection, &artifact.to_string(), result).await;
+            return result.with_context(|| format!("cannot download {name} into {directory:?}"));
         }
-        unreachable!("the loop returns")
     }
 
     /// Downloads once. Adds the gateway to `avoid`, for the next attempt.
@@ -114,8 +111,9 @@ impl Downloader<'_> {
         }
         // The ticket is requested after the lock, because it may expire during the wait.
         let DownloadResponse { endpoint, digest, .. } = locate(self.connection, artifact, avoid).await?;
-        let TransferEndpoint { gateway_endpoint, ticket, .. } =
-            endpoint.context("the streamer did not name a worker")?;
+        let endpoint = endpoint.context("the streamer did not name a worker")?;
+        let by_gateway = |status| Refused::from(status).by(gateway_of(&endpoint));
+        let TransferEndpoint { gateway_endpoint, ticket, .. } = endpoint.clone();
         avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();
         // This runs in parallel, because it takes about as long as the calls.
@@ -125,8 +123,7 @@ impl Downloader<'_> {
         // This cannot fail: the queue is empty and its receiver exists.
         _ = requests.send(request(RequestMessage::Open(ReadOpen { ticket }))).await;
         let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
-        let mut responses =
-            volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
+        let mut responses = volumes.read(ReceiverStream::new(queue)).await.map_err(by_gateway)?.into_inner();
         let manifest = receive_manifest(&mut responses).await?;
         if tree::digest(&digest)? != manifest.tree_digest() {
             bail!("the worker sent another tree than that of the artifact");
@@ -462,6 +459,11 @@ fn check_losses(dropped: &[Dropped]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Names the gateway of a transfer for messages.
+pub(crate) fn gateway_of(endpoint: &TransferEndpoint) -> String {
+    format!("the gateway at {}", endpoint.gateway_endpoint)
+}
+
 /// Asks the streamer for a gateway with the bytes of an artifact, preferably none of `avoid`.
 pub(crate) async fn locate(
     connection: &Connection,
@@ -473,6 +475,8 @@ pub(crate) async fn locate(
         artifact_id: artifact.to_string(),
         avoid_gateway_endpoints: avoid.to_vec(),
     };
-    let streamer = connection.streamer();
-    repeat("cannot locate the artifact", async || streamer.clone().download(request.clone()).await).await
+    let mut streamer = connection.streamer();
+    // The caller repeats the whole transfer.
+    let located = connection.call(Service::Streamer, streamer.download(request)).await;
+    located.context("cannot locate the artifact")
 }

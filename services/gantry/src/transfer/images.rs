@@ -12,7 +12,7 @@ use rpc::pb::streamer::{PullPhase, PullRequest, Pulled, RegistryCredentials};
 
 use crate::cli::args::ScanArgs;
 use crate::cli::values::{ImageArg, ImageFile, ImageFormat};
-use crate::client::connect::{Connection, Pause, TRANSFER_TRIES};
+use crate::client::connect::{Connection, Service};
 use crate::ending::error::Refused;
 use crate::render::table::duration;
 use crate::render::ui::Ui;
@@ -53,8 +53,8 @@ pub(crate) async fn pull(
         credentials,
         user: None,
     };
-    let mut pause = Pause::default();
-    for attempt in 1.. {
+    let mut outage = connection.patience.of_call();
+    loop {
         match follow(connection, ui, &request).await {
             Ok((pulled, bytes)) => {
                 if !pulled.existed {
@@ -73,27 +73,29 @@ pub(crate) async fn pull(
                 );
                 return Ok(pulled);
             }
-            Err(error)
-                if error.is_transient()
-                    && !error.is(rpc::Reason::RegistryUnavailable)
-                    && attempt < TRANSFER_TRIES =>
+            // The streamer has retried with the registry.
+            Err(refused)
+                if refused.may_pass()
+                    && !refused.is(rpc::Reason::RegistryUnavailable)
+                    && outage.goes_on(None) =>
             {
-                pause.wait().await;
-                _ = connection.revive(ui).await;
+                connection.wait_out(&mut outage, &refused).await;
             }
-            Err(error) => return Err(anyhow::Error::from(error).context(format!("cannot pull {reference}"))),
+            Err(refused) => {
+                return Err(anyhow::Error::from(refused).context(format!("cannot pull {reference}")));
+            }
         }
     }
-    unreachable!("the loop returns")
 }
 
 /// Follows a pull, and returns its result and the bytes of its layers that were not in the cluster.
 async fn follow(connection: &Connection, ui: &Ui, request: &PullRequest) -> Result<(Pulled, u64), Refused> {
-    let mut answers = connection.images().pull(request.clone()).await.map_err(Refused::from)?.into_inner();
+    let by_streamer = |status| connection.refused_by(Service::Streamer, status);
+    let mut answers = connection.images().pull(request.clone()).await.map_err(by_streamer)?.into_inner();
     let progress = ui.progress("pulling");
     let name = &request.reference;
     let (mut phase, mut done, mut total, mut layers) = (PullPhase::Unspecified, 0, 0, 0);
-    while let Some(answer) = answers.message().await.map_err(Refused::from)? {
+    while let Some(answer) = answers.message().await.map_err(by_streamer)? {
         match answer.message {
             Some(Message::Progress(now)) => {
                 if now.phase() != phase {

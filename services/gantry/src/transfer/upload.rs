@@ -33,14 +33,15 @@ use transfer::{
 };
 
 use crate::cli::args::ScanArgs;
-use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::cluster::Paths;
-use crate::ending::error::{Refused, is_transient, refusal, refused, with_advice};
+use crate::ending::error::{Refused, may_pass, refusal, refused, with_advice};
 use crate::render::labels;
 use crate::render::progress::Progress;
 use crate::render::table::{bytes, count, duration};
 use crate::render::ui::Ui;
 use crate::transfer::directories::inside;
+use crate::transfer::download::gateway_of;
 use crate::transfer::ignore::Rules;
 use crate::transfer::send::{Content, SendError, send_tree};
 use crate::transfer::staging;
@@ -91,8 +92,9 @@ impl Uploader<'_> {
         }
         let left_out = directory.left_out.iter().cloned().chain(own).collect();
         let directory = &Directory { left_out, ..*directory };
-        let mut pause = Pause::default();
-        for attempt in 1.. {
+        let mut outage = self.connection.patience.of_call();
+        let mut changes = 0;
+        loop {
             self.progress.doing("scanning", name);
             let scanned = self.scan(directory).await.with_context(|| format!("cannot upload {path:?}"))?;
             self.check(name, &scanned.problems)?;
@@ -110,32 +112,30 @@ impl Uploader<'_> {
                     self.say(name, &scanned.manifest, &sent, started);
                     return Ok((sent.artifact, scanned.manifest));
                 }
-                Err(SendError::Changed(message)) if self.scan.allow_changed && attempt >= TRIES => {
-                    bail!(
-                        "cannot upload {path:?}: {message} during each of {TRIES} attempts; leave out files that always change with \
-                         .gantryignore"
-                    );
-                }
                 Err(SendError::Changed(message)) if !self.scan.allow_changed => {
                     bail!(
                         "cannot upload {path:?}: {message} during the upload; try again, or allow it with --allow-changed"
                     );
                 }
                 Err(SendError::Changed(message)) => {
+                    changes += 1;
+                    if changes >= TRIES {
+                        bail!(
+                            "cannot upload {path:?}: {message} during each of {TRIES} attempts; leave out files that always change with \
+                             .gantryignore"
+                        );
+                    }
                     self.ui.warn(&format!("{name}: {message} during the upload; retrying"));
                 }
-                Err(SendError::Other(error)) if is_transient(&error) && attempt < TRANSFER_TRIES => {
-                    pause.wait().await;
-                    // The next attempt shows whether the cluster runs again.
-                    _ = self.connection.revive(self.ui).await;
-                }
-                Err(SendError::Other(error)) => {
-                    return Err(error.context(format!("cannot upload {path:?}")));
-                }
+                Err(SendError::Other(error)) => match may_pass(&error) {
+                    Some(refused) if outage.goes_on(None) => {
+                        self.connection.wait_out(&mut outage, refused).await;
+                    }
+                    _ => return Err(error.context(format!("cannot upload {path:?}"))),
+                },
                 Err(SendError::Mismatch) => bail!("cannot upload {path:?}: its files changed"),
             }
         }
-        unreachable!("the loop returns")
     }
 
     /// Uploads a small directory into the artifact store in one call, without a worker.
@@ -157,7 +157,11 @@ impl Uploader<'_> {
             tree: Some(tree),
         };
         let client = self.connection.artifacts();
-        repeat(&doing, async || client.clone().create_artifact(request.clone()).await).await?;
+        self.connection
+            .repeat(Service::ArtifactStore, &doing, async || {
+                client.clone().create_artifact(request.clone()).await
+            })
+            .await?;
         let (entries, size) = (entries(&scanned.manifest), scanned.manifest.size_bytes());
         self.ui.note(&format!("{name}: {}, kept {}", amount(&scanned.manifest), labels::IN_STORE));
         self.uploaded(name, artifact, entries, size, size);
@@ -262,8 +266,8 @@ impl Uploader<'_> {
     pub(crate) async fn upload_image(&self, name: &str, image: Arc<ImageTree>) -> anyhow::Result<ArtifactId> {
         let (started, manifest) = (Instant::now(), image.manifest().clone());
         let content = Content::Image(image);
-        let mut pause = Pause::default();
-        for attempt in 1.. {
+        let mut outage = self.connection.patience.of_call();
+        loop {
             self.progress.doing("uploading", name);
             match self.send(name, &content, &manifest).await {
                 Ok(sent) => {
@@ -271,19 +275,17 @@ impl Uploader<'_> {
                     self.say(name, &manifest, &sent, started);
                     return Ok(sent.artifact);
                 }
-                Err(SendError::Other(error)) if is_transient(&error) && attempt < TRANSFER_TRIES => {
-                    pause.wait().await;
-                    _ = self.connection.revive(self.ui).await;
-                }
-                Err(SendError::Other(error)) => {
-                    return Err(error.context(format!("cannot upload image {name}")));
-                }
+                Err(SendError::Other(error)) => match may_pass(&error) {
+                    Some(refused) if outage.goes_on(None) => {
+                        self.connection.wait_out(&mut outage, refused).await;
+                    }
+                    _ => return Err(error.context(format!("cannot upload image {name}"))),
+                },
                 Err(SendError::Changed(_) | SendError::Mismatch) => {
                     bail!("cannot upload image {name}: its files changed; repeat the command")
                 }
             }
         }
-        unreachable!("the loop returns")
     }
 
     async fn send(
@@ -302,20 +304,18 @@ impl Uploader<'_> {
             label: label.to_owned(),
         };
         let request = |message| UploadRequest { message: Some(message) };
+        let by_streamer = |status| self.connection.refused_by(Service::Streamer, status);
         // This cannot fail: the queue is empty and its receiver exists.
         _ = requests.send(request(upload_request::Message::Open(open))).await;
-        let mut answers = self
-            .connection
-            .streamer()
-            .upload(ReceiverStream::new(queue))
-            .await
-            .map_err(Refused::from)?
-            .into_inner();
+        let mut streamer = self.connection.streamer();
+        // The streamer accepts the call at once, and works on it afterwards.
+        let upload = streamer.upload(ReceiverStream::new(queue));
+        let mut answers = self.connection.call(Service::Streamer, upload).await?;
 
         let mut sent = None;
         loop {
             let UploadResponse { message } =
-                answers.message().await.map_err(Refused::from)?.ok_or_else(Refused::cut)?;
+                answers.message().await.map_err(by_streamer)?.ok_or_else(Refused::cut)?;
             match message {
                 Some(upload_response::Message::Uploaded(uploaded)) => {
                     let artifact =
@@ -327,7 +327,7 @@ impl Uploader<'_> {
                     let written = tokio::select! {
                         written = self.write(endpoint, content, manifest) => written?,
                         early = answers.message() => {
-                            return Err(early.err().map_or_else(Refused::cut, Refused::from).into());
+                            return Err(early.err().map_or_else(Refused::cut, by_streamer).into());
                         }
                     };
                     sent = Some(written);
@@ -348,19 +348,21 @@ impl Uploader<'_> {
         manifest: &Arc<Manifest>,
     ) -> Result<u64, SendError> {
         let mut volumes: VolumesClient<_> = self.connection.volumes_at(&endpoint.gateway_endpoint).await?;
+        let by_gateway = |status| Refused::from(status).by(gateway_of(&endpoint));
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
-        let sending = send_tree(endpoint.ticket, content.clone(), manifest.clone(), missing, requests);
+        let (ticket, content) = (endpoint.ticket.clone(), content.clone());
+        let sending = send_tree(ticket, content, manifest.clone(), missing, requests);
         let mut sender = JoinSet::new();
         sender.spawn(sending);
 
         let answers = async {
             let mut answers =
-                volumes.write(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
+                volumes.write(ReceiverStream::new(queue)).await.map_err(by_gateway)?.into_inner();
             let mut missing_known = Some(missing_known);
             let mut missing = OrdinalRanges::new();
             let (mut wanted, mut done) = (0, 0);
-            while let Some(WriteResponse { message }) = answers.message().await.map_err(Refused::from)? {
+            while let Some(WriteResponse { message }) = answers.message().await.map_err(by_gateway)? {
                 match message {
                     Some(ResponseMessage::Missing(runs)) => {
                         let pushed = rpc::tree::push_runs(&mut missing, &runs);

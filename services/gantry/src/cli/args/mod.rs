@@ -13,6 +13,7 @@ mod workers;
 mod workloads;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
@@ -29,7 +30,7 @@ pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{
     AttachArgs, CancelArgs, ExplainArgs, KillArgs, LogsArgs, WaitArgs, WatchArgs,
 };
-use crate::cli::addresses;
+use crate::cli::{addresses, values};
 
 /// Run commands in containers on workers: upload inputs, follow the output, download the results
 #[derive(Debug, Parser)]
@@ -106,6 +107,17 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) token_file: Option<PathBuf>,
+    /// Longest outage of a service that the command waits out. Default: 60s, and 5m for the events
+    /// and the output of a workload
+    #[arg(
+        long,
+        global = true,
+        env = "GANTRY_PATIENCE",
+        value_name = "DURATION",
+        value_parser = values::duration,
+        help_heading = "Global options"
+    )]
+    pub(crate) patience: Option<Duration>,
     /// Team that owns the workloads and artifacts
     #[arg(
         long,

@@ -6,7 +6,7 @@ use rpc::pb::artifacts::{ObjectKind, Relation};
 use rpc::pb::scheduler::{GetLeaseRequest, Lease, LeaseState, StopReason, WorkerState};
 use serde_json::Value;
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries;
 use crate::client::why;
 use crate::commands::explain::store;
@@ -49,9 +49,11 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
 async fn get(connection: &Connection, id: &str) -> anyhow::Result<Lease> {
     let request = GetLeaseRequest { team: connection.team.clone(), lease_id: id.to_owned() };
     let placements = connection.placements();
-    let response =
-        repeat("cannot explain the lease", async || placements.clone().get_lease(request.clone()).await)
-            .await?;
+    let response = connection
+        .repeat(Service::Scheduler, "cannot explain the lease", async || {
+            placements.clone().get_lease(request.clone()).await
+        })
+        .await?;
     Ok(response.lease.unwrap_or_default())
 }
 

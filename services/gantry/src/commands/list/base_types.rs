@@ -3,7 +3,7 @@
 use futures::Stream;
 use rpc::pb::artifacts::{BaseResourceType, ListBaseResourceTypesRequest};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries::pages;
 use crate::commands::list::names::Names;
 use crate::render::json;
@@ -22,7 +22,9 @@ fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResou
         let request = ListBaseResourceTypesRequest { page_token, ..Default::default() };
         let client = connection.caches();
         let doing = "cannot list base types";
-        let page = repeat(doing, async || client.clone().list_base_resource_types(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, doing, async || {
+            client.clone().list_base_resource_types(request.clone()).await
+        });
         page.await.map(|page| (page.types, page.next_page_token))
     })
 }

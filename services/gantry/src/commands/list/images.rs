@@ -5,7 +5,7 @@ use futures::{Stream, TryStreamExt};
 use rpc::pb::artifacts::{Artifact, ListResourceCachesRequest, ResourceCache, Sharing};
 use serde_json::{Value, json};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries::{self, pages};
 use crate::render::labels;
 use crate::render::listing::{Listing, one};
@@ -45,8 +45,9 @@ fn all(connection: &Connection) -> impl Stream<Item = anyhow::Result<ResourceCac
     let caches = pages(async move |page_token| {
         let request = ListResourceCachesRequest { team: connection.team.clone(), page_size: 0, page_token };
         let client = connection.caches();
-        let page =
-            repeat("cannot list images", async || client.clone().list_resource_caches(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, "cannot list images", async || {
+            client.clone().list_resource_caches(request.clone()).await
+        });
         page.await.map(|page| (page.caches, page.next_page_token))
     });
     caches.try_filter(|cache| std::future::ready(cache.r#type == TYPE))

@@ -3,7 +3,7 @@
 use futures::Stream;
 use rpc::pb::artifacts::{Import, ListImportsRequest};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries::pages;
 use crate::commands::list::names::Names;
 use crate::render::json;
@@ -23,7 +23,9 @@ fn imports(connection: &Connection) -> impl Stream<Item = anyhow::Result<Import>
         let request = ListImportsRequest { worker_id: String::new(), page_size: 0, page_token };
         let client = connection.inventory();
         let doing = "cannot list imports";
-        let page = repeat(doing, async || client.clone().list_imports(request.clone()).await);
+        let page = connection.repeat(Service::ArtifactStore, doing, async || {
+            client.clone().list_imports(request.clone()).await
+        });
         page.await.map(|page| (page.imports, page.next_page_token))
     })
 }

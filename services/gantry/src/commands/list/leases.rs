@@ -2,7 +2,7 @@
 
 use rpc::pb::scheduler::{Lease, ListLeasesRequest};
 
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::queries::pages;
 use crate::render::listing::Listing;
 use crate::render::table::plain;
@@ -19,8 +19,9 @@ pub(crate) async fn list(
         let worker = worker.unwrap_or_default().to_owned();
         let request = ListLeasesRequest { worker, page_token, ..ListLeasesRequest::default() };
         let placements = connection.placements();
-        let page =
-            repeat("cannot list leases", async || placements.clone().list_leases(request.clone()).await);
+        let page = connection.repeat(Service::Scheduler, "cannot list leases", async || {
+            placements.clone().list_leases(request.clone()).await
+        });
         page.await.map(|page| (page.leases, page.next_page_token))
     });
     listing.print(leases, json::lease, LEASES, row).await

@@ -30,7 +30,7 @@ use self::spec::{artifact_of, forwards_stdin, spec, spec_input, spec_inputs};
 use crate::cli::args::{Global, RunArgs};
 use crate::cli::environment::exports_spans;
 use crate::cli::values::Source;
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::{Connection, Service};
 use crate::client::placement::{self, WorkerChoice};
 use crate::client::{caches, why};
 use crate::ending::error::{self, Interrupted, Refused, refusal};
@@ -261,7 +261,10 @@ async fn prepare_inputs(
         ..Default::default()
     };
     let owners = connection.owners();
-    repeat("cannot prepare the run", async || owners.clone().put_build(put.clone()).await)
+    connection
+        .repeat(Service::ArtifactStore, "cannot prepare the run", async || {
+            owners.clone().put_build(put.clone()).await
+        })
         .instrument(info_span!(target: "gantry", "put build", service = "gantry"))
         .await?;
     let inputs = tokio::select! {
@@ -339,11 +342,13 @@ async fn submit_in_some_network(
 async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpec) -> anyhow::Result<()> {
     let request = SubmitRequest { workload_id: workload.to_string(), spec: Some(spec) };
     let workloads = connection.workloads();
-    let submitted =
-        repeat("cannot submit the workload", async || workloads.clone().submit(request.clone()).await)
-            .instrument(info_span!(target: "gantry", "submit", service = "gantry"))
-            .await
-            .map(drop);
+    let submitted = connection
+        .repeat(Service::Scheduler, "cannot submit the workload", async || {
+            workloads.clone().submit(request.clone()).await
+        })
+        .instrument(info_span!(target: "gantry", "submit", service = "gantry"))
+        .await
+        .map(drop);
     let inputs = request.spec.iter().flat_map(|spec| &spec.inputs).map(|input| &input.artifact_id);
     let named = |refused: &Refused| inputs.clone().find(|id| refused.names(id)).cloned();
     match submitted.as_ref().err().and_then(refusal).and_then(named) {

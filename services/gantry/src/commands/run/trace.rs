@@ -9,7 +9,8 @@ use rpc::pb::local::{GetTraceRequest, Span};
 use serde_json::{Value, json};
 use server::telemetry::{RecentSpan, RecentSpans};
 
-use crate::client::connect::{Connection, Pause};
+use crate::client::connect::Connection;
+use crate::client::outage::Patience;
 use crate::ending::error::{Refused, refused};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links_here;
@@ -32,8 +33,7 @@ pub(crate) async fn write(
     ui: &Ui,
 ) -> anyhow::Result<()> {
     let ours: Vec<Value> = ours.of_trace(trace_id).iter().map(own).collect();
-    let give_up = tokio::time::Instant::now() + PATIENCE;
-    let mut pause = Pause::default();
+    let mut incomplete = Patience::new(Some(PATIENCE)).of_call();
     let spans = loop {
         let theirs = match fetch(connection, trace_id).await {
             Ok(spans) => spans,
@@ -47,10 +47,10 @@ pub(crate) async fn write(
         };
         let spans: Vec<Value> = ours.iter().cloned().chain(theirs.iter().map(foreign)).collect();
         // A missing parent is a span that has not ended.
-        if theirs.is_empty() || orphans(&spans) == 0 || tokio::time::Instant::now() >= give_up {
+        if theirs.is_empty() || orphans(&spans) == 0 || !incomplete.goes_on(None) {
             break spans;
         }
-        pause.wait().await;
+        incomplete.pause().await;
     };
     let document = json!({ "trace_id": trace_id, "spans": spans });
     let links = if follow_links { Ok(()) } else { refuse_links_here(file) };
