@@ -407,7 +407,7 @@ impl World {
                     workloads::cancel(&txn, "main", id, grace, now, &mut Effects::default()).await
                 });
                 match cancelled.await {
-                    Ok(()) | Err(WorkloadError::NotFound(_)) => {}
+                    Ok(()) | Err(WorkloadError::NotFound(_) | WorkloadError::NoMatch(_)) => {}
                     Err(WorkloadError::Database(error)) => panic!("cancel: {error}"),
                 }
             }

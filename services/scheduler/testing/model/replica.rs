@@ -26,6 +26,7 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::db::entity::lease::{Kind, State};
 use crate::db::entity::worker;
+use crate::image_references::ImageReferences;
 use crate::leases::{self, UseError};
 use crate::lifecycle::Lifecycle;
 use crate::lifecycle::departure;
@@ -37,6 +38,7 @@ use crate::notify::changes::Effects;
 use crate::outbox;
 use crate::placement::tests::reference;
 use crate::placement::{Demand, Location, OnlyWorker, Process, Purpose, Resources, Shape};
+use crate::poll::PollTicks;
 use crate::scheduling::{Dispatcher, LeaseRequest, PlaceError, PlaceResult, Request, RoundContext};
 use crate::store_client::delivery::{self, Delivery};
 use crate::store_client::reconcile;
@@ -85,12 +87,13 @@ impl Replica {
         let context = Context {
             db: cluster.db.clone(),
             config: cluster.config.clone(),
+            ticks: PollTicks::start(&cluster.config, false),
             notify,
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
         };
         let lifecycle = Lifecycle::new(context.clone(), Store::new(cluster.store.clone()));
-        let app = App::new(lifecycle, cluster.signer.clone(), dispatch, heartbeats, registrations);
+        let app = App::new(lifecycle, cluster.signer.clone(), ImageReferences::new(None), dispatch, heartbeats, registrations);
         let notes = Box::pin(heartbeat_batches::write_forever(context, receiver));
         let (calls, streams) = (vec![], BTreeMap::new());
         Self { app, dispatcher, cluster: cluster.clone(), calls, streams, notes }

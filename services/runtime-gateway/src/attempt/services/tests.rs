@@ -7,6 +7,7 @@ use testing::fake::FakeWorker;
 use super::*;
 use crate::attempt::inputs::tests::task;
 use crate::test_support::store::session;
+use crate::attempt::image::ProcessDefaults;
 use crate::test_support::{FakeGateways, TestWorker, within};
 use crate::util::clock::since_boot;
 
@@ -28,7 +29,8 @@ impl Scene {
         let mut containers = ServiceContainers(Vec::new());
         for (index, service) in task.spec.services.iter().enumerate() {
             let handle = ContainerHandle::new();
-            let known = KnownContainer::of(&task_of(&task, index, service), handle);
+            let of_service = task_of(&task, index, service);
+            let known = KnownContainer::of(&of_service, handle);
             let spec = runtime::ContainerSpec {
                 network_of: containers.network_of(&task),
                 note: known.note_text(),
@@ -36,7 +38,8 @@ impl Scene {
             };
             worker.runtime.create_container(handle, spec).await.expect("a container");
             worker.index.add(known).await;
-            containers.0.push(handle);
+            let process = process_spec(&of_service, &ProcessDefaults::default()).expect("a command");
+            containers.0.push((handle, process));
         }
         Self { worker, task, containers, stop: watch::Sender::new(None) }
     }

@@ -143,6 +143,10 @@ impl Workloads for Script {
         unused()
     }
 
+    async fn find(&self, _: Request<pb::FindRequest>) -> Result<Response<pb::FindResponse>, Status> {
+        unused()
+    }
+
     async fn cancel(&self, _: Request<pb::CancelRequest>) -> Result<Response<pb::CancelResponse>, Status> {
         unused()
     }
