@@ -176,6 +176,8 @@ struct Writer {
     size: u64,
     pieces: mpsc::Sender<bytes::Bytes>,
     writing: JoinHandle<io::Result<()>>,
+    /// The target, for messages.
+    what: &'static str,
 }
 
 impl Writer {
@@ -198,7 +200,11 @@ impl Writer {
             Some(about) => write_document(file, &about, queue),
             None => write_bytes(file, queue),
         });
-        Ok(Self { size, pieces, writing })
+        let what = match target {
+            Target::Stdout { .. } => "standard output",
+            Target::File(_) => "the file",
+        };
+        Ok(Self { size, pieces, writing, what })
     }
 
     /// Waits until all received bytes are written.
@@ -208,7 +214,7 @@ impl Writer {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 Err(Interrupted(exit_code::PIPE).into())
             }
-            result => result.context("cannot write the file"),
+            result => result.with_context(|| format!("cannot write to {}", self.what)),
         }
     }
 }
