@@ -70,17 +70,16 @@ fn commands_wait_for_killed_services() {
     let mut scene = Scene::start();
     let (artifact, workload) = (scene.artifact.clone(), scene.workload.clone());
     let run = ["run", "--", "echo", "done"];
-    let cases: [(&str, &[&str], &str); 12] = [
+    // A killed gateway speaks for its worker again after the TTL of the worker, so few cases kill it.
+    let cases: [(&str, &[&str], &str); 10] = [
         ("scheduler-0", &["list", "workers"], "worker-0"),
-        ("artifact-store-0", &["list", "artifacts"], &artifact),
+        ("artifact-store-0", &["list", "artifacts", "--wide"], &artifact),
         ("scheduler-0", &run, "done"),
         ("artifact-store-0", &["run", "-i", "a=source", "--", "cat", "a/file"], "content"),
         ("streamer-0", &["upload", "source"], "-"),
         ("scheduler-0", &["upload", "changed"], "-"),
-        ("runtime-gateway-0", &["upload", "changed"], "-"),
         ("streamer-0", &["download", &artifact, "out-1"], ""),
         ("runtime-gateway-0", &["download", &artifact, "out-2"], ""),
-        ("runtime-gateway-0", &["cat", &artifact, "file"], "content"),
         ("runtime-gateway-0", &["exec", &workload, "--", "echo", "inside"], "inside"),
         ("scheduler-0", &["cancel", &workload], ""),
     ];

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use integration_tests::registry::{Access, Layout, PASSWORD, Registry};
 use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+use rpc::pb::scheduler as pb;
 
 use crate::images::root_file_system;
 
@@ -292,4 +293,63 @@ fn waiting_callers_share_one_pull() {
     assert_eq!(registry.requests("GET /v2/app/blobs/sha256"), 3, "one pull for all");
     let usable = wait_for("the image", || cluster.list("images").pop());
     assert_eq!(usable["shared"], true, "it was pulled without credentials");
+}
+
+/// Submits workloads with the image `reference`, and returns their ids.
+fn submit(cluster: &Cluster, reference: &str, count: usize) -> Result<Vec<String>, tonic::Status> {
+    let endpoint = format!("unix://{}", cluster.path("run/gantry/gantry.sock").display());
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    runtime.block_on(async {
+        let peer = rpc::client::peer(&endpoint, rpc::client::Outgoing::internal()).expect("an address");
+        let mut workloads = pb::workloads_client::WorkloadsClient::new(peer);
+        let mut ids = Vec::new();
+        for _ in 0..count {
+            let workload_id = domain::WorkloadId::new().to_string();
+            let source = pb::image::Source::Reference(reference.to_owned());
+            let spec = pb::WorkloadSpec {
+                team: "main".to_owned(),
+                kind: pb::WorkloadKind::Task.into(),
+                image: Some(pb::Image { source: Some(source), entrypoint: None }),
+                stdin: pb::StdinMode::None.into(),
+                output: pb::OutputMode::Spooled.into(),
+                privilege: pb::Privilege::Confined.into(),
+                network: pb::Network::None.into(),
+                ..pb::WorkloadSpec::default()
+            };
+            let request = pb::SubmitRequest { workload_id: workload_id.clone(), spec: Some(spec) };
+            workloads.submit(request).await?;
+            ids.push(workload_id);
+        }
+        Ok(ids)
+    })
+}
+
+#[test]
+fn tag_is_resolved_at_submission() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Open), app());
+    registry.push(&layout, "app", "app:1");
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "--", "true"]);
+    let image = registry.reference("app:1");
+    let workloads = submit(&cluster, &image, 4).expect("accepted");
+    for workload in &workloads {
+        let output = cluster.output(["attach", workload]);
+        assert_runs_as_configured(&output);
+        let shown = cluster.succeed(["show", "workload", workload, "--json"]);
+        let shown: serde_json::Value = serde_json::from_slice(shown.trim_ascii()).expect("JSON");
+        let resolved = shown["image"].as_str().expect("an image");
+        assert!(resolved.starts_with(&format!("{image}@sha256:")), "{resolved}");
+    }
+    assert_eq!(registry.requests("GET /v2/app/blobs/sha256"), 3, "one pull for all");
+
+    let refused = submit(&cluster, &registry.reference("app:none"), 1).expect_err("there is no such tag");
+    assert_eq!(rpc::Refusal::from(refused).reason.as_deref(), Some("IMAGE_NOT_FOUND"));
+    // A digest is looked up by the attempt.
+    let unknown = registry.reference(&format!("app@sha256:{}", "0".repeat(64)));
+    let workload = &submit(&cluster, &unknown, 1).expect("accepted")[0];
+    let output = cluster.output(["attach", workload]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("IMAGE_UNAVAILABLE"), "{}", describe(&output));
 }

@@ -21,7 +21,7 @@ pub enum ImageError {
     #[error("there is no image {0}")]
     NotFound(String),
     /// The registry requires other credentials.
-    #[error("the registry {registry} does not allow to pull {image}: {cause}")]
+    #[error("the registry {registry} denies access to {image}: {cause}")]
     Unauthorized {
         /// The registry.
         registry: String,

@@ -32,7 +32,8 @@ mod tests {
         for command in Cli::command().get_subcommands().map(clap::Command::get_name) {
             let page = directory.path().join(format!("man1/gantry-{command}.1"));
             let text = std::fs::read_to_string(&page).expect(command);
-            assert!(text.contains(&format!("gantry\\-{command}")), "{command}: {text}");
+            let name = command.replace('-', "\\-");
+            assert!(text.contains(&format!("gantry\\-{name}")), "{command}: {text}");
         }
     }
 

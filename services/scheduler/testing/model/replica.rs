@@ -93,7 +93,14 @@ impl Replica {
             stopping: CancellationToken::new(),
         };
         let lifecycle = Lifecycle::new(context.clone(), Store::new(cluster.store.clone()));
-        let app = App::new(lifecycle, cluster.signer.clone(), ImageReferences::new(None), dispatch, heartbeats, registrations);
+        let app = App::new(
+            lifecycle,
+            cluster.signer.clone(),
+            ImageReferences::new(None),
+            dispatch,
+            heartbeats,
+            registrations,
+        );
         let notes = Box::pin(heartbeat_batches::write_forever(context, receiver));
         let (calls, streams) = (vec![], BTreeMap::new());
         Self { app, dispatcher, cluster: cluster.clone(), calls, streams, notes }

@@ -159,7 +159,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     let mut followed = followed?;
     if let Some(failure) = &mut followed.finished.failure
         && failure.reason.starts_with("PROGRAM_NOT_")
-        && let Some(program) = args.command.first()
+        && let Some(program) = args.entrypoint.as_ref().filter(|it| !it.is_empty()).or(args.command.first())
     {
         failure.message = format!("{}: {}", program.display(), failure.message);
     }

@@ -5,9 +5,9 @@ use testing::conformance::{container, programs};
 use testing::fake::FakeWorker;
 
 use super::*;
+use crate::attempt::image::ProcessDefaults;
 use crate::attempt::inputs::tests::task;
 use crate::test_support::store::session;
-use crate::attempt::image::ProcessDefaults;
 use crate::test_support::{FakeGateways, TestWorker, within};
 use crate::util::clock::since_boot;
 
