@@ -98,7 +98,7 @@ fn kept_and_deleted_objects_are_explained() {
     assert_eq!(explained["state"], "deleting", "{explained}");
     assert!(explained["marked_at"].is_string() && explained["remembered_until"].is_string(), "{explained}");
     assert_eq!(explained["reason"], "every owner of it has let go");
-    let deleted = text(&cluster, ["list", "artifacts", "--state", "deleting"]);
+    let deleted = text(&cluster, ["list", "artifacts", "--wide", "--state", "deleting"]);
     assert!(deleted.contains(&gone) && !deleted.contains(&made), "{deleted}");
     assert!(deleted.contains(" ago: every owner of it has let go"), "{deleted}");
     let shown = text(&cluster, ["show", "artifact", &gone]);

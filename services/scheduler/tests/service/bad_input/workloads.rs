@@ -92,7 +92,12 @@ async fn list(world: &World<'_>) -> Call {
             but("team", "that the token is not of", OTHER, InvalidPageToken),
             filter("state"),
             filter("outcome"),
-            but("unfinished", "that the token is not of", true, InvalidPageToken),
+            change(
+                "unfinished",
+                "that the token is not of",
+                Value::Bool(true),
+                Expected::Refused(InvalidPageToken, String::new()),
+            ),
             but_state("that the token is not of"),
             page(&[&of_state, &of_all, &workers.next_page_token]),
         ],
