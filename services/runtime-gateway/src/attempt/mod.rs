@@ -246,7 +246,7 @@ async fn carry_out(
         let services = services::make_containers(context, task, stop).await?;
         let made = make(context, task, services.network_of(task), &plan, &prepared).await;
         let process = match made.map_err(AttemptError::before_start) {
-            Ok(defaults) => process_spec(task, &defaults)?,
+            Ok(defaults) => process_spec(task, &defaults).map_err(AttemptError::from)?,
             Err(stopped) => {
                 report_failed_container(worker, &prepared, &stopped).await;
                 return Err(stopped);

@@ -42,11 +42,11 @@ pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Resul
 pub(super) fn process_spec(
     task: &AttemptTask,
     defaults: &ProcessDefaults,
-) -> Result<ProcessSpec, AttemptError> {
+) -> Result<ProcessSpec, RuntimeError> {
     let command = defaults.command_of(&task.spec);
     if command.is_empty() {
         let message = "the spec has no command, and neither has its image";
-        return Err(AttemptError::from(RuntimeError::InvalidImage(message.to_owned())).before_start());
+        return Err(RuntimeError::InvalidImage(message.to_owned()));
     }
     let traceparent =
         rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));

@@ -117,7 +117,7 @@ pub(super) async fn make_containers(
         let of_service = |error: AttemptError| error.before_start().of_service(&service.name);
         let (plan, prepared) = prepared.map_err(of_service)?;
         let process = match make(context, &task, containers.network_of(&task), &plan, &prepared).await {
-            Ok(defaults) => process_spec(&task, &defaults).map_err(of_service)?,
+            Ok(defaults) => process_spec(&task, &defaults).map_err(|error| of_service(error.into()))?,
             Err(error) => {
                 report_failed_container(worker, &prepared, &error).await;
                 return Err(of_service(error));

@@ -84,7 +84,7 @@ impl IntoStatus for WorkloadError {
     fn status(self) -> Status {
         match self {
             Self::NotFound(id) => about_workload(Reason::WorkloadNotFound, &self.to_string(), id),
-            Self::NoMatch(_) => Reason::WorkloadNotFound.status(SERVICE, &self.to_string()),
+            Self::NoMatch(_) => Reason::WorkloadNotFound.status(SERVICE, self.to_string()),
             Self::Database(error) => database("read a workload", &error),
         }
     }

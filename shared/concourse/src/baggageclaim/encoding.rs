@@ -161,7 +161,7 @@ pub(super) struct DecodeProgress {
 /// Invariant: one call produces at most [`MAX_DECODED`] bytes and one block, for any input.
 pub(super) enum Decoder {
     Raw,
-    Gzip(flate2::write::GzDecoder<Vec<u8>>),
+    Gzip(Box<flate2::write::GzDecoder<Vec<u8>>>),
     Zstd { decoder: Option<zstd::stream::raw::Decoder<'static>>, ended: bool },
     S2 { begun: bool, pending: Vec<u8> },
 }
@@ -178,7 +178,7 @@ impl Decoder {
     pub(super) fn new(encoding: Encoding) -> Self {
         match encoding {
             Encoding::Raw => Self::Raw,
-            Encoding::Gzip => Self::Gzip(flate2::write::GzDecoder::new(Vec::new())),
+            Encoding::Gzip => Self::Gzip(Box::new(flate2::write::GzDecoder::new(Vec::new()))),
             Encoding::Zstd => Self::Zstd { decoder: zstd_decoder().ok(), ended: false },
             Encoding::S2 => Self::S2 { begun: false, pending: Vec::new() },
         }

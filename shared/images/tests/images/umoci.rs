@@ -203,7 +203,7 @@ fn random_images_are_unpacked_as_by_umoci() {
     let mut compared = 0;
     for run in 0..runs {
         let seed = testing::seeds::repeated().unwrap_or_else(|| testing::seeds::nth(run));
-        println!("GANTRY_SEED={seed}");
+        eprintln!("GANTRY_SEED={seed}");
         let random = &mut StdRng::seed_from_u64(seed);
         let home = TempDir::new().expect("a directory");
         assert!(umoci(&["init", "--layout", "oci"], home.path()));
@@ -252,7 +252,7 @@ fn damaged_layer_is_rejected() {
         for damage in [&content[..content.len() - 1], &[&content[..], b" "].concat()] {
             fs::write(&blob, damage).expect("written");
             let error = pulled(&layout, "image").expect_err("it is damaged");
-            println!("{error}");
+            eprintln!("{error}");
             assert!(matches!(error, gantry_images::ImageError::Invalid { .. }), "{error}");
         }
         fs::write(&blob, content).expect("written");

@@ -221,7 +221,6 @@ async fn prepare(
 ) -> anyhow::Result<RunInputs> {
     let images = [&args.image].into_iter().chain(args.services.iter().map(|service| &service.image));
     let images = try_join_all(images.map(|image| bring(connection, ui, image, args.platform.as_ref())));
-    let images = async { images.await };
     let inputs = prepare_inputs(args, connection, ui, workload);
     let (images, (inputs, sent, build)) = tokio::try_join!(images, inputs)?;
     let caches = caches::mounts(connection, &args.caches).await?;
