@@ -340,7 +340,7 @@ fn tag_is_resolved_at_submission() {
         assert_runs_as_configured(&output);
         let shown = cluster.succeed(["show", "workload", workload, "--json"]);
         let shown: serde_json::Value = serde_json::from_slice(shown.trim_ascii()).expect("JSON");
-        let resolved = shown["image"].as_str().expect("an image");
+        let resolved = shown["spec"]["image"].as_str().expect("an image");
         assert!(resolved.starts_with(&format!("{image}@sha256:")), "{resolved}");
     }
     assert_eq!(registry.requests("GET /v2/app/blobs/sha256"), 3, "one pull for all");
