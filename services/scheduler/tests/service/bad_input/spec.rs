@@ -172,7 +172,8 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         invalid("image.resource_type", "missing", text(""), "image.resource_type"),
         never("image.resource_type", "of no worker", "unknown"),
         value("image.resource_type", "of some worker", text("git")),
-        vec![cleared("command", "command")],
+        reference("image.reference"),
+        invalid("image.entrypoint.words", "with NUL", bytes("a\0b"), "image.entrypoint.words[0]"),
         invalid("command", "of nothing", bytes(""), "command"),
         invalid("command", "with NUL", bytes("a\0b"), "command[0]"),
         value("command", "that is no text", bytes([0xff; 4096])),
@@ -290,6 +291,11 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
 }
 
 /// Invalid variants of the id of a used artifact.
+fn reference(field: &str) -> Vec<Bad> {
+    let references = [String::new(), "a b".to_owned(), "a\nb".to_owned(), "x".repeat(1025)];
+    references.into_iter().flat_map(|value| invalid(field, "malformed", text(value), field)).collect()
+}
+
 fn artifact(field: &str, world: &World<'_>) -> Vec<Bad> {
     let mut bad = id(field);
     bad.extend(but(field, "unknown", ArtifactId::new(), InputUnavailable));
@@ -383,7 +389,8 @@ fn services(world: &World<'_>, fine: &dyn Fn(&str, &str, Value) -> Vec<Bad>) -> 
         vec![cleared("image", "image"), cleared("image.artifact_id", "image.source")],
         artifact("image.artifact_id", world),
         invalid("image.resource_type", "that is valid elsewhere", text("git"), "image"),
-        vec![cleared("command", "command")],
+        reference("image.reference"),
+        invalid("image.entrypoint.words", "with NUL", bytes("a\0b"), "image.entrypoint.words[0]"),
         invalid("command", "of nothing", bytes(""), "command"),
         invalid("command", "with NUL", bytes("a\0b"), "command[0]"),
         environment(),
