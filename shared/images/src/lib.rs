@@ -10,7 +10,7 @@
 //!   file for a platform.
 //! - [`LayerStore`] unpacks each layer once, into its [`Layer`]: a manifest of the archive and a
 //!   file with its content. The files are a cache with a limit.
-//! - [`assemble`] applies the layers to one another and adds `metadata.json`. The result is an
+//! - [`assemble()`] applies the layers to one another and adds `metadata.json`. The result is an
 //!   image as workers know it: the directory `rootfs`, and the defaults of its processes.
 //!
 //! Nothing is written outside of the directory of the store, and no path of a layer is ever opened:
