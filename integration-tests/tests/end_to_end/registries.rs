@@ -150,9 +150,9 @@ fn unusable_images_are_named_with_their_reason() {
     let (registry, layout) = (Registry::start(Access::Open), app());
     registry.push(&layout, "app", "app:1");
     let cluster = Cluster::new();
-    let nobody = TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port");
+    let unused = TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port");
     let (tag, repository) = (registry.reference("app:none"), registry.reference("none"));
-    let (image, unreachable) = (registry.reference("app:1"), format!("{nobody}/app"));
+    let (image, unreachable) = (registry.reference("app:1"), format!("{unused}/app"));
     let unknown = registry.reference(&format!("app@sha256:{}", "0".repeat(64)));
     for (arguments, expected) in [
         (vec!["--image", &tag], "IMAGE_NOT_FOUND"),
