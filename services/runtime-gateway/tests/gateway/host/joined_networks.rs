@@ -142,7 +142,7 @@ async fn local_names_stand_for_loopback() {
     let runtime = subject.runtime();
     let local_names = vec!["db".to_owned()];
     let named = ContainerSpec { local_names: local_names.clone(), ..container() };
-    let script = "getent ahostsv4 db | head -n 1 | cut -d ' ' -f 1; grep -c db /etc/hosts";
+    let script = "getent ahostsv4 db | head -n 1 | cut -d ' ' -f 1; grep -cw db /etc/hosts";
     let (first, _, found) = running(&runtime, named, script).await;
     assert_eq!(found, "127.0.0.1\n1\n");
     let joined = ContainerSpec { local_names, ..in_network_of(first) };
