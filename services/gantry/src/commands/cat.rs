@@ -41,7 +41,7 @@ pub(crate) async fn cp(args: &CpArgs, connection: &Connection, ui: &Ui, as_json:
     let CpArgs { source, target } = args;
     let artifact = artifact_id(connection, "copy", &source.artifact).await?;
     let Some(path) = &source.path else {
-        let progress = ui.progress("downloading");
+        let progress = ui.progress();
         let allow = AllowArgs::default();
         let downloader = Downloader { connection, ui, replace: false, allow, progress };
         let downloaded = downloader.download(artifact, &source.artifact, target, None).await?;

@@ -14,7 +14,7 @@ pub(crate) async fn download(
     args: &DownloadArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let progress = ui.progress("downloading");
+    let progress = ui.progress();
     let downloader = Downloader { connection, ui, replace: args.replace, allow: args.allow, progress };
     let artifact = artifact_id(connection, "download", &args.artifact).await?;
     let downloaded = downloader.download(artifact, &artifact.to_string(), &args.directory, None).await?;

@@ -35,7 +35,7 @@ async fn artifact(connection: &Connection, ui: &Ui, args: &UploadArgs) -> anyhow
     let name = args.directory.canonicalize().ok();
     let name = name.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     let name = if args.label.is_empty() { name.unwrap_or_default() } else { args.label.clone() };
-    let progress = ui.progress("uploading");
+    let progress = ui.progress();
     let uploader = Uploader { connection, ui, scan: &args.scan, build: None, progress };
     let directory = Directory { name: &name, path: &args.directory, left_out: Vec::new() };
     if args.inline {

@@ -6,6 +6,7 @@ mod answers;
 pub(crate) mod attach;
 pub(crate) mod end;
 pub(crate) mod exec;
+mod inputs;
 mod keys;
 pub(crate) mod narrate;
 pub(crate) mod stdin;
@@ -18,7 +19,7 @@ use std::time::Duration;
 
 use rpc::Reason;
 use rpc::pb::scheduler::{
-    AttemptLocation, CancelRequest, Finished, GetRequest, WorkloadState, watch_response::Event,
+    AttemptLocation, CancelRequest, Finished, GetRequest, Materializing, WorkloadState, watch_response::Event,
 };
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
@@ -30,6 +31,7 @@ use crate::ending::error::{Interrupted, Refused, refused};
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
 use crate::follow::attach::{AttachEnd, Target, attach, detach};
+use crate::follow::inputs::InputBars;
 use crate::follow::narrate::{WaitReasons, describe_event};
 use crate::follow::streams::{Streams, TerminalMode};
 use crate::follow::watch::Watch;
@@ -95,6 +97,8 @@ struct State {
     interrupted: bool,
     /// Reason why the workload waits.
     waiting: WaitReasons,
+    /// Bars of the inputs that arrive on the worker.
+    inputs: Option<InputBars>,
 }
 
 impl Follow<'_> {
@@ -240,6 +244,9 @@ impl Follow<'_> {
     /// Prints an event, and updates the state.
     fn handle_event(&self, event: Event, state: &mut State) {
         state.waiting.over();
+        if !matches!(event, Event::Materializing(_)) {
+            state.inputs = None;
+        }
         if self.narrate {
             self.print_event(&event, state);
         }
@@ -268,7 +275,12 @@ impl Follow<'_> {
         }
         match event {
             Event::Queued(_) => state.waiting.changed(self.connection, &self.workload, description),
-            _ => description.text.lines().for_each(|line| self.ui.note(line)),
+            Event::Materializing(Materializing { inputs })
+                if self.ui.has_bars() && inputs.iter().all(|input| input.waits_for.is_empty()) =>
+            {
+                state.inputs.get_or_insert_with(|| InputBars::start(self.ui)).show(inputs);
+            }
+            _ => description.text.lines().for_each(|line| self.ui.step(line)),
         }
     }
 

@@ -1,6 +1,5 @@
-//! Progress of a transfer: a bar on a terminal, or a line every 10 s elsewhere.
+//! Progress of transfers: one bar each on a terminal, or one line each every 10 s elsewhere.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,168 +8,241 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
 use crate::render::screen::Screen;
-use crate::render::table::{bytes, plain};
+use crate::render::table::{bytes, duration, plain};
 
-/// Interval between two updates of the bar.
+/// Interval between two updates of the bars.
 const REPAINT: Duration = Duration::from_millis(100);
 /// Interval between two lines.
 const LINE: Duration = Duration::from_secs(10);
-/// Maximum length of the description, in characters.
+/// Maximum number of lines for bars.
+const MAX_BARS: usize = 8;
+/// Maximum length of a description, in characters.
 const MAX_DESCRIPTION: usize = 60;
+/// Time before which the remaining time is a guess.
+const MEASURED: Duration = Duration::from_secs(1);
 
-/// Counter of transferred bytes with a progress bar. Clones share the counter. The bar is removed
-/// when the last clone is dropped.
+/// Bars of the transfers in progress. Clones share them.
 #[derive(Clone)]
-pub(crate) struct Progress(Arc<ProgressBar>);
+pub(crate) struct Progress(Arc<Painted>);
 
-struct ProgressBar {
-    counts: Arc<Counts>,
+struct Painted {
+    bars: Arc<Bars>,
     screen: Arc<Screen>,
-    /// Task that paints. It ends with the bar.
+    /// Task that paints. It ends with the last clone.
     painter: JoinSet<()>,
 }
 
 #[derive(Default)]
-struct Counts {
-    /// Current activity for each name.
-    doing: Mutex<BTreeMap<String, &'static str>>,
-    /// Description while there is no activity.
-    otherwise: String,
+struct Bars(Mutex<BarList>);
+
+#[derive(Default)]
+struct BarList {
+    /// In the order in which they started.
+    bars: Vec<Arc<BarState>>,
+    /// Nothing is painted once it is true.
+    ended: bool,
+}
+
+/// Bar of one transfer. Clones share it. It is removed when the last clone is dropped.
+#[derive(Clone)]
+pub(crate) struct Bar(Arc<RunningBar>);
+
+struct RunningBar {
+    state: Arc<BarState>,
+    bars: Arc<Bars>,
+}
+
+struct BarState {
+    name: String,
+    /// Current activity, and when it started.
+    doing: Mutex<(&'static str, Instant)>,
     done: AtomicU64,
     total: AtomicU64,
-    /// Held while the bar is painted. Nothing is painted once it is true.
-    ended: Mutex<bool>,
 }
 
 impl Progress {
-    /// Starts with 0 of 0 bytes.
-    pub(crate) fn start(what: &str, screen: &Arc<Screen>, quiet: bool) -> Self {
-        let counts = Arc::new(Counts { otherwise: what.to_owned(), ..Counts::default() });
+    /// Starts without bars.
+    pub(crate) fn start(screen: &Arc<Screen>, quiet: bool) -> Self {
+        let bars = Arc::<Bars>::default();
         let mut painter = JoinSet::new();
         if !quiet {
-            painter.spawn(paint(counts.clone(), screen.clone()));
+            painter.spawn(paint(bars.clone(), screen.clone()));
         }
-        Self(Arc::new(ProgressBar { counts, screen: screen.clone(), painter }))
+        Self(Arc::new(Painted { bars, screen: screen.clone(), painter }))
     }
 
-    /// Sets the current activity for `name`.
-    pub(crate) fn doing(&self, verb: &'static str, name: &str) {
-        self.0.counts.doing().insert(name.to_owned(), verb);
+    /// Starts a bar with 0 of 0 bytes.
+    pub(crate) fn bar(&self, verb: &'static str, name: &str) -> Bar {
+        let state = Arc::new(BarState {
+            name: name.to_owned(),
+            doing: Mutex::new((verb, Instant::now())),
+            done: AtomicU64::new(0),
+            total: AtomicU64::new(0),
+        });
+        self.0.bars.held().bars.push(state.clone());
+        Bar(Arc::new(RunningBar { state, bars: self.0.bars.clone() }))
+    }
+}
+
+impl Bar {
+    /// Sets the current activity, and starts again with 0 of 0 bytes.
+    pub(crate) fn doing(&self, verb: &'static str) {
+        let state = &self.0.state;
+        *state.doing() = (verb, Instant::now());
+        state.done.store(0, Ordering::Relaxed);
+        state.total.store(0, Ordering::Relaxed);
     }
 
-    /// Removes the activity for `name`.
-    pub(crate) fn done(&self, name: &str) {
-        self.0.counts.doing().remove(name);
-    }
-
-    /// Starts again with 0 of 0 bytes.
-    pub(crate) fn restart(&self) {
-        self.0.counts.done.store(0, Ordering::Relaxed);
-        self.0.counts.total.store(0, Ordering::Relaxed);
-    }
-
-    /// Adds to the total.
+    /// Sets the total of the current activity.
     pub(crate) fn expect(&self, bytes: u64) {
-        self.0.counts.total.fetch_add(bytes, Ordering::Relaxed);
+        self.0.state.total.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Sets the transferred bytes, unless more were transferred before.
+    pub(crate) fn reach(&self, bytes: u64) {
+        self.0.state.done.fetch_max(bytes, Ordering::Relaxed);
     }
 
     /// Adds to the transferred bytes.
     pub(crate) fn advance(&self, bytes: u64) {
-        self.0.counts.done.fetch_add(bytes, Ordering::Relaxed);
+        self.0.state.done.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
-impl Drop for ProgressBar {
+impl Drop for Painted {
     fn drop(&mut self) {
-        *self.counts.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.bars.held().ended = true;
         self.painter.abort_all();
         self.screen.wipe();
     }
 }
 
-async fn paint(counts: Arc<Counts>, screen: Arc<Screen>) {
-    let started = Instant::now();
+impl Drop for RunningBar {
+    fn drop(&mut self) {
+        self.bars.held().bars.retain(|bar| !Arc::ptr_eq(bar, &self.state));
+    }
+}
+
+async fn paint(bars: Arc<Bars>, screen: Arc<Screen>) {
     let mut ticks = tokio::time::interval(if screen.is_terminal() { REPAINT } else { LINE });
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     ticks.tick().await; // The first tick comes at once. A very short transfer gets no bar.
     loop {
         ticks.tick().await;
-        counts.paint(&screen, started.elapsed());
+        bars.paint(&screen, size());
     }
 }
 
-impl Counts {
-    fn doing(&self) -> MutexGuard<'_, BTreeMap<String, &'static str>> {
+impl Bars {
+    fn held(&self) -> MutexGuard<'_, BarList> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Paints the bars, which fit into a screen of `columns` and `rows`.
+    fn paint(&self, screen: &Screen, (columns, rows): (usize, usize)) {
+        let held = self.held();
+        if held.ended {
+            return;
+        }
+        let room = MAX_BARS.min(rows.saturating_sub(1)).max(1);
+        let shown = if held.bars.len() > room { room - 1 } else { held.bars.len() };
+        let (shown, others) = held.bars.split_at(shown);
+        let others = (!others.is_empty()).then(|| format!("… and {} more", others.len()));
+        if screen.is_terminal() {
+            let bars = shown.iter().map(|bar| bar.read().fit(columns));
+            screen.paint(&bars.chain(others).collect::<Vec<_>>());
+        } else {
+            let lines = shown.iter().map(|bar| bar.read().line(false)).chain(others);
+            lines.for_each(|line| screen.line(&format!("gantry: {line}\n")));
+        }
+    }
+}
+
+impl BarState {
+    fn doing(&self) -> MutexGuard<'_, (&'static str, Instant)> {
         self.doing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Describes the current activities, such as `uploading a, scanning b`.
-    fn what(&self) -> String {
-        let doing = self.doing();
-        if doing.is_empty() {
-            return self.otherwise.clone();
+    fn read(&self) -> Amount {
+        let (verb, since) = *self.doing();
+        Amount {
+            what: plain(&format!("{verb} {}", self.name), MAX_DESCRIPTION),
+            done: self.done.load(Ordering::Relaxed),
+            total: self.total.load(Ordering::Relaxed),
+            elapsed: since.elapsed(),
         }
-        plain(
-            &doing.iter().map(|(name, verb)| format!("{verb} {name}")).collect::<Vec<_>>().join(", "),
-            MAX_DESCRIPTION,
+    }
+}
+
+/// Returns the columns and rows of the terminal, or 80 and 24 if they are unknown.
+fn size() -> (usize, usize) {
+    let size = rustix::termios::tcgetwinsize(io::stderr());
+    let (columns, rows) = size.map_or((0, 0), |size| (usize::from(size.ws_col), usize::from(size.ws_row)));
+    (if columns == 0 { 80 } else { columns }, if rows == 0 { 24 } else { rows })
+}
+
+/// What a bar shows.
+struct Amount {
+    what: String,
+    done: u64,
+    total: u64,
+    /// Time since the activity started.
+    elapsed: Duration,
+}
+
+impl Amount {
+    /// Formats the bar so that it fits on one line. A bar that wraps could not be replaced.
+    fn fit(&self, columns: usize) -> String {
+        let room = columns.saturating_sub(1);
+        let whole = [true, false].map(|bar| self.line(bar));
+        if let Some(line) = whole.into_iter().find(|line| line.chars().count() <= room) {
+            return line;
+        }
+        let end = if self.total == 0 { " …".to_owned() } else { format!(" {} %", self.percent()) };
+        let left = room.saturating_sub(end.chars().count());
+        let short = if left == 0 { String::new() } else { plain(&self.what, left) };
+        format!("{short}{end}").chars().take(room).collect()
+    }
+
+    fn percent(&self) -> u128 {
+        u128::from(self.done.min(self.total)) * 100 / u128::from(self.total)
+    }
+
+    /// Formats the bar, such as
+    /// `uploading src [=====>    ]  52 %  1.2 MiB of 2.3 MiB, 12.0 MiB/s, 3 s left`.
+    fn line(&self, bar: bool) -> String {
+        let Self { what, total, elapsed, .. } = self;
+        if *total == 0 {
+            return format!("{what} …");
+        }
+        let (done, percent) = (self.done.min(*total), self.percent());
+        let per_second = |amount: u64| u128::from(amount) * 1000 / elapsed.as_millis().max(1);
+        let rate = u64::try_from(per_second(done)).unwrap_or(u64::MAX);
+        let painted = if bar {
+            let filled = usize::try_from(percent / 5).unwrap_or(0);
+            let head = if filled < 20 { ">" } else { "" };
+            format!("[{}{head}{}] ", "=".repeat(filled), " ".repeat(20 - filled - head.len()))
+        } else {
+            String::new()
+        };
+        let left = total - done;
+        let left = if *elapsed < MEASURED || rate == 0 || left == 0 {
+            String::new()
+        } else {
+            format!(", {} left", whole(left.div_ceil(rate)))
+        };
+        format!(
+            "{what} {painted}{percent:3} %  {} of {}, {}/s{left}",
+            bytes(done),
+            bytes(*total),
+            bytes(rate)
         )
     }
-
-    fn paint(&self, screen: &Screen, elapsed: Duration) {
-        let what = self.what();
-        let (done, total) = (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed));
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        if *ended {
-            return;
-        }
-        if screen.is_terminal() {
-            screen.paint(&fit(&what, done, total, elapsed, columns()));
-        } else {
-            screen.line(&format!("gantry: {}\n", line(&what, done, total, elapsed, false)));
-        }
-    }
 }
 
-/// Returns the width of the terminal, or 80 if it is unknown.
-fn columns() -> usize {
-    let columns = rustix::termios::tcgetwinsize(io::stderr()).map_or(0, |size| usize::from(size.ws_col));
-    if columns == 0 { 80 } else { columns }
-}
-
-/// Formats progress so that it fits on one line. A bar that wraps could not be removed.
-fn fit(what: &str, done: u64, total: u64, elapsed: Duration, columns: usize) -> String {
-    let room = columns.saturating_sub(1);
-    let whole = [true, false].map(|bar| line(what, done, total, elapsed, bar));
-    if let Some(line) = whole.into_iter().find(|line| line.chars().count() <= room) {
-        return line;
-    }
-    let end = if total == 0 { " …".to_owned() } else { format!(" {} %", percent(done, total)) };
-    let left = room.saturating_sub(end.chars().count());
-    let short = if left == 0 { String::new() } else { plain(what, left) };
-    format!("{short}{end}").chars().take(room).collect()
-}
-
-fn percent(done: u64, total: u64) -> u128 {
-    u128::from(done.min(total)) * 100 / u128::from(total)
-}
-
-/// Formats progress, such as `uploading src [=====>    ]  52 %  1.2 MiB of 2.3 MiB, 12.0 MiB/s`.
-fn line(what: &str, done: u64, total: u64, elapsed: Duration, bar: bool) -> String {
-    if total == 0 {
-        return format!("{what} …");
-    }
-    let done = done.min(total);
-    let percent = percent(done, total);
-    let millis = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX).max(1);
-    let rate = u64::try_from(u128::from(done) * 1000 / u128::from(millis)).unwrap_or(u64::MAX);
-    let painted = if bar {
-        let filled = usize::try_from(percent / 5).unwrap_or(0);
-        let head = if filled < 20 { ">" } else { "" };
-        format!("[{}{head}{}] ", "=".repeat(filled), " ".repeat(20 - filled - head.len()))
-    } else {
-        String::new()
-    };
-    format!("{what} {painted}{percent:3} %  {} of {}, {}/s", bytes(done), bytes(total), bytes(rate))
+/// Formats a number of seconds without fractions.
+fn whole(seconds: u64) -> String {
+    if seconds < 10 { format!("{seconds} s") } else { duration(Duration::from_secs(seconds)) }
 }
 
 #[cfg(test)]
@@ -178,75 +250,91 @@ mod tests {
     use super::*;
     use crate::render::screen::tests::Written;
 
-    #[test]
-    fn line_has_amount_and_speed() {
-        let second = Duration::from_secs(1);
-        assert_eq!(
-            line("uploading src", 1 << 20, 2 << 20, second, true),
-            "uploading src [==========>         ]  50 %  1.0 MiB of 2.0 MiB, 1.0 MiB/s"
-        );
-        assert_eq!(
-            line("uploading", 5, 4, second, true),
-            "uploading [====================] 100 %  4 B of 4 B, 4 B/s"
-        );
-        assert_eq!(line("uploading", 0, 4, second, false), "uploading   0 %  0 B of 4 B, 0 B/s");
-        assert_eq!(line("scanning", 0, 0, second, true), "scanning …");
+    const SIZE: (usize, usize) = (80, 24);
+
+    fn amount(what: &str, done: u64, total: u64) -> Amount {
+        Amount { what: what.to_owned(), done, total, elapsed: Duration::from_secs(1) }
     }
 
-    #[tokio::test]
-    async fn current_activities_are_named() {
-        let written = Written::default();
-        let progress = Progress::start("uploading", &Arc::new(written.screen(false)), true);
-        let what = || progress.0.counts.what();
-        assert_eq!(what(), "uploading");
-        progress.doing("scanning", "a");
-        progress.doing("scanning", "b");
-        progress.doing("uploading", "a");
-        assert_eq!(what(), "uploading a, scanning b");
-        progress.done("a");
-        assert_eq!(what(), "scanning b");
-        progress.done("b");
-        assert_eq!(what(), "uploading");
+    #[test]
+    fn line_has_amount_speed_and_remaining_time() {
+        assert_eq!(
+            amount("uploading src", 1 << 20, 3 << 20).line(true),
+            "uploading src [======>             ]  33 %  1.0 MiB of 3.0 MiB, 1.0 MiB/s, 2 s left"
+        );
+        assert_eq!(
+            amount("uploading", 5, 4).line(true),
+            "uploading [====================] 100 %  4 B of 4 B, 4 B/s"
+        );
+        assert_eq!(amount("uploading", 0, 4).line(false), "uploading   0 %  0 B of 4 B, 0 B/s");
+        assert_eq!(amount("scanning", 0, 0).line(true), "scanning …");
+        let short = Amount { elapsed: Duration::from_millis(500), ..amount("uploading", 1, 2) };
+        assert_eq!(short.line(false), "uploading  50 %  1 B of 2 B, 2 B/s");
     }
 
     #[test]
     fn bar_never_wraps() {
-        let at = |columns| fit("uploading src", 1 << 20, 2 << 20, Duration::from_secs(1), columns);
-        assert!(at(80).contains("[=====") && at(80).ends_with("1.0 MiB/s"), "{}", at(80));
-        assert_eq!(at(70), "uploading src  50 %  1.0 MiB of 2.0 MiB, 1.0 MiB/s");
+        let at = |columns| amount("uploading src", 1 << 20, 2 << 20).fit(columns);
+        assert!(at(90).contains("[=====") && at(90).ends_with("1.0 MiB/s, 1 s left"), "{}", at(90));
+        assert_eq!(at(70), "uploading src  50 %  1.0 MiB of 2.0 MiB, 1.0 MiB/s, 1 s left");
         assert_eq!(at(40), "uploading src 50 %");
         assert_eq!(at(15), "uploadin… 50 %");
         for columns in 0..100 {
             assert!(at(columns).chars().count() < columns.max(1), "{columns}: {:?}", at(columns));
-            assert!(fit("scanning src", 0, 0, Duration::ZERO, columns).chars().count() < columns.max(1));
+            assert!(amount("scanning src", 0, 0).fit(columns).chars().count() < columns.max(1));
         }
+    }
+
+    #[tokio::test]
+    async fn each_transfer_has_a_bar_while_it_lasts() {
+        let written = Written::default();
+        let screen = Arc::new(written.screen(true));
+        let progress = Progress::start(&screen, true);
+        let first = progress.bar("scanning", "a");
+        let second = progress.bar("uploading", "b");
+        let paint = || {
+            let before = written.text().len();
+            progress.0.bars.paint(&screen, SIZE);
+            written.text()[before..].to_owned()
+        };
+        assert_eq!(paint(), "\rscanning a …\x1b[K\nuploading b …\x1b[K\x1b[J");
+        first.doing("uploading");
+        drop(second.clone());
+        drop(second);
+        assert_eq!(paint(), "\r\x1b[1Auploading a …\x1b[K\x1b[J");
+        let more: Vec<_> = (0..MAX_BARS).map(|n| progress.bar("uploading", &n.to_string())).collect();
+        let painted = paint();
+        assert_eq!(painted.lines().count(), MAX_BARS);
+        assert!(painted.contains("\n… and 2 more"), "{painted:?}");
+        drop((first, more));
+        assert_eq!(paint(), format!("\r\x1b[{}A\x1b[J", MAX_BARS - 1));
     }
 
     #[tokio::test]
     async fn nothing_is_painted_after_end() {
         let written = Written::default();
         let screen = Arc::new(written.screen(true));
-        let progress = Progress::start("uploading", &screen, false);
-        let counts = progress.0.counts.clone();
-        progress.expect(2);
-        counts.paint(&screen, REPAINT);
+        let progress = Progress::start(&screen, false);
+        let bars = progress.0.bars.clone();
+        let bar = progress.bar("uploading", "d");
+        bars.paint(&screen, SIZE);
         screen.line("d: uploaded\n");
-        counts.paint(&screen, REPAINT);
+        bars.paint(&screen, SIZE);
         drop(progress);
-        counts.paint(&screen, REPAINT);
-        let bar = format!("\r{}\x1b[K", fit("uploading", 0, 2, REPAINT, columns()));
-        assert_eq!(written.text(), format!("{bar}\r\x1b[Kd: uploaded\n{bar}\r\x1b[K"));
+        bars.paint(&screen, SIZE);
+        drop(bar);
+        let bar = "\ruploading d …\x1b[K\x1b[J";
+        assert_eq!(written.text(), format!("{bar}\r\x1b[Jd: uploaded\n{bar}\r\x1b[J"));
     }
 
     #[tokio::test]
     async fn progress_is_plain_lines_without_terminal() {
         let written = Written::default();
         let screen = Arc::new(written.screen(false));
-        let progress = Progress::start("", &screen, false);
-        progress.doing("uploading", "a\nb");
-        progress.expect(4);
-        progress.0.counts.paint(&screen, LINE);
-        drop(progress);
+        let progress = Progress::start(&screen, false);
+        let bar = progress.bar("uploading", "a\nb");
+        bar.expect(4);
+        progress.0.bars.paint(&screen, SIZE);
         assert_eq!(written.text(), "gantry: uploading a?b   0 %  0 B of 4 B, 0 B/s\n");
     }
 }

@@ -1,7 +1,7 @@
-//! Standard error on a screen: lines, and on a terminal at most one progress bar below them.
+//! Standard error on a screen: lines, and on a terminal progress bars below them.
 //!
-//! [`Screen::line`] removes the bar first, and the next tick paints it again. If a process left an
-//! unfinished line in the same place, that line is ended first.
+//! [`Screen::line`] removes the bars first, and the next tick paints them again. If a process left
+//! an unfinished line in the same place, that line is ended first.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::render::terminal;
 
-/// Escape sequence that moves to the start of the line and clears it.
-const CLEAR: &str = "\r\x1b[K";
+/// Escape sequence that clears everything from the cursor on.
+const CLEAR: &str = "\x1b[J";
 
-/// Destination of lines and of the bar.
+/// Destination of lines and of bars.
 pub(crate) struct Screen {
     terminal: bool,
     /// Whether a process has left an unfinished line.
@@ -22,8 +22,8 @@ pub(crate) struct Screen {
 
 struct State {
     out: Box<dyn Write + Send>,
-    /// Whether a bar is at the place where the next line would start.
-    painted: bool,
+    /// Number of bars at the place where the next line would start. The cursor is in the last one.
+    painted: usize,
 }
 
 impl Screen {
@@ -35,7 +35,7 @@ impl Screen {
     }
 
     pub(crate) fn new(out: Box<dyn Write + Send>, terminal: bool) -> Self {
-        Self { terminal, unfinished: Arc::default(), state: Mutex::new(State { out, painted: false }) }
+        Self { terminal, unfinished: Arc::default(), state: Mutex::new(State { out, painted: 0 }) }
     }
 
     /// Returns the flag that a writer of process output sets while its last line is unfinished.
@@ -56,25 +56,29 @@ impl Screen {
     /// Prints a line, which must end with a newline.
     pub(crate) fn line(&self, line: &str) {
         let mut state = self.state();
-        let clear = if std::mem::take(&mut state.painted) { CLEAR } else { "" };
+        let clear =
+            if state.painted > 0 { format!("{}{CLEAR}", state.to_first_bar()) } else { String::new() };
         let end = self.end_of_line();
+        state.painted = 0;
         state.write(&format!("{clear}{end}{line}"));
     }
 
-    /// Paints the bar, and replaces the previous one.
-    pub(crate) fn paint(&self, bar: &str) {
+    /// Paints bars, and replaces the previous ones.
+    pub(crate) fn paint(&self, bars: &[String]) {
         let mut state = self.state();
-        let end = self.end_of_line();
-        state.write(&format!("{end}\r{bar}\x1b[K"));
-        state.painted = true;
+        if bars.is_empty() && state.painted == 0 {
+            return;
+        }
+        let start = format!("{}{}", self.end_of_line(), state.to_first_bar());
+        // Nothing is cleared before it is replaced, because that would flicker.
+        let bars_text: Vec<_> = bars.iter().map(|bar| format!("{bar}\x1b[K")).collect();
+        state.write(&format!("{start}{}{CLEAR}", bars_text.join("\n")));
+        state.painted = bars.len();
     }
 
-    /// Removes the bar.
+    /// Removes the bars.
     pub(crate) fn wipe(&self) {
-        let mut state = self.state();
-        if std::mem::take(&mut state.painted) {
-            state.write(CLEAR);
-        }
+        self.paint(&[]);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -83,6 +87,14 @@ impl Screen {
 }
 
 impl State {
+    /// Returns the text that moves to the start of the first bar, or of the line if there is none.
+    fn to_first_bar(&self) -> String {
+        match self.painted {
+            0 | 1 => "\r".to_owned(),
+            bars => format!("\r\x1b[{}A", bars - 1),
+        }
+    }
+
     /// Writes text. Errors are ignored, because they cannot be reported.
     fn write(&mut self, text: &str) {
         let text = if terminal::is_raw() { &text.replace('\n', "\r\n") } else { text };
@@ -126,26 +138,27 @@ pub(crate) mod tests {
         screen.unfinished().store(true, Ordering::Relaxed);
         screen.line("text\n");
         screen.unfinished().store(true, Ordering::Relaxed);
-        screen.paint("50 %");
+        screen.paint(&["50 %".to_owned()]);
         screen.line("more\n");
-        assert_eq!(written.text(), "\ntext\n\n\r50 %\x1b[K\r\x1b[Kmore\n");
+        assert_eq!(written.text(), "\ntext\n\n\r50 %\x1b[K\x1b[J\r\x1b[Jmore\n");
     }
 
     #[test]
-    fn line_replaces_bar() {
+    fn line_replaces_bars() {
         let written = Written::default();
         let screen = written.screen(true);
+        let bars = |bars: &[&str]| bars.iter().map(|&bar| bar.to_owned()).collect::<Vec<_>>();
         screen.line("before\n");
-        screen.paint("50 %");
+        screen.paint(&bars(&["50 %", "10 %"]));
         screen.line("text\n");
         screen.line("more\n");
-        screen.paint("60 %");
+        screen.paint(&bars(&["60 %"]));
         screen.wipe();
         screen.wipe();
         assert_eq!(
             written.text(),
-            "before\n\r50 %\x1b[K\r\x1b[Ktext\nmore\n\r60 %\x1b[K\r\x1b[K",
-            "each bar is removed once, before the text that follows it"
+            "before\n\r50 %\x1b[K\n10 %\x1b[K\x1b[J\r\x1b[1A\x1b[Jtext\nmore\n\r60 %\x1b[K\x1b[J\r\x1b[J",
+            "bars are removed once, before the text that follows them"
         );
     }
 }

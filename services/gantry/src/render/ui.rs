@@ -4,6 +4,7 @@
 use std::io::{self, IsTerminal};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -12,8 +13,12 @@ use crate::render::progress::Progress;
 use crate::render::screen::Screen;
 use crate::render::table::changes_terminal;
 
+/// Time for which a terminal shows no completed steps.
+const UNEVENTFUL: Duration = Duration::from_secs(1);
+
 /// Printer of messages, events and progress.
 pub(crate) struct Ui {
+    started: Instant,
     quiet: bool,
     color: bool,
     screen: Arc<Screen>,
@@ -25,7 +30,7 @@ impl Ui {
     pub(crate) fn new(quiet: bool) -> Self {
         let color =
             io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
-        Self { quiet, color, screen: Arc::new(Screen::stderr()), events: None }
+        Self { started: Instant::now(), quiet, color, screen: Arc::new(Screen::stderr()), events: None }
     }
 
     /// Makes a printer for a command that prints events with `--json`.
@@ -35,7 +40,13 @@ impl Ui {
 
     /// Returns a printer of the same messages, without events.
     pub(crate) fn without_events(&self) -> Self {
-        Self { quiet: self.quiet, color: self.color, screen: self.screen.clone(), events: None }
+        Self {
+            started: self.started,
+            quiet: self.quiet,
+            color: self.color,
+            screen: self.screen.clone(),
+            events: None,
+        }
     }
 
     /// Returns the writer of events, if events are printed.
@@ -47,6 +58,14 @@ impl Ui {
     pub(crate) fn note(&self, text: &str) {
         if !self.quiet {
             self.line("2", text);
+        }
+    }
+
+    /// Prints that a step towards the answer is complete. On a terminal, steps within the first
+    /// second are not printed, because a short command has only its answer to show.
+    pub(crate) fn step(&self, text: &str) {
+        if !self.screen.is_terminal() || self.started.elapsed() >= UNEVENTFUL {
+            self.note(text);
         }
     }
 
@@ -75,9 +94,14 @@ impl Ui {
         self.screen.unfinished()
     }
 
-    /// Starts to show the progress of a transfer.
-    pub(crate) fn progress(&self, what: &str) -> Progress {
-        Progress::start(what, &self.screen, self.quiet)
+    /// Returns whether progress is shown as bars.
+    pub(crate) fn has_bars(&self) -> bool {
+        self.screen.is_terminal() && !self.quiet
+    }
+
+    /// Starts to show the progress of transfers.
+    pub(crate) fn progress(&self) -> Progress {
+        Progress::start(&self.screen, self.quiet)
     }
 
     /// Waits until all events are written.

@@ -32,7 +32,7 @@ use crate::cli::args::AllowArgs;
 use crate::client::connect::{Connection, Service};
 use crate::client::why;
 use crate::ending::error::{Refused, may_pass};
-use crate::render::progress::Progress;
+use crate::render::progress::{Bar, Progress};
 use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links;
@@ -70,16 +70,16 @@ impl Downloader<'_> {
         base: Option<&Arc<Manifest>>,
     ) -> anyhow::Result<DownloadResult> {
         let (mut outage, mut avoid) = (self.connection.patience.of_call(), Vec::new());
+        let bar = self.progress.bar("downloading", name);
         loop {
-            self.progress.doing("downloading", name);
-            let result = self.attempt(artifact, name, directory, base, &mut avoid).await;
+            bar.doing("downloading");
+            let result = self.attempt(artifact, name, directory, base, &mut avoid, &bar).await;
             if let Some(refused) = result.as_ref().err().and_then(may_pass)
                 && outage.goes_on(None)
             {
                 self.connection.wait_out(&mut outage, refused).await;
                 continue;
             }
-            self.progress.done(name);
             let result = why::or_why(self.connection, &artifact.to_string(), result).await;
             return result.with_context(|| format!("cannot download {name} into {directory:?}"));
         }
@@ -93,6 +93,7 @@ impl Downloader<'_> {
         directory: &Path,
         base: Option<&Arc<Manifest>>,
         avoid: &mut Vec<String>,
+        bar: &Bar,
     ) -> anyhow::Result<DownloadResult> {
         let started = Instant::now();
         if !self.allow.follow_links {
@@ -137,13 +138,13 @@ impl Downloader<'_> {
         let (manifest, tree) = (tree.manifest().clone(), Arc::new(tree));
         let (staged, wanted) = self.stage(&target, &manifest, replaces, remembered).await?;
         let wanted_bytes = manifest.bytes_of(&wanted);
-        self.progress.expect(wanted_bytes);
+        bar.expect(wanted_bytes);
         for runs in rpc::tree::runs(&tree.origins(&wanted)) {
             // A send fails only if the call has ended. Its response has the cause.
             _ = requests.send(request(RequestMessage::Want(runs))).await;
         }
         _ = requests.send(request(RequestMessage::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
-        let staged = self.receive_content(responses, staged, tree).await?;
+        let staged = receive_content(responses, staged, tree, bar.clone()).await?;
         drop(requests);
 
         let mode = match base {
@@ -309,48 +310,6 @@ impl Downloader<'_> {
         staging.await.context("the writer thread ended unexpectedly")?
     }
 
-    async fn receive_content(
-        &self,
-        mut responses: Streaming<ReadResponse>,
-        staged: StagedTree,
-        tree: Arc<Subtree>,
-    ) -> anyhow::Result<StagedTree> {
-        let (chunks, mut queue) = mpsc::channel::<rpc::pb::runtime::Chunk>(4);
-        let progress = self.progress.clone();
-        let writing = tokio::task::spawn_blocking(move || {
-            let mut staged = staged;
-            while let Some(chunk) = queue.blocking_recv() {
-                for extent in chunk.extents {
-                    let ordinal = tree
-                        .ordinal(extent.ordinal)
-                        .context("the worker sent content that was not requested")?;
-                    staged.writer.put(ordinal, &extent.data)?;
-                    progress.advance(extent.data.len() as u64);
-                }
-            }
-            Ok::<_, anyhow::Error>(staged)
-        });
-        let received = async {
-            while let Some(ReadResponse { message }) = next(&mut responses).await? {
-                match message {
-                    Some(ResponseMessage::Chunk(chunk)) => {
-                        if chunks.send(chunk).await.is_err() {
-                            // The writer has failed, and its result has the cause.
-                            return Ok(());
-                        }
-                    }
-                    Some(ResponseMessage::Done(_)) => return Ok(()),
-                    Some(ResponseMessage::Manifest(_) | ResponseMessage::ManifestEnd(_)) | None => {}
-                }
-            }
-            Err(anyhow::Error::from(Refused::cut()))
-        };
-        let received = received.await;
-        drop(chunks);
-        let staged = writing.await.context("the writer thread ended unexpectedly")??;
-        received.map(|()| staged)
-    }
-
     fn say(
         &self,
         artifact: ArtifactId,
@@ -479,4 +438,44 @@ pub(crate) async fn locate(
     // The caller repeats the whole transfer.
     let located = connection.call(Service::Streamer, streamer.download(request)).await;
     located.context("cannot locate the artifact")
+}
+
+async fn receive_content(
+    mut responses: Streaming<ReadResponse>,
+    staged: StagedTree,
+    tree: Arc<Subtree>,
+    bar: Bar,
+) -> anyhow::Result<StagedTree> {
+    let (chunks, mut queue) = mpsc::channel::<rpc::pb::runtime::Chunk>(4);
+    let writing = tokio::task::spawn_blocking(move || {
+        let mut staged = staged;
+        while let Some(chunk) = queue.blocking_recv() {
+            for extent in chunk.extents {
+                let ordinal =
+                    tree.ordinal(extent.ordinal).context("the worker sent content that was not requested")?;
+                staged.writer.put(ordinal, &extent.data)?;
+                bar.advance(extent.data.len() as u64);
+            }
+        }
+        Ok::<_, anyhow::Error>(staged)
+    });
+    let received = async {
+        while let Some(ReadResponse { message }) = next(&mut responses).await? {
+            match message {
+                Some(ResponseMessage::Chunk(chunk)) => {
+                    if chunks.send(chunk).await.is_err() {
+                        // The writer has failed, and its result has the cause.
+                        return Ok(());
+                    }
+                }
+                Some(ResponseMessage::Done(_)) => return Ok(()),
+                Some(ResponseMessage::Manifest(_) | ResponseMessage::ManifestEnd(_)) | None => {}
+            }
+        }
+        Err(anyhow::Error::from(Refused::cut()))
+    };
+    let received = received.await;
+    drop(chunks);
+    let staged = writing.await.context("the writer thread ended unexpectedly")??;
+    received.map(|()| staged)
 }

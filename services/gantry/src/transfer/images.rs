@@ -60,7 +60,7 @@ pub(crate) async fn pull(
                 if !pulled.existed {
                     let (digest, took) = (short(&pulled.digest), duration(started.elapsed()));
                     let bytes = crate::render::table::bytes(bytes);
-                    ui.note(&format!("{reference}: pulled {digest}, {bytes} in {took}"));
+                    ui.step(&format!("{reference}: pulled {digest}, {bytes} in {took}"));
                 }
                 ui.event(
                     "pulled",
@@ -92,20 +92,19 @@ pub(crate) async fn pull(
 async fn follow(connection: &Connection, ui: &Ui, request: &PullRequest) -> Result<(Pulled, u64), Refused> {
     let by_streamer = |status| connection.refused_by(Service::Streamer, status);
     let mut answers = connection.images().pull(request.clone()).await.map_err(by_streamer)?.into_inner();
-    let progress = ui.progress("pulling");
-    let name = &request.reference;
-    let (mut phase, mut done, mut total, mut layers) = (PullPhase::Unspecified, 0, 0, 0);
+    let mut phase = PullPhase::Unspecified;
+    let progress = ui.progress();
+    let bar = progress.bar(verb(phase), &request.reference);
+    let mut layers = 0;
     while let Some(answer) = answers.message().await.map_err(by_streamer)? {
         match answer.message {
             Some(Message::Progress(now)) => {
                 if now.phase() != phase {
-                    (phase, done, total) = (now.phase(), 0, 0);
-                    progress.restart();
-                    progress.doing(verb(phase), name);
+                    phase = now.phase();
+                    bar.doing(verb(phase));
                 }
-                progress.expect(now.bytes_total.saturating_sub(total));
-                progress.advance(now.bytes_done.saturating_sub(done));
-                (done, total) = (done.max(now.bytes_done), total.max(now.bytes_total));
+                bar.expect(now.bytes_total);
+                bar.reach(now.bytes_done);
                 if phase == PullPhase::Fetching {
                     layers = now.bytes_total.saturating_sub(now.bytes_saved);
                 }
@@ -154,7 +153,7 @@ pub(crate) async fn bring_file(
     let layers = tempfile::tempdir().context("cannot create a directory for the layers")?;
     let store = LayerStore::new(layers.path().to_owned(), u64::MAX);
     let tree = images::pull(&source, &platform, &store, &images::Progress::default()).await?;
-    let progress = ui.progress("uploading");
+    let progress = ui.progress();
     let uploader = Uploader { connection, ui, scan: &ScanArgs::default(), build: None, progress };
     let name = file.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     uploader.upload_image(&name, Arc::new(tree)).await

@@ -37,7 +37,7 @@ use crate::client::connect::{Connection, Service};
 use crate::cluster::Paths;
 use crate::ending::error::{Refused, may_pass, refusal, refused, with_advice};
 use crate::render::labels;
-use crate::render::progress::Progress;
+use crate::render::progress::{Bar, Progress};
 use crate::render::table::{bytes, count, duration};
 use crate::render::ui::Ui;
 use crate::transfer::directories::inside;
@@ -94,13 +94,14 @@ impl Uploader<'_> {
         let directory = &Directory { left_out, ..*directory };
         let mut outage = self.connection.patience.of_call();
         let mut changes = 0;
+        let bar = self.progress.bar("scanning", name);
         loop {
-            self.progress.doing("scanning", name);
+            bar.doing("scanning");
             let scanned = self.scan(directory).await.with_context(|| format!("cannot upload {path:?}"))?;
             self.check(name, &scanned.problems)?;
-            self.progress.doing("uploading", name);
+            bar.doing("uploading");
             let content = Content::Directory(directory.path.to_owned());
-            let sent = match self.send(name, &content, &scanned.manifest).await {
+            let sent = match self.send(name, &content, &scanned.manifest, &bar).await {
                 Err(SendError::Mismatch) => {
                     Err(SendError::Changed(self.changed(directory, &scanned.manifest).await))
                 }
@@ -108,7 +109,7 @@ impl Uploader<'_> {
             };
             match sent {
                 Ok(sent) => {
-                    self.progress.done(name);
+                    drop(bar);
                     self.say(name, &scanned.manifest, &sent, started);
                     return Ok((sent.artifact, scanned.manifest));
                 }
@@ -163,7 +164,7 @@ impl Uploader<'_> {
             })
             .await?;
         let (entries, size) = (entries(&scanned.manifest), scanned.manifest.size_bytes());
-        self.ui.note(&format!("{name}: {}, kept {}", amount(&scanned.manifest), labels::IN_STORE));
+        self.ui.step(&format!("{name}: {}, kept {}", amount(&scanned.manifest), labels::IN_STORE));
         self.uploaded(name, artifact, entries, size, size);
         Ok(artifact)
     }
@@ -242,7 +243,7 @@ impl Uploader<'_> {
     fn say(&self, name: &str, manifest: &Manifest, sent: &SendResult, started: Instant) {
         let what = format!("{name}: {}", amount(manifest));
         let took = duration(started.elapsed());
-        self.ui.note(&match sent.bytes {
+        self.ui.step(&match sent.bytes {
             None => format!("{what}, already in the cluster as artifact {}", sent.artifact),
             Some(sent) => format!("{what}, {} sent in {took}", bytes(sent)),
         });
@@ -267,11 +268,12 @@ impl Uploader<'_> {
         let (started, manifest) = (Instant::now(), image.manifest().clone());
         let content = Content::Image(image);
         let mut outage = self.connection.patience.of_call();
+        let bar = self.progress.bar("uploading", name);
         loop {
-            self.progress.doing("uploading", name);
-            match self.send(name, &content, &manifest).await {
+            bar.doing("uploading");
+            match self.send(name, &content, &manifest, &bar).await {
                 Ok(sent) => {
-                    self.progress.done(name);
+                    drop(bar);
                     self.say(name, &manifest, &sent, started);
                     return Ok(sent.artifact);
                 }
@@ -293,6 +295,7 @@ impl Uploader<'_> {
         label: &str,
         content: &Content,
         manifest: &Arc<Manifest>,
+        bar: &Bar,
     ) -> Result<SendResult, SendError> {
         let digest = manifest.tree_digest().as_bytes().to_vec();
         let (requests, queue) = mpsc::channel(2);
@@ -325,7 +328,7 @@ impl Uploader<'_> {
                 Some(upload_response::Message::Endpoint(endpoint)) => {
                     // A message before all content was sent is an error.
                     let written = tokio::select! {
-                        written = self.write(endpoint, content, manifest) => written?,
+                        written = self.write(endpoint, content, manifest, bar) => written?,
                         early = answers.message() => {
                             return Err(early.err().map_or_else(Refused::cut, by_streamer).into());
                         }
@@ -346,6 +349,7 @@ impl Uploader<'_> {
         endpoint: TransferEndpoint,
         content: &Content,
         manifest: &Arc<Manifest>,
+        bar: &Bar,
     ) -> Result<u64, SendError> {
         let mut volumes: VolumesClient<_> = self.connection.volumes_at(&endpoint.gateway_endpoint).await?;
         let by_gateway = |status| Refused::from(status).by(gateway_of(&endpoint));
@@ -361,7 +365,7 @@ impl Uploader<'_> {
                 volumes.write(ReceiverStream::new(queue)).await.map_err(by_gateway)?.into_inner();
             let mut missing_known = Some(missing_known);
             let mut missing = OrdinalRanges::new();
-            let (mut wanted, mut done) = (0, 0);
+            let mut wanted = 0;
             while let Some(WriteResponse { message }) = answers.message().await.map_err(by_gateway)? {
                 match message {
                     Some(ResponseMessage::Missing(runs)) => {
@@ -370,7 +374,7 @@ impl Uploader<'_> {
                     }
                     Some(ResponseMessage::MissingEnd(_)) => {
                         wanted = manifest.bytes_of(&missing);
-                        self.progress.expect(wanted);
+                        bar.expect(wanted);
                         if let Some(known) = missing_known.take() {
                             // A missing receiver means that the sender has failed, and its result
                             // has the cause.
@@ -378,11 +382,10 @@ impl Uploader<'_> {
                         }
                     }
                     Some(ResponseMessage::Progress(progress)) => {
-                        self.progress.advance(progress.bytes.saturating_sub(done));
-                        done = done.max(progress.bytes);
+                        bar.reach(progress.bytes);
                     }
                     Some(ResponseMessage::Committed(committed)) => {
-                        self.progress.advance(wanted.saturating_sub(done));
+                        bar.reach(wanted);
                         if tree::digest(&committed.digest)? != manifest.tree_digest() {
                             return Err(anyhow::anyhow!(
                                 "the worker wrote another tree than the one that was sent"

@@ -287,8 +287,7 @@ async fn upload(
     ui: &Ui,
     build: BuildId,
 ) -> anyhow::Result<Vec<(ArtifactId, Option<Arc<Manifest>>)>> {
-    let uploader =
-        Uploader { connection, ui, scan: &args.scan, build: Some(build), progress: ui.progress("uploading") };
+    let uploader = Uploader { connection, ui, scan: &args.scan, build: Some(build), progress: ui.progress() };
     let targets: Vec<&Path> = args.outputs.iter().filter_map(|output| output.directory.as_deref()).collect();
     try_join_all(args.inputs.iter().map(async |input| {
         let path = match &input.source {
@@ -373,13 +372,8 @@ async fn download(
         }
         return Ok(delivery);
     }
-    let downloader = Downloader {
-        connection,
-        ui,
-        replace: args.replace,
-        allow: args.allow,
-        progress: ui.progress("downloading"),
-    };
+    let downloader =
+        Downloader { connection, ui, replace: args.replace, allow: args.allow, progress: ui.progress() };
     for output in &args.outputs {
         let Some(published) = finished.outputs.iter().find(|published| published.name == output.name) else {
             continue;
