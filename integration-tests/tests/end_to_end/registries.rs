@@ -1,9 +1,9 @@
 //! Images from registries, OCI layouts and archives.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::Output;
+use std::process::{Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -140,6 +140,25 @@ fn images_of_files_run_like_those_of_registry() {
         assert_eq!(code(&output), 125, "{}", describe(&output));
         assert!(String::from_utf8_lossy(&output.stderr).contains(expected), "{}", describe(&output));
     }
+}
+
+#[test]
+fn image_chooses_stop_signal() {
+    if !may_run_containers() {
+        return;
+    }
+    let (cluster, layout) = (Cluster::new(), app());
+    layout.configure("app", &["--config.stopsignal", "SIGUSR1"]);
+    let image = format!("oci:{}:app", layout.path().display());
+    let script = "trap 'echo asked; exit 5' USR1; echo ready; while :; do sleep 0.1; done";
+    cluster.succeed(["run", "-d", "--name", "it", "--image", &image, "--", script]);
+    let mut logs = cluster.gantry(["logs", "it"]).stdout(Stdio::piped()).spawn().expect("it starts");
+    let mut lines = BufReader::new(logs.stdout.take().expect("a pipe")).lines();
+    let mut line = || lines.next().expect("a line").expect("text");
+    assert_eq!(line(), "ready");
+    cluster.succeed(["stop", "it"]);
+    assert_eq!(line(), "asked");
+    logs.wait().expect("it ends");
 }
 
 #[test]

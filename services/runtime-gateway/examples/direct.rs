@@ -48,6 +48,7 @@ async fn run() -> anyhow::Result<()> {
             privileged: false,
             network_of: None,
             local_names: Vec::new(),
+            stop_signal: None,
             network: Network::Private,
             note: String::new(),
         };

@@ -216,6 +216,9 @@ pub struct ContainerSpec {
     /// Host names that stand for 127.0.0.1 in `/etc/hosts`, before all other lines. Only with the
     /// capability `services`.
     pub local_names: Vec<String>,
+    /// The signal that asks the main process to end. `None`: TERM. Ignored without the capability
+    /// `signals`.
+    pub stop_signal: Option<u8>,
     /// Text of the gateway that is stored with the container. Empty: none.
     pub note: String,
 }
@@ -432,8 +435,9 @@ pub trait Runtime: Send + Sync + 'static {
         self.process(process).await.map(|_| Usage::default())
     }
 
-    /// Stops a process: sends TERM, and after `grace` kills all processes in the container. A
-    /// process that has not started yet will never start. The call returns when the stop is in
+    /// Stops a process: sends TERM, or to a main process [`ContainerSpec::stop_signal`], and after
+    /// `grace` kills all processes in the container. A process that has not started yet will never
+    /// start. The call returns when the stop is in
     /// progress. A later call can only shorten the grace period.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].

@@ -1,7 +1,7 @@
 //! Images that are artifacts: the directory `rootfs`, and the file `metadata.json` beside it.
 //!
-//! The metadata has the defaults of the image's processes: environment, user, entrypoint, command
-//! and working directory. The crate `images` writes it.
+//! The metadata has the defaults of the image's processes: environment, user, entrypoint, command,
+//! working directory and stop signal. The crate `images` writes it.
 
 use std::collections::{HashSet, VecDeque};
 use std::path::PathBuf;
@@ -35,6 +35,8 @@ pub(crate) struct ProcessDefaults {
     pub(crate) command: Vec<String>,
     /// Working directory, as an absolute path.
     pub(crate) directory: Option<String>,
+    /// Signal that asks the process to end.
+    pub(crate) stop_signal: Option<u8>,
 }
 
 impl ProcessDefaults {
@@ -141,6 +143,7 @@ struct Metadata {
     entrypoint: Option<Vec<String>>,
     cmd: Option<Vec<String>>,
     workdir: Option<String>,
+    stop_signal: Option<String>,
 }
 
 fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
@@ -167,8 +170,13 @@ fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
     if directory.as_ref().is_some_and(|it| it.contains('\0') || it.split('/').any(|name| name == "..")) {
         return Err(invalid("`workdir` has `..` or NUL".to_owned()));
     }
+    let stop_signal = metadata.stop_signal.filter(|signal| !signal.is_empty());
+    let stop_signal = stop_signal.map(|signal| {
+        signal_number(&signal).ok_or_else(|| invalid(format!("{signal:?} in `stop_signal` is no signal")))
+    });
     Ok(ProcessDefaults {
         environment,
+        stop_signal: stop_signal.transpose()?,
         user: metadata.user.filter(|user| !user.is_empty()),
         entrypoint,
         command,
@@ -176,9 +184,47 @@ fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
     })
 }
 
+/// Returns the number of a signal: a number, or a name such as `SIGQUIT`, `QUIT` or `SIGRTMIN+3`.
+///
+/// Source: signal(7), for the names and for the first and the last real-time signal of glibc.
+fn signal_number(text: &str) -> Option<u8> {
+    /// The names of the signals from 1 on.
+    const NAMES: [&str; 31] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+        "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
+        "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
+    ];
+    const REAL_TIME: usize = 34;
+    let upper = text.to_uppercase();
+    let name = upper.strip_prefix("SIG").unwrap_or(&upper);
+    let named = || NAMES.iter().position(|known| *known == name).map(|at| at + 1);
+    let real_time = || match name.strip_prefix("RTMIN")? {
+        "" => Some(REAL_TIME),
+        offset => REAL_TIME.checked_add(offset.strip_prefix('+')?.parse().ok()?),
+    };
+    let number = name.parse().ok().or_else(named).or_else(real_time)?;
+    u8::try_from(number).ok().filter(|number| (1..=64).contains(number))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn stop_signal_is_name_or_number() {
+        let numbers =
+            [("SIGQUIT", 3), ("term", 15), ("10", 10), ("SIGRTMIN", 34), ("RTMIN+3", 37), ("SIGSYS", 31)];
+        for (text, number) in numbers {
+            assert_eq!(signal_number(text), Some(number), "{text}");
+        }
+        for text in ["SIG", "0", "65", "-1", "SIGNONE", "RTMIN3", "RTMIN+31", "RTMAX"] {
+            assert_eq!(signal_number(text), None, "{text}");
+        }
+        let parsed = parse(br#"{"stop_signal": "SIGINT"}"#).expect("it makes sense");
+        assert_eq!(parsed, ProcessDefaults { stop_signal: Some(2), ..ProcessDefaults::default() });
+        assert!(matches!(parse(br#"{"stop_signal": "x"}"#), Err(RuntimeError::InvalidImage(_))));
+        assert_eq!(parse(br#"{"stop_signal": ""}"#).expect("it makes sense"), ProcessDefaults::default());
+    }
 
     #[test]
     fn largest_metadata_takes_linear_time() {

@@ -85,6 +85,7 @@ pub(crate) async fn make(
         network_of,
         network: task.spec.network,
         local_names: task.spec.services.iter().map(|service| service.name.clone()).collect(),
+        stop_signal: defaults.stop_signal,
         note: known.note_text(),
     };
     worker.runtime.create_container(prepared.container, spec).await?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use runtime::{Ended, Offsets, ProcessState, RuntimeError};
+use runtime::{ContainerSpec, Ended, Offsets, ProcessState, RuntimeError};
 
 use super::{
     RuntimeExt, Subject, claims, exited, in_time, is_signal, on_root, process, programs, read_until,
@@ -84,6 +84,26 @@ pub async fn signals_arrive_or_are_rejected(subject: impl Subject) {
     let ended = runtime.ended(id).await;
     assert!(is_signal(&*runtime, &ended, 9, true), "{ended:?}");
     assert_eq!(runtime.read_output(id).await.text(), "ready\n");
+}
+
+/// The main process is asked to end with the stop signal of its container.
+pub async fn stop_signal_asks_main_process_to_end(subject: impl Subject) {
+    let runtime = subject.runtime();
+    if !claims(&*runtime, "signals") {
+        return;
+    }
+    let spec = ContainerSpec { stop_signal: Some(3), ..on_root(&subject).await };
+    let handle = runtime.made(spec).await;
+    let id = runtime.started(handle, process(&programs::sleep())).await;
+    in_time("the start", async {
+        while runtime.process(id).await.expect("a state") == ProcessState::Starting {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await;
+    runtime.stop(id, Duration::from_secs(600)).await.expect("stop");
+    let ended = runtime.ended(id).await;
+    assert!(is_signal(&*runtime, &ended, 3, true), "{ended:?}");
 }
 
 /// A stop before the start prevents the start. A stop after the start ends the process.

@@ -79,6 +79,9 @@ pub(super) struct Container {
     /// Host names that stand for 127.0.0.1.
     #[serde(default)]
     pub(super) local_names: Vec<String>,
+    /// The signal that asks the main process to end. `None`: TERM.
+    #[serde(default)]
+    pub(super) stop_signal: Option<u8>,
     /// Text of the gateway.
     #[serde(default)]
     pub(super) note: String,
@@ -143,6 +146,7 @@ impl Container {
             network_of: spec.network_of,
             network: spec.network.into(),
             local_names: spec.local_names,
+            stop_signal: spec.stop_signal,
             note: spec.note,
         }
     }

@@ -36,6 +36,7 @@ async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
         network_of: None,
         network: Network::Private,
         local_names: Vec::new(),
+        stop_signal: None,
         note: String::new(),
     };
     machine.runtime().create_container(handle, spec).await.expect("made");

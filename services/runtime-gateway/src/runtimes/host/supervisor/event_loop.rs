@@ -25,7 +25,7 @@ use super::rootfs;
 use crate::runtimes::exit_record::End;
 use crate::runtimes::host::cgroups::Cgroups;
 use crate::runtimes::host::paths;
-use crate::runtimes::host::persisted::{Intent, Launch};
+use crate::runtimes::host::persisted::{Container, Intent, Launch};
 use crate::runtimes::host::supervisor_protocol::{Answer, MAX_FRAME, Phase, Progress, Request};
 use crate::runtimes::output_spool;
 
@@ -125,6 +125,8 @@ pub(super) struct RunningContainer {
     /// Whether standard input will be closed after pending input.
     close_stdin: bool,
     held_back: bool,
+    /// Signal that asks the process to end.
+    stop_signal: u8,
     init_has_ended: bool,
     phase: Phase,
     clients: Vec<Client>,
@@ -145,7 +147,7 @@ impl RunningContainer {
     /// the process has one.
     pub(super) fn new(
         launch: &Launch,
-        intent: &Intent,
+        (container, intent): (&Container, &Intent),
         init: Pid,
         reports: OwnedFd,
         streams: Vec<OwnedFd>,
@@ -177,6 +179,7 @@ impl RunningContainer {
             requested_size: None,
             close_stdin: false,
             held_back: intent.held_back,
+            stop_signal: container.stop_signal.filter(|_| launch.joins.is_none()).unwrap_or(15), // TERM
             init_has_ended: false,
             phase: Phase::Starting,
             clients: Vec::new(),
@@ -354,8 +357,7 @@ impl RunningContainer {
     /// Stops the process, and sets the time of the kill.
     fn stop(&mut self, kill_at: Duration) -> io::Result<()> {
         if self.kill_at.is_none() {
-            let term = u8::try_from(libc::SIGTERM).unwrap_or(15);
-            init::signal(self.reports.as_fd(), term)?;
+            init::signal(self.reports.as_fd(), self.stop_signal)?;
         }
         // A process that has already ended does not count as stopped.
         self.stopped |= !self.init_has_ended;

@@ -75,7 +75,7 @@ pub(super) fn start(
         .map_err(StartError::while_doing("start a process in the container"))?;
     drop((init_end, users));
     lower_oom_score();
-    match RunningContainer::new(launch, intent, init, connection, streams.own, cgroups) {
+    match RunningContainer::new(launch, (container, intent), init, connection, streams.own, cgroups) {
         Ok(running) => Ok(Some(running)),
         Err(error) => {
             // The program may have begun. It dies with its parent.

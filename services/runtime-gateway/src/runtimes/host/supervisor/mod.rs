@@ -327,9 +327,15 @@ fn start(
             .are_devices_restricted(&launch.cgroup)
             .map_err(StartError::without_cgroup("read the device policy"))?;
 
-    let mut running =
-        event_loop::RunningContainer::new(launch, &intent, init, connection, streams.own, cgroups)
-            .map_err(StartError::while_doing("watch the container"))?;
+    let mut running = event_loop::RunningContainer::new(
+        launch,
+        (&container, &intent),
+        init,
+        connection,
+        streams.own,
+        cgroups,
+    )
+    .map_err(StartError::while_doing("watch the container"))?;
     fs::write(launch.process_dir.join(paths::INIT), init.as_raw_nonzero().to_string())
         .map_err(StartError::while_doing("store the process id of init"))?;
     let started = launch.process_dir.join(paths::STARTED);

@@ -287,6 +287,7 @@ mod tests {
             privileged,
             network_of: None,
             local_names: Vec::new(),
+            stop_signal: None,
             network: crate::runtimes::host::persisted::OwnNetwork::Private,
             note: String::new(),
         }
