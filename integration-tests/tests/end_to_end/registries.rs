@@ -18,7 +18,7 @@ const CUT_BYTES: u64 = 2 << 20;
 
 /// Makes the image `app` of two layers. The second one replaces a directory, removes a file and
 /// changes one of two hard links.
-fn app() -> Layout {
+pub(crate) fn app() -> Layout {
     let layout = Layout::new();
     layout.layer("base", "lower", |root| {
         root_file_system(root);
@@ -112,6 +112,7 @@ fn image_of_registry_runs_with_its_defaults() {
     assert_eq!((&listed[0]["image"], &listed[0]["shared"]), (&image.as_str().into(), &false.into()));
     let shown = String::from_utf8(cluster.succeed(["show", "image", &image])).expect("text");
     assert!(shown.contains("linux/amd64") || shown.contains("linux/arm64"), "{shown}");
+    assert!(shown.contains("ann") && shown.contains("/bin/sh -c"), "{shown}");
 }
 
 #[test]

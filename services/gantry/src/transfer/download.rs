@@ -14,7 +14,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use domain::ArtifactId;
 use rpc::pb::runtime::{
-    ExtentRunsEnd, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
+    ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
     read_response::Message as ResponseMessage,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, TransferEndpoint};
@@ -438,6 +438,29 @@ pub(crate) async fn locate(
     // The caller repeats the whole transfer.
     let located = connection.call(Service::Streamer, streamer.download(request)).await;
     located.context("cannot locate the artifact")
+}
+
+/// Reads a small file of an artifact.
+pub(crate) async fn read_file(
+    connection: &Connection,
+    artifact: ArtifactId,
+    path: &'static str,
+) -> anyhow::Result<Vec<u8>> {
+    let DownloadResponse { endpoint, .. } = locate(connection, artifact, &[]).await?;
+    let endpoint = endpoint.context("the streamer did not name a worker")?;
+    let by_gateway = |status| Refused::from(status).by(gateway_of(&endpoint));
+    let request = ReadFileRequest { ticket: endpoint.ticket.clone(), path: path.into() };
+    let mut volumes = connection.volumes_at(&endpoint.gateway_endpoint).await?;
+    let mut pieces = volumes.read_file(request).await.map_err(by_gateway)?.into_inner();
+    let (mut contents, mut size_bytes) = (Vec::new(), 0);
+    while let Some(piece) = pieces.message().await.map_err(by_gateway)? {
+        contents.extend_from_slice(&piece.data);
+        size_bytes = size_bytes.max(piece.size_bytes);
+    }
+    if (contents.len() as u64) < size_bytes {
+        return Err(Refused::cut().into());
+    }
+    Ok(contents)
 }
 
 async fn receive_content(

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, bail};
 use futures::{Stream, TryStreamExt};
-use rpc::pb::artifacts::{Artifact, ListResourceCachesRequest, ResourceCache, Sharing};
+use rpc::pb::artifacts::{ListResourceCachesRequest, ResourceCache, Sharing};
 use serde_json::{Value, json};
 
 use crate::client::connect::{Connection, Service};
@@ -10,9 +10,22 @@ use crate::client::queries::{self, pages};
 use crate::render::labels;
 use crate::render::listing::{Listing, one};
 use crate::render::table::{bytes, plain};
+use crate::transfer::download::read_file;
 
 /// Type of the resource caches of images.
 const TYPE: &str = "image";
+/// The file in an image with the defaults for its processes.
+const METADATA: &str = "metadata.json";
+/// The defaults of an image, with their names for people.
+const DEFAULTS: [(&str, &str); 7] = [
+    ("entrypoint", "entrypoint"),
+    ("cmd", "command"),
+    ("user", "user"),
+    ("workdir", "directory"),
+    ("stop_signal", "stop signal"),
+    ("env", "environment"),
+    ("labels", "label"),
+];
 const HEADERS: &[&str] = &["IMAGE", "DIGEST", "PLATFORM", "LAST USED", "ARTIFACT"];
 
 /// Executes `gantry list images`.
@@ -34,11 +47,69 @@ pub(super) async fn show(connection: &Connection, named: &str, as_json: bool) ->
             "there is no image {named:?} in the cluster; see `gantry list images`, or pull it with `gantry pull`"
         );
     };
-    let artifact = match image.artifact_id.as_str() {
-        "" => None,
-        id => Some(queries::artifact(connection, id).await.context("cannot show the bytes of the image")?),
+    let shown = match image.artifact_id.as_str() {
+        "" => ShownImage { image, size_bytes: None, metadata: Value::Null },
+        id => {
+            let artifact = queries::artifact(connection, id).await.context("cannot show the image")?;
+            let id = id.parse().context("the store named an invalid artifact id")?;
+            let metadata =
+                read_file(connection, id, METADATA).await.context("cannot read the defaults of the image")?;
+            let metadata =
+                serde_json::from_slice(&metadata).context("the defaults of the image are malformed")?;
+            ShownImage { image, size_bytes: Some(artifact.size_bytes), metadata }
+        }
     };
-    one(&(image, artifact), as_json, |(image, artifact)| json_of(image, artifact.as_ref()), fields)
+    one(&shown, as_json, ShownImage::json, ShownImage::fields)
+}
+
+/// Image with all that `gantry show image` prints.
+struct ShownImage {
+    image: ResourceCache,
+    size_bytes: Option<u64>,
+    /// Defaults for processes. `null`: the image is being pulled.
+    metadata: Value,
+}
+
+impl ShownImage {
+    fn json(&self) -> Value {
+        let mut shown = json(&self.image);
+        shown["size_bytes"] = self.size_bytes.into();
+        shown["defaults"] = self.metadata.clone();
+        shown
+    }
+
+    fn fields(&self) -> Vec<(&'static str, String)> {
+        let image = &self.image;
+        let (name, digest) = split(image);
+        let visible =
+            if image.sharing() == Sharing::AllTeams { "all teams".to_owned() } else { image.team.clone() };
+        let mut fields = vec![
+            ("image", plain(name, 255)),
+            ("digest", digest.to_owned()),
+            ("platform", image.params.clone()),
+            ("visible to", visible),
+            ("last used", labels::ago(image.last_used_at.as_ref())),
+            ("artifact", image.artifact_id.clone()),
+        ];
+        fields.extend(self.size_bytes.map(|size| ("size", bytes(size))));
+        for (key, name) in DEFAULTS {
+            let texts = match &self.metadata[key] {
+                Value::Array(items) if name == "environment" => items.iter().map(text).collect(),
+                Value::Array(words) => vec![words.iter().map(text).collect::<Vec<_>>().join(" ")],
+                Value::Object(labels) => {
+                    labels.iter().map(|(label, value)| format!("{label}={}", text(value))).collect()
+                }
+                value => vec![text(value)],
+            };
+            let texts = texts.into_iter().filter(|text| !text.is_empty());
+            fields.extend(texts.map(|text| (name, plain(&text, 400))));
+        }
+        fields
+    }
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
 }
 
 fn all(connection: &Connection) -> impl Stream<Item = anyhow::Result<ResourceCache>> {
@@ -85,29 +156,7 @@ fn row(image: &ResourceCache) -> Vec<String> {
     ]
 }
 
-fn fields((image, artifact): &(ResourceCache, Option<Artifact>)) -> Vec<(&'static str, String)> {
-    let (name, digest) = split(image);
-    let visible =
-        if image.sharing() == Sharing::AllTeams { "all teams".to_owned() } else { image.team.clone() };
-    let mut fields = vec![
-        ("image", plain(name, 255)),
-        ("digest", digest.to_owned()),
-        ("platform", image.params.clone()),
-        ("visible to", visible),
-        ("last used", labels::ago(image.last_used_at.as_ref())),
-        ("artifact", image.artifact_id.clone()),
-    ];
-    if let Some(artifact) = artifact {
-        fields.push(("size", bytes(artifact.size_bytes)));
-    }
-    fields
-}
-
 fn json(image: &ResourceCache) -> Value {
-    json_of(image, None)
-}
-
-fn json_of(image: &ResourceCache, artifact: Option<&Artifact>) -> Value {
     let (name, digest) = split(image);
     json!({
         "image": name,
@@ -118,7 +167,6 @@ fn json_of(image: &ResourceCache, artifact: Option<&Artifact>) -> Value {
         "cache_id": image.cache_id,
         "artifact_id": Some(&image.artifact_id).filter(|id| !id.is_empty()),
         "last_used_at": image.last_used_at.as_ref().map(labels::instant),
-        "size_bytes": artifact.map(|artifact| artifact.size_bytes),
     })
 }
 
@@ -148,5 +196,28 @@ mod tests {
             assert!(!is(named), "{named}");
         }
         assert_eq!(row(&image)[..2], ["alpine:3.20", "abababababab"]);
+    }
+
+    #[test]
+    fn defaults_of_image_are_fields() {
+        let metadata = json!({
+            "entrypoint": ["/bin/sh", "-c"], "cmd": ["echo it's"], "user": "", "stop_signal": "SIGINT",
+            "env": ["A=1", "B=2"], "labels": {"org.example": "x"},
+        });
+        let shown = ShownImage { image: ResourceCache::default(), size_bytes: Some(1024), metadata };
+        let fields: Vec<_> =
+            shown.fields().into_iter().map(|(name, text)| format!("{name} {text}")).collect();
+        assert_eq!(
+            fields[6..],
+            [
+                "size 1.0 KiB",
+                "entrypoint /bin/sh -c",
+                "command echo it's",
+                "stop signal SIGINT",
+                "environment A=1",
+                "environment B=2",
+                "label org.example=x"
+            ]
+        );
     }
 }
