@@ -14,6 +14,7 @@ from driving import bench_attached, bench_driven
 from terminals import bench_exec
 from garden import bench_garden
 from idle import bench_idle
+from images import bench_images
 from measure import machine
 from output import bench_output
 from placing import bench_placing, bench_placing_more
@@ -23,6 +24,7 @@ from store import bench_store
 from synchronizing import bench_synchronizing
 from transfers import bench_transfers
 from trees import bench_trees
+from users import bench_users
 from waiting import bench_waiting
 
 DISK = "/var/tmp"
@@ -63,6 +65,7 @@ def sections(quick):
     few = 2 if quick else 5
     return {
         "start": lambda: bench_start(DISK, runs),
+        "users": lambda: bench_users(DISK, runs),
         "processes": lambda: bench_processes(DISK, 5 if quick else 60),
         "idle": lambda: bench_idle(DISK, 5 if quick else 30, 5 if quick else 120),
         "exec": lambda: bench_exec(DISK, runs, 200 if quick else 2_000),
@@ -70,6 +73,7 @@ def sections(quick):
         "driven": lambda: bench_driven(DISK, 48 if quick else 200, 16, 1 if quick else 3),
         "garden": lambda: bench_garden(DISK, 2 if quick else 8, 5 if quick else 10),
         "trees": lambda: bench_trees(DISK, few),
+        "images": lambda: bench_images(DISK, 1 if quick else 3),
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
         "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),

@@ -17,10 +17,13 @@ GANTRY = RELEASE / "gantry"
 
 
 class Cluster:
-    """Local cluster with separate directories."""
+    """Local cluster with separate directories. `prefix` is a command that runs another one as another user."""
 
-    def __init__(self, base, settings={}):
+    def __init__(self, base, settings={}, prefix=()):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-", dir=base))
+        self.prefix = prefix
+        if prefix:
+            os.chown(self.home, NOBODY, NOBODY)
         self.env = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.home),
@@ -33,7 +36,7 @@ class Cluster:
     def run(self, *args, **kwargs):
         options = {"env": self.env, "cwd": self.home, "stdin": subprocess.DEVNULL, "check": True}
         options.update(kwargs)
-        return subprocess.run([str(GANTRY), *args], **options)
+        return subprocess.run([*self.prefix, str(GANTRY), *args], **options)
 
     def pids(self):
         """Returns the processes of this cluster."""

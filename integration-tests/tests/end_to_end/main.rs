@@ -30,6 +30,7 @@ mod registries;
 mod resources;
 mod restored;
 mod results;
+mod screens;
 mod services;
 mod several_workers;
 mod silent;

@@ -1,6 +1,7 @@
 //! A benchmark of the host runtime without services: it runs `true` in a container.
 //!
 //! It prints the milliseconds of each run. `make bench` compares them with `gantry run -- true`.
+//! With the argument `none`, the container has no network.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -9,7 +10,9 @@ use std::time::Instant;
 use domain::workload::{Limits, Network, OutputMode, Stdin};
 use domain::{ContainerHandle, ProcessId};
 use runtime::{ContainerSpec, ProcessSpec, Root, Runtime};
-use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy, supervise_if_asked};
+use runtime_gateway::host::{
+    HostConfig, HostRuntime, Permission, Policy, enter_user_namespace, supervise_if_asked,
+};
 
 fn main() -> ExitCode {
     if let Some(code) = supervise_if_asked(std::env::args_os()) {
@@ -24,17 +27,23 @@ fn main() -> ExitCode {
     }
 }
 
-#[tokio::main]
-async fn run() -> anyhow::Result<()> {
+fn run() -> anyhow::Result<()> {
     let mut arguments = std::env::args().skip(1);
     let (Some(directory), Some(runs)) = (arguments.next(), arguments.next()) else {
-        anyhow::bail!("usage: direct DIRECTORY RUNS");
+        anyhow::bail!("usage: direct DIRECTORY RUNS [none]");
     };
+    let network = if arguments.next().as_deref() == Some("none") { Network::None } else { Network::Private };
+    enter_user_namespace(std::path::Path::new(&directory))?;
+    measure(&directory, runs.parse()?, network)
+}
+
+#[tokio::main]
+async fn measure(directory: &str, runs: usize, network: Network) -> anyhow::Result<()> {
     let runtime = HostRuntime::open(HostConfig {
         policy: Policy::allowing([Permission::HostImage]),
         ..HostConfig::new(format!("{directory}/state"), format!("{directory}/run"))?
     })?;
-    for _ in 0..runs.parse::<usize>()? {
+    for _ in 0..runs {
         let begin = Instant::now();
         let (container, process) = (ContainerHandle::new(), ProcessId::new());
         let spec = ContainerSpec {
@@ -49,7 +58,7 @@ async fn run() -> anyhow::Result<()> {
             network_of: None,
             local_names: Vec::new(),
             stop_signal: None,
-            network: Network::Private,
+            network,
             note: String::new(),
         };
         runtime.create_container(container, spec).await?;

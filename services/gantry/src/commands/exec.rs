@@ -10,27 +10,37 @@ use domain::ProcessId;
 use rpc::Reason;
 use rpc::pb::runtime::ProcessSpec;
 use rpc::pb::scheduler::EnvironmentVariable;
-use rpc::pb::scheduler::{AttemptLocation, Workload, WorkloadState};
+use rpc::pb::scheduler::{AttemptLocation, Workload, WorkloadState, watch_response::Event};
 use serde_json::json;
 
 use crate::cli::args::ExecArgs;
 use crate::cli::environment;
 use crate::client::connect::Connection;
 use crate::client::queries::{container_of_service, workload};
-use crate::ending::error::Refused;
+use crate::ending::error::{Interrupted, Refused};
 use crate::ending::signals::Signals;
 use crate::follow::attach::{FurtherProcess, Target};
 use crate::follow::streams::Streams;
+use crate::follow::watch::Watch;
 use crate::follow::window::Window;
 use crate::follow::{exec, stdin};
 use crate::render::ui::Ui;
 use crate::render::{labels, terminal};
 
+/// Time after which the command says that it waits.
+const NOTICE_AFTER: Duration = Duration::from_secs(1);
+
 /// Executes `gantry exec`, and returns the exit code.
 pub(crate) async fn exec(args: &ExecArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
-    let workload = workload(connection, "run a command in", &args.workload).await?;
+    let mut workload = workload(connection, "run a command in", &args.workload).await?;
     let id = workload.workload_id.clone();
+    if !has_location(&workload) && !has_ended(&workload) {
+        tokio::select! {
+            waited = wait_for_location(connection, ui, &workload) => workload = waited?,
+            code = signals.next() => return Err(Interrupted(code).into()),
+        }
+    }
     let location = location(&workload)?;
 
     let mut streams = Streams::open(ui, true)?;
@@ -137,6 +147,36 @@ fn explain_missing(error: anyhow::Error, workload: &Workload) -> anyhow::Error {
     }
 }
 
+/// Returns whether the container of a workload may exist.
+fn has_location(workload: &Workload) -> bool {
+    let may_run = matches!(workload.state(), WorkloadState::Starting | WorkloadState::Running);
+    workload.location.is_some() && (may_run || has_ended(workload))
+}
+
+/// Waits until the container of a workload may exist, or the workload has ended.
+async fn wait_for_location(connection: &Connection, ui: &Ui, waiting: &Workload) -> anyhow::Result<Workload> {
+    let id = &waiting.workload_id;
+    let mut watch = Watch::new(connection, id.clone());
+    let mut notice = std::pin::pin!(tokio::time::sleep(NOTICE_AFTER));
+    let mut is_told = false;
+    loop {
+        let event = tokio::select! {
+            event = watch.next() => event?,
+            () = &mut notice, if !is_told => {
+                ui.note(&format!("waiting until workload {id} runs; `gantry explain {id}` says why it does not"));
+                is_told = true;
+                continue;
+            }
+        };
+        if let Event::Running(_) | Event::Preparing(_) | Event::Finished(_) = event {
+            let now = workload(connection, "run a command in", id).await?;
+            if has_location(&now) || has_ended(&now) {
+                return Ok(now);
+            }
+        }
+    }
+}
+
 /// Returns the location of the last attempt at a workload, unless its process cannot have started.
 fn location(workload: &Workload) -> anyhow::Result<AttemptLocation> {
     let id = &workload.workload_id;
@@ -154,12 +194,7 @@ fn location(workload: &Workload) -> anyhow::Result<AttemptLocation> {
             let end = end.map_or_else(String::new, |end| format!(" ({end})"));
             bail!("workload {id} has no container: it ended before its process was started: {outcome}{end}")
         }
-        (WorkloadState::Assigned | WorkloadState::Starting | WorkloadState::Running, _) => {
-            bail!("workload {id} is being prepared; wait until it runs: `gantry watch {id}`")
-        }
-        (WorkloadState::Accepted | WorkloadState::Pending | WorkloadState::Unspecified, _) => {
-            bail!("workload {id} is queued; `gantry explain {id}` says why")
-        }
+        _ => bail!("workload {id} does not run; `gantry explain {id}` says why"),
     }
 }
 
@@ -170,19 +205,22 @@ mod tests {
     #[test]
     fn workload_without_process_has_no_location() {
         let at = Some(AttemptLocation::default());
-        let found = |state: WorkloadState| {
-            let workload = Workload { state: state.into(), location: at.clone(), ..Workload::default() };
-            location(&workload).map_or_else(|error| error.to_string(), |_| "found".to_owned())
+        let workload = |state: WorkloadState| Workload {
+            state: state.into(),
+            location: at.clone(),
+            ..Workload::default()
         };
-        assert_eq!(found(WorkloadState::Running), "found");
-        for (state, text) in [
-            (WorkloadState::Accepted, "is queued"),
-            (WorkloadState::Pending, "is queued"),
-            (WorkloadState::Assigned, "is being prepared"),
+        for (state, has) in [
+            (WorkloadState::Accepted, false),
+            (WorkloadState::Pending, false),
+            (WorkloadState::Assigned, false),
+            (WorkloadState::Starting, true),
+            (WorkloadState::Running, true),
+            (WorkloadState::Finished, true),
         ] {
-            assert!(found(state).contains(text), "{state:?}");
+            assert_eq!(has_location(&workload(state)), has, "{state:?}");
+            assert_eq!(location(&workload(state)).is_ok(), has, "{state:?}");
         }
-        assert_eq!(found(WorkloadState::Finished), "found");
         let unplaced = Workload { state: WorkloadState::Finished.into(), ..Workload::default() };
         let error = location(&unplaced).expect_err("no container").to_string();
         assert!(error.contains("ended before its process was started"), "{error}");
