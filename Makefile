@@ -1,5 +1,5 @@
 # check: static checks. test: all tests. Both install missing packages if they run as root.
-.PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto contracts test full soak fuzz clients clients-now client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto contracts test full soak chaos fuzz clients clients-now client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -87,6 +87,12 @@ full: check docs test clients compose-test
 soak:
 	integration-tests/setup.sh test
 	cargo test -p artifact-store --test suite --locked -- --ignored --nocapture --test-threads=2 soak
+
+# Kills and freezes of the four services and of PostgreSQL while commands run. Runs for GANTRY_CHAOS seconds (180).
+chaos:
+	integration-tests/setup.sh test
+	cargo build --workspace --bins --locked
+	python3 -B integration-tests/chaos.py --seconds $${GANTRY_CHAOS:-180}
 
 # Mutated manifests, archives, compressed streams, responses of workers, tokens and image metadata. Runs for GANTRY_SOAK hours (1) or until a failure.
 fuzz: export GANTRY_SOAK ?= 1

@@ -112,9 +112,17 @@ class Postgres:
         command = [self.bin / "postgres", "-D", data, "-p", self.port]
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
+        self.command = command
         self.log = open(self.home / "log", "wb")
-        self.child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, **self.options)
+        self.start()
+
+    def start(self):
+        self.child = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, **self.options)
         wait_for("PostgreSQL", lambda: succeeds(self.asked("SELECT 1"), **self.options))
+
+    def restart(self):
+        end(self.child, signal.SIGINT)
+        self.start()
 
     def asked(self, sql):
         psql = [self.bin / "psql", "-X", "-v", "ON_ERROR_STOP=1", "-h", self.host, "-p", self.port]
@@ -137,7 +145,8 @@ class Processes:
 
     def __init__(self, base, settings={}):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-processes-", dir=base))
-        self.children = []
+        self.named = {}
+        self.own = {}
         ports = Ports()
         addresses = {name: ports.address() for name in ("postgres", "scheduler", "artifact-store", "streamer")}
         ports.release()
@@ -192,11 +201,22 @@ class Processes:
 
     def spawn(self, name, program, own):
         env = {**self.common, **own}
-        with open(self.home / f"{name}.log", "wb") as log:
+        self.own[name] = (program, own)
+        with open(self.home / f"{name}.log", "ab") as log:
             options = {"env": env, "cwd": self.home, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self.children.append(subprocess.Popen([str(RELEASE / program)], **options))
+            self.named[name] = subprocess.Popen([str(RELEASE / program)], **options)
         wait_for(name, lambda: succeeds([str(RELEASE / program), "health"], env=env))
 
+    def respawn(self, name):
+        """Starts a process again that has ended."""
+        self.spawn(name, *self.own[name])
+
+    @property
+    def children(self):
+        """The processes in the order in which they were first started."""
+        return list(self.named.values())
+
+    prefix = ()
     run = Cluster.run
 
     def __enter__(self):
