@@ -133,6 +133,19 @@ fn create_start_publish_keep(suite: &Suite, image: Option<&str>) {
     });
 }
 
+/// Returns the keys of the running containers of a team, whose usage is known.
+async fn measured(holder: &Holder, team: &str) -> Vec<String> {
+    let request = pb::GetUsageRequest { team: team.to_owned(), worker_id: holder.placed.worker_id.clone() };
+    let usage = holder.containers().get_usage(request).await.expect("measured").into_inner();
+    let is_known = |one: &pb::ContainerUsage| {
+        one.cpu_time.is_some() && one.memory_bytes > Some(0) && one.processes > Some(0)
+    };
+    assert!(usage.containers.iter().all(is_known) && usage.measured_at.is_some(), "{usage:?}");
+    let mut keys: Vec<_> = usage.containers.into_iter().map(|one| one.key).collect();
+    keys.sort_unstable();
+    keys
+}
+
 #[test]
 fn release_stops_all_processes_of_lease() {
     if !may_run_containers() {
@@ -166,6 +179,8 @@ fn release_stops_all_processes_of_lease() {
                 let refused = holder.publish(id, "out").await.expect_err("it runs");
                 assert!(refused.is(Reason::ProcessRunning), "{refused}");
             }
+            assert_eq!(measured(&holder, TEAM).await, ["one", "two"]);
+            assert!(measured(&holder, "other").await.is_empty(), "they belong to another team");
             holder.release(&[]).await.expect("released");
         };
         let (one, two, ()) = tokio::join!(run(&ids[0]), run(&ids[1]), release);

@@ -24,6 +24,7 @@ mod contents;
 mod error;
 mod process;
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -247,6 +248,19 @@ pub struct ProcessContainer {
     pub main: ProcessId,
 }
 
+/// The present resource usage of all processes in a container. Values that the worker does not know
+/// are missing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CurrentUsage {
+    /// Processor time since the start of the container. May decrease if the worker does not count
+    /// processes that have ended.
+    pub cpu_time: Option<Duration>,
+    /// Memory that the kernel cannot reclaim, in bytes.
+    pub memory_bytes: Option<u64>,
+    /// Number of processes.
+    pub processes: Option<u32>,
+}
+
 /// All containers and volumes on a worker, including incomplete ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Holdings {
@@ -433,6 +447,15 @@ pub trait Runtime: Send + Sync + 'static {
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn usage(&self, process: ProcessId) -> Result<Usage, RuntimeError> {
         self.process(process).await.map(|_| Usage::default())
+    }
+
+    /// Measures the present resource usage of these containers. Containers whose main process does
+    /// not run are missing, and so are containers that the worker cannot measure.
+    async fn current_usage(
+        &self,
+        _containers: &[ContainerHandle],
+    ) -> Result<HashMap<ContainerHandle, CurrentUsage>, RuntimeError> {
+        Ok(HashMap::new())
     }
 
     /// Stops a process: sends TERM, or to a main process [`ContainerSpec::stop_signal`], and after

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use domain::workload::WorkloadSpec;
 use domain::{AttemptId, LeaseId, ProcessId};
@@ -13,7 +13,7 @@ use rpc::pb::scheduler as scheduler_pb;
 use rpc::{
     Reason, invalid_field, parse_duration, parse_id, parse_name, parse_optional_id, parse_team, required,
 };
-use runtime::{ProcessEvent, ProcessState, RuntimeError};
+use runtime::{CurrentUsage, ProcessEvent, ProcessState, RuntimeError};
 use tokio::sync::watch;
 use tonic::Status;
 use uuid::Uuid;
@@ -219,6 +219,32 @@ pub(super) async fn list(
         next_page_token = page.token(last.note.container.uuid());
     }
     Ok(pb::ListContainersResponse { containers, next_page_token })
+}
+
+/// Returns the present resource usage of the containers of a team.
+pub(super) async fn usage(
+    gateway: WorkerSet,
+    request: pb::GetUsageRequest,
+) -> Result<pb::GetUsageResponse, Status> {
+    let team = parse_team("team", request.team)?;
+    let attended = worker_of(&gateway, "worker_id", &request.worker_id).await?;
+    let worker = &attended.worker;
+    let known = worker.containers(|container| container.team == team).await.map_err(status)?;
+    let handles: Vec<_> = known.iter().map(|container| container.handle).collect();
+    let measured = worker.runtime.current_usage(&handles).await.map_err(status)?;
+    let measured_at = Some(SystemTime::now().into());
+    let usage = |container: KnownContainer| {
+        let CurrentUsage { cpu_time, memory_bytes, processes } = *measured.get(&container.handle)?;
+        Some(pb::ContainerUsage {
+            container_id: container.note.container.to_string(),
+            lease_id: container.note.lease.to_string(),
+            key: container.note.driven.map(|note| note.key).unwrap_or_default(),
+            cpu_time: cpu_time.map(rpc::duration),
+            memory_bytes,
+            processes,
+        })
+    };
+    Ok(pb::GetUsageResponse { containers: known.into_iter().filter_map(usage).collect(), measured_at })
 }
 
 /// Returns a container with its processes.

@@ -122,6 +122,14 @@ impl Containers for Handler {
         containers::list(self.gateway.for_call(&extensions), request).await.map(Response::new)
     }
 
+    async fn get_usage(
+        &self,
+        request: Request<pb::GetUsageRequest>,
+    ) -> Result<Response<pb::GetUsageResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        containers::usage(self.gateway.for_call(&extensions), request).await.map(Response::new)
+    }
+
     async fn get_process(
         &self,
         request: Request<pb::GetProcessRequest>,

@@ -119,6 +119,31 @@ async fn invalid_start_is_rejected_with_its_field() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn invalid_usage_request_is_rejected_with_its_field() {
+    let worker = FakeWorker::near().gateway(UNREACHABLE, UNREACHABLE);
+    let gateway =
+        TestServer::start(|host| host.add_service(containers(gateway_of(&[worker], UNREACHABLE)))).await;
+    let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
+    let client = ContainersClient::new(peer);
+    let ask = async |team: &str, worker_id: &str| {
+        let request = pb::GetUsageRequest { team: team.to_owned(), worker_id: worker_id.to_owned() };
+        client.clone().get_usage(request).await.map(Response::into_inner)
+    };
+    let usage = ask("main", "").await.expect("the only worker");
+    assert!(usage.containers.is_empty() && usage.measured_at.is_some(), "{usage:?}");
+    for (team, worker_id, field) in [("", "", "team"), ("A B", "", "team"), ("main", "x", "worker_id")] {
+        let refused = Refusal::from(ask(team, worker_id).await.expect_err("rejected"));
+        assert!(
+            refused.is(Reason::InvalidField) && refused.to_string().contains(field),
+            "{field}: {refused}"
+        );
+    }
+    let elsewhere = domain::WorkerId::new().to_string();
+    let refused = Refusal::from(ask("main", &elsewhere).await.expect_err("not attended"));
+    assert!(refused.is(Reason::NotAttended), "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn process_of_another_team_looks_nonexistent() {
     let machine = FakeWorker::near();
     let worker = machine.gateway(UNREACHABLE, UNREACHABLE);

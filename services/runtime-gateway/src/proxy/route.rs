@@ -31,6 +31,9 @@ pub(super) async fn worker_of_call(path: &str, first: Bytes, keys: &Keys) -> Res
         "/gantry.runtime.v1.Containers/ListContainers" => {
             parse_id("worker_id", &decode::<pb::ListContainersRequest>(first)?.worker_id)
         }
+        "/gantry.runtime.v1.Containers/GetUsage" => {
+            parse_id("worker_id", &decode::<pb::GetUsageRequest>(first)?.worker_id)
+        }
         "/gantry.runtime.v1.Containers/GetProcess" => {
             parse_id("worker_id", &decode::<pb::GetProcessRequest>(first)?.worker_id)
         }

@@ -266,6 +266,13 @@ impl pb::containers_server::Containers for Gateway {
         Err(Status::unimplemented(""))
     }
 
+    async fn get_usage(
+        &self,
+        _: tonic::Request<pb::GetUsageRequest>,
+    ) -> Result<Response<pb::GetUsageResponse>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
     async fn get_process(
         &self,
         _: tonic::Request<pb::GetProcessRequest>,

@@ -1,11 +1,11 @@
-//! Conformance tests of limits.
+//! Conformance tests of limits and of resource usage.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use domain::workload::{Exit, Limits};
-use runtime::{ContainerSpec, Ended, Runtime};
+use runtime::{ContainerSpec, CurrentUsage, Ended, ProcessState, Runtime};
 
-use super::{RuntimeExt, Subject, claims, exited, has, on_root, process, programs};
+use super::{RuntimeExt, Subject, claims, exited, has, in_time, on_root, process, programs};
 
 const MUCH: u64 = 128 << 20;
 const MANY: u64 = 40;
@@ -71,4 +71,47 @@ pub async fn cpu_limit_applies_to_container(subject: impl Subject) {
         return;
     };
     assert!(computed * 3 < took, "{computed:?} of {took:?}");
+}
+
+/// The usage of a running container is measured, until its main process has ended.
+pub async fn running_container_is_measured(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let idle = runtime.made(on_root(&subject).await).await;
+    let handle = runtime.made(on_root(&subject).await).await;
+    let id = runtime.started(handle, process(&programs::hold(MUCH / 4))).await;
+    let measure = async || {
+        let mut usage = runtime.current_usage(&[handle, idle]).await.expect("usage");
+        assert_eq!(usage.remove(&idle), None, "nothing runs in it");
+        usage.remove(&handle)
+    };
+    let until_usage = async |what: &str, holds: &dyn Fn(CurrentUsage) -> bool| {
+        in_time(what, async {
+            while !measure().await.is_some_and(holds) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await;
+    };
+    let is_started = async || {
+        in_time("the start", async {
+            while runtime.process(id).await.expect("a process") == ProcessState::Starting {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await;
+    };
+    is_started().await;
+    if measure().await.is_none() {
+        eprintln!("not applicable: this worker does not measure usage");
+    } else {
+        let holds = |usage: CurrentUsage| usage.memory_bytes >= Some(MUCH / 4) && usage.processes == Some(1);
+        until_usage("one process that holds memory", &holds).await;
+        let before = measure().await.expect("it runs");
+        assert!(before.memory_bytes < Some(MUCH * 4), "{before:?}");
+        let later = before.cpu_time.map(|time| time + Duration::from_millis(100));
+        until_usage("processor time that is used", &|usage| usage.cpu_time >= later).await;
+    }
+    runtime.stop(id, Duration::ZERO).await.expect("stopped");
+    runtime.ended(id).await;
+    assert_eq!(measure().await, None, "its main process has ended");
 }

@@ -51,6 +51,7 @@ pub use exec::{
 };
 pub use limits::{
     cpu_limit_applies_to_container, memory_limit_applies_to_container, process_limit_applies_to_container,
+    running_container_is_measured,
 };
 pub use model::worker_matches_model_after_random_operations;
 pub use networks::{
@@ -407,7 +408,7 @@ macro_rules! runtime_conformance {
             unknown_process_is_not_found process_starts_once process_survives_its_runtime
             container_description_survives_reopening
             container_processes_end_with_main_process container_destruction_kills_its_processes plain_program_ends_on_term
-            process_is_killed_after_grace_period signals_arrive_or_are_rejected stop_signal_asks_main_process_to_end memory_limit_applies_to_container process_limit_applies_to_container cpu_limit_applies_to_container stop_prevents_start_or_ends_process process_ends_when_contact_is_lost
+            process_is_killed_after_grace_period signals_arrive_or_are_rejected stop_signal_asks_main_process_to_end memory_limit_applies_to_container process_limit_applies_to_container cpu_limit_applies_to_container running_container_is_measured stop_prevents_start_or_ends_process process_ends_when_contact_is_lost
             output_is_readable_from_any_offset unread_output_blocks_its_process spooled_output_drops_its_beginning
             process_continues_after_detach dropped_readers_and_waiters_change_nothing repeated_input_arrives_once
             binary_input_arrives_or_is_rejected inline_input_is_read_to_its_end unread_input_blocks_its_writer terminal_size_can_change terminal_survives_its_runtime

@@ -22,6 +22,7 @@ scripts! {
     LEAVE_BEHIND = "(trap '' TERM HUP; while :; do echo line >> \"$1\"; sleep 0.005; done) & until [ -s \"$1\" ]; do sleep 0.01; done; exit 0";
     WHEREABOUTS = "pwd; id -u; id -g; stat -c %u .";
     GREEDY = "head -c $1 /dev/zero | tail -c $1 > /dev/null; exit $?";
+    HOLD = "x=$(head -c $1 /dev/zero | tr '\\0' x); while :; do :; done";
     FORK = "i=0; while [ $i -lt $1 ]; do sleep 1000 > /dev/null 2>&1 & i=$((i+1)); echo $i; done";
     COMPUTE = "i=0; while [ $i -lt $1 ]; do i=$((i+1)); done";
     TRAP = "trap 'echo INT' INT; trap 'echo HUP' HUP; trap 'echo USR1; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
@@ -133,6 +134,13 @@ pub fn location() -> Vec<String> {
 #[must_use]
 pub fn allocate(bytes: u64) -> Vec<String> {
     shell(GREEDY, &[&bytes.to_string()])
+}
+
+/// Holds at least `bytes` bytes of memory and uses a processor for longer than any test. Ends on
+/// TERM.
+#[must_use]
+pub fn hold(bytes: u64) -> Vec<String> {
+    shell(HOLD, &[&bytes.to_string()])
 }
 
 /// Starts `processes` background processes. Prints the number of processes after each start.

@@ -94,6 +94,8 @@ impl Program {
         Some(match (name, arguments) {
             ("EXIT", [code]) => Self::Exit(code.parse().ok()?),
             ("SIGNAL_ITSELF", [number]) => Self::SignalItself(number.parse().ok()?),
+            // The fake worker measures no usage.
+            ("HOLD", [_]) => Self::Sleep(Duration::from_secs(1000)),
             ("STUBBORN", []) => Self::Stubborn,
             ("SAY", [out, err]) => Self::Say((*out).to_owned(), (*err).to_owned()),
             ("COUNT", [bytes]) => Self::Count(bytes.parse().ok()?),

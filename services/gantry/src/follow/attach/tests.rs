@@ -11,8 +11,9 @@ use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
 use rpc::pb::runtime::{
     CreateContainerRequest, CreateContainerResponse, DestroyContainerRequest, DestroyContainerResponse, Done,
     Exited, GetAttendanceRequest, GetAttendanceResponse, GetContainerRequest, GetContainerResponse,
-    GetProcessRequest, GetProcessResponse, ListContainersRequest, ListContainersResponse, PublishRequest,
-    PublishResponse, Started, StdinAck, StopContainerRequest, StopContainerResponse, Truncated,
+    GetProcessRequest, GetProcessResponse, GetUsageRequest, GetUsageResponse, ListContainersRequest,
+    ListContainersResponse, PublishRequest, PublishResponse, Started, StdinAck, StopContainerRequest,
+    StopContainerResponse, Truncated,
 };
 use tokio::net::UnixListener;
 use tokio::task::JoinSet;
@@ -80,6 +81,10 @@ impl Containers for Gateway {
         &self,
         _: Request<ListContainersRequest>,
     ) -> Result<Response<ListContainersResponse>, Status> {
+        Err(Status::unimplemented("no test requests"))
+    }
+
+    async fn get_usage(&self, _: Request<GetUsageRequest>) -> Result<Response<GetUsageResponse>, Status> {
         Err(Status::unimplemented("no test requests"))
     }
 

@@ -57,9 +57,9 @@ use concourse::{baggageclaim, garden};
 use domain::worker::{Marker, StoreMark};
 use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, Disk, Ended, Holdings, Notes,
-    Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
-    WorkerProvided, WorkerProvidedPath,
+    Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, CurrentUsage, Disk, Ended,
+    Holdings, Notes, Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError,
+    VolumeSource, WorkerProvided, WorkerProvidedPath,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
@@ -391,6 +391,13 @@ impl Runtime for GardenRuntime {
     ) -> Result<(), RuntimeError> {
         let _turn = self.worker.locks.lock(container.uuid()).await;
         self.worker.start(container, process, spec).await
+    }
+
+    async fn current_usage(
+        &self,
+        containers: &[ContainerHandle],
+    ) -> Result<HashMap<ContainerHandle, CurrentUsage>, RuntimeError> {
+        self.worker.current_usage(containers).await
     }
 
     async fn process(&self, process: ProcessId) -> Result<ProcessState, RuntimeError> {

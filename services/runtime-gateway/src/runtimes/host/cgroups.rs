@@ -255,21 +255,21 @@ impl Cgroups {
         fs::read_to_string(self.controller("memory")?.join(name).join(file)).ok()?.trim().parse().ok()
     }
 
-    /// Memory of the group of this name that the kernel cannot reclaim, in bytes.
-    pub(super) fn kept_memory(&self, name: &str) -> u64 {
-        let Some(group) = self.controller("memory").map(|memory| memory.join(name)) else { return 0 };
-        let text = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    /// Memory of the group of this name that the kernel cannot reclaim, in bytes. `None`: it is not
+    /// accounted.
+    pub(super) fn kept_memory(&self, name: &str) -> Option<u64> {
+        let text = fs::read_to_string(self.controller("memory")?.join(name).join("memory.stat")).ok()?;
         let value = |key: &str| {
             let mut rows = text.lines().filter_map(|line| line.split_once(' '));
             let value = rows.find(|(name, _)| *name == key).map(|(_, value)| value);
             value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
         };
-        if self.v2.is_some() {
+        Some(if self.v2.is_some() {
             let kernel = value("kernel").saturating_sub(value("slab_reclaimable"));
             value("anon") + value("shmem") + kernel
         } else {
             value("total_rss") + value("total_shmem")
-        }
+        })
     }
 
     /// Removes the CPU quota of the group of this name, so that killed processes can end.

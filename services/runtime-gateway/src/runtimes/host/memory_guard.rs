@@ -98,7 +98,8 @@ impl Host {
             let pid = self.cgroups.processes(&cgroup).into_iter().next().filter(|_| is_alone);
             // The process may have ended.
             let in_sockets = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
-            most = most.max(Some((self.cgroups.kept_memory(&cgroup) + in_sockets, process.id)));
+            let kept = self.cgroups.kept_memory(&cgroup).unwrap_or(0);
+            most = most.max(Some((kept + in_sockets, process.id)));
         }
         Ok(most.filter(|(kept, _)| *kept >= MIN_KEPT).map(|(kept, id)| (id, kept)))
     }

@@ -35,6 +35,7 @@ mod cgroups;
 mod checks;
 mod config;
 mod containers;
+mod current_usage;
 mod devices;
 mod disk_guard;
 mod filesystem;
@@ -56,6 +57,7 @@ mod user_namespace;
 mod users;
 mod volumes;
 
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -69,8 +71,9 @@ use domain::worker::{Marker, StoreMark};
 use domain::workload::Usage;
 use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, Disk, Ended, Holdings, Notes,
-    Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, CurrentUsage, Disk, Ended,
+    Holdings, Notes, Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError,
+    VolumeSource,
 };
 use rustix::fs::{Mode, OFlags};
 
@@ -477,6 +480,14 @@ impl Runtime for HostRuntime {
     async fn usage(&self, process: ProcessId) -> Result<Usage, RuntimeError> {
         let host = Arc::clone(&self.host);
         blocking(move || host.usage(process)).await
+    }
+
+    async fn current_usage(
+        &self,
+        containers: &[ContainerHandle],
+    ) -> Result<HashMap<ContainerHandle, CurrentUsage>, RuntimeError> {
+        let (host, containers) = (Arc::clone(&self.host), containers.to_vec());
+        blocking(move || host.current_usage(&containers)).await
     }
 
     async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError> {
