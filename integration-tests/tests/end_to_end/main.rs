@@ -36,6 +36,7 @@ mod several_workers;
 mod silent;
 mod standby;
 mod thousand;
+mod top;
 mod transfers;
 mod usage;
 mod waiting;

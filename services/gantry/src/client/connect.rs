@@ -19,6 +19,7 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::pb::streamer::Transfer;
 use rpc::pb::streamer::images_client::ImagesClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
 use tokio::sync::{Mutex, OnceCell};
@@ -28,6 +29,7 @@ use crate::cli::addresses::Addresses;
 use crate::cli::args::Global;
 use crate::client::outage::{Outage, Patience};
 use crate::client::token::{default_token, read_token};
+use crate::client::transfers::transfers;
 use crate::cluster::{self, Paths};
 use crate::ending::error::{Refused, without_number};
 use crate::render::ui::Ui;
@@ -97,6 +99,28 @@ impl Connection {
         let outgoing = Outgoing::default().with_token(token.as_deref());
         let connection = Self::new(addresses, outgoing, global.team.clone())?;
         Ok(Self { local, patience, ui: ui.without_events(), ..connection })
+    }
+
+    /// Connects to a cluster that runs, without counting as its use. `None`: no cluster runs on
+    /// this machine.
+    pub(crate) fn observe(global: &Global) -> anyhow::Result<Option<Self>> {
+        let named = named_token(global)?;
+        let (addresses, token) = match &global.server {
+            Some(server) => {
+                let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
+                let default = if named.is_none() { default_token(&addresses)? } else { None };
+                (addresses, default.map(|(_, token)| token))
+            }
+            None => {
+                let paths = Paths::find()?;
+                let Some(endpoint) = cluster::start::running(&paths) else { return Ok(None) };
+                // The socket of the cluster requires no token, but other gateways do.
+                (Addresses::one(&endpoint), read_token(&paths.token()).ok())
+            }
+        };
+        let addresses = Addresses { proxy: global.proxy.clone().or(addresses.proxy), ..addresses };
+        let outgoing = Outgoing::internal().with_token(named.or(token).as_deref());
+        Ok(Some(Self::new(addresses, outgoing, global.team.clone())?))
     }
 
     fn new(addresses: Addresses, outgoing: Outgoing, team: String) -> Result<Self, AddressError> {
@@ -238,6 +262,12 @@ impl Connection {
             Service::Streamer => ("streamer", &self.addresses.streamer),
         };
         refused.into().by(format!("the {name} at {address}"))
+    }
+
+    /// Lists the transfers in progress, with the failure of a streamer that does not answer within
+    /// `limit`.
+    pub(crate) async fn transfers(&self, limit: Duration) -> (Vec<Transfer>, Option<Status>) {
+        transfers(&self.addresses, &self.outgoing, limit).await
     }
 
     pub(crate) fn workloads(&self) -> WorkloadsClient<Peer> {

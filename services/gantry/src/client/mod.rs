@@ -7,4 +7,5 @@ pub(crate) mod placement;
 pub(crate) mod queries;
 pub(crate) mod references;
 pub(crate) mod token;
+pub(crate) mod transfers;
 pub(crate) mod why;

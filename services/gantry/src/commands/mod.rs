@@ -18,6 +18,7 @@ mod orphans;
 mod pull;
 mod run;
 mod status;
+mod top;
 mod undelete;
 mod upload;
 mod validate;
@@ -50,6 +51,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Up(args) => return cluster::up(args, ui, global.json).await,
         Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
         Command::Status(args) => return status::status(args, global).await,
+        Command::Top(args) => return top::top(args, global).await,
         Command::Doctor => return doctor::doctor(global.json),
         Command::Config(args) => return config::config(args, global, ui).map(|()| 0),
         Command::Completion(args) => return manual::completion(args).map(|()| 0),
@@ -116,7 +118,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Undelete(args) => undelete::undelete(connection, args, as_json).await?,
         Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) => {}
         Command::Wait(_) | Command::Run(_) => {}
-        Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
+        Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Top(_) | Command::Version => {}
         Command::Config(_) | Command::Completion(_) | Command::Man(_) | Command::Doctor => {}
     }
     Ok(())

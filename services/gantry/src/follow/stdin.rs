@@ -16,6 +16,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use crate::cli::detach_keys::DetachKeys;
 use crate::follow::answers::AnswerFilter;
 use crate::follow::keys::KeyFilter;
+use crate::render::terminal;
 
 /// Size of one read, in bytes.
 const PIECE: usize = 256 << 10;
@@ -31,8 +32,7 @@ const TAKE_LIMIT: Duration = Duration::from_secs(1);
 /// group; a read in the background would stop `gantry`.
 pub(crate) fn is_readable() -> bool {
     let stdin = io::stdin();
-    !stdin.is_terminal()
-        || rustix::termios::tcgetpgrp(&stdin).is_ok_and(|group| group == rustix::process::getpgrp())
+    !stdin.is_terminal() || terminal::is_foreground(&stdin)
 }
 
 /// Reader of standard input, with the pieces that the process has not taken yet.

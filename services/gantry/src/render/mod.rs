@@ -3,6 +3,7 @@
 //! Commands call this module. It makes no call to a cluster.
 
 pub(crate) mod explanation;
+pub(crate) mod full_screen;
 pub(crate) mod json;
 pub(crate) mod labels;
 pub(crate) mod listing;

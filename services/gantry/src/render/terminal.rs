@@ -29,6 +29,12 @@ pub(crate) fn size() -> TerminalSize {
     known.map_or(DEFAULT_SIZE, |size| TerminalSize { rows: size.ws_row.into(), columns: size.ws_col.into() })
 }
 
+/// Returns whether this is a terminal from which this process may read. A read in the background
+/// would stop the process.
+pub(crate) fn is_foreground(terminal: impl AsFd) -> bool {
+    rustix::termios::tcgetpgrp(terminal).is_ok_and(|group| group == rustix::process::getpgrp())
+}
+
 /// Returns whether the terminal is in raw mode. A new line then needs a carriage return.
 pub(crate) fn is_raw() -> bool {
     changed().is_some()

@@ -108,3 +108,30 @@ pub(crate) struct StatusArgs {
     #[arg(short, long)]
     pub(crate) watch: bool,
 }
+
+/// Arguments of `gantry top`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+On a terminal, the screen is painted again until `q` or Ctrl-C. Otherwise, and with --json, one snapshot is printed. The containers of all \
+teams are shown, those that use the most processor time first. CPU is 100% for each processor that is fully used. MEMORY is what the kernel \
+cannot reclaim. LIMIT is that of --memory. Empty cells are not known.
+
+Exit codes:
+  0  the command was ended, or the snapshots were printed
+  1  no cluster runs on this machine, or the scheduler of --server does not answer
+
+Examples:
+  gantry top
+  gantry top --once
+  gantry top --json -n 5 --interval 10s")]
+pub(crate) struct TopArgs {
+    /// Time between two snapshots
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = values::positive_duration)]
+    pub(crate) interval: Duration,
+    /// Print this many snapshots one after another, instead of painting the screen
+    #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+    /// Print one snapshot
+    #[arg(long, conflicts_with = "count")]
+    pub(crate) once: bool,
+}

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
-pub(crate) use self::cluster::{DownArgs, StatusArgs, UpArgs};
+pub(crate) use self::cluster::{DownArgs, StatusArgs, TopArgs, UpArgs};
 pub(crate) use self::config::{CompletionArgs, ConfigArgs, ConfigCommand, ManArgs};
 pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
@@ -220,6 +220,8 @@ pub(crate) enum Command {
     Down(DownArgs),
     /// Show the services, workers, workloads, queue and transfers of the cluster
     Status(StatusArgs),
+    /// Show the running containers, with the processor time and memory that they use
+    Top(TopArgs),
     /// Check what this machine allows for a cluster on it, and say what to change
     #[command(after_help = DOCTOR_HELP)]
     Doctor,

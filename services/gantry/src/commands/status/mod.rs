@@ -4,7 +4,6 @@
 
 mod local;
 mod services;
-mod transfers;
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -21,11 +20,11 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
 
 use self::services::{PATIENCE, Service, services, services_text};
-use self::transfers::{transfer_document, transfers, transfers_text};
 use crate::cli::addresses::Addresses;
 use crate::cli::args::{Global, StatusArgs};
 use crate::client::connect::named_token;
 use crate::client::token::default_token;
+use crate::client::transfers::{transfer_document, transfers, transfers_text};
 use crate::cluster;
 use crate::ending::error::{Interrupted, Refused, describe};
 use crate::ending::signals::Signals;
@@ -164,9 +163,10 @@ impl Overview {
         let mut hidden = |what, status| unseen.push((what, Refused::from(status).cause()));
         let workers = workers.map_err(|status| hidden("workers", status)).unwrap_or_default();
         let unfinished = unfinished.map_err(|status| hidden("workloads", status)).unwrap_or_default();
-        let (services, transfers, orphans) = tokio::join!(
+        // A streamer that does not answer is shown among the services.
+        let (services, (transfers, _), orphans) = tokio::join!(
             services(addresses, &workers, outgoing),
-            transfers(addresses, outgoing),
+            transfers(addresses, outgoing, PATIENCE),
             orphans(addresses, outgoing)
         );
         Ok(Self { services, workers, unfinished, transfers, orphans, unseen })

@@ -1,6 +1,7 @@
-//! Transfers in progress.
+//! Transfers in progress, for `gantry status` and `gantry top`.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use rpc::client::{Outgoing, peer};
 use rpc::pb::scheduler::Worker;
@@ -8,22 +9,33 @@ use rpc::pb::streamer::streamer_client::StreamerClient;
 use rpc::pb::streamer::{ListTransfersRequest, Route, Transfer, TransferProgress};
 use serde_json::{Value, json};
 use tokio::time::timeout;
+use tonic::Status;
 
 use crate::cli::addresses::Addresses;
-use crate::commands::status::services::PATIENCE;
 use crate::render::labels;
 use crate::render::table::{bytes, render};
 
-/// Lists the transfers in progress of all streamers that answer.
-pub(super) async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec<Transfer> {
+/// Lists the transfers in progress of all streamers that answer within `limit`. Returns the failure
+/// of a streamer that does not answer beside them.
+pub(crate) async fn transfers(
+    addresses: &Addresses,
+    outgoing: &Outgoing,
+    limit: Duration,
+) -> (Vec<Transfer>, Option<Status>) {
     let asking = addresses.streamer.split(',').map(|address| async move {
-        let mut streamer = StreamerClient::new(peer(address.trim(), outgoing.clone()).ok()?);
-        let listed = timeout(PATIENCE, streamer.list_transfers(ListTransfersRequest {})).await;
-        // A streamer that does not answer is shown among the services.
-        Some(listed.ok()?.ok()?.into_inner().transfers)
+        let unusable = |error: rpc::client::AddressError| Status::invalid_argument(error.to_string());
+        let mut streamer = StreamerClient::new(peer(address.trim(), outgoing.clone()).map_err(unusable)?);
+        let listed = timeout(limit, streamer.list_transfers(ListTransfersRequest {})).await;
+        let listed = listed.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer in time")));
+        Ok(listed?.into_inner().transfers)
     });
-    let mut transfers: Vec<_> =
-        futures::future::join_all(asking).await.into_iter().flatten().flatten().collect();
+    let (mut transfers, mut failure) = (Vec::new(), None);
+    for listed in futures::future::join_all(asking).await {
+        match listed {
+            Ok(listed) => transfers.extend(listed),
+            Err(status) => failure = Some(status),
+        }
+    }
     // A streamer that waits for the copy of another streamer lists it, too, but without details.
     let going = |transfer: &Transfer| (transfer.artifact_id.clone(), transfer.to_worker_id.clone());
     let elsewhere = |transfer: &Transfer| {
@@ -32,10 +44,10 @@ pub(super) async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec
     let made: BTreeSet<_> = transfers.iter().filter(|transfer| !elsewhere(transfer)).map(going).collect();
     transfers.retain(|transfer| !elsewhere(transfer) || !made.contains(&going(transfer)));
     transfers.sort_by_key(|transfer| transfer.started_at.map(|at| (at.seconds, at.nanos)));
-    transfers
+    (transfers, failure)
 }
 
-pub(super) fn transfer_document(transfer: &Transfer) -> Value {
+pub(crate) fn transfer_document(transfer: &Transfer) -> Value {
     let progress = transfer.progress.clone().unwrap_or_default();
     json!({
         "transfer_id": transfer.transfer_id,
@@ -53,7 +65,7 @@ pub(super) fn transfer_document(transfer: &Transfer) -> Value {
 }
 
 /// Returns the word for the route of a transfer. Empty: the route is not known yet.
-pub(super) fn route(progress: &TransferProgress) -> &'static str {
+fn route(progress: &TransferProgress) -> &'static str {
     match progress.route() {
         Route::Unspecified => "",
         Route::Peer => "gateways",
@@ -63,7 +75,7 @@ pub(super) fn route(progress: &TransferProgress) -> &'static str {
     }
 }
 
-pub(super) fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> String {
+pub(crate) fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> String {
     if transfers.is_empty() {
         return String::new();
     }
