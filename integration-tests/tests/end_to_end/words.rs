@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::BufRead;
 
-use integration_tests::{Cluster, code, describe, may_run_containers, send, wait_for};
+use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
 use serde_json::Value;
 
 #[test]
@@ -69,6 +70,38 @@ fn events_are_json_lines_and_last_has_outcome() {
     let last = events.last().expect("an event");
     assert_eq!((&last["event"], &last["outcome"]), (&Value::from("finished"), &Value::from("failed")));
     assert_eq!((&last["exit"]["code"], &last["status"]), (&Value::from(4), &Value::from(4)));
+}
+
+#[test]
+fn logs_tail_prints_last_lines() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let script = "seq 5000; seq 6001 6003 >&2; exit 3";
+    let output = cluster.output(["run", "--name", "ended", "--", "sh", "-c", script]);
+    assert_eq!(code(&output), 3, "{}", describe(&output));
+    let output = cluster.output(["logs", "-n", "2", "ended"]);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    assert_eq!(output.stdout, b"4999\n5000\n");
+    assert_eq!(output.stderr, b"6002\n6003\n");
+    assert_eq!(cluster.succeed(["logs", "--tail", "0", "ended"]), b"");
+    assert_eq!(
+        cluster.succeed(["logs", "--tail", "5001", "ended"]).len(),
+        4 * 4001 + 3 * 900 + 2 * 90 + 2 * 9
+    );
+
+    // What is written later follows.
+    let script = "seq 9; echo ready; touch /tmp/up; until [ -e /tmp/go ]; do sleep 0.05; done; echo later";
+    cluster.succeed(["run", "-d", "--name", "runs", "--", "sh", "-c", script]);
+    let is_up = ["exec", "runs", "test", "-e", "/tmp/up"];
+    wait_for("the output", || cluster.output(is_up).status.success().then_some(()));
+    let (child, mut lines) = started(cluster.gantry(["logs", "--tail", "1", "runs"]));
+    cluster.succeed(["exec", "runs", "touch", "/tmp/go"]);
+    let mut line = String::new();
+    lines.read_line(&mut line).expect("another line");
+    assert_eq!(line, "later\n");
+    assert!(child.wait_with_output().expect("it ends").status.success());
 }
 
 #[test]

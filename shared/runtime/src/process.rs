@@ -127,6 +127,8 @@ pub struct Attachment {
     pub stdin_offset: u64,
     /// Bytes of standard output that the process had written before the attachment.
     pub stdout_offset: u64,
+    /// Bytes of standard error that the process had written before the attachment.
+    pub stderr_offset: u64,
     /// Whether the process has a terminal.
     pub has_terminal: bool,
     /// The events of the process. The runtime reads ahead only as far as the stream is polled.

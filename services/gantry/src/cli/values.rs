@@ -349,13 +349,6 @@ pub(crate) fn format(text: &str) -> Result<Format, String> {
     }
 }
 
-/// Rejects `gantry logs --tail`, and says what to run instead.
-pub(crate) fn no_tail(lines: &str) -> Result<String, String> {
-    Err(format!(
-        "run `gantry logs WORKLOAD | tail -n {lines}`; the output is short-lived and always read from its start"
-    ))
-}
-
 /// Rejects `gantry logs --since`, and says why.
 pub(crate) fn no_since(_: &str) -> Result<String, String> {
     Err("the output of a command has no times; `gantry watch WORKLOAD` prints the times of events".to_owned())

@@ -63,6 +63,7 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
         stdin: has_input && !is_piped,
         acknowledge: true,
         terminal: has_terminal.then_some(&args.detach.keys),
+        tail: None,
     };
     let followed = follow.run(&mut signals).await?;
     let code = end(ui, &followed, &Ok(Delivery::Whole));
@@ -118,6 +119,7 @@ pub(crate) async fn logs(args: &LogsArgs, connection: &Connection, ui: &Ui) -> a
         // Only attached callers acknowledge output. Reading logs does not affect the process.
         acknowledge: false,
         terminal: None,
+        tail: args.tail,
     };
     let followed = follow.run(&mut signals).await?;
     if let (None, Some(failure)) = (&followed.finished.exit, &followed.finished.failure) {
@@ -164,6 +166,9 @@ async fn logs_of_service(
     let target = Target { connection, ui, workload: &id, further: Some(&process) };
     // Only attached callers acknowledge output. Reading logs does not affect the service.
     let mut streams = Streams::open(ui, false)?;
+    if let Some(lines) = args.tail {
+        streams.keep_tails(lines);
+    }
     let end = tokio::select! {
         end = attach(target, location.clone(), &mut streams) => end,
         code = signals.next() => return Err(Interrupted(code).into()),

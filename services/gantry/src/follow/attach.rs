@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rpc::pb::runtime::{
-    AttachRequest, AttachResponse, Detach, Output, ProcessSpec, Resume, Signal, StartProcess, Stream,
-    attach_request::Message as RequestMessage, attach_response::Message as ResponseMessage,
+    AttachRequest, AttachResponse, Detach, Output, ProcessSpec, Resume, Signal, StartProcess, Started,
+    Stream, attach_request::Message as RequestMessage, attach_response::Message as ResponseMessage,
 };
 use rpc::pb::scheduler::{
     AttemptLocation, GetRequest, GetWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
@@ -161,9 +161,14 @@ pub(crate) async fn attach(
             None => std::future::pending().await,
         }
     };
-    tokio::select! {
+    let end = tokio::select! {
         end = attach_to_end(target, location, streams) => end,
         () = detached => AttachEnd::Detached,
+    };
+    // The call may have broken before all old output had arrived.
+    match streams.write_tails().await {
+        Ok(()) => end,
+        Err(Closed) => AttachEnd::StdoutClosed,
     }
 }
 
@@ -431,6 +436,9 @@ async fn receive(
         let written = match message {
             Some(ResponseMessage::Started(started)) => {
                 state.record_start(ui);
+                if let Err(Closed) = end_of_old_outputs(ui, stdout, stderr, &started).await {
+                    return Ok(AttachEnd::StdoutClosed);
+                }
                 taken.send_replace(Some(InputPosition {
                     offset: started.stdin_offset,
                     ended: false,
@@ -491,6 +499,20 @@ async fn receive(
         }
     }
     Err(Refused::cut())
+}
+
+/// Tells both sinks how much output existed before this call.
+async fn end_of_old_outputs(
+    ui: &Ui,
+    stdout: &mut Sink,
+    stderr: &mut Sink,
+    started: &Started,
+) -> Result<(), Closed> {
+    let missed = stdout.old_output_ends(started.stdout_offset).await?;
+    report_missing(ui, stdout, OutputStream::Stdout, missed);
+    let missed = stderr.old_output_ends(started.stderr_offset).await?;
+    report_missing(ui, stderr, OutputStream::Stderr, missed);
+    Ok(())
 }
 
 async fn write(ui: &Ui, sink: &mut Sink, which: OutputStream, output: Output) -> Result<(), Closed> {

@@ -68,6 +68,8 @@ pub(crate) struct Follow<'a> {
     pub(crate) acknowledge: bool,
     /// Detach keys if the process has a terminal.
     pub(crate) terminal: Option<&'a DetachKeys>,
+    /// Number of last lines of the output that exists already. `None`: all of that output.
+    pub(crate) tail: Option<usize>,
 }
 
 /// End of a followed workload.
@@ -149,6 +151,9 @@ impl Follow<'_> {
         let target = self.target();
         let mut streams = Streams::open(ui, self.acknowledge)?;
         streams.interrupt = state.interrupt.clone();
+        if let Some(lines) = self.tail {
+            streams.keep_tails(lines);
+        }
         streams.window = self.terminal.map(|_| Window::watch(None)).transpose()?;
         if self.stdin {
             streams.read_stdin(ui, self.terminal, self.on_signal == OnSignal::Leave);

@@ -94,6 +94,18 @@ impl Streams {
         })
     }
 
+    /// Writes only the last lines of the output that exists already.
+    pub(crate) fn keep_tails(&mut self, lines: usize) {
+        self.stdout.keep_tail(lines);
+        self.stderr.keep_tail(lines);
+    }
+
+    /// Writes the last lines that were received, if they are not written yet.
+    pub(crate) async fn write_tails(&mut self) -> Result<(), Closed> {
+        self.stdout.write_tail().await?;
+        self.stderr.write_tail().await.map(|_| ())
+    }
+
     /// Reads standard input. `keys` are given if the process has a terminal: a person at the local
     /// terminal then types each key for that terminal, except `keys`, which detach. `shows_again`:
     /// the process may have written output that was shown before.

@@ -13,6 +13,7 @@ pub(crate) mod screen;
 pub(crate) mod short_ids;
 pub(crate) mod stdout;
 pub(crate) mod table;
+pub(crate) mod tail;
 pub(crate) mod template;
 pub(crate) mod terminal;
 pub(crate) mod ui;

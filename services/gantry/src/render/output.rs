@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use crate::render::stdout::write_all;
+use crate::render::tail::Tail;
 
 /// Maximum of one output that waits to be written, in bytes.
 const IN_FLIGHT: u64 = 4 << 20;
@@ -99,6 +100,15 @@ pub(crate) struct Sink {
     written: watch::Receiver<u64>,
     writing: watch::Sender<u64>,
     failure: Failure,
+    /// Old output of which only the last lines are written.
+    old: Option<OldOutput>,
+}
+
+/// Output that was written before this reader came.
+struct OldOutput {
+    tail: Tail,
+    /// Offset at which it ends. `None`: not known yet.
+    end: Option<u64>,
 }
 
 impl Sink {
@@ -131,7 +141,7 @@ impl Sink {
 
     fn new(which: OutputStream, items: mpsc::SyncSender<Item>, failure: Failure) -> Self {
         let (writing, written) = watch::channel(0);
-        Self { which, items, received: 0, missing: 0, written, writing, failure }
+        Self { which, items, received: 0, missing: 0, written, writing, failure, old: None }
     }
 
     /// Returns the error of writing, unless the cause is a missing reader.
@@ -159,9 +169,52 @@ impl Sink {
         self.written.clone()
     }
 
+    /// Writes only the last lines of the output that exists already.
+    pub(crate) fn keep_tail(&mut self, lines: usize) {
+        self.old = Some(OldOutput { tail: Tail::new(lines), end: None });
+    }
+
+    /// Records how much output existed when this reader came. Returns as [`Self::push`] does.
+    pub(crate) async fn old_output_ends(&mut self, end: u64) -> Result<u64, Closed> {
+        let Some(old) = &mut self.old else { return Ok(0) };
+        // After a broken call, the first end counts.
+        let end = *old.end.get_or_insert(end);
+        if end <= self.received { self.write_tail().await } else { Ok(0) }
+    }
+
     /// Accepts bytes at `offset`, and skips those that were accepted before. Returns the number of
     /// bytes that are missing before `offset`.
     pub(crate) async fn push(&mut self, offset: u64, mut data: Bytes) -> Result<u64, Closed> {
+        let Some(old) = &mut self.old else { return self.write(offset, data).await };
+        let missed = offset.saturating_sub(self.received);
+        let known = usize::try_from(self.received.saturating_sub(offset)).unwrap_or(usize::MAX);
+        if known >= data.len() && missed == 0 {
+            return Ok(0);
+        }
+        let mut data = data.split_off(known.min(data.len()));
+        let start = offset.max(self.received);
+        let is_old = old.end.map_or(u64::MAX, |end| end.saturating_sub(start));
+        let is_old = usize::try_from(is_old).unwrap_or(usize::MAX).min(data.len());
+        let new = data.split_off(is_old);
+        old.tail.push(missed, &data);
+        self.received = start + data.len() as u64;
+        if old.end.is_none_or(|end| self.received < end) {
+            return Ok(0);
+        }
+        let missed = self.write_tail().await?;
+        self.write(self.received, new).await.map(|more| missed + more)
+    }
+
+    /// Writes the kept lines of the old output.
+    pub(crate) async fn write_tail(&mut self) -> Result<u64, Closed> {
+        let Some(old) = self.old.take() else { return Ok(0) };
+        let (lines, missed) = old.tail.finish();
+        // The lines are the end of what was received.
+        self.received -= lines.len() as u64;
+        self.write(self.received, lines).await.map(|_| missed)
+    }
+
+    async fn write(&mut self, offset: u64, mut data: Bytes) -> Result<u64, Closed> {
         let missed = offset.saturating_sub(self.received);
         let known = usize::try_from(self.received.saturating_sub(offset)).unwrap_or(usize::MAX);
         if known >= data.len() && !data.is_empty() {
@@ -199,6 +252,7 @@ impl Sink {
 
     /// Waits until everything is written.
     pub(crate) async fn flush(&mut self) -> Result<(), Closed> {
+        self.write_tail().await?;
         self.reach(self.received).await
     }
 
@@ -358,6 +412,42 @@ mod tests {
         let received = sink.received();
         drop(sink);
         assert_eq!(drained.join().expect("ended").expect("read") as u64, received);
+    }
+
+    #[tokio::test]
+    async fn only_tail_of_old_output_is_written() {
+        let (mut reader, writer) = io::pipe().expect("a pipe");
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
+        sink.keep_tail(2);
+        assert_eq!(sink.old_output_ends(10).await, Ok(0));
+        let push = async |sink: &mut Sink, offset, text: &'static str| {
+            sink.push(offset, Bytes::from_static(text.as_bytes())).await
+        };
+        assert_eq!(push(&mut sink, 0, "a\nb\nc\n").await, Ok(0));
+        assert_eq!(sink.received(), 6, "a broken call is resumed here");
+        assert_eq!(sink.old_output_ends(50).await, Ok(0), "another call changes nothing");
+        assert_eq!(push(&mut sink, 4, "c\nd\ne\nf\ng\n").await, Ok(0));
+        assert_eq!(push(&mut sink, 14, "h\n").await, Ok(0));
+        sink.flush().await.expect("open");
+        assert_eq!(sink.received(), 16);
+        drop(sink);
+        let mut text = String::new();
+        reader.read_to_string(&mut text).expect("read");
+        assert_eq!(text, "d\ne\nf\ng\nh\n");
+    }
+
+    #[tokio::test]
+    async fn tail_is_written_when_call_breaks() {
+        let (mut reader, writer) = io::pipe().expect("a pipe");
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
+        sink.keep_tail(1);
+        assert_eq!(sink.push(5, Bytes::from_static(b"a\nb")).await, Ok(0), "5 bytes are lost");
+        assert_eq!(sink.write_tail().await, Ok(0), "but not from the last line");
+        sink.flush().await.expect("open");
+        drop(sink);
+        let mut text = String::new();
+        reader.read_to_string(&mut text).expect("read");
+        assert_eq!(text, "b");
     }
 
     #[tokio::test]

@@ -20,14 +20,14 @@ pub(super) fn attach(
     from: Offsets,
 ) -> Result<Attachment, RuntimeError> {
     let at = [from.stdout, from.stderr];
-    let (stdin_offset, stdout_offset) = {
+    let (stdin_offset, [stdout_offset, stderr_offset]) = {
         let inner = process.lock();
         for (output, offset) in inner.outputs.iter().zip(at) {
             if offset > output.head {
                 return Err(RuntimeError::OffsetOutOfRange { offset, limit: output.head });
             }
         }
-        (inner.stdin_taken(), inner.outputs[0].head)
+        (inner.stdin_taken(), [0, 1].map(|output: usize| inner.outputs[output].head))
     };
     let cursor = EventCursor { at, reported_stdin: stdin_offset, next_output: 0, phase: EventPhase::Output };
     let reader = Reader { worker: worker.clone(), process: process.clone(), cursor };
@@ -43,6 +43,7 @@ pub(super) fn attach(
     Ok(Attachment {
         stdin_offset,
         stdout_offset,
+        stderr_offset,
         has_terminal: false,
         events: Box::pin(events),
         input: Arc::new(input),

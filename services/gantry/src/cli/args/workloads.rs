@@ -32,7 +32,13 @@ pub(crate) struct AttachArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Follows the output until the workload ends. Ctrl-C ends the command; the workload runs on. Output is kept for 5 minutes after the end of \
-the workload, or for the --gc-grace of the cluster.")]
+the workload, or for the --gc-grace of the cluster.
+
+--tail reads all kept output, and prints at most the last 16 MiB of standard output and of standard error.
+
+Examples:
+  gantry logs build
+  gantry logs --tail 20 build")]
 pub(crate) struct LogsArgs {
     /// Name or id of the workload, the beginning of its id, or `last` for the newest one
     #[arg(value_name = "WORKLOAD", value_parser = values::workload)]
@@ -43,9 +49,10 @@ pub(crate) struct LogsArgs {
     /// Accepted for users of other tools. The output is always followed
     #[arg(short, long, hide = true)]
     pub(crate) follow: bool,
-    /// Rejected with the command to use instead.
-    #[arg(short = 'n', long, value_name = "LINES", hide = true, value_parser = values::no_tail)]
-    pub(crate) tail: Option<String>,
+    /// Start with the last lines of the output: this many of standard output, and this many of
+    /// standard error. Default: all kept output
+    #[arg(short = 'n', long, value_name = "LINES")]
+    pub(crate) tail: Option<usize>,
     /// Rejected with the reason.
     #[arg(long, value_name = "TIME", hide = true, value_parser = values::no_since)]
     pub(crate) since: Option<String>,

@@ -150,6 +150,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         stdin: forwards_stdin(args),
         acknowledge: true,
         terminal: args.tty.then_some(&args.keys.keys),
+        tail: None,
     };
     let followed = follow.run(&mut signals).await.inspect_err(|error| {
         if matches!(error.downcast_ref(), Some(Interrupted(0))) && !args.outputs.is_empty() {

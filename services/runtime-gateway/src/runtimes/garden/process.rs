@@ -300,7 +300,7 @@ pub(super) fn attach(
         let seen = seen.borrow();
         (seen.heads, seen.stdin_taken)
     };
-    let [stdout_offset, _] = heads;
+    let [stdout_offset, stderr_offset] = heads;
     let at = [from.stdout, from.stderr];
     for (offset, limit) in at.into_iter().zip(heads) {
         if offset > limit {
@@ -329,6 +329,7 @@ pub(super) fn attach(
     Ok(Attachment {
         stdin_offset,
         stdout_offset,
+        stderr_offset,
         has_terminal,
         events: Box::pin(events),
         input: Arc::new(input),

@@ -45,7 +45,8 @@ impl Host {
         }
         let mut events = Events::new(Arc::clone(self), process.clone(), spools, from);
         events.update_progress().await?;
-        let (stdin_offset, stdout_offset) = (events.seen.stdin_taken, events.seen.stdout);
+        let Progress { stdin_taken: stdin_offset, stdout: stdout_offset, stderr: stderr_offset, .. } =
+            events.seen;
         events.reported_stdin = stdin_offset;
         let events = stream::unfold(Some(events), |events| async move {
             let mut events = events?;
@@ -64,6 +65,7 @@ impl Host {
         Ok(Attachment {
             stdin_offset,
             stdout_offset,
+            stderr_offset,
             has_terminal,
             events: Box::pin(events),
             input: Arc::new(input),
