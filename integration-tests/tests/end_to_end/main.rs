@@ -24,6 +24,7 @@ mod otlp;
 mod patience;
 mod pipeline;
 mod proxy;
+mod prune;
 mod references;
 mod refusals;
 mod registries;

@@ -1,4 +1,4 @@
-//! `gantry delete` and `gantry gc`: deletion of artifacts, and garbage collection.
+//! `gantry delete`, `gantry prune` and `gantry gc`: deletion of artifacts, and garbage collection.
 
 use std::time::Duration;
 
@@ -18,12 +18,15 @@ use crate::client::queries;
 use crate::client::references;
 use crate::client::why;
 use crate::ending::error;
+use crate::render::confirm;
 use crate::render::json as shown;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, plain, render};
 use crate::render::ui::Ui;
 
+/// Number of artifacts that are explained at a time.
+const CONCURRENT_CALLS: usize = 16;
 /// Maximum number of artifacts in one call.
 const CALL_LIMIT: usize = 1000;
 /// Divisor of the disk size. A disk with less free than size / 20 may be full.
@@ -131,6 +134,63 @@ async fn delete_and_collect(
             collector.clone().collect(request).await
         })
         .await
+}
+
+/// Executes `gantry prune` without a worker: deletes the artifacts of the team that nothing uses,
+/// after a person has agreed.
+pub(crate) async fn prune(
+    connection: &Connection,
+    ui: &Ui,
+    force: bool,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let is_unused = async |artifact: Artifact| {
+        let is_unused = is_kept_for_a_time(connection, &artifact.artifact_id).await?;
+        Ok::<_, anyhow::Error>(is_unused.then_some(artifact))
+    };
+    let all = queries::artifacts(connection, ArtifactState::Sealed.into());
+    let unused: Vec<_> = all
+        .map_ok(is_unused)
+        .try_buffered(CONCURRENT_CALLS)
+        .try_filter_map(async |found| Ok(found))
+        .try_collect()
+        .await?;
+    let collector = connection.collector();
+    let request = CollectRequest { dry_run: DryRun::Only.into() };
+    let garbage = connection
+        .repeat(Service::ArtifactStore, "cannot find garbage", async || {
+            collector.clone().collect(request).await
+        })
+        .await?;
+    let bytes_of =
+        |artifact: &Artifact| artifact.replicas.iter().map(|replica| replica.size_bytes).sum::<u64>();
+    let size = unused.iter().map(bytes_of).sum::<u64>() + queries::freed(&garbage);
+    let mut ids: Vec<_> = unused.into_iter().map(|artifact| artifact.artifact_id).collect();
+    if ids.is_empty() && garbage.collected.is_empty() {
+        if as_json {
+            return print_json(&json!({ "deleted": 0, "kept": [], "size_bytes": 0 }));
+        }
+        return print("nothing to delete\n");
+    }
+    if !force {
+        let artifacts = count(ids.len() as u64, "artifact");
+        let (team, garbage) = (&connection.team, count(garbage.collected.len() as u64, "other object"));
+        let question = format!(
+            "{artifacts} of team {team} that nothing uses, and {garbage} that nothing keeps; {} on workers",
+            bytes(size)
+        );
+        if !confirm::confirmed(&question).await? {
+            ui.note("nothing was deleted");
+            return Ok(());
+        }
+    }
+    ids.sort_unstable();
+    let collected = delete_and_collect(connection, &ids).await?;
+    let freed = queries::freed(&collected);
+    if as_json {
+        return print_json(&json!({ "deleted": ids.len(), "kept": [], "size_bytes": freed }));
+    }
+    print(&format!("{} deleted, {} on workers\n", count(ids.len() as u64, "artifact"), bytes(freed)))
 }
 
 /// Artifacts that were deleted because disks are full.

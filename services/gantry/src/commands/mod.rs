@@ -112,7 +112,10 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Cordon(args) => workers::cordon(connection, ui, args, as_json).await?,
         Command::Uncordon(args) => workers::uncordon(connection, args, as_json).await?,
         Command::Retire(args) => workers::retire(connection, ui, args, as_json).await?,
-        Command::Prune(args) => workers::prune(connection, args, as_json).await?,
+        Command::Prune(args) => match &args.worker {
+            Some(worker) => workers::prune(connection, worker, args.force, as_json).await?,
+            None => delete::prune(connection, ui, args.force, as_json).await?,
+        },
         Command::Demand => demand::demand(connection, as_json).await?,
         Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
         Command::Undelete(args) => undelete::undelete(connection, args, as_json).await?,

@@ -11,7 +11,7 @@ use rpc::pb::scheduler::{
     RetireWorkerRequest, UncordonWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 
-use crate::cli::args::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
+use crate::cli::args::{CordonArgs, RetireArgs, UncordonArgs};
 use crate::client::connect::{Connection, Service};
 use crate::client::queries::{pages, worker};
 use crate::ending::error::refusal;
@@ -108,10 +108,15 @@ pub(crate) async fn retire(
 }
 
 /// Executes `gantry prune`.
-pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bool) -> anyhow::Result<()> {
-    let request = PruneWorkerRequest { worker: args.worker.clone(), force: args.force };
+pub(crate) async fn prune(
+    connection: &Connection,
+    worker: &str,
+    force: bool,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let request = PruneWorkerRequest { worker: worker.to_owned(), force };
     let client = connection.workers();
-    let doing = format!("cannot prune worker {}", args.worker);
+    let doing = format!("cannot prune worker {worker}");
     let pruned = connection
         .repeat(Service::Scheduler, &doing, async || client.clone().prune_worker(request.clone()).await)
         .await?;
@@ -119,10 +124,10 @@ pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bo
         let workload =
             |of: &PrunedWorkload| serde_json::json!({ "team": of.team, "workload_id": of.workload_id });
         let workloads: Vec<_> = pruned.workloads.iter().map(workload).collect();
-        let gone = serde_json::json!({ "name": args.worker, "gone": true, "leases": pruned.leases, "workloads": workloads });
+        let gone = serde_json::json!({ "name": worker, "gone": true, "leases": pruned.leases, "workloads": workloads });
         return print_json(&gone);
     }
-    answer(&args.worker, None, "removed", as_json)?;
+    answer(worker, None, "removed", as_json)?;
     print(&describe_ended_leases(&pruned))
 }
 

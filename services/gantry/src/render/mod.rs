@@ -2,6 +2,7 @@
 //!
 //! Commands call this module. It makes no call to a cluster.
 
+pub(crate) mod confirm;
 pub(crate) mod explanation;
 pub(crate) mod full_screen;
 pub(crate) mod json;

@@ -207,7 +207,7 @@ pub(crate) enum Command {
     Uncordon(UncordonArgs),
     /// Drain a worker, and forget it once it is empty
     Retire(RetireArgs),
-    /// Forget a lost worker for good
+    /// Delete artifacts that nothing uses, or forget a lost worker for good
     Prune(PruneArgs),
 
     /// Show the demand for workers of all teams, the workers, and which of them can be removed with
