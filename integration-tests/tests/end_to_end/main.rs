@@ -6,6 +6,7 @@ mod at_home;
 mod caches;
 mod client_docs;
 mod closed_output;
+mod completion;
 mod concourse_worker;
 mod cordoned;
 mod driven;

@@ -119,7 +119,8 @@ fn parse() -> Result<(Cli, Sources), clap::Error> {
 fn apply_context(cli: &mut Cli, sources: Sources) -> anyhow::Result<()> {
     match cli.command {
         Command::Up(_) | Command::Down(_) | Command::Config(_) => Ok(()),
-        Command::Completion(_) | Command::Man(_) | Command::Doctor | Command::Version => Ok(()),
+        Command::Completion(_) | Command::CompleteWords(_) => Ok(()),
+        Command::Man(_) | Command::Doctor | Command::Version => Ok(()),
         _ => {
             let contexts = match Contexts::path() {
                 Ok(path) => Contexts::read(&path)?,

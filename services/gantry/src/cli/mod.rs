@@ -8,3 +8,4 @@ pub(crate) mod environment;
 pub(crate) mod interactive;
 pub(crate) mod renamed;
 pub(crate) mod values;
+pub(crate) mod words;

@@ -4,6 +4,7 @@
 
 mod cat;
 mod clear_cache;
+mod complete;
 mod config;
 mod delete;
 mod demand;
@@ -55,6 +56,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Doctor => return doctor::doctor(global.json),
         Command::Config(args) => return config::config(args, global, ui).map(|()| 0),
         Command::Completion(args) => return manual::completion(args).map(|()| 0),
+        Command::CompleteWords(args) => return complete::complete(args).await.map(|()| 0),
         Command::Man(args) => return manual::manual(args).map(|()| 0),
         Command::Version => return version(global).map(|()| 0),
         Command::Run(args) => {
@@ -122,7 +124,8 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) => {}
         Command::Wait(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Top(_) | Command::Version => {}
-        Command::Config(_) | Command::Completion(_) | Command::Man(_) | Command::Doctor => {}
+        Command::Config(_) | Command::Completion(_) | Command::CompleteWords(_) => {}
+        Command::Man(_) | Command::Doctor => {}
     }
     Ok(())
 }

@@ -46,6 +46,9 @@ pub(crate) enum ConfigCommand {
 /// Arguments of `gantry completion`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
+The script completes commands, options and their values, and names and ids of the cluster that the command line selects: workloads, \
+artifacts, workers and contexts. It starts no cluster, and waits at most a second for one.
+
 Examples:
   gantry completion bash > ~/.local/share/bash-completion/completions/gantry
   gantry completion zsh > ~/.zfunc/_gantry      # with fpath+=~/.zfunc before compinit
@@ -54,6 +57,14 @@ pub(crate) struct CompletionArgs {
     /// Shell that reads the script
     #[arg(value_name = "SHELL")]
     pub(crate) shell: clap_complete::Shell,
+}
+
+/// Arguments of `gantry complete-words`.
+#[derive(Debug, Args)]
+pub(crate) struct CompleteArgs {
+    /// Words of the unfinished command line after the program, up to the unfinished word
+    #[arg(value_name = "WORD", trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(crate) words: Vec<String>,
 }
 
 /// Arguments of `gantry man`.

@@ -18,7 +18,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 
 pub(crate) use self::cluster::{DownArgs, StatusArgs, TopArgs, UpArgs};
-pub(crate) use self::config::{CompletionArgs, ConfigArgs, ConfigCommand, ManArgs};
+pub(crate) use self::config::{CompleteArgs, CompletionArgs, ConfigArgs, ConfigCommand, ManArgs};
 pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, InspectArgs, Kind, ListArgs, PsArgs, PurgeArgs, ShowArgs,
@@ -227,8 +227,11 @@ pub(crate) enum Command {
     Doctor,
     /// Name clusters, and select one
     Config(ConfigArgs),
-    /// Print a script that completes commands and options in a shell
+    /// Print a script that completes commands, options, names and ids in a shell
     Completion(CompletionArgs),
+    /// Print the names and ids that may complete a command line
+    #[command(hide = true)]
+    CompleteWords(CompleteArgs),
     /// Write the manual pages of all commands into a directory
     Man(ManArgs),
     /// Print the version
