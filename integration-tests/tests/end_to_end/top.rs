@@ -45,7 +45,7 @@ fn top_shows_containers_beside_frozen_streamer() {
         (&"busy".into(), &"other".into(), &"running".into())
     );
     assert_eq!((&main["processes"], &main["memory_limit_bytes"]), (&1.into(), &(100 << 20).into()), "{main}");
-    assert_eq!((&db["state"], &db["processes"]), (&"running".into(), &1.into()), "{db}");
+    assert!(db["state"] == "running" && db["processes"].as_u64() > Some(0), "{db}");
 
     let waiting = ["run", "-d", "--tag", "none-such", "--", "true"];
     suite.gantry(&waiting).output().expect("gantry runs");

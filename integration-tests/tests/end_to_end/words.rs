@@ -88,7 +88,7 @@ fn logs_tail_prints_last_lines() {
     assert_eq!(cluster.succeed(["logs", "--tail", "0", "ended"]), b"");
     assert_eq!(
         cluster.succeed(["logs", "--tail", "5001", "ended"]).len(),
-        4 * 4001 + 3 * 900 + 2 * 90 + 2 * 9
+        5 * 4001 + 4 * 900 + 3 * 90 + 2 * 9
     );
 
     // What is written later follows.

@@ -100,6 +100,7 @@ fn object(path: &[&str], arg: &Arg) -> Option<Object> {
         (["explain" | "inspect" | "show" | "delete"], "ID") => Some(Object::Any),
         (["config", "use" | "remove"], _) => Some(Object::Context),
         _ if arg.get_long() == Some("context") => Some(Object::Context),
+        _ if arg.get_long() == Some("worker") => Some(Object::Worker),
         _ => None,
     }
 }
