@@ -67,8 +67,9 @@ impl Refused {
         self.refusal.is_transient() && !self.denied
     }
 
-    /// Returns whether a repeated transfer may succeed: the call may be repeated, no gateway attends
-    /// a worker at the moment, or a service was away for so long that the transfer lost its claim.
+    /// Returns whether a repeated transfer may succeed: the call may be repeated, no gateway
+    /// attends a worker at the moment, or a service was away for so long that the transfer lost its
+    /// claim.
     pub(crate) fn may_pass(&self) -> bool {
         let reasons =
             [Reason::NotAttended, Reason::WorkerUnreachable, Reason::AllWorkersBusy, Reason::ClaimLost];
