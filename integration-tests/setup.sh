@@ -18,6 +18,8 @@ test)
     # Tests make networks.
     need ip iproute2
     need nft nftables
+    # Ordinary users have private networks with it.
+    need slirp4netns slirp4netns
     need python3 python3
     # The Garden server in integration-tests/garden-server works with the Go version of this package.
     need go golang-go

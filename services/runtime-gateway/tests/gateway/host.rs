@@ -10,6 +10,7 @@ mod joined_networks;
 mod leftovers;
 mod networks;
 mod ordinary_user;
+mod slirp;
 pub(crate) mod subject;
 mod takeover;
 mod user_namespaces;

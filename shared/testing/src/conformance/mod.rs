@@ -168,7 +168,7 @@ pub fn container() -> ContainerSpec {
     }
 }
 
-/// Whether this process is root only of a user namespace, and so has no private networks.
+/// Whether this process is root only of a user namespace, and so may lack private networks.
 #[must_use]
 pub fn is_of_ordinary_user() -> bool {
     /// Inode of the machine's first user namespace (`include/uapi/linux/nsfs.h`).

@@ -15,10 +15,6 @@ pub(super) const ALL_LIMITS: Limits = Limits { cpu_millis: Some(1), memory_bytes
 /// cannot have any.
 pub(super) fn private_network(policy: &Policy) -> Option<Pool> {
     let pool = policy.network_pool();
-    if unprivileged::is_active() {
-        tracing::info!("this worker has no private networks, because it runs as an ordinary user");
-        return None;
-    }
     match network::prepare(pool) {
         Ok(()) => Some(pool),
         Err(error) => {

@@ -49,6 +49,7 @@ mod policy;
 mod processes;
 mod state;
 mod state_lock;
+mod subordinate_ids;
 mod supervisor;
 mod supervisor_protocol;
 mod tree_copy;
@@ -197,10 +198,11 @@ impl HostRuntime {
     }
 
     /// Restores the packet filter of private networks when another program has removed it while a
-    /// process runs. The start of a container restores it too. The future never completes.
+    /// process runs. The start of a container restores it too. Completes only if the machine has no
+    /// filter.
     async fn keep_filter(self: Arc<Self>) {
         let mut known = network::uplinks();
-        while let Some(pool) = self.host.network_pool {
+        while let Some(pool) = self.host.pool_of_machine() {
             self.host.until_any_runs().await;
             let looked = blocking(move || {
                 let kept = network::keep_filter(pool, &mut known);
@@ -225,9 +227,10 @@ impl HostRuntime {
         }
     }
 
-    /// Serves DNS queries of containers with a private network. The future never completes.
+    /// Serves DNS queries of containers with a private network. Completes only if the machine has
+    /// no interfaces to containers.
     async fn serve_names(self: Arc<Self>) {
-        while let Some(pool) = self.host.network_pool {
+        while let Some(pool) = self.host.pool_of_machine() {
             if let Err(error) = network::resolver::serve(pool).await {
                 tracing::warn!(%error, "cannot answer DNS queries of containers: retrying");
             }

@@ -91,6 +91,12 @@ impl Host {
         Ok(host)
     }
 
+    /// The addresses of containers, if this machine has interfaces to them. Networks of an ordinary
+    /// user are connected by a program.
+    pub(super) fn pool_of_machine(&self) -> Option<Pool> {
+        self.network_pool.filter(|_| !self.unprivileged)
+    }
+
     /// The range of ids for a container. `None`: ids are those of the machine, because the
     /// container is privileged or the worker cannot map owners.
     pub(super) fn range(&self, container: &Container) -> Option<Range> {

@@ -16,7 +16,6 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use rustix::fs::{CWD, Mode, OFlags};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
@@ -24,6 +23,7 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, WaitOptions};
 use rustix::thread::{CapabilitySet, LinkNameSpaceType, UnshareFlags};
 
+use super::subordinate_ids::SubordinateIds;
 use super::{filesystem, mounts, paths};
 
 /// Inode of the machine's first user namespace.
@@ -33,18 +33,34 @@ const MEMBERS: &str = "namespace";
 
 /// The reason why an ordinary user cannot run containers, with the remedy.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot run containers without root: cannot {doing}: {cause}{remedy}")]
+#[error("cannot run containers without root: {}{}", self.found(), appended(remedy.as_deref()))]
 pub struct EnterError {
     doing: &'static str,
     cause: io::Error,
-    remedy: String,
+    remedy: Option<String>,
+}
+
+fn appended(remedy: Option<&str>) -> String {
+    remedy.map(|remedy| format!("; {remedy}")).unwrap_or_default()
+}
+
+impl EnterError {
+    /// What failed.
+    pub(super) fn found(&self) -> String {
+        format!("cannot {}: {}", self.doing, self.cause)
+    }
+
+    /// What to change on the machine. `None`: unknown.
+    pub(super) fn remedy(&self) -> Option<&str> {
+        self.remedy.as_deref()
+    }
 }
 
 fn failed<E: Into<io::Error>>(doing: &'static str) -> impl FnOnce(E) -> EnterError {
     move |error| {
         let cause = error.into();
         let remedy = remedy(&cause, &Machine::read());
-        EnterError { doing, cause, remedy: remedy.map(|text| format!("; {text}")).unwrap_or_default() }
+        EnterError { doing, cause, remedy }
     }
 }
 
@@ -62,8 +78,7 @@ pub(super) fn is_active() -> bool {
 ///
 /// Must be called before any thread exists.
 pub fn enter(state_dir: &Path) -> Result<(), EnterError> {
-    let held = rustix::thread::capabilities(None).map_err(failed("read the capabilities"))?;
-    if held.effective.contains(CapabilitySet::SYS_ADMIN) {
+    if has_rights()? {
         return Ok(());
     }
     crate::make_private_directory(state_dir).map_err(failed("create the state directory"))?;
@@ -77,8 +92,7 @@ pub fn enter(state_dir: &Path) -> Result<(), EnterError> {
     let gateways: Vec<_> = text.lines().filter_map(Member::parse).filter(Member::is_alive).collect();
 
     if !join(state_dir, &gateways)? {
-        create()?;
-        probe_proc()?;
+        enter_new()?;
     }
     let alive = gateways.into_iter().chain(Member::this());
     let text: String = alive.map(|member| format!("{member}\n")).collect();
@@ -88,6 +102,25 @@ pub fn enter(state_dir: &Path) -> Result<(), EnterError> {
         file.set_len(text.len() as u64)
     };
     rewrite(&members).map_err(failed("write the list of members"))
+}
+
+/// Enters a new user namespace, as [`enter`] does if no process of the worker lives.
+///
+/// # Errors
+///
+/// As of [`enter`].
+pub(super) fn enter_new() -> Result<(), EnterError> {
+    if has_rights()? {
+        return Ok(());
+    }
+    create()?;
+    probe_proc()
+}
+
+/// Whether this process can run containers in its namespace.
+fn has_rights() -> Result<bool, EnterError> {
+    let held = rustix::thread::capabilities(None).map_err(failed("read the capabilities"))?;
+    Ok(held.effective.contains(CapabilitySet::SYS_ADMIN))
 }
 
 /// A gateway in the namespace of its state directory.
@@ -299,58 +332,6 @@ fn wait(child: i32) -> io::Result<i32> {
     }
 }
 
-/// A range of ids that the administrator has granted to a user.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct SubordinateIds {
-    /// The program that maps them.
-    program: &'static str,
-    /// The id of the user or of its group.
-    own: u32,
-    first: u32,
-    count: u32,
-}
-
-impl SubordinateIds {
-    /// The first range of the user `uid` in a file such as `/etc/subuid`.
-    fn of(program: &'static str, file: &str, uid: u32, own: u32) -> Option<Self> {
-        let (text, accounts) = (fs::read_to_string(file).ok()?, fs::read_to_string("/etc/passwd").ok()?);
-        let (first, count) = granted(&text, &accounts, uid)?;
-        Some(Self { program, own, first, count })
-    }
-
-    /// Maps the ids of the process's namespace. `false`: nothing was mapped.
-    fn map(self, pid: u32) -> bool {
-        let Self { program, own, first, count } = self;
-        let arguments = [pid, 0, own, 1, 1, first, count].map(|number| number.to_string());
-        match Command::new(program).args(arguments).output() {
-            Ok(output) if output.status.success() => true,
-            Ok(output) => {
-                let text = String::from_utf8_lossy(&output.stderr);
-                eprintln!("gantry: {program} failed, so containers have a single user: {}", text.trim());
-                false
-            }
-            // The program is not installed.
-            Err(_) => false,
-        }
-    }
-}
-
-/// Finds the first range of a user in the text of `/etc/subuid`.
-fn granted(text: &str, accounts: &str, uid: u32) -> Option<(u32, u32)> {
-    let id = uid.to_string();
-    let name = accounts.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let name = fields.next()?;
-        (fields.nth(1)? == id).then_some(name)
-    });
-    text.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let owner = fields.next()?;
-        let (first, count) = (fields.next()?.parse().ok()?, fields.next()?.trim().parse().ok()?);
-        (owner == id || Some(owner) == name).then_some((first, count)).filter(|(_, count)| *count > 0)
-    })
-}
-
 /// Whether a user and a group exist in the namespace of this process.
 pub(super) fn has_ids(uid: u32, gid: u32) -> bool {
     has_id("/proc/self/uid_map", uid) && has_id("/proc/self/gid_map", gid)
@@ -366,15 +347,24 @@ pub(super) fn has_several_ids() -> bool {
     has_ids(1, 1)
 }
 
+/// The highest group in the namespace of this process.
+pub(super) fn last_group() -> u32 {
+    let ranges = mapped("/proc/self/gid_map").into_iter();
+    ranges.map(|(first, count)| first.saturating_add(count.saturating_sub(1))).max().unwrap_or(0)
+}
+
 fn has_id(file: &str, id: u32) -> bool {
+    mapped(file).into_iter().any(|(first, count)| id.checked_sub(first).is_some_and(|at| at < count))
+}
+
+/// The ranges of ids in a file such as `/proc/self/uid_map`: each first id, and the number of ids.
+fn mapped(file: &str) -> Vec<(u32, u32)> {
     let ranges = fs::read_to_string(file).unwrap_or_default();
-    ranges.lines().any(|line| {
+    let range = |line: &str| {
         let mut fields = line.split_whitespace().map(|field| field.parse::<u32>().unwrap_or(0));
-        let (Some(first), Some(_), Some(count)) = (fields.next(), fields.next(), fields.next()) else {
-            return false;
-        };
-        id.checked_sub(first).is_some_and(|at| at < count)
-    })
+        Some((fields.next()?, fields.nth(1)?))
+    };
+    ranges.lines().filter_map(range).collect()
 }
 
 /// Settings of a machine that restrict user namespaces.
@@ -444,16 +434,6 @@ fn remedy(cause: &io::Error, machine: &Machine) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn subordinate_ids_are_found_by_name_and_number() {
-        let accounts = "root:x:0:0:root:/root:/bin/sh\nann:x:1000:1001:Ann:/home/ann:/bin/sh\n";
-        let text = "# comment\nbob:1:2\nann:100000:65536\n12345:200000:10\nann:300000:5\n";
-        assert_eq!(granted(text, accounts, 1000), Some((100_000, 65_536)));
-        assert_eq!(granted(text, accounts, 12_345), Some((200_000, 10)));
-        assert_eq!(granted(text, accounts, 7), None);
-        assert_eq!(granted("ann:1:0\nann:x:y\n", accounts, 1000), None);
-    }
 
     #[test]
     fn remedy_names_the_setting() {

@@ -307,7 +307,7 @@ async fn policy_rejects_forbidden_requests() {
 }
 
 /// A name server that answers every query for an address with 192.0.2.42.
-const NAME_SERVER: &str = r#"
+pub(super) const NAME_SERVER: &str = r#"
 import socket, sys
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 server.bind(("127.0.0.153", 53))

@@ -1,5 +1,6 @@
-//! Packet filter of private networks: one `nf_tables` table, whose rules are replaced atomically.
-//! Connection counts survive a replacement.
+//! Packet filters of private networks: one `nf_tables` table, whose rules are replaced atomically.
+//! Connection counts survive a replacement. The table of an ordinary user is in the network of the
+//! container, and has only the chain `output`: see [`super::slirp`].
 //!
 //! ```text
 //! input    from a container: replies, and DNS queries to the resolver's address
@@ -45,9 +46,12 @@ const FORWARD: u32 = 2;
 const OUTPUT: u32 = 3;
 const POSTROUTING: u32 = 4;
 
+/// An IPv4 network: its first address, and the number of bits that its addresses share.
+pub(super) type Network = (Ipv4Addr, u8);
+
 /// Addresses of cloud metadata services for names, settings and credentials: link-local addresses,
 /// and those of Azure, Alibaba and Oracle.
-pub(super) const OF_CLOUDS: [(Ipv4Addr, u8); 4] = [
+pub(super) const OF_CLOUDS: [Network; 4] = [
     (Ipv4Addr::new(169, 254, 0, 0), 16),
     (Ipv4Addr::new(168, 63, 129, 16), 32),
     (Ipv4Addr::new(100, 100, 100, 200), 32),
@@ -118,8 +122,17 @@ impl Rule {
         self.meta(Meta::OutputName).compared(whether, PREFIX.as_bytes())
     }
 
+    fn output_is_loopback(self) -> Self {
+        // With its end, the name is compared as a whole.
+        self.meta(Meta::OutputName).compared(true, b"lo\0")
+    }
+
     fn ipv4(self) -> Self {
         self.meta(Meta::Family).compared(true, &[2])
+    }
+
+    fn ipv6(self) -> Self {
+        self.meta(Meta::Family).compared(true, &[10])
     }
 
     fn source_in(self, network: Ipv4Addr, bits: u8) -> Self {
@@ -223,6 +236,14 @@ impl Firewall {
         self.0.send(&table(pool, connection_limit()))
     }
 
+    /// Creates the table of a network whose packets a program takes, or replaces its rules. Packets
+    /// leave only to the resolver, and to IPv4 addresses outside of `blocked`.
+    ///
+    /// Errors: as [`Self::install`].
+    pub(super) fn install_inside(&self, resolver: Ipv4Addr, blocked: &[Network]) -> io::Result<()> {
+        self.0.send(&inside_table(resolver, blocked))
+    }
+
     /// Creates the table if another program has removed it.
     pub(super) fn ensure(&self, pool: Pool) -> io::Result<()> {
         let mut messages = Messages::default();
@@ -239,38 +260,74 @@ fn name(pool: Pool) -> String {
 }
 
 /// Limit of connections per container: 1/32 of the machine's connection tracking table.
-fn connection_limit() -> u32 {
+pub(super) fn connection_limit() -> u32 {
     const USUAL: u32 = 262_144;
     let most = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max");
     // Without the setting, connection tracking is not loaded yet.
     most.ok().and_then(|most| most.trim().parse().ok()).unwrap_or(USUAL) / 32
 }
 
-fn table(pool: Pool, connections: u32) -> Messages {
-    let (name, header) = (name(pool), HEADER);
-    // The third and fourth byte name the subsystem, in network order.
-    let batch = [0, 0, 0, 10];
-    let mut messages = Messages::default();
-    messages.mark(0x10, &batch);
-    let chain =
-        |messages: &mut Messages, chain: &str, kind: &str, hook: u32, priority: u32, rules: Vec<Rule>| {
-            messages.add(NEW_CHAIN, CREATE, &header, |new| {
-                new.text(1, &name).text(3, chain).text(7, kind);
-                new.nested(4, |at| _ = at.big_endian(1, hook).big_endian(2, priority));
+/// Messages that replace a table.
+struct Table {
+    name: String,
+    messages: Messages,
+}
+
+impl Table {
+    /// The third and fourth byte name the subsystem, in network order.
+    const BATCH: [u8; 4] = [0, 0, 0, 10];
+
+    fn new(name: String) -> Self {
+        let mut messages = Messages::default();
+        messages.mark(0x10, &Self::BATCH);
+        messages.add(NEW_TABLE, CREATE, &HEADER, |table| _ = table.text(1, &name));
+        Self { name, messages }
+    }
+
+    /// Creates a chain, or replaces its rules.
+    fn chain(&mut self, chain: &str, kind: &str, hook: u32, priority: u32, rules: Vec<Rule>) {
+        let Self { name, messages } = self;
+        messages.add(NEW_CHAIN, CREATE, &HEADER, |new| {
+            new.text(1, name).text(3, chain).text(7, kind);
+            new.nested(4, |at| _ = at.big_endian(1, hook).big_endian(2, priority));
+        });
+        messages.add(DELETE_RULE, 0, &HEADER, |all| _ = all.text(1, name).text(2, chain));
+        for Rule(expressions) in rules {
+            messages.add(NEW_RULE, CREATE | APPEND, &HEADER, |new| {
+                new.text(1, name).text(2, chain).nested(4, |list| _ = list.append(expressions));
             });
-            messages.add(DELETE_RULE, 0, &header, |all| _ = all.text(1, &name).text(2, chain));
-            for Rule(expressions) in rules {
-                messages.add(NEW_RULE, CREATE | APPEND, &header, |new| {
-                    new.text(1, &name).text(2, chain).nested(4, |list| _ = list.append(expressions));
-                });
-            }
-        };
-    messages.add(NEW_TABLE, CREATE, &header, |table| _ = table.text(1, &name));
+        }
+    }
+
+    fn finish(mut self) -> Messages {
+        self.messages.mark(0x11, &Self::BATCH);
+        self.messages
+    }
+}
+
+const UDP: u8 = 17;
+const TCP: u8 = 6;
+
+fn inside_table(resolver: Ipv4Addr, blocked: &[Network]) -> Messages {
+    let mut table = Table::new("gantry".to_owned());
+    let names = |protocol| Rule::default().destination_in(resolver, 32).port_is(protocol, 53).accept();
+    let mut output = vec![Rule::default().output_is_loopback().accept(), names(UDP), names(TCP)];
+    output.extend(
+        blocked.iter().map(|(network, bits)| Rule::default().destination_in(*network, *bits).reject()),
+    );
+    output.push(Rule::default().ipv6().reject());
+    table.chain("output", "filter", OUTPUT, 0, output);
+    table.finish()
+}
+
+fn table(pool: Pool, connections: u32) -> Messages {
+    let mut table = Table::new(name(pool));
+    let Table { name, messages } = &mut table;
     // An interface is removed from the set with its last connection.
-    messages.add(NEW_SET, CREATE, &header, |set| {
+    messages.add(NEW_SET, CREATE, &HEADER, |set| {
         const CHANGED_BY_RULES: u32 = 0x20;
         const INTERFACE_NAME: u32 = 41;
-        set.text(1, &name).text(2, CONNECTIONS).big_endian(3, CHANGED_BY_RULES).big_endian(4, INTERFACE_NAME);
+        set.text(1, name).text(2, CONNECTIONS).big_endian(3, CHANGED_BY_RULES).big_endian(4, INTERFACE_NAME);
         set.big_endian(5, NAME_LENGTH).nested(9, |size| _ = size.big_endian(1, 1 << 16)).big_endian(10, 1);
     });
     let beyond = || Rule::default().input_is_container().over_limit(connections).reject();
@@ -281,12 +338,10 @@ fn table(pool: Pool, connections: u32) -> Messages {
             .port_is(protocol, 53)
             .accept()
     };
-    let udp = u8::try_from(libc::IPPROTO_UDP).unwrap_or(17);
-    let tcp = u8::try_from(libc::IPPROTO_TCP).unwrap_or(6);
     let answers = Rule::default().input_is_container().replies().accept();
     let input =
-        vec![answers, beyond(), names(udp), names(tcp), Rule::default().input_is_container().reject()];
-    chain(&mut messages, "input", "filter", INPUT, 0, input);
+        vec![answers, beyond(), names(UDP), names(TCP), Rule::default().input_is_container().reject()];
+    table.chain("input", "filter", INPUT, 0, input);
     let mut forward = vec![Rule::default().input_is_container().output_is_container(true).reject()];
     let of_clouds = OF_CLOUDS.into_iter();
     forward.extend(
@@ -299,19 +354,18 @@ fn table(pool: Pool, connections: u32) -> Messages {
         Rule::default().output_is_container(true).replies().accept(),
         Rule::default().output_is_container(true).reject(),
     ]);
-    chain(&mut messages, "forward", "filter", FORWARD, 0, forward);
+    table.chain("forward", "filter", FORWARD, 0, forward);
     let output = vec![
         Rule::default().output_is_container(true).replies().accept(),
         Rule::default().output_is_container(true).reject(),
     ];
-    chain(&mut messages, "output", "filter", OUTPUT, 0, output);
+    table.chain("output", "filter", OUTPUT, 0, output);
     let leaves = || Rule::default().source_in(pool.network, pool.bits).output_is_container(false);
     let source = vec![
-        leaves().masquerade_from_ordinary_port(tcp),
-        leaves().masquerade_from_ordinary_port(udp),
+        leaves().masquerade_from_ordinary_port(TCP),
+        leaves().masquerade_from_ordinary_port(UDP),
         leaves().masquerade(),
     ];
-    chain(&mut messages, "postrouting", "nat", POSTROUTING, 100, source);
-    messages.mark(0x11, &batch);
-    messages
+    table.chain("postrouting", "nat", POSTROUTING, 100, source);
+    table.finish()
 }

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! [`prepare`] sets up the machine once, when a runtime opens. The supervisor of a container calls
-//! [`connect`] in the new namespace. There is no teardown: the interfaces and the route end with
-//! the namespace, and so with its last process. A container may join the network of another one,
-//! and then has no interface of its own.
+//! [`connect`] in the new namespace. For an ordinary user, [`slirp`] connects it. There is no
+//! teardown: the interfaces and the route end with the namespace, and so with its last process. A
+//! container may join the network of another one, and then has no interface of its own.
 //!
 //! A container cannot reach the machine's addresses, its loopback, or other containers: see
 //! [`firewall`]. It has no IPv6.
@@ -18,6 +18,7 @@
 mod firewall;
 mod netlink;
 pub(super) mod resolver;
+pub(super) mod slirp;
 
 use std::fmt;
 use std::fs;
@@ -29,6 +30,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::unprivileged;
 use netlink::{CREATE, Connection, EXCLUSIVE, Messages};
 
 /// Name prefix of the machine's interfaces to containers.
@@ -116,8 +118,11 @@ fn failed(doing: &'static str) -> impl FnOnce(io::Error) -> PrepareError {
 }
 
 /// Sets up the machine: enables forwarding, installs the filter, and tests whether pairs of
-/// interfaces can be created.
+/// interfaces can be created. For an ordinary user, only tests what the machine permits.
 pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
+    if unprivileged::is_active() {
+        return slirp::prepare(pool);
+    }
     let routes = Connection::open(libc::NETLINK_ROUTE).map_err(failed("open a netlink socket"))?;
     // Several runtimes may open at the same time.
     let probe = interface(&domain::ProcessId::new().to_string());
@@ -269,7 +274,12 @@ fn interface(id: &str) -> String {
 /// Bridges and their ports are excluded, because they mostly belong to containers and machines of
 /// other programs.
 pub(super) fn uplinks() -> Vec<String> {
-    let defaults = default_interfaces();
+    uplinks_among(&routes())
+}
+
+/// The uplinks of a machine with these routes, in the format of `/proc/net/route`.
+fn uplinks_among(routes: &str) -> Vec<String> {
+    let defaults = default_interfaces(routes);
     let reaches_others = |name: &String| {
         let at = Path::new("/sys/class/net").join(name);
         let has = |file: &str| at.join(file).exists();
@@ -279,18 +289,23 @@ pub(super) fn uplinks() -> Vec<String> {
             let kind = kind.lines().find_map(|line| line.strip_prefix("DEVTYPE="));
             kind.is_some_and(|kind| kinds.contains(&kind))
         };
-        defaults.contains(name) || !has("brport") && (has("device") || has("tun_flags") || is_known())
+        !has("brport") && (has("device") || has("tun_flags") || is_known())
     };
     let all = fs::read_dir("/sys/class/net").into_iter().flatten();
     let names = all.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut found: Vec<_> = names.filter(reaches_others).collect();
+    // `/sys` may show another network.
+    let mut found: Vec<_> = defaults.into_iter().chain(names.filter(reaches_others)).collect();
     found.sort_unstable();
+    found.dedup();
     found
 }
 
+fn routes() -> String {
+    fs::read_to_string("/proc/net/route").unwrap_or_default()
+}
+
 /// The interfaces of default routes.
-fn default_interfaces() -> Vec<String> {
-    let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
+fn default_interfaces(routes: &str) -> Vec<String> {
     let fields = routes.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
     let defaults =
         fields.filter(|fields| fields.get(1) == Some(&"00000000") && fields.get(7) == Some(&"00000000"));
@@ -299,7 +314,7 @@ fn default_interfaces() -> Vec<String> {
 
 /// MTU of the default route, in bytes.
 fn default_mtu() -> Option<u32> {
-    let uplink = default_interfaces().into_iter().next()?;
+    let uplink = default_interfaces(&routes()).into_iter().next()?;
     fs::read_to_string(Path::new("/sys/class/net").join(uplink).join("mtu")).ok()?.trim().parse().ok()
 }
 

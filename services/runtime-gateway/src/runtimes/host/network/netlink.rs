@@ -7,7 +7,7 @@
 //! Sources: `include/uapi/linux/netlink.h`, RFC 3549.
 
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Requests an acknowledgement with the result.
 const REQUEST: u16 = 1 | 4;
@@ -122,6 +122,38 @@ impl Connection {
         Ok(Self(unsafe { OwnedFd::from_raw_fd(socket) }))
     }
 
+    /// Opens a connection that becomes readable after a change of an IPv4 route in this network
+    /// namespace. Each address has a route.
+    pub(super) fn of_route_changes() -> io::Result<Self> {
+        const IPV4_ROUTES: u32 = 0x40;
+        let opened = Self::open(libc::NETLINK_ROUTE)?;
+        // SAFETY: all zeros is a valid value of this plain struct.
+        let mut group: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+        group.nl_family = libc::sa_family_t::try_from(libc::AF_NETLINK).unwrap_or(16);
+        group.nl_groups = IPV4_ROUTES;
+        let size = libc::socklen_t::try_from(size_of_val(&group)).unwrap_or(0);
+        // SAFETY: the address has the stated size.
+        if unsafe { libc::bind(opened.0.as_raw_fd(), (&raw const group).cast(), size) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        rustix::io::ioctl_fionbio(&opened.0, true)?;
+        Ok(opened)
+    }
+
+    /// Discards all pending messages.
+    pub(super) fn discard_pending(&self) -> io::Result<()> {
+        use rustix::io::Errno;
+        let mut buffer = vec![0; 1 << 16];
+        loop {
+            match rustix::io::read(&self.0, &mut buffer) {
+                Err(Errno::AGAIN) => return Ok(()),
+                // Without buffers, the kernel has discarded messages.
+                Ok(_) | Err(Errno::INTR | Errno::NOBUFS) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
     /// Sends messages, and waits for their results.
     ///
     /// Errors: the first error of the kernel.
@@ -171,6 +203,12 @@ impl Connection {
             found = answer.get(4..8).and_then(|index| index.try_into().ok()).map(u32::from_ne_bytes);
         })?;
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

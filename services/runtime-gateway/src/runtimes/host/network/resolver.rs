@@ -3,7 +3,7 @@
 //! A container uses the name servers of the machine if it can reach them. It cannot reach servers
 //! on the machine itself (`systemd-resolved`, `dnsmasq`, that of a container engine) or servers
 //! with an IPv6 address. In that case it uses [`Pool::resolver`]. Every gateway with this pool
-//! forwards the queries.
+//! forwards the queries. In a network of [`super::slirp`], the program forwards them.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,8 +16,9 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_util::task::TaskTracker;
 
-use super::Pool;
 use super::firewall::OF_CLOUDS;
+use super::{Pool, slirp};
+use crate::runtimes::host::unprivileged;
 use crate::util::keyed_locks::lock;
 
 const FILE: &str = "/etc/resolv.conf";
@@ -47,7 +48,8 @@ pub(in crate::runtimes::host) fn configuration(pool: Pool) -> String {
         }
     }
     let rest = own.lines().filter(|line| !is_name_server(line)).map(|line| format!("{line}\n"));
-    format!("nameserver {}\n{}", pool.resolver(), rest.collect::<String>())
+    let resolver = if unprivileged::is_active() { slirp::resolver(pool) } else { pool.resolver() };
+    format!("nameserver {resolver}\n{}", rest.collect::<String>())
 }
 
 fn is_name_server(line: &str) -> bool {

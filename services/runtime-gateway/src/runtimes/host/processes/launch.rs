@@ -304,6 +304,8 @@ impl Host {
             .arg0("gantry-supervisor")
             .arg(supervisor::ARGUMENT)
             .env_clear()
+            // The supervisor of an ordinary user starts a program for the network.
+            .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
             .stderr(log)

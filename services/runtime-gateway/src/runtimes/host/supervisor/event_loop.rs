@@ -24,6 +24,7 @@ use super::init::{self, REPORT, Report, Step};
 use super::rootfs;
 use crate::runtimes::exit_record::End;
 use crate::runtimes::host::cgroups::Cgroups;
+use crate::runtimes::host::network::slirp::Uplink;
 use crate::runtimes::host::paths;
 use crate::runtimes::host::persisted::{Container, Intent, Launch};
 use crate::runtimes::host::supervisor_protocol::{Answer, MAX_FRAME, Phase, Progress, Request};
@@ -94,6 +95,7 @@ struct Ready {
     init_ended: bool,
     reported: bool,
     connecting: bool,
+    network_changed: bool,
     clients: Vec<bool>,
 }
 
@@ -140,6 +142,8 @@ pub(super) struct RunningContainer {
     ended_for_disk: Option<String>,
     /// Whether the memory guard ended the container.
     ended_for_memory: bool,
+    /// The program that connects the network of the container.
+    uplink: Option<Uplink>,
 }
 
 impl RunningContainer {
@@ -190,7 +194,13 @@ impl RunningContainer {
             stopped: false,
             ended_for_disk: None,
             ended_for_memory: false,
+            uplink: None,
         })
+    }
+
+    /// Keeps the program that connects the network until the end of this supervisor.
+    pub(super) fn set_uplink(&mut self, uplink: Option<Uplink>) {
+        self.uplink = uplink;
     }
 
     /// Runs until all processes of the container are dead and the end is stored, and then until the
@@ -209,6 +219,9 @@ impl RunningContainer {
             self.init_has_ended |= ready.init_ended;
             if ready.connecting {
                 self.accept(&listener)?;
+            }
+            if ready.network_changed {
+                self.follow_network();
             }
             self.receive(&ready.clients)?;
             self.answer()?;
@@ -252,6 +265,8 @@ impl RunningContainer {
         if let Some(stdin) = self.stdin.as_ref().filter(|_| writing) {
             polled.push(PollFd::new(stdin, PollFlags::OUT));
         }
+        let changes = self.uplink.as_ref().map(Uplink::changes);
+        polled.extend(changes.iter().map(|changes| PollFd::new(changes, PollFlags::IN)));
         match rustix::event::poll(&mut polled, None) {
             Err(Errno::INTR) => return Ok(Ready::default()),
             result => result?,
@@ -261,9 +276,21 @@ impl RunningContainer {
             init_ended: ready(0),
             connecting: ready(1),
             // The hang-up of the connection comes with the end of init, which is polled separately.
+            network_changed: changes.is_some() && ready(polled.len() - 1),
             reported: !self.init_has_ended && polled[3].revents().contains(PollFlags::IN),
             clients: (fixed..fixed + self.clients.len()).map(ready).collect(),
         })
+    }
+
+    /// Adapts the filter of the network, or disconnects the network if that fails.
+    fn follow_network(&mut self) {
+        let followed = self.uplink.as_mut().map_or(Ok(()), Uplink::follow_changes);
+        if let Err(error) = followed {
+            eprintln!(
+                "supervisor: cannot filter the network of the container, so it is disconnected: {error}"
+            );
+            self.uplink = None;
+        }
     }
 
     fn report_due(&self) -> bool {

@@ -46,6 +46,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, Signal};
 
 use super::cgroups::Cgroups;
+use super::network::slirp::Uplink;
 use super::persisted::{Container, Intent, Launch, Text};
 use super::user_namespace::Identity;
 use super::users::User;
@@ -242,7 +243,7 @@ fn start(
     let mounted = mounts::mount_table().map_err(StartError::while_doing("list the mounts"))?;
     let cgroups = Cgroups::find(&mounted);
 
-    let places = rootfs::make(launch, &container)?;
+    let mut places = rootfs::make(launch, &container)?;
     let seen = cgroups.create_visible(&launch.cgroup).map_err(StartError::while_doing("create cgroups"))?;
     let own = unprivileged::is_active();
     if !container.privileged && !own {
@@ -291,6 +292,9 @@ fn start(
         streams: &streams,
         program: &program,
     };
+    // The program connects the network while the root is made.
+    let connected = places.uplink.as_mut().map_or(Ok(()), Uplink::await_ready);
+    connected.map_err(StartError::while_doing("connect the network of the container"))?;
     let made = if own {
         OwnContainer::create(&parts).map(Made::Own).map_err(|error| error_chain(&error))
     } else {
@@ -336,6 +340,7 @@ fn start(
         cgroups,
     )
     .map_err(StartError::while_doing("watch the container"))?;
+    running.set_uplink(places.uplink.take());
     fs::write(launch.process_dir.join(paths::INIT), init.as_raw_nonzero().to_string())
         .map_err(StartError::while_doing("store the process id of init"))?;
     let started = launch.process_dir.join(paths::STARTED);

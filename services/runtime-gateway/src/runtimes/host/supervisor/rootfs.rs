@@ -22,6 +22,7 @@ use crate::runtimes::host::containers::ROOT;
 use crate::runtimes::host::host_image::{self, Image};
 use crate::runtimes::host::mounts::{self, MountEntry};
 use crate::runtimes::host::network;
+use crate::runtimes::host::network::slirp::{self, Uplink};
 use crate::runtimes::host::persisted::{self, Container, Launch, OwnNetwork};
 use crate::runtimes::host::unprivileged;
 use crate::runtimes::host::user_namespace;
@@ -53,6 +54,8 @@ pub(super) struct SupervisorDirs {
     pub(super) state: PathBuf,
     /// The user namespace of the container. `None`: ids are those of the machine.
     pub(super) users: Option<OwnedFd>,
+    /// The program that connects the network. `None`: no program is needed.
+    pub(super) uplink: Option<Uplink>,
 }
 
 /// The directory for mounts of the supervisor.
@@ -84,7 +87,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         // Computed in the network of the machine, which decides which servers are reachable.
         None => Names { resolver: resolver(container, launch.network_pool), hosts: None },
     };
-    enter_namespaces(launch, container, joined.as_ref())
+    let uplink = enter_namespaces(launch, container, joined.as_ref())
         .map_err(StartError::while_doing("enter new namespaces"))?;
     drop(joined);
 
@@ -119,7 +122,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<SupervisorD
         }
     }
     let places =
-        SupervisorDirs { root: place("root"), bundle: place("bundle"), state: place("state"), users };
+        SupervisorDirs { root: place("root"), bundle: place("bundle"), state: place("state"), users, uplink };
 
     let root = match container.root {
         None => worker_root(launch, container, &sources, &private, &places)?,
@@ -385,32 +388,36 @@ fn map(from: &Path, to: &Path, users: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 /// Enters a new mount namespace, and the network of `joined` or a new one as the container
-/// requests.
+/// requests. Returns the program that connects the network, if one is needed.
 fn enter_namespaces(
     launch: &Launch,
     container: &Container,
     joined: Option<&ContainerInit>,
-) -> io::Result<()> {
+) -> io::Result<Option<Uplink>> {
+    let by_program = container.network == OwnNetwork::Private && unprivileged::is_active();
     let own_network = container.network != OwnNetwork::Host && joined.is_none();
     let machine = network::Machine::open()?;
     let mut namespaces = UnshareFlags::NEWNS;
-    if own_network {
+    if own_network && !by_program {
         namespaces |= UnshareFlags::NEWNET;
     }
     // SAFETY: this process has one thread, so no thread stays in another namespace.
     unsafe { rustix::thread::unshare_unsafe(namespaces)? };
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
     if let Some(joined) = joined {
-        return joined.enter_network();
+        joined.enter_network()?;
+        return Ok(None);
     }
+    let mut uplink = None;
     match (container.network, launch.network_pool) {
-        (OwnNetwork::Host, _) => return Ok(()),
+        (OwnNetwork::Host, _) => return Ok(None),
         (OwnNetwork::None, _) => network::only_loopback()?,
+        (OwnNetwork::Private, Some(pool)) if by_program => uplink = Some(slirp::connect(pool)?),
         (OwnNetwork::Private, Some(pool)) => network::connect(&machine, pool, &launch.cgroup)?,
         (OwnNetwork::Private, None) => return Err(io::Error::other("this worker has no private networks")),
     }
     network::open_low_ports();
-    Ok(())
+    Ok(uplink)
 }
 
 fn make_private(at: &Path) -> io::Result<()> {
