@@ -104,11 +104,16 @@ impl Uplink {
             .args(["--netns-type=path".to_owned(), format!("/proc/self/fd/{}", namespace.as_raw_fd())])
             .arg(INSIDE)
             .env_clear()
+            .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
             .current_dir("/")
             .stdin(watched)
             .stdout(Stdio::null())
             .stderr(messages)
-            .spawn()?;
+            .spawn()
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => io::Error::new(error.kind(), "the program is not installed"),
+                _ => error,
+            })?;
         rustix::io::fcntl_setfd(&namespace, FdFlags::CLOEXEC)?;
         let uplink = Self { program, _alive: alive, ready, pool, machine, firewall, blocked };
         uplink.limit_connections()?;
