@@ -79,8 +79,8 @@ pub fn may_run_containers_as_ordinary_user() -> bool {
     if !may_run_containers() {
         return false;
     }
-    let mut command = Command::new("setpriv");
-    command.args(AS_ORDINARY_USER).args(["unshare", "--user", "--map-root-user", "--mount", "true"]);
+    let mut command = as_ordinary_user("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "true"]);
     let may = command.output().is_ok_and(|output| output.status.success());
     if !may {
         eprintln!("not applicable: ordinary users have no user namespaces here");
@@ -88,8 +88,16 @@ pub fn may_run_containers_as_ordinary_user() -> bool {
     may
 }
 
-/// Arguments of `setpriv` for [`ORDINARY_USER`].
-const AS_ORDINARY_USER: [&str; 4] = ["--reuid=12345", "--regid=12345", "--clear-groups", "--"];
+/// A command that [`ORDINARY_USER`] runs. Some machines keep `/dev/net/tun` closed, so the user has
+/// a separate one.
+fn as_ordinary_user(program: impl AsRef<OsStr>) -> Command {
+    const SCRIPT: &str = "\
+        mount -t tmpfs -o mode=755 none /dev/net && mknod -m 666 /dev/net/tun c 10 200 || exit; \
+        exec setpriv --reuid=12345 --regid=12345 --clear-groups -- \"$@\"";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--", "sh", "-c", SCRIPT, "sh"]).arg(program);
+    command
+}
 
 impl Default for Cluster {
     fn default() -> Self {
@@ -194,9 +202,7 @@ impl Cluster {
     /// Makes a `gantry` command without standard input.
     pub fn gantry<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = if self.is_of_ordinary_user {
-            let mut command = Command::new("setpriv");
-            command.args(AS_ORDINARY_USER).arg(self.path("gantry"));
-            command
+            as_ordinary_user(self.path("gantry"))
         } else {
             Command::new(gantry_binary())
         };

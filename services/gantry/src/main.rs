@@ -88,12 +88,17 @@ fn main() -> ExitCode {
         Command::Up(_) => cluster::enter_user_namespace(),
         _ => Ok(()),
     });
-    let result = entered.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
+    let execute = |runtime: Runtime| {
         let result = runtime.block_on(commands::execute(&cli.command, &cli.global, &ui));
         // Interrupted tasks remove their temporary files. The thread that reads standard input may
         // never end.
         runtime.shutdown_timeout(CLEANUP_LIMIT);
         result
+    };
+    let result = entered.and_then(|()| match &cli.command {
+        // Its checks enter a user namespace, too.
+        Command::Doctor => commands::doctor(cli.global.json),
+        command => runtime(command).and_then(execute),
     });
     let code = result.unwrap_or_else(|error| fail(&ui, &cli.global, &error));
     ui.finish();

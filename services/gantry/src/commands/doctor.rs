@@ -10,7 +10,7 @@ use crate::render::table::{count, plain, render};
 /// Exit code if no container can run.
 const CANNOT_RUN: u8 = 1;
 
-/// Executes `gantry doctor`, and returns the exit code.
+/// Executes `gantry doctor`, and returns the exit code. Must be called before any thread exists.
 pub(crate) fn doctor(as_json: bool) -> anyhow::Result<u8> {
     let checks = host::checks(&Paths::find()?.state);
     let code = if number(&checks, Verdict::Failed) > 0 { CANNOT_RUN } else { 0 };

@@ -25,6 +25,8 @@ mod upload;
 mod validate;
 mod workers;
 
+pub(crate) use doctor::doctor;
+
 use anyhow::Context;
 use serde_json::json;
 use server::telemetry;
@@ -38,7 +40,7 @@ use crate::ending::signals::Signals;
 use crate::render::stdout;
 use crate::render::ui::Ui;
 
-/// Executes a command, and returns the exit code.
+/// Executes a command other than `gantry doctor`, and returns the exit code.
 pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
     match command {
         Command::Up(_) => validate::here("up", global, ui)?,
@@ -53,7 +55,6 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
         Command::Status(args) => return status::status(args, global).await,
         Command::Top(args) => return top::top(args, global).await,
-        Command::Doctor => return doctor::doctor(global.json),
         Command::Config(args) => return config::config(args, global, ui).map(|()| 0),
         Command::Completion(args) => return manual::completion(args).map(|()| 0),
         Command::CompleteWords(args) => return complete::complete(args).await.map(|()| 0),

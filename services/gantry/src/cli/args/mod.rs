@@ -56,8 +56,8 @@ Examples:
   gantry help run";
 
 const DOCTOR_HELP: &str = "\
-Makes the tests that a worker makes when it starts, also while a cluster runs. Like a worker, it sets up forwarding and the packet filter of \
-private networks. Exits with 1 if no container can run.";
+Makes the tests that a worker makes when it starts, also while a cluster runs. Like a worker of root, it sets up forwarding and the packet \
+filter of private networks. Like a worker of an ordinary user, it enters a user namespace. Exits with 1 if no container can run.";
 
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]

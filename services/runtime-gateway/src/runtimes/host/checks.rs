@@ -1,7 +1,8 @@
 //! Checks of what this machine allows, for people who prepare a machine.
 //!
 //! `gantry doctor` calls [`checks`]. Each check is the test that the runtime makes when it opens,
-//! so a passed check and a capability of the worker mean the same.
+//! so a passed check and a capability of the worker mean the same. For an ordinary user, all other
+//! checks run in a user namespace, as the worker of that user does.
 
 use std::fs;
 use std::io;
@@ -14,6 +15,7 @@ use super::cgroups::Cgroups;
 use super::mounts::{self, MountEntry};
 use super::network::{self, Pool};
 use super::state::disk;
+use super::unprivileged;
 use super::volumes::Volumes;
 
 /// What a check found.
@@ -45,12 +47,12 @@ impl Check {
         Self { name, verdict: Verdict::Passed, found: found.into(), remedy: String::new() }
     }
 
-    fn limited(name: &'static str, found: impl Into<String>, remedy: &str) -> Self {
-        Self { name, verdict: Verdict::Limited, found: found.into(), remedy: remedy.to_owned() }
+    fn limited(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Limited, found: found.into(), remedy: remedy.into() }
     }
 
-    fn failed(name: &'static str, found: impl Into<String>, remedy: &str) -> Self {
-        Self { name, verdict: Verdict::Failed, found: found.into(), remedy: remedy.to_owned() }
+    fn failed(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Failed, found: found.into(), remedy: remedy.into() }
     }
 }
 
@@ -59,15 +61,18 @@ const MIN_FREE_BYTES: u64 = 1 << 30;
 
 /// Checks this machine for a worker whose state directory is `state_dir`, which need not exist.
 ///
-/// Creates a directory beside the state, and removes it. Sets up forwarding and the packet filter
-/// of private networks, as a worker does. Blocks on the disk and the kernel.
+/// Creates a directory beside the state, and removes it. As root, sets up forwarding and the packet
+/// filter of private networks, as a worker does. As an ordinary user, enters a user namespace.
+/// Blocks on the disk and the kernel.
+///
+/// Must be called before any thread exists.
 #[must_use]
 pub fn checks(state_dir: &Path) -> Vec<Check> {
     let user = user();
-    let is_root = user.verdict == Verdict::Passed;
+    let may_run = user.verdict == Verdict::Passed;
     let mut checks = vec![user, space(existing(state_dir))];
     // The other tests need the rights of root.
-    if is_root {
+    if may_run {
         match mounts::mount_table() {
             Ok(mounted) => {
                 checks.extend(files(existing(state_dir), &mounted));
@@ -83,10 +88,13 @@ pub fn checks(state_dir: &Path) -> Vec<Check> {
 }
 
 fn user() -> Check {
-    if rustix::process::geteuid().is_root() {
-        Check::passed("user", "root")
-    } else {
-        Check::failed("user", "not root", "run the cluster as root: containers on this machine need it")
+    let id = rustix::process::geteuid();
+    match unprivileged::enter_new() {
+        Ok(()) if unprivileged::is_active() && !id.is_root() => {
+            Check::passed("user", format!("user {id}, who is root in a user namespace"))
+        }
+        Ok(()) => Check::passed("user", "root"),
+        Err(error) => Check::failed("user", error.found(), error.remedy().unwrap_or("run gantry as root")),
     }
 }
 
@@ -135,6 +143,7 @@ fn files(within: &Path, mounted: &[MountEntry]) -> Vec<Check> {
         )
     };
     let owners = match volumes.fixed_owners_reason() {
+        _ if unprivileged::is_active() => further_users(),
         None => Check::passed("user namespaces", "root of a container is an ordinary user of this machine"),
         Some(why) => Check::limited(
             "user namespaces",
@@ -145,20 +154,43 @@ fn files(within: &Path, mounted: &[MountEntry]) -> Vec<Check> {
     vec![copies, owners]
 }
 
+/// Checks whether containers of an ordinary user can have files and processes of several users.
+fn further_users() -> Check {
+    if unprivileged::has_several_ids() {
+        return Check::passed("further users", "containers have the ids that /etc/subuid grants");
+    }
+    Check::limited(
+        "further users",
+        "every file and process of a container belongs to its root",
+        "install newuidmap (package uidmap or shadow-utils); as root, grant ids by `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 USER`",
+    )
+}
+
 fn limits(mounted: &[MountEntry]) -> Check {
+    let remedy = if unprivileged::is_active() {
+        "start the cluster with a delegated control group: `systemd-run --user --scope -p Delegate=yes gantry up`"
+    } else {
+        "mount cgroup2 at /sys/fs/cgroup with the controllers cpu, memory and pids"
+    };
     match Cgroups::find(mounted).first_missing(&ALL_LIMITS) {
         None => Check::passed("control groups", "limits of processors, memory and processes"),
         Some(missing) => Check::limited(
             "control groups",
             format!("the controller {missing} is missing, so its limit cannot be enforced"),
-            "mount cgroup2 at /sys/fs/cgroup with the controllers cpu, memory and pids",
+            remedy,
         ),
     }
 }
 
 fn private_network() -> Check {
     match network::prepare(Pool::default()) {
+        Ok(()) if unprivileged::is_active() => Check::passed("private networks", "slirp4netns and nf_tables"),
         Ok(()) => Check::passed("private networks", "veth, nf_tables and forwarding"),
+        Err(error) if unprivileged::is_active() => Check::limited(
+            "private networks",
+            error_chain(&error),
+            "install the package slirp4netns, load tun and nf_tables, and permit /dev/net/tun; then restart the cluster (`gantry down`)",
+        ),
         Err(error) => Check::limited(
             "private networks",
             error_chain(&error),
