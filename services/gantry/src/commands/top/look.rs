@@ -67,7 +67,7 @@ pub(super) struct Measured {
     /// does not know it.
     pub(super) cpu: Option<f64>,
     /// Time of the measurement, by the clock of the gateway.
-    at: Option<SystemTime>,
+    pub(super) at: Option<SystemTime>,
 }
 
 /// A part of a snapshot and its state.
