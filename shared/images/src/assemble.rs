@@ -3,6 +3,8 @@
 //! As in other tools, a later layer hides what it names. An entry replaces the entry at its path. A
 //! directory keeps the contents of the directory that it describes again. `.wh.NAME` removes `NAME`
 //! of the layers below, and `.wh..wh..opq` all contents of its directory.
+//!
+//! Devices in `/dev` are left out.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
@@ -236,6 +238,12 @@ impl Tree {
         });
         let mut first: HashMap<usize, Vec<u8>> = HashMap::new();
         for (Key(path), object) in &self.nodes {
+            // A worker without root cannot make devices, and every container has a `/dev` of its
+            // own.
+            let is_device = matches!(self.objects[*object].kind, EntryKind::Device { .. });
+            if is_device && path.starts_with(b"dev/") {
+                continue;
+            }
             let path = if path.is_empty() { ROOT.to_vec() } else { join(ROOT, path) };
             let entry = &self.objects[*object];
             let entry = match (&entry.kind, first.get(object)) {

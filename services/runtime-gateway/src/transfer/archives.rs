@@ -32,6 +32,7 @@ use crate::transfer::blocking_pipe::{Inlet, Outlet, Piece};
 use crate::transfer::remote;
 use crate::util::blocking::blocking;
 use crate::util::disk_reserve;
+use crate::util::mapped_ids::MappedIds;
 
 /// Most pieces of an archive that wait for the unpacking thread.
 const QUEUE: usize = 4;
@@ -138,6 +139,7 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
     })?;
     let manifest = Arc::new(manifest);
     let options = WriteOptions { devices: true, ..WriteOptions::default() };
+    MappedIds::of_this_process().check_owners(&manifest)?;
     let mut writer = TreeWriter::new(root, manifest.clone(), options)?;
     for located in manifest.extents() {
         let full = |error| RuntimeError::io("unpack an archive", error);

@@ -27,6 +27,7 @@ use super::local_dir::local_directory;
 use super::remote::{self, SharedRemoteVolume};
 use super::{Transfers, WriterPermit, peer_copy};
 use crate::util::blocking::blocking;
+use crate::util::mapped_ids::MappedIds;
 
 /// Most batches of verified extents that wait for the writing thread. A batch has about 1 MiB.
 const QUEUE: usize = 16;
@@ -134,6 +135,7 @@ impl VolumeWriter {
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let tree = manifest.clone();
         let begin_result = blocking(move || {
+            MappedIds::of_this_process().check_owners(&tree)?;
             let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
             let missing = sources.copy(&mut writer, &tree)?;
             Ok::<_, WriteVolumeError>((writer, missing))

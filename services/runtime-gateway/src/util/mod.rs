@@ -4,4 +4,5 @@ pub(crate) mod blocking;
 pub(crate) mod clock;
 pub(crate) mod disk_reserve;
 pub(crate) mod keyed_locks;
+pub(crate) mod mapped_ids;
 pub(crate) mod retry;

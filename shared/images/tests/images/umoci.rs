@@ -229,6 +229,28 @@ fn random_images_are_unpacked_as_by_umoci() {
 }
 
 #[test]
+fn devices_in_dev_are_left_out() {
+    let home = TempDir::new().expect("a directory");
+    assert!(umoci(&["init", "--layout", "oci"], home.path()));
+    assert!(umoci(&["new", "--image", "oci:image"], home.path()));
+    let mut archive = Builder::new(Vec::new());
+    for path in ["dev/console", "dev/pts/ptmx", "srv/null"] {
+        let mut header = Header::new_ustar();
+        header.set_entry_type(EntryType::Char);
+        header.set_mode(0o600);
+        header.set_size(0);
+        header.set_device_major(1).and_then(|()| header.set_device_minor(3)).expect("a device");
+        archive.append_data(&mut header, path, Cursor::new("")).expect("an entry");
+    }
+    fs::write(home.path().join("layer.tar"), archive.into_inner().expect("an archive")).expect("written");
+    assert!(umoci(&["raw", "add-layer", "--image", "oci:image", "layer.tar"], home.path()));
+    let tree = pulled(&home.path().join("oci"), "image").expect("an image");
+    let paths = tree.manifest().entries().iter().map(|entry| entry.path().display().to_string());
+    let paths: Vec<_> = paths.filter(|path| path.contains('/')).collect();
+    assert_eq!(paths, ["rootfs/dev", "rootfs/dev/pts", "rootfs/srv", "rootfs/srv/null"]);
+}
+
+#[test]
 fn damaged_layer_is_rejected() {
     let home = TempDir::new().expect("a directory");
     assert!(umoci(&["init", "--layout", "oci"], home.path()));

@@ -29,8 +29,9 @@ use super::policy::Permission;
 use super::processes::Process;
 use super::supervisor::container_init;
 use super::users::{User, Users};
-use super::{Host, mounts, paths, unprivileged, user_namespace};
+use super::{Host, mounts, paths, user_namespace};
 use crate::util::keyed_locks::lock;
+use crate::util::mapped_ids::MappedIds;
 
 /// Longest time until a killed process has ended.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -527,12 +528,13 @@ pub(super) fn find_user(root: BorrowedFd<'_>, requested: Option<&str>) -> Result
 /// exist for an ordinary user, because images have such groups for root.
 pub(super) fn limit_ids(user: &mut User) -> Result<(), RuntimeError> {
     let User { uid, gid, groups, .. } = user;
-    if !unprivileged::has_ids(*uid, *gid) {
+    let ids = MappedIds::of_this_process();
+    if !ids.has(*uid, *gid) {
         return Err(RuntimeError::Unsupported(format!(
             "the user {uid}:{gid} on a worker of an ordinary user: install `uidmap`, and grant ids in /etc/subuid and /etc/subgid"
         )));
     }
-    groups.retain(|group| unprivileged::has_group(*group));
+    groups.retain(|group| ids.has_group(*group));
     Ok(())
 }
 

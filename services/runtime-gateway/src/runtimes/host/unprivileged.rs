@@ -25,6 +25,7 @@ use rustix::thread::{CapabilitySet, LinkNameSpaceType, UnshareFlags};
 
 use super::subordinate_ids::SubordinateIds;
 use super::{filesystem, mounts, paths};
+use crate::util::mapped_ids::MappedIds;
 
 /// Inode of the machine's first user namespace.
 const FIRST_NAMESPACE: u64 = 0xEFFF_FFFD;
@@ -332,39 +333,9 @@ fn wait(child: i32) -> io::Result<i32> {
     }
 }
 
-/// Whether a user and a group exist in the namespace of this process.
-pub(super) fn has_ids(uid: u32, gid: u32) -> bool {
-    has_id("/proc/self/uid_map", uid) && has_id("/proc/self/gid_map", gid)
-}
-
-/// Whether a group exists in the namespace of this process.
-pub(super) fn has_group(gid: u32) -> bool {
-    has_id("/proc/self/gid_map", gid)
-}
-
 /// Whether containers can have other users than root.
 pub(super) fn has_several_ids() -> bool {
-    has_ids(1, 1)
-}
-
-/// The highest group in the namespace of this process.
-pub(super) fn last_group() -> u32 {
-    let ranges = mapped("/proc/self/gid_map").into_iter();
-    ranges.map(|(first, count)| first.saturating_add(count.saturating_sub(1))).max().unwrap_or(0)
-}
-
-fn has_id(file: &str, id: u32) -> bool {
-    mapped(file).into_iter().any(|(first, count)| id.checked_sub(first).is_some_and(|at| at < count))
-}
-
-/// The ranges of ids in a file such as `/proc/self/uid_map`: each first id, and the number of ids.
-fn mapped(file: &str) -> Vec<(u32, u32)> {
-    let ranges = fs::read_to_string(file).unwrap_or_default();
-    let range = |line: &str| {
-        let mut fields = line.split_whitespace().map(|field| field.parse::<u32>().unwrap_or(0));
-        Some((fields.next()?, fields.nth(1)?))
-    };
-    ranges.lines().filter_map(range).collect()
+    MappedIds::of_this_process().has(1, 1)
 }
 
 /// Settings of a machine that restrict user namespaces.

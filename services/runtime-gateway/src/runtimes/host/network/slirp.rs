@@ -34,7 +34,7 @@ use rustix::thread::{LinkNameSpaceType, UnshareFlags};
 use super::firewall::{Firewall, Network, OF_CLOUDS, connection_limit};
 use super::netlink::Connection;
 use super::{INSIDE, Pool, PrepareError, failed, only_loopback, uplinks_among};
-use crate::runtimes::host::unprivileged;
+use crate::util::mapped_ids::MappedIds;
 
 /// The program, which is found in the `PATH` of the gateway.
 pub(super) const PROGRAM: &str = "slirp4netns";
@@ -204,7 +204,7 @@ fn disable_ipv6() -> io::Result<()> {
 
 /// Admits `ping` in this network, without the right to send raw packets.
 fn admit_ping() {
-    let groups = format!("0 {}", unprivileged::last_group());
+    let groups = format!("0 {}", MappedIds::of_this_process().last_group());
     if let Err(error) = fs::write("/proc/sys/net/ipv4/ping_group_range", groups) {
         eprintln!("cannot enable ping in a container: {error}");
     }

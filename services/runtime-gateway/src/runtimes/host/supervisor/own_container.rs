@@ -23,7 +23,7 @@ use super::{Streams, oci_spec};
 use crate::runtimes::host::cgroups::Cgroups;
 use crate::runtimes::host::mounts;
 use crate::runtimes::host::persisted::{Container, OwnNetwork};
-use crate::runtimes::host::unprivileged;
+use crate::util::mapped_ids::MappedIds;
 
 /// Devices of the machine that every container has.
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
@@ -179,7 +179,7 @@ fn mount_all(parts: &Parts<'_>) -> io::Result<()> {
     let terminals = oci_spec::TERMINALS.to_string();
     let (name, most) = oci_spec::TERMINALS_AT_MOST.split_once('=').unwrap_or_default();
     let mut options = vec![("newinstance", ""), ("ptmxmode", "0666"), ("mode", "0620"), (name, most)];
-    if unprivileged::has_group(oci_spec::TERMINALS) {
+    if MappedIds::of_this_process().has_group(oci_spec::TERMINALS) {
         options.push(("gid", &terminals));
     }
     let no_programs = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NOEXEC;
