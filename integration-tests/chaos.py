@@ -31,6 +31,14 @@ GROUPS = (("scheduler", "artifact-store", "streamer", "PostgreSQL"), ("left", "r
 AWAY = 20
 
 
+def noting_errors(ledger, action, *arguments):
+    """Runs a thread. Its error is a failure of the test."""
+    try:
+        action(*arguments)
+    except Exception as error:
+        ledger.add(0, f"{action.__name__} ended: {error!r}")
+
+
 class Ledger:
     """What the callers found. Thread safe."""
 
@@ -123,9 +131,9 @@ def main():
         for name in ("left", "right"):
             processes.gateway(name, {"GANTRY_WORKER_TAGS": TAG})
         processes.run("run", "-q", "--tag", TAG, "--", "true")
-        callers = [threading.Thread(target=caller, args=(processes, home, options.seed, index, ledger, stop)) for index in range(CALLERS)]
+        callers = [threading.Thread(target=noting_errors, args=(ledger, caller, processes, home, options.seed, index, ledger, stop)) for index in range(CALLERS)]
         sources = [(group, random.Random(f"{options.seed}/{group}")) for group in GROUPS]
-        harmers = [threading.Thread(target=harm, args=(processes, group, source, stop)) for group, source in sources]
+        harmers = [threading.Thread(target=noting_errors, args=(ledger, harm, processes, group, source, stop)) for group, source in sources]
         for thread in (*callers, *harmers):
             thread.start()
         stop.wait(options.seconds)
@@ -135,7 +143,7 @@ def main():
         # Everything ends when nothing disturbs it.
         clusters.wait_for("the end of all workloads", lambda: not processes.run("ps", "-q", capture_output=True, text=True).stdout)
     print(f"{ledger.commands} commands, {len(ledger.failures)} failed; the slowest took {ledger.slowest:.0f} s; seed {options.seed}")
-    if ledger.failures:
+    if ledger.failures or not ledger.commands:
         sys.exit(f"what the failed commands left is in {home}")
     shutil.rmtree(home)
 

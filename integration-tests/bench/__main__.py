@@ -67,7 +67,7 @@ def sections(quick):
         "start": lambda: bench_start(DISK, runs),
         "users": lambda: bench_users(DISK, runs),
         "processes": lambda: bench_processes(DISK, 5 if quick else 60),
-        "idle": lambda: bench_idle(DISK, 5 if quick else 30, 5 if quick else 120),
+        "idle": lambda: bench_idle(DISK, 5 if quick else 30, 5 if quick else 60),
         "exec": lambda: bench_exec(DISK, runs, 200 if quick else 2_000),
         "attached": lambda: bench_attached(DISK, 100 if quick else 1_000),
         "driven": lambda: bench_driven(DISK, 48 if quick else 200, 16, 1 if quick else 3),

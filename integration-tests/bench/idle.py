@@ -43,7 +43,7 @@ def bench_idle(base, settle, seconds):
         rows += idle({"the cluster on one machine, SQLite": one}, settle, seconds)
     with Processes(base) as processes:
         processes.gateway("worker")
-        processes.run("run", "-q", "--", "true")
+        processes.run("run", "-q", "--tag", "worker", "--", "true")
         names = ("scheduler", "artifact-store", "streamer", "runtime-gateway")
         of = {f"{name}, PostgreSQL" if name in names[:2] else name: child.pid for name, child in zip(names, processes.children)}
         rows += idle(of, settle, seconds)

@@ -85,12 +85,12 @@ fn ordinary_user_without_slirp4netns_has_no_network() {
     let output = cluster.output(["run", "--", "ls", "/sys/class/net"]);
     assert_eq!(output.stdout, b"lo\n", "{}", describe(&output));
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
-    for part in ["without a network (--network none)", "install the package slirp4netns"] {
+    for part in ["runs without a network", "gantry doctor"] {
         assert!(printed.contains(part), "{printed}");
     }
     assert_rejected(&cluster, ["--network", "private"], "network-private");
     let (result, remedy) = doctor(&cluster)("private networks");
-    assert!(result == "limited" && remedy.contains("install the package slirp4netns"), "{result}: {remedy}");
+    assert!(result == "limited" && remedy.contains("needs the package slirp4netns"), "{result}: {remedy}");
 }
 
 #[test]

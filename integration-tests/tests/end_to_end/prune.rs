@@ -28,11 +28,13 @@ fn prune_deletes_unused_artifacts_after_question() {
     let input = format!("in=artifact:{used}");
     cluster.succeed(["run", "-d", "-i", &input, "--", "sleep", "1000"]);
 
+    let refused = cluster.output(["prune", "--force"]);
+    assert!(describe(&refused).contains("<WORKER>"), "a worker was to be named: {}", describe(&refused));
     let refused = cluster.output(["prune"]);
     assert_eq!(code(&refused), 125, "{}", describe(&refused));
     let message = String::from_utf8_lossy(&refused.stderr);
     assert!(message.contains("cannot delete 1 artifact of team main"), "{message}");
-    assert!(message.contains("give --force"), "{message}");
+    assert!(message.contains("use --yes"), "{message}");
 
     let terminal = Terminal::run(&cluster.gantry(["prune"]), 24, 120);
     terminal.wait_for("Delete? [y/N] ");
@@ -42,7 +44,7 @@ fn prune_deletes_unused_artifacts_after_question() {
     assert!(exists(&used) && exists(&unused));
 
     let prune = || {
-        let pruned = cluster.succeed(["prune", "-f", "--json"]);
+        let pruned = cluster.succeed(["prune", "-y", "--json"]);
         serde_json::from_slice::<Value>(pruned.trim_ascii()).expect("JSON")["deleted"].clone()
     };
     assert_eq!(prune(), 1);

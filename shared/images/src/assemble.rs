@@ -71,6 +71,7 @@ pub fn assemble(image: &str, layers: Vec<Arc<Layer>>, metadata: &Metadata) -> Re
     for layer in &layers {
         tree.apply(layer).map_err(invalid)?;
     }
+    tree.make_working_directory(&metadata.workdir).map_err(invalid)?;
     let metadata = serde_json::to_vec(metadata).map_err(|error| invalid(error.to_string()))?;
     let manifest = tree.manifest(&metadata).map_err(|error| invalid(error.to_string()))?;
     Ok(ImageTree { manifest: Arc::new(manifest), layers, metadata: metadata.into() })
@@ -200,6 +201,21 @@ impl Tree {
             }
         }
         Ok(at)
+    }
+
+    /// Makes the working directory of an image if it is missing, as container engines do.
+    fn make_working_directory(&mut self, path: &str) -> Result<(), String> {
+        let path = path.trim_matches('/').as_bytes();
+        let ends = path.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at);
+        let kinds = ends.chain([path.len()]).filter_map(|end| self.nodes.get(&Key(path[..end].to_vec())));
+        let may_be_entered = |object: &usize| {
+            matches!(self.objects[*object].kind, EntryKind::Directory | EntryKind::Symlink { .. })
+        };
+        // A file in its place is an error of the image, which the worker reports.
+        if kinds.copied().all(|object| may_be_entered(&object)) {
+            self.resolve(path)?;
+        }
+        Ok(())
     }
 
     fn is_directory(&self, path: &[u8]) -> bool {

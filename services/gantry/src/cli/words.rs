@@ -29,6 +29,16 @@ pub(crate) struct Unfinished {
     pub(crate) selecting: Vec<String>,
 }
 
+/// Splits an unfinished command line into the words after the program. Bash itself would also split
+/// at `=` and `:`.
+pub(crate) fn of_line(line: &str) -> Vec<String> {
+    let mut words: Vec<_> = line.split_whitespace().skip(1).map(str::to_owned).collect();
+    if line.ends_with(char::is_whitespace) {
+        words.push(String::new());
+    }
+    words
+}
+
 /// Parses the words after the program. The last one is unfinished. `None`: it stands for something
 /// that no cluster lists.
 pub(crate) fn parse(command: &Command, words: &[String]) -> Option<Unfinished> {
@@ -143,6 +153,13 @@ mod tests {
         ] {
             assert_eq!(parsed(line).map(|found| found.object), object, "{line:?}");
         }
+    }
+
+    #[test]
+    fn line_has_words_after_program() {
+        assert_eq!(of_line("gantry --server=http://a:1 logs "), ["--server=http://a:1", "logs", ""]);
+        assert_eq!(of_line("gantry lo"), ["lo"]);
+        assert_eq!(of_line(""), [""; 0]);
     }
 
     #[test]

@@ -48,6 +48,11 @@ pub(crate) async fn cp(args: &CpArgs, connection: &Connection, ui: &Ui, as_json:
         return if as_json { print_json(&downloaded.details) } else { Ok(()) };
     };
     let path = within(path)?;
+    if target == Path::new("-") {
+        let copied =
+            transfer(artifact, path.as_os_str().as_bytes(), connection, &Target::Stdout { as_json }).await;
+        return copied.with_context(|| format!("cannot copy {} of {}", path.display(), source.artifact));
+    }
     let target = match path.file_name() {
         Some(name) if target.is_dir() => target.join(name),
         _ => target.clone(),

@@ -26,11 +26,17 @@ const LIMIT: u32 = 200;
 pub(crate) async fn complete(args: &CompleteArgs) -> anyhow::Result<()> {
     let mut command = Cli::command();
     command.build();
-    let Some(Unfinished { object, selecting }) = words::parse(&command, &args.words) else { return Ok(()) };
+    let line = match &args.line {
+        Some(line) => words::of_line(line),
+        None => args.words.clone(),
+    };
+    let Some(Unfinished { object, selecting }) = words::parse(&command, &line) else { return Ok(()) };
     let found = timeout(PATIENCE, find(object, selecting)).await;
     let mut words = found.ok().and_then(Result::ok).unwrap_or_default();
-    let last = args.words.last().map_or("", String::as_str);
-    words.retain(|word| word.starts_with(last));
+    let last = line.last().map_or("", String::as_str);
+    // A shell inserts the words as they are.
+    let is_harmless = |c: char| c.is_ascii_alphanumeric() || "._:@/+-".contains(c);
+    words.retain(|word| word.starts_with(last) && word.chars().all(is_harmless));
     words.sort_unstable();
     words.dedup();
     print(&words.iter().map(|word| format!("{word}\n")).collect::<String>())

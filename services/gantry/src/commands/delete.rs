@@ -1,5 +1,6 @@
 //! `gantry delete`, `gantry prune` and `gantry gc`: deletion of artifacts, and garbage collection.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use anyhow::bail;
@@ -7,7 +8,7 @@ use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, DeleteArtifactsRequest, DryRun,
-    ObjectKind,
+    ExplainResponse, ObjectKind,
 };
 use rpc::pb::scheduler::{Worker, WorkloadState};
 use serde_json::json;
@@ -86,14 +87,20 @@ pub(crate) async fn delete(
     }
     artifacts.sort_unstable();
     artifacts.dedup();
-    let collected = delete_and_collect(connection, &artifacts).await?;
+    delete_all(connection, ui, &artifacts, as_json).await
+}
+
+/// Deletes artifacts, collects garbage, and prints the result.
+async fn delete_all(
+    connection: &Connection,
+    ui: &Ui,
+    artifacts: &[String],
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let collected = delete_and_collect(connection, artifacts).await?;
     let mut kept = Vec::new();
-    for id in &artifacts {
-        let explained = match why::explain(connection, id).await {
-            // The store has no record of the artifact any more.
-            Err(error) if error::refusal(&error).is_some_and(|refused| !refused.is_transient()) => continue,
-            explained => explained?,
-        };
+    for id in artifacts {
+        let Some(explained) = explain_if_known(connection, id).await? else { continue };
         if let Some(keeper) = explained.kept_by.first() {
             ui.warn(&format!("artifact {id} is kept until nothing uses it: {}", keeper.text));
             kept.push(id);
@@ -107,6 +114,14 @@ pub(crate) async fn delete(
     }
     let deleted = count((artifacts.len() - kept.len()) as u64, "artifact");
     print(&format!("{deleted} deleted, {} on workers\n", bytes(freed)))
+}
+
+/// Explains an artifact. `None`: the store has no record of it any more.
+async fn explain_if_known(connection: &Connection, id: &str) -> anyhow::Result<Option<ExplainResponse>> {
+    match why::explain(connection, id).await {
+        Err(error) if error::refusal(&error).is_some_and(|refused| !refused.is_transient()) => Ok(None),
+        explained => explained.map(Some),
+    }
 }
 
 fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
@@ -141,7 +156,7 @@ async fn delete_and_collect(
 pub(crate) async fn prune(
     connection: &Connection,
     ui: &Ui,
-    force: bool,
+    is_agreed: bool,
     as_json: bool,
 ) -> anyhow::Result<()> {
     let is_unused = async |artifact: Artifact| {
@@ -157,11 +172,14 @@ pub(crate) async fn prune(
         .await?;
     let collector = connection.collector();
     let request = CollectRequest { dry_run: DryRun::Only.into() };
-    let garbage = connection
+    let mut garbage = connection
         .repeat(Service::ArtifactStore, "cannot find garbage", async || {
             collector.clone().collect(request).await
         })
         .await?;
+    // An artifact that nothing keeps is in both lists.
+    let listed: HashSet<_> = unused.iter().flat_map(ids_of).collect();
+    garbage.collected.retain(|collected| !listed.contains(collected.id.as_str()));
     let bytes_of =
         |artifact: &Artifact| artifact.replicas.iter().map(|replica| replica.size_bytes).sum::<u64>();
     let size = unused.iter().map(bytes_of).sum::<u64>() + queries::freed(&garbage);
@@ -172,11 +190,12 @@ pub(crate) async fn prune(
         }
         return print("nothing to delete\n");
     }
-    if !force {
+    if !is_agreed {
+        let least = if garbage.truncated { "at least " } else { "" };
         let artifacts = count(ids.len() as u64, "artifact");
         let (team, garbage) = (&connection.team, count(garbage.collected.len() as u64, "other object"));
         let question = format!(
-            "{artifacts} of team {team} that nothing uses, and {garbage} that nothing keeps; {} on workers",
+            "{artifacts} of team {team} that nothing uses, and {least}{garbage} that nothing keeps; {least}{} on workers",
             bytes(size)
         );
         if !confirm::confirmed(&question).await? {
@@ -185,12 +204,13 @@ pub(crate) async fn prune(
         }
     }
     ids.sort_unstable();
-    let collected = delete_and_collect(connection, &ids).await?;
-    let freed = queries::freed(&collected);
-    if as_json {
-        return print_json(&json!({ "deleted": ids.len(), "kept": [], "size_bytes": freed }));
-    }
-    print(&format!("{} deleted, {} on workers\n", count(ids.len() as u64, "artifact"), bytes(freed)))
+    delete_all(connection, ui, &ids, as_json).await
+}
+
+/// Returns the ids of an artifact and of its replicas.
+fn ids_of(artifact: &Artifact) -> impl Iterator<Item = &str> {
+    let replicas = artifact.replicas.iter().map(|replica| replica.volume_handle.as_str());
+    std::iter::once(artifact.artifact_id.as_str()).chain(replicas)
 }
 
 /// Artifacts that were deleted because disks are full.
@@ -277,7 +297,8 @@ fn bytes_to_free(capacity: u64, free: u64) -> Option<u64> {
 
 /// Returns whether an artifact is only kept by ended builds and rules, all with a time limit.
 async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result<bool> {
-    let explained = why::explain(connection, id).await?;
+    // Retention may have deleted it meanwhile.
+    let Some(explained) = explain_if_known(connection, id).await? else { return Ok(false) };
     let ends = |thing: ObjectKind| matches!(thing, ObjectKind::Build | ObjectKind::Unspecified);
     Ok(explained.kept_by_total == explained.kept_by.len() as u64
         && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.kind())))

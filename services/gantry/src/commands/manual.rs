@@ -15,7 +15,7 @@ _gantry_with_words() {
     local word
     while IFS= read -r word; do
         COMPREPLY+=("$word")
-    done < <(gantry complete-words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+    done < <(gantry complete-words --line "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
 }
 complete -F _gantry_with_words -o bashdefault -o default gantry
 "#;
@@ -88,7 +88,7 @@ mod tests {
     fn scripts_complete_commands() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let script = script(shell).expect("text");
-            for word in ["inspect", "env-file", "workloads", "complete-words -- "] {
+            for word in ["inspect", "env-file", "workloads", "complete-words --"] {
                 assert!(script.contains(word), "{shell}: {word}");
             }
         }

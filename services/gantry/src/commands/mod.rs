@@ -107,7 +107,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Ps(args) => list::ps(connection, args, global.quiet, as_json).await?,
         Command::List(args) => list::list(connection, args, as_json).await?,
         Command::Inspect(args) => list::inspect(connection, args).await?,
-        Command::Show(args) => list::show(connection, args, as_json).await?,
+        Command::Show(args) => list::show(connection, ui, args, as_json).await?,
         Command::ClearCache(args) => clear_cache::clear(connection, args, as_json).await?,
         Command::Gc(args) => delete::gc(connection, args, as_json).await?,
         Command::Adopt(args) => orphans::adopt(connection, args, as_json).await?,
@@ -117,7 +117,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Retire(args) => workers::retire(connection, ui, args, as_json).await?,
         Command::Prune(args) => match &args.worker {
             Some(worker) => workers::prune(connection, worker, args.force, as_json).await?,
-            None => delete::prune(connection, ui, args.force, as_json).await?,
+            None => delete::prune(connection, ui, args.yes, as_json).await?,
         },
         Command::Demand => demand::demand(connection, as_json).await?,
         Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,

@@ -510,7 +510,7 @@ async fn end_of_old_outputs(
 ) -> Result<(), Closed> {
     let missed = stdout.old_output_ends(started.stdout_offset).await?;
     report_missing(ui, stdout, OutputStream::Stdout, missed);
-    let missed = stderr.old_output_ends(started.stderr_offset).await?;
+    let missed = stderr.old_output_ends(started.stderr_offset.unwrap_or(u64::MAX)).await?;
     report_missing(ui, stderr, OutputStream::Stderr, missed);
     Ok(())
 }

@@ -11,9 +11,7 @@ use crate::render::stdout::print;
 /// command fails.
 pub(crate) async fn confirmed(what: &str) -> anyhow::Result<bool> {
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
-        bail!(
-            "cannot delete {what}: there is no terminal at which to confirm it; give --force to delete without a question"
-        );
+        bail!("cannot delete {what}: there is no terminal for a question; use --yes");
     }
     print(&format!("This deletes {what}.\nDelete? [y/N] "))?;
     let (sender, answer) = oneshot::channel();

@@ -1,13 +1,16 @@
 //! Lists and single objects on standard output, as a table, as fields, or as JSON.
 
+use std::io::IsTerminal;
+
 use anyhow::Context;
 use futures::stream::{Stream, TryStreamExt};
 use serde_json::Value;
 
 use crate::render::short_ids;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{fields, render};
+use crate::render::table::{fields, plain, render};
 use crate::render::template::Template;
+use crate::render::terminal;
 
 /// How a list is printed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,6 +40,10 @@ pub(crate) struct Listing {
 
 /// Column that is left out of a table if all its cells are empty.
 const OPTIONAL: &str = "NAME";
+/// Last columns that are cut to the width of a terminal. Other columns have ids.
+const CUT: [&str; 3] = ["COMMAND", "KEPT BY", "REASON"];
+/// Least width to which a column is cut.
+const MIN_CUT: usize = 10;
 
 impl Listing {
     /// Returns the listing of at most `limit` items.
@@ -90,11 +97,31 @@ impl Listing {
         if self.abbreviates {
             abbreviate(&mut rows);
         }
+        if self.format == Format::Table
+            && headers.last().is_some_and(|last| CUT.contains(last))
+            && std::io::stdout().is_terminal()
+        {
+            let columns = usize::try_from(terminal::size().columns).unwrap_or(usize::MAX);
+            cut(headers, &mut rows, columns);
+        }
         if self.columns.is_empty() {
             return print(&without_empty(headers, rows));
         }
         print(&selected(&self.columns, headers, &rows)?)
     }
+}
+
+/// Cuts the texts of the last column so that a table fits into `columns`. Other cells stay whole.
+fn cut(headers: &[&str], rows: &mut [Vec<String>], columns: usize) {
+    let last = headers.len().saturating_sub(1);
+    let width = |at: usize| {
+        let cells = rows.iter().map(|row| row[at].chars().count());
+        let widest = cells.max().unwrap_or(0);
+        let is_left_out = headers[at] == OPTIONAL && widest == 0;
+        if is_left_out { 0 } else { widest.max(headers[at].len()) + 2 }
+    };
+    let left = columns.saturating_sub((0..last).map(width).sum()).max(MIN_CUT);
+    rows.iter_mut().for_each(|row| row[last] = plain(&row[last], left));
 }
 
 /// Formats a table of the named columns, in their order.
@@ -143,6 +170,17 @@ pub(crate) fn one<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn last_column_is_cut_to_width() {
+        let row = |command: &str| vec!["7f3a9c12".to_owned(), String::new(), command.to_owned()];
+        let headers = ["ID", "NAME", "COMMAND"];
+        let mut rows = [row("make all of it"), row("true")];
+        cut(&headers, &mut rows, 22);
+        assert_eq!([&rows[0][2], &rows[1][2]], ["make all of…", "true"]);
+        cut(&headers, &mut rows, 3);
+        assert_eq!(rows[0][2].chars().count(), MIN_CUT);
+    }
 
     #[test]
     fn columns_are_selected_by_header() {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
@@ -23,13 +23,17 @@ const MEASURED: Duration = Duration::from_secs(1);
 
 /// Bars of the transfers in progress. Clones share them.
 #[derive(Clone)]
-pub(crate) struct Progress(Arc<Painted>);
+pub(crate) struct Progress(Arc<Painter>);
 
-struct Painted {
+/// Reference to [`Progress`] that does not keep it.
+#[derive(Default)]
+pub(crate) struct WeakProgress(Weak<Painter>);
+
+struct Painter {
     bars: Arc<Bars>,
     screen: Arc<Screen>,
     /// Task that paints. It ends with the last clone.
-    painter: JoinSet<()>,
+    task: JoinSet<()>,
 }
 
 #[derive(Default)]
@@ -64,11 +68,15 @@ impl Progress {
     /// Starts without bars.
     pub(crate) fn start(screen: &Arc<Screen>, quiet: bool) -> Self {
         let bars = Arc::<Bars>::default();
-        let mut painter = JoinSet::new();
+        let mut task = JoinSet::new();
         if !quiet {
-            painter.spawn(paint(bars.clone(), screen.clone()));
+            task.spawn(paint(bars.clone(), screen.clone()));
         }
-        Self(Arc::new(Painted { bars, screen: screen.clone(), painter }))
+        Self(Arc::new(Painter { bars, screen: screen.clone(), task }))
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakProgress {
+        WeakProgress(Arc::downgrade(&self.0))
     }
 
     /// Starts a bar with 0 of 0 bytes.
@@ -81,6 +89,12 @@ impl Progress {
         });
         self.0.bars.held().bars.push(state.clone());
         Bar(Arc::new(RunningBar { state, bars: self.0.bars.clone() }))
+    }
+}
+
+impl WeakProgress {
+    pub(crate) fn upgrade(&self) -> Option<Progress> {
+        self.0.upgrade().map(Progress)
     }
 }
 
@@ -109,10 +123,10 @@ impl Bar {
     }
 }
 
-impl Drop for Painted {
+impl Drop for Painter {
     fn drop(&mut self) {
         self.bars.held().ended = true;
-        self.painter.abort_all();
+        self.task.abort_all();
         self.screen.wipe();
     }
 }

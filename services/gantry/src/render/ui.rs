@@ -2,14 +2,14 @@
 //! output.
 
 use std::io::{self, IsTerminal};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use crate::render::output::Events;
-use crate::render::progress::Progress;
+use crate::render::progress::{Progress, WeakProgress};
 use crate::render::screen::Screen;
 use crate::render::table::changes_terminal;
 
@@ -22,6 +22,8 @@ pub(crate) struct Ui {
     quiet: bool,
     color: bool,
     screen: Arc<Screen>,
+    /// Bars of all transfers in progress, while there are any.
+    progress: Mutex<WeakProgress>,
     events: Option<Events>,
 }
 
@@ -30,7 +32,14 @@ impl Ui {
     pub(crate) fn new(quiet: bool) -> Self {
         let color =
             io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
-        Self { started: Instant::now(), quiet, color, screen: Arc::new(Screen::stderr()), events: None }
+        Self {
+            started: Instant::now(),
+            quiet,
+            color,
+            screen: Arc::new(Screen::stderr()),
+            progress: Mutex::default(),
+            events: None,
+        }
     }
 
     /// Makes a printer for a command that prints events with `--json`.
@@ -45,6 +54,7 @@ impl Ui {
             quiet: self.quiet,
             color: self.color,
             screen: self.screen.clone(),
+            progress: Mutex::default(),
             events: None,
         }
     }
@@ -101,7 +111,10 @@ impl Ui {
 
     /// Starts to show the progress of transfers.
     pub(crate) fn progress(&self) -> Progress {
-        Progress::start(&self.screen, self.quiet)
+        let mut shared = self.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let progress = shared.upgrade().unwrap_or_else(|| Progress::start(&self.screen, self.quiet));
+        *shared = progress.downgrade();
+        progress
     }
 
     /// Waits until all events are written.

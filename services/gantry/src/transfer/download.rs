@@ -440,11 +440,12 @@ pub(crate) async fn locate(
     located.context("cannot locate the artifact")
 }
 
-/// Reads a small file of an artifact.
+/// Reads a file of an artifact with at most `limit` bytes.
 pub(crate) async fn read_file(
     connection: &Connection,
     artifact: ArtifactId,
     path: &'static str,
+    limit: u64,
 ) -> anyhow::Result<Vec<u8>> {
     let DownloadResponse { endpoint, .. } = locate(connection, artifact, &[]).await?;
     let endpoint = endpoint.context("the streamer did not name a worker")?;
@@ -456,6 +457,9 @@ pub(crate) async fn read_file(
     while let Some(piece) = pieces.message().await.map_err(by_gateway)? {
         contents.extend_from_slice(&piece.data);
         size_bytes = size_bytes.max(piece.size_bytes);
+        if size_bytes.max(contents.len() as u64) > limit {
+            bail!("the file {path} has more than {}", bytes(limit));
+        }
     }
     if (contents.len() as u64) < size_bytes {
         return Err(Refused::cut().into());

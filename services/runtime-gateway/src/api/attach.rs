@@ -85,7 +85,11 @@ pub(super) async fn attach(
         worker.runtime.attach(process, from).await.map_err(status)?;
 
     let attached = (!observer).then(|| AttachGuard::new(attendance.clone(), process, caller.clone()));
-    let started = AttachAnswer::Started(pb::Started { stdin_offset, stdout_offset, stderr_offset });
+    let started = AttachAnswer::Started(pb::Started {
+        stdin_offset,
+        stdout_offset,
+        stderr_offset: Some(stderr_offset),
+    });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
     }

@@ -194,13 +194,21 @@ fn signal_number(text: &str) -> Option<u8> {
         "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
         "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
     ];
-    const REAL_TIME: usize = 34;
+    const SYNONYMS: [(&str, &str); 4] = [("IOT", "ABRT"), ("CLD", "CHLD"), ("POLL", "IO"), ("UNUSED", "SYS")];
+    const FIRST_REAL_TIME: usize = 34;
+    const LAST_REAL_TIME: usize = 64;
     let upper = text.to_uppercase();
     let name = upper.strip_prefix("SIG").unwrap_or(&upper);
+    let name = SYNONYMS.iter().find(|(synonym, _)| *synonym == name).map_or(name, |(_, known)| known);
     let named = || NAMES.iter().position(|known| *known == name).map(|at| at + 1);
-    let real_time = || match name.strip_prefix("RTMIN")? {
-        "" => Some(REAL_TIME),
-        offset => REAL_TIME.checked_add(offset.strip_prefix('+')?.parse().ok()?),
+    let offset =
+        |text: &str| Some(text).filter(|text| text.bytes().all(|b| b.is_ascii_digit()))?.parse().ok();
+    let real_time = || match (name.strip_prefix("RTMIN"), name.strip_prefix("RTMAX")) {
+        (Some(""), _) => Some(FIRST_REAL_TIME),
+        (_, Some("")) => Some(LAST_REAL_TIME),
+        (Some(after), _) => FIRST_REAL_TIME.checked_add(offset(after.strip_prefix('+')?)?),
+        (_, Some(before)) => LAST_REAL_TIME.checked_sub(offset(before.strip_prefix('-')?)?),
+        (None, None) => None,
     };
     let number = name.parse().ok().or_else(named).or_else(real_time)?;
     u8::try_from(number).ok().filter(|number| (1..=64).contains(number))
@@ -212,12 +220,19 @@ mod tests {
 
     #[test]
     fn stop_signal_is_name_or_number() {
-        let numbers =
-            [("SIGQUIT", 3), ("term", 15), ("10", 10), ("SIGRTMIN", 34), ("RTMIN+3", 37), ("SIGSYS", 31)];
+        let numbers = [
+            ("SIGQUIT", 3),
+            ("term", 15),
+            ("10", 10),
+            ("SIGRTMIN", 34),
+            ("RTMIN+3", 37),
+            ("SIGRTMAX-1", 63),
+            ("SIGPOLL", 29),
+        ];
         for (text, number) in numbers {
             assert_eq!(signal_number(text), Some(number), "{text}");
         }
-        for text in ["SIG", "0", "65", "-1", "SIGNONE", "RTMIN3", "RTMIN+31", "RTMAX"] {
+        for text in ["SIG", "0", "65", "-1", "SIGNONE", "RTMIN3", "RTMIN+31", "RTMIN++3", "RTMAX+1"] {
             assert_eq!(signal_number(text), None, "{text}");
         }
         let parsed = parse(br#"{"stop_signal": "SIGINT"}"#).expect("it makes sense");

@@ -62,6 +62,9 @@ pub(crate) struct CompletionArgs {
 /// Arguments of `gantry complete-words`.
 #[derive(Debug, Args)]
 pub(crate) struct CompleteArgs {
+    /// The unfinished command line up to the cursor, instead of its words
+    #[arg(long, value_name = "LINE", conflicts_with = "words", allow_hyphen_values = true)]
+    pub(crate) line: Option<String>,
     /// Words of the unfinished command line after the program, up to the unfinished word
     #[arg(value_name = "WORD", trailing_var_arg = true, allow_hyphen_values = true)]
     pub(crate) words: Vec<String>,

@@ -21,8 +21,8 @@ pub(crate) struct RunArgs {
 
     /// Name of the workload, by which other commands find it
     ///
-    /// Several workloads may have the same name. The name stands for the newest one that has not
-    /// ended, or else for the newest one that has ended.
+    /// The name stands for the workload that has not ended, or else for the newest one that has
+    /// ended. If several have not ended, commands list them.
     #[arg(long, value_name = "NAME", value_parser = values::workload_name, help_heading = "Execution")]
     pub(crate) name: Option<String>,
     /// Accepted for users of other tools. Containers are always removed

@@ -145,7 +145,7 @@ pub(crate) struct CpArgs {
     /// Output, or file of an output: `WORKLOAD:OUTPUT`, `WORKLOAD:OUTPUT/PATH` or `ARTIFACT:/PATH`
     #[arg(value_name = "SOURCE", value_parser = values::copy_source_parser())]
     pub(crate) source: CopySource,
-    /// Directory or file on this machine
+    /// Directory or file on this machine. `-` prints a file on standard output
     #[arg(value_name = "TARGET")]
     pub(crate) target: PathBuf,
 }

@@ -63,8 +63,9 @@ pub(crate) struct RetireArgs {
 /// Arguments of `gantry prune`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Without a worker, deletes the artifacts of the team that no workload, build or cache uses, also results and uploads before their time \
-(--keep), and what nothing keeps any more. Says what that is, and asks first. `gantry undelete` restores an artifact while its bytes exist.
+Without a worker, deletes the artifacts of the team that no workload, build or cache uses, and what nothing keeps any more. These are also \
+results and uploads before their time (--keep). The command says what it deletes, and asks first. `gantry undelete` restores an artifact \
+while its bytes exist.
 
 With a worker, forgets a lost worker for good. Workloads of the worker are given up at once. Prune a worker only if its machine is gone: a \
 machine that still runs may execute a workload beside its replacement. If the machine comes back, it is a new, empty worker.")]
@@ -72,8 +73,10 @@ pub(crate) struct PruneArgs {
     /// Name or id of the worker to forget. Default: delete what nothing uses
     #[arg(value_name = "WORKER")]
     pub(crate) worker: Option<String>,
-    /// Do not ask. With a worker: prune it even if the last replica of a kept artifact, or orphans,
-    /// are lost
-    #[arg(short, long)]
+    /// Forget the worker even if the last replica of a kept artifact, or orphans, are lost
+    #[arg(long, requires = "worker")]
     pub(crate) force: bool,
+    /// Delete what nothing uses without a question
+    #[arg(short, long, conflicts_with = "worker")]
+    pub(crate) yes: bool,
 }

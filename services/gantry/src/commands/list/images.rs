@@ -7,15 +7,19 @@ use serde_json::{Value, json};
 
 use crate::client::connect::{Connection, Service};
 use crate::client::queries::{self, pages};
+use crate::ending::error::describe;
 use crate::render::labels;
 use crate::render::listing::{Listing, one};
 use crate::render::table::{bytes, plain};
+use crate::render::ui::Ui;
 use crate::transfer::download::read_file;
 
 /// Type of the resource caches of images.
 const TYPE: &str = "image";
 /// The file in an image with the defaults for its processes.
 const METADATA: &str = "metadata.json";
+/// Most bytes of that file.
+const MAX_METADATA_BYTES: u64 = 1 << 20;
 /// The defaults of an image, with their names for people.
 const DEFAULTS: [(&str, &str); 7] = [
     ("entrypoint", "entrypoint"),
@@ -35,7 +39,7 @@ pub(super) async fn list(connection: &Connection, listing: Listing) -> anyhow::R
 
 /// Executes `gantry show image`. `named` is a reference without its digest, a digest or the start
 /// of one, or the id of the cache or the artifact.
-pub(super) async fn show(connection: &Connection, named: &str, as_json: bool) -> anyhow::Result<()> {
+pub(super) async fn show(connection: &Connection, ui: &Ui, named: &str, as_json: bool) -> anyhow::Result<()> {
     let full = images::parse_reference(named, images::DEFAULT_REGISTRY).map(|it| it.to_string()).ok();
     let mut found: Vec<_> = all(connection)
         .try_filter(|image| std::future::ready(is_named(image, named, full.as_deref())))
@@ -52,10 +56,13 @@ pub(super) async fn show(connection: &Connection, named: &str, as_json: bool) ->
         id => {
             let artifact = queries::artifact(connection, id).await.context("cannot show the image")?;
             let id = id.parse().context("the store named an invalid artifact id")?;
+            // Its worker may be away, and an image needs no defaults.
+            let metadata = read_file(connection, id, METADATA, MAX_METADATA_BYTES).await;
             let metadata =
-                read_file(connection, id, METADATA).await.context("cannot read the defaults of the image")?;
-            let metadata =
-                serde_json::from_slice(&metadata).context("the defaults of the image are malformed")?;
+                metadata.and_then(|text| Ok(serde_json::from_slice(&text)?)).unwrap_or_else(|error| {
+                    ui.warn(&format!("cannot read the defaults of the image: {}", describe(&error)));
+                    Value::Null
+                });
             ShownImage { image, size_bytes: Some(artifact.size_bytes), metadata }
         }
     };
@@ -66,7 +73,7 @@ pub(super) async fn show(connection: &Connection, named: &str, as_json: bool) ->
 struct ShownImage {
     image: ResourceCache,
     size_bytes: Option<u64>,
-    /// Defaults for processes. `null`: the image is being pulled.
+    /// Defaults for processes. `null`: they are not known.
     metadata: Value,
 }
 

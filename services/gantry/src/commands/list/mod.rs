@@ -38,6 +38,7 @@ use crate::render::json;
 use crate::render::labels;
 use crate::render::listing::{Format, Listing, abbreviate, one, without_empty};
 use crate::render::stdout::{print, print_json};
+use crate::render::ui::Ui;
 
 /// Number of workloads in the overview.
 const OVERVIEW_LIMIT: usize = 20;
@@ -203,7 +204,12 @@ fn workload_state(wanted: &str) -> anyhow::Result<(WorkloadState, Outcome)> {
 }
 
 /// Executes `gantry show`.
-pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool) -> anyhow::Result<()> {
+pub(crate) async fn show(
+    connection: &Connection,
+    ui: &Ui,
+    args: &ShowArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
     let id = &args.id;
     match args.kind {
         Kind::Workers => {
@@ -228,7 +234,7 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
             let shown = why::or_why(connection, id, queries::container(connection, id).await).await?;
             one(&shown, as_json, json::container, container_fields)
         }
-        Kind::Images => images::show(connection, id, as_json).await,
+        Kind::Images => images::show(connection, ui, id, as_json).await,
         Kind::Caches => one(&caches::find(connection, id).await?, as_json, caches::json, caches::shown),
         Kind::BaseTypes | Kind::Imports | Kind::Leases => {
             bail!("`gantry list` shows everything about objects of this kind; see also `gantry explain {id}`")

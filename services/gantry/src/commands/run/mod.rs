@@ -334,7 +334,7 @@ async fn submit_in_some_network(
     if submit(connection, workload, without).await.is_err() {
         return submitted;
     }
-    ui.warn("the command runs without a network (--network none), because no worker has private networks; choose one with --network, or install the package slirp4netns if the worker runs without root (gantry doctor)");
+    ui.note("the command runs without a network, because no worker has private networks; `gantry doctor` says why, and --network none omits this line");
     Ok(())
 }
 

@@ -189,7 +189,7 @@ fn private_network() -> Check {
         Err(error) if unprivileged::is_active() => Check::limited(
             "private networks",
             error_chain(&error),
-            "install the package slirp4netns, load tun and nf_tables, and permit /dev/net/tun; then restart the cluster (`gantry down`)",
+            "a worker without root needs the package slirp4netns, the kernel modules tun and nf_tables, and the right to open /dev/net/tun; restart the cluster after a change (`gantry down`)",
         ),
         Err(error) => Check::limited(
             "private networks",

@@ -531,7 +531,7 @@ pub(super) fn limit_ids(user: &mut User) -> Result<(), RuntimeError> {
     let ids = MappedIds::of_this_process();
     if !ids.has(*uid, *gid) {
         return Err(RuntimeError::Unsupported(format!(
-            "the user {uid}:{gid} on a worker of an ordinary user: install `uidmap`, and grant ids in /etc/subuid and /etc/subgid"
+            "the user {uid}:{gid} on a worker of an ordinary user: install `uidmap`, and grant ids in /etc/subuid and /etc/subgid, or run the command as root of the container (--user root)"
         )));
     }
     groups.retain(|group| ids.has_group(*group));

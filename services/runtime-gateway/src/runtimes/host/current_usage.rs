@@ -16,8 +16,8 @@ use super::paths;
 use super::processes::{Process, Status};
 use crate::util::keyed_locks::lock;
 
-/// Usage of all processes in a process namespace, by its inode.
-type Namespaces = HashMap<u64, CurrentUsage>;
+/// Usage and number of all processes in a process namespace, by its inode.
+type Namespaces = HashMap<u64, (CurrentUsage, usize)>;
 
 impl Host {
     /// Measures the containers whose main process runs.
@@ -32,42 +32,47 @@ impl Host {
         known.retain(|(container, _)| containers.contains(container));
         // `/proc` is read once for all containers, and only if a container needs it.
         let (mut usage, mut namespaces) = (HashMap::new(), None);
+        let (mut mains, mut inits) = (Vec::new(), HashMap::<_, usize>::new());
         for (container, id) in known {
             let process = Process::new(self, container, id);
             // A process that is being removed has no readable state.
-            let runs = matches!(self.status(&process), Ok(Status::Started));
-            if runs && Self::is_main(&process)? {
-                usage.insert(container, self.usage_of(&process, &mut namespaces));
+            if matches!(self.status(&process), Ok(Status::Started)) {
+                *inits.entry(container).or_default() += 1;
+                if Self::is_main(&process)? {
+                    mains.push((container, process));
+                }
             }
+        }
+        for (container, main) in mains {
+            let inits = inits.get(&container).copied().unwrap_or_default();
+            usage.insert(container, self.usage_of(&main, inits, &mut namespaces));
         }
         Ok(usage)
     }
 
-    fn usage_of(&self, main: &Process, namespaces: &mut Option<Namespaces>) -> CurrentUsage {
+    /// Measures the container of a main process. `inits` of its processes belong to Gantry.
+    fn usage_of(&self, main: &Process, inits: usize, namespaces: &mut Option<Namespaces>) -> CurrentUsage {
+        let without_inits =
+            |processes: usize| u32::try_from(processes.saturating_sub(inits)).unwrap_or(u32::MAX);
         let group = main.cgroup();
         let processes = self.cgroups.processes(&group).len();
         let counted = CurrentUsage {
             cpu_time: self.cgroups.cpu_time(&group),
             memory_bytes: self.cgroups.kept_memory(&group),
-            processes: (processes > 0).then(|| without_init(processes)),
+            processes: (processes > 0).then(|| without_inits(processes)),
         };
         if let CurrentUsage { cpu_time: Some(_), memory_bytes: Some(_), processes: Some(_) } = counted {
             return counted;
         }
         let Some(namespace) = namespace_of(main) else { return counted };
         let namespaces = namespaces.get_or_insert_with(read_namespaces);
-        let added = namespaces.get(&namespace).copied().unwrap_or_default();
+        let (added, processes) = namespaces.get(&namespace).copied().unwrap_or_default();
         CurrentUsage {
             cpu_time: counted.cpu_time.or(added.cpu_time),
             memory_bytes: counted.memory_bytes.or(added.memory_bytes),
-            processes: counted.processes.or(added.processes),
+            processes: counted.processes.or((processes > 0).then(|| without_inits(processes))),
         }
     }
-}
-
-/// Leaves out init, which belongs to Gantry.
-fn without_init(processes: usize) -> u32 {
-    u32::try_from(processes).unwrap_or(u32::MAX).saturating_sub(1)
 }
 
 /// Returns the inode of the process namespace of a container. `None`: its init has ended.
@@ -96,10 +101,13 @@ fn read_namespaces() -> Namespaces {
             processes.entry(namespace).or_default().push(used);
         }
     }
-    let sum = |used: Vec<(Duration, u64)>| CurrentUsage {
-        cpu_time: Some(used.iter().map(|(time, _)| *time).sum()),
-        memory_bytes: Some(used.iter().map(|(_, bytes)| *bytes).sum()),
-        processes: Some(without_init(used.len())),
+    let sum = |used: Vec<(Duration, u64)>| {
+        let usage = CurrentUsage {
+            cpu_time: Some(used.iter().map(|(time, _)| *time).sum()),
+            memory_bytes: Some(used.iter().map(|(_, bytes)| *bytes).sum()),
+            processes: None,
+        };
+        (usage, used.len())
     };
     processes.into_iter().map(|(namespace, used)| (namespace, sum(used))).collect()
 }
@@ -138,7 +146,7 @@ mod tests {
     #[test]
     fn own_namespace_is_measured() {
         let own = inode("self").expect("this process");
-        let usage = read_namespaces()[&own];
-        assert!(usage.memory_bytes > Some(1 << 20), "{usage:?}");
+        let (usage, processes) = read_namespaces()[&own];
+        assert!(usage.memory_bytes > Some(1 << 20) && processes > 0, "{usage:?}");
     }
 }

@@ -65,7 +65,7 @@ pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
 /// This process must have one thread. [`Uplink::await_ready`] must succeed before the network is
 /// used.
 pub(in crate::runtimes::host) fn connect(pool: Pool) -> io::Result<Uplink> {
-    let (uplink, namespace) = Uplink::start(pool, Stdio::null())?;
+    let (uplink, namespace) = Uplink::start(pool, Stdio::inherit())?;
     rustix::thread::move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
     Ok(uplink)
 }
@@ -122,7 +122,9 @@ impl Uplink {
 
     /// Limits the sockets of the program, and so the connections of the container.
     fn limit_connections(&self) -> io::Result<()> {
-        let most = Some(u64::from(connection_limit()));
+        // An ordinary user cannot raise the limit of the machine.
+        let most = rustix::process::getrlimit(Resource::Nofile).maximum;
+        let most = Some(most.unwrap_or(u64::MAX).min(u64::from(connection_limit())));
         let pid = i32::try_from(self.program.id()).ok().and_then(Pid::from_raw);
         rustix::process::prlimit(pid, Resource::Nofile, Rlimit { current: most, maximum: most })?;
         Ok(())
