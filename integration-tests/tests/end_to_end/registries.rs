@@ -144,6 +144,26 @@ fn images_of_files_run_like_those_of_registry() {
 }
 
 #[test]
+fn image_of_cluster_is_used_while_registry_is_away() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Open), app());
+    registry.push(&layout, "app", "app:1");
+    let (cluster, image) = (Cluster::new(), registry.reference("app:1"));
+    assert_runs_as_configured(&run(&cluster, &["--image", &image]));
+    let other = registry.reference("app:2");
+    drop(registry);
+    let output = run(&cluster, &["--image", &image]);
+    assert_runs_as_configured(&output);
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert!(printed.contains("using sha256:") && printed.contains("which the cluster has"), "{printed}");
+    let output = run(&cluster, &["--image", &other]);
+    assert_eq!(code(&output), 125, "{}", describe(&output));
+    assert!(describe(&output).contains("Connection refused"), "{}", describe(&output));
+}
+
+#[test]
 fn image_chooses_stop_signal() {
     if !may_run_containers() {
         return;

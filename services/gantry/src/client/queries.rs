@@ -6,8 +6,8 @@ use futures::stream::{self, Stream, TryStreamExt};
 use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, CollectResponse, Container, GetArtifactRequest, GetContainerRequest, GetVolumeRequest,
-    ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListOrphansRequest, ListVolumesRequest,
-    ObjectKind, Orphan, Volume,
+    ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListOrphansRequest,
+    ListResourceCachesRequest, ListVolumesRequest, ObjectKind, Orphan, ResourceCache, Volume,
 };
 use rpc::pb::scheduler::{
     DesiredWorkerState, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, Worker,
@@ -18,6 +18,9 @@ use crate::client::connect::{Connection, Service};
 use crate::client::references;
 use crate::ending::error::refusal;
 use crate::render::labels;
+
+/// Type of the resource caches of images.
+const IMAGE_TYPE: &str = "image";
 
 /// Returns the object, or an error that names the list of its kind.
 pub(crate) fn found_or_error<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
@@ -232,6 +235,19 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
 pub(crate) fn freed(response: &CollectResponse) -> u64 {
     let volumes = response.collected.iter().filter(|collected| collected.kind() == ObjectKind::Volume);
     volumes.map(|volume| volume.size_bytes).sum()
+}
+
+/// Streams the images of the cluster that the team may use, with those that are being pulled.
+pub(crate) fn images(connection: &Connection) -> impl Stream<Item = anyhow::Result<ResourceCache>> {
+    let caches = pages(async move |page_token| {
+        let request = ListResourceCachesRequest { team: connection.team.clone(), page_size: 0, page_token };
+        let client = connection.caches();
+        let page = connection.repeat(Service::ArtifactStore, "cannot list images", async || {
+            client.clone().list_resource_caches(request.clone()).await
+        });
+        page.await.map(|page| (page.caches, page.next_page_token))
+    });
+    caches.try_filter(|cache| std::future::ready(cache.r#type == IMAGE_TYPE))
 }
 
 /// Streams the orphans on one worker. An empty id means all workers.

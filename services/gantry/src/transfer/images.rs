@@ -6,13 +6,16 @@ use std::time::Instant;
 use anyhow::Context;
 use domain::ArtifactId;
 use domain::workload::Image;
+use futures::TryStreamExt;
 use images::{DockerConfig, ImageSource, LayerStore, Platform};
+use rpc::pb::artifacts::ResourceCache;
 use rpc::pb::streamer::pull_response::Message;
 use rpc::pb::streamer::{PullPhase, PullRequest, Pulled, RegistryCredentials};
 
 use crate::cli::args::ScanArgs;
 use crate::cli::values::{ImageArg, ImageFile, ImageFormat};
 use crate::client::connect::{Connection, Service};
+use crate::client::queries;
 use crate::ending::error::Refused;
 use crate::render::table::duration;
 use crate::render::ui::Ui;
@@ -46,7 +49,7 @@ pub(crate) async fn pull(
 ) -> anyhow::Result<Pulled> {
     let started = Instant::now();
     let credentials = credentials(reference).await?;
-    let request = PullRequest {
+    let mut request = PullRequest {
         team: connection.team.clone(),
         reference: reference.to_owned(),
         platform: platform.map(Platform::to_string).unwrap_or_default(),
@@ -74,11 +77,16 @@ pub(crate) async fn pull(
                 return Ok(pulled);
             }
             // The streamer has retried with the registry.
-            Err(refused)
-                if refused.may_pass()
-                    && !refused.is(rpc::Reason::RegistryUnavailable)
-                    && outage.goes_on(None) =>
-            {
+            Err(refused) if refused.is(rpc::Reason::RegistryUnavailable) => {
+                let Some(image) = last_known(connection, &request.reference).await? else {
+                    return Err(anyhow::Error::from(refused).context(format!("cannot pull {reference}")));
+                };
+                let (_, digest) = image.split_once('@').unwrap_or_default();
+                let digest = short(digest);
+                ui.warn(&format!("{reference}: {}; using {digest}, which the cluster has", refused.cause()));
+                request.reference = image;
+            }
+            Err(refused) if refused.may_pass() && outage.goes_on(None) => {
                 connection.wait_out(&mut outage, &refused).await;
             }
             Err(refused) => {
@@ -86,6 +94,20 @@ pub(crate) async fn pull(
             }
         }
     }
+}
+
+/// Returns the complete reference of the image that a tag named when it was used last. `None`: the
+/// cluster has none, or the reference has a digest.
+async fn last_known(connection: &Connection, reference: &str) -> anyhow::Result<Option<String>> {
+    let tag = images::parse_reference(reference, images::DEFAULT_REGISTRY)?.to_string();
+    let of_tag = |image: &ResourceCache| {
+        let name = image.version.split_once('@').map(|(name, _)| name);
+        !image.artifact_id.is_empty() && name == Some(&tag)
+    };
+    let known = queries::images(connection).try_filter(|image| std::future::ready(of_tag(image)));
+    let known: Vec<_> = known.try_collect().await?;
+    let newest = known.into_iter().max_by_key(|image| image.last_used_at.map(|at| (at.seconds, at.nanos)));
+    Ok(newest.map(|image| image.version))
 }
 
 /// Follows a pull, and returns its result and the bytes of its layers that were not in the cluster.

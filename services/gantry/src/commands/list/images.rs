@@ -1,12 +1,12 @@
 //! `gantry list images` and `gantry show image`.
 
 use anyhow::{Context, bail};
-use futures::{Stream, TryStreamExt};
-use rpc::pb::artifacts::{ListResourceCachesRequest, ResourceCache, Sharing};
+use futures::TryStreamExt;
+use rpc::pb::artifacts::{ResourceCache, Sharing};
 use serde_json::{Value, json};
 
-use crate::client::connect::{Connection, Service};
-use crate::client::queries::{self, pages};
+use crate::client::connect::Connection;
+use crate::client::queries;
 use crate::ending::error::describe;
 use crate::render::labels;
 use crate::render::listing::{Listing, one};
@@ -14,8 +14,6 @@ use crate::render::table::{bytes, plain};
 use crate::render::ui::Ui;
 use crate::transfer::download::read_file;
 
-/// Type of the resource caches of images.
-const TYPE: &str = "image";
 /// The file in an image with the defaults for its processes.
 const METADATA: &str = "metadata.json";
 /// Most bytes of that file.
@@ -34,14 +32,14 @@ const HEADERS: &[&str] = &["IMAGE", "DIGEST", "PLATFORM", "LAST USED", "ARTIFACT
 
 /// Executes `gantry list images`.
 pub(super) async fn list(connection: &Connection, listing: Listing) -> anyhow::Result<()> {
-    listing.print(all(connection), json, HEADERS, row).await
+    listing.print(queries::images(connection), json, HEADERS, row).await
 }
 
 /// Executes `gantry show image`. `named` is a reference without its digest, a digest or the start
 /// of one, or the id of the cache or the artifact.
 pub(super) async fn show(connection: &Connection, ui: &Ui, named: &str, as_json: bool) -> anyhow::Result<()> {
     let full = images::parse_reference(named, images::DEFAULT_REGISTRY).map(|it| it.to_string()).ok();
-    let mut found: Vec<_> = all(connection)
+    let mut found: Vec<_> = queries::images(connection)
         .try_filter(|image| std::future::ready(is_named(image, named, full.as_deref())))
         .try_collect()
         .await?;
@@ -117,18 +115,6 @@ impl ShownImage {
 
 fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
-}
-
-fn all(connection: &Connection) -> impl Stream<Item = anyhow::Result<ResourceCache>> {
-    let caches = pages(async move |page_token| {
-        let request = ListResourceCachesRequest { team: connection.team.clone(), page_size: 0, page_token };
-        let client = connection.caches();
-        let page = connection.repeat(Service::ArtifactStore, "cannot list images", async || {
-            client.clone().list_resource_caches(request.clone()).await
-        });
-        page.await.map(|page| (page.caches, page.next_page_token))
-    });
-    caches.try_filter(|cache| std::future::ready(cache.r#type == TYPE))
 }
 
 /// Whether an image has a name. `full` is the complete reference of the name.
