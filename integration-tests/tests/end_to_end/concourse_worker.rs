@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use integration_tests::concourse::{ConcourseWorker, make_image};
+use integration_tests::registry::{Access, Registry};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for, write};
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{Fault, Manner, Server};
@@ -109,6 +110,25 @@ fn concourse_worker_runs_with_input_and_output() {
         assert_eq!(runs, 2, "each once, on the Concourse worker");
         let missing = cluster.output([&suite.job(&[], "")[..7], &["--", "gantry-no-such"]].concat());
         assert_eq!(code(&missing), 127, "{kind:?}: {}", describe(&missing));
+    }
+}
+
+#[test]
+fn image_of_registry_runs_on_concourse_worker() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Open), crate::registries::app());
+    registry.push(&layout, "app", "app:1");
+    let image = registry.reference("app:1");
+    for kind in EVERY {
+        let suite = Suite::new(kind);
+        let run = ["run", "--tag", "garden", "--network", suite.network, "--image", &image, "--user", "root"];
+        let output =
+            suite.cluster.output([&run[..], &["--", "cat /first /second; ls /old; exit 7"]].concat());
+        assert_eq!(code(&output), 7, "{kind:?}: {}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(printed == "replacedlinkedupper\n" || kind.0 == Manner::Houdini, "{kind:?}: {printed:?}");
     }
 }
 
