@@ -2,7 +2,7 @@
 
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::terminal::Terminal;
-use integration_tests::{Cluster, code, describe, id, may_run_containers, wait_for};
+use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
 use serde_json::Value;
 
 /// Holds 30 MB and uses a processor.
@@ -47,13 +47,12 @@ fn top_shows_containers_beside_frozen_streamer() {
     assert_eq!((&main["processes"], &main["memory_limit_bytes"]), (&1.into(), &(100 << 20).into()), "{main}");
     assert!(db["state"] == "running" && db["processes"].as_u64() > Some(0), "{db}");
 
-    let waiting = ["run", "-d", "--tag", "none-such", "--", "true"];
-    suite.gantry(&waiting).output().expect("gantry runs");
     suite.signal("streamer-0", libc::SIGSTOP);
     let seen = snapshot(&suite, &[]);
     let busy = container(&seen, workload, &Value::Null).unwrap_or_else(|| panic!("{seen}"));
     assert!(busy["cpu_percent"].as_f64() > Some(1.0), "{busy}");
-    assert_eq!(seen["unseen"][0]["what"], "transfers", "{seen}");
+    let unseen = seen["unseen"].as_array().expect("a list");
+    assert!(unseen.iter().any(|part| part["what"] == "transfers"), "{seen}");
     suite.signal("streamer-0", libc::SIGCONT);
 }
 
@@ -66,7 +65,7 @@ fn live_screen_follows_containers_and_is_restored() {
     let output = cluster.output(["top"]);
     assert_eq!(code(&output), 1, "{}", describe(&output));
     assert!(!cluster.state().join("artifact-store.db").exists(), "top starts no cluster");
-    let first = id(cluster.succeed(["run", "-d", "--name", "first", "--", "sleep", "1000"]));
+    cluster.succeed(["run", "-d", "--name", "first", "--", "sleep", "1000"]);
     let mut top = cluster.gantry(["top", "--interval", "100ms"]);
     top.env("TERM", "xterm");
     let terminal = Terminal::run(&top, 24, 100);
@@ -74,7 +73,6 @@ fn live_screen_follows_containers_and_is_restored() {
     terminal.wait_for("0.0%");
     cluster.succeed(["run", "-d", "--name", "second", "--", "sleep", "1000"]);
     terminal.wait_for("second ");
-    cluster.succeed(["cancel", &first]);
     terminal.press("q");
     terminal.ended(0);
     let text = terminal.text();

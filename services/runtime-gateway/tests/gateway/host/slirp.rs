@@ -84,8 +84,11 @@ async fn later_addresses_of_this_machine_are_rejected() {
     let runtime = subject.runtime();
     let port = listen();
     let handle = runtime.made(private()).await;
-    // From then on, the container tries to connect.
-    let script = format!("until [ -e /tmp/go ]; do sleep 0.01; done; {}", connect("203.0.113.7", port));
+    // From then on, the container tries to connect. It succeeds until the supervisor has followed.
+    let script = format!(
+        "until [ -e /tmp/go ]; do sleep 0.01; done; until ({}) 2>&1 | grep 'No route'; do sleep 0.01; done",
+        connect("203.0.113.7", port)
+    );
     let main = runtime.started(handle, shell(&script)).await;
     let directory = PathBuf::from(std::env::var_os("TMPDIR").expect("the directory of the tests"));
     fs::write(directory.join("move"), "").expect("write");
@@ -95,8 +98,7 @@ async fn later_addresses_of_this_machine_are_rejected() {
     let touched = runtime.started(handle, go).await;
     runtime.read_output(touched).await;
     let said = runtime.read_output(main).await;
-    let said = String::from_utf8_lossy(&said.stderr).into_owned();
-    assert!(said.contains("No route to host"), "{said}");
+    assert!(said.text().contains("No route to host"), "{}", said.text());
     runtime.destroy_container(handle).await.expect("destroy");
 }
 
