@@ -54,7 +54,7 @@ fn words(screen: &str) -> Vec<Vec<String>> {
 /// Whether a line says that a step is complete. Such lines appear if the command takes more than a
 /// second, which depends on the machine.
 fn is_step(line: &str) -> bool {
-    let steps = [": pulled sha256:", "gantry: placed on ", " sent in "];
+    let steps = [": pulled sha256:", "gantry: placed on ", " sent in ", "gantry: waiting until "];
     line.starts_with("gantry: ") && steps.iter().any(|step| line.contains(step))
 }
 
