@@ -66,8 +66,10 @@ fn shown(terminal: &Terminal, commands: &[&str]) -> String {
         emulator.process(terminal.text().as_bytes());
         emulator.screen().contents()
     };
+    let cleared = || terminal.text().matches("\u{1b}[2J").count();
+    let before = cleared();
     terminal.press("clear\n");
-    wait_for("an empty screen", || (screen().trim() == "$").then_some(()));
+    wait_for("an empty screen", || (cleared() > before && screen().trim() == "$").then_some(()));
     let mut lines = 1;
     for command in commands {
         terminal.press(&format!("{command}\n"));

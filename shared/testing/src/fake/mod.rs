@@ -488,7 +488,13 @@ impl Runtime for FakeRuntime {
     async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
         self.worker.faults.stop()?;
-        self.worker.find(process)?.stop(grace);
+        let signal = {
+            let state = self.worker.state();
+            let container =
+                state.processes.get(&process).and_then(|(container, _)| state.containers.get(container));
+            container.and_then(|container| container.spec.stop_signal)
+        };
+        self.worker.find(process)?.stop(grace, signal.unwrap_or(process::TERM));
         Ok(())
     }
 

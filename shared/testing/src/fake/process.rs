@@ -23,7 +23,7 @@ use super::faults::Gate;
 use super::programs::{Program, System};
 
 const KILL: u8 = 9;
-const TERM: u8 = 15;
+pub(super) const TERM: u8 = 15;
 /// Signals that have no effect: 0, CHLD, CONT, URG, WINCH and those that suspend a process.
 const HARMLESS: [u8; 9] = [0, 17, 18, 19, 20, 21, 22, 23, 28];
 /// Capacity of standard input for a process that does not read, in bytes.
@@ -268,7 +268,7 @@ impl Process {
         }
     }
 
-    pub(super) fn stop(&self, grace: Duration) {
+    pub(super) fn stop(&self, grace: Duration, signal: u8) {
         self.change(|inner| match inner.state {
             ProcessState::Starting => {
                 inner.end(FailureReason::StoppedBeforeStart, "the process was stopped before it was started");
@@ -276,7 +276,7 @@ impl Process {
             ProcessState::Started => {
                 inner.stopped = true;
                 if inner.kill_at.is_none() {
-                    inner.signal(TERM);
+                    inner.signal(signal);
                 }
                 let at = Instant::now() + grace;
                 inner.kill_at = Some(inner.kill_at.map_or(at, |earlier| earlier.min(at)));
@@ -287,7 +287,7 @@ impl Process {
 
     /// Ends the process at once, or prevents its start.
     pub(super) async fn destroy(&self) {
-        self.stop(Duration::ZERO);
+        self.stop(Duration::ZERO, TERM);
         self.signal(KILL);
         self.ended().await;
     }
@@ -304,7 +304,7 @@ impl Process {
 
     /// Ends the process when the worker is dropped.
     pub(super) fn abandon(&self) {
-        self.stop(Duration::ZERO);
+        self.stop(Duration::ZERO, TERM);
         self.signal(KILL);
     }
 

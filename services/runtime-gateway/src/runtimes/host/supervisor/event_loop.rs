@@ -381,9 +381,10 @@ impl RunningContainer {
         Ok(())
     }
 
-    /// Stops the process, and sets the time of the kill.
+    /// Stops the process, and sets the time of the kill. Zero: it is killed at once, and gets no
+    /// other signal, which could be the one that ends it.
     fn stop(&mut self, kill_at: Duration) -> io::Result<()> {
-        if self.kill_at.is_none() {
+        if self.kill_at.is_none() && !kill_at.is_zero() {
             init::signal(self.reports.as_fd(), self.stop_signal)?;
         }
         // A process that has already ended does not count as stopped.
