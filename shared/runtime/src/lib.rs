@@ -460,8 +460,8 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Stops a process: sends TERM, or to a main process [`ContainerSpec::stop_signal`], and after
     /// `grace` kills all processes in the container. A process that has not started yet will never
-    /// start. The call returns when the stop is in
-    /// progress. A later call can only shorten the grace period.
+    /// start. The call returns when the stop is in progress. A later call can only shorten the
+    /// grace period.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn stop(&self, process: ProcessId, grace: Duration) -> Result<(), RuntimeError>;
