@@ -128,7 +128,7 @@ fn service_that_is_not_ready_fails_workload() {
             "service db was not ready within 1s: nothing accepts connections at 127.0.0.1:5003",
         ),
         (
-            service("db", ",ready=false,timeout=1s", "echo no disk; exec sleep 1000"),
+            service("db", ",ready=false,timeout=5s", "echo no disk; exec sleep 1000"),
             "its readiness command ended with exit code 1",
         ),
     ] {
@@ -195,7 +195,7 @@ while True:
     let script = format!("{}; while ! test -e /tmp/go; do sleep 0.1; done", end(5004));
     let workload = submit(&cluster, &[serves(5004, ",ready=test -e /tmp/up")], &script);
     wait_until_running(&cluster, &workload);
-    cluster.succeed(["logs", "--service", "db", &workload]);
+    cluster.succeed(["logs", "-f", "--service", "db", &workload]);
     cluster.succeed(["exec", &workload, "touch", "/tmp/go"]);
     let ended = finished(&cluster, &workload);
     assert_eq!(ended["outcome"], "succeeded", "{ended}");

@@ -6,7 +6,8 @@ use domain::workload::FailureReason;
 use runtime::{ContainerSpec, Ended, Offsets, ProcessState, RuntimeError};
 
 use super::{
-    RuntimeExt, Subject, claims, exited, in_time, is_signal, on_root, process, programs, read_until,
+    RuntimeExt, Subject, claims, exited, in_time, is_signal, lines, mount, on_root, process, programs, put,
+    read_until,
 };
 
 /// A program without a handler for TERM ends on TERM, although it is the first process of its
@@ -109,10 +110,15 @@ pub async fn stop_signal_asks_main_process_to_end(subject: impl Subject) {
 /// A stop before the start prevents the start. A stop after the start ends the process.
 pub async fn stop_prevents_start_or_ends_process(subject: impl Subject) {
     let runtime = subject.runtime();
+    let parent = runtime.volume().await;
+    put(&*runtime, parent, "file", "line").await;
     for _ in 0..10 {
-        let handle = runtime.made(on_root(&subject).await).await;
+        let volume = runtime.child(parent).await;
+        let mounts = vec![mount(volume, "/volume", false)];
+        let handle = runtime.made(ContainerSpec { mounts, ..on_root(&subject).await }).await;
         let id = runtime.started(handle, process(&programs::sleep())).await;
         runtime.stop(id, Duration::from_millis(100)).await.expect("stop");
+        assert_eq!(lines(&*runtime, volume, "file").await, 1, "the volume can be read at once");
         match runtime.ended(id).await {
             Ended::NotStarted(failure) => assert_eq!(failure.reason, FailureReason::StoppedBeforeStart),
             ended => assert!(matches!(ended, Ended::Exited { stopped: true, .. }), "{ended:?}"),

@@ -123,7 +123,8 @@ impl Host {
     }
 
     /// Removes the gateway's mount of a volume that a container wrote to through another mount,
-    /// because its view may be outdated. `true`: the container still writes.
+    /// because its view may be outdated. `true`: the container still writes, or may still mount the
+    /// volume.
     pub(super) fn refresh(&self, handle: VolumeHandle) -> Result<bool, RuntimeError> {
         let mut written = lock(&self.written);
         let Some(process) = written.get(&handle).copied() else { return Ok(false) };
@@ -137,7 +138,9 @@ impl Host {
 
     pub(super) fn is_running(&self, process: ProcessId) -> Result<bool, RuntimeError> {
         match self.find(process) {
-            Ok(process) => Ok(!matches!(self.status(&process)?, Status::Ended(_))),
+            // A revoked process counts as ended, but its supervisor may still mount volumes.
+            Ok(process) => Ok(!matches!(self.status(&process)?, Status::Ended(_))
+                || process.is_revoked()? && process.is_alive()?),
             Err(_) => Ok(false),
         }
     }

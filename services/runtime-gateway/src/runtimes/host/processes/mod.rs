@@ -157,6 +157,10 @@ impl Process {
         }
     }
 
+    pub(super) fn is_revoked(&self) -> Result<bool, RuntimeError> {
+        self.exists(paths::REVOKED)
+    }
+
     fn exists(&self, name: &str) -> Result<bool, RuntimeError> {
         filesystem::exists(&self.file(name)).map_err(at("check", &self.dir))
     }
@@ -227,7 +231,7 @@ impl Host {
                     .settle(process, End::unknown(FailureReason::ExitUnknown, message))
                     .map(Status::Ended);
             }
-            if process.exists(paths::REVOKED)? {
+            if process.is_revoked()? {
                 let end = End::not_started(
                     FailureReason::StoppedBeforeStart,
                     "the process was stopped before it was started",
