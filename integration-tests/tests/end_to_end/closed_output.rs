@@ -38,7 +38,7 @@ fn commands_without_reader_end_as_by_sigpipe() {
     let artifact = String::from_utf8(uploaded.stdout).expect("an id").trim().to_owned();
     let id = String::from_utf8(cluster.succeed(["run", "-d", "--", "echo", "hi"])).expect("an id");
     let id = id.trim().to_owned();
-    cluster.succeed(["logs", &id]);
+    cluster.succeed(["logs", "-f", &id]);
     let commands: [&[&str]; 16] = [
         &["version"],
         &["status"],

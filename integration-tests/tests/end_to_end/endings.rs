@@ -206,19 +206,19 @@ fn ended_workload_is_not_reported_as_running() {
 
     let running = submit("yes");
     for (command, id, goes_on) in [
-        ("logs", &ended, false),
-        ("attach", &ended, false),
-        ("logs", &running, false),
-        ("attach", &running, true),
+        (&["logs"][..], &ended, false),
+        (&["attach"], &ended, false),
+        (&["logs", "-f"], &running, false),
+        (&["attach"], &running, true),
     ] {
-        let mut gantry = cluster.gantry([command, id]);
+        let mut gantry = cluster.gantry(command.iter().copied().chain([&**id]));
         let mut child = gantry.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
         let mut first = [0; 1];
         child.stdout.take().expect("stdout").read_exact(&mut first).expect("a byte");
         let output = child.wait_with_output().expect("gantry ends");
-        assert_eq!(code(&output), 141, "{command}: {}", describe(&output));
+        assert_eq!(code(&output), 141, "{command:?}: {}", describe(&output));
         let printed = String::from_utf8_lossy(&output.stderr).contains("runs on; stop it with");
-        assert_eq!(printed, goes_on, "{command}: {}", describe(&output));
+        assert_eq!(printed, goes_on, "{command:?}: {}", describe(&output));
     }
     let show = cluster.succeed(["show", "workload", &running, "--json"]);
     let show: serde_json::Value = serde_json::from_slice(&show).expect("JSON");

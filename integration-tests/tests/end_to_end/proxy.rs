@@ -64,7 +64,7 @@ fn main_job_works_through_proxy() {
     let script = "echo begin; echo made > out/file; sleep 1; echo end";
     let workload = id(suite.succeed(&["run", "-d", "--tag", "two", "-o", "out", "--", "sh", "-c", script]));
     for _ in 0..2 {
-        assert_eq!(suite.succeed(&["logs", &workload]), "begin\nend\n");
+        assert_eq!(suite.succeed(&["logs", "-f", &workload]), "begin\nend\n");
     }
     let show = suite.succeed(&["show", "workload", &workload, "--json"]);
     let show: serde_json::Value = serde_json::from_str(&show).expect("JSON");

@@ -173,7 +173,7 @@ fn image_chooses_stop_signal() {
     let image = format!("oci:{}:app", layout.path().display());
     let script = "trap 'echo asked; exit 5' USR1; echo ready; while :; do sleep 0.1; done";
     cluster.succeed(["run", "-d", "--name", "it", "--image", &image, "--", script]);
-    let mut logs = cluster.gantry(["logs", "it"]).stdout(Stdio::piped()).spawn().expect("it starts");
+    let mut logs = cluster.gantry(["logs", "-f", "it"]).stdout(Stdio::piped()).spawn().expect("it starts");
     let mut lines = BufReader::new(logs.stdout.take().expect("a pipe")).lines();
     let mut line = || lines.next().expect("a line").expect("text");
     assert_eq!(line(), "ready");

@@ -90,13 +90,16 @@ fn logs_tail_prints_last_lines() {
         cluster.succeed(["logs", "--tail", "5001", "ended"]).len(),
         5 * 4001 + 4 * 900 + 3 * 90 + 2 * 9
     );
+    assert_eq!(cluster.succeed(["logs", "--since", "1h", "-n", "1", "ended"]), b"5000\n");
+    assert_eq!(cluster.succeed(["logs", "--since", "2999-01-01T00:00:00Z", "ended"]), b"");
 
-    // What is written later follows.
+    // With `-f`, what is written later follows.
     let script = "seq 9; echo ready; touch /tmp/up; until [ -e /tmp/go ]; do sleep 0.05; done; echo later";
     cluster.succeed(["run", "-d", "--name", "runs", "--", "sh", "-c", script]);
     let is_up = ["exec", "runs", "test", "-e", "/tmp/up"];
     wait_for("the output", || cluster.output(is_up).status.success().then_some(()));
-    let (child, mut lines) = started(cluster.gantry(["logs", "--tail", "1", "runs"]));
+    assert_eq!(cluster.succeed(["logs", "-n", "1", "runs"]), b"ready\n", "the workload runs");
+    let (child, mut lines) = started(cluster.gantry(["logs", "-f", "--tail", "1", "runs"]));
     cluster.succeed(["exec", "runs", "touch", "/tmp/go"]);
     let mut line = String::new();
     lines.read_line(&mut line).expect("another line");

@@ -26,7 +26,7 @@ mod process;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use domain::worker::{Marker, ResourceType, StoreMark};
@@ -480,6 +480,12 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`], [`RuntimeError::OffsetOutOfRange`].
     async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError>;
+
+    /// Returns offsets at or below the first bytes that the process wrote at this time or later. They
+    /// are exact to a second for recent output, and less exact for older output.
+    ///
+    /// Errors: [`RuntimeError::ProcessNotFound`].
+    async fn offsets_at(&self, process: ProcessId, since: SystemTime) -> Result<Offsets, RuntimeError>;
 
     /// Records a contact between the gateway and the scheduler. Processes may continue for
     /// `stop_after` from `sent` on. `sent` is the `CLOCK_BOOTTIME` at which the gateway sent the

@@ -5,11 +5,12 @@ mod service;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use domain::ArtifactId;
 use domain::workload::Image;
+use prost_types::Timestamp;
 use rpc::spec::{MAX_MEMORY_BYTES, MIN_MEMORY_BYTES, name};
 pub(crate) use server::settings::{cpu, duration, size};
 
@@ -349,9 +350,15 @@ pub(crate) fn format(text: &str) -> Result<Format, String> {
     }
 }
 
-/// Rejects `gantry logs --since`, and says why.
-pub(crate) fn no_since(_: &str) -> Result<String, String> {
-    Err("the output of a command has no times; `gantry watch WORKLOAD` prints the times of events".to_owned())
+/// Parses a time: how long ago, or an instant.
+pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
+    if let Ok(ago) = duration(text) {
+        return SystemTime::now().checked_sub(ago).ok_or_else(|| "is before 1970".to_owned());
+    }
+    let at = text.parse::<Timestamp>().ok().and_then(|at| at.try_into().ok());
+    at.ok_or_else(|| {
+        "write how long ago, such as 90s or 1h30m, or a time such as 2026-01-31T12:00:00Z".to_owned()
+    })
 }
 
 /// Rejects `--volume`, and says what to write instead.
@@ -507,6 +514,18 @@ mod tests {
         {
             assert!(duration(wrong).is_err(), "{wrong}");
             assert!(term(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn times_are_parsed() {
+        let at = |seconds| Ok(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(time("1970-01-02T00:00:00Z"), at(86_400));
+        assert_eq!(time("1970-01-02T01:00:00+01:00"), at(86_400));
+        let ago = time("10m").expect("a time").elapsed().expect("in the past");
+        assert_eq!(ago.as_secs() / 60, 10);
+        for wrong in ["", "yesterday", "2026-13-01T00:00:00Z", "-1s"] {
+            assert!(time(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -64,6 +64,7 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
         acknowledge: true,
         terminal: has_terminal.then_some(&args.detach.keys),
         tail: None,
+        since: None,
     };
     let followed = follow.run(&mut signals).await?;
     let code = end(ui, &followed, &Ok(Delivery::Whole));
@@ -102,13 +103,34 @@ async fn attach_to_process(
     Ok(exec::end(ui, &process, ended))
 }
 
-/// Executes `gantry logs`: prints the kept output, and follows it to its end.
+/// Executes `gantry logs`: prints the kept output, and follows it to its end if the caller wants
+/// that or the workload has ended.
 pub(crate) async fn logs(args: &LogsArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<()> {
     let mut signals = Signals::catch()?;
     if let Some(service) = &args.service {
         return logs_of_service(args, service, connection, ui, &mut signals).await;
     }
-    let id = workload_id(connection, "read the output of", &args.workload).await?;
+    let id = if args.follow {
+        workload_id(connection, "read the output of", &args.workload).await?
+    } else {
+        let workload = workload(connection, "read the output of", &args.workload).await?;
+        match (workload.state(), &workload.location) {
+            (WorkloadState::Finished, _) => {}
+            (WorkloadState::Running | WorkloadState::Settling, Some(location)) => {
+                let target = Target { connection, ui, workload: &workload.workload_id, further: None };
+                let what = format!("the output of workload {}", workload.workload_id);
+                return print_kept(args, target, location, &what, &mut signals).await;
+            }
+            (state, _) => {
+                let state = labels::workload_state(state);
+                ui.note(&format!(
+                    "the command has not started: the workload is {state}; `-f` waits for its output"
+                ));
+                return Ok(());
+            }
+        }
+        workload.workload_id
+    };
     let follow = Follow {
         connection,
         ui,
@@ -120,6 +142,7 @@ pub(crate) async fn logs(args: &LogsArgs, connection: &Connection, ui: &Ui) -> a
         acknowledge: false,
         terminal: None,
         tail: args.tail,
+        since: args.since,
     };
     let followed = follow.run(&mut signals).await?;
     if let (None, Some(failure)) = (&followed.finished.exit, &followed.finished.failure) {
@@ -142,7 +165,7 @@ pub(crate) async fn logs(args: &LogsArgs, connection: &Connection, ui: &Ui) -> a
     Ok(())
 }
 
-/// Prints the kept output of a service of the current or last attempt, and follows it to its end.
+/// Prints the kept output of a service of the current or last attempt.
 async fn logs_of_service(
     args: &LogsArgs,
     service: &str,
@@ -164,8 +187,23 @@ async fn logs_of_service(
         idle_timeout: None,
     };
     let target = Target { connection, ui, workload: &id, further: Some(&process) };
-    // Only attached callers acknowledge output. Reading logs does not affect the service.
-    let mut streams = Streams::open(ui, false)?;
+    let what = format!("the output of service {service} of workload {id}");
+    print_kept(args, target, location, &what, signals).await
+}
+
+/// Prints the kept output of a process, and follows it to its end if the caller wants that. `what`
+/// describes the output.
+async fn print_kept(
+    args: &LogsArgs,
+    target: Target<'_>,
+    location: &AttemptLocation,
+    what: &str,
+    signals: &mut Signals,
+) -> anyhow::Result<()> {
+    // Only attached callers acknowledge output. Reading logs does not affect the process.
+    let mut streams = Streams::open(target.ui, false)?;
+    streams.state.since = args.since;
+    streams.state.only_old = !args.follow;
     if let Some(lines) = args.tail {
         streams.keep_tails(lines);
     }
@@ -173,15 +211,14 @@ async fn logs_of_service(
         end = attach(target, location.clone(), &mut streams) => end,
         code = signals.next() => return Err(Interrupted(code).into()),
     };
-    let doing = || format!("cannot read the output of service {service} of workload {id}");
     match end {
-        AttachEnd::Lost(refused) => return Err(refused).with_context(doing),
-        AttachEnd::WorkerMissing(missing) => bail!("{}: {missing}", doing()),
+        AttachEnd::Lost(refused) => return Err(refused).with_context(|| format!("cannot read {what}")),
+        AttachEnd::WorkerMissing(missing) => bail!("cannot read {what}: {missing}"),
         AttachEnd::StdoutClosed => return Err(Interrupted(exit_code::PIPE).into()),
         AttachEnd::Done | AttachEnd::InterruptRefused | AttachEnd::InputRefused(_) | AttachEnd::Detached => {}
     }
     if streams.is_incomplete() {
-        bail!("some output of service {service} is missing");
+        bail!("some of {what} is missing");
     }
     Ok(())
 }

@@ -392,6 +392,7 @@ async fn open(
                 worker_id,
                 observer: !streams.acknowledge,
                 idle_timeout,
+                since: streams.state.since.map(Into::into),
             })
         }
     };
@@ -436,6 +437,8 @@ async fn receive(
         let written = match message {
             Some(ResponseMessage::Started(started)) => {
                 state.record_start(ui);
+                let old = (started.stdout_offset, started.stderr_offset.unwrap_or_default());
+                state.old.get_or_insert(old);
                 if let Err(Closed) = end_of_old_outputs(ui, stdout, stderr, &started).await {
                     return Ok(AttachEnd::StdoutClosed);
                 }
@@ -485,29 +488,37 @@ async fn receive(
                 ));
                 Ok(())
             }
-            Some(ResponseMessage::Done(_)) => {
-                let flushed = match stdout.flush().await {
-                    Ok(()) => stderr.flush().await,
-                    closed => closed,
-                };
-                return Ok(if flushed.is_ok() { AttachEnd::Done } else { AttachEnd::StdoutClosed });
-            }
+            Some(ResponseMessage::Done(_)) => return Ok(done(stdout, stderr).await),
             None => Ok(()),
         };
         if let Err(Closed) = written {
             return Ok(AttachEnd::StdoutClosed);
         }
+        if state.is_complete(stdout, stderr) {
+            return Ok(done(stdout, stderr).await);
+        }
     }
     Err(Refused::cut())
 }
 
-/// Tells both sinks how much output existed before this call.
+/// Writes what was received.
+async fn done(stdout: &mut Sink, stderr: &mut Sink) -> AttachEnd {
+    let flushed = match stdout.flush().await {
+        Ok(()) => stderr.flush().await,
+        closed => closed,
+    };
+    if flushed.is_ok() { AttachEnd::Done } else { AttachEnd::StdoutClosed }
+}
+
+/// Tells both sinks where their output begins, and how much of it existed before this call.
 async fn end_of_old_outputs(
     ui: &Ui,
     stdout: &mut Sink,
     stderr: &mut Sink,
     started: &Started,
 ) -> Result<(), Closed> {
+    stdout.begin(started.stdout_start).await?;
+    stderr.begin(started.stderr_start).await?;
     let missed = stdout.old_output_ends(started.stdout_offset).await?;
     report_missing(ui, stdout, OutputStream::Stdout, missed);
     let missed = stderr.old_output_ends(started.stderr_offset.unwrap_or(u64::MAX)).await?;

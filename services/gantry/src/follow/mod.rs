@@ -15,7 +15,7 @@ pub(crate) mod watch;
 pub(crate) mod window;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use rpc::Reason;
 use rpc::pb::scheduler::{
@@ -70,6 +70,8 @@ pub(crate) struct Follow<'a> {
     pub(crate) terminal: Option<&'a DetachKeys>,
     /// Number of last lines of the output that exists already. `None`: all of that output.
     pub(crate) tail: Option<usize>,
+    /// Time from which on output is wanted. `None`: all of it.
+    pub(crate) since: Option<SystemTime>,
 }
 
 /// End of a followed workload.
@@ -150,6 +152,7 @@ impl Follow<'_> {
         let ui = self.ui;
         let target = self.target();
         let mut streams = Streams::open(ui, self.acknowledge)?;
+        streams.state.since = self.since;
         streams.interrupt = state.interrupt.clone();
         if let Some(lines) = self.tail {
             streams.keep_tails(lines);

@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use anyhow::Context;
 use rpc::pb::runtime::Exited;
@@ -43,6 +44,12 @@ pub(crate) struct AttachState {
     pub(crate) exited: Option<Exited>,
     /// Mode of the local terminal.
     pub(crate) mode: TerminalMode,
+    /// Time from which on output is wanted. `None`: all of it.
+    pub(crate) since: Option<SystemTime>,
+    /// Whether only the output that existed before the first call is wanted.
+    pub(crate) only_old: bool,
+    /// Bytes of standard output and of standard error that existed before the first call.
+    pub(crate) old: Option<(u64, u64)>,
 }
 
 /// Mode of the local terminal.
@@ -58,6 +65,12 @@ pub(crate) enum TerminalMode {
 }
 
 impl AttachState {
+    /// Returns whether all wanted output was received.
+    pub(crate) fn is_complete(&self, stdout: &Sink, stderr: &Sink) -> bool {
+        let old = self.old.filter(|_| self.only_old);
+        old.is_some_and(|old| stdout.received() >= old.0 && stderr.received() >= old.1)
+    }
+
     /// Records that the gateway accepted a call.
     pub(crate) fn record_start(&mut self, ui: &Ui) {
         self.opened = Some(Instant::now());
@@ -122,6 +135,7 @@ impl Streams {
 
     /// Prepares the output for another process.
     pub(crate) async fn restart(&mut self) -> Result<(), Closed> {
+        self.state.old = None;
         self.stdout.restart().await?;
         self.stderr.restart().await
     }

@@ -174,6 +174,16 @@ impl Sink {
         self.old = Some(OldOutput { tail: Tail::new(lines), end: None });
     }
 
+    /// Leaves out what comes before `offset`, because the caller does not want it.
+    pub(crate) async fn begin(&mut self, offset: u64) -> Result<(), Closed> {
+        let offset = offset.max(self.received);
+        if self.old.is_some() {
+            self.received = offset;
+            return Ok(());
+        }
+        self.write(offset, Bytes::new()).await.map(|_| ())
+    }
+
     /// Records how much output existed when this reader came. Returns as [`Self::push`] does.
     pub(crate) async fn old_output_ends(&mut self, end: u64) -> Result<u64, Closed> {
         let Some(old) = &mut self.old else { return Ok(0) };

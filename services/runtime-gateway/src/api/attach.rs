@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use domain::workload::Exit;
 use domain::{AttemptId, ProcessId};
@@ -43,7 +43,8 @@ pub(super) async fn attach(
     let (attended, main, idle_timeout);
     // The team, if the call did not start the process.
     let mut resumed = None;
-    let (process, from, observer) = match requests.message().await?.and_then(|request| request.message) {
+    let mut since = None;
+    let (process, mut from, observer) = match requests.message().await?.and_then(|request| request.message) {
         Some(AttachMessage::Resume(resume)) => {
             let process: ProcessId = parse_id("resume.process_id", &resume.process_id)?;
             let team = parse_team("resume.team", resume.team)?;
@@ -52,6 +53,9 @@ pub(super) async fn attach(
             let timeout = parse_duration("resume.idle_timeout", resume.idle_timeout)?;
             idle_timeout = idle::check_timeout("resume.idle_timeout", timeout)?;
             resumed = Some(team);
+            let parse =
+                |at| SystemTime::try_from(at).map_err(|_| invalid_field("resume.since", "is no time"));
+            since = resume.since.map(parse).transpose()?;
             let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
             (process, from, resume.observer)
         }
@@ -81,6 +85,10 @@ pub(super) async fn attach(
             None => std::future::pending().await,
         }
     };
+    if let Some(since) = since {
+        let at = worker.runtime.offsets_at(process, since).await.map_err(status)?;
+        from = Offsets { stdout: from.stdout.max(at.stdout), stderr: from.stderr.max(at.stderr) };
+    }
     let Attachment { stdin_offset, stdout_offset, stderr_offset, has_terminal, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
@@ -89,6 +97,8 @@ pub(super) async fn attach(
         stdin_offset,
         stdout_offset,
         stderr_offset: Some(stderr_offset),
+        stdout_start: since.map_or(0, |_| from.stdout),
+        stderr_start: since.map_or(0, |_| from.stderr),
     });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());

@@ -12,6 +12,10 @@
 //! that the ring cannot. So the error messages of a program about a full disk are not lost, and a
 //! reader that keeps up loses nothing. The ring then has a hole in this place.
 //!
+//! The page of the marks also has a table of times and of the offsets that were next at those times,
+//! at most one per second. A full table drops entries so that it covers the whole life of a process,
+//! and recent times best.
+//!
 //! The file is not mapped into memory, so that a full disk or a truncated file is an error and not
 //! a signal.
 
@@ -21,6 +25,7 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::{Bytes, BytesMut};
 use rustix::pipe::SpliceFlags;
@@ -65,6 +70,29 @@ fn fields<const FIELDS: usize>(values: [u64; FIELDS]) -> Vec<u8> {
     values.into_iter().flat_map(u64::to_le_bytes).collect()
 }
 
+/// Offset of the table of times in the file, in bytes. An entry has the milliseconds since 1970, and
+/// an offset of the stream. An entry of 0 ends the table.
+const TIMES: u64 = 128;
+/// Maximum number of times.
+const MAX_TIMES: usize = 240;
+/// Minimum time between two entries.
+const TIMES_INTERVAL: u64 = 1000;
+
+/// Reads the table of times.
+fn times(file: &File) -> io::Result<Vec<(u64, u64)>> {
+    let mut table = [0; MAX_TIMES * 16];
+    file.read_exact_at(&mut table, TIMES)?;
+    let numbers = table.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes));
+    let numbers: Vec<_> = numbers.collect();
+    let entries = numbers.as_chunks::<2>().0.iter().map(|[at, offset]| (*at, *offset));
+    Ok(entries.take_while(|(at, _)| *at > 0).collect())
+}
+
+fn milliseconds(at: SystemTime) -> u64 {
+    let since = at.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
 struct Header {
     marks: Marks,
     spare: Range<u64>,
@@ -98,6 +126,8 @@ pub(crate) struct Writer {
     marks: Marks,
     /// The range of offsets that the spare holds.
     spare: Range<u64>,
+    /// The table of times: milliseconds since 1970, and the next offset at that time.
+    times: Vec<(u64, u64)>,
     acknowledged: u64,
     /// Whether the disk is full and a reader has not read the spare yet.
     waits_for_reader: bool,
@@ -107,7 +137,8 @@ impl Writer {
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let Header { marks, spare, ring, limit } = header(&file)?;
-        Ok(Self { file, ring, limit, marks, spare, acknowledged: 0, waits_for_reader: false })
+        let times = times(&file)?;
+        Ok(Self { file, ring, limit, marks, spare, times, acknowledged: 0, waits_for_reader: false })
     }
 
     pub(crate) fn head(&self) -> u64 {
@@ -164,8 +195,7 @@ impl Writer {
         };
         self.waits_for_reader = false;
         if moved > 0 {
-            self.marks.head += moved;
-            self.store_marks()?;
+            self.advance(moved)?;
         }
         Ok(moved)
     }
@@ -196,10 +226,7 @@ impl Writer {
             let (part, rest) = bytes.split_at(usize::try_from(length).unwrap_or(bytes.len()));
             self.make_room(length)?;
             match self.file.write_all_at(part, RING + at) {
-                Ok(()) => {
-                    self.marks.head += length;
-                    self.store_marks()?;
-                }
+                Ok(()) => self.advance(length)?,
                 Err(error) if is_full(&error) => self.push_to_spare(part)?,
                 Err(error) => return Err(error),
             }
@@ -250,12 +277,38 @@ impl Writer {
             let room = usize::try_from(self.spare_room()).unwrap_or(usize::MAX);
             let (part, rest) = bytes.split_at(bytes.len().min(room));
             self.file.write_all_at(part, SPARE + (self.spare.end - self.spare.start))?;
-            self.marks.head += part.len() as u64;
-            self.spare.end = self.marks.head;
-            self.store_marks()?;
+            self.spare.end += part.len() as u64;
+            self.advance(part.len() as u64)?;
             bytes = rest;
         }
         Ok(())
+    }
+
+    /// Counts bytes that were written.
+    fn advance(&mut self, bytes: u64) -> io::Result<()> {
+        self.note_time(milliseconds(SystemTime::now()))?;
+        self.marks.head += bytes;
+        self.store_marks()
+    }
+
+    /// Notes that the next byte was written at this time, in milliseconds since 1970.
+    fn note_time(&mut self, now: u64) -> io::Result<()> {
+        if self.times.last().is_some_and(|(last, _)| now < last + TIMES_INTERVAL) {
+            return Ok(());
+        }
+        if self.times.len() == MAX_TIMES {
+            // The gap that this leaves is the smallest one for its age.
+            let gap = |at: &usize| {
+                let [(before, _), (at, _), (after, _)] = [at - 1, *at, at + 1].map(|at| self.times[at]);
+                (after - before).saturating_mul(1 << 20) / (now - at)
+            };
+            let least = (1..MAX_TIMES - 1).min_by_key(gap);
+            self.times.remove(least.unwrap_or(0));
+        }
+        self.times.push((now, self.marks.head));
+        let mut table: Vec<_> = self.times.iter().flat_map(|(at, offset)| fields([*at, *offset])).collect();
+        table.resize(MAX_TIMES * 16, 0);
+        self.file.write_all_at(&table, TIMES)
     }
 
     fn store_marks(&self) -> io::Result<()> {
@@ -305,6 +358,18 @@ impl Reader {
 
     pub(crate) fn marks(&self) -> io::Result<Marks> {
         Ok(header(&self.file)?.marks)
+    }
+
+    /// Returns an offset at or below the first byte that was written at this time or later.
+    pub(crate) fn offset_at(&self, since: SystemTime) -> io::Result<u64> {
+        let (times, head) = (times(&self.file)?, self.marks()?.head);
+        let since = milliseconds(since);
+        Ok(match times.iter().rfind(|(at, _)| *at <= since) {
+            // Later bytes would have another entry.
+            Some(last) if Some(last) == times.last() && since >= last.0 + TIMES_INTERVAL => head,
+            Some((_, offset)) => (*offset).min(head),
+            None => 0,
+        })
     }
 
     pub(crate) fn read(&self, offset: u64) -> io::Result<ReadResult> {
@@ -530,6 +595,35 @@ mod tests {
         filler.set_len(0)?;
         feed(&mut writer, b"after")?;
         assert_eq!(reader.read(written)?, ReadResult::Data(Bytes::from_static(b"after")));
+        Ok(())
+    }
+
+    #[test]
+    fn times_of_output_are_found() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let path = directory.path().join("stdout");
+        create(&path, 10)?;
+        let (mut writer, reader) = (Writer::open(&path)?, Reader::open(&path)?);
+        let at = |seconds: u64| UNIX_EPOCH + Duration::from_secs(seconds);
+        assert_eq!(reader.offset_at(at(0))?, 0);
+        // A byte each 2 s, for three hours.
+        const BYTES: u64 = 5400;
+        for byte in 0..BYTES {
+            writer.note_time(2000 * (byte + 1))?;
+            writer.marks.head += 1;
+            writer.store_marks()?;
+        }
+        assert_eq!(reader.offset_at(at(0))?, 0);
+        assert_eq!(reader.offset_at(at(2 * BYTES + 1))?, BYTES, "nothing was written since");
+        assert_eq!(reader.offset_at(at(2 * BYTES))?, BYTES - 1);
+        for second in 2..2 * BYTES {
+            let (found, exact) = (reader.offset_at(at(second))?, (second - 1) / 2);
+            assert!(found <= exact, "{second}: {found} leaves out wanted bytes");
+            let age = BYTES - exact;
+            assert!(exact - found <= 1 + age / 10, "{second}: {found}, {exact}");
+        }
+        // A writer that comes later goes on.
+        assert_eq!(Writer::open(&path)?.times, writer.times);
         Ok(())
     }
 

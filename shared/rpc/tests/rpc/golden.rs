@@ -291,6 +291,7 @@ fn add_other_messages(corpus: &mut Corpus) {
         worker_id: String::new(),
         observer: false,
         idle_timeout: None,
+        since: Some(prost_types::Timestamp { seconds: 1_800_000_000, nanos: 500 }),
     };
     corpus.add("resume", &AttachRequest { message: Some(attach_request::Message::Resume(resume)) });
     corpus.add(

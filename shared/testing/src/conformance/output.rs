@@ -1,6 +1,6 @@
 //! Conformance tests of output and input.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use domain::workload::{FailureReason, InlineStdin, OutputMode, Stdin};
@@ -32,6 +32,10 @@ pub async fn output_is_readable_from_any_offset(subject: impl Subject) {
         let refused = runtime.attach(id, from).await;
         assert!(matches!(refused, Err(RuntimeError::OffsetOutOfRange { .. })), "{from:?}");
     }
+    let at = |since| runtime.offsets_at(id, since);
+    assert_eq!(at(SystemTime::UNIX_EPOCH).await.expect("offsets"), Offsets::default());
+    let later = SystemTime::now() + Duration::from_secs(3600);
+    assert_eq!(at(later).await.expect("offsets"), Offsets { stdout: 10, stderr: 6 });
 }
 
 /// A process whose output is not acknowledged is blocked, and no output is lost.

@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use domain::worker::{Marker, StoreMark};
@@ -509,6 +509,13 @@ impl Runtime for FakeRuntime {
     async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         self.worker.faults.reach()?;
         attach::attach(&self.worker, &self.worker.find(process)?, from)
+    }
+
+    async fn offsets_at(&self, process: ProcessId, since: SystemTime) -> Result<Offsets, RuntimeError> {
+        self.worker.faults.reach()?;
+        let process = self.worker.find(process)?;
+        let [stdout, stderr] = [0, 1].map(|which: usize| process.lock().outputs[which].offset_at(since));
+        Ok(Offsets { stdout, stderr })
     }
 
     async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {

@@ -11,7 +11,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use domain::ProcessId;
 use domain::workload::{Exit, Failure, FailureReason, InlineStdin, OutputMode, Stdin};
@@ -46,9 +46,16 @@ pub(super) struct Output {
     /// Total bytes that were written.
     pub(super) head: u64,
     acknowledged: u64,
+    /// When bytes were written, and the offset of the first of them.
+    times: Vec<(SystemTime, u64)>,
 }
 
 impl Output {
+    /// Offset of the first byte that was written at this time or later.
+    pub(super) fn offset_at(&self, since: SystemTime) -> u64 {
+        self.times.iter().find(|(at, _)| *at >= since).map_or(self.head, |(_, offset)| *offset)
+    }
+
     /// Offset of the oldest stored byte.
     pub(super) fn tail(&self) -> u64 {
         self.head - self.kept.len() as u64
@@ -68,6 +75,7 @@ impl Output {
     }
 
     fn push(&mut self, bytes: &[u8], limit: u64) {
+        self.times.push((SystemTime::now(), self.head));
         self.kept.extend(bytes);
         self.head += bytes.len() as u64;
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);

@@ -1,6 +1,6 @@
 //! Options of the commands about a single workload.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use domain::ProcessId;
@@ -31,31 +31,33 @@ pub(crate) struct AttachArgs {
 /// Arguments of `gantry logs`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Follows the output until the workload ends. Ctrl-C ends the command; the workload runs on. Output is kept for 5 minutes after the end of \
-the workload, or for the --gc-grace of the cluster.
+Prints the output so far. With -f, the output is followed until the workload ends. Ctrl-C ends the command; the workload runs on. Output \
+is kept for 5 minutes after the end of the workload, or for the --gc-grace of the cluster.
 
 --tail reads all kept output, and prints at most the last 16 MiB of standard output and of standard error.
 
 Examples:
   gantry logs build
-  gantry logs --tail 20 build")]
+  gantry logs -f --tail 20 build
+  gantry logs --since 10m build")]
 pub(crate) struct LogsArgs {
     /// Name or id of the workload, the beginning of its id, or `last` for the newest one
     #[arg(value_name = "WORKLOAD", value_parser = values::workload)]
     pub(crate) workload: String,
-    /// Print the output of this service instead of that of the command, until the service ends
+    /// Print the output of this service instead of that of the command
     #[arg(long, value_name = "NAME")]
     pub(crate) service: Option<String>,
-    /// Accepted for users of other tools. The output is always followed
-    #[arg(short, long, hide = true)]
+    /// Follow the output until the command ends. Without this option, the output so far is printed
+    #[arg(short, long)]
     pub(crate) follow: bool,
     /// Start with the last lines of the output: this many of standard output, and this many of
     /// standard error. Default: all kept output
     #[arg(short = 'n', long, value_name = "LINES")]
     pub(crate) tail: Option<usize>,
-    /// Rejected with the reason.
-    #[arg(long, value_name = "TIME", hide = true, value_parser = values::no_since)]
-    pub(crate) since: Option<String>,
+    /// Leave out output from before this time: how long ago, such as 10m, or an instant, such as
+    /// 2026-01-31T12:00:00Z. Old output may begin too early
+    #[arg(long, value_name = "TIME", value_parser = values::time)]
+    pub(crate) since: Option<SystemTime>,
 }
 
 /// Arguments of `gantry watch`.

@@ -151,6 +151,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         acknowledge: true,
         terminal: args.tty.then_some(&args.keys.keys),
         tail: None,
+        since: None,
     };
     let followed = follow.run(&mut signals).await.inspect_err(|error| {
         if matches!(error.downcast_ref(), Some(Interrupted(0))) && !args.outputs.is_empty() {

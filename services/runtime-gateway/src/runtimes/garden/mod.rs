@@ -50,7 +50,7 @@ mod volumes;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use concourse::{baggageclaim, garden};
@@ -64,6 +64,7 @@ use runtime::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
+use crate::util::blocking::blocking;
 use crate::util::keyed_locks::{Locks, lock};
 
 use containers::ContainerProperties;
@@ -430,6 +431,13 @@ impl Runtime for GardenRuntime {
     async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         let found = self.worker.find(process).await?;
         process::attach(&self.worker, found, from)
+    }
+
+    async fn offsets_at(&self, process: ProcessId, since: SystemTime) -> Result<Offsets, RuntimeError> {
+        let spools = self.worker.find(process).await?.spools.clone();
+        let [stdout, stderr] = spools.map(|spool| move || spool.offset_at(since));
+        let offsets = move || Ok(Offsets { stdout: stdout()?, stderr: stderr()? });
+        blocking(move || offsets().map_err(|error| RuntimeError::io("read a spool", error))).await
     }
 
     /// A Garden server does not enforce contact.

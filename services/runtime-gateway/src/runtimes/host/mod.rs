@@ -64,7 +64,7 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use domain::error_chain;
@@ -78,6 +78,7 @@ use runtime::{
 };
 use rustix::fs::{Mode, OFlags};
 
+use crate::runtimes::output_spool::Reader;
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
 
@@ -506,6 +507,15 @@ impl Runtime for HostRuntime {
 
     async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError> {
         Host::attach(&self.host, process, from).await
+    }
+
+    async fn offsets_at(&self, process: ProcessId, since: SystemTime) -> Result<Offsets, RuntimeError> {
+        let process = self.host.find(process)?;
+        let offset = move |name| {
+            let path = process.file(name);
+            Reader::open(&path).and_then(|spool| spool.offset_at(since)).map_err(at("read", &path))
+        };
+        blocking(move || Ok(Offsets { stdout: offset(paths::STDOUT)?, stderr: offset(paths::STDERR)? })).await
     }
 
     async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {
