@@ -326,8 +326,10 @@ impl Fetch<'_> {
         if self.stream.is_none() {
             let RegistryBlobs { reference, .. } = self.blobs;
             let client = self.blobs.client();
+            // Not every registry accepts a range without an end.
+            let rest = Some(size(self.descriptor) - self.arrived);
             let opened =
-                client.pull_blob_stream_partial(reference, self.descriptor, self.arrived, None).await?;
+                client.pull_blob_stream_partial(reference, self.descriptor, self.arrived, rest).await?;
             self.stream = Some(match opened {
                 BlobResponse::Partial(part) => part.stream,
                 BlobResponse::Full(whole) => skip(whole.stream, self.arrived),

@@ -65,8 +65,13 @@ pub(super) struct Members<R> {
 impl<R: Read> Members<R> {
     pub(super) fn new(source: R) -> Self {
         let source = BufReader::with_capacity(BUFFER_BYTES, source);
-        let source = Source { source, offset: 0, tail: Vec::new() };
+        let source = Source { source, offset: 0, tail: Vec::new(), may_stop: false };
         Self { source, regions: Vec::new(), region: 0, at: 0 }
+    }
+
+    /// Accepts an archive without zero blocks at its end.
+    pub(super) fn may_stop(&mut self) {
+        self.source.may_stop = true;
     }
 
     /// Reads the next member. Returns `None` at a proper end of the archive.
@@ -344,6 +349,8 @@ struct Source<R> {
     source: BufReader<R>,
     offset: u64,
     tail: Vec<u8>,
+    /// Whether the zero blocks at the end may be missing.
+    may_stop: bool,
 }
 
 impl<R: Read> Source<R> {
@@ -399,6 +406,9 @@ impl<R: Read> Source<R> {
             self.end()?;
             return Ok(None);
         }
+        if length == 0 && self.may_stop {
+            return Ok(None);
+        }
         if length < BLOCK_BYTES {
             return Err(self.truncated());
         }
@@ -418,6 +428,9 @@ impl<R: Read> Source<R> {
         let mut buffer = [0; 16 << 10];
         let length = self.fill(&mut buffer[..BLOCK_BYTES])?;
         let mut found = &buffer[..length];
+        if length == 0 && self.may_stop {
+            return Ok(());
+        }
         if length < BLOCK_BYTES && found.iter().all(|byte| *byte == 0) {
             return Err(self.truncated());
         }

@@ -130,17 +130,29 @@ impl<R: Read> ArchiveReader<R> {
         limits: Limits,
         sink: impl FnMut(ArchivedExtent<'_>) -> io::Result<()>,
     ) -> Result<Manifest, ArchiveError> {
-        Ok(self.read_layer(limits, sink)?.0)
+        Ok(self.read_with_implied(limits, sink)?.0)
     }
 
-    /// Reads the archive like [`read`](Self::read). Also returns the paths of the directories that
-    /// the archive does not describe, in ascending order. In a layer of an image, such a directory
+    /// Reads the archive of a layer of an image like [`read`](Self::read). Also returns the paths
+    /// of the directories that the archive does not describe, in ascending order. Such a directory
     /// leaves the one of the layers below as it is.
+    ///
+    /// The zero blocks at the end may be missing, as in layers that `umoci insert --opaque` writes.
+    /// The digest of a layer proves that it is complete.
     ///
     /// # Errors
     ///
     /// Fails as [`read`](Self::read) does.
     pub fn read_layer(
+        mut self,
+        limits: Limits,
+        sink: impl FnMut(ArchivedExtent<'_>) -> io::Result<()>,
+    ) -> Result<(Manifest, Vec<Vec<u8>>), ArchiveError> {
+        self.members.may_stop();
+        self.read_with_implied(limits, sink)
+    }
+
+    fn read_with_implied(
         mut self,
         limits: Limits,
         mut sink: impl FnMut(ArchivedExtent<'_>) -> io::Result<()>,

@@ -263,6 +263,21 @@ fn malformed_entries_are_rejected() {
 }
 
 #[test]
+fn layer_may_lack_zero_blocks_at_its_end() {
+    let whole = archive(&[file(b"a", b"content")]);
+    let layer = |bytes: &[u8]| ArchiveReader::new(bytes).read_layer(Limits::default(), |_| Ok(()));
+    for length in [1024, 1536, whole.len()] {
+        let (manifest, _) = layer(&whole[..length]).expect("a layer");
+        assert_eq!(listing(&manifest), listing(&read_with(Limits::default(), &whole[..]).unwrap()));
+        let is_whole = length == whole.len();
+        assert_eq!(read_with(Limits::default(), &whole[..length]).is_ok(), is_whole, "{length}");
+    }
+    for length in [1, 511, 600, 1023, 1100] {
+        assert!(matches!(layer(&whole[..length]), Err(ArchiveError::Truncated { .. })), "{length}");
+    }
+}
+
+#[test]
 fn bytes_after_end_are_shown() {
     let members = [file(b"a", b"abc")];
     let whole = archive(&members);
