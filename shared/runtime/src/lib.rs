@@ -481,8 +481,8 @@ pub trait Runtime: Send + Sync + 'static {
     /// Errors: [`RuntimeError::ProcessNotFound`], [`RuntimeError::OffsetOutOfRange`].
     async fn attach(&self, process: ProcessId, from: Offsets) -> Result<Attachment, RuntimeError>;
 
-    /// Returns offsets at or below the first bytes that the process wrote at this time or later. They
-    /// are exact to a second for recent output, and less exact for older output.
+    /// Returns offsets at or below the first bytes that the process wrote at this time or later.
+    /// They are exact to a second for recent output, and less exact for older output.
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn offsets_at(&self, process: ProcessId, since: SystemTime) -> Result<Offsets, RuntimeError>;

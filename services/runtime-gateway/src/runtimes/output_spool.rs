@@ -12,9 +12,9 @@
 //! that the ring cannot. So the error messages of a program about a full disk are not lost, and a
 //! reader that keeps up loses nothing. The ring then has a hole in this place.
 //!
-//! The page of the marks also has a table of times and of the offsets that were next at those times,
-//! at most one per second. A full table drops entries so that it covers the whole life of a process,
-//! and recent times best.
+//! The page of the marks also has a table of times and of the offsets that were next at those
+//! times, at most one per second. A full table drops entries so that it covers the whole life of a
+//! process, and recent times best.
 //!
 //! The file is not mapped into memory, so that a full disk or a truncated file is an error and not
 //! a signal.
@@ -70,8 +70,8 @@ fn fields<const FIELDS: usize>(values: [u64; FIELDS]) -> Vec<u8> {
     values.into_iter().flat_map(u64::to_le_bytes).collect()
 }
 
-/// Offset of the table of times in the file, in bytes. An entry has the milliseconds since 1970, and
-/// an offset of the stream. An entry of 0 ends the table.
+/// Offset of the table of times in the file, in bytes. An entry has the milliseconds since 1970,
+/// and an offset of the stream. An entry of 0 ends the table.
 const TIMES: u64 = 128;
 /// Maximum number of times.
 const MAX_TIMES: usize = 240;
