@@ -150,7 +150,7 @@ mod tests {
             state: state.into(),
             page_size,
             page_token: page_token.to_owned(),
-            volume_handles: Vec::new(),
+            ..ListVolumesRequest::default()
         }
     }
 

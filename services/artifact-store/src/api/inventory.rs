@@ -384,9 +384,10 @@ impl pb::inventory_server::Inventory for Handlers {
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let state = parse_state("state", request.state)?;
         let only = parse_handles(&request.volume_handles)?;
+        let ids = rpc::spec::name::parse_id_prefix("id_prefix", &request.id_prefix)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let rows = inventory::list_volumes(self.store.db.read(), worker, state, &only, page)
+        let rows = inventory::list_volumes(self.store.db.read(), worker, state, &only, ids, page)
             .await
             .map_err(|error| errors::database("list volumes", &error))?;
 
@@ -402,9 +403,10 @@ impl pb::inventory_server::Inventory for Handlers {
         let request = request.into_inner();
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let state = parse_state("state", request.state)?;
+        let ids = rpc::spec::name::parse_id_prefix("id_prefix", &request.id_prefix)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let rows = inventory::list_containers(self.store.db.read(), worker, state, page)
+        let rows = inventory::list_containers(self.store.db.read(), worker, state, ids, page)
             .await
             .map_err(|error| errors::database("list containers", &error))?;
 

@@ -35,6 +35,7 @@ use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
     QuerySelect,
 };
+use uuid::Uuid;
 
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, container, volume};
 pub(crate) use crate::inventory::prepare::{AttemptNeeds, NeededVolume, PrepareError, VolumeSource, prepare};
@@ -241,12 +242,14 @@ pub(crate) async fn container(
     container::Entity::find_by_id(handle.uuid()).one(conn).await
 }
 
-/// Returns a page of volumes, newest first. If `only` is not empty, only these volumes.
+/// Returns a page of volumes, newest first. If `only` is not empty, only these volumes. `ids` bounds
+/// their handles.
 pub(crate) async fn list_volumes(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
     state: Option<State>,
     only: &[VolumeHandle],
+    ids: Option<(Uuid, Uuid)>,
     page: rpc::page::Page,
 ) -> Result<Vec<volume::Model>, DbErr> {
     let mut query = volume::Entity::find().order_by_desc(volume::Column::Handle).limit(page.size);
@@ -259,6 +262,9 @@ pub(crate) async fn list_volumes(
     if !only.is_empty() {
         query = query.filter(volume::Column::Handle.is_in(only.iter().map(|handle| handle.uuid())));
     }
+    if let Some((first, last)) = ids {
+        query = query.filter(volume::Column::Handle.between(first, last));
+    }
     if let Some(after) = page.after {
         query = query.filter(volume::Column::Handle.lt(after));
     }
@@ -267,11 +273,12 @@ pub(crate) async fn list_volumes(
     Ok(rows)
 }
 
-/// Returns a page of containers, newest first.
+/// Returns a page of containers, newest first. `ids` bounds their handles.
 pub(crate) async fn list_containers(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
     state: Option<State>,
+    ids: Option<(Uuid, Uuid)>,
     page: rpc::page::Page,
 ) -> Result<Vec<container::Model>, DbErr> {
     let mut query = container::Entity::find().order_by_desc(container::Column::Handle).limit(page.size);
@@ -280,6 +287,9 @@ pub(crate) async fn list_containers(
     }
     if let Some(state) = state {
         query = query.filter(container::Column::State.eq(state));
+    }
+    if let Some((first, last)) = ids {
+        query = query.filter(container::Column::Handle.between(first, last));
     }
     if let Some(after) = page.after {
         query = query.filter(container::Column::Handle.lt(after));

@@ -70,8 +70,7 @@ async fn lists_are_paged_newest_first(database: TestDatabase) {
         worker_id: gateway.worker.to_string(),
         state: InventoryState::Created.into(),
         page_size: 2,
-        page_token: String::new(),
-        volume_handles: Vec::new(),
+        ..Default::default()
     };
     loop {
         let page = suite.inventory().list_volumes(request.clone()).await.expect("listed").into_inner();
@@ -92,6 +91,22 @@ async fn lists_are_paged_newest_first(database: TestDatabase) {
     request.worker_id = WorkerId::new().to_string();
     let page = suite.inventory().list_volumes(request).await.expect("listed").into_inner();
     assert_eq!(page.volumes, [], "of these, those on that worker");
+
+    gateway.prepare(WorkloadId::new(), AttemptId::new(), &[]).await.expect("prepared");
+    let container = suite.containers().await.remove(0).container_handle;
+    for id_prefix in [&container, &container[..13], "ffff"] {
+        let expected: &[_] = if id_prefix == "ffff" { &[] } else { std::slice::from_ref(&container) };
+        let request = pb::ListContainersRequest { id_prefix: id_prefix.to_owned(), ..Default::default() };
+        let page = suite.inventory().list_containers(request).await.expect("listed").into_inner();
+        let listed: Vec<_> =
+            page.containers.into_iter().map(|container| container.container_handle).collect();
+        assert_eq!(listed, expected, "{id_prefix}");
+    }
+    let volume = &uploaded[1].1;
+    let request = pb::ListVolumesRequest { id_prefix: volume.replace('-', ""), ..Default::default() };
+    let page = suite.inventory().list_volumes(request).await.expect("listed").into_inner();
+    assert_eq!(page.volumes.len(), 1);
+    assert_eq!(&page.volumes[0].volume_handle, volume);
     suite.stop().await;
 }
 

@@ -734,6 +734,14 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
         let handles = Value::List(vec![Value::String(handle.to_owned()); count]);
         invalid("volume_handles", what, handles, "volume_handles")
     };
+    let prefix = || {
+        let bad = |what, prefix| invalid("id_prefix", what, text(prefix), "id_prefix");
+        let mut all = bad("too short", "abc".to_owned());
+        all.extend(bad("malformed", "name".to_owned()));
+        all.extend(bad("overlong", "a".repeat(100_000)));
+        all.extend(but("id_prefix", "that the token is not of", "abcd", InvalidPageToken));
+        all
+    };
     let mut handles = listed("malformed", "x", 1);
     handles.extend(listed("too many", &world.here.worker.to_string(), 1001));
     let token = |own: usize| tokens[own].clone();
@@ -746,22 +754,19 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
                 team("team"),
                 but("team", "that the token is not of", OTHER, InvalidPageToken),
                 filter("state"),
-                invalid("id_prefix", "too short", text("abc"), "id_prefix"),
-                invalid("id_prefix", "malformed", text("name"), "id_prefix"),
-                invalid("id_prefix", "overlong", text("a".repeat(100_000)), "id_prefix"),
-                but("id_prefix", "that the token is not of", "abcd", InvalidPageToken),
+                prefix(),
                 page(0),
             ],
         ),
         Call::new(
             "Inventory.ListVolumes",
             [pb::ListVolumesRequest { page_token: token(3), ..volumes }],
-            [malformed("worker_id"), filter("state"), handles, page(3)],
+            [malformed("worker_id"), filter("state"), handles, prefix(), page(3)],
         ),
         Call::new(
             "Inventory.ListContainers",
             [pb::ListContainersRequest { page_token: token(6), ..containers }],
-            [malformed("worker_id"), filter("state"), page(6)],
+            [malformed("worker_id"), filter("state"), prefix(), page(6)],
         ),
         Call::new("Pins.ListPins", [pb::ListPinsRequest { page_token: token(7), ..pins }], [page(7)]),
     ]);
