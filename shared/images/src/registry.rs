@@ -212,7 +212,9 @@ impl Registry {
         let blobs =
             RegistryBlobs { clients, is_plain: self.is_plain(registry), reference: reference.clone() };
         let reached = blobs.reach(registry, call).await;
-        reached.map_err(|error| ImageError::of_registry(registry, &reference.to_string(), &error))
+        reached.map_err(|error| {
+            ImageError::of_registry(registry, &reference.to_string(), &without_vain_url(registry, error))
+        })
     }
 
     fn is_plain(&self, registry: &str) -> bool {
@@ -381,6 +383,19 @@ fn tls_error<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e rustls::Error> 
     None
 }
 
+/// Removes the URL from an error of a registry on the loopback to which no connection was made: the
+/// client had not found out yet whether the registry has TLS.
+fn without_vain_url(registry: &str, error: OciDistributionError) -> OciDistributionError {
+    match error {
+        OciDistributionError::RequestError(error)
+            if is_loopback(registry) && error.is_connect() && tls_error(&error).is_none() =>
+        {
+            OciDistributionError::RequestError(error.without_url())
+        }
+        error => error,
+    }
+}
+
 /// Whether a registry, `HOST[:PORT]`, is on the loopback of this machine.
 fn is_loopback(registry: &str) -> bool {
     let host = registry.rsplit_once(':').map_or(registry, |(host, _)| host);
@@ -408,7 +423,20 @@ pub(crate) fn image_manifest(image: &str, bytes: &[u8]) -> Result<OciImageManife
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
+
+    #[tokio::test]
+    async fn refused_connection_to_loopback_has_no_url() {
+        let unused = TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).unwrap().to_string();
+        let registry = Registry::new(RegistrySettings::default()).unwrap();
+        let reference = format!("{unused}/app:1").parse().unwrap();
+        let blobs = RegistryBlobs { clients: registry.anonymous, is_plain: false, reference };
+        let refused = without_vain_url(&unused, blobs.call(Call::Digest).await.unwrap_err());
+        let text = ImageError::of_registry(&unused, "", &refused).to_string();
+        assert!(text.contains("Connection refused") && !text.contains("://"), "{text}");
+    }
 
     #[test]
     fn loopback_is_recognized() {
