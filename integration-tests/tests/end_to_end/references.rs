@@ -14,6 +14,15 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// Asserts that commands find an object by the beginning of its id.
+#[track_caller]
+fn assert_shown(cluster: &Cluster, kind: &str, id: &str, short: &str) {
+    for line in [&["show", kind, short][..], &["inspect", short], &["explain", short]] {
+        let shown = String::from_utf8(cluster.succeed(line)).expect("text");
+        assert!(shown.contains(id), "{line:?}: {shown}");
+    }
+}
+
 #[test]
 fn workload_is_found_by_name_and_short_id() {
     if !may_run_containers() {
@@ -34,6 +43,8 @@ fn workload_is_found_by_name_and_short_id() {
         text(&cluster, ["ps", "--json"]).contains("\"state\":\"running\"").then_some(())
     });
     assert_eq!(text(&cluster, ["exec", "build", "--", "echo", "hi"]), "hi\n");
+    let container = cluster.list("containers")[0]["container_handle"].as_str().expect("a handle").to_owned();
+    assert_shown(&cluster, "container", &container, &container[..13]);
 
     let second = sleep("build");
     let ambiguous = cluster.output(["cancel", "build"]);
@@ -80,14 +91,11 @@ fn artifact_is_found_by_short_id() {
     let short = artifact[..13].to_owned();
     assert!(text(&cluster, ["list", "artifacts"]).contains(&artifact[..8]));
     assert_eq!(text(&cluster, ["cat", &short, "file"]), "content");
-    for command in ["show", "inspect", "explain"] {
-        let line = match command {
-            "show" => vec!["show", "artifact", &short],
-            _ => vec![command, &short],
-        };
-        let shown = String::from_utf8(cluster.succeed(line)).expect("text");
-        assert!(shown.contains(&artifact), "{command}: {shown}");
-    }
+    assert_shown(&cluster, "artifact", &artifact, &short);
+    let volume = cluster.list("volumes")[0]["volume_handle"].as_str().expect("a handle").to_owned();
+    assert_shown(&cluster, "volume", &volume, &volume[..13]);
+    let unknown = cluster.output(["show", "volume", "ffff"]);
+    assert!(stderr(&unknown).contains("no volume has an id that begins with"), "{}", describe(&unknown));
     cluster.succeed(["download", &short, "there"]);
     assert_eq!(fs::read_to_string(cluster.path("there/file")).expect("downloaded"), "content");
     assert!(text(&cluster, ["rm", &short]).starts_with("1 artifact deleted"));

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use integration_tests::registry::{Access, Layout, PASSWORD, Registry};
-use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+use integration_tests::{Cluster, code, describe, id, may_run_containers, wait_for};
 use rpc::pb::scheduler as pb;
 
 use crate::images::root_file_system;
@@ -161,6 +161,58 @@ fn image_of_cluster_is_used_while_registry_is_away() {
     let output = run(&cluster, &["--image", &other]);
     assert_eq!(code(&output), 125, "{}", describe(&output));
     assert!(describe(&output).contains("Connection refused"), "{}", describe(&output));
+    assert!(!describe(&output).contains("https://"), "{}", describe(&output));
+}
+
+#[test]
+fn image_is_deleted_by_its_name() {
+    if !may_run_containers() {
+        return;
+    }
+    let (registry, layout) = (Registry::start(Access::Open), app());
+    registry.push(&layout, "app", "team/app:1");
+    registry.push(&layout, "lower", "team/app:2");
+    let cluster = Cluster::new();
+    let [image, other] = ["team/app:1", "team/app:2"].map(|name| registry.reference(name));
+    let artifact = id(cluster.succeed(["pull", &image]));
+    cluster.succeed(["pull", &other]);
+    for line in [&["inspect", &image][..], &["explain", &image], &["show", "image", &image]] {
+        let shown = String::from_utf8(cluster.succeed(line)).expect("text");
+        assert!(shown.contains(&image) && shown.contains(&artifact), "{line:?}: {shown}");
+    }
+    let elsewhere = image.replace("localhost", "127.0.0.1");
+    for line in [&["rm", &elsewhere][..], &["inspect", &elsewhere], &["show", "image", &elsewhere]] {
+        let refused = cluster.output(line);
+        let why = String::from_utf8_lossy(&refused.stderr);
+        assert_eq!(code(&refused), 125, "{}", describe(&refused));
+        assert!(why.contains(&format!("similar name are {image}, {other}")), "{}", describe(&refused));
+    }
+
+    // A running workload keeps the files.
+    cluster.succeed(["run", "-d", "--name", "it", "--image", &image, "--", "while :; do sleep 1; done"]);
+    let deleted = cluster.output(["rm", &image]);
+    assert_eq!(code(&deleted), 0, "{}", describe(&deleted));
+    assert!(
+        String::from_utf8_lossy(&deleted.stdout).starts_with("1 image deleted"),
+        "{}",
+        describe(&deleted)
+    );
+    assert!(String::from_utf8_lossy(&deleted.stderr).contains("are kept until"), "{}", describe(&deleted));
+    cluster.succeed(["kill", "it"]);
+    cluster.succeed(["wait", "it"]);
+    let names = |cluster: &Cluster| {
+        let images = cluster.list("images").into_iter();
+        images.map(|image| image["image"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&cluster), [&*other]);
+    let again = id(cluster.succeed(["pull", &image]));
+    assert_eq!(names(&cluster), [&*other, &*image]);
+    cluster.succeed(["rmi", &image, &other]);
+    assert_eq!(names(&cluster), [] as [&str; 0]);
+    wait_for("the deletion of the files", || {
+        let explained = String::from_utf8(cluster.succeed(["explain", &again])).expect("text");
+        explained.contains("deleting").then_some(())
+    });
 }
 
 #[test]

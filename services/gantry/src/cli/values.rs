@@ -261,6 +261,14 @@ pub(crate) fn any_id(text: &str) -> Result<String, String> {
     text.parse::<domain::ArtifactId>().map(|id| id.to_string()).map_err(|error| error.to_string())
 }
 
+/// Checks the handle of a volume or container, or the beginning of one.
+pub(crate) fn handle(text: &str) -> Result<String, String> {
+    match name::id_range(text) {
+        Some(_) => Ok(text.to_owned()),
+        None => Err("write a handle, or its first 4 digits or more".to_owned()),
+    }
+}
+
 /// Checks a reference to a workload: a name, an id, the beginning of an id, or `last`.
 pub(crate) fn workload(text: &str) -> Result<String, String> {
     match name::parse_reference("reference", text) {

@@ -17,7 +17,7 @@ pub(crate) enum Object {
     Artifact,
     Worker,
     Context,
-    /// A workload, an artifact or a worker.
+    /// A workload, an artifact, a worker or an image.
     Any,
 }
 

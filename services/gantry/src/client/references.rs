@@ -1,26 +1,96 @@
-//! References to workloads and artifacts: the text by which a person names one.
+//! References to workloads, artifacts, volumes and containers: the text by which a person names
+//! one.
 //!
 //! A whole id needs no call. The scheduler decides what any other reference to a workload stands
-//! for, and the artifact store lists the artifacts whose ids begin with a text. A reference that
-//! stands for several objects is rejected with their list.
+//! for, and the artifact store lists the other objects whose ids begin with a text. A reference
+//! that stands for several objects is rejected with their list.
 
 use anyhow::bail;
-use domain::{ArtifactId, WorkloadId};
-use rpc::pb::artifacts::{Artifact, ListArtifactsRequest};
+use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
+use futures::TryStreamExt;
+use rpc::Reason;
+use rpc::pb::artifacts::{
+    Artifact, Container, ListArtifactsRequest, ListContainersRequest, ListVolumesRequest, Orphan,
+    ResourceCache, Volume,
+};
 use rpc::pb::scheduler::{FindRequest, GetRequest, Workload, WorkloadState};
 
 use crate::client::connect::{Connection, Service};
+use crate::client::images::{self, NoImage};
+use crate::client::queries;
+use crate::ending::error::refusal;
 use crate::render::labels;
 use crate::render::listing::{abbreviate, without_empty};
 use crate::render::table::{bytes, plain};
 
-/// Maximum number of artifacts in an error.
+/// Maximum number of objects in an error.
 const LIST_LIMIT: u32 = 20;
 
-/// No artifact has an id that begins with the reference.
+/// No object has an id that begins with the reference.
 #[derive(Debug, thiserror::Error)]
-#[error("no artifact of this team has an id that begins with {0:?}; see `gantry list artifacts`")]
-pub(crate) struct NoMatch(String);
+#[error("no {kind}{} has an id that begins with {reference:?}; see `gantry list {kind}s`", of_team(kind))]
+pub(crate) struct NoMatch {
+    kind: &'static str,
+    reference: String,
+}
+
+fn of_team(kind: &str) -> &'static str {
+    if kind == "artifact" { " of this team" } else { "" }
+}
+
+/// The workload exists, but has no such output.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct NoOutput(String);
+
+/// Returns what was looked up. `None`: there is no such object, or the text cannot be a reference to
+/// one.
+pub(crate) fn known<T>(looked_up: anyhow::Result<T>) -> anyhow::Result<Option<T>> {
+    const UNKNOWN: [Reason; 6] = [
+        Reason::WorkloadNotFound,
+        Reason::ArtifactNotFound,
+        Reason::WorkerNotFound,
+        Reason::VolumeNotFound,
+        Reason::ContainerNotFound,
+        Reason::InvalidField,
+    ];
+    match looked_up {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.is::<NoMatch>() => Ok(None),
+        Err(error) if refusal(&error).is_some_and(|refused| UNKNOWN.iter().any(|why| refused.is(*why))) => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Artifact or images that a reference stands for.
+pub(crate) enum Content {
+    Artifact(ArtifactId),
+    /// At least one, the one that was used last first.
+    Images(Vec<ResourceCache>),
+}
+
+/// Returns the artifact that a reference stands for, or else the images. `doing` is the verb for the
+/// error text.
+pub(crate) async fn content(
+    connection: &Connection,
+    doing: &str,
+    reference: &str,
+) -> anyhow::Result<Result<Content, NoImage>> {
+    let artifact = artifact_id(connection, doing, reference).await;
+    let no_output = match artifact {
+        Err(error) if error.is::<NoOutput>() => Some(error),
+        artifact => match known(artifact)? {
+            Some(artifact) => return Ok(Ok(Content::Artifact(artifact))),
+            None => None,
+        },
+    };
+    match (images::find(connection, reference).await?, no_output) {
+        (Err(_), Some(no_output)) => Err(no_output),
+        (found, _) => Ok(found.map(Content::Images)),
+    }
+}
 
 /// Returns the id of the workload that a reference stands for. `doing` is the verb for the error
 /// text.
@@ -68,23 +138,123 @@ pub(crate) async fn artifact_id(
         ..ListArtifactsRequest::default()
     };
     let client = connection.artifacts();
-    let failed = format!("cannot {doing} artifact {reference}");
-    if rpc::spec::name::id_range(reference).is_none() {
-        return Err(anyhow::Error::from(NoMatch(reference.to_owned())).context(failed));
+    let wanted = Wanted { doing, kind: "artifact", reference };
+    let id = wanted.only(["ID", "STATE", "SIZE", "AGE", "LABEL"], artifact_row, async |failed| {
+        let calls = async || client.clone().list_artifacts(request.clone()).await;
+        let page = connection.repeat(Service::ArtifactStore, failed, calls).await?;
+        Ok((page.artifacts, page.next_page_token))
+    });
+    Ok(id.await?.parse()?)
+}
+
+/// Returns the handle of the volume whose handle begins with `reference`. `doing` is the verb for
+/// the error text.
+pub(crate) async fn volume_handle(
+    connection: &Connection,
+    doing: &str,
+    reference: &str,
+) -> anyhow::Result<String> {
+    if let Ok(handle) = reference.parse::<VolumeHandle>() {
+        return Ok(handle.to_string());
     }
-    let found = connection
-        .repeat(Service::ArtifactStore, &failed, async || {
-            client.clone().list_artifacts(request.clone()).await
-        })
-        .await?;
-    match found.artifacts.as_slice() {
-        [] => Err(anyhow::Error::from(NoMatch(reference.to_owned())).context(failed)),
-        [one] => Ok(one.artifact_id.parse()?),
-        several => bail!(
-            "{failed}: {} artifacts have an id that begins with it; give one of these ids\n{}",
-            number(several.len(), !found.next_page_token.is_empty()),
-            list(&["ID", "STATE", "SIZE", "AGE", "LABEL"], several.iter().map(artifact_row).collect())
-        ),
+    let request = ListVolumesRequest {
+        id_prefix: reference.to_owned(),
+        page_size: LIST_LIMIT,
+        ..ListVolumesRequest::default()
+    };
+    let client = connection.inventory();
+    let wanted = Wanted { doing, kind: "volume", reference };
+    let handle = wanted.only(["HANDLE", "STATE", "FOR", "SIZE", "AGE"], volume_row, async |failed| {
+        let calls = async || client.clone().list_volumes(request.clone()).await;
+        let page = connection.repeat(Service::ArtifactStore, failed, calls).await?;
+        Ok((page.volumes, page.next_page_token))
+    });
+    handle.await
+}
+
+/// Returns the handle of the container whose handle begins with `reference`. `doing` is the verb
+/// for the error text.
+pub(crate) async fn container_handle(
+    connection: &Connection,
+    doing: &str,
+    reference: &str,
+) -> anyhow::Result<String> {
+    if let Ok(handle) = reference.parse::<ContainerHandle>() {
+        return Ok(handle.to_string());
+    }
+    let request = ListContainersRequest {
+        id_prefix: reference.to_owned(),
+        page_size: LIST_LIMIT,
+        ..ListContainersRequest::default()
+    };
+    let client = connection.inventory();
+    let wanted = Wanted { doing, kind: "container", reference };
+    let handle = wanted.only(["HANDLE", "STATE", "AGE", "WORKLOAD"], container_row, async |failed| {
+        let calls = async || client.clone().list_containers(request.clone()).await;
+        let page = connection.repeat(Service::ArtifactStore, failed, calls).await?;
+        Ok((page.containers, page.next_page_token))
+    });
+    handle.await
+}
+
+/// Returns the handle of the orphan whose handle begins with `reference`. `doing` is the verb for
+/// the error text.
+pub(crate) async fn orphan_handle(
+    connection: &Connection,
+    doing: &str,
+    reference: &str,
+) -> anyhow::Result<String> {
+    if let Ok(handle) = reference.parse::<VolumeHandle>() {
+        return Ok(handle.to_string());
+    }
+    let wanted = Wanted { doing, kind: "orphan", reference };
+    let handle = wanted.only(["HANDLE", "FIRST SEEN"], orphan_row, async |_| {
+        let is_wanted = |orphan: &Orphan| {
+            let handle = queries::orphan_handle(orphan).parse::<VolumeHandle>().map(|handle| handle.uuid());
+            let range = rpc::spec::name::id_range(reference);
+            range.is_some_and(|(first, last)| handle.is_ok_and(|handle| first <= handle && handle <= last))
+        };
+        let all = queries::orphans(connection, String::new());
+        let found = all.try_filter(|orphan| std::future::ready(is_wanted(orphan)));
+        Ok((found.try_collect().await?, String::new()))
+    });
+    handle.await
+}
+
+/// A reference to an object of the artifact store, with the words for errors.
+struct Wanted<'a> {
+    doing: &'a str,
+    kind: &'static str,
+    reference: &'a str,
+}
+
+impl Wanted<'_> {
+    /// Returns the id of the only object whose id begins with the reference. `list` takes the text
+    /// for errors, and returns the first page of these objects. The first column of `row` is the
+    /// id.
+    async fn only<T, const N: usize>(
+        &self,
+        headers: [&str; N],
+        row: fn(&T) -> Vec<String>,
+        list: impl AsyncFnOnce(&str) -> anyhow::Result<(Vec<T>, String)>,
+    ) -> anyhow::Result<String> {
+        let Self { doing, kind, reference } = self;
+        let failed = format!("cannot {doing} {kind} {reference}");
+        let is_prefix = rpc::spec::name::id_range(reference).is_some();
+        let (found, next) = if is_prefix { list(&failed).await? } else { (Vec::new(), String::new()) };
+        let mut rows: Vec<_> = found.iter().map(row).collect();
+        match rows.len() {
+            0 => {
+                let none = NoMatch { kind, reference: (*reference).to_owned() };
+                Err(anyhow::Error::from(none).context(failed))
+            }
+            1 => Ok(rows.remove(0).remove(0)),
+            several => bail!(
+                "{failed}: {} {kind}s have an id that begins with it; give one of these ids\n{}",
+                number(several, !next.is_empty()),
+                self::list(&headers, rows)
+            ),
+        }
     }
 }
 
@@ -108,13 +278,15 @@ async fn output_of(
         return Ok(published.artifact_id.parse()?);
     }
     if workload.state() != WorkloadState::Finished {
-        bail!(
-            "{failed}: the workload has not ended; `gantry exec {reference} -- cat PATH` reads a file of its container"
-        );
+        let none = NoOutput(format!(
+            "the workload has not ended; `gantry exec {reference} -- cat PATH` reads a file of its container"
+        ));
+        return Err(anyhow::Error::from(none).context(failed));
     }
     let names: Vec<_> = workload.outputs.iter().map(|published| published.name.as_str()).collect();
     let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    bail!("{failed}: the workload has no such output; its outputs: {names}")
+    let none = NoOutput(format!("the workload has no such output; its outputs: {names}"));
+    Err(anyhow::Error::from(none).context(failed))
 }
 
 fn number(listed: usize, more: bool) -> String {
@@ -145,4 +317,27 @@ fn artifact_row(artifact: &Artifact) -> Vec<String> {
         labels::ago(artifact.created_at.as_ref()),
         plain(&artifact.label, 30),
     ]
+}
+
+fn volume_row(volume: &Volume) -> Vec<String> {
+    vec![
+        volume.volume_handle.clone(),
+        labels::inventory_state(volume.state()).to_owned(),
+        labels::purpose(volume.purpose()),
+        labels::size(volume.size_bytes),
+        labels::ago(volume.created_at.as_ref()),
+    ]
+}
+
+fn container_row(container: &Container) -> Vec<String> {
+    vec![
+        container.container_handle.clone(),
+        labels::inventory_state(container.state()).to_owned(),
+        labels::ago(container.created_at.as_ref()),
+        container.workload_id.clone(),
+    ]
+}
+
+fn orphan_row(orphan: &Orphan) -> Vec<String> {
+    vec![queries::orphan_handle(orphan).to_owned(), labels::ago(orphan.first_seen_at.as_ref())]
 }

@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
+use futures::{StreamExt, TryStreamExt};
 use rpc::pb::artifacts::{ArtifactState, ListArtifactsRequest};
 use rpc::pb::scheduler::{ListRequest, ListWorkersRequest};
 use tokio::time::timeout;
@@ -15,6 +16,8 @@ use crate::cli::args::{Cli, CompleteArgs, Global};
 use crate::cli::contexts::{self, Contexts, LOCAL, Sources};
 use crate::cli::words::{self, Object, Unfinished};
 use crate::client::connect::Connection;
+use crate::client::images::{familiar, split};
+use crate::client::queries;
 use crate::render::stdout::print;
 
 /// Time limit for a cluster to answer.
@@ -60,7 +63,9 @@ async fn find(object: Object, selecting: Vec<String>) -> anyhow::Result<Vec<Stri
             let all =
                 tokio::try_join!(workloads(&connection, false), artifacts(&connection), workers(&connection));
             let (workloads, artifacts, workers) = all?;
-            [workloads, artifacts, workers].concat()
+            let images = queries::images(&connection).take(LIMIT as usize);
+            let images = images.map_ok(|image| familiar(split(&image).0).to_owned()).try_collect().await?;
+            [workloads, artifacts, workers, images].concat()
         }
     })
 }

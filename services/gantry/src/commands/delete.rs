@@ -1,4 +1,5 @@
-//! `gantry delete`, `gantry prune` and `gantry gc`: deletion of artifacts, and garbage collection.
+//! `gantry delete`, `gantry prune` and `gantry gc`: deletion of artifacts and images, and garbage
+//! collection.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -8,15 +9,16 @@ use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, DeleteArtifactsRequest, DryRun,
-    ExplainResponse, ObjectKind,
+    ExplainResponse, ObjectKind, ResourceCache,
 };
 use rpc::pb::scheduler::{Worker, WorkloadState};
 use serde_json::json;
 
 use crate::cli::args::{DeleteArgs, GcArgs};
 use crate::client::connect::{Connection, Service};
+use crate::client::images::{self, familiar, split};
 use crate::client::queries;
-use crate::client::references;
+use crate::client::references::{self, Content, known};
 use crate::client::why;
 use crate::ending::error;
 use crate::render::confirm;
@@ -48,7 +50,7 @@ pub(crate) async fn delete(
     args: &DeleteArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let mut artifacts = Vec::new();
+    let (mut artifacts, mut images) = (Vec::new(), Vec::new());
     if args.all {
         let mut all = Box::pin(queries::artifacts(connection, ArtifactState::Sealed.into()));
         while let Some(artifact) = all.try_next().await? {
@@ -56,12 +58,12 @@ pub(crate) async fn delete(
         }
     }
     for id in &args.ids {
-        match queries::workload(connection, "delete", id).await {
-            Ok(workload) if workload.state() != WorkloadState::Finished => {
+        match known(queries::workload(connection, "delete", id).await)? {
+            Some(workload) if workload.state() != WorkloadState::Finished => {
                 let id = workload.workload_id;
                 bail!("workload {id} still runs or waits; stop it first with `gantry cancel {id}`")
             }
-            Ok(workload) => {
+            Some(workload) => {
                 let inputs = workload.spec.iter().flat_map(|spec| &spec.inputs);
                 let inputs = inputs.map(|input| input.artifact_id.clone());
                 let outputs = workload.outputs.iter().map(|output| output.artifact_id.clone());
@@ -79,24 +81,58 @@ pub(crate) async fn delete(
                 }
                 artifacts.extend(known);
             }
-            Err(error) if is_for(&error, Reason::WorkloadNotFound) => {
-                artifacts.push(references::artifact_id(connection, "delete", id).await?.to_string());
-            }
-            Err(error) => return Err(error),
+            None => match references::content(connection, "delete", id).await? {
+                Ok(Content::Artifact(id)) => artifacts.push(id.to_string()),
+                Ok(Content::Images(found)) => images.extend(deletable(connection, ui, id, found)?),
+                Err(none) => bail!(
+                    "cannot delete {id}: no workload or image has this name, and no workload or artifact has an id that begins \
+                     with it; {}",
+                    none.advice("see `gantry list`")
+                ),
+            },
         }
     }
     artifacts.sort_unstable();
     artifacts.dedup();
-    delete_all(connection, ui, &artifacts, as_json).await
+    images.sort_by(|one: &ResourceCache, other| one.cache_id.cmp(&other.cache_id));
+    images.dedup();
+    delete_all(connection, ui, &artifacts, &images, as_json).await
 }
 
-/// Deletes artifacts, collects garbage, and prints the result.
+/// Returns the images among `found` that the team may delete: those that it pulled. Names the others
+/// in notes.
+fn deletable(
+    connection: &Connection,
+    ui: &Ui,
+    named: &str,
+    found: Vec<ResourceCache>,
+) -> anyhow::Result<Vec<ResourceCache>> {
+    if found.iter().any(|image| image.artifact_id.is_empty()) {
+        bail!("cannot delete image {named}: the cluster is pulling it; repeat the command afterwards");
+    }
+    let (own, others): (Vec<_>, Vec<_>) = found.into_iter().partition(|image| image.team == connection.team);
+    let stay = |image: &ResourceCache| {
+        format!("team {} pulled it for all teams, and only that team can delete it", image.team)
+    };
+    match others.first() {
+        Some(other) if own.is_empty() => bail!("cannot delete image {named}: {}", stay(other)),
+        Some(other) => ui.note(&format!("another image {named} stays: {}", stay(other))),
+        None => {}
+    }
+    Ok(own)
+}
+
+/// Deletes artifacts and images, collects garbage, and prints the result.
 async fn delete_all(
     connection: &Connection,
     ui: &Ui,
     artifacts: &[String],
+    images: &[ResourceCache],
     as_json: bool,
 ) -> anyhow::Result<()> {
+    for image in images {
+        images::delete(connection, image).await?;
+    }
     let collected = delete_and_collect(connection, artifacts).await?;
     let mut kept = Vec::new();
     for id in artifacts {
@@ -106,13 +142,26 @@ async fn delete_all(
             kept.push(id);
         }
     }
+    for image in images {
+        let Some(explained) = explain_if_known(connection, &image.artifact_id).await? else { continue };
+        if let Some(keeper) = explained.kept_by.first() {
+            let (name, text) = (familiar(split(image).0), &keeper.text);
+            ui.warn(&format!("the files of image {name} are kept until nothing uses them: {text}"));
+        }
+    }
     let freed = queries::freed(&collected);
     if as_json {
-        return print_json(
-            &json!({ "deleted": artifacts.len() - kept.len(), "kept": kept, "size_bytes": freed }),
-        );
+        let names: Vec<_> = images.iter().map(|image| &image.version).collect();
+        return print_json(&json!({
+            "deleted": artifacts.len() - kept.len(), "images": names, "kept": kept, "size_bytes": freed,
+        }));
     }
-    let deleted = count((artifacts.len() - kept.len()) as u64, "artifact");
+    let of_artifacts = count((artifacts.len() - kept.len()) as u64, "artifact");
+    let deleted = match images.len() as u64 {
+        0 => of_artifacts,
+        number if artifacts.is_empty() => count(number, "image"),
+        number => format!("{} and {of_artifacts}", count(number, "image")),
+    };
     print(&format!("{deleted} deleted, {} on workers\n", bytes(freed)))
 }
 
@@ -204,7 +253,7 @@ pub(crate) async fn prune(
         }
     }
     ids.sort_unstable();
-    delete_all(connection, ui, &ids, as_json).await
+    delete_all(connection, ui, &ids, &[], as_json).await
 }
 
 /// Returns the ids of an artifact and of its replicas.

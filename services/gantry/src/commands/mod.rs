@@ -106,7 +106,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Kill(args) => logs::kill(args, connection, ui, as_json).await?,
         Command::Ps(args) => list::ps(connection, args, global.quiet, as_json).await?,
         Command::List(args) => list::list(connection, args, as_json).await?,
-        Command::Inspect(args) => list::inspect(connection, args).await?,
+        Command::Inspect(args) => list::inspect(connection, ui, args).await?,
         Command::Show(args) => list::show(connection, ui, args, as_json).await?,
         Command::ClearCache(args) => clear_cache::clear(connection, args, as_json).await?,
         Command::Gc(args) => delete::gc(connection, args, as_json).await?,

@@ -2,12 +2,14 @@
 
 use anyhow::bail;
 use futures::TryStreamExt;
+use futures::future::try_join_all;
 use rpc::Reason;
 use rpc::pb::artifacts::{AdoptRequest, Artifact, PurgeRequest, PurgeResponse, adopt_request::KeptBy};
 
 use crate::cli::args::{AdoptArgs, PurgeArgs};
 use crate::client::connect::{Connection, Service};
 use crate::client::queries::{orphan_handle, orphans, worker};
+use crate::client::references;
 use crate::client::why;
 use crate::ending::error::{refusal, with_advice};
 use crate::render::json;
@@ -19,9 +21,10 @@ const CALL_LIMIT: usize = 1000;
 
 /// Executes `gantry adopt`.
 pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bool) -> anyhow::Result<()> {
+    let volume = &references::orphan_handle(connection, "adopt", &args.volume).await?;
     let request = AdoptRequest {
         team: connection.team.clone(),
-        volume_handle: args.volume.to_string(),
+        volume_handle: volume.clone(),
         worker_id: String::new(),
         artifact_id: args.artifact.map(|artifact| artifact.to_string()).unwrap_or_default(),
         kept_by: Some(match args.build {
@@ -30,25 +33,25 @@ pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bo
         }),
     };
     let client = connection.inventory();
-    let doing = format!("cannot adopt volume {}", args.volume);
+    let doing = format!("cannot adopt volume {volume}");
     let answered = connection
         .repeat(Service::ArtifactStore, &doing, async || client.clone().adopt(request.clone()).await)
         .await;
-    let response = listed(connection, &args.volume.to_string(), Reason::VolumeNotFound, answered).await?;
+    let response = listed(connection, volume, Reason::VolumeNotFound, answered).await?;
     let artifact = response.artifact.unwrap_or_default();
     if as_json {
         return print_json(&json::artifact(&artifact));
     }
-    print(&adopted(&artifact, args))
+    print(&adopted(volume, &artifact, args))
 }
 
-fn adopted(artifact: &Artifact, args: &AdoptArgs) -> String {
+fn adopted(volume: &str, artifact: &Artifact, args: &AdoptArgs) -> String {
     let kept = match args.build {
         Some(build) => format!("kept by build {build}"),
         None => format!("kept for at least {}", duration(args.keep)),
     };
     let id = &artifact.artifact_id;
-    format!("volume {} is a replica of artifact {id}: {}, {kept}\n", args.volume, bytes(artifact.size_bytes))
+    format!("volume {volume} is a replica of artifact {id}: {}, {kept}\n", bytes(artifact.size_bytes))
 }
 
 /// Returns `answered`. If the object is not an orphan, the error gets advice about finding orphans.
@@ -78,7 +81,8 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         let all = orphans(connection, worker_id.clone()).map_ok(|one| orphan_handle(&one).to_owned());
         all.try_collect().await?
     } else {
-        args.handles.clone()
+        let handles = args.handles.iter();
+        try_join_all(handles.map(|handle| references::orphan_handle(connection, "purge", handle))).await?
     };
     if handles.is_empty() && !args.all {
         bail!("give the handles to purge, or --all; see `gantry list volumes --orphans`");
@@ -124,12 +128,17 @@ mod tests {
     fn adopted_and_purged_orphans_are_described() {
         let purged = PurgeResponse { volumes: 1, containers: 2 };
         assert_eq!(summary(&purged), "1 volume and 2 containers marked as garbage");
-        let volume = VolumeHandle::new();
+        let volume = VolumeHandle::new().to_string();
         let artifact = Artifact { artifact_id: ArtifactId::new().to_string(), ..Artifact::default() };
-        let args = AdoptArgs { volume, artifact: None, build: None, keep: Duration::from_secs(5400) };
+        let args = AdoptArgs {
+            volume: volume.clone(),
+            artifact: None,
+            build: None,
+            keep: Duration::from_secs(5400),
+        };
         let id = &artifact.artifact_id;
         let expected =
             format!("volume {volume} is a replica of artifact {id}: 0 B, kept for at least 90 min\n");
-        assert_eq!(adopted(&artifact, &args), expected);
+        assert_eq!(adopted(&volume, &artifact, &args), expected);
     }
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use domain::workload::Image;
-use domain::{ContainerHandle, VolumeHandle};
+use rpc::spec::name::id_range;
 use rustix::fs::Access;
 
 use crate::cli::args::{ExecArgs, Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
@@ -62,11 +62,11 @@ pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
         Kind::Artifacts if values::artifact(id).is_err() => {
             bail!("{id:?} is not the beginning of the id of an artifact; see `gantry list artifacts`")
         }
-        Kind::Volumes if id.parse::<VolumeHandle>().is_err() => {
-            bail!("{id:?} is not the handle of a volume; see `gantry list volumes`")
+        Kind::Volumes if id_range(id).is_none() => {
+            bail!("{id:?} is not the beginning of the handle of a volume; see `gantry list volumes`")
         }
-        Kind::Containers if id.parse::<ContainerHandle>().is_err() => {
-            bail!("{id:?} is not the handle of a container; see `gantry list containers`")
+        Kind::Containers if id_range(id).is_none() => {
+            bail!("{id:?} is not the beginning of the handle of a container; see `gantry list containers`")
         }
         _ => Ok(()),
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use domain::{ArtifactId, BuildId, VolumeHandle};
+use domain::{ArtifactId, BuildId};
 
 use crate::cli::values;
 use crate::render::listing::{Format, Listing};
@@ -131,8 +131,8 @@ pub(crate) struct PsArgs {
 /// Arguments of `gantry inspect`.
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
-    /// Names or ids of workloads or workers, ids of artifacts, beginnings of the ids of workloads
-    /// or artifacts, or `last` for the newest workload
+    /// Names or ids of workloads or workers, ids of artifacts, references of images, handles of
+    /// volumes or containers, beginnings of ids and handles, or `last` for the newest workload
     #[arg(value_name = "ID", required = true)]
     pub(crate) references: Vec<String>,
 }
@@ -143,8 +143,8 @@ pub(crate) struct ShowArgs {
     /// Kind of the object, in the singular or the plural
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Id of the object. Workloads, workers and caches also have names. The beginning of the id of
-    /// a workload or artifact is enough
+    /// Id of the object. Workloads, workers, images and caches also have names. The beginning of the
+    /// id of a workload, artifact, volume or container is enough
     #[arg(value_name = "ID")]
     pub(crate) id: String,
 }
@@ -164,10 +164,16 @@ pub(crate) struct ClearCacheArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Artifacts that a running workload, a build or a cache uses stay, and are named in a warning. `gantry undelete` restores a deleted artifact as \
-long as a worker or the artifact store has its bytes.")]
+long as a worker or the artifact store has its bytes. A deleted image is pulled again when it is needed. An output or an id of a \
+workload or artifact comes before an image with the same name.
+
+Examples:
+  gantry rm build
+  gantry rm build:report
+  gantry rm alpine:3.20")]
 pub(crate) struct DeleteArgs {
-    /// Ids of artifacts, or names or ids of finished workloads whose inputs and outputs are
-    /// deleted. The beginning of an id is enough
+    /// Ids of artifacts, references of pulled images, or names or ids of finished workloads whose
+    /// inputs and outputs are deleted. The beginning of an id is enough
     #[arg(value_name = "ID", required_unless_present = "all")]
     pub(crate) ids: Vec<String>,
     /// Delete all artifacts of the team that nothing uses
@@ -207,9 +213,9 @@ pub(crate) struct GcArgs {
 After the artifact store was restored from a backup, volumes and containers that workers hold and the store does not know are orphans. \
 `gantry list volumes --orphans` lists them. An orphan stays until it is adopted or purged.")]
 pub(crate) struct AdoptArgs {
-    /// Handle of the volume
-    #[arg(value_name = "VOLUME")]
-    pub(crate) volume: VolumeHandle,
+    /// Handle of the volume, or its first 4 digits or more
+    #[arg(value_name = "VOLUME", value_parser = values::handle)]
+    pub(crate) volume: String,
     /// Id of the artifact that the volume becomes a replica of. Default: its former artifact, or a
     /// new one if that is unknown
     #[arg(long, value_name = "ARTIFACT")]
@@ -229,8 +235,8 @@ After the artifact store was restored from a backup, volumes and containers that
 `gantry list volumes --orphans` and `gantry list containers --orphans` list them, and `gantry explain HANDLE` describes one. Processes in a \
 purged container are killed. The command acts on the orphans of all teams; --team has no effect.")]
 pub(crate) struct PurgeArgs {
-    /// Handles of orphaned volumes and containers
-    #[arg(value_name = "HANDLE", value_parser = values::any_id)]
+    /// Handles of orphaned volumes and containers. The first 4 digits or more are enough
+    #[arg(value_name = "HANDLE", value_parser = values::handle)]
     pub(crate) handles: Vec<String>,
     /// Purge all orphans, of all teams
     #[arg(long, conflicts_with = "handles")]

@@ -185,14 +185,14 @@ pub(crate) enum Command {
     List(ListArgs),
     /// Show one worker, workload, image, artifact, volume, container or cache
     Show(ShowArgs),
-    /// Print workloads, artifacts or workers as JSON
+    /// Print workloads, artifacts, images, workers, volumes or containers as JSON
     Inspect(InspectArgs),
     /// Delete caches, so that the next run starts with an empty directory
     ClearCache(ClearCacheArgs),
     /// Mark everything as garbage that nothing keeps any more
     Gc(GcArgs),
-    /// Delete artifacts, or the inputs and outputs of finished workloads
-    #[command(visible_alias = "rm")]
+    /// Delete artifacts, images, or the inputs and outputs of finished workloads
+    #[command(visible_aliases = ["rm", "rmi"])]
     Delete(DeleteArgs),
     /// Restore a deleted artifact while its bytes still exist
     Undelete(UndeleteArgs),

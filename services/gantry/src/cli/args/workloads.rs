@@ -83,14 +83,14 @@ What is explained:
                     was deleted (for a day after the deletion)
   build             the artifacts that it owns, and when it releases them
   attempt           the containers and volumes that were made for it
-  cache, base resource type
+  cache, image, base resource type
                     its artifacts, its users, and its expiry
   transfer          its artifact and its target worker, and when its term ends
   worker            its state, and its containers and volumes")]
 pub(crate) struct ExplainArgs {
     /// Id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource
-    /// type, transfer or worker; or the name of a worker or workload, or the beginning of the id of
-    /// a workload or artifact
+    /// type, transfer or worker; or the name of a worker or workload, the reference of an image, or
+    /// the beginning of the id of a workload, artifact, volume or container
     #[arg(value_name = "ID")]
     pub(crate) id: String,
     /// For a waiting workload: number of workers to list one by one. Default: 20

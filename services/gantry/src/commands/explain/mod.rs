@@ -15,7 +15,7 @@ use crate::cli::values;
 use crate::client::connect::Connection;
 use crate::client::placement::{self, WorkerChoice};
 use crate::client::queries;
-use crate::client::references::{self, NoMatch};
+use crate::client::references::{self, Content, known};
 use crate::ending::error;
 use crate::render::stdout::{print, print_json};
 use crate::render::{explanation, json};
@@ -29,10 +29,9 @@ pub(crate) async fn explain(
 ) -> anyhow::Result<()> {
     let id = match values::any_id(&args.id) {
         Ok(id) => id,
-        Err(_) => match queries::worker(connection, "explain", &args.id).await {
-            Ok(worker) => return store::explain(connection, &worker.worker_id, as_json).await,
-            Err(error) if is_for(&error, Reason::WorkerNotFound) => named(connection, &args.id).await?,
-            Err(error) => return Err(error),
+        Err(_) => match known(queries::worker(connection, "explain", &args.id).await)? {
+            Some(worker) => return store::explain(connection, &worker.worker_id, as_json).await,
+            None => named(connection, &args.id).await?,
         },
     };
     let id = id.as_str();
@@ -54,20 +53,28 @@ pub(crate) async fn explain(
     }
 }
 
-/// Returns the id of the workload or artifact that `reference` stands for.
+/// Returns the id of the workload, artifact, image, volume or container that `reference` stands for.
 async fn named(connection: &Connection, reference: &str) -> anyhow::Result<String> {
-    match references::workload_id(connection, "explain", reference).await {
-        Err(error) if is_for(&error, Reason::WorkloadNotFound) || is_for(&error, Reason::InvalidField) => {}
-        found => return found,
+    let doing = "explain";
+    if let Some(id) = known(references::workload_id(connection, doing, reference).await)? {
+        return Ok(id);
     }
-    match references::artifact_id(connection, "explain", reference).await {
-        Ok(id) => Ok(id.to_string()),
-        Err(error) if error.is::<NoMatch>() => bail!(
-            "cannot explain {reference}: there is no worker or workload with this name, and no workload or artifact with \
-             an id that begins with it; see `gantry list`"
-        ),
-        Err(error) => Err(error),
+    let none = match references::content(connection, doing, reference).await? {
+        Ok(Content::Artifact(id)) => return Ok(id.to_string()),
+        Ok(Content::Images(mut images)) => return Ok(images.remove(0).cache_id),
+        Err(none) => none,
+    };
+    if let Some(handle) = known(references::volume_handle(connection, doing, reference).await)? {
+        return Ok(handle);
     }
+    if let Some(handle) = known(references::container_handle(connection, doing, reference).await)? {
+        return Ok(handle);
+    }
+    bail!(
+        "cannot explain {reference}: no worker, workload, artifact, image, volume or container has this name, or an id that \
+         begins with it; {}",
+        none.advice("see `gantry list`")
+    )
 }
 
 fn is_for(error: &anyhow::Error, reason: Reason) -> bool {

@@ -1,11 +1,11 @@
 //! `gantry list images` and `gantry show image`.
 
-use anyhow::{Context, bail};
-use futures::TryStreamExt;
+use anyhow::Context;
 use rpc::pb::artifacts::{ResourceCache, Sharing};
 use serde_json::{Value, json};
 
 use crate::client::connect::Connection;
+use crate::client::images::{self, familiar, split};
 use crate::client::queries;
 use crate::ending::error::describe;
 use crate::render::labels;
@@ -35,36 +35,36 @@ pub(super) async fn list(connection: &Connection, listing: Listing) -> anyhow::R
     listing.print(queries::images(connection), json, HEADERS, row).await
 }
 
-/// Executes `gantry show image`. `named` is a reference without its digest, a digest or the start
-/// of one, or the id of the cache or the artifact.
+/// Executes `gantry show image`. `named` is a name of the image ([`images::find`]).
 pub(super) async fn show(connection: &Connection, ui: &Ui, named: &str, as_json: bool) -> anyhow::Result<()> {
-    let full = images::parse_reference(named, images::DEFAULT_REGISTRY).map(|it| it.to_string()).ok();
-    let mut found: Vec<_> = queries::images(connection)
-        .try_filter(|image| std::future::ready(is_named(image, named, full.as_deref())))
-        .try_collect()
-        .await?;
-    found.sort_by_key(|image| image.last_used_at.map(|at| (at.seconds, at.nanos)));
-    let Some(image) = found.pop() else {
-        bail!(
-            "there is no image {named:?} in the cluster; see `gantry list images`, or pull it with `gantry pull`"
-        );
-    };
-    let shown = match image.artifact_id.as_str() {
-        "" => ShownImage { image, size_bytes: None, metadata: Value::Null },
-        id => {
-            let artifact = queries::artifact(connection, id).await.context("cannot show the image")?;
-            let id = id.parse().context("the store named an invalid artifact id")?;
-            // Its worker may be away, and an image needs no defaults.
-            let metadata = read_file(connection, id, METADATA, MAX_METADATA_BYTES).await;
-            let metadata =
-                metadata.and_then(|text| Ok(serde_json::from_slice(&text)?)).unwrap_or_else(|error| {
-                    ui.warn(&format!("cannot read the defaults of the image: {}", describe(&error)));
-                    Value::Null
-                });
-            ShownImage { image, size_bytes: Some(artifact.size_bytes), metadata }
-        }
-    };
-    one(&shown, as_json, ShownImage::json, ShownImage::fields)
+    let image = images::find(connection, named).await??.remove(0);
+    one(&read(connection, ui, image).await?, as_json, ShownImage::json, ShownImage::fields)
+}
+
+/// Returns the JSON document of an image for `gantry inspect`.
+pub(super) async fn inspected(
+    connection: &Connection,
+    ui: &Ui,
+    image: ResourceCache,
+) -> anyhow::Result<Value> {
+    Ok(read(connection, ui, image).await?.json())
+}
+
+/// Reads the size of an image, and its defaults.
+async fn read(connection: &Connection, ui: &Ui, image: ResourceCache) -> anyhow::Result<ShownImage> {
+    if image.artifact_id.is_empty() {
+        return Ok(ShownImage { image, size_bytes: None, metadata: Value::Null });
+    }
+    let artifact =
+        queries::artifact(connection, &image.artifact_id).await.context("cannot show the image")?;
+    let id = image.artifact_id.parse().context("the store named an invalid artifact id")?;
+    // Its worker may be away, and an image needs no defaults.
+    let metadata = read_file(connection, id, METADATA, MAX_METADATA_BYTES).await;
+    let metadata = metadata.and_then(|text| Ok(serde_json::from_slice(&text)?)).unwrap_or_else(|error| {
+        ui.warn(&format!("cannot read the defaults of the image: {}", describe(&error)));
+        Value::Null
+    });
+    Ok(ShownImage { image, size_bytes: Some(artifact.size_bytes), metadata })
 }
 
 /// Image with all that `gantry show image` prints.
@@ -117,27 +117,6 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Whether an image has a name. `full` is the complete reference of the name.
-fn is_named(image: &ResourceCache, named: &str, full: Option<&str>) -> bool {
-    let (reference, digest) = split(image);
-    [image.cache_id.as_str(), &image.artifact_id, &image.version, reference].contains(&named)
-        || full == Some(reference)
-        || full == Some(image.version.as_str())
-        || named.len() >= 6
-            && digest.trim_start_matches("sha256:").starts_with(named.trim_start_matches("sha256:"))
-}
-
-/// Splits the reference of an image into its name and its digest.
-fn split(image: &ResourceCache) -> (&str, &str) {
-    image.version.split_once('@').unwrap_or((&image.version, ""))
-}
-
-/// Returns a name as people write it.
-fn familiar(name: &str) -> &str {
-    let name = name.strip_prefix("docker.io/").unwrap_or(name);
-    name.strip_prefix("library/").unwrap_or(name)
-}
-
 fn row(image: &ResourceCache) -> Vec<String> {
     let (name, digest) = split(image);
     vec![
@@ -168,26 +147,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn image_is_found_by_each_of_its_names() {
-        let digest = format!("sha256:{}", "ab".repeat(32));
-        let image = ResourceCache {
-            cache_id: "c".to_owned(),
-            artifact_id: "a".to_owned(),
-            version: format!("docker.io/library/alpine:3.20@{digest}"),
-            ..ResourceCache::default()
-        };
-        let is = |named: &str| {
-            let full = images::parse_reference(named, images::DEFAULT_REGISTRY).map(|it| it.to_string()).ok();
-            is_named(&image, named, full.as_deref())
-        };
-        for named in
-            ["alpine:3.20", "docker.io/library/alpine:3.20", "c", "a", &digest, "ababab", "sha256:ababab"]
-        {
-            assert!(is(named), "{named}");
-        }
-        for named in ["alpine", "alpine:3.2", "ababac", "ab", "b"] {
-            assert!(!is(named), "{named}");
-        }
+    fn row_has_name_as_people_write_it() {
+        let version = format!("docker.io/library/alpine:3.20@sha256:{}", "ab".repeat(32));
+        let image = ResourceCache { version, ..ResourceCache::default() };
         assert_eq!(row(&image)[..2], ["alpine:3.20", "abababababab"]);
     }
 

@@ -17,7 +17,6 @@ mod workloads;
 
 use anyhow::bail;
 use futures::{StreamExt, TryStreamExt};
-use rpc::Reason;
 use rpc::pb::artifacts::{Container, Volume};
 use rpc::pb::scheduler::{Outcome, Workload, WorkloadState};
 use serde_json::{Value, json};
@@ -31,9 +30,8 @@ use self::workloads::{WORKLOADS, workload_fields, workload_row};
 use crate::cli::args::{InspectArgs, Kind, ListArgs, PsArgs, ShowArgs};
 use crate::client::connect::Connection;
 use crate::client::queries::{self, WorkloadFilter};
-use crate::client::references::{self, NoMatch};
+use crate::client::references::{self, Content, known};
 use crate::client::why;
-use crate::ending::error::refusal;
 use crate::render::json;
 use crate::render::labels;
 use crate::render::listing::{Format, Listing, abbreviate, one, without_empty};
@@ -87,14 +85,14 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             let volumes = queries::volumes(connection, state("volumes", wanted, labels::inventory_state)?);
             let names = Names::ask(connection, listing.is_json()).await;
             let row = |volume: &Volume| volume_row(volume, &names);
-            listing.print(volumes, json::volume, VOLUMES, row).await
+            listing.short().print(volumes, json::volume, VOLUMES, row).await
         }
         Kind::Containers => {
             let containers =
                 queries::containers(connection, state("containers", wanted, labels::inventory_state)?);
             let names = Names::ask(connection, listing.is_json()).await;
             let row = |container: &Container| container_row(container, &names);
-            listing.print(containers, json::container, CONTAINERS, row).await
+            listing.short().print(containers, json::container, CONTAINERS, row).await
         }
         Kind::Caches => {
             if wanted.is_some() {
@@ -227,10 +225,12 @@ pub(crate) async fn show(
             one(&shown, as_json, json::artifact, artifact_fields)
         }
         Kind::Volumes => {
+            let id = &references::volume_handle(connection, "show", id).await?;
             let shown = why::or_why(connection, id, queries::volume(connection, id).await).await?;
             one(&shown, as_json, json::volume, volume_fields)
         }
         Kind::Containers => {
+            let id = &references::container_handle(connection, "show", id).await?;
             let shown = why::or_why(connection, id, queries::container(connection, id).await).await?;
             one(&shown, as_json, json::container, container_fields)
         }
@@ -242,45 +242,46 @@ pub(crate) async fn show(
     }
 }
 
-/// Executes `gantry inspect`: prints workloads, artifacts or workers as JSON, whichever they are.
-pub(crate) async fn inspect(connection: &Connection, args: &InspectArgs) -> anyhow::Result<()> {
+/// Executes `gantry inspect`: prints objects as JSON, of whichever kind they are.
+pub(crate) async fn inspect(connection: &Connection, ui: &Ui, args: &InspectArgs) -> anyhow::Result<()> {
     for reference in &args.references {
-        print_json(&inspected(connection, reference).await?)?;
+        print_json(&inspected(connection, ui, reference).await?)?;
     }
     Ok(())
 }
 
-async fn inspected(connection: &Connection, reference: &str) -> anyhow::Result<Value> {
-    match queries::workload(connection, "inspect", reference).await {
-        Ok(workload) => return Ok(json::workload(&workload)),
-        Err(error) if !is_unknown(&error) => return Err(error),
-        Err(_) => {}
+async fn inspected(connection: &Connection, ui: &Ui, reference: &str) -> anyhow::Result<Value> {
+    let doing = "inspect";
+    if let Some(workload) = known(queries::workload(connection, doing, reference).await)? {
+        return Ok(json::workload(&workload));
     }
-    match references::artifact_id(connection, "inspect", reference).await {
-        Ok(id) => match queries::artifact(connection, &id.to_string()).await {
-            Ok(artifact) => return Ok(json::artifact(&artifact)),
-            Err(error) if !is_unknown(&error) => return Err(error),
-            Err(_) => {}
-        },
-        Err(error) if !is_unknown(&error) => return Err(error),
-        Err(_) => {}
+    let mut advice = "see `gantry list`".to_owned();
+    match references::content(connection, doing, reference).await? {
+        Ok(Content::Artifact(id)) => {
+            if let Some(artifact) = known(queries::artifact(connection, &id.to_string()).await)? {
+                return Ok(json::artifact(&artifact));
+            }
+        }
+        Ok(Content::Images(mut images)) => return images::inspected(connection, ui, images.remove(0)).await,
+        Err(none) => advice = none.advice(&advice),
     }
-    match queries::worker(connection, "inspect", reference).await {
-        Ok(worker) => Ok(json::worker(&worker)),
-        Err(error) if !is_unknown(&error) => Err(error),
-        Err(_) => bail!(
-            "cannot inspect {reference}: there is no workload, artifact or worker with this id or name; \
-             see `gantry list` and `gantry explain {reference}`"
-        ),
+    if let Some(worker) = known(queries::worker(connection, doing, reference).await)? {
+        return Ok(json::worker(&worker));
     }
-}
-
-/// Returns whether an object does not exist, or the text cannot be its id.
-fn is_unknown(error: &anyhow::Error) -> bool {
-    const UNKNOWN: [Reason; 4] =
-        [Reason::WorkloadNotFound, Reason::ArtifactNotFound, Reason::WorkerNotFound, Reason::InvalidField];
-    error.is::<NoMatch>()
-        || refusal(error).is_some_and(|refusal| UNKNOWN.iter().any(|reason| refusal.is(*reason)))
+    if let Some(handle) = known(references::volume_handle(connection, doing, reference).await)?
+        && let Some(volume) = known(queries::volume(connection, &handle).await)?
+    {
+        return Ok(json::volume(&volume));
+    }
+    if let Some(handle) = known(references::container_handle(connection, doing, reference).await)?
+        && let Some(container) = known(queries::container(connection, &handle).await)?
+    {
+        return Ok(json::container(&container));
+    }
+    bail!(
+        "cannot inspect {reference}: no workload, artifact, image, worker, volume or container has this name, or an id \
+         that begins with it; {advice}"
+    )
 }
 
 #[cfg(test)]

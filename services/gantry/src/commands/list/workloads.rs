@@ -65,6 +65,7 @@ pub(super) fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'sta
         ("failure", failure.map(|failure| plain(&failure.message, 1000)).unwrap_or_default()),
         ("command", plain(&labels::command(Some(&spec)), 1000)),
         ("spec", if workload.abridged { ABRIDGED.to_owned() } else { String::new() }),
+        ("image", plain(&labels::image(spec.image.as_ref()), 1024)),
         ("kind", labels::kind(spec.kind()).to_owned()),
         ("platform", plain(&spec.platform, 100)),
         ("only worker", plain(&spec.worker, 255)),
