@@ -242,8 +242,8 @@ pub(crate) async fn container(
     container::Entity::find_by_id(handle.uuid()).one(conn).await
 }
 
-/// Returns a page of volumes, newest first. If `only` is not empty, only these volumes. `ids` bounds
-/// their handles.
+/// Returns a page of volumes, newest first. If `only` is not empty, only these volumes. `ids` are
+/// the first and the last handle.
 pub(crate) async fn list_volumes(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
@@ -273,7 +273,7 @@ pub(crate) async fn list_volumes(
     Ok(rows)
 }
 
-/// Returns a page of containers, newest first. `ids` bounds their handles.
+/// Returns a page of containers, newest first. `ids` are the first and the last handle.
 pub(crate) async fn list_containers(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,

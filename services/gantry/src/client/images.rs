@@ -6,12 +6,14 @@
 
 use std::collections::BTreeSet;
 
+use domain::ArtifactId;
 use futures::TryStreamExt;
 use images::Reference;
 use rpc::pb::artifacts::{DeleteResourceCacheRequest, ResourceCache};
 
 use crate::client::connect::{Connection, Service};
 use crate::client::queries;
+use crate::client::references::{self, NoOutput};
 use crate::ending::error::refusal;
 
 /// Minimum number of digits at the beginning of a digest.
@@ -85,6 +87,34 @@ fn choose(mut all: Vec<ResourceCache>, named: &str) -> Result<Vec<ResourceCache>
 
 fn parse(text: &str) -> Option<Reference> {
     images::parse_reference(text, images::DEFAULT_REGISTRY).ok()
+}
+
+/// Artifact or images that a reference stands for.
+pub(crate) enum Content {
+    Artifact(ArtifactId),
+    /// At least one, the one that was used last first.
+    Images(Vec<ResourceCache>),
+}
+
+/// Returns the artifact that a reference stands for, or else the images. `doing` is the verb for
+/// the error text.
+pub(crate) async fn content(
+    connection: &Connection,
+    doing: &str,
+    reference: &str,
+) -> anyhow::Result<Result<Content, NoImage>> {
+    let artifact = references::artifact_id(connection, doing, reference).await;
+    let no_output = match artifact {
+        Err(error) if error.is::<NoOutput>() => Some(error),
+        artifact => match references::known(artifact)? {
+            Some(artifact) => return Ok(Ok(Content::Artifact(artifact))),
+            None => None,
+        },
+    };
+    match (find(connection, reference).await?, no_output) {
+        (Err(_), Some(no_output)) => Err(no_output),
+        (found, _) => Ok(found.map(Content::Images)),
+    }
 }
 
 /// Deletes an image. Its artifact becomes garbage if nothing else keeps it.

@@ -7,17 +7,13 @@
 
 use anyhow::bail;
 use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
-use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::artifacts::{
-    Artifact, Container, ListArtifactsRequest, ListContainersRequest, ListVolumesRequest, Orphan,
-    ResourceCache, Volume,
+    Artifact, Container, ListArtifactsRequest, ListContainersRequest, ListVolumesRequest, Volume,
 };
 use rpc::pb::scheduler::{FindRequest, GetRequest, Workload, WorkloadState};
 
 use crate::client::connect::{Connection, Service};
-use crate::client::images::{self, NoImage};
-use crate::client::queries;
 use crate::ending::error::refusal;
 use crate::render::labels;
 use crate::render::listing::{abbreviate, without_empty};
@@ -28,23 +24,29 @@ const LIST_LIMIT: u32 = 20;
 
 /// No object has an id that begins with the reference.
 #[derive(Debug, thiserror::Error)]
-#[error("no {kind}{} has an id that begins with {reference:?}; see `gantry list {kind}s`", of_team(kind))]
+#[error("no {} has an id that begins with {reference:?}; see `gantry list {}`", words(kind).0, words(kind).1)]
 pub(crate) struct NoMatch {
     kind: &'static str,
     reference: String,
 }
 
-fn of_team(kind: &str) -> &'static str {
-    if kind == "artifact" { " of this team" } else { "" }
+/// Returns words for the objects of a kind, and for their list.
+fn words(kind: &str) -> (&'static str, &'static str) {
+    match kind {
+        "artifact" => ("artifact of this team", "artifacts"),
+        "volume" => ("volume", "volumes"),
+        "container" => ("container", "containers"),
+        _ => ("orphan", "volumes --orphans"),
+    }
 }
 
 /// The workload exists, but has no such output.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct NoOutput(String);
+pub(crate) struct NoOutput(String);
 
-/// Returns what was looked up. `None`: there is no such object, or the text cannot be a reference to
-/// one.
+/// Returns what was looked up. `None`: there is no such object, or the text cannot be a reference
+/// to one.
 pub(crate) fn known<T>(looked_up: anyhow::Result<T>) -> anyhow::Result<Option<T>> {
     const UNKNOWN: [Reason; 6] = [
         Reason::WorkloadNotFound,
@@ -61,34 +63,6 @@ pub(crate) fn known<T>(looked_up: anyhow::Result<T>) -> anyhow::Result<Option<T>
             Ok(None)
         }
         Err(error) => Err(error),
-    }
-}
-
-/// Artifact or images that a reference stands for.
-pub(crate) enum Content {
-    Artifact(ArtifactId),
-    /// At least one, the one that was used last first.
-    Images(Vec<ResourceCache>),
-}
-
-/// Returns the artifact that a reference stands for, or else the images. `doing` is the verb for the
-/// error text.
-pub(crate) async fn content(
-    connection: &Connection,
-    doing: &str,
-    reference: &str,
-) -> anyhow::Result<Result<Content, NoImage>> {
-    let artifact = artifact_id(connection, doing, reference).await;
-    let no_output = match artifact {
-        Err(error) if error.is::<NoOutput>() => Some(error),
-        artifact => match known(artifact)? {
-            Some(artifact) => return Ok(Ok(Content::Artifact(artifact))),
-            None => None,
-        },
-    };
-    match (images::find(connection, reference).await?, no_output) {
-        (Err(_), Some(no_output)) => Err(no_output),
-        (found, _) => Ok(found.map(Content::Images)),
     }
 }
 
@@ -197,42 +171,20 @@ pub(crate) async fn container_handle(
     handle.await
 }
 
-/// Returns the handle of the orphan whose handle begins with `reference`. `doing` is the verb for
-/// the error text.
-pub(crate) async fn orphan_handle(
-    connection: &Connection,
-    doing: &str,
-    reference: &str,
-) -> anyhow::Result<String> {
-    if let Ok(handle) = reference.parse::<VolumeHandle>() {
-        return Ok(handle.to_string());
-    }
-    let wanted = Wanted { doing, kind: "orphan", reference };
-    let handle = wanted.only(["HANDLE", "FIRST SEEN"], orphan_row, async |_| {
-        let is_wanted = |orphan: &Orphan| {
-            let handle = queries::orphan_handle(orphan).parse::<VolumeHandle>().map(|handle| handle.uuid());
-            let range = rpc::spec::name::id_range(reference);
-            range.is_some_and(|(first, last)| handle.is_ok_and(|handle| first <= handle && handle <= last))
-        };
-        let all = queries::orphans(connection, String::new());
-        let found = all.try_filter(|orphan| std::future::ready(is_wanted(orphan)));
-        Ok((found.try_collect().await?, String::new()))
-    });
-    handle.await
-}
-
-/// A reference to an object of the artifact store, with the words for errors.
-struct Wanted<'a> {
-    doing: &'a str,
-    kind: &'static str,
-    reference: &'a str,
+/// Reference to an object of the artifact store, with the words for errors.
+pub(crate) struct Wanted<'a> {
+    /// Verb.
+    pub(crate) doing: &'a str,
+    /// Kind of object, in the singular.
+    pub(crate) kind: &'static str,
+    pub(crate) reference: &'a str,
 }
 
 impl Wanted<'_> {
     /// Returns the id of the only object whose id begins with the reference. `list` takes the text
     /// for errors, and returns the first page of these objects. The first column of `row` is the
     /// id.
-    async fn only<T, const N: usize>(
+    pub(crate) async fn only<T, const N: usize>(
         &self,
         headers: [&str; N],
         row: fn(&T) -> Vec<String>,
@@ -336,8 +288,4 @@ fn container_row(container: &Container) -> Vec<String> {
         labels::ago(container.created_at.as_ref()),
         container.workload_id.clone(),
     ]
-}
-
-fn orphan_row(orphan: &Orphan) -> Vec<String> {
-    vec![queries::orphan_handle(orphan).to_owned(), labels::ago(orphan.first_seen_at.as_ref())]
 }

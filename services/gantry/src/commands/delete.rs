@@ -16,9 +16,9 @@ use serde_json::json;
 
 use crate::cli::args::{DeleteArgs, GcArgs};
 use crate::client::connect::{Connection, Service};
-use crate::client::images::{self, familiar, split};
+use crate::client::images::{self, Content, familiar, split};
 use crate::client::queries;
-use crate::client::references::{self, Content, known};
+use crate::client::references::known;
 use crate::client::why;
 use crate::ending::error;
 use crate::render::confirm;
@@ -81,7 +81,7 @@ pub(crate) async fn delete(
                 }
                 artifacts.extend(known);
             }
-            None => match references::content(connection, "delete", id).await? {
+            None => match images::content(connection, "delete", id).await? {
                 Ok(Content::Artifact(id)) => artifacts.push(id.to_string()),
                 Ok(Content::Images(found)) => images.extend(deletable(connection, ui, id, found)?),
                 Err(none) => bail!(
@@ -99,8 +99,8 @@ pub(crate) async fn delete(
     delete_all(connection, ui, &artifacts, &images, as_json).await
 }
 
-/// Returns the images among `found` that the team may delete: those that it pulled. Names the others
-/// in notes.
+/// Returns the images among `found` that the team may delete: those that it pulled. Notes name the
+/// others.
 fn deletable(
     connection: &Connection,
     ui: &Ui,
@@ -138,7 +138,9 @@ async fn delete_all(
     for id in artifacts {
         let Some(explained) = explain_if_known(connection, id).await? else { continue };
         if let Some(keeper) = explained.kept_by.first() {
-            ui.warn(&format!("artifact {id} is kept until nothing uses it: {}", keeper.text));
+            let is_image = keeper.kind() == ObjectKind::ResourceCache;
+            let advice = if is_image { "; `gantry rm IMAGE` deletes an image by its name" } else { "" };
+            ui.warn(&format!("artifact {id} is kept until nothing uses it: {}{advice}", keeper.text));
             kept.push(id);
         }
     }

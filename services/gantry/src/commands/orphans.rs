@@ -4,15 +4,20 @@ use anyhow::bail;
 use futures::TryStreamExt;
 use futures::future::try_join_all;
 use rpc::Reason;
-use rpc::pb::artifacts::{AdoptRequest, Artifact, PurgeRequest, PurgeResponse, adopt_request::KeptBy};
+use rpc::pb::artifacts::{
+    AdoptRequest, Artifact, Orphan, PurgeRequest, PurgeResponse, adopt_request::KeptBy,
+};
+use rpc::spec::name::id_range;
 
 use crate::cli::args::{AdoptArgs, PurgeArgs};
+use crate::cli::values;
 use crate::client::connect::{Connection, Service};
 use crate::client::queries::{orphan_handle, orphans, worker};
-use crate::client::references;
+use crate::client::references::Wanted;
 use crate::client::why;
 use crate::ending::error::{refusal, with_advice};
 use crate::render::json;
+use crate::render::labels;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, duration};
 
@@ -21,7 +26,7 @@ const CALL_LIMIT: usize = 1000;
 
 /// Executes `gantry adopt`.
 pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bool) -> anyhow::Result<()> {
-    let volume = &references::orphan_handle(connection, "adopt", &args.volume).await?;
+    let volume = &handle_of(connection, "adopt", &args.volume).await?;
     let request = AdoptRequest {
         team: connection.team.clone(),
         volume_handle: volume.clone(),
@@ -43,6 +48,27 @@ pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bo
         return print_json(&json::artifact(&artifact));
     }
     print(&adopted(volume, &artifact, args))
+}
+
+/// Returns the handle of the orphan whose handle begins with `reference`. A whole handle needs no
+/// call. `doing` is the verb for the error text.
+async fn handle_of(connection: &Connection, doing: &str, reference: &str) -> anyhow::Result<String> {
+    if let Ok(handle) = values::any_id(reference) {
+        return Ok(handle);
+    }
+    let ids = id_range(reference).map(|(first, last)| [first, last].map(|id| id.to_string()));
+    let is_wanted = |one: &Orphan| {
+        let handle = orphan_handle(one);
+        let is_among = ids.as_ref().is_some_and(|[first, last]| (&**first..=&**last).contains(&handle));
+        std::future::ready(is_among)
+    };
+    let row = |one: &Orphan| vec![orphan_handle(one).to_owned(), labels::ago(one.first_seen_at.as_ref())];
+    let wanted = Wanted { doing, kind: "orphan", reference };
+    let handle = wanted.only(["HANDLE", "FIRST SEEN"], row, async |_| {
+        let found = orphans(connection, String::new()).try_filter(is_wanted).try_collect();
+        Ok((found.await?, String::new()))
+    });
+    handle.await
 }
 
 fn adopted(volume: &str, artifact: &Artifact, args: &AdoptArgs) -> String {
@@ -82,7 +108,7 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         all.try_collect().await?
     } else {
         let handles = args.handles.iter();
-        try_join_all(handles.map(|handle| references::orphan_handle(connection, "purge", handle))).await?
+        try_join_all(handles.map(|handle| handle_of(connection, "purge", handle))).await?
     };
     if handles.is_empty() && !args.all {
         bail!("give the handles to purge, or --all; see `gantry list volumes --orphans`");

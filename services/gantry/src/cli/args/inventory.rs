@@ -143,8 +143,8 @@ pub(crate) struct ShowArgs {
     /// Kind of the object, in the singular or the plural
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Id of the object. Workloads, workers, images and caches also have names. The beginning of the
-    /// id of a workload, artifact, volume or container is enough
+    /// Id of the object. Workloads, workers, images and caches also have names. The beginning of
+    /// the id of a workload, artifact, volume or container is enough
     #[arg(value_name = "ID")]
     pub(crate) id: String,
 }

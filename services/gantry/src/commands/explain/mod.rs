@@ -13,9 +13,10 @@ use rpc::pb::scheduler::explain_request::Subject;
 use crate::cli::args::ExplainArgs;
 use crate::cli::values;
 use crate::client::connect::Connection;
+use crate::client::images::{self, Content};
 use crate::client::placement::{self, WorkerChoice};
 use crate::client::queries;
-use crate::client::references::{self, Content, known};
+use crate::client::references::{self, known};
 use crate::ending::error;
 use crate::render::stdout::{print, print_json};
 use crate::render::{explanation, json};
@@ -53,13 +54,13 @@ pub(crate) async fn explain(
     }
 }
 
-/// Returns the id of the workload, artifact, image, volume or container that `reference` stands for.
+/// Returns the id of the object that `reference` stands for. The object is not a worker.
 async fn named(connection: &Connection, reference: &str) -> anyhow::Result<String> {
     let doing = "explain";
     if let Some(id) = known(references::workload_id(connection, doing, reference).await)? {
         return Ok(id);
     }
-    let none = match references::content(connection, doing, reference).await? {
+    let none = match images::content(connection, doing, reference).await? {
         Ok(Content::Artifact(id)) => return Ok(id.to_string()),
         Ok(Content::Images(mut images)) => return Ok(images.remove(0).cache_id),
         Err(none) => none,

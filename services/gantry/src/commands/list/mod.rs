@@ -29,8 +29,9 @@ use self::workers::{WORKERS, worker_fields, worker_row};
 use self::workloads::{WORKLOADS, workload_fields, workload_row};
 use crate::cli::args::{InspectArgs, Kind, ListArgs, PsArgs, ShowArgs};
 use crate::client::connect::Connection;
+use crate::client::images::{Content, content};
 use crate::client::queries::{self, WorkloadFilter};
-use crate::client::references::{self, Content, known};
+use crate::client::references::{self, known};
 use crate::client::why;
 use crate::render::json;
 use crate::render::labels;
@@ -256,7 +257,7 @@ async fn inspected(connection: &Connection, ui: &Ui, reference: &str) -> anyhow:
         return Ok(json::workload(&workload));
     }
     let mut advice = "see `gantry list`".to_owned();
-    match references::content(connection, doing, reference).await? {
+    match content(connection, doing, reference).await? {
         Ok(Content::Artifact(id)) => {
             if let Some(artifact) = known(queries::artifact(connection, &id.to_string()).await)? {
                 return Ok(json::artifact(&artifact));
