@@ -87,7 +87,7 @@ pub(crate) async fn delete(
                 Err(none) => bail!(
                     "cannot delete {id}: no workload or image has this name, and no workload or artifact has an id that begins \
                      with it; {}",
-                    none.advice("see `gantry list`")
+                    none.advice("see `gantry list` and `gantry images`")
                 ),
             },
         }

@@ -86,14 +86,14 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             let volumes = queries::volumes(connection, state("volumes", wanted, labels::inventory_state)?);
             let names = Names::ask(connection, listing.is_json()).await;
             let row = |volume: &Volume| volume_row(volume, &names);
-            listing.short().print(volumes, json::volume, VOLUMES, row).await
+            listing.print(volumes, json::volume, VOLUMES, row).await
         }
         Kind::Containers => {
             let containers =
                 queries::containers(connection, state("containers", wanted, labels::inventory_state)?);
             let names = Names::ask(connection, listing.is_json()).await;
             let row = |container: &Container| container_row(container, &names);
-            listing.short().print(containers, json::container, CONTAINERS, row).await
+            listing.print(containers, json::container, CONTAINERS, row).await
         }
         Kind::Caches => {
             if wanted.is_some() {
