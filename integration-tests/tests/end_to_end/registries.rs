@@ -180,8 +180,14 @@ fn image_is_deleted_by_its_name() {
         let shown = String::from_utf8(cluster.succeed(line)).expect("text");
         assert!(shown.contains(&image) && shown.contains(&artifact), "{line:?}: {shown}");
     }
+    // A further tag of the same digest is the same image, which has the name of its first pull.
+    let tag = registry.reference("team/app:also");
+    registry.push(&layout, "app", "team/app:also");
+    assert_eq!(id(cluster.succeed(["pull", &tag])), artifact);
     let elsewhere = image.replace("localhost", "127.0.0.1");
-    for line in [&["rm", &elsewhere][..], &["inspect", &elsewhere], &["show", "image", &elsewhere]] {
+    for line in
+        [&["rm", &tag][..], &["rm", &elsewhere], &["inspect", &elsewhere], &["show", "image", &elsewhere]]
+    {
         let refused = cluster.output(line);
         let why = String::from_utf8_lossy(&refused.stderr);
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
@@ -199,7 +205,7 @@ fn image_is_deleted_by_its_name() {
     );
     assert!(String::from_utf8_lossy(&deleted.stderr).contains("are kept until"), "{}", describe(&deleted));
     cluster.succeed(["kill", "it"]);
-    cluster.succeed(["wait", "it"]);
+    assert_eq!(code(&cluster.output(["wait", "it"])), 143);
     let names = |cluster: &Cluster| {
         let images = cluster.list("images").into_iter();
         images.map(|image| image["image"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()

@@ -146,7 +146,7 @@ fn objects_newer_than_backup_are_orphans() {
         });
         assert!([&good, &bad].iter().all(|volume| path(volume).exists()), "nothing was swept");
 
-        let printed = text(&cluster, ["adopt", &good, "--keep", "2h"]);
+        let printed = text(&cluster, ["adopt", &good[..35], "--keep", "2h"]);
         assert_eq!(
             printed,
             format!("volume {good} is a replica of artifact {wanted}: 7 B, kept for at least 2 h\n")
@@ -156,7 +156,7 @@ fn objects_newer_than_backup_are_orphans() {
         assert_eq!(fs::read_to_string(cluster.path("out/made")).expect("a file"), "wanted\n");
         cluster.succeed(["download", &before, "earlier"]);
 
-        assert_eq!(text(&cluster, ["purge", &bad]), "1 volume and 0 containers marked as garbage\n");
+        assert_eq!(text(&cluster, ["purge", &bad[..35]]), "1 volume and 0 containers marked as garbage\n");
         wait_for("the end of what was purged", || (!path(&bad).exists()).then_some(()));
         let explained = wait_for("its grave", || {
             let explained = json(&cluster, ["explain", &bad]);
