@@ -1,14 +1,15 @@
 //! Progress of transfers: one bar each on a terminal, or one line each every 10 s elsewhere.
 
-use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use rpc::pb::scheduler::Terminal as TerminalSize;
 use tokio::task::JoinSet;
 
 use crate::render::screen::Screen;
-use crate::render::table::{bytes, duration, plain};
+use crate::render::table::{bytes, duration, plain, width};
+use crate::render::terminal;
 
 /// Interval between two updates of the bars.
 const REPAINT: Duration = Duration::from_millis(100);
@@ -16,7 +17,7 @@ const REPAINT: Duration = Duration::from_millis(100);
 const LINE: Duration = Duration::from_secs(10);
 /// Maximum number of lines for bars.
 const MAX_BARS: usize = 8;
-/// Maximum length of a description, in characters.
+/// Maximum length of a description, in columns.
 const MAX_DESCRIPTION: usize = 60;
 /// Time before which the remaining time is a guess.
 const MEASURED: Duration = Duration::from_secs(1);
@@ -143,7 +144,7 @@ async fn paint(bars: Arc<Bars>, screen: Arc<Screen>) {
     ticks.tick().await; // The first tick comes at once. A very short transfer gets no bar.
     loop {
         ticks.tick().await;
-        bars.paint(&screen, size());
+        bars.paint(&screen, terminal::size());
     }
 }
 
@@ -152,8 +153,9 @@ impl Bars {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Paints the bars, which fit into a screen of `columns` and `rows`.
-    fn paint(&self, screen: &Screen, (columns, rows): (usize, usize)) {
+    /// Paints the bars so that they fit into a terminal.
+    fn paint(&self, screen: &Screen, size: TerminalSize) {
+        let (columns, rows) = (size.columns as usize, size.rows as usize);
         let held = self.held();
         if held.ended {
             return;
@@ -188,13 +190,6 @@ impl BarState {
     }
 }
 
-/// Returns the columns and rows of the terminal, or 80 and 24 if they are unknown.
-fn size() -> (usize, usize) {
-    let size = rustix::termios::tcgetwinsize(io::stderr());
-    let (columns, rows) = size.map_or((0, 0), |size| (usize::from(size.ws_col), usize::from(size.ws_row)));
-    (if columns == 0 { 80 } else { columns }, if rows == 0 { 24 } else { rows })
-}
-
 /// What a bar shows.
 struct Amount {
     what: String,
@@ -209,11 +204,11 @@ impl Amount {
     fn fit(&self, columns: usize) -> String {
         let room = columns.saturating_sub(1);
         let whole = [true, false].map(|bar| self.line(bar));
-        if let Some(line) = whole.into_iter().find(|line| line.chars().count() <= room) {
+        if let Some(line) = whole.into_iter().find(|line| width(line) <= room) {
             return line;
         }
         let end = if self.total == 0 { " …".to_owned() } else { format!(" {} %", self.percent()) };
-        let left = room.saturating_sub(end.chars().count());
+        let left = room.saturating_sub(width(&end));
         let short = if left == 0 { String::new() } else { plain(&self.what, left) };
         format!("{short}{end}").chars().take(room).collect()
     }
@@ -264,7 +259,7 @@ mod tests {
     use super::*;
     use crate::render::screen::tests::Written;
 
-    const SIZE: (usize, usize) = (80, 24);
+    const SIZE: TerminalSize = TerminalSize { rows: 24, columns: 80 };
 
     fn amount(what: &str, done: u64, total: u64) -> Amount {
         Amount { what: what.to_owned(), done, total, elapsed: Duration::from_secs(1) }
@@ -294,8 +289,11 @@ mod tests {
         assert_eq!(at(40), "uploading src 50 %");
         assert_eq!(at(15), "uploadin… 50 %");
         for columns in 0..100 {
-            assert!(at(columns).chars().count() < columns.max(1), "{columns}: {:?}", at(columns));
-            assert!(amount("scanning src", 0, 0).fit(columns).chars().count() < columns.max(1));
+            assert!(width(&at(columns)) < columns.max(1), "{columns}: {:?}", at(columns));
+            for (what, total) in [("scanning src", 0), ("uploading 資料資料資料資料 🚀", 4)] {
+                let line = amount(what, 1, total).fit(columns);
+                assert!(width(&line) < columns.max(1), "{columns}: {line:?}");
+            }
         }
     }
 

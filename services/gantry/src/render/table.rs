@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// Formats a table with two spaces between columns.
 pub(crate) fn render(headers: &[&str], rows: &[Vec<String>]) -> String {
@@ -75,14 +76,25 @@ pub(crate) fn changes_terminal(c: char) -> bool {
     c.is_control() || turns
 }
 
-/// Makes untrusted text safe for a terminal, and cuts it to `limit` characters.
+/// Makes untrusted text safe for a terminal, and cuts it to `limit` columns.
 pub(crate) fn plain(text: &str, limit: usize) -> String {
     let mut plain: String = text.chars().map(|c| if changes_terminal(c) { '?' } else { c }).collect();
-    if plain.chars().count() > limit {
-        plain = plain.chars().take(limit.saturating_sub(1)).collect();
+    if width(&plain) > limit {
+        let mut left = limit.saturating_sub(1);
+        let fits = |c: &char| {
+            // This selector makes the character before it wide.
+            let columns = if *c == '\u{fe0f}' { 1 } else { c.width().unwrap_or(0) };
+            left.checked_sub(columns).map(|rest| left = rest).is_some()
+        };
+        plain = plain.chars().take_while(fits).collect();
         plain.push('…');
     }
     plain
+}
+
+/// Returns the number of columns that a text takes on a terminal.
+pub(crate) fn width(text: &str) -> usize {
+    text.width()
 }
 
 #[cfg(test)]
@@ -132,5 +144,7 @@ mod tests {
         assert_eq!(plain("a\u{1b}[31mb\n", 20), "a?[31mb?");
         assert_eq!(plain("a\u{202e}b\u{9b}c", 20), "a?b?c", "nor can its direction be turned");
         assert_eq!(plain("abcdef", 4), "abc…");
+        assert_eq!([plain("語語語", 6), plain("語語語", 5), plain("語語語", 4)], ["語語語", "語語…", "語…"]);
+        assert_eq!(plain("e\u{301}e\u{301}", 2), "e\u{301}e\u{301}", "an accent takes no column");
     }
 }

@@ -5,7 +5,7 @@ use rpc::pb::scheduler::{WorkerState, Workload};
 use super::look::{Snapshot, WORKLOADS};
 use super::rows::{Row, rows};
 use crate::client::transfers::transfers_text;
-use crate::render::table::{bytes, count, plain, render};
+use crate::render::table::{self, bytes, count, plain, render, width};
 use crate::render::{labels, short_ids};
 
 /// Width and height of the text. 0: unlimited.
@@ -111,13 +111,14 @@ struct Column {
 
 impl Column {
     fn width(&self) -> usize {
-        let cells = self.cells.iter().map(|cell| cell.chars().count());
+        let cells = self.cells.iter().map(|cell| width(cell));
         cells.max().unwrap_or(0).max(self.header.len())
     }
 
     fn cell(&self, text: &str, width: usize) -> String {
         let text = plain(text, width);
-        if self.is_number { format!("{text:>width$}") } else { format!("{text:width$}") }
+        let gap = " ".repeat(width.saturating_sub(table::width(&text)));
+        if self.is_number { gap + &text } else { text + &gap }
     }
 }
 
@@ -312,7 +313,7 @@ mod tests {
             for rows in [1, 2, 3, 5, 10, 24, 50] {
                 let shown = text(columns, rows);
                 assert!(shown.len() <= rows, "{columns} × {rows}: {shown:#?}");
-                let wide = shown.iter().find(|line| line.chars().count() > columns);
+                let wide = shown.iter().find(|line| width(line) > columns);
                 assert_eq!(wide, None, "{columns} × {rows}");
             }
         }
