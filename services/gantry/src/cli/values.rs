@@ -347,6 +347,14 @@ pub(crate) fn stop_signal(text: &str) -> Result<StopSignal, String> {
     }
 }
 
+/// Parses `KEY=VALUE`.
+pub(crate) fn filter(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err("write KEY=VALUE, such as state=running".to_owned()),
+    }
+}
+
 /// Parses the value of `--format`.
 pub(crate) fn format(text: &str) -> Result<Format, String> {
     match text {

@@ -31,13 +31,13 @@ pub(crate) fn found_or_error<T>(item: Option<T>, kind: &str, id: &str) -> anyhow
 }
 
 /// Streams all items of a list, page by page.
-pub(crate) fn pages<T>(
-    next: impl AsyncFn(String) -> anyhow::Result<(Vec<T>, String)>,
-) -> impl Stream<Item = anyhow::Result<T>> {
+pub(crate) fn pages<T, E>(
+    next: impl AsyncFn(String) -> Result<(Vec<T>, String), E>,
+) -> impl Stream<Item = Result<T, E>> {
     stream::try_unfold((next, Some(String::new())), async |(next, token)| {
-        let Some(token) = token else { return Ok::<_, anyhow::Error>(None) };
+        let Some(token) = token else { return Ok(None) };
         let (items, token) = next(token).await?;
-        let page = stream::iter(items.into_iter().map(Ok::<_, anyhow::Error>));
+        let page = stream::iter(items.into_iter().map(Ok));
         Ok(Some((page, (next, (!token.is_empty()).then_some(token)))))
     })
     .try_flatten()
@@ -297,7 +297,7 @@ mod tests {
     #[tokio::test]
     async fn all_pages_are_streamed() {
         let all = pages(async |token: String| {
-            Ok(match token.as_str() {
+            anyhow::Ok(match token.as_str() {
                 "" => (vec![1, 2], "more".to_owned()),
                 "more" => (vec![], "last".to_owned()),
                 _ => (vec![3], String::new()),

@@ -247,7 +247,7 @@ fn number(listed: usize, more: bool) -> String {
 
 /// Formats the objects that a reference stands for.
 fn list(headers: &[&str], mut rows: Vec<Vec<String>>) -> String {
-    abbreviate(&mut rows);
+    abbreviate(&mut rows, 0);
     without_empty(headers, rows).trim_end().to_owned()
 }
 

@@ -43,6 +43,13 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     if args.orphans && !matches!(args.kind, Some(Kind::Volumes | Kind::Containers)) {
         bail!("--orphans is only for volumes and containers; see `gantry list volumes --orphans`");
     }
+    let has_filter = !args.format.filter.is_empty();
+    if has_filter && args.kind.is_none() {
+        bail!("--filter needs a kind of objects; see `gantry list workloads --filter state=running`");
+    }
+    if has_filter && args.orphans {
+        bail!("orphans have no filters; leave out --filter");
+    }
     if args.state.is_some() && args.kind.is_none() {
         bail!("--state needs a kind of objects; see `gantry list workloads --state running`");
     }

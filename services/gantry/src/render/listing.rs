@@ -1,14 +1,16 @@
 //! Lists and single objects on standard output, as a table, as fields, or as JSON.
 
+use std::future::ready;
 use std::io::IsTerminal;
 
 use anyhow::Context;
 use futures::stream::{Stream, TryStreamExt};
 use serde_json::Value;
 
+use crate::render::filter::Filter;
 use crate::render::short_ids;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{fields, plain, render};
+use crate::render::table::{fields, plain, render, width};
 use crate::render::template::Template;
 use crate::render::terminal;
 
@@ -36,24 +38,53 @@ pub(crate) struct Listing {
     abbreviates: bool,
     /// Headers of the columns to print, in any case. Empty: all columns.
     columns: Vec<String>,
+    /// Conditions that all listed items satisfy.
+    filters: Vec<Filter>,
 }
 
 /// Column that is left out of a table if all its cells are empty.
 const OPTIONAL: &str = "NAME";
-/// Last columns that are cut to the width of a terminal. Other columns have ids.
-const CUT: [&str; 3] = ["COMMAND", "KEPT BY", "REASON"];
-/// Least width to which a column is cut.
-const MIN_CUT: usize = 10;
+/// Columns with ids of other objects. Commands accept the beginnings of these ids.
+const REFERENCES: [&str; 3] = ["ARTIFACT", "PARENT", "WORKLOAD"];
+/// Columns that are left out, in this order, of a table that is wider than the terminal.
+const MINOR: [&str; 15] = [
+    "PARENT",
+    "ATTEMPT",
+    "TAGS",
+    "PLATFORM",
+    "PATH",
+    "LAST CONTACT",
+    "TTL",
+    "REPLICAS",
+    "KIND",
+    "RESERVES",
+    "LAST USED",
+    "TEAM",
+    "AGE",
+    "ARTIFACT",
+    "SIZE",
+];
+/// Columns with texts that are cut to the width of a terminal.
+const TEXTS: [&str; 5] = ["COMMAND", "FOR", "KEPT BY", "LABEL", "REASON"];
+/// Least width to which a text is cut, in columns.
+const MIN_TEXT: usize = 16;
+/// Columns of a terminal between two columns of a table.
+const GAP: usize = 2;
 
 impl Listing {
     /// Returns the listing of at most `limit` items.
     pub(crate) fn new(limit: usize, format: Format) -> Self {
-        Self { limit, format, abbreviates: false, columns: Vec::new() }
+        Self { limit, format, abbreviates: false, columns: Vec::new(), filters: Vec::new() }
     }
 
     /// Selects columns of tables.
     pub(crate) fn with_columns(self, columns: Vec<String>) -> Self {
         Self { columns, ..self }
+    }
+
+    /// Selects items.
+    pub(crate) fn with_filters(self, filters: Vec<Filter>) -> Self {
+        Self { filters, ..self }
     }
 
     /// Returns whether a table has whole texts.
@@ -80,6 +111,13 @@ impl Listing {
         row: impl Fn(&T) -> Vec<String>,
     ) -> anyhow::Result<()> {
         use futures::StreamExt;
+        let is_listed = |item: &T| {
+            self.filters.is_empty() || {
+                let document = json(item);
+                self.filters.iter().all(|filter| filter.holds(&document))
+            }
+        };
+        let items = items.try_filter(|item| ready(is_listed(item)));
         let items: Vec<T> = items.take(self.limit).try_collect().await?;
         match &self.format {
             Format::Json => return items.iter().try_for_each(|item| print_json(&json(item))),
@@ -94,34 +132,66 @@ impl Listing {
         if self.format == Format::Ids {
             return print(&rows.iter().map(|row| format!("{}\n", row[0])).collect::<String>());
         }
-        if self.abbreviates {
-            abbreviate(&mut rows);
+        let is_reference = |at: usize| at > 0 && REFERENCES.contains(&headers[at]);
+        if self.format == Format::Table {
+            let with_ids = (0..headers.len()).filter(|at| is_reference(*at) || *at == 0 && self.abbreviates);
+            with_ids.for_each(|at| abbreviate(&mut rows, at));
         }
-        if self.format == Format::Table
-            && headers.last().is_some_and(|last| CUT.contains(last))
-            && std::io::stdout().is_terminal()
-        {
-            let columns = usize::try_from(terminal::size().columns).unwrap_or(usize::MAX);
-            cut(headers, &mut rows, columns);
-        }
-        if self.columns.is_empty() {
-            return print(&without_empty(headers, rows));
-        }
-        print(&selected(&self.columns, headers, &rows)?)
+        print(&match (self.columns.as_slice(), self.format) {
+            ([], Format::Table) => fitted(headers, rows),
+            ([], _) => without_empty(headers, rows),
+            (columns, _) => selected(columns, headers, &rows)?,
+        })
     }
 }
 
-/// Cuts the texts of the last column so that a table fits into `columns`. Other cells stay whole.
-fn cut(headers: &[&str], rows: &mut [Vec<String>], columns: usize) {
-    let last = headers.len().saturating_sub(1);
-    let width = |at: usize| {
-        let cells = rows.iter().map(|row| row[at].chars().count());
-        let widest = cells.max().unwrap_or(0);
-        let is_left_out = headers[at] == OPTIONAL && widest == 0;
-        if is_left_out { 0 } else { widest.max(headers[at].len()) + 2 }
+/// Formats a table so that it fits into the terminal. Elsewhere it is as wide as its cells.
+pub(crate) fn fitted(headers: &[&str], mut rows: Vec<Vec<String>>) -> String {
+    let mut headers = headers.to_vec();
+    if std::io::stdout().is_terminal() {
+        let columns = usize::try_from(terminal::size().columns).unwrap_or(usize::MAX);
+        fit(&mut headers, &mut rows, columns);
+    }
+    without_empty(&headers, rows)
+}
+
+/// Makes a table fit into `columns`: leaves out empty and minor columns, and cuts texts.
+fn fit(headers: &mut Vec<&str>, rows: &mut [Vec<String>], columns: usize) {
+    let cells = |at: usize, rows: &[Vec<String>]| rows.iter().map(|row| width(&row[at])).max().unwrap_or(0);
+    let needed = |widths: &[usize]| widths.iter().map(|width| width + GAP).sum::<usize>() - GAP;
+    let widths = |headers: &[&str], rows: &[Vec<String>]| -> Vec<usize> {
+        headers.iter().enumerate().map(|(at, header)| cells(at, rows).max(header.len())).collect()
     };
-    let left = columns.saturating_sub((0..last).map(width).sum()).max(MIN_CUT);
-    rows.iter_mut().for_each(|row| row[last] = plain(&row[last], left));
+    let least = |headers: &[&str], rows: &[Vec<String>]| {
+        let widths = widths(headers, rows).into_iter().zip(headers);
+        let least = widths.map(|(width, it)| if TEXTS.contains(it) { width.min(MIN_TEXT) } else { width });
+        needed(&least.collect::<Vec<_>>())
+    };
+    let is_empty = |at: &usize| !rows.is_empty() && cells(*at, rows) == 0;
+    let empty: Vec<_> = (0..headers.len()).filter(is_empty).map(|at| headers[at]).collect();
+    for header in empty.into_iter().chain(MINOR) {
+        if least(headers, rows) <= columns {
+            break;
+        }
+        leave_out(header, headers, rows);
+    }
+    let mut widths = widths(headers, rows);
+    while needed(&widths) > columns {
+        let texts = (0..widths.len()).filter(|at| TEXTS.contains(&headers[*at]) && widths[*at] > MIN_TEXT);
+        let Some(widest) = texts.max_by_key(|at| widths[*at]) else { break };
+        widths[widest] -= 1;
+    }
+    for row in rows {
+        row.iter_mut().zip(&widths).for_each(|(cell, width)| *cell = plain(cell, *width));
+    }
+}
+
+/// Removes the column with this header, if there is one.
+fn leave_out(header: &str, headers: &mut Vec<&str>, rows: &mut [Vec<String>]) {
+    if let Some(at) = headers.iter().position(|other| *other == header) {
+        headers.remove(at);
+        rows.iter_mut().for_each(|row| _ = row.remove(at));
+    }
 }
 
 /// Formats a table of the named columns, in their order.
@@ -138,21 +208,20 @@ fn selected(columns: &[String], headers: &[&str], rows: &[Vec<String>]) -> anyho
     Ok(render(&headers, &rows.iter().map(row).collect::<Vec<_>>()))
 }
 
-/// Abbreviates the ids in the first column.
-pub(crate) fn abbreviate(rows: &mut [Vec<String>]) {
-    let ids: Vec<_> = rows.iter().map(|row| row[0].as_str()).collect();
+/// Abbreviates the ids in the column at `at`.
+pub(crate) fn abbreviate(rows: &mut [Vec<String>], at: usize) {
+    let is_id = |cell: &&str| cell.parse::<domain::ArtifactId>().is_ok();
+    let ids: Vec<_> = rows.iter().map(|row| row[at].as_str()).filter(is_id).collect();
     let length = short_ids::length(&ids);
-    rows.iter_mut().for_each(|row| row[0].truncate(length));
+    rows.iter_mut().filter(|row| is_id(&row[at].as_str())).for_each(|row| row[at].truncate(length));
 }
 
 /// Formats a table, without the optional column if that is empty.
 pub(crate) fn without_empty(headers: &[&str], mut rows: Vec<Vec<String>>) -> String {
     let mut headers = headers.to_vec();
-    if let Some(at) = headers.iter().position(|header| *header == OPTIONAL)
-        && rows.iter().all(|row| row[at].is_empty())
-    {
-        headers.remove(at);
-        rows.iter_mut().for_each(|row| _ = row.remove(at));
+    let optional = headers.iter().position(|header| *header == OPTIONAL);
+    if optional.is_some_and(|at| rows.iter().all(|row| row[at].is_empty())) {
+        leave_out(OPTIONAL, &mut headers, &mut rows);
     }
     render(&headers, &rows)
 }
@@ -171,15 +240,35 @@ pub(crate) fn one<T>(
 mod tests {
     use super::*;
 
+    fn rows<const N: usize>(rows: &[[&str; N]]) -> Vec<Vec<String>> {
+        rows.iter().map(|row| row.map(str::to_owned).to_vec()).collect()
+    }
+
     #[test]
-    fn last_column_is_cut_to_width() {
-        let row = |command: &str| vec!["7f3a9c12".to_owned(), String::new(), command.to_owned()];
-        let headers = ["ID", "NAME", "COMMAND"];
-        let mut rows = [row("make all of it"), row("true")];
-        cut(&headers, &mut rows, 22);
-        assert_eq!([&rows[0][2], &rows[1][2]], ["make all of…", "true"]);
-        cut(&headers, &mut rows, 3);
-        assert_eq!(rows[0][2].chars().count(), MIN_CUT);
+    fn table_fits_into_terminal() {
+        let rows = rows(&[
+            ["7f3a9c12", "", "main", "a label for people", "owner of the artifact"],
+            ["0b2b86a0", "", "main", "", "作業の所有者"],
+        ]);
+        let at = |columns| {
+            let (mut headers, mut rows) = (vec!["ID", "TAGS", "TEAM", "LABEL", "KEPT BY"], rows.clone());
+            fit(&mut headers, &mut rows, columns);
+            render(&headers, &rows)
+        };
+        assert!(at(80).starts_with("ID        TAGS  TEAM  LABEL               KEPT BY\n"), "{}", at(80));
+        assert!(at(52).contains("7f3a9c12  main  a label for peo…  owner of the ar…\n"), "{}", at(52));
+        let shown = at(46);
+        assert!(shown.contains("7f3a9c12  a label for peop…  owner of the arti…\n"), "{shown}");
+        assert!(shown.contains("0b2b86a0                     作業の所有者\n"), "{shown}");
+        assert_eq!(at(3), at(44), "ids stay whole");
+    }
+
+    #[test]
+    fn ids_are_abbreviated_beside_words() {
+        let one = "7f3a9c12-0cda-4272-98ab-422792bc0aad";
+        let mut rows = rows(&[["1", one], ["2", "being pulled"], ["3", ""]]);
+        abbreviate(&mut rows, 1);
+        assert_eq!([&*rows[0][1], &*rows[1][1], &*rows[2][1]], ["7f3a9c12", "being pulled", ""]);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 pub(crate) mod confirm;
 pub(crate) mod explanation;
+pub(crate) mod filter;
 pub(crate) mod full_screen;
 pub(crate) mod json;
 pub(crate) mod labels;

@@ -48,6 +48,7 @@ pub(crate) enum Kind {
 #[command(after_help = "\
 Examples:
   gantry list workloads --state running
+  gantry list workloads --filter state=failed --filter name=build
   gantry list workloads --columns id,age --wide
   gantry list artifacts --format '{{artifact_id}} {{label}}'
   gantry list artifacts --at-risk
@@ -79,9 +80,15 @@ pub(crate) struct ListArgs {
     pub(crate) orphans: bool,
 }
 
-/// Options that say how a list is printed.
+/// Options that say which objects of a list are printed, and how.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct FormatArgs {
+    /// List only objects with this value, such as `name=build`. Repeatable: all filters must hold
+    ///
+    /// The keys depend on the list, such as `state`, `name`, `worker`, `label` and `build`. An
+    /// unknown key is rejected with the keys of the list. `name` and `label` take beginnings.
+    #[arg(short, long, value_name = "KEY=VALUE", value_parser = values::filter)]
+    pub(crate) filter: Vec<(String, String)>,
     /// Print a table, a table with whole ids and texts (`wide`), JSON (`json`), or a template for
     /// each object
     ///
@@ -112,10 +119,13 @@ impl FormatArgs {
 /// Arguments of `gantry ps`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The same as `gantry list workloads`, but without the workloads that have ended. With -q, only whole ids are printed.
+The same as `gantry list workloads`, but without the workloads that have ended, unless --filter selects a state. With -q, only whole ids are \
+printed.
+
 
 Examples:
   gantry ps -a
+  gantry ps --filter worker=local
   gantry cancel $(gantry ps -q)")]
 pub(crate) struct PsArgs {
     /// Also list workloads that have ended

@@ -4,6 +4,7 @@ mod artifacts;
 mod base_types;
 mod caches;
 mod containers;
+mod filter;
 mod images;
 mod imports;
 #[cfg(test)]
@@ -35,7 +36,7 @@ use crate::client::references::{self, known};
 use crate::client::why;
 use crate::render::json;
 use crate::render::labels;
-use crate::render::listing::{Format, Listing, abbreviate, one, without_empty};
+use crate::render::listing::{Format, Listing, abbreviate, fitted, one};
 use crate::render::stdout::{print, print_json};
 use crate::render::ui::Ui;
 
@@ -44,15 +45,20 @@ const OVERVIEW_LIMIT: usize = 20;
 
 /// Executes `gantry list`.
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
-    let (listing, wanted) = (args.format.listing(args.limit, as_json), args.state.as_deref());
+    let listing = args.format.listing(args.limit, as_json);
     let Some(kind) = args.kind else { return overview(connection, listing.is_json()).await };
+    let given = &args.format.filter;
+    let listing = listing.with_filters(filter::filters(connection, kind, given).await?);
+    let wanted = args.state.as_deref();
+    // The service filters by one state, and the command by the others.
+    let narrowed = wanted.or_else(|| filtered_state(given));
     match kind {
         Kind::Workers => {
             no_state("workers", wanted)?;
             listing.print(queries::workers(connection), json::worker, WORKERS, worker_row).await
         }
         Kind::Workloads => {
-            let (state, outcome) = wanted.map(workload_state).transpose()?.unwrap_or_default();
+            let (state, outcome) = narrowed.map(workload_state).transpose()?.unwrap_or_default();
             let filter = WorkloadFilter { state, outcome, unfinished: false };
             workloads(connection, filter, listing).await
         }
@@ -79,21 +85,21 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         Kind::Artifacts => {
             let artifacts =
-                queries::artifacts(connection, state("artifacts", wanted, labels::artifact_state)?);
+                queries::artifacts(connection, state("artifacts", narrowed, labels::artifact_state)?);
             listing.short().print(artifacts, json::artifact, ARTIFACTS, artifact_row).await
         }
         Kind::Volumes => {
-            let volumes = queries::volumes(connection, state("volumes", wanted, labels::inventory_state)?);
+            let volumes = queries::volumes(connection, state("volumes", narrowed, labels::inventory_state)?);
             let names = Names::ask(connection, listing.is_json()).await;
             let row = |volume: &Volume| volume_row(volume, &names);
-            listing.print(volumes, json::volume, VOLUMES, row).await
+            listing.short().print(volumes, json::volume, VOLUMES, row).await
         }
         Kind::Containers => {
             let containers =
-                queries::containers(connection, state("containers", wanted, labels::inventory_state)?);
+                queries::containers(connection, state("containers", narrowed, labels::inventory_state)?);
             let names = Names::ask(connection, listing.is_json()).await;
             let row = |container: &Container| container_row(container, &names);
-            listing.print(containers, json::container, CONTAINERS, row).await
+            listing.short().print(containers, json::container, CONTAINERS, row).await
         }
         Kind::Caches => {
             if wanted.is_some() {
@@ -121,7 +127,11 @@ pub(crate) async fn ps(
         listing if only_ids && !listing.is_json() => Listing::new(args.limit, Format::Ids),
         listing => listing,
     };
-    let filter = WorkloadFilter { unfinished: !args.all, ..WorkloadFilter::default() };
+    let given = &args.format.filter;
+    let listing = listing.with_filters(filter::filters(connection, Kind::Workloads, given).await?);
+    let wanted = filtered_state(given);
+    let (state, outcome) = wanted.map(workload_state).transpose()?.unwrap_or_default();
+    let filter = WorkloadFilter { state, outcome, unfinished: !args.all && wanted.is_none() };
     workloads(connection, filter, listing).await
 }
 
@@ -145,18 +155,23 @@ async fn overview(connection: &Connection, as_json: bool) -> anyhow::Result<()> 
         return print_json(&json!({ "workers": workers, "workloads": workloads, "truncated": more }));
     }
     let mut rows: Vec<_> = workloads.iter().map(|workload| workload_row(workload, false)).collect();
-    abbreviate(&mut rows);
-    let mut text = without_empty(WORKERS, workers.iter().map(worker_row).collect());
+    abbreviate(&mut rows, 0);
+    let mut text = fitted(WORKERS, workers.iter().map(worker_row).collect());
     text.push('\n');
     text.push_str(&match (rows.is_empty(), more) {
         (true, _) => "no workload waits or runs; `gantry ps -a` lists those that have ended\n".to_owned(),
-        (false, true) => without_empty(WORKLOADS, rows) + "… `gantry ps` lists all that wait or run\n",
-        (false, false) => without_empty(WORKLOADS, rows),
+        (false, true) => fitted(WORKLOADS, rows) + "… `gantry ps` lists all that wait or run\n",
+        (false, false) => fitted(WORKLOADS, rows),
     });
     text.push_str(
         "\nOther lists: gantry list workloads|images|artifacts|caches|leases|volumes|containers|base-types|imports\n",
     );
     print(&text)
+}
+
+/// Returns the first state among the filters.
+fn filtered_state(filters: &[(String, String)]) -> Option<&str> {
+    filters.iter().find(|(key, _)| key == "state").map(|(_, state)| state.as_str())
 }
 
 fn no_state(kind: &str, wanted: Option<&str>) -> anyhow::Result<()> {

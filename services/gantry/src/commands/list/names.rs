@@ -29,7 +29,7 @@ impl Names {
         let workers = pages(async |page_token| {
             let request = ListWorkersRequest { page_size: Self::PAGE_SIZE, page_token };
             let page = client.clone().list_workers(request).await?.into_inner();
-            Ok((page.workers, page.next_page_token))
+            anyhow::Ok((page.workers, page.next_page_token))
         });
         let mut names = Self::default();
         let asked = async {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::bail;
+use futures::TryStreamExt;
 use rpc::Peer;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts::inventory_client::InventoryClient;
@@ -17,6 +18,7 @@ use tonic::Status;
 
 use super::{ClusterView, Overview};
 use crate::cli::addresses::Addresses;
+use crate::client::queries::pages;
 use crate::client::token::read_token;
 use crate::cluster::{Paths, lock, start};
 use crate::ending::error::refused;
@@ -112,17 +114,14 @@ pub(crate) fn states(workloads: &[Workload]) -> Vec<(&'static str, u64)> {
 }
 
 async fn volumes(peer: &Peer) -> Result<Vec<Volume>, Status> {
-    let mut inventory = InventoryClient::new(peer.clone());
-    let (mut volumes, mut page_token) = (Vec::new(), String::new());
-    loop {
+    let inventory = InventoryClient::new(peer.clone());
+    pages(async |page_token| {
         let request = ListVolumesRequest { page_size: 1000, page_token, ..ListVolumesRequest::default() };
-        let page = inventory.list_volumes(request).await?.into_inner();
-        volumes.extend(page.volumes);
-        page_token = page.next_page_token;
-        if page_token.is_empty() {
-            return Ok(volumes);
-        }
-    }
+        let page = inventory.clone().list_volumes(request).await?.into_inner();
+        Ok((page.volumes, page.next_page_token))
+    })
+    .try_collect()
+    .await
 }
 
 /// Use of the disk. Blocks that volumes share count for each volume.

@@ -8,6 +8,7 @@ mod services;
 use std::io::IsTerminal;
 use std::time::Duration;
 
+use futures::TryStreamExt;
 use rpc::Peer;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts::inventory_client::InventoryClient;
@@ -23,6 +24,7 @@ use self::services::{PATIENCE, Service, services, services_text};
 use crate::cli::addresses::Addresses;
 use crate::cli::args::{Global, StatusArgs};
 use crate::client::connect::named_token;
+use crate::client::queries::pages;
 use crate::client::token::default_token;
 use crate::client::transfers::{transfer_document, transfers, transfers_text};
 use crate::cluster;
@@ -265,16 +267,13 @@ async fn orphans(addresses: &Addresses, outgoing: &Outgoing) -> OrphanCount {
 
 /// Lists all workers, ordered by name.
 async fn workers(scheduler: &Peer) -> Result<Vec<Worker>, Status> {
-    let (mut workers, mut page_token) = (Vec::new(), String::new());
-    loop {
+    pages(async |page_token| {
         let request = ListWorkersRequest { page_size: 1000, page_token };
         let page = WorkersClient::new(scheduler.clone()).list_workers(request).await?.into_inner();
-        workers.extend(page.workers);
-        page_token = page.next_page_token;
-        if page_token.is_empty() {
-            return Ok(workers);
-        }
-    }
+        Ok((page.workers, page.next_page_token))
+    })
+    .try_collect()
+    .await
 }
 
 const WORKERS: [&str; 8] = ["WORKER", "STATE", "TASKS", "FREE DISK", "TAGS", "TEAM", "CONTAINERS", "VOLUMES"];

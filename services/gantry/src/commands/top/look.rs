@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, SystemTime};
 
 use domain::AttemptId;
-use futures::StreamExt;
+use futures::{StreamExt, TryStreamExt};
 use prost_types::Timestamp;
 use rpc::Peer;
 use rpc::pb::runtime::containers_client::ContainersClient;
@@ -21,6 +21,7 @@ use tokio::time::timeout;
 use tonic::Status;
 
 use crate::client::connect::Connection;
+use crate::client::queries::pages;
 use crate::ending::error::Refused;
 
 /// Time limit of each part of a snapshot.
@@ -186,25 +187,13 @@ async fn in_time<T>(part: impl Future<Output = Part<T>>) -> Part<T> {
     timeout(PART_LIMIT, part).await.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer in time")))
 }
 
-/// Reads all pages of a list.
-async fn pages<T>(next: impl AsyncFn(String) -> Part<(Vec<T>, String)>) -> Part<Vec<T>> {
-    let (mut all, mut token) = (Vec::new(), String::new());
-    loop {
-        let (page, next_token) = next(token).await?;
-        all.extend(page);
-        token = next_token;
-        if token.is_empty() {
-            return Ok(all);
-        }
-    }
-}
-
 async fn workers(connection: &Connection) -> Part<Vec<Worker>> {
     pages(async |page_token| {
         let request = ListWorkersRequest { page_size: PAGE_SIZE, page_token };
         let page = connection.workers().list_workers(request).await?.into_inner();
         Ok((page.workers, page.next_page_token))
     })
+    .try_collect()
     .await
 }
 
@@ -212,7 +201,7 @@ async fn workers(connection: &Connection) -> Part<Vec<Worker>> {
 async fn placed(connection: &Connection) -> Part<Vec<Workload>> {
     let mut placed = BTreeMap::new();
     for state in PLACED {
-        let listed = pages(async |page_token| {
+        let listed: Vec<Workload> = pages(async |page_token| {
             let request = ListRequest {
                 state: state.into(),
                 page_size: PAGE_SIZE,
@@ -220,10 +209,12 @@ async fn placed(connection: &Connection) -> Part<Vec<Workload>> {
                 ..ListRequest::default()
             };
             let page = connection.workloads().list(request).await?.into_inner();
-            Ok((page.workloads, page.next_page_token))
-        });
+            Part::Ok((page.workloads, page.next_page_token))
+        })
+        .try_collect()
+        .await?;
         // A workload that changes its state meanwhile may be listed twice.
-        placed.extend(listed.await?.into_iter().map(|workload| (workload.workload_id.clone(), workload)));
+        placed.extend(listed.into_iter().map(|workload| (workload.workload_id.clone(), workload)));
     }
     Ok(placed.into_values().collect())
 }
@@ -252,6 +243,7 @@ async fn leases(connection: &Connection) -> Part<Vec<Lease>> {
         let page = connection.placements().list_leases(request).await?.into_inner();
         Ok((page.leases, page.next_page_token))
     })
+    .try_collect()
     .await
 }
 
