@@ -21,6 +21,8 @@ test)
     # Ordinary users have private networks with it.
     need slirp4netns slirp4netns
     need python3 python3
+    # It validates JSON documents.
+    python3 -c 'import jsonschema' 2>/dev/null || packages+=(python3-jsonschema)
     # The Garden server in integration-tests/garden-server works with the Go version of this package.
     need go golang-go
     need_postgresql

@@ -16,6 +16,7 @@ mod examples;
 mod exec;
 mod four;
 mod images;
+mod json_schema;
 mod life;
 mod main_job;
 mod mixed;

@@ -18,6 +18,7 @@ mod manual;
 mod orphans;
 mod pull;
 mod run;
+mod schema;
 mod status;
 mod top;
 mod undelete;
@@ -59,6 +60,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Completion(args) => return manual::completion(args).map(|()| 0),
         Command::CompleteWords(args) => return complete::complete(args).await.map(|()| 0),
         Command::Man(args) => return manual::manual(args).map(|()| 0),
+        Command::Schema(args) => return schema::schema(args).map(|()| 0),
         Command::Version => return version(global).map(|()| 0),
         Command::Run(args) => {
             validate::run(args)?;
@@ -126,7 +128,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         Command::Wait(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Top(_) | Command::Version => {}
         Command::Config(_) | Command::Completion(_) | Command::CompleteWords(_) => {}
-        Command::Man(_) | Command::Doctor => {}
+        Command::Man(_) | Command::Schema(_) | Command::Doctor => {}
     }
     Ok(())
 }

@@ -256,9 +256,9 @@ mod tests {
             render(&headers, &rows)
         };
         assert!(at(80).starts_with("ID        TAGS  TEAM  LABEL               KEPT BY\n"), "{}", at(80));
-        assert!(at(52).contains("7f3a9c12  main  a label for peo…  owner of the ar…\n"), "{}", at(52));
+        assert!(at(52).contains("7f3a9c12  main  a label for peop…  owner of the art…\n"), "{}", at(52));
         let shown = at(46);
-        assert!(shown.contains("7f3a9c12  a label for peop…  owner of the arti…\n"), "{shown}");
+        assert!(shown.contains("7f3a9c12  a label for peop…  owner of the art…\n"), "{shown}");
         assert!(shown.contains("0b2b86a0                     作業の所有者\n"), "{shown}");
         assert_eq!(at(3), at(44), "ids stay whole");
     }

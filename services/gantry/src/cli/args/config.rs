@@ -1,4 +1,4 @@
-//! Options of `gantry config`, `completion` and `man`.
+//! Options of `gantry config`, `completion`, `man` and `schema`.
 
 use std::path::PathBuf;
 
@@ -79,4 +79,16 @@ pub(crate) struct ManArgs {
     /// Directory to write into. It is created if it does not exist
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
+}
+
+/// Arguments of `gantry schema`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  gantry schema workload > workload.schema.json
+  gantry schema event")]
+pub(crate) struct SchemaArgs {
+    /// Document, such as `workload`, `event` or `top`. Default: all documents, in `$defs`
+    #[arg(value_name = "KIND")]
+    pub(crate) document: Option<String>,
 }

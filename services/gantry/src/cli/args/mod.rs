@@ -18,7 +18,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 
 pub(crate) use self::cluster::{DownArgs, StatusArgs, TopArgs, UpArgs};
-pub(crate) use self::config::{CompleteArgs, CompletionArgs, ConfigArgs, ConfigCommand, ManArgs};
+pub(crate) use self::config::{CompleteArgs, CompletionArgs, ConfigArgs, ConfigCommand, ManArgs, SchemaArgs};
 pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, InspectArgs, Kind, ListArgs, PsArgs, PurgeArgs, ShowArgs,
@@ -234,6 +234,8 @@ pub(crate) enum Command {
     CompleteWords(CompleteArgs),
     /// Write the manual pages of all commands into a directory
     Man(ManArgs),
+    /// Print the JSON Schema of the documents that --json prints
+    Schema(SchemaArgs),
     /// Print the version
     Version,
 }

@@ -68,15 +68,15 @@ async fn read(connection: &Connection, ui: &Ui, image: ResourceCache) -> anyhow:
 }
 
 /// Image with all that `gantry show image` prints.
-struct ShownImage {
-    image: ResourceCache,
-    size_bytes: Option<u64>,
+pub(super) struct ShownImage {
+    pub(super) image: ResourceCache,
+    pub(super) size_bytes: Option<u64>,
     /// Defaults for processes. `null`: they are not known.
-    metadata: Value,
+    pub(super) metadata: Value,
 }
 
 impl ShownImage {
-    fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         let mut shown = json(&self.image);
         shown["size_bytes"] = self.size_bytes.into();
         shown["defaults"] = self.metadata.clone();
@@ -128,7 +128,7 @@ fn row(image: &ResourceCache) -> Vec<String> {
     ]
 }
 
-fn json(image: &ResourceCache) -> Value {
+pub(super) fn json(image: &ResourceCache) -> Value {
     let (name, digest) = split(image);
     json!({
         "image": name,

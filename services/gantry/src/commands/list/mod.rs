@@ -7,11 +7,11 @@ mod containers;
 mod filter;
 mod images;
 mod imports;
-#[cfg(test)]
-mod json_tests;
 mod leases;
 mod names;
 mod orphans;
+#[cfg(test)]
+mod schema_tests;
 mod volumes;
 mod workers;
 mod workloads;

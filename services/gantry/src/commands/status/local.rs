@@ -147,6 +147,21 @@ impl DiskUsage {
     }
 }
 
+/// Makes documents without and with optional fields, for the test of the schema.
+#[cfg(test)]
+pub(super) fn samples() -> Vec<serde_json::Value> {
+    let status = GetStatusResponse {
+        started_at: Some(prost_types::Timestamp::default()),
+        endpoints: vec!["text".to_owned()],
+        idle_for: Some(prost_types::Duration::default()),
+        idle_end: Some(prost_types::Duration::default()),
+        recovered: vec!["text".to_owned()],
+        ..GetStatusResponse::default()
+    };
+    let used = DiskUsage::default();
+    vec![as_document(&GetStatusResponse::default(), &used), as_document(&status, &used)]
+}
+
 fn as_document(status: &GetStatusResponse, used: &DiskUsage) -> serde_json::Value {
     let seconds = |duration: &prost_types::Duration| duration.seconds;
     json!({

@@ -140,6 +140,39 @@ async fn look(global: &Global) -> anyhow::Result<ClusterView> {
     Ok(ClusterView { text: overview.text(), document, code: overview.code() })
 }
 
+/// Makes documents with every field, of clusters here and elsewhere, for the test of the schema.
+#[cfg(test)]
+pub(crate) fn samples() -> Vec<Value> {
+    let service = Service {
+        name: String::new(),
+        address: String::new(),
+        version: String::new(),
+        instance: String::new(),
+        not_ready: vec!["text".to_owned()],
+        refuses: false,
+    };
+    let waiting = Workload {
+        state: WorkloadState::Pending.into(),
+        submitted_at: Some(prost_types::Timestamp::default()),
+        waiting_for: vec!["text".to_owned()],
+        ..Workload::default()
+    };
+    let with_team = Workload { spec: Some(rpc::pb::scheduler::WorkloadSpec::default()), ..waiting.clone() };
+    let undated = Workload { submitted_at: None, ..waiting.clone() };
+    let overview = Overview {
+        services: vec![service],
+        workers: Vec::new(),
+        unfinished: vec![waiting, with_team, undated],
+        transfers: Vec::new(),
+        orphans: OrphanCount::default(),
+        unseen: vec![("workers", "text".to_owned())],
+    };
+    let mut samples = local::samples();
+    samples.push(json!({}));
+    samples.iter_mut().for_each(|document| overview.fill(document));
+    samples
+}
+
 /// State of the services, workers, workloads and transfers of a cluster.
 pub(crate) struct Overview {
     services: Vec<Service>,

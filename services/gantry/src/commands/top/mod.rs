@@ -121,6 +121,15 @@ async fn printed(mut observer: Observer, args: &TopArgs, as_json: bool, cluster:
     }
 }
 
+/// Makes documents with every field, for the test of the schema.
+#[cfg(test)]
+pub(crate) fn samples() -> [Value; 2] {
+    let unseen = vec![("workers".to_owned(), "no answer in time".to_owned())];
+    let mut filled = document(&Snapshot { unseen, ..Snapshot::default() });
+    filled["containers"] = rows::samples().into();
+    [document(&Snapshot::default()), filled]
+}
+
 /// Makes the JSON document of a snapshot.
 fn document(snapshot: &Snapshot) -> Value {
     let unseen = snapshot.unseen.iter().map(|(what, why)| json!({ "what": what, "error": why }));

@@ -72,6 +72,25 @@ impl Row {
     }
 }
 
+/// Makes documents without and with optional fields, for the test of the schema.
+#[cfg(test)]
+pub(super) fn samples() -> Vec<Value> {
+    let text = || "text".to_owned();
+    let filled = Row {
+        workload_id: text(),
+        name: text(),
+        service: text(),
+        since: Some(Timestamp::default()),
+        cpu: Some(0.5),
+        cpu_ms: Some(1),
+        memory_bytes: Some(1),
+        memory_limit_bytes: Some(1),
+        processes: Some(1),
+        ..Row::default()
+    };
+    vec![Row::default().document(), filled.document()]
+}
+
 /// Lists the containers, those that use most first.
 pub(super) fn rows(snapshot: &Snapshot) -> Vec<Row> {
     let mut rows: Vec<_> = snapshot.placed.iter().flat_map(|placed| of_workload(placed, snapshot)).collect();
