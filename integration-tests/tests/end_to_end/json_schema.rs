@@ -51,7 +51,7 @@ fn documents_satisfy_schema() {
     fs::create_dir(cluster.path("src")).expect("a directory");
     fs::write(cluster.path("src/file"), "content").expect("written");
     let lines = |arguments: &[&str]| -> Vec<Value> {
-        let output = cluster.output([arguments, &["--json"]].concat());
+        let output = cluster.output([&["--json"], arguments].concat());
         let lines = output.stdout.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
         let documents: Vec<_> = lines.map(|line| serde_json::from_slice(line).expect("JSON")).collect();
         assert!(!documents.is_empty(), "{arguments:?}: {}", describe(&output));
@@ -62,7 +62,7 @@ fn documents_satisfy_schema() {
     let mut events = lines(&[&run[..], &["--", "sh", "-c", "echo text; date >src/date"]].concat());
     events.extend(lines(&["watch", "copy"]));
     events.extend(lines(&["run", "--no-stdin", "--image", &image]));
-    events.extend(lines(&["run", "--name", "fails", "--image", "artifact:none", "--", "true"]));
+    events.extend(lines(&["run", "--tag", "none", "--", "true"]));
     cluster.succeed(["run", "-d", "--name", "busy", "--", "sleep", "1000"]);
     events.extend(lines(&["exec", "busy", "--", "echo", "text"]));
     let workers = lines(&["list", "workers"]);

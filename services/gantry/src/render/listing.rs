@@ -64,10 +64,11 @@ const MINOR: [&str; 15] = [
     "ARTIFACT",
     "SIZE",
 ];
-/// Columns with texts that are cut to the width of a terminal.
-const TEXTS: [&str; 5] = ["COMMAND", "FOR", "KEPT BY", "LABEL", "REASON"];
-/// Least width to which a text is cut, in columns.
-const MIN_TEXT: usize = 16;
+/// Columns with texts that are cut to the width of a terminal, and the least width of each.
+const TEXTS: [(&str, usize); 6] =
+    [("COMMAND", 16), ("FOR", 16), (IMAGE, 40), ("KEPT BY", 16), ("LABEL", 16), ("REASON", 16)];
+/// Column with names whose ends say most.
+const IMAGE: &str = "IMAGE";
 /// Columns of a terminal between two columns of a table.
 const GAP: usize = 2;
 
@@ -132,10 +133,9 @@ impl Listing {
         if self.format == Format::Ids {
             return print(&rows.iter().map(|row| format!("{}\n", row[0])).collect::<String>());
         }
-        let is_reference = |at: usize| at > 0 && REFERENCES.contains(&headers[at]);
+        let is_short = |at: usize| if at == 0 { self.abbreviates } else { REFERENCES.contains(&headers[at]) };
         if self.format == Format::Table {
-            let with_ids = (0..headers.len()).filter(|at| is_reference(*at) || *at == 0 && self.abbreviates);
-            with_ids.for_each(|at| abbreviate(&mut rows, at));
+            (0..headers.len()).filter(|at| is_short(*at)).for_each(|at| abbreviate(&mut rows, at));
         }
         print(&match (self.columns.as_slice(), self.format) {
             ([], Format::Table) => fitted(headers, rows),
@@ -164,7 +164,7 @@ fn fit(headers: &mut Vec<&str>, rows: &mut [Vec<String>], columns: usize) {
     };
     let least = |headers: &[&str], rows: &[Vec<String>]| {
         let widths = widths(headers, rows).into_iter().zip(headers);
-        let least = widths.map(|(width, it)| if TEXTS.contains(it) { width.min(MIN_TEXT) } else { width });
+        let least = widths.map(|(width, header)| width.min(least_width(header)));
         needed(&least.collect::<Vec<_>>())
     };
     let is_empty = |at: &usize| !rows.is_empty() && cells(*at, rows) == 0;
@@ -177,13 +177,30 @@ fn fit(headers: &mut Vec<&str>, rows: &mut [Vec<String>], columns: usize) {
     }
     let mut widths = widths(headers, rows);
     while needed(&widths) > columns {
-        let texts = (0..widths.len()).filter(|at| TEXTS.contains(&headers[*at]) && widths[*at] > MIN_TEXT);
+        let texts = (0..widths.len()).filter(|at| widths[*at] > least_width(headers[*at]));
         let Some(widest) = texts.max_by_key(|at| widths[*at]) else { break };
         widths[widest] -= 1;
     }
     for row in rows {
-        row.iter_mut().zip(&widths).for_each(|(cell, width)| *cell = plain(cell, *width));
+        for ((cell, width), header) in row.iter_mut().zip(&widths).zip(headers.iter()) {
+            *cell = if *header == IMAGE { ending(cell, *width) } else { plain(cell, *width) };
+        }
     }
+}
+
+/// Returns the least width of a column. Only texts can be cut.
+fn least_width(header: &str) -> usize {
+    TEXTS.iter().find(|(name, _)| *name == header).map_or(usize::MAX, |(_, least)| *least)
+}
+
+/// Cuts the beginning of a text, so that it takes at most `limit` columns.
+fn ending(text: &str, limit: usize) -> String {
+    if width(text) <= limit {
+        return text.to_owned();
+    }
+    let starts = text.char_indices().map(|(at, _)| &text[at..]);
+    let fits = starts.into_iter().find(|rest| width(rest) < limit);
+    format!("…{}", fits.unwrap_or_default())
 }
 
 /// Removes the column with this header, if there is one.
@@ -269,6 +286,7 @@ mod tests {
         let mut rows = rows(&[["1", one], ["2", "being pulled"], ["3", ""]]);
         abbreviate(&mut rows, 1);
         assert_eq!([&*rows[0][1], &*rows[1][1], &*rows[2][1]], ["7f3a9c12", "being pulled", ""]);
+        assert_eq!([ending("a/語:1", 6), ending("a/語:1", 5), ending("a/語:1", 1)], ["a/語:1", "…語:1", "…"]);
     }
 
     #[test]

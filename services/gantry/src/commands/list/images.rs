@@ -120,7 +120,7 @@ fn text(value: &Value) -> String {
 fn row(image: &ResourceCache) -> Vec<String> {
     let (name, digest) = split(image);
     vec![
-        plain(familiar(name), 60),
+        plain(familiar(name), 255),
         digest.trim_start_matches("sha256:").chars().take(12).collect(),
         image.params.clone(),
         labels::ago(image.last_used_at.as_ref()),

@@ -164,7 +164,7 @@ async fn overview(connection: &Connection, as_json: bool) -> anyhow::Result<()> 
         (false, false) => fitted(WORKLOADS, rows),
     });
     text.push_str(
-        "\nOther lists: gantry list workloads|images|artifacts|caches|leases|volumes|containers|base-types|imports\n",
+        "\nOther lists: gantry list workloads|images|artifacts|caches|leases|volumes|\n             containers|base-types|imports\n",
     );
     print(&text)
 }
