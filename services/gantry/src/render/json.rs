@@ -424,7 +424,7 @@ pub(crate) fn collected(collected: &artifacts::Collected) -> Value {
 pub(crate) fn lease(lease: &scheduler::Lease) -> Value {
     let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(labels::instant);
     json!({
-        "id": lease.lease_id,
+        "lease_id": lease.lease_id,
         "kind": labels::lease_kind(lease.kind()),
         "state": labels::lease_state(lease.state()),
         "team": lease.team,

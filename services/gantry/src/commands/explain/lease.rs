@@ -136,6 +136,7 @@ fn explained(lease: &Lease, held: &[Relation]) -> Value {
     let mut document = json::lease(lease);
     document["placement_kind"] = document["kind"].take();
     document["kind"] = "lease".into();
+    document["id"] = lease.lease_id.as_str().into();
     document["relations"] = held.iter().map(relation).collect();
     document
 }
