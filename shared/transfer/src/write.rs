@@ -1,7 +1,7 @@
 //! Writing of a tree into a directory, from a manifest and content.
 //!
 //! ```text
-//! new ──▶ put / copy_extent / copy_file … ──▶ finish
+//! new ──▶ put / copy_extent / copy_file / link_file … ──▶ finish
 //!  │            │                               └ links, pipes, devices, then metadata of directories, deepest first
 //!  │            └ files, each with its metadata as soon as it is complete
 //!  └ directories
@@ -27,8 +27,8 @@ use std::sync::Arc;
 
 use domain::Digest;
 use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, Uid, chownat, copy_file_range, fstat, ftruncate, ioctl_ficlone,
-    linkat, mkdirat, mknodat, openat, symlinkat, syncfs, utimensat,
+    AtFlags, FileType, Gid, Mode, OFlags, Stat, Uid, chownat, copy_file_range, fstat, ftruncate,
+    ioctl_ficlone, linkat, mkdirat, mknodat, openat, symlinkat, syncfs, utimensat,
 };
 use rustix::io::Errno;
 
@@ -133,7 +133,7 @@ pub enum WriteError {
 }
 
 impl WriteError {
-    fn new(entry: &Entry, source: io::Error) -> Self {
+    pub(crate) fn new(entry: &Entry, source: io::Error) -> Self {
         match Errno::from_io_error(&source) {
             Some(Errno::NOSPC | Errno::DQUOT) => Self::DiskFull(source),
             Some(Errno::FBIG | Errno::NAMETOOLONG | Errno::TOOBIG | Errno::RANGE) => {
@@ -258,7 +258,7 @@ impl TreeWriter {
     }
 
     /// Returns the parent directory of an entry, and its name there.
-    fn parent_of<'e>(&mut self, entry: &'e Entry) -> Result<(Arc<OwnedFd>, &'e [u8]), WriteError> {
+    pub(crate) fn parent_of<'e>(&mut self, entry: &'e Entry) -> Result<(Arc<OwnedFd>, &'e [u8]), WriteError> {
         let (parent, name) = split(&entry.path);
         let directory = self.cursor.go(parent).map_err(|error| WriteError::new(entry, error))?;
         Ok((directory, name))
@@ -287,12 +287,27 @@ impl TreeWriter {
         self.written.content_bytes
     }
 
-    /// Omits the file at index `entry`, and the hard links to it. No extent of it may have been
-    /// written.
-    pub fn omit(&mut self, entry: usize) {
+    /// Whether entries get the owners of the manifest.
+    pub(crate) fn writes_owners(&self) -> bool {
+        self.options.ownership == WrittenOwnership::Manifest
+    }
+
+    /// Whether a file has the owner, mode and times of an entry.
+    pub(crate) fn has_metadata(&self, entry: &Entry, stat: &Stat) -> bool {
+        self.metadata.matches(entry, stat)
+    }
+
+    /// Marks all extents of a file as written.
+    pub(crate) fn mark_file_filled(&mut self, entry: usize) {
         for ordinal in self.manifest.ordinals_of(entry) {
             self.mark_filled(ordinal);
         }
+    }
+
+    /// Omits the file at index `entry`, and the hard links to it. No extent of it may have been
+    /// written.
+    pub fn omit(&mut self, entry: usize) {
+        self.mark_file_filled(entry);
         self.omitted.insert(entry);
     }
 
@@ -425,7 +440,9 @@ impl TreeWriter {
         Ok(true)
     }
 
-    fn is_filled(&self, ordinal: u64) -> bool {
+    /// Whether an extent is written or omitted.
+    #[must_use]
+    pub fn is_filled(&self, ordinal: u64) -> bool {
         let word = usize::try_from(ordinal / 64).ok().and_then(|word| self.filled.get(word));
         word.is_some_and(|word| word >> (ordinal % 64) & 1 == 1)
     }

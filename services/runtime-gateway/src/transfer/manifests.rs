@@ -106,7 +106,10 @@ pub(crate) struct ScanResult {
 /// The location of an extent.
 pub(crate) struct ExtentLocation {
     pub(crate) volume: VolumeHandle,
-    pub(crate) path: PathBuf,
+    /// Tree of the volume.
+    pub(crate) manifest: Arc<Manifest>,
+    /// Index of the entry with the extent.
+    pub(crate) entry: usize,
     pub(crate) offset: u64,
 }
 
@@ -406,8 +409,8 @@ impl Manifests {
         let (volume, ordinal) = state.extents.get(digest)?;
         let tree = state.trees.get(volume).filter(|tree| tree.team == team)?;
         let located = tree.manifest.locate(*ordinal)?;
-        let path = tree.manifest.entries()[located.entry].path().to_owned();
-        Some(ExtentLocation { volume: *volume, path, offset: located.extent.offset })
+        let (entry, offset) = (located.entry, located.extent.offset);
+        Some(ExtentLocation { volume: *volume, manifest: tree.manifest.clone(), entry, offset })
     }
 
     /// Removes the manifest of a volume that is being destroyed.

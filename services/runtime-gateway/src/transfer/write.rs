@@ -4,6 +4,8 @@
 //! manifest was validated, every extent has its digest, and the writer committed. Until then the
 //! artifact store counts the volume as incomplete, and collects it when its transfer ends.
 
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,8 +17,8 @@ use runtime::{Contents, RuntimeError};
 use tokio::sync::mpsc;
 use tracing::Instrument;
 use transfer::{
-    ArchiveWriteError, ArchiveWriter, Manifest, OrdinalRanges, TreeWriter, Trust, Verified, WriteError,
-    WriteOptions,
+    ArchiveWriteError, ArchiveWriter, Manifest, OrdinalRanges, SealedTree, TreeWriter, Trust, Verified,
+    WriteError, WriteOptions,
 };
 
 use super::blocking_pipe::Outlet;
@@ -55,7 +57,7 @@ enum Step {
 }
 
 impl VolumeWriter {
-    /// Makes the volume, copies the extents that this worker has, and determines the missing ones.
+    /// Makes the volume, takes the contents that this worker has, and determines the missing ones.
     /// A partial volume of an earlier try is destroyed. If the volume is already complete, nothing
     /// is missing.
     ///
@@ -117,11 +119,10 @@ impl VolumeWriter {
             }
         };
 
+        let contents = LocalContents::find(transfers, &ticket.team, &manifest).await;
+        let required = disk_reservations::required_bytes(&manifest).saturating_sub(contents.shared_bytes);
         let reserved = match transfers.worker.runtime.disk().await {
-            Ok(disk) => transfers
-                .reservations
-                .reserve(disk, disk_reservations::required_bytes(&manifest))
-                .map_err(WriteVolumeError::from),
+            Ok(disk) => transfers.reservations.reserve(disk, required).map_err(WriteVolumeError::from),
             Err(error) => Err(error.into()),
         };
         let mut reserved = match reserved {
@@ -131,17 +132,17 @@ impl VolumeWriter {
                 return Err(error);
             }
         };
-        let sources = LocalExtents::find(transfers, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let tree = manifest.clone();
         let begin_result = blocking(move || {
             MappedIds::of_this_process().check_owners(&tree)?;
             let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
-            let missing = sources.copy(&mut writer, &tree)?;
-            Ok::<_, WriteVolumeError>((writer, missing))
+            contents.take(&mut writer, &tree)?;
+            let (missing, copied) = (writer.missing(), writer.content_bytes());
+            Ok::<_, WriteVolumeError>((writer, missing, copied))
         })
         .await;
-        let (writer, missing) = match begin_result {
+        let (writer, missing, written) = match begin_result {
             Ok(begin_result) => begin_result,
             Err(error) => {
                 permit.discard(transfers).await;
@@ -149,7 +150,7 @@ impl VolumeWriter {
             }
         };
 
-        reserved.record_written(manifest.extent_bytes().saturating_sub(manifest.bytes_of(&missing)));
+        reserved.record_written(written);
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             // The thread holds the permit until its last write, even if its caller is dropped.
@@ -324,60 +325,84 @@ fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> R
     Err(WriteVolumeError::BrokenOff)
 }
 
-/// Files of this worker that contain some of the required extents.
-struct LocalExtents {
-    /// For each extent: its ordinal, the index of the file, and the offset in the file.
-    extents: Vec<(u64, usize, u64)>,
-    files: Vec<PathBuf>,
+/// Contents of this worker that a new tree needs.
+#[derive(Default)]
+struct LocalContents {
+    trees: Vec<(PathBuf, Arc<Manifest>)>,
+    /// For each extent: its ordinal, the index of the tree, the entry there, and the offset in that
+    /// file.
+    extents: Vec<(u64, usize, usize, u64)>,
+    /// Content of the files that can be linked, in bytes.
+    shared_bytes: u64,
 }
 
-impl LocalExtents {
-    async fn find(transfers: &Transfers, team: &str, manifest: &Manifest) -> Result<Self, RuntimeError> {
+impl LocalContents {
+    async fn find(transfers: &Transfers, team: &str, manifest: &Manifest) -> Self {
         transfers.manifests.load_earlier().await;
-        let mut sources = Self { extents: Vec::new(), files: Vec::new() };
-        let mut roots = std::collections::HashMap::new();
-        let mut file_indexes = std::collections::HashMap::new();
+        let (mut found, mut indexes) = (Self::default(), HashMap::new());
+        let mut shared = HashSet::new();
         for located in manifest.extents() {
             let Some(location) = transfers.manifests.find(team, &located.extent.digest) else { continue };
-            let root = match roots.entry(location.volume) {
-                std::collections::hash_map::Entry::Occupied(root) => root.into_mut(),
-                std::collections::hash_map::Entry::Vacant(vacant) => {
-                    let Ok(root) = local_directory(transfers.worker.runtime.as_ref(), location.volume).await
-                    else {
-                        continue;
-                    };
-                    vacant.insert(root)
+            let tree = match indexes.entry(location.volume) {
+                Entry::Occupied(tree) => *tree.get(),
+                Entry::Vacant(vacant) => {
+                    let root = local_directory(transfers.worker.runtime.as_ref(), location.volume).await;
+                    let Ok(root) = root else { continue };
+                    found.trees.push((root, location.manifest));
+                    *vacant.insert(found.trees.len() - 1)
                 }
             };
-            let path = root.join(&location.path);
-            let next = sources.files.len();
-            let file = *file_indexes.entry(path.clone()).or_insert(next);
-            if file == next {
-                sources.files.push(path);
+            let same = manifest.entries()[located.entry]
+                .is_same_file(&found.trees[tree].1.entries()[location.entry]);
+            if same
+                && (located.ordinal == manifest.ordinals_of(located.entry).start)
+                && shared.insert((tree, location.entry))
+            {
+                found.shared_bytes += manifest
+                    .extents_in(manifest.ordinals_of(located.entry))
+                    .map(|located| u64::from(located.extent.length))
+                    .sum::<u64>();
             }
-            sources.extents.push((located.ordinal, file, location.offset));
+            found.extents.push((located.ordinal, tree, location.entry, location.offset));
         }
-        Ok(sources)
+        found
     }
 
-    /// Copies extents from local files, and verifies them, because a file may be deleted meanwhile.
-    /// Returns the missing extents.
-    fn copy(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<OrdinalRanges, WriteError> {
-        let mut copied = OrdinalRanges::new();
-        let mut open: Option<(usize, File)> = None;
-        for (ordinal, index, offset) in self.extents {
-            if open.as_ref().is_none_or(|(opened, _)| *opened != index) {
-                open = File::open(&self.files[index]).ok().map(|file| (index, file));
+    /// Links files that did not change, and copies other extents. Copies are verified, because a
+    /// file may be deleted meanwhile.
+    fn take(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<(), WriteError> {
+        let mut sealed: HashMap<usize, SealedTree> = HashMap::new();
+        let mut open: Option<(PathBuf, File)> = None;
+        let mut tried = None;
+        for (ordinal, tree, entry, offset) in self.extents {
+            let Some(located) = manifest.locate(ordinal) else { continue };
+            let (root, theirs) = &self.trees[tree];
+            if tried != Some(located.entry) {
+                tried = Some(located.entry);
+                let source = match sealed.entry(tree) {
+                    Entry::Occupied(source) => Some(source.into_mut()),
+                    Entry::Vacant(vacant) => {
+                        SealedTree::open(root, theirs.clone()).ok().map(|source| vacant.insert(source))
+                    }
+                };
+                if let Some(source) = source {
+                    writer.link_file(located.entry, source, entry)?;
+                }
+            }
+            if writer.is_filled(ordinal) {
+                continue;
+            }
+            let path = root.join(theirs.entries()[entry].path());
+            if open.as_ref().is_none_or(|(opened, _)| *opened != path) {
+                open = File::open(&path).ok().map(|file| (path, file));
             }
             let Some((_, file)) = &open else { continue };
             match writer.copy_extent(ordinal, file, offset, Trust::Verify) {
-                // Cannot fail, because ordinals ascend.
-                Ok(()) => copied.insert(ordinal).unwrap_or_default(),
-                Err(WriteError::DigestMismatch { .. }) => {}
+                Ok(()) | Err(WriteError::DigestMismatch { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(copied.complement(manifest.extent_count()))
+        Ok(())
     }
 }
 

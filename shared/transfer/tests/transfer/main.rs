@@ -5,6 +5,7 @@ mod archives_by_others;
 mod common;
 mod hostile_trees;
 mod in_place;
+mod linking;
 mod manifests;
 mod merging;
 mod names;

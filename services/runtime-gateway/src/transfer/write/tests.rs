@@ -244,6 +244,47 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn unchanged_files_share_disk_space() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = gateway(&machine, &store);
+    let version = |edited: &str| {
+        let directory = tempfile::tempdir().expect("a directory");
+        for (name, text) in [("edited", edited), ("same", "as before")] {
+            std::fs::write(directory.path().join(name), text).expect("write");
+            let file = File::open(directory.path().join(name)).expect("there");
+            file.set_modified(std::time::SystemTime::UNIX_EPOCH).expect("set the time");
+        }
+        Arc::new(crate::transfer::scan::scan(directory.path()).expect("it can be read").manifest)
+    };
+    let volumes = [VolumeHandle::new(), VolumeHandle::new()];
+    for (volume, edited, sent) in [(volumes[0], "one", 12), (volumes[1], "two", 3)] {
+        let mut filling = begin(&worker, volume, &version(edited)).await.expect("the volume can be filled");
+        assert_eq!(filling.missing_bytes(), sent);
+        let texts = [(0, edited), (1, "as before")]
+            .map(|(ordinal, text)| (ordinal, Bytes::from_static(text.as_bytes())));
+        let missing = filling.missing.clone();
+        let texts = texts.into_iter().filter(|(ordinal, _)| missing.contains(*ordinal)).collect();
+        filling.put(&worker.transfers, texts).await.expect("it fits");
+        let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
+            let answer = completed(&mut store, volume).await;
+            answer.send(Ok(pb::CompleteVolumeResponse::default())).expect("the gateway waits");
+        });
+        committed.expect("the store has the report");
+    }
+    let mut files = Vec::new();
+    for volume in volumes {
+        let root = local_directory(worker.runtime.as_ref(), volume).await.expect("there");
+        files.push(["edited", "same"].map(|name| root.join(name)));
+    }
+    let inode =
+        |path: &PathBuf| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(path).expect("there"));
+    assert_ne!(inode(&files[0][0]), inode(&files[1][0]));
+    assert_eq!(inode(&files[0][1]), inode(&files[1][1]));
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn extent_copies_beyond_disk_space_are_refused() {
     let store = Store::start().await;
     let machine = FakeWorker::near();

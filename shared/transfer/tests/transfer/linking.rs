@@ -1,0 +1,110 @@
+//! Tests of files that trees share by hard links.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::common::{make, manifest_of, noise, random, set_mtime};
+use gantry_transfer::*;
+use proptest::prelude::*;
+use tempfile::tempdir;
+
+/// Writes the tree of `new` to `to`, and links what `old` has. Returns the number of linked files.
+fn write(old: &Path, sealed: Arc<Manifest>, new: &Path, to: &Path) -> usize {
+    let manifest = Arc::new(manifest_of(new));
+    let mut writer = TreeWriter::new(to, manifest.clone(), WriteOptions::default()).unwrap();
+    let mut known = HashMap::new();
+    for located in sealed.extents() {
+        known.insert(located.extent.digest, located.entry);
+    }
+    let mut source = SealedTree::open(old, sealed).unwrap();
+    let mut linked = 0;
+    for (index, entry) in manifest.entries().iter().enumerate() {
+        let first = entry.extents().first().and_then(|extent| known.get(&extent.digest));
+        if let Some(of) = first {
+            linked += usize::from(writer.link_file(index, &mut source, *of).unwrap());
+        }
+    }
+    let mut reader = TreeReader::new(new, manifest.clone(), ReadOptions::default()).unwrap();
+    for batch in reader.batches(&writer.missing()) {
+        for extent in batch.unwrap() {
+            writer.put(extent.ordinal, &extent.data).unwrap();
+        }
+    }
+    writer.finish().unwrap();
+    assert_eq!(manifest_of(to), *manifest);
+    linked
+}
+
+#[test]
+fn unchanged_files_are_shared() {
+    let (old, new, to) = (tempdir().unwrap(), tempdir().unwrap(), tempdir().unwrap());
+    for (root, changed) in [(&old, 1), (&new, 2)] {
+        let root = root.path();
+        let directory = root.join(if changed == 1 { "before" } else { "after" });
+        fs::create_dir(&directory).unwrap();
+        fs::write(directory.join("moved"), noise(3, 5000)).unwrap();
+        fs::write(root.join("same"), noise(4, 3_000_000)).unwrap();
+        fs::write(root.join("twin-1"), noise(5, 70)).unwrap();
+        fs::write(root.join("twin-2"), noise(5, 70)).unwrap();
+        fs::write(root.join("edited"), noise(changed, 70)).unwrap();
+        fs::write(root.join("touched"), noise(6, 70)).unwrap();
+        for name in ["same", "twin-1", "twin-2", "edited"] {
+            set_mtime(&root.join(name), 1000, 5);
+        }
+        set_mtime(&root.join("touched"), 1000, changed as i64);
+        set_mtime(&directory.join("moved"), 1000, 5);
+    }
+    let sealed = Arc::new(manifest_of(old.path()));
+    // One of the twins is copied, because they are two files.
+    assert_eq!(write(old.path(), sealed, new.path(), to.path()), 3);
+    let inode = |root: &Path, name: &str| fs::metadata(root.join(name)).unwrap().ino();
+    assert_eq!(inode(old.path(), "same"), inode(to.path(), "same"));
+    assert_eq!(inode(old.path(), "before/moved"), inode(to.path(), "after/moved"));
+    assert_ne!(inode(to.path(), "twin-1"), inode(to.path(), "twin-2"));
+    for name in ["edited", "touched"] {
+        assert_ne!(inode(old.path(), name), inode(to.path(), name), "{name}");
+    }
+    remove_tree(old.path()).unwrap();
+    assert_eq!(manifest_of(to.path()).tree_digest(), manifest_of(new.path()).tree_digest());
+}
+
+#[test]
+fn file_that_differs_from_its_manifest_is_not_shared() {
+    let (old, new) = (tempdir().unwrap(), tempdir().unwrap());
+    for root in [&old, &new] {
+        fs::write(root.path().join("file"), "content").unwrap();
+        set_mtime(&root.path().join("file"), 1000, 5);
+    }
+    let sealed = Arc::new(manifest_of(old.path()));
+    let linked = || write(old.path(), sealed.clone(), new.path(), tempdir().unwrap().path());
+    assert_eq!(linked(), 1);
+    fs::write(old.path().join("file"), "damaged").unwrap();
+    assert_eq!(linked(), 0, "another time");
+    fs::write(old.path().join("file"), "cut").unwrap();
+    set_mtime(&old.path().join("file"), 1000, 5);
+    assert_eq!(linked(), 0, "another size");
+    fs::remove_file(old.path().join("file")).unwrap();
+    assert_eq!(linked(), 0, "no file");
+    std::os::unix::fs::symlink("/etc/hostname", old.path().join("file")).unwrap();
+    assert_eq!(linked(), 0, "a symbolic link");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// A tree that shares files with another one is exact, and neither changes the other.
+    #[test]
+    fn any_tree_shares_with_any_other(common in random::tree(), before in random::tree(), after in random::tree()) {
+        let (old, new, to) = (tempdir().unwrap(), tempdir().unwrap(), tempdir().unwrap());
+        make(old.path(), &[&before[..before.len() / 2], &common].concat());
+        make(new.path(), &[&after[..after.len() / 2], &common].concat());
+        let sealed = Arc::new(manifest_of(old.path()));
+        write(old.path(), sealed.clone(), new.path(), to.path());
+        prop_assert_eq!(&manifest_of(old.path()), &*sealed);
+        remove_tree(to.path()).unwrap();
+        prop_assert_eq!(&manifest_of(old.path()), &*sealed);
+    }
+}
