@@ -1,9 +1,9 @@
 //! The copy of a volume from other workers to this one.
 //!
-//! `api` calls it for `Volumes.Fetch`. The manifest comes first. Extents that this worker has are
-//! copied locally. The other extents are read from the sources in turn. A source continues where
-//! the previous one failed. A worker on another machine accepts only whole files, so there the next
-//! source starts from the beginning.
+//! `api` calls it for `Volumes.Fetch`. The manifest comes first. Contents that this worker has
+//! are linked or copied locally. The other extents are read from the sources in turn. A source
+//! continues where the previous one failed. A worker on another machine accepts only whole
+//! files, so there the next source starts from the beginning.
 //!
 //! If both workers are on other machines and can reach each other, the worker of the source sends
 //! the volume directly ([`crate::transfer::peer_copy`]). A failure of that costs only time.
