@@ -106,8 +106,12 @@ impl Fingerprint {
     /// Whether the file is unchanged since `earlier`. The number of links of a file with several
     /// links may have changed.
     pub(crate) fn is_still(&self, earlier: &Self) -> bool {
-        self == earlier
-            || (earlier.links > 1 && *self == Self { links: self.links, ctime: self.ctime, ..*earlier })
+        self == earlier || (earlier.links > 1 && self.has_content_of(earlier))
+    }
+
+    /// Whether the file is unchanged since `earlier`, except for its names.
+    pub(crate) fn has_content_of(&self, earlier: &Self) -> bool {
+        *self == Self { links: self.links, ctime: self.ctime, ..*earlier }
     }
 
     /// Whether the file has a single link.

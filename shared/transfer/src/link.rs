@@ -4,30 +4,31 @@
 //! same file, which has the metadata of both. Each tree can be removed without the other.
 //!
 //! Invariant: two names of a new tree lead to one file only if they are hard links in its manifest.
-//! So each file of a source is linked at most once.
+//! So each file is linked at most once, even if several sources share it.
 
-use std::collections::HashSet;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use rustix::fs::{AtFlags, FileType, linkat, statat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, linkat, openat};
 use rustix::io::Errno;
 
 use crate::dirs::Cursor;
 use crate::entry::{Entry, EntryKind, split};
 use crate::manifest::Manifest;
 use crate::write::{TreeWriter, WriteError};
+use crate::xattrs;
+
+/// Maximum number of names of a file that gets another one. File systems permit 65,000 or more, and
+/// a tree may need many for its own hard links.
+const MAX_NAMES: u64 = 10_000;
 
 /// A complete tree whose files never change, as a source of links.
 #[derive(Debug)]
 pub struct SealedTree {
     manifest: Arc<Manifest>,
     cursor: Cursor,
-    /// Files that were linked.
-    used: HashSet<usize>,
-    /// Whether the tree is on another file system than the new one.
-    is_far: bool,
 }
 
 impl SealedTree {
@@ -37,20 +38,14 @@ impl SealedTree {
     ///
     /// Fails if `root` cannot be opened.
     pub fn open(root: &Path, manifest: Arc<Manifest>) -> io::Result<Self> {
-        Ok(Self { manifest, cursor: Cursor::through(root)?, used: HashSet::new(), is_far: false })
-    }
-
-    /// Returns the manifest.
-    #[must_use]
-    pub fn manifest(&self) -> &Arc<Manifest> {
-        &self.manifest
+        Ok(Self { manifest, cursor: Cursor::through(root)? })
     }
 }
 
 impl TreeWriter {
     /// Makes the file at index `entry` another name of the file at index `of` in `source`. Its
-    /// content is not read. The size, owner, mode and times of the file must be those of both
-    /// manifests.
+    /// content is not read. The size, owner, mode, time and attributes of the file must be those of
+    /// both manifests.
     ///
     /// Returns `false` without any effect if the files differ, or if the file systems do not permit
     /// the link.
@@ -71,35 +66,44 @@ impl TreeWriter {
         let (Some(new), Some(known)) = (manifest.entries().get(entry), theirs.entries().get(of)) else {
             return Ok(false);
         };
-        let may_link = self.writes_owners() && new.is_same_file(known);
-        if !may_link || source.is_far || source.used.contains(&of) {
+        if !self.writes_owners() || !new.is_same_file(known) {
             return Ok(false);
         }
         let (from, from_name) = split(&known.path);
         let Ok(from) = source.cursor.go(from) else { return Ok(false) };
-        let Ok(stat) = statat(&from, from_name, AtFlags::SYMLINK_NOFOLLOW) else { return Ok(false) };
-        let EntryKind::File { size_bytes, .. } = new.kind else { return Ok(false) };
-        let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
-        if !is_file || stat.st_size.cast_unsigned() != size_bytes || !self.has_metadata(new, &stat) {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let Ok(file) = openat(&from, from_name, flags, Mode::empty()) else { return Ok(false) };
+        let Ok(stat) = fstat(&file) else { return Ok(false) };
+        let is_linkable = self.has_metadata(new, &stat)
+            && stat.st_nlink < MAX_NAMES
+            && has_size_and_attributes(new, &file, &stat);
+        let id = (stat.st_dev, stat.st_ino);
+        if !is_linkable || self.linked.contains(&id) {
             return Ok(false);
         }
         let (to, to_name) = self.parent_of(new)?;
         match linkat(&from, from_name, &to, to_name, AtFlags::empty()) {
             Ok(()) => {}
-            Err(Errno::XDEV) => {
-                source.is_far = true;
-                return Ok(false);
+            Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::IO)) => {
+                return Err(WriteError::new(new, error.into()));
             }
-            // Too many links, or the file belongs to another user.
-            Err(Errno::MLINK | Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP | Errno::NOENT) => {
-                return Ok(false);
-            }
-            Err(error) => return Err(WriteError::new(new, error.into())),
+            // The file is on another file system, has too many names, or belongs to another user.
+            Err(_) => return Ok(false),
         }
-        source.used.insert(of);
+        self.linked.insert(id);
         self.mark_file_filled(entry);
         Ok(true)
     }
+}
+
+/// Whether a file has the size and the attributes of an entry, and none that a manifest would leave
+/// out.
+fn has_size_and_attributes(entry: &Entry, file: &OwnedFd, stat: &Stat) -> bool {
+    let EntryKind::File { size_bytes, .. } = entry.kind else { return false };
+    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+        && stat.st_size.cast_unsigned() == size_bytes
+        && xattrs::find(file, true)
+            .is_ok_and(|found| found.portable == entry.xattrs && found.skipped.is_empty())
 }
 
 impl Entry {

@@ -202,6 +202,8 @@ pub struct TreeWriter {
     /// Files that are not written.
     omitted: HashSet<usize>,
     may_clone: bool,
+    /// Device and inode of the files that other trees have, too.
+    pub(crate) linked: HashSet<(u64, u64)>,
     written: WriteSummary,
 }
 
@@ -241,6 +243,7 @@ impl TreeWriter {
             open: None,
             omitted: HashSet::new(),
             may_clone: true,
+            linked: HashSet::new(),
             written: WriteSummary { content_bytes: 0, skipped: Vec::new() },
             manifest,
         };

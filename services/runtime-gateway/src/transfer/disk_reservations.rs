@@ -1,7 +1,8 @@
 //! Reservations of disk space for transfers, made before the first byte.
 //!
 //! [`crate::transfer::write`] reserves the size of the manifest when a transfer begins. Each copy
-//! of an extent counts, because each is written.
+//! of an extent counts, because each is written. Files that the volume will share with another one
+//! do not count. A file that turns out to differ on the disk is copied without a reservation.
 //!
 //! Invariant: the reserved bytes that are not written yet fit into the free space minus the disk
 //! reserve. The lock on the sum enforces it. Containers write without reservations, so a disk may

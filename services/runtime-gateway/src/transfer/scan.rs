@@ -12,7 +12,7 @@ const MAX_LISTED: usize = 3;
 
 /// Scans a volume. A volume that no manifest can describe is an error of the process that wrote it.
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
-    let options = ScanOptions { limits: Limits::of_process(), ..ScanOptions::default() };
+    let options = ScanOptions { limits: Limits::of_process(), shared_files: true, ..ScanOptions::default() };
     let scanned = transfer::scan(root, &options, None).map_err(|error| match error {
         ScanError::Manifest(error) if !matches!(error, InvalidManifest::NoMemory) => {
             RuntimeError::InvalidOutput(error.to_string())

@@ -7,7 +7,8 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -119,7 +120,7 @@ impl VolumeWriter {
             }
         };
 
-        let contents = LocalContents::find(transfers, &ticket.team, &manifest).await;
+        let contents = LocalContents::find(transfers, &ticket.team, &manifest, &root).await;
         let required = disk_reservations::required_bytes(&manifest).saturating_sub(contents.shared_bytes);
         let reserved = match transfers.worker.runtime.disk().await {
             Ok(disk) => transfers.reservations.reserve(disk, required).map_err(WriteVolumeError::from),
@@ -325,19 +326,29 @@ fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> R
     Err(WriteVolumeError::BrokenOff)
 }
 
+/// A complete tree on this worker.
+struct LocalTree {
+    root: PathBuf,
+    manifest: Arc<Manifest>,
+    /// Whether it is on the file system of the new tree. An overlay is not.
+    is_near: bool,
+}
+
 /// Contents of this worker that a new tree needs.
 #[derive(Default)]
 struct LocalContents {
-    trees: Vec<(PathBuf, Arc<Manifest>)>,
+    trees: Vec<LocalTree>,
     /// For each extent: its ordinal, the index of the tree, the entry there, and the offset in that
     /// file.
     extents: Vec<(u64, usize, usize, u64)>,
-    /// Content of the files that can be linked, in bytes.
+    /// Content of the files that can probably be linked, in bytes.
     shared_bytes: u64,
 }
 
 impl LocalContents {
-    async fn find(transfers: &Transfers, team: &str, manifest: &Manifest) -> Self {
+    async fn find(transfers: &Transfers, team: &str, manifest: &Manifest, to: &Path) -> Self {
+        let device = |path: &Path| std::fs::metadata(path).ok().map(|found| found.dev());
+        let here = device(to);
         transfers.manifests.load_earlier().await;
         let (mut found, mut indexes) = (Self::default(), HashMap::new());
         let mut shared = HashSet::new();
@@ -348,20 +359,20 @@ impl LocalContents {
                 Entry::Vacant(vacant) => {
                     let root = local_directory(transfers.worker.runtime.as_ref(), location.volume).await;
                     let Ok(root) = root else { continue };
-                    found.trees.push((root, location.manifest));
+                    let is_near = here.is_some() && device(&root) == here;
+                    found.trees.push(LocalTree { root, manifest: location.manifest, is_near });
                     *vacant.insert(found.trees.len() - 1)
                 }
             };
-            let same = manifest.entries()[located.entry]
-                .is_same_file(&found.trees[tree].1.entries()[location.entry]);
-            if same
-                && (located.ordinal == manifest.ordinals_of(located.entry).start)
+            let source = &found.trees[tree];
+            let ordinals = manifest.ordinals_of(located.entry);
+            if source.is_near
+                && located.ordinal == ordinals.start
+                && manifest.entries()[located.entry].is_same_file(&source.manifest.entries()[location.entry])
                 && shared.insert((tree, location.entry))
             {
-                found.shared_bytes += manifest
-                    .extents_in(manifest.ordinals_of(located.entry))
-                    .map(|located| u64::from(located.extent.length))
-                    .sum::<u64>();
+                let lengths = manifest.extents_in(ordinals).map(|located| u64::from(located.extent.length));
+                found.shared_bytes += lengths.sum::<u64>();
             }
             found.extents.push((located.ordinal, tree, location.entry, location.offset));
         }
@@ -371,21 +382,18 @@ impl LocalContents {
     /// Links files that did not change, and copies other extents. Copies are verified, because a
     /// file may be deleted meanwhile.
     fn take(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<(), WriteError> {
-        let mut sealed: HashMap<usize, SealedTree> = HashMap::new();
+        let mut sealed: Option<(usize, SealedTree)> = None;
         let mut open: Option<(PathBuf, File)> = None;
         let mut tried = None;
         for (ordinal, tree, entry, offset) in self.extents {
             let Some(located) = manifest.locate(ordinal) else { continue };
-            let (root, theirs) = &self.trees[tree];
-            if tried != Some(located.entry) {
+            let LocalTree { root, manifest: theirs, is_near } = &self.trees[tree];
+            if tried != Some(located.entry) && *is_near {
                 tried = Some(located.entry);
-                let source = match sealed.entry(tree) {
-                    Entry::Occupied(source) => Some(source.into_mut()),
-                    Entry::Vacant(vacant) => {
-                        SealedTree::open(root, theirs.clone()).ok().map(|source| vacant.insert(source))
-                    }
-                };
-                if let Some(source) = source {
+                if sealed.as_ref().is_none_or(|(opened, _)| *opened != tree) {
+                    sealed = SealedTree::open(root, theirs.clone()).ok().map(|source| (tree, source));
+                }
+                if let Some((_, source)) = &mut sealed {
                     writer.link_file(located.entry, source, entry)?;
                 }
             }

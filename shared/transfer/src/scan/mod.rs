@@ -69,6 +69,10 @@ pub struct ScanOptions<'a> {
     pub limits: Limits,
     /// Settling time: minimum age of a file's times for the stat cache. See [`StatCache`].
     pub settle: Duration,
+    /// Whether files may get and lose names in other trees during the scan, as
+    /// [`TreeWriter::link_file`](crate::TreeWriter::link_file) gives them. The number of names and
+    /// the time of the last status change then do not count as changes of a file.
+    pub shared_files: bool,
     /// Hook for tests. It is called after a file was read, before the check for changes.
     #[doc(hidden)]
     pub after_read: Option<&'a (dyn Fn(&Path) + Sync)>,
@@ -85,6 +89,7 @@ impl Default for ScanOptions<'_> {
             stop: None,
             limits: Limits::default(),
             settle: Duration::from_secs(2),
+            shared_files: false,
             after_read: None,
         }
     }
@@ -214,6 +219,7 @@ pub fn scan(
         queue: Queue::default(),
         progress: options.progress,
         stop: options.stop,
+        shared_files: options.shared_files,
         after_read: options.after_read,
         limits: options.limits,
         bytes: AtomicU64::new(0),
@@ -254,6 +260,7 @@ struct Shared<'a> {
     queue: Queue,
     progress: Option<&'a Progress>,
     stop: Option<&'a AtomicBool>,
+    shared_files: bool,
     after_read: Option<&'a (dyn Fn(&Path) + Sync)>,
     limits: Limits,
     /// Bytes of all stored paths, targets and extended attributes.

@@ -196,7 +196,9 @@ impl<'a> Reader<'a> {
         if let Some(after_read) = self.shared.after_read {
             after_read(Path::new(OsStr::from_bytes(&task.path)));
         }
-        if Fingerprint::of(&fstat(file)?) != task.fingerprint {
+        let (now, before) = (Fingerprint::of(&fstat(file)?), &task.fingerprint);
+        let same = if self.shared.shared_files { now.has_content_of(before) } else { now == *before };
+        if !same {
             self.read.push(ReadResult { entry: task.entry, outcome: Outcome::Changed });
         }
         self.shared.count(1, 0);

@@ -70,7 +70,7 @@ impl<R: Read> Members<R> {
     }
 
     /// Accepts an archive without zero blocks at its end.
-    pub(super) fn may_stop(&mut self) {
+    pub(super) fn accept_missing_end(&mut self) {
         self.source.may_stop = true;
     }
 

@@ -148,7 +148,7 @@ impl<R: Read> ArchiveReader<R> {
         limits: Limits,
         sink: impl FnMut(ArchivedExtent<'_>) -> io::Result<()>,
     ) -> Result<(Manifest, Vec<Vec<u8>>), ArchiveError> {
-        self.members.may_stop();
+        self.members.accept_missing_end();
         self.read_with_implied(limits, sink)
     }
 

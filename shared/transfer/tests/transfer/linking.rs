@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::common::{make, manifest_of, noise, random, set_mtime};
+use crate::common::{is_root, make, manifest_of, noise, random, set_mtime};
 use gantry_transfer::*;
 use proptest::prelude::*;
 use tempfile::tempdir;
@@ -90,6 +90,63 @@ fn file_that_differs_from_its_manifest_is_not_shared() {
     assert_eq!(linked(), 0, "no file");
     std::os::unix::fs::symlink("/etc/hostname", old.path().join("file")).unwrap();
     assert_eq!(linked(), 0, "a symbolic link");
+}
+
+#[test]
+fn file_with_many_names_or_hidden_attributes_is_not_shared() {
+    let (old, new, names) = (tempdir().unwrap(), tempdir().unwrap(), tempdir().unwrap());
+    let path = old.path().join("file");
+    for root in [&old, &new] {
+        fs::write(root.path().join("file"), "content").unwrap();
+        set_mtime(&root.path().join("file"), 1000, 5);
+    }
+    let sealed = Arc::new(manifest_of(old.path()));
+    let linked = || write(old.path(), sealed.clone(), new.path(), tempdir().unwrap().path());
+    for name in 1..10_000 {
+        fs::hard_link(&path, names.path().join(name.to_string())).unwrap();
+    }
+    assert_eq!(linked(), 0, "10,000 names");
+    fs::remove_file(names.path().join("1")).unwrap();
+    assert_eq!(linked(), 1);
+    if is_root() {
+        let flags = rustix::fs::XattrFlags::empty();
+        rustix::fs::setxattr(&path, "trusted.hidden", b"x", flags).unwrap();
+        assert_eq!(linked(), 0, "a manifest leaves this attribute out");
+    }
+}
+
+#[test]
+fn files_stay_two_if_two_sources_share_them() {
+    let (one, other, to) = (tempdir().unwrap(), tempdir().unwrap(), tempdir().unwrap());
+    fs::write(one.path().join("file"), "content").unwrap();
+    set_mtime(&one.path().join("file"), 1000, 5);
+    fs::hard_link(one.path().join("file"), other.path().join("file")).unwrap();
+    let source = |root: &Path| SealedTree::open(root, Arc::new(manifest_of(root))).unwrap();
+    let known = manifest_of(one.path());
+    let file = known.find(b"file").unwrap();
+    let twin = |path: &str| Entry { path: path.into(), ..known.entries()[file].clone() };
+    let entries = vec![known.entries()[0].clone(), twin("a"), twin("b")];
+    let twins = Arc::new(Manifest::new(entries, Limits::default()).unwrap());
+    let mut writer = TreeWriter::new(to.path(), twins, WriteOptions::default()).unwrap();
+    assert!(writer.link_file(1, &mut source(one.path()), file).unwrap());
+    assert!(!writer.link_file(2, &mut source(other.path()), file).unwrap());
+}
+
+#[test]
+fn scan_accepts_names_in_other_trees() {
+    let (root, other) = (tempdir().unwrap(), tempdir().unwrap());
+    fs::write(root.path().join("file"), "content").unwrap();
+    let share = |path: &Path| {
+        // The time of the last status change is as exact as the clock of the kernel.
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        fs::hard_link(root.path().join(path), other.path().join("name")).unwrap();
+    };
+    for shared_files in [false, true] {
+        let options = ScanOptions { shared_files, after_read: Some(&share), ..ScanOptions::default() };
+        let scanned = scan(root.path(), &options, None).unwrap();
+        assert_eq!(scanned.problems.is_empty(), shared_files);
+        fs::remove_file(other.path().join("name")).unwrap();
+    }
 }
 
 proptest! {
