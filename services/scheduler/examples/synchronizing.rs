@@ -345,6 +345,7 @@ impl Gateway {
             labels: Some(labels),
             capacity: Some(pb::Capacity { max_tasks: 10, ..pb::Capacity::default() }),
             protocol_versions: vec![1],
+            ended_instance: String::new(),
         };
         let (outgoing, messages) = mpsc::channel(1);
         outgoing.send(pb::SynchronizeRequest { message: Some(Said::Registration(registration)) }).await?;

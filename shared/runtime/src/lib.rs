@@ -31,7 +31,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use domain::worker::{Marker, ResourceType, StoreMark};
 use domain::workload::{Bytes, EnvironmentVariable, Limits, Network, Usage};
-use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
+use domain::{ArtifactId, ContainerHandle, GatewayInstance, ProcessId, VolumeHandle};
 
 pub use contents::{Archive, Contents, Inlet, RemoteVolume};
 pub use error::RuntimeError;
@@ -486,6 +486,15 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn offsets_at(&self, process: ProcessId, since: SystemTime) -> Result<Offsets, RuntimeError>;
+
+    /// Records the gateway instance that is about to register this worker. Returns the instance
+    /// that did so before, if it has certainly ended.
+    async fn record_gateway(
+        &self,
+        _instance: GatewayInstance,
+    ) -> Result<Option<GatewayInstance>, RuntimeError> {
+        Ok(None)
+    }
 
     /// Records a contact between the gateway and the scheduler. Processes may continue for
     /// `stop_after` from `sent` on. `sent` is the `CLOCK_BOOTTIME` at which the gateway sent the

@@ -109,7 +109,8 @@ async fn open_session(
     let Some(Look { marker, disk, capabilities }) = blocking(move || HostRuntime::look(probe)).await? else {
         return Ok(None);
     };
-    let registration = Registration::new(config, instance, marker, Some(disk), &capabilities, String::new());
+    let registration =
+        Registration::new(config, instance, None, marker, Some(disk), &capabilities, String::new());
     match SchedulerStream::open(scheduler, registration).await {
         Ok((stream, _)) => Ok(Some(stream)),
         Err(error) => {

@@ -75,9 +75,11 @@ pub(crate) struct Registration(pb::Registration);
 
 impl Registration {
     /// Creates a registration. `credential` is that of this instance's last session, or empty.
+    /// `ended` is an earlier instance that has certainly ended.
     pub(crate) fn new(
         config: &Config,
         instance: GatewayInstance,
+        ended: Option<GatewayInstance>,
         marker: Marker,
         disk: Option<Disk>,
         capabilities: &Capabilities,
@@ -88,6 +90,7 @@ impl Registration {
         Self(pb::Registration {
             worker_name: config.worker_name.clone(),
             gateway_instance: instance.to_string(),
+            ended_instance: ended.map(|ended| ended.to_string()).unwrap_or_default(),
             session_credential: credential,
             marker: Some(pb::Marker { marker_id: marker.id.to_string(), boot_id: marker.boot }),
             endpoint: config.endpoint.clone(),

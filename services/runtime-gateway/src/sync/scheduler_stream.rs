@@ -208,10 +208,12 @@ fn log_directive(worker: &Worker, directive: Directive) {
 }
 
 async fn registration(worker: &Worker, instance: GatewayInstance) -> Result<Registration, StreamEnd> {
+    let ended = worker.runtime.record_gateway(instance).await?;
     let marker = worker.runtime.marker().await?;
     let disk = worker.runtime.disk().await?;
     let credential = worker.session.current().map(|session| session.credential).unwrap_or_default();
-    Ok(Registration::new(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
+    let capabilities = worker.runtime.capabilities();
+    Ok(Registration::new(&worker.config, instance, ended, marker, disk, capabilities, credential))
 }
 
 async fn worker_state(

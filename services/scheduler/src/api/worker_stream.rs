@@ -595,6 +595,7 @@ fn parse_registration(scheduler: &App, registration: pb::Registration) -> Result
     Ok(Registration {
         name: rpc::parse_name("registration.worker_name", registration.worker_name)?,
         instance: parse_id("registration.gateway_instance", &registration.gateway_instance)?,
+        ended: rpc::parse_optional_id("registration.ended_instance", &registration.ended_instance)?,
         // A credential that another key signed belongs to a lost database. It proves nothing, and
         // is no reason to reject the gateway.
         last: scheduler.signer.verify(&registration.session_credential).ok(),

@@ -59,6 +59,8 @@ pub(crate) const STRANDED_BATCH: usize = 500;
 pub(crate) struct Registration {
     pub(crate) name: String,
     pub(crate) instance: GatewayInstance,
+    /// A gateway instance that has certainly ended.
+    pub(crate) ended: Option<GatewayInstance>,
     /// The previous session of this gateway instance, if this scheduler signed it.
     pub(crate) last: Option<SessionClaims>,
     pub(crate) marker: Marker,
@@ -391,7 +393,8 @@ async fn continue_session(
     let attended = contact.is_some_and(|contact| {
         contact.attended && now.since(Timestamp(contact.last_contact_at)) < config.worker_ttl
     });
-    if attended { Err(SessionError::AlreadyAttended) } else { Ok(mint(known.session, now)) }
+    let has_ended = registration.ended.is_some_and(|ended| ended.uuid() == known.gateway_instance);
+    if attended && !has_ended { Err(SessionError::AlreadyAttended) } else { Ok(mint(known.session, now)) }
 }
 
 /// Returns the row of the worker of `session`. Fails if a newer session or incarnation exists, or

@@ -10,6 +10,7 @@ pub(crate) fn registration(name: &str) -> Registration {
     Registration {
         name: name.to_owned(),
         instance: GatewayInstance::new(),
+        ended: None,
         last: None,
         marker: Marker { id: MarkerId::new(), boot: String::new() },
         endpoint: "http://127.0.0.1:1".to_owned(),

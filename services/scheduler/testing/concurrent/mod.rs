@@ -183,6 +183,7 @@ impl World {
         Registration {
             name: format!("worker-{worker}"),
             instance: GatewayInstance::from_uuid(uuid::Uuid::from_u128(worker as u128 + 1)),
+            ended: None,
             last: None,
             marker: Marker { id: marker, boot: String::new() },
             endpoint: "http://127.0.0.1:1".to_owned(),

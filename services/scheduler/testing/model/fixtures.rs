@@ -141,6 +141,7 @@ pub(super) fn registration(
     Registration {
         name: name.to_owned(),
         instance,
+        ended: None,
         last,
         marker: Marker { id: marker, boot: String::new() },
         endpoint: "http://127.0.0.1:1".to_owned(),
@@ -165,11 +166,12 @@ pub(super) fn registration(
 
 /// Converts a registration to its message.
 pub(super) fn registration_on_stream(registration: &Registration, signer: &TokenSigner) -> pb::Registration {
-    let Registration { name, instance, last, marker, endpoint, labels, capacity, ephemeral } =
+    let Registration { name, instance, ended, last, marker, endpoint, labels, capacity, ephemeral } =
         registration.clone();
     pb::Registration {
         worker_name: name,
         gateway_instance: instance.to_string(),
+        ended_instance: ended.map(|ended| ended.to_string()).unwrap_or_default(),
         session_credential: last.map(|last| signer.sign(&last)).unwrap_or_default(),
         marker: Some(pb::Marker { marker_id: marker.id.to_string(), boot_id: marker.boot }),
         endpoint,

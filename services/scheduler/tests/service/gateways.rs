@@ -22,6 +22,10 @@ pub(crate) async fn worker_has_one_gateway_at_a_time(database: TestDatabase) {
     let refused =
         Gateway::connect(&scheduler, standby.clone()).await.err().expect("the worker has a gateway");
     assert!(refused.is(Reason::AlreadyAttended), "{refused}");
+    let ended_instance = GatewayInstance::new().to_string();
+    let wrong = pb::Registration { ended_instance, ..standby.clone() };
+    let refused = Gateway::connect(&scheduler, wrong).await.err().expect("another instance has ended");
+    assert!(refused.is(Reason::AlreadyAttended), "{refused}");
 
     // The gateway reconnects before its first stream ends.
     let again = pb::Registration { session_credential: credential.clone(), ..first.clone() };
@@ -37,6 +41,21 @@ pub(crate) async fn worker_has_one_gateway_at_a_time(database: TestDatabase) {
     assert!(gateway.welcome.session > session);
     let refused = Gateway::connect(&scheduler, again).await.err().expect("the gateway was superseded");
     assert!(refused.is(Reason::StaleSession), "{refused}");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn gateway_that_has_ended_is_not_waited_for(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let first = registration("one");
+    let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let next = pb::Registration {
+        gateway_instance: GatewayInstance::new().to_string(),
+        ended_instance: first.gateway_instance.clone(),
+        ..first
+    };
+    let second = Gateway::connect(&scheduler, next).await.expect("the next gateway takes over");
+    assert_eq!(second.welcome.worker_id, gateway.welcome.worker_id);
+    assert!(second.welcome.session > gateway.welcome.session);
     scheduler.stop().await;
 }
 

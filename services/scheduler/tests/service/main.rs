@@ -54,8 +54,9 @@ use explain::{
     spec_is_explained_without_side_effects,
 };
 use gateways::{
-    dropped_call_releases_worker, large_specs_are_sent_in_several_messages,
-    only_received_reports_are_acknowledged, silent_gateway_is_superseded, worker_has_one_gateway_at_a_time,
+    dropped_call_releases_worker, gateway_that_has_ended_is_not_waited_for,
+    large_specs_are_sent_in_several_messages, only_received_reports_are_acknowledged,
+    silent_gateway_is_superseded, worker_has_one_gateway_at_a_time,
 };
 use inputs::{progress_of_inputs_is_bounded, watchers_see_progress_of_inputs};
 use leases::{
@@ -638,6 +639,7 @@ on_both! {
     attempt_unknown_to_gateway_is_not_running,
     worker_has_one_gateway_at_a_time,
     dropped_call_releases_worker,
+    gateway_that_has_ended_is_not_waited_for,
     silent_gateway_is_superseded,
     silent_worker_becomes_lost,
     lost_worker_keeps_slots_of_running_attempts,

@@ -218,6 +218,7 @@ pub(crate) fn registration(name: &str) -> pb::Registration {
         }),
         capacity: Some(pb::Capacity { max_tasks: 2, disk_bytes: 1 << 30, ..pb::Capacity::default() }),
         protocol_versions: vec![1],
+        ended_instance: String::new(),
     }
 }
 

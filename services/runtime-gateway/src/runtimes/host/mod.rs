@@ -70,7 +70,7 @@ use async_trait::async_trait;
 use domain::error_chain;
 use domain::worker::{Marker, StoreMark};
 use domain::workload::Usage;
-use domain::{ArtifactId, ContainerHandle, ProcessId, VolumeHandle};
+use domain::{ArtifactId, ContainerHandle, GatewayInstance, ProcessId, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, CurrentUsage, Disk, Ended,
     Holdings, Notes, Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError,
@@ -516,6 +516,18 @@ impl Runtime for HostRuntime {
             Reader::open(&path).and_then(|spool| spool.offset_at(since)).map_err(at("read", &path))
         };
         blocking(move || Ok(Offsets { stdout: offset(paths::STDOUT)?, stderr: offset(paths::STDERR)? })).await
+    }
+
+    async fn record_gateway(
+        &self,
+        instance: GatewayInstance,
+    ) -> Result<Option<GatewayInstance>, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || {
+            host.hold.check()?;
+            host.record_gateway(instance)
+        })
+        .await
     }
 
     async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {

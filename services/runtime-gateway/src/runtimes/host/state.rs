@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use domain::worker::StoreMark;
-use domain::{ContainerHandle, MarkerId, ProcessId, VolumeHandle};
+use domain::{ContainerHandle, GatewayInstance, MarkerId, ProcessId, VolumeHandle};
 use runtime::{Disk, RuntimeError};
 use tokio::sync::watch;
 
@@ -31,6 +31,8 @@ use crate::util::keyed_locks::{Locks, lock};
 pub(super) struct Host {
     pub(super) config: HostConfig,
     pub(super) hold: StateLock,
+    /// The gateway instance that registered this worker before. `None`: it may still run.
+    pub(super) ended_gateway: Option<GatewayInstance>,
     pub(super) boot: String,
     pub(super) marker: MarkerId,
     pub(super) volumes: Volumes,
@@ -69,8 +71,10 @@ impl Host {
         let sockets = Sockets::open(&socket_dir).map_err(at("open", &socket_dir))?;
         let cgroups = Cgroups::find(&mounted);
         cgroups.prepare(&mounted);
+        let ended_gateway = hold.was_free().then(|| recorded_gateway(&config.state_dir)).flatten();
         let host = Self {
             hold,
+            ended_gateway,
             boot,
             marker,
             volumes,
@@ -145,6 +149,18 @@ impl Host {
         }
     }
 
+    /// Records the gateway instance that registers this worker. Returns the one before, if it has
+    /// ended.
+    pub(super) fn record_gateway(
+        &self,
+        instance: GatewayInstance,
+    ) -> Result<Option<GatewayInstance>, RuntimeError> {
+        let path = self.config.state_dir.join(GATEWAY);
+        // An unreadable file only means that the next gateway waits for the TTL.
+        fs::write(&path, instance.to_string()).map_err(at("write", &path))?;
+        Ok(self.ended_gateway.filter(|ended| *ended != instance))
+    }
+
     /// Reads the mark of the artifact store, which is stored with the marker.
     pub(super) fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
         let path = self.config.state_dir.join(STORE_MARK);
@@ -187,6 +203,12 @@ pub(super) fn disk(path: &Path) -> Result<Disk, RuntimeError> {
 
 /// The file with the mark of the artifact store.
 const STORE_MARK: &str = "store-mark";
+/// File with the gateway instance that registered this worker last.
+const GATEWAY: &str = "gateway";
+
+fn recorded_gateway(state_dir: &Path) -> Option<GatewayInstance> {
+    fs::read_to_string(state_dir.join(GATEWAY)).ok()?.parse().ok()
+}
 
 /// Reads the marker of the state directory, if there is one.
 pub(super) fn find_marker(state_dir: &Path) -> Result<Option<MarkerId>, RuntimeError> {

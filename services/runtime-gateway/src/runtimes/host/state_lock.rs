@@ -25,6 +25,8 @@ use super::filesystem::{self, at};
 pub(super) struct StateLock {
     path: PathBuf,
     name: String,
+    /// Whether the earlier holder had released the directory, because it has ended.
+    was_free: bool,
     /// Keeps the file locked while this value lives.
     _file: File,
 }
@@ -54,7 +56,7 @@ impl StateLock {
                 name = Uuid::new_v4().to_string();
                 file.write_all(name.as_bytes()).map_err(at("write", &path))?;
             }
-            return Ok(Some(Self { path, name, _file: file }));
+            return Ok(Some(Self { path, name, was_free: true, _file: file }));
         }
     }
 
@@ -72,7 +74,11 @@ impl StateLock {
             Ok(file)
         };
         let file = make().map_err(at("take over", &path))?;
-        Ok(Self { path, name, _file: file })
+        Ok(Self { path, name, was_free: false, _file: file })
+    }
+
+    pub(super) fn was_free(&self) -> bool {
+        self.was_free
     }
 
     pub(super) fn name(&self) -> &str {

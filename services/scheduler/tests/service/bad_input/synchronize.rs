@@ -81,6 +81,7 @@ fn registration(world: &World<'_>) -> Vec<Vec<Bad>> {
                 given(move |sent| put(sent, "registration.session_credential", Some(&before)), [vec![bad]])
             })
             .collect(),
+        malformed("ended_instance"),
         // An invalid credential of a former session is ignored.
         taken("session_credential", "malformed", text("x")),
         taken("session_credential", "overlong", text("x".repeat(100_000))),
