@@ -213,7 +213,7 @@ impl Registry {
             RegistryBlobs { clients, is_plain: self.is_plain(registry), reference: reference.clone() };
         let reached = blobs.reach(registry, call).await;
         reached.map_err(|error| {
-            ImageError::of_registry(registry, &reference.to_string(), &without_vain_url(registry, error))
+            ImageError::of_registry(registry, &reference.to_string(), &without_guessed_url(registry, error))
         })
     }
 
@@ -385,7 +385,7 @@ fn tls_error<'e>(error: &'e (dyn Error + 'static)) -> Option<&'e rustls::Error> 
 
 /// Removes the URL from an error of a registry on the loopback to which no connection was made: the
 /// client had not found out yet whether the registry has TLS.
-fn without_vain_url(registry: &str, error: OciDistributionError) -> OciDistributionError {
+fn without_guessed_url(registry: &str, error: OciDistributionError) -> OciDistributionError {
     match error {
         OciDistributionError::RequestError(error)
             if is_loopback(registry) && error.is_connect() && tls_error(&error).is_none() =>
@@ -433,7 +433,7 @@ mod tests {
         let registry = Registry::new(RegistrySettings::default()).unwrap();
         let reference = format!("{unused}/app:1").parse().unwrap();
         let blobs = RegistryBlobs { clients: registry.anonymous, is_plain: false, reference };
-        let refused = without_vain_url(&unused, blobs.call(Call::Digest).await.unwrap_err());
+        let refused = without_guessed_url(&unused, blobs.call(Call::Digest).await.unwrap_err());
         let text = ImageError::of_registry(&unused, "", &refused).to_string();
         assert!(text.contains("Connection refused") && !text.contains("://"), "{text}");
     }

@@ -11,7 +11,7 @@ const RENAMED: [(&str, &str); 4] =
     [("land", "cordon"), ("unland", "uncordon"), ("--set-aside", "--orphans"), ("--door", "--proxy")];
 
 /// Commands of other tools, and what to use instead.
-const ELSEWHERE: [(&str, &str); 5] = [
+const ELSEWHERE: [(&str, &str); 17] = [
     ("restart", "a workload runs once: run its command again with `gantry run`"),
     ("start", "a workload starts when it is submitted: use `gantry run -d`"),
     ("create", "a workload starts when it is submitted: use `gantry run -d`"),
@@ -19,6 +19,18 @@ const ELSEWHERE: [(&str, &str); 5] = [
         "build",
         "Gantry runs images, and other tools build them: `gantry run --image oci:DIR` runs what they make",
     ),
+    ("-9", "`gantry kill` sends KILL at once"),
+    ("container", "`gantry ps` lists workloads, and `gantry list containers` lists containers"),
+    ("describe", "use `gantry inspect`, or `gantry explain`, which says why"),
+    ("get", "use `gantry list`, `gantry show` or `gantry inspect`"),
+    ("image", "use `gantry images`, `gantry pull` or `gantry show image`"),
+    ("info", "use `gantry status`, or `gantry doctor` for this machine"),
+    ("job", "use `gantry ps` and `gantry run`"),
+    ("login", "credentials for registries are those of Docker's config.json, which `docker login` writes"),
+    ("node", "use `gantry list workers`"),
+    ("system", "use `gantry status`, `gantry top` or `gantry prune`"),
+    ("tag", "a tag is a name in a registry: `gantry run --image` and `gantry pull` use it"),
+    ("volume", "use `gantry list volumes`"),
     ("push", "Gantry pushes no images: `gantry download` brings an artifact to this machine"),
 ];
 
@@ -31,7 +43,8 @@ pub(crate) fn explain(error: clap::Error) -> clap::Error {
     };
     let Some(ContextValue::String(given)) = error.get(kind) else { return error };
     if let Some((_, instead)) = ELSEWHERE.iter().find(|(name, _)| given == name) {
-        return Cli::command().error(error.kind(), format!("there is no command {given:?}: {instead}"));
+        let what = if given.starts_with('-') { "option" } else { "command" };
+        return Cli::command().error(error.kind(), format!("there is no {what} {given:?}: {instead}"));
     }
     match RENAMED.iter().find(|(old, _)| given == old) {
         Some((old, new)) => Cli::command().error(error.kind(), format!("{old:?} was renamed: use {new:?}")),

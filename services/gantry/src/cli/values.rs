@@ -369,7 +369,7 @@ pub(crate) fn format(text: &str) -> Result<Format, String> {
 /// Parses a time: how long ago, or an instant.
 pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
     if let Ok(ago) = duration(text) {
-        return SystemTime::now().checked_sub(ago).ok_or_else(|| "is before 1970".to_owned());
+        return SystemTime::now().checked_sub(ago).ok_or_else(|| "is too long ago".to_owned());
     }
     let at = text.parse::<Timestamp>().ok().and_then(|at| at.try_into().ok());
     at.ok_or_else(|| {

@@ -23,7 +23,7 @@ const LIST_LIMIT: usize = 10;
 
 /// No image of the cluster has the name.
 #[derive(Debug, thiserror::Error)]
-#[error("there is no image {named:?} in the cluster; {}", self.advice("see `gantry images`, or pull it with `gantry pull`"))]
+#[error("the cluster has no image {named:?}; {}", self.advice("see `gantry images`, or pull it with `gantry pull`"))]
 pub(crate) struct NoImage {
     named: String,
     /// Images whose repositories have the same last component, as people write them.
@@ -213,7 +213,7 @@ mod tests {
         let refused = |named: &str| choose(all.clone(), named).expect_err("no image").to_string();
         assert_eq!(
             refused("127.0.0.1:5000/x:1"),
-            "there is no image \"127.0.0.1:5000/x:1\" in the cluster; the images with a similar name are \
+            "the cluster has no image \"127.0.0.1:5000/x:1\"; the images with a similar name are \
              localhost:5000/team/x:1; see `gantry images`"
         );
         for named in ["alpin", "App"] {

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::artifacts::{
@@ -14,7 +14,7 @@ use rpc::pb::artifacts::{
 use rpc::pb::scheduler::{Worker, WorkloadState};
 use serde_json::json;
 
-use crate::cli::args::{DeleteArgs, GcArgs};
+use crate::cli::args::{DeleteArgs, GcArgs, RmiArgs};
 use crate::client::connect::{Connection, Service};
 use crate::client::images::{self, Content, familiar, split};
 use crate::client::queries;
@@ -83,7 +83,7 @@ pub(crate) async fn delete(
             }
             None => match images::content(connection, "delete", id).await? {
                 Ok(Content::Artifact(id)) => artifacts.push(id.to_string()),
-                Ok(Content::Images(found)) => images.extend(deletable(connection, ui, id, found)?),
+                Ok(Content::Images(found)) => images.extend(select_own(connection, ui, id, found)?),
                 Err(none) => bail!(
                     "cannot delete {id}: no workload or image has this name, and no workload or artifact has an id that begins \
                      with it; {}",
@@ -94,14 +94,28 @@ pub(crate) async fn delete(
     }
     artifacts.sort_unstable();
     artifacts.dedup();
-    images.sort_by(|one: &ResourceCache, other| one.cache_id.cmp(&other.cache_id));
-    images.dedup();
-    delete_all(connection, ui, &artifacts, &images, as_json).await
+    delete_all(connection, ui, &artifacts, images, as_json).await
+}
+
+/// Executes `gantry rmi`.
+pub(crate) async fn delete_images(
+    connection: &Connection,
+    ui: &Ui,
+    args: &RmiArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let mut images = Vec::new();
+    for named in &args.images {
+        let found = images::find(connection, named).await?;
+        let found = found.with_context(|| format!("cannot delete image {named}"))?;
+        images.extend(select_own(connection, ui, named, found)?);
+    }
+    delete_all(connection, ui, &[], images, as_json).await
 }
 
 /// Returns the images among `found` that the team may delete: those that it pulled. Notes name the
 /// others.
-fn deletable(
+fn select_own(
     connection: &Connection,
     ui: &Ui,
     named: &str,
@@ -127,10 +141,12 @@ async fn delete_all(
     connection: &Connection,
     ui: &Ui,
     artifacts: &[String],
-    images: &[ResourceCache],
+    mut images: Vec<ResourceCache>,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    for image in images {
+    images.sort_by(|one, other| one.cache_id.cmp(&other.cache_id));
+    images.dedup();
+    for image in &images {
         images::delete(connection, image).await?;
     }
     let collected = delete_and_collect(connection, artifacts).await?;
@@ -144,7 +160,7 @@ async fn delete_all(
             kept.push(id);
         }
     }
-    for image in images {
+    for image in &images {
         let Some(explained) = explain_if_known(connection, &image.artifact_id).await? else { continue };
         if let Some(keeper) = explained.kept_by.first() {
             let (name, text) = (familiar(split(image).0), &keeper.text);
@@ -255,7 +271,7 @@ pub(crate) async fn prune(
         }
     }
     ids.sort_unstable();
-    delete_all(connection, ui, &ids, &[], as_json).await
+    delete_all(connection, ui, &ids, Vec::new(), as_json).await
 }
 
 /// Returns the ids of an artifact and of its replicas.

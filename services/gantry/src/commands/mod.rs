@@ -123,6 +123,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, global: &Gl
         },
         Command::Demand => demand::demand(connection, as_json).await?,
         Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
+        Command::Rmi(args) => delete::delete_images(connection, ui, args, as_json).await?,
         Command::Undelete(args) => undelete::undelete(connection, args, as_json).await?,
         Command::Exec(_) | Command::Attach(_) | Command::Logs(_) | Command::Watch(_) => {}
         Command::Wait(_) | Command::Run(_) => {}

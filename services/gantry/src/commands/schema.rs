@@ -22,7 +22,7 @@ fn of(document: Option<&str>) -> anyhow::Result<String> {
     let is_named = |name: &&&String| name.as_str() == named || named.strip_suffix('s') == Some(name.as_str());
     let Some(name) = known.iter().find(is_named) else {
         let known: Vec<_> = known.iter().map(|name| name.as_str()).collect();
-        bail!("there is no document {named:?}; the documents are {}", known.join(", "));
+        bail!("cannot print the schema of {named:?}: the documents are {}", known.join(", "));
     };
     schema["$ref"] = format!("#/$defs/{name}").into();
     Ok(format!("{schema:#}\n"))

@@ -517,8 +517,8 @@ async fn end_of_old_outputs(
     stderr: &mut Sink,
     started: &Started,
 ) -> Result<(), Closed> {
-    stdout.begin(started.stdout_start).await?;
-    stderr.begin(started.stderr_start).await?;
+    stdout.start_at(started.stdout_start).await?;
+    stderr.start_at(started.stderr_start).await?;
     let missed = stdout.old_output_ends(started.stdout_offset).await?;
     report_missing(ui, stdout, OutputStream::Stdout, missed);
     let missed = stderr.old_output_ends(started.stderr_offset.unwrap_or(u64::MAX)).await?;

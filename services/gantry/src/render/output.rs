@@ -175,7 +175,7 @@ impl Sink {
     }
 
     /// Leaves out what comes before `offset`, because the caller does not want it.
-    pub(crate) async fn begin(&mut self, offset: u64) -> Result<(), Closed> {
+    pub(crate) async fn start_at(&mut self, offset: u64) -> Result<(), Closed> {
         let offset = offset.max(self.received);
         if self.old.is_some() {
             self.received = offset;

@@ -2,8 +2,8 @@
 
 /// Minimum number of characters of an abbreviated id: the first group of a UUID.
 const MIN_LENGTH: usize = 8;
-/// The same for ids that begin with a time in milliseconds: objects that are not listed may have
-/// been made in the same minute.
+/// Minimum number of characters of an abbreviated id that begins with a time in milliseconds.
+/// Objects that are not listed may have been made in the same minute.
 const MIN_TIMED_LENGTH: usize = 13;
 
 /// Returns the number of characters after which all `ids` differ. An abbreviated id does not end

@@ -62,7 +62,7 @@ pub(crate) fn create(path: &Path, limit: u64) -> io::Result<()> {
 pub(crate) fn create_at(path: &Path, limit: u64, base: u64) -> io::Result<()> {
     let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     // The blocks are written, because not every file system can only allocate them.
-    file.write_all_at(&vec![0; usize::try_from(SPARE_BYTES).unwrap_or_default()], SPARE)?;
+    file.write_all_at(&vec![0; usize::try_from(RING).unwrap_or_default()], 0)?;
     file.write_all_at(&fields([MAGIC, limit + PIPE, limit, base, base, base, base]), 0)
 }
 
@@ -75,7 +75,7 @@ fn fields<const FIELDS: usize>(values: [u64; FIELDS]) -> Vec<u8> {
 const TIMES: u64 = 128;
 /// Maximum number of times.
 const MAX_TIMES: usize = 240;
-/// Minimum time between two entries.
+/// Minimum time between two entries, in milliseconds.
 const TIMES_INTERVAL: u64 = 1000;
 
 /// Reads the table of times.
@@ -286,7 +286,8 @@ impl Writer {
 
     /// Counts bytes that were written.
     fn advance(&mut self, bytes: u64) -> io::Result<()> {
-        self.note_time(milliseconds(SystemTime::now()))?;
+        // A missing time only makes an answer less exact.
+        self.note_time(milliseconds(SystemTime::now())).ok();
         self.marks.head += bytes;
         self.store_marks()
     }
@@ -362,7 +363,9 @@ impl Reader {
 
     /// Returns an offset at or below the first byte that was written at this time or later.
     pub(crate) fn offset_at(&self, since: SystemTime) -> io::Result<u64> {
-        let (times, head) = (times(&self.file)?, self.marks()?.head);
+        // Read first, so that all bytes below it were written before the last time.
+        let head = self.marks()?.head;
+        let times = times(&self.file)?;
         let since = milliseconds(since);
         Ok(match times.iter().rfind(|(at, _)| *at <= since) {
             // Later bytes would have another entry.

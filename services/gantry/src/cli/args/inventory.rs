@@ -191,6 +191,14 @@ pub(crate) struct DeleteArgs {
     pub(crate) all: bool,
 }
 
+/// Arguments of `gantry rmi`.
+#[derive(Debug, Args)]
+pub(crate) struct RmiArgs {
+    /// References or digests of pulled images
+    #[arg(value_name = "IMAGE", required = true)]
+    pub(crate) images: Vec<String>,
+}
+
 /// Arguments of `gantry undelete`.
 #[derive(Debug, Args)]
 #[command(after_help = "\

@@ -21,8 +21,8 @@ pub(crate) use self::cluster::{DownArgs, StatusArgs, TopArgs, UpArgs};
 pub(crate) use self::config::{CompleteArgs, CompletionArgs, ConfigArgs, ConfigCommand, ManArgs, SchemaArgs};
 pub(crate) use self::exec::ExecArgs;
 pub(crate) use self::inventory::{
-    AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, InspectArgs, Kind, ListArgs, PsArgs, PurgeArgs, ShowArgs,
-    UndeleteArgs,
+    AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, InspectArgs, Kind, ListArgs, PsArgs, PurgeArgs, RmiArgs,
+    ShowArgs, UndeleteArgs,
 };
 pub(crate) use self::run::{KindArg, NetworkArg, RunArgs};
 pub(crate) use self::transfers::{AllowArgs, CatArgs, CpArgs, DownloadArgs, PullArgs, ScanArgs, UploadArgs};
@@ -192,8 +192,10 @@ pub(crate) enum Command {
     /// Mark everything as garbage that nothing keeps any more
     Gc(GcArgs),
     /// Delete artifacts, images, or the inputs and outputs of finished workloads
-    #[command(visible_aliases = ["rm", "rmi"])]
+    #[command(visible_alias = "rm")]
     Delete(DeleteArgs),
+    /// Delete images by their names
+    Rmi(RmiArgs),
     /// Restore a deleted artifact while its bytes still exist
     Undelete(UndeleteArgs),
     /// Make an orphaned volume a replica of its artifact again
@@ -221,6 +223,7 @@ pub(crate) enum Command {
     /// Show the services, workers, workloads, queue and transfers of the cluster
     Status(StatusArgs),
     /// Show the running containers, with the processor time and memory that they use
+    #[command(visible_alias = "stats")]
     Top(TopArgs),
     /// Check what this machine allows for a cluster on it, and say what to change
     #[command(after_help = DOCTOR_HELP)]

