@@ -40,7 +40,7 @@ Services, callers and databases share its cores. Each figure is a median. The ta
 | `gantry run -- true` on a warm cluster | 57.9 ms | `runc run`: 32.4 ms |
 | upload of 1 GiB in 10,000 files, in memory | 1.6 s | `tar c \\| tar x`: 1.4 s |
 | the same upload again, unchanged | 53 ms | |
-| `gantry run` after one of 10,000 files of its input changed, 925 MiB | 279 ms | the first run: 4.4 s |
+| `gantry run` after one of 10,000 files of its input changed, 925 MiB | 308 ms | the first run: 4.0 s |
 | copy of 1 GiB between two host workers, in memory | 1.4 s | `tar c \\| tar x`: 1.4 s |
 | output of a command | 992 MB/s | a pipe: 2,317 MB/s |
 | leases granted by `PlaceMany` of 100, 10,000 workers, 16 callers | 26,286 /s | the goal: 20,000 /s |
