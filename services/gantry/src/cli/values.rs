@@ -315,7 +315,12 @@ fn copy_source(text: &OsStr) -> Result<CopySource, String> {
     let whole = if slash == colon + 1 { &bytes[..colon] } else { &bytes[..slash] };
     let reference = std::str::from_utf8(whole).map_err(|_| "the name of the output must be UTF-8")?;
     let path = bytes.get(slash + 1..).filter(|path| !path.is_empty()).map(self::path);
-    Ok(CopySource { artifact: artifact(reference)?, path })
+    let from_container = "write WORKLOAD:OUTPUT/PATH for a file of an output; for a file of a running container, use \
+                          `gantry exec WORKLOAD -- cat PATH > FILE`";
+    match artifact(reference) {
+        Err(_) if slash == colon + 1 => Err(from_container.to_owned()),
+        artifact => Ok(CopySource { artifact: artifact?, path }),
+    }
 }
 
 pub(crate) fn copy_source_parser() -> impl TypedValueParser<Value = CopySource> {
@@ -500,6 +505,7 @@ mod tests {
         for wrong in ["report", "./report", "build:", ":report", "build:/a"] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
+        assert!(parse("build:/a").expect_err("refused").contains("gantry exec"));
     }
 
     #[test]
