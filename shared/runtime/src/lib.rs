@@ -489,6 +489,8 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Records the gateway instance that is about to register this worker. Returns the instance
     /// that did so before, if it has certainly ended.
+    ///
+    /// Errors: [`RuntimeError::TakenOver`].
     async fn record_gateway(
         &self,
         _instance: GatewayInstance,

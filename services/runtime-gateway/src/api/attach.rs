@@ -54,7 +54,7 @@ pub(super) async fn attach(
             idle_timeout = idle::check_timeout("resume.idle_timeout", timeout)?;
             resumed = Some(team);
             let parse =
-                |at| SystemTime::try_from(at).map_err(|_| invalid_field("resume.since", "is no time"));
+                |at| SystemTime::try_from(at).map_err(|_| invalid_field("resume.since", "must be a time"));
             since = resume.since.map(parse).transpose()?;
             let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
             (process, from, resume.observer)

@@ -525,7 +525,7 @@ impl Runtime for HostRuntime {
         let host = Arc::clone(&self.host);
         blocking(move || {
             host.hold.check()?;
-            host.record_gateway(instance)
+            Ok(host.record_gateway(instance))
         })
         .await
     }

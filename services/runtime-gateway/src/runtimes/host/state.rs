@@ -151,14 +151,13 @@ impl Host {
 
     /// Records the gateway instance that registers this worker. Returns the one before, if it has
     /// ended.
-    pub(super) fn record_gateway(
-        &self,
-        instance: GatewayInstance,
-    ) -> Result<Option<GatewayInstance>, RuntimeError> {
+    pub(super) fn record_gateway(&self, instance: GatewayInstance) -> Option<GatewayInstance> {
         let path = self.config.state_dir.join(GATEWAY);
-        // An unreadable file only means that the next gateway waits for the TTL.
-        fs::write(&path, instance.to_string()).map_err(at("write", &path))?;
-        Ok(self.ended_gateway.filter(|ended| *ended != instance))
+        // The disk may be full, and the gateway must register nevertheless to free it.
+        if let Err(error) = fs::write(&path, instance.to_string()) {
+            tracing::warn!(%error, path = %path.display(), "cannot record the gateway: the next one waits for the TTL");
+        }
+        self.ended_gateway.filter(|ended| *ended != instance)
     }
 
     /// Reads the mark of the artifact store, which is stored with the marker.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use domain::{ProcessId, VolumeHandle};
+use domain::{GatewayInstance, ProcessId, VolumeHandle};
 use runtime::{Ended, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use testing::conformance::{self, RuntimeExt, container, in_time, until};
@@ -61,6 +61,32 @@ fn slow(dir: &Path, first: &str) -> HostConfig {
     fs::write(&script, text).expect("a script");
     fs::set_permissions(&script, fs::Permissions::from_mode(0o700)).expect("it may be run");
     HostConfig { supervisor: script, ..own }
+}
+
+#[tokio::test]
+async fn only_gateway_that_has_ended_is_named() {
+    let Some(dir) = place() else { return };
+    let [one, two, three, four] = [(); 4].map(|()| GatewayInstance::new());
+    let first = HostRuntime::open(config(dir.path())).expect("open");
+    assert_eq!(first.record_gateway(one).await.expect("recorded"), None);
+    drop(first);
+    let second = HostRuntime::open(config(dir.path())).expect("open");
+    assert_eq!(second.record_gateway(two).await.expect("recorded"), Some(one));
+    assert_eq!(second.record_gateway(two).await.expect("recorded"), Some(one), "it registers again");
+
+    let third = HostRuntime::take_over(config(dir.path())).expect("taken over");
+    assert_eq!(third.record_gateway(three).await.expect("recorded"), None, "the second may still run");
+    let refused = second.record_gateway(two).await;
+    assert!(matches!(refused, Err(RuntimeError::TakenOver(_))), "{refused:?}");
+    drop((second, third));
+
+    // A file that cannot be written prevents no registration, as on a full disk.
+    let file = config(dir.path()).state_dir.join("gateway");
+    assert_eq!(fs::read_to_string(&file).expect("there"), three.to_string());
+    fs::remove_file(&file).expect("removed");
+    fs::create_dir(&file).expect("made");
+    let fourth = HostRuntime::open(config(dir.path())).expect("open");
+    assert_eq!(fourth.record_gateway(four).await.expect("registered"), None);
 }
 
 #[tokio::test]
