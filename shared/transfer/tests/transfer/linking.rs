@@ -137,9 +137,15 @@ fn scan_accepts_names_in_other_trees() {
     let (root, other) = (tempdir().unwrap(), tempdir().unwrap());
     fs::write(root.path().join("file"), "content").unwrap();
     let share = |path: &Path| {
-        // The time of the last status change is as exact as the clock of the kernel.
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        fs::hard_link(root.path().join(path), other.path().join("name")).unwrap();
+        let (path, name) = (root.path().join(path), other.path().join("name"));
+        let changed = || fs::metadata(&path).map(|found| (found.ctime(), found.ctime_nsec())).unwrap();
+        let before = changed();
+        fs::hard_link(&path, &name).unwrap();
+        // The clock of the kernel may stand still for some milliseconds.
+        while changed() == before {
+            fs::remove_file(&name).unwrap();
+            fs::hard_link(&path, &name).unwrap();
+        }
     };
     for shared_files in [false, true] {
         let options = ScanOptions { shared_files, after_read: Some(&share), ..ScanOptions::default() };

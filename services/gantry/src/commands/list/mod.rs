@@ -46,9 +46,6 @@ const OVERVIEW_LIMIT: usize = 20;
 /// Executes `gantry list`.
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
     let listing = args.format.listing(args.limit, as_json);
-    if args.kind.is_none() && !args.format.filter.is_empty() {
-        bail!("--filter needs a kind, such as `gantry list workloads`");
-    }
     let Some(kind) = args.kind else { return overview(connection, listing.is_json()).await };
     let given = &args.format.filter;
     let listing = listing.with_filters(filter::filters(connection, kind, given).await?);
