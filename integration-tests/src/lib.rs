@@ -240,6 +240,12 @@ impl Cluster {
         output.stdout
     }
 
+    /// Makes `/tmp/go` in a container, whose main process may end on that, and end this command too.
+    pub fn let_go(&self, workload: &str) {
+        let output = self.output(["exec", workload, "--", "touch", "/tmp/go"]);
+        assert!(matches!(code(&output), 0 | 137), "{}", describe(&output));
+    }
+
     /// Uploads a directory, and returns the id of its artifact.
     #[must_use]
     pub fn upload(&self, directory: impl AsRef<Path>) -> String {

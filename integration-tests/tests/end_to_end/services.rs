@@ -196,7 +196,7 @@ while True:
     let workload = submit(&cluster, &[serves(5004, ",ready=test -e /tmp/up")], &script);
     wait_until_running(&cluster, &workload);
     cluster.succeed(["logs", "-f", "--service", "db", &workload]);
-    cluster.succeed(["exec", &workload, "touch", "/tmp/go"]);
+    cluster.let_go(&workload);
     let ended = finished(&cluster, &workload);
     assert_eq!(ended["outcome"], "succeeded", "{ended}");
     assert!(ended.to_string().contains("service db ended with exit code 3 too early"), "{ended}");
@@ -242,7 +242,7 @@ fn services_survive_the_death_of_their_gateway() {
     let workload = submit(&cluster, &services, &script);
     wait_until_running(&cluster, &workload);
     cluster.kill();
-    cluster.succeed(["exec", &workload, "touch", "/tmp/go"]);
+    cluster.let_go(&workload);
     let ended = finished(&cluster, &workload);
     assert_eq!(ended["outcome"], "succeeded", "{ended}");
     assert_eq!(cluster.succeed(["logs", &workload]), b"db\ndb\n");
