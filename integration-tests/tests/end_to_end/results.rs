@@ -181,6 +181,32 @@ fn result_in_place_leaves_edits_alone() {
 }
 
 #[test]
+fn runs_in_place_store_what_changed() {
+    if !may_run_containers() {
+        return;
+    }
+    const LARGE: u64 = 4 << 20;
+    let cluster = Cluster::new();
+    let content = Command::new("head").args(["-c", &LARGE.to_string(), "/dev/urandom"]).output();
+    let content = content.expect("head runs").stdout;
+    for name in ["a/one", "a/same", "b/same"] {
+        integration_tests::write(&cluster.path("src").join(name), &content);
+    }
+    let used = || {
+        let output = Command::new("du").args(["-sx", "--block-size=1"]).arg(cluster.state()).output();
+        let output = String::from_utf8(output.expect("du runs").stdout).expect("text");
+        output.split_whitespace().next().and_then(|used| used.parse::<u64>().ok()).expect("a number")
+    };
+    let script = "cd src; head -c 4096 /dev/urandom > b/new; mv a c; mv c a";
+    let run = ["run", "-i", "src=src", "-o", "src=src", "--", "sh", "-c", script];
+    cluster.succeed(run);
+    let before = used();
+    cluster.succeed(run);
+    let more = used().saturating_sub(before);
+    assert!(more < LARGE, "{more} bytes more");
+}
+
+#[test]
 fn command_that_fails_replaces_nothing() {
     if !may_run_containers() {
         return;

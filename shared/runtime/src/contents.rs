@@ -18,6 +18,17 @@ pub enum Contents {
     Remote(std::sync::Arc<dyn RemoteVolume>),
 }
 
+/// The upper layer of a volume that is an overlay above another volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layer {
+    /// The volume below.
+    pub parent: VolumeHandle,
+    /// The directory of the upper layer on this machine.
+    pub upper: PathBuf,
+    /// Whether the overlay is mounted with `userxattr`.
+    pub user_attributes: bool,
+}
+
 /// A stream of a tar archive. An archive that ends without an error is complete.
 pub type Archive = Pin<Box<dyn AsyncRead + Send>>;
 

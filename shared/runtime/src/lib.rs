@@ -33,7 +33,7 @@ use domain::worker::{Marker, ResourceType, StoreMark};
 use domain::workload::{Bytes, EnvironmentVariable, Limits, Network, Usage};
 use domain::{ArtifactId, ContainerHandle, GatewayInstance, ProcessId, VolumeHandle};
 
-pub use contents::{Archive, Contents, Inlet, RemoteVolume};
+pub use contents::{Archive, Contents, Inlet, Layer, RemoteVolume};
 pub use error::RuntimeError;
 pub use process::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessRole, ProcessSpec,
@@ -322,6 +322,14 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`].
     async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError>;
+
+    /// Returns the upper layer of a volume. `None`: the volume is not an overlay, or its layers are
+    /// not on this machine.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`].
+    async fn layer(&self, _handle: VolumeHandle) -> Result<Option<Layer>, RuntimeError> {
+        Ok(None)
+    }
 
     /// Stores with a volume which artifact it holds. A crash of the machine may lose this note.
     ///

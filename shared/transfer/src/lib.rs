@@ -35,6 +35,7 @@
 //! | Task | Items |
 //! |---|---|
 //! | Describe a directory | [`scan()`], with a [`StatCache`] for repeated scans |
+//! | Describe an overlay above a known tree | [`scan()`] with a [`Layer`] |
 //! | Send a manifest | [`Manifest::parts`] and [`Entry::encode`] |
 //! | Store a manifest | [`Manifest::encode`] |
 //! | Receive a manifest | [`ManifestBuilder::push_encoded`], then compare [`Manifest::tree_digest`] |
@@ -107,7 +108,7 @@ pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};
 pub use remove::{RemoveError, remove_tree};
 pub use replace::{ReplaceError, replace};
 pub use scan::{
-    Exclude, OtherFileSystems, Problem, ProblemKind, Progress, Scan, ScanError, ScanOptions,
+    Exclude, Layer, OtherFileSystems, Problem, ProblemKind, Progress, Scan, ScanError, ScanOptions,
     ScannedOwnership, scan,
 };
 pub use subtree::Subtree;

@@ -19,7 +19,7 @@ pub struct Subtree {
     back: Vec<(u64, u64)>,
 }
 
-fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
+pub(crate) fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
     let rest = path.strip_prefix(directory);
     directory.is_empty() || rest.is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }

@@ -23,14 +23,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use domain::{Digest, VolumeHandle, error_chain};
-use runtime::{Contents, Runtime, RuntimeError};
+use runtime::{Contents, Layer, Runtime, RuntimeError};
 use transfer::Manifest;
 
 use super::error::ManifestError;
 use super::local_dir::local_directory;
 use super::manifest_file::{PARTIAL_SUFFIX, decode, encode, load, load_recent, save};
 use super::remote;
-use super::scan::{omitted, scan};
+use super::scan::{omitted, scan_layer};
 use super::verify::{self, Comparison};
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
@@ -259,7 +259,16 @@ impl Manifests {
     ) -> Result<ScanResult, RuntimeError> {
         let (manifest, omitted) = match runtime.contents(volume).await? {
             Contents::Directory(root) => {
-                let transfer::Scan { manifest, problems, .. } = blocking(move || scan(&root)).await?;
+                let known = self.layer(runtime, volume, team).await?;
+                let scanned = blocking(move || {
+                    let layer = known.as_ref().map(|(layer, below)| transfer::Layer {
+                        below,
+                        upper: &layer.upper,
+                        user_attributes: layer.user_attributes,
+                    });
+                    scan_layer(&root, layer)
+                });
+                let transfer::Scan { manifest, problems, .. } = scanned.await?;
                 (manifest, omitted(&problems))
             }
             Contents::Remote(remote) => (remote::scan(&remote).await?, None),
@@ -270,6 +279,21 @@ impl Manifests {
         let manifest = Arc::new(manifest);
         self.insert(runtime, volume, team, manifest.clone()).await;
         Ok(ScanResult { manifest, omitted })
+    }
+
+    /// Returns the upper layer of a volume, and the manifest of the volume below. `None`: there are
+    /// no layers here, or it is not certain what is below.
+    pub(crate) async fn layer(
+        &self,
+        runtime: &dyn Runtime,
+        volume: VolumeHandle,
+        team: &str,
+    ) -> Result<Option<(Layer, Arc<Manifest>)>, RuntimeError> {
+        let Some(layer) = runtime.layer(volume).await? else { return Ok(None) };
+        let below = self.stored_here(layer.parent).await?;
+        let is_damaged = self.state().damaged.contains(&layer.parent);
+        let below = below.filter(|below| below.this_boot && below.team == team && !is_damaged);
+        Ok(below.map(|below| (layer, below.manifest)))
     }
 
     /// Stores the manifest of a complete volume. If that fails, a later gateway scans the volume

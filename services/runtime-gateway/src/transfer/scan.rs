@@ -12,7 +12,16 @@ const MAX_LISTED: usize = 3;
 
 /// Scans a volume. A volume that no manifest can describe is an error of the process that wrote it.
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
-    let options = ScanOptions { limits: Limits::of_process(), shared_files: true, ..ScanOptions::default() };
+    scan_layer(root, None)
+}
+
+/// Scans a volume whose upper layer is `layer`, if the tree below is known.
+pub(super) fn scan_layer(
+    root: &Path,
+    layer: Option<transfer::Layer<'_>>,
+) -> Result<transfer::Scan, RuntimeError> {
+    let limits = Limits::of_process();
+    let options = ScanOptions { limits, shared_files: true, layer, ..ScanOptions::default() };
     let scanned = transfer::scan(root, &options, None).map_err(|error| match error {
         ScanError::Manifest(error) if !matches!(error, InvalidManifest::NoMemory) => {
             RuntimeError::InvalidOutput(error.to_string())

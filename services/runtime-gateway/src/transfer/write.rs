@@ -27,6 +27,7 @@ use super::completion::{finish_volume, make_empty};
 use super::disk_reservations::{self, DiskReservation};
 use super::error::WriteVolumeError;
 use super::local_dir::local_directory;
+use super::manifests::ExtentLocation;
 use super::remote::{self, SharedRemoteVolume};
 use super::{Transfers, WriterPermit, peer_copy};
 use crate::util::blocking::blocking;
@@ -51,6 +52,10 @@ pub(crate) struct VolumeWriter {
     queue: mpsc::Sender<Step>,
     writer: tokio::task::JoinHandle<(WriterPermit, Result<(), WriteVolumeError>)>,
 }
+
+/// Most sources of links that are open at a time, and most trees that are searched for a path. An
+/// open source has some open directories.
+const MAX_OPEN_SOURCES: usize = 8;
 
 enum Step {
     Put(Vec<Verified<Bytes>>),
@@ -138,7 +143,7 @@ impl VolumeWriter {
         let begin_result = blocking(move || {
             MappedIds::of_this_process().check_owners(&tree)?;
             let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
-            contents.take(&mut writer, &tree)?;
+            contents.take(&mut writer)?;
             let (missing, copied) = (writer.missing(), writer.content_bytes());
             Ok::<_, WriteVolumeError>((writer, missing, copied))
         })
@@ -330,14 +335,56 @@ fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> R
 struct LocalTree {
     root: PathBuf,
     manifest: Arc<Manifest>,
-    /// Whether it is on the file system of the new tree. An overlay is not.
-    is_near: bool,
+    /// Directories on the file system of the new tree that hold files of this tree, each with the
+    /// manifest that describes those files: the layers of an overlay, topmost first.
+    layers: Vec<(PathBuf, Arc<Manifest>)>,
+}
+
+impl LocalTree {
+    /// Finds the tree of a volume. Only layers in `team` and on `device` are sources of links.
+    async fn find(
+        transfers: &Transfers,
+        team: &str,
+        location: &ExtentLocation,
+        device: Option<u64>,
+    ) -> Result<Self, RuntimeError> {
+        let runtime = transfers.worker.runtime.as_ref();
+        let root = local_directory(runtime, location.volume).await?;
+        let (mut layers, mut volume, mut manifest) = (Vec::new(), location.volume, location.manifest.clone());
+        while let Some((layer, below)) = transfers.manifests.layer(runtime, volume, team).await? {
+            layers.push((layer.upper, manifest));
+            (volume, manifest) = (layer.parent, below);
+        }
+        if runtime.layer(volume).await?.is_none() {
+            layers.push((local_directory(runtime, volume).await?, manifest));
+        }
+        layers.retain(|(path, _)| device.is_some() && device_of(path) == device);
+        Ok(Self { root, manifest: location.manifest.clone(), layers })
+    }
+
+    /// Returns where the layers have the file at index `entry`, as indices of the layer and of the
+    /// entry in its manifest. The upper layer of an overlay may lack the file.
+    fn sources(&self, entry: usize) -> impl Iterator<Item = (usize, usize)> {
+        let file = &self.manifest.entries()[entry];
+        self.layers.iter().enumerate().filter_map(move |(layer, (_, manifest))| {
+            let found = manifest.find(&file.path)?;
+            manifest.entries()[found].is_same_file(file).then_some((layer, found))
+        })
+    }
+}
+
+/// Returns the file system of a path.
+fn device_of(path: &Path) -> Option<u64> {
+    std::fs::metadata(path).ok().map(|found| found.dev())
 }
 
 /// Contents of this worker that a new tree needs.
 #[derive(Default)]
 struct LocalContents {
     trees: Vec<LocalTree>,
+    /// For each file that can probably be linked: its entry, the index of the tree, and the entry
+    /// there.
+    files: Vec<(usize, usize, usize)>,
     /// For each extent: its ordinal, the index of the tree, the entry there, and the offset in that
     /// file.
     extents: Vec<(u64, usize, usize, u64)>,
@@ -347,60 +394,81 @@ struct LocalContents {
 
 impl LocalContents {
     async fn find(transfers: &Transfers, team: &str, manifest: &Manifest, to: &Path) -> Self {
-        let device = |path: &Path| std::fs::metadata(path).ok().map(|found| found.dev());
-        let here = device(to);
+        let here = device_of(to);
         transfers.manifests.load_earlier().await;
         let (mut found, mut indexes) = (Self::default(), HashMap::new());
-        let mut shared = HashSet::new();
         for located in manifest.extents() {
             let Some(location) = transfers.manifests.find(team, &located.extent.digest) else { continue };
             let tree = match indexes.entry(location.volume) {
                 Entry::Occupied(tree) => *tree.get(),
                 Entry::Vacant(vacant) => {
-                    let root = local_directory(transfers.worker.runtime.as_ref(), location.volume).await;
-                    let Ok(root) = root else { continue };
-                    let is_near = here.is_some() && device(&root) == here;
-                    found.trees.push(LocalTree { root, manifest: location.manifest, is_near });
+                    let tree = LocalTree::find(transfers, team, &location, here).await;
+                    let Ok(tree) = tree else { continue };
+                    found.trees.push(tree);
                     *vacant.insert(found.trees.len() - 1)
                 }
             };
-            let source = &found.trees[tree];
-            let ordinals = manifest.ordinals_of(located.entry);
-            if source.is_near
-                && located.ordinal == ordinals.start
-                && manifest.entries()[located.entry].is_same_file(&source.manifest.entries()[location.entry])
-                && shared.insert((tree, location.entry))
-            {
-                let lengths = manifest.extents_in(ordinals).map(|located| u64::from(located.extent.length));
-                found.shared_bytes += lengths.sum::<u64>();
-            }
             found.extents.push((located.ordinal, tree, location.entry, location.offset));
         }
+        found.find_files(manifest);
         found
+    }
+
+    /// Finds the files that can probably be linked. A tree with the same file at the same path is
+    /// preferred, because each file is linked once, even if others have the same content.
+    fn find_files(&mut self, manifest: &Manifest) {
+        let mut used = HashSet::new();
+        let mut last = None;
+        for (ordinal, tree, entry, _) in &self.extents {
+            let Some(located) = manifest.locate(*ordinal) else { continue };
+            if last.replace(located.entry) == Some(located.entry) {
+                continue;
+            }
+            let file = &manifest.entries()[located.entry];
+            let same_path = (0..self.trees.len())
+                .filter_map(|tree| self.trees[tree].manifest.find(&file.path).map(|entry| (tree, entry)));
+            let is_source = |(tree, entry): &(usize, usize)| {
+                let source = &self.trees[*tree];
+                file.is_same_file(&source.manifest.entries()[*entry])
+                    && source.sources(*entry).next().is_some()
+            };
+            let Some((tree, entry)) = same_path.chain([(*tree, *entry)]).find(is_source) else { continue };
+            self.files.push((located.entry, tree, entry));
+            if used.insert((tree, entry)) {
+                self.shared_bytes +=
+                    file.extents().iter().map(|extent| u64::from(extent.length)).sum::<u64>();
+            }
+        }
     }
 
     /// Links files that did not change, and copies other extents. Copies are verified, because a
     /// file may be deleted meanwhile.
-    fn take(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<(), WriteError> {
-        let mut sealed: Option<(usize, SealedTree)> = None;
-        let mut open: Option<(PathBuf, File)> = None;
-        let mut tried = None;
-        for (ordinal, tree, entry, offset) in self.extents {
-            let Some(located) = manifest.locate(ordinal) else { continue };
-            let LocalTree { root, manifest: theirs, is_near } = &self.trees[tree];
-            if tried != Some(located.entry) && *is_near {
-                tried = Some(located.entry);
-                if sealed.as_ref().is_none_or(|(opened, _)| *opened != tree) {
-                    sealed = SealedTree::open(root, theirs.clone()).ok().map(|source| (tree, source));
+    fn take(self, writer: &mut TreeWriter) -> Result<(), WriteError> {
+        let mut sealed: HashMap<(usize, usize), Option<SealedTree>> = HashMap::new();
+        for (file, tree, entry) in self.files {
+            let source = &self.trees[tree];
+            for (layer, of) in source.sources(entry) {
+                let (root, theirs) = &source.layers[layer];
+                if sealed.len() >= MAX_OPEN_SOURCES {
+                    sealed.clear();
                 }
-                if let Some((_, source)) = &mut sealed {
-                    writer.link_file(located.entry, source, entry)?;
+                let opened = sealed
+                    .entry((tree, layer))
+                    .or_insert_with(|| SealedTree::open(root, theirs.clone()).ok());
+                if let Some(opened) = opened
+                    && writer.link_file(file, opened, of)?
+                {
+                    break;
                 }
             }
+        }
+        let mut open: Option<(PathBuf, File)> = None;
+        for (ordinal, tree, entry, offset) in self.extents {
             if writer.is_filled(ordinal) {
                 continue;
             }
-            let path = root.join(theirs.entries()[entry].path());
+            let source = &self.trees[tree];
+            let path = source.root.join(source.manifest.entries()[entry].path());
             if open.as_ref().is_none_or(|(opened, _)| *opened != path) {
                 open = File::open(&path).ok().map(|file| (path, file));
             }

@@ -17,6 +17,7 @@
 //! directories does not depend on the depth or width of the tree. The [`Limits`] bound the memory:
 //! the scan reserves it before it stores a path.
 
+mod layer;
 mod queue;
 mod read;
 mod walk;
@@ -35,6 +36,8 @@ use crate::cache::StatCache;
 use crate::dirs::Cursor;
 use crate::entry::{MAX_PATH_BYTES, Xattr};
 use crate::manifest::{InvalidManifest, Limits, Manifest};
+pub use layer::Layer;
+use layer::Upper;
 use queue::{CloseOnDrop, Queue};
 use read::Reader;
 use walk::Walk;
@@ -73,6 +76,9 @@ pub struct ScanOptions<'a> {
     /// [`TreeWriter::link_file`](crate::TreeWriter::link_file) gives them. The number of names and
     /// the time of the last status change then do not count as changes of a file.
     pub shared_files: bool,
+    /// The upper layer, if the root is the root of an overlay. Unchanged entries are then not read,
+    /// and neither listed nor filtered if their directory is unchanged.
+    pub layer: Option<Layer<'a>>,
     /// Hook for tests. It is called after a file was read, before the check for changes.
     #[doc(hidden)]
     pub after_read: Option<&'a (dyn Fn(&Path) + Sync)>,
@@ -90,6 +96,7 @@ impl Default for ScanOptions<'_> {
             limits: Limits::default(),
             settle: Duration::from_secs(2),
             shared_files: false,
+            layer: None,
             after_read: None,
         }
     }
@@ -148,7 +155,7 @@ pub struct Scan {
     pub manifest: Manifest,
     /// Problems with single paths, in the order of paths.
     pub problems: Vec<Problem>,
-    /// Number of files that were not read, because the stat cache contained them.
+    /// Number of files that were not read, because the stat cache or the tree below contained them.
     pub files_known: u64,
     /// Number of files that were read.
     pub files_read: u64,
@@ -215,6 +222,7 @@ pub fn scan(
 ) -> Result<Scan, ScanError> {
     let started = SystemTime::now();
     let cursor = Cursor::new(root).map_err(ScanError::Root)?;
+    let upper = options.layer.map(Upper::open).transpose().map_err(ScanError::Root)?;
     let shared = Shared {
         queue: Queue::default(),
         progress: options.progress,
@@ -234,7 +242,7 @@ pub fn scan(
     let (walked, read) = thread::scope(|scope| {
         let readers: Vec<_> = (0..threads).map(|_| scope.spawn(|| Reader::new(&shared).run())).collect();
         let close = CloseOnDrop(&shared.queue);
-        let walked = Walk::new(cursor, options, cache.as_deref(), &shared).run();
+        let walked = Walk::new(cursor, upper, options, cache.as_deref(), &shared).run();
         drop(close);
         let joined = readers.into_iter().map(|reader| reader.join());
         let read = joined.map(|read| read.unwrap_or_else(|panic| panic::resume_unwind(panic)));

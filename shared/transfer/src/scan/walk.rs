@@ -11,6 +11,7 @@ use std::vec;
 use rustix::fs::{AtFlags, FileType, Stat, fstat, readlinkat, statat};
 use rustix::io::Errno;
 
+use super::layer::{Upper, join};
 use super::read::{FileTask, Outcome, ReadResult, Task};
 use super::{
     OtherFileSystems, PIECE_BYTES, Problem, ProblemKind, Scan, ScanError, ScanOptions, ScannedOwnership,
@@ -33,10 +34,13 @@ const BATCH_DIRECTORIES: usize = 2;
 struct Level {
     path: Vec<u8>,
     names: vec::IntoIter<Vec<u8>>,
+    /// Its path in the tree below, if this tree is an overlay and the directory is there.
+    below: Option<Vec<u8>>,
 }
 
 pub(super) struct Walk<'a> {
     cursor: Cursor,
+    upper: Option<Upper<'a>>,
     options: &'a ScanOptions<'a>,
     cache: Option<&'a StatCache>,
     shared: &'a Shared<'a>,
@@ -76,12 +80,14 @@ pub(super) struct WalkResult {
 impl<'a> Walk<'a> {
     pub(super) fn new(
         cursor: Cursor,
+        upper: Option<Upper<'a>>,
         options: &'a ScanOptions<'a>,
         cache: Option<&'a StatCache>,
         shared: &'a Shared<'a>,
     ) -> Self {
         Self {
             cursor,
+            upper,
             options,
             cache,
             shared,
@@ -107,7 +113,8 @@ impl<'a> Walk<'a> {
         let names = self.list(&[], &root).map_err(|error| ScanError::Root(error.into()))?;
         self.check_limits()?;
 
-        let mut levels = vec![Level { path: Vec::new(), names }];
+        let below = self.upper.as_ref().map(|_| Vec::new());
+        let mut levels = vec![Level { path: Vec::new(), names, below }];
         while let Some(level) = levels.last_mut() {
             let Some(name) = level.names.next() else {
                 levels.pop();
@@ -117,13 +124,13 @@ impl<'a> Walk<'a> {
                 return Err(ScanError::Stopped);
             }
             self.held -= 1;
-            let mut path = level.path.clone();
-            if !path.is_empty() {
-                path.push(b'/');
-            }
-            path.extend_from_slice(&name);
-            match self.visit(&level.path, &name, &path) {
-                Ok(Some(names)) => levels.push(Level { path, names }),
+            let path = join(&level.path, &name);
+            match self.visit(&level.path, &name, &path, level.below.as_deref()) {
+                Ok(Some(names)) => {
+                    let below = level.below.as_deref().zip(self.upper.as_mut());
+                    let below = below.and_then(|(below, upper)| upper.below(&level.path, &name, below));
+                    levels.push(Level { path, names, below });
+                }
                 Ok(None) => {}
                 Err(error) => self.walked.problem(&path, error),
             }
@@ -142,12 +149,14 @@ impl<'a> Walk<'a> {
         self.shared.check()
     }
 
-    /// Adds the entry at a path. Returns the names in a directory.
+    /// Adds the entry at a path. Returns the names in a directory. `below` is the path of `parent`
+    /// below.
     fn visit(
         &mut self,
         parent: &[u8],
         name: &[u8],
         path: &[u8],
+        below: Option<&[u8]>,
     ) -> Result<Option<vec::IntoIter<Vec<u8>>>, Errno> {
         let directory = self.cursor.go(parent).map_err(errno)?;
         let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
@@ -159,6 +168,9 @@ impl<'a> Walk<'a> {
         if path.len() > MAX_PATH_BYTES {
             let what = ProblemKind::PathTooLong;
             self.walked.problems.push(Problem { path: as_path(path).to_owned(), what });
+            return Ok(None);
+        }
+        if below.is_some_and(|below| self.add_unchanged(parent, name, path, below)) {
             return Ok(None);
         }
         if is_directory {
@@ -241,6 +253,27 @@ impl<'a> Walk<'a> {
         let mut names = crate::dirs::list(directory, &mut self.listing, keep)?;
         names.sort_unstable();
         Ok(names.into_iter())
+    }
+
+    /// Adds an entry and its contents if they are those of the tree below. Returns whether they
+    /// are.
+    fn add_unchanged(&mut self, parent: &[u8], name: &[u8], path: &[u8], below: &[u8]) -> bool {
+        let Some(upper) = &mut self.upper else { return false };
+        let Some(found) = upper.unchanged(parent, name, below) else { return false };
+        for entry in upper.entries(found, path) {
+            self.shared.reserve_path(entry.path.len());
+            self.shared.reserve_xattrs(&entry.xattrs);
+            match &entry.kind {
+                EntryKind::File { size_bytes, .. } => {
+                    self.walked.known.insert(self.walked.entries.len());
+                    self.shared.count(1, *size_bytes);
+                }
+                EntryKind::Symlink { target } => self.shared.reserve_bytes(target.len()),
+                _ => {}
+            }
+            self.walked.entries.push(entry);
+        }
+        true
     }
 
     /// Adds a hard link if the file was found before at another path. Returns whether it was.

@@ -73,7 +73,7 @@ use domain::workload::Usage;
 use domain::{ArtifactId, ContainerHandle, GatewayInstance, ProcessId, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerDescription, ContainerSpec, Contents, CurrentUsage, Disk, Ended,
-    Holdings, Notes, Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError,
+    Holdings, Layer, Notes, Offsets, ProcessContainer, ProcessSpec, ProcessState, Runtime, RuntimeError,
     VolumeSource,
 };
 use rustix::fs::{Mode, OFlags};
@@ -367,6 +367,11 @@ impl Runtime for HostRuntime {
             host.directory(handle).map(Contents::Directory)
         })
         .await
+    }
+
+    async fn layer(&self, handle: VolumeHandle) -> Result<Option<Layer>, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || host.volumes.layer(handle)).await
     }
 
     async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError> {

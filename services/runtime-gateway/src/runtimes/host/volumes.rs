@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use domain::{ArtifactId, VolumeHandle};
-use runtime::{Notes, RuntimeError, VolumeSource};
+use runtime::{Layer, Notes, RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
@@ -242,6 +242,16 @@ impl Volumes {
     /// The directory of a volume in the mount namespace of the machine.
     pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
         self.view(handle, true)
+    }
+
+    /// The upper layer of a child that is an overlay.
+    pub(super) fn layer(&self, handle: VolumeHandle) -> Result<Option<Layer>, RuntimeError> {
+        let volume = self.existing_path(handle)?;
+        let (Some(parent), CopyOnWrite::Overlay { options }) = (parent(&volume)?, &self.copy_on_write) else {
+            return Ok(None);
+        };
+        let user_attributes = options.contains(&"userxattr");
+        Ok(Some(Layer { parent, upper: volume.join("upper"), user_attributes }))
     }
 
     /// The directory of a volume that a container writes to. Later writes of the container may be
