@@ -36,6 +36,40 @@ pub struct Amounts {
     #[arg(long = "memory", env = "GANTRY_WORKER_MEMORY", value_name = "SIZE", value_parser = memory)]
     #[serde(rename = "memory", deserialize_with = "bytes")]
     pub memory_bytes: Option<u64>,
+    /// Free disk space below which the worker gets no new work: `10G`, `5%`, or 0 for no limit.
+    /// Default: 2 % of the disk, at most 2 GiB
+    #[arg(long, env = "GANTRY_WORKER_MIN_FREE_DISK", value_name = "SIZE", value_parser = disk_space)]
+    #[serde(deserialize_with = "space")]
+    pub min_free_disk: Option<DiskSpace>,
+    /// Free disk space below which copies and caches that are not in use are deleted: `20G`, `10%`,
+    /// or 0 for never. Default: 5 % of the disk, at most 5 GiB
+    #[arg(long, env = "GANTRY_WORKER_LOW_DISK", value_name = "SIZE", value_parser = disk_space)]
+    #[serde(deserialize_with = "space")]
+    pub low_disk: Option<DiskSpace>,
+}
+
+/// An amount of disk space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskSpace {
+    /// Bytes.
+    Bytes(u64),
+    /// A percentage of the disk.
+    Percent(u8),
+}
+
+impl DiskSpace {
+    /// Returns the bytes on a disk of this size.
+    fn of(self, total_bytes: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Percent(percent) => total_bytes / 100 * u64::from(percent),
+        }
+    }
+}
+
+/// Returns the default of `percent` of a disk, at most as many GiB.
+fn default_space(percent: u8, total_bytes: u64) -> u64 {
+    DiskSpace::Percent(percent).of(total_bytes).min(u64::from(percent) << 30)
 }
 
 impl Amounts {
@@ -58,7 +92,16 @@ impl Amounts {
             cpu_millis: self.cpu_millis.or(has.cpu_millis),
             memory_bytes: self.memory_bytes.or(has.memory_bytes),
             disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
+            min_free_disk_bytes: disk.map_or(0, |Disk { total_bytes, .. }| {
+                self.min_free_disk.map_or_else(|| default_space(2, total_bytes), |own| own.of(total_bytes))
+            }),
         }
+    }
+
+    /// Returns the bytes that must be deleted from a disk that has too little free space.
+    pub(crate) fn bytes_to_free(&self, Disk { total_bytes, free_bytes }: Disk) -> u64 {
+        let low = self.low_disk.map_or_else(|| default_space(5, total_bytes), |own| own.of(total_bytes));
+        low.saturating_sub(free_bytes)
     }
 }
 
@@ -69,6 +112,17 @@ fn workloads_with(open_files: u64) -> u32 {
     /// Most open files of one workload while it starts: its files, its supervisor and its callers.
     const EACH: u64 = 10;
     u32::try_from(open_files.saturating_sub(IDLE) / EACH).unwrap_or(u32::MAX).max(1)
+}
+
+fn disk_space(text: &str) -> Result<DiskSpace, String> {
+    match text.strip_suffix('%') {
+        None if text == "0" => Ok(DiskSpace::Bytes(0)),
+        None => size(text).map(DiskSpace::Bytes),
+        Some(percent) => match percent.trim().parse() {
+            Ok(percent @ 0..=100) => Ok(DiskSpace::Percent(percent)),
+            _ => Err("write a percentage from 0% to 100%".to_owned()),
+        },
+    }
 }
 
 fn memory(text: &str) -> Result<u64, String> {
@@ -85,10 +139,10 @@ enum Amount {
     Text(String),
 }
 
-fn amount<'de, D: Deserializer<'de>>(
+fn amount<'de, D: Deserializer<'de>, T>(
     deserializer: D,
-    parse: impl Fn(&str) -> Result<u64, String>,
-) -> Result<Option<u64>, D::Error> {
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> Result<Option<T>, D::Error> {
     let text = match Option::deserialize(deserializer)? {
         None => return Ok(None),
         Some(Amount::Number(number)) => number.to_string(),
@@ -108,6 +162,10 @@ fn limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::E
 
 fn cores<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     amount(deserializer, cpu)
+}
+
+fn space<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<DiskSpace>, D::Error> {
+    amount(deserializer, disk_space)
 }
 
 fn bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
@@ -130,10 +188,12 @@ mod tests {
             max_volumes: Some(3),
             cpu_millis: Some(1500),
             memory_bytes: Some(2 << 30),
+            min_free_disk: None,
+            low_disk: Some(DiskSpace::Percent(8)),
         };
         for (cpu, memory) in [("\"1.5\"", "\"2G\""), ("\"1500m\"", "2147483648"), ("1.5", "\"2GiB\"")] {
             let text = format!(
-                r#"{{"max_tasks":1,"max_containers":2,"max_volumes":3,"cpu":{cpu},"memory":{memory}}}"#
+                r#"{{"max_tasks":1,"max_containers":2,"max_volumes":3,"cpu":{cpu},"memory":{memory},"low_disk":"8%"}}"#
             );
             assert_eq!(read(&text)?, all, "{text}");
         }
@@ -144,6 +204,8 @@ mod tests {
             r#"{"cpu":"x"}"#,
             r#"{"memory":-1}"#,
             r#"{"memory":"2097152T"}"#,
+            r#"{"low_disk":"101%"}"#,
+            r#"{"min_free_disk":"x"}"#,
             r#"{"max_tasks":-1}"#,
             r#"{"max_tasks":0}"#,
             r#"{"max_containers":0}"#,
@@ -196,5 +258,24 @@ mod tests {
         let expected =
             Capacity { cpu_millis: Some(500), memory_bytes: Some(1), disk_bytes: 7, ..Capacity::default() };
         assert_eq!(parsed, expected);
+    }
+
+    #[test]
+    fn disk_limits_have_defaults() {
+        let disk =
+            |total_gib: u64, free_gib: u64| Disk { total_bytes: total_gib << 30, free_bytes: free_gib << 30 };
+        let limits = |amounts: &Amounts, total_gib| {
+            let has = runtime::Capabilities::default();
+            let min = amounts.capacity(&has, Some(disk(total_gib, 0))).min_free_disk_bytes;
+            [min >> 30, amounts.bytes_to_free(disk(total_gib, 1)) >> 30]
+        };
+        let mut amounts = Amounts::default();
+        assert_eq!(limits(&amounts, 1000), [2, 4]);
+        assert_eq!(limits(&amounts, 50), [1, 1], "2 % and 5 %");
+        amounts.min_free_disk = Some(disk_space("7G").expect("a size"));
+        amounts.low_disk = Some(disk_space("10%").expect("a percentage"));
+        assert_eq!(limits(&amounts, 100), [7, 9]);
+        amounts.low_disk = Some(disk_space("0").expect("none"));
+        assert_eq!(limits(&amounts, 100), [7, 0]);
     }
 }

@@ -100,6 +100,10 @@ impl Migrations for Schema {
             name: "0002_workload_names",
             sql: include_str!("db/migrations/0002_workload_names.sql"),
         },
+        SqlMigration {
+            name: "0003_min_free_disk",
+            sql: include_str!("db/migrations/0003_min_free_disk.sql"),
+        },
     ];
 
     const BY_INDEX: bool = true;

@@ -84,7 +84,7 @@ async fn copy_from_store(
     artifact: ArtifactId,
     copy: impl FnOnce(CopyRequest) -> Waiter,
 ) -> Result<Ticket, DownloadError> {
-    let lease = peers.place(team).await?;
+    let lease = peers.place(team, &[]).await?;
     let copied = end_of(copy(CopyRequest { team: team.to_owned(), artifact, worker: lease.worker })).await;
     peers.release_lease(lease.token).await;
     Ok(peers.issue_ticket(team, lease.worker, copied?.volume, Operation::Read).await?)

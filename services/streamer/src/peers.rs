@@ -196,12 +196,13 @@ impl Peers {
         })
     }
 
-    /// Leases a worker for a transfer.
-    pub(crate) async fn place(&self, team: &str) -> Result<Lease, PeerError> {
+    /// Leases a worker for a transfer, but none of `avoid`.
+    pub(crate) async fn place(&self, team: &str, avoid: &[WorkerId]) -> Result<Lease, PeerError> {
         let place = scheduler::PlaceRequest {
             lease_id: LeaseId::new().to_string(),
             team: team.to_owned(),
             kind: scheduler::PlacementKind::Transfer.into(),
+            avoid_workers: avoid.iter().map(ToString::to_string).collect(),
             ..scheduler::PlaceRequest::default()
         };
         let placed = retry_at_start(|| {

@@ -15,7 +15,7 @@
 
 use std::time::{Duration, Instant};
 
-use domain::{ArtifactId, BuildId, Digest, TransferId};
+use domain::{ArtifactId, BuildId, Digest, TransferId, WorkerId};
 use tokio::sync::mpsc;
 
 use crate::peers::{Contact, Lease, Operation, PeerError, Peers, RETRY_PAUSE, START_PATIENCE, Ticket};
@@ -32,13 +32,15 @@ pub(crate) struct UploadRequest {
     pub(crate) digest: Option<Digest>,
     pub(crate) build: Option<BuildId>,
     pub(crate) label: String,
+    /// Workers that do not receive the bytes.
+    pub(crate) avoid: Vec<WorkerId>,
 }
 
 /// An event of an upload, for its caller.
 #[derive(Debug, Clone)]
 pub(crate) enum UploadEvent {
     /// The caller must write the bytes to this gateway.
-    Write { ticket: Ticket, worker_name: String },
+    Write { ticket: Ticket, worker_name: String, worker: WorkerId },
     /// The bytes are in this artifact.
     Uploaded { artifact_id: String },
 }
@@ -76,7 +78,7 @@ pub(crate) async fn run<E: From<UploadError>>(
     let mut upload = Upload::plan(peers, request).await?;
     let sealed = async {
         let (ticket, worker_name) = (upload.ticket.clone(), upload.lease.worker_name.clone());
-        tell(caller, UploadEvent::Write { ticket, worker_name }).await?;
+        tell(caller, UploadEvent::Write { ticket, worker_name, worker: upload.lease.worker }).await?;
         let digest = upload.renew_until(peers, commit).await?;
         let Upload { request, .. } = &upload;
         peers.seal(&request.team, request.artifact, digest).await.map_err(UploadError::from)?;
@@ -162,7 +164,7 @@ impl Upload {
     /// Leases a worker, makes the artifact and plans its first replica. If a step fails, the
     /// earlier ones are undone.
     async fn plan(peers: &mut Peers, request: UploadRequest) -> Result<Self, UploadError> {
-        let (lease, transfer) = (peers.place(&request.team).await?, TransferId::new());
+        let (lease, transfer) = (peers.place(&request.team, &request.avoid).await?, TransferId::new());
         match plan_on(peers, &request, transfer, &lease).await {
             Ok((ticket, term)) => Ok(Self { request, transfer, lease, ticket, term }),
             Err(error) => {

@@ -140,6 +140,8 @@ pub struct Capacity {
     pub memory_bytes: Option<u64>,
     /// Size of the volumes' file system, in bytes.
     pub disk_bytes: u64,
+    /// Free disk space below which the worker gets no new work, in bytes.
+    pub min_free_disk_bytes: u64,
 }
 
 /// Claims of a session credential, which proves for which worker a gateway speaks. The scheduler

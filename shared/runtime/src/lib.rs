@@ -41,7 +41,7 @@ pub use process::{
 };
 
 /// The features and resources of a runtime.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// Kinds of image that the runtime can run, such as `host`.
     pub image_kinds: Vec<String>,

@@ -130,6 +130,7 @@ impl Client {
             digest: Vec::new(),
             build_id: build_id.to_owned(),
             label: "src".to_owned(),
+            ..UploadOpen::default()
         };
         requests.send(UploadRequest { message: Some(Message::Open(open)) }).await?;
         let mut answers = self.streamer.clone().upload(ReceiverStream::new(stream)).await?.into_inner();

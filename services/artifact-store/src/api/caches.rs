@@ -14,6 +14,7 @@ use crate::caches::base_types::{self, BaseType};
 use crate::caches::resource_caches::{self, CacheOutcome, CacheRequest, CacheUser};
 use crate::caches::task_caches::{self, TaskCacheFilter, TaskCacheKey};
 use crate::db::entity::{ALL_TEAMS, base_resource_type, resource_cache, task_cache};
+use crate::policy::retention::CacheEndReason;
 
 /// Maximum length of the name of a job, step or type, in bytes.
 pub(super) const MAX_NAME: usize = 1024;
@@ -154,7 +155,9 @@ impl pb::caches_server::Caches for Handlers {
 
         self.store
             .db
-            .write(|txn| async move { resource_caches::delete(&txn, team, cache, now, tombstone).await })
+            .write(|txn| async move {
+                resource_caches::delete(&txn, team, cache, CacheEndReason::Deleted, now, tombstone).await
+            })
             .await?;
 
         Ok(Response::new(pb::DeleteResourceCacheResponse {}))
@@ -249,7 +252,9 @@ impl pb::caches_server::Caches for Handlers {
             let batch = self
                 .store
                 .db
-                .write(|txn| async move { task_caches::delete(&txn, team, which, now, tombstone).await })
+                .write(|txn| async move {
+                    task_caches::delete(&txn, team, which, CacheEndReason::Deleted, now, tombstone).await
+                })
                 .await
                 .map_err(|error| errors::database("delete task caches", &error))?;
             deleted += batch;

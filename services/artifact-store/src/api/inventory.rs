@@ -203,6 +203,18 @@ impl pb::inventory_server::Inventory for Handlers {
         Ok(Response::new(pb::MarkVolumeResponse {}))
     }
 
+    async fn make_room(
+        &self,
+        request: Request<pb::MakeRoomRequest>,
+    ) -> Result<Response<pb::MakeRoomResponse>, Status> {
+        let request = request.into_inner();
+        if request.size_bytes == 0 {
+            return Err(rpc::invalid_field("size_bytes", "must be at least 1"));
+        }
+        let claims = self.session(&request.session_credential).await?;
+        self.run_make_room(&claims, request.size_bytes).await.map(Response::new)
+    }
+
     async fn prepare_import(
         &self,
         request: Request<pb::PrepareImportRequest>,

@@ -9,6 +9,7 @@ mod explain;
 mod imports;
 mod inventory;
 mod inventory_messages;
+mod make_room;
 mod orphans;
 mod owners;
 mod pins;

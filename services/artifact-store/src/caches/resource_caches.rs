@@ -426,6 +426,7 @@ pub(crate) async fn delete(
     txn: &DatabaseTransaction,
     team: &str,
     cache: CacheId,
+    why: CacheEndReason,
     now: Timestamp,
     tombstone: Duration,
 ) -> Result<(), DeleteError> {
@@ -441,8 +442,7 @@ pub(crate) async fn delete(
     }
     release_artifacts(txn, row.artifact_id, now).await?;
     remove(txn, &[row.cache_id]).await?;
-    deletion_log::append(txn, &[LogEntry::of_resource_cache(&row, CacheEndReason::Deleted)], now, tombstone)
-        .await?;
+    deletion_log::append(txn, &[LogEntry::of_resource_cache(&row, why)], now, tombstone).await?;
     Ok(())
 }
 

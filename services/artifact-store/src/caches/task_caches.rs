@@ -298,6 +298,7 @@ pub(crate) async fn delete(
     txn: &DatabaseTransaction,
     team: &str,
     which: &TaskCacheFilter,
+    why: CacheEndReason,
     now: Timestamp,
     tombstone: Duration,
 ) -> Result<u64, DbErr> {
@@ -321,10 +322,27 @@ pub(crate) async fn delete(
     }
     release_artifacts(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
     let gone = remove(txn, &rows.iter().map(|row| row.cache_id).collect::<Vec<_>>()).await?;
-    let entries: Vec<_> =
-        rows.iter().map(|row| LogEntry::of_task_cache(row, CacheEndReason::Deleted)).collect();
+    let entries: Vec<_> = rows.iter().map(|row| LogEntry::of_task_cache(row, why)).collect();
     deletion_log::append(txn, &entries, now, tombstone).await?;
     Ok(gone)
+}
+
+/// Deletes a cache that no workload uses, because its worker needs disk space. Returns whether it
+/// did.
+pub(crate) async fn delete_unused(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+    now: Timestamp,
+    tombstone: Duration,
+) -> Result<bool, DbErr> {
+    let which = TaskCacheFilter::Cache(cache);
+    // A use of the cache waits for this lock.
+    task_cache::Entity::find_by_id(cache.uuid()).lock_exclusive().one(txn).await?;
+    if !in_use(txn, &[cache.uuid()]).await?.is_empty() {
+        return Ok(false);
+    }
+    Ok(delete(txn, team, &which, CacheEndReason::DiskSpace, now, tombstone).await? > 0)
 }
 
 /// Deletes the rows of locked caches, used or not, and returns their number.

@@ -20,6 +20,7 @@
 pub(crate) mod delete_requests;
 pub(crate) mod imports;
 pub(crate) mod losses;
+pub(crate) mod make_room;
 pub(crate) mod orphans;
 mod prepare;
 pub(crate) mod report;

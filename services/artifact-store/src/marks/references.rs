@@ -26,7 +26,7 @@ macro_rules! build_keeps {
     };
 }
 
-pub(super) use build_keeps;
+pub(crate) use build_keeps;
 
 /// Query of all references to the artifacts `ids` at the instant `$1`: artifact, kind, id, and end
 /// if the row has it.

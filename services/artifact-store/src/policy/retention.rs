@@ -14,6 +14,9 @@
 //! | task cache | when it is deleted or gets its next version, or after its TTL without use by a workload |
 //! | base resource type | when another version of the same worker replaces it, or its worker is forgotten |
 //! | resource certificates | when other certificates of the same worker replace them, or their worker is forgotten |
+//!
+//! A cache that nothing uses is deleted earlier if its worker needs disk space
+//! ([`crate::inventory::make_room`]).
 
 use std::fmt;
 use std::time::Duration;
@@ -136,6 +139,7 @@ pub(crate) enum CacheEndReason {
     Deleted,
     Unused,
     NotMade,
+    DiskSpace,
 }
 
 impl fmt::Display for CacheEndReason {
@@ -144,6 +148,7 @@ impl fmt::Display for CacheEndReason {
             Self::Deleted => "a caller deleted it",
             Self::Unused => "it was not used for its TTL",
             Self::NotMade => "the claim of its maker expired",
+            Self::DiskSpace => "nothing used it, and its worker needed disk space",
         })
     }
 }

@@ -3,6 +3,7 @@
 mod every_owner;
 mod mounted;
 mod resource;
+mod room;
 mod settled;
 mod task;
 mod trust;

@@ -11,7 +11,7 @@ use rpc::pb::artifacts::{
     Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, DeleteArtifactsRequest, DryRun,
     ExplainResponse, ObjectKind, ResourceCache,
 };
-use rpc::pb::scheduler::{Worker, WorkloadState};
+use rpc::pb::scheduler::{Capacity, Worker, WorkloadState};
 use serde_json::json;
 
 use crate::cli::args::{DeleteArgs, GcArgs, RmiArgs};
@@ -354,11 +354,12 @@ async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u6
 /// Returns the number of bytes to free on a worker. `None`: its disk is not full, or its size is
 /// unknown.
 fn to_free(worker: &Worker) -> Option<u64> {
-    bytes_to_free(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
+    let Capacity { disk_bytes, min_free_disk_bytes, .. } = worker.capacity.unwrap_or_default();
+    bytes_to_free(disk_bytes, min_free_disk_bytes, worker.disk_free_bytes)
 }
 
-fn bytes_to_free(capacity: u64, free: u64) -> Option<u64> {
-    let is_full = capacity > 0 && free < (capacity / FULL_DIVISOR).min(NEVER_FULL_BYTES);
+fn bytes_to_free(capacity: u64, min_free: u64, free: u64) -> Option<u64> {
+    let is_full = capacity > 0 && free < (capacity / FULL_DIVISOR).min(NEVER_FULL_BYTES).max(min_free);
     is_full.then(|| (capacity / TARGET_DIVISOR).min(MAX_TARGET_BYTES).saturating_sub(free))
 }
 
@@ -457,16 +458,17 @@ mod tests {
     #[test]
     fn large_disk_is_full_below_one_gib() {
         let gib = 1 << 30;
-        for (capacity, free, to_free) in [
+        for (capacity, min_free, free, to_free) in [
             // A Concourse worker does not report its disk.
-            (0, 0, None),
-            (60 << 20, 4 << 20, None),
-            (60 << 20, 2 << 20, Some(10 << 20)),
-            (250 * gib, 10 * gib, None),
-            (250 * gib, gib, None),
-            (250 * gib, gib / 2, Some(5 * gib - gib / 2)),
+            (0, 0, 0, None),
+            (60 << 20, 0, 4 << 20, None),
+            (60 << 20, 0, 2 << 20, Some(10 << 20)),
+            (250 * gib, 0, 10 * gib, None),
+            (250 * gib, 0, gib, None),
+            (250 * gib, 2 * gib, gib, Some(4 * gib)),
+            (250 * gib, 0, gib / 2, Some(5 * gib - gib / 2)),
         ] {
-            assert_eq!(bytes_to_free(capacity, free), to_free, "{free} of {capacity}");
+            assert_eq!(bytes_to_free(capacity, min_free, free), to_free, "{free} of {capacity}");
         }
     }
 

@@ -82,6 +82,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
             "cpu_millis": capacity.cpu_millis,
             "memory_bytes": capacity.memory_bytes,
             "disk_bytes": capacity.disk_bytes,
+            "min_free_disk_bytes": capacity.min_free_disk_bytes,
         },
         "reserved": requests(&worker.reserved.unwrap_or_default()),
         "active_tasks": worker.active_tasks,

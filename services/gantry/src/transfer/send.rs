@@ -5,11 +5,14 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use images::ImageTree;
+use rpc::Reason;
 use rpc::pb::runtime::{WriteCommit, WriteOpen, WriteRequest, write_request::Message as Write};
+use rpc::pb::streamer::TransferEndpoint;
 use tokio::sync::{mpsc, oneshot};
 use transfer::{ExtentData, Manifest, OrdinalRanges, ReadError, ReadOptions, TreeReader};
 
 use crate::ending::error::Refused;
+use crate::ending::error::refusal;
 use crate::transfer::tree::chunk;
 
 /// Error of sending a directory.
@@ -18,8 +21,42 @@ pub(super) enum SendError {
     Changed(String),
     /// The bytes of an extent differ from its digest.
     Mismatch,
+    /// The disk of this worker is full.
+    DiskFull(TransferEndpoint, anyhow::Error),
     /// Any other error.
     Other(anyhow::Error),
+}
+
+impl SendError {
+    /// Names the worker if its disk is full.
+    pub(super) fn on(self, endpoint: &TransferEndpoint) -> Self {
+        match self {
+            Self::Other(error) if refusal(&error).is_some_and(|refused| refused.is(Reason::DiskFull)) => {
+                Self::DiskFull(endpoint.clone(), error)
+            }
+            error => error,
+        }
+    }
+}
+
+/// Workers whose disks are full, and the first error.
+#[derive(Default)]
+pub(super) struct FullWorkers {
+    pub(super) ids: Vec<String>,
+    first: Option<(String, anyhow::Error)>,
+}
+
+impl FullWorkers {
+    pub(super) fn add(&mut self, worker: TransferEndpoint, error: anyhow::Error) {
+        self.ids.push(worker.worker_id);
+        self.first.get_or_insert((worker.worker_name, error));
+    }
+
+    /// Returns the error of an upload that no worker takes: the first one, if a disk is full.
+    pub(super) fn cause(self, last: anyhow::Error) -> anyhow::Error {
+        let Some((worker, error)) = self.first else { return last };
+        error.context(format!("the disk of worker {worker} is full, and no other worker takes the upload"))
+    }
 }
 
 impl From<anyhow::Error> for SendError {

@@ -43,7 +43,7 @@ use crate::render::ui::Ui;
 use crate::transfer::directories::inside;
 use crate::transfer::download::gateway_of;
 use crate::transfer::ignore::Rules;
-use crate::transfer::send::{Content, SendError, send_tree};
+use crate::transfer::send::{Content, FullWorkers, SendError, send_tree};
 use crate::transfer::staging;
 use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
@@ -93,7 +93,7 @@ impl Uploader<'_> {
         let left_out = directory.left_out.iter().cloned().chain(own).collect();
         let directory = &Directory { left_out, ..*directory };
         let mut outage = self.connection.patience.of_call();
-        let mut changes = 0;
+        let (mut changes, mut full) = (0, FullWorkers::default());
         let bar = self.progress.bar("scanning", name);
         loop {
             bar.doing("scanning");
@@ -101,7 +101,7 @@ impl Uploader<'_> {
             self.check(name, &scanned.problems)?;
             bar.doing("uploading");
             let content = Content::Directory(directory.path.to_owned());
-            let sent = match self.send(name, &content, &scanned.manifest, &bar).await {
+            let sent = match self.send(name, &content, &scanned.manifest, &bar, &full).await {
                 Err(SendError::Mismatch) => {
                     Err(SendError::Changed(self.changed(directory, &scanned.manifest).await))
                 }
@@ -128,11 +128,14 @@ impl Uploader<'_> {
                     }
                     self.ui.warn(&format!("{name}: {message} during the upload; retrying"));
                 }
+                Err(SendError::DiskFull(endpoint, error)) => {
+                    full.add(endpoint, error);
+                }
                 Err(SendError::Other(error)) => match may_pass(&error) {
                     Some(refused) if outage.goes_on(None) => {
                         self.connection.wait_out(&mut outage, refused).await;
                     }
-                    _ => return Err(error.context(format!("cannot upload {path:?}"))),
+                    _ => return Err(full.cause(error).context(format!("cannot upload {path:?}"))),
                 },
                 Err(SendError::Mismatch) => bail!("cannot upload {path:?}: its files changed"),
             }
@@ -268,20 +271,24 @@ impl Uploader<'_> {
         let (started, manifest) = (Instant::now(), image.manifest().clone());
         let content = Content::Image(image);
         let mut outage = self.connection.patience.of_call();
+        let mut full = FullWorkers::default();
         let bar = self.progress.bar("uploading", name);
         loop {
             bar.doing("uploading");
-            match self.send(name, &content, &manifest, &bar).await {
+            match self.send(name, &content, &manifest, &bar, &full).await {
                 Ok(sent) => {
                     drop(bar);
                     self.say(name, &manifest, &sent, started);
                     return Ok(sent.artifact);
                 }
+                Err(SendError::DiskFull(endpoint, error)) => {
+                    full.add(endpoint, error);
+                }
                 Err(SendError::Other(error)) => match may_pass(&error) {
                     Some(refused) if outage.goes_on(None) => {
                         self.connection.wait_out(&mut outage, refused).await;
                     }
-                    _ => return Err(error.context(format!("cannot upload image {name}"))),
+                    _ => return Err(full.cause(error).context(format!("cannot upload image {name}"))),
                 },
                 Err(SendError::Changed(_) | SendError::Mismatch) => {
                     bail!("cannot upload image {name}: its files changed; repeat the command")
@@ -296,6 +303,7 @@ impl Uploader<'_> {
         content: &Content,
         manifest: &Arc<Manifest>,
         bar: &Bar,
+        full: &FullWorkers,
     ) -> Result<SendResult, SendError> {
         let digest = manifest.tree_digest().as_bytes().to_vec();
         let (requests, queue) = mpsc::channel(2);
@@ -305,6 +313,7 @@ impl Uploader<'_> {
             digest: digest.clone().into(),
             build_id: self.build.map(|build| build.to_string()).unwrap_or_default(),
             label: label.to_owned(),
+            avoid_worker_ids: full.ids.clone(),
         };
         let request = |message| UploadRequest { message: Some(message) };
         let by_streamer = |status| self.connection.refused_by(Service::Streamer, status);
@@ -328,7 +337,9 @@ impl Uploader<'_> {
                 Some(upload_response::Message::Endpoint(endpoint)) => {
                     // A message before all content was sent is an error.
                     let written = tokio::select! {
-                        written = self.write(endpoint, content, manifest, bar) => written?,
+                        written = self.write(&endpoint, content, manifest, bar) => {
+                            written.map_err(|error| error.on(&endpoint))?
+                        }
                         early = answers.message() => {
                             return Err(early.err().map_or_else(Refused::cut, by_streamer).into());
                         }
@@ -346,13 +357,13 @@ impl Uploader<'_> {
     /// Fills the volume. Returns the number of bytes of content that were sent.
     async fn write(
         &self,
-        endpoint: TransferEndpoint,
+        endpoint: &TransferEndpoint,
         content: &Content,
         manifest: &Arc<Manifest>,
         bar: &Bar,
     ) -> Result<u64, SendError> {
         let mut volumes: VolumesClient<_> = self.connection.volumes_at(&endpoint.gateway_endpoint).await?;
-        let by_gateway = |status| Refused::from(status).by(gateway_of(&endpoint));
+        let by_gateway = |status| Refused::from(status).by(gateway_of(endpoint));
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
         let (ticket, content) = (endpoint.ticket.clone(), content.clone());

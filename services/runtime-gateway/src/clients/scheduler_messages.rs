@@ -114,6 +114,7 @@ impl Registration {
                 max_volumes: capacity.max_volumes.unwrap_or(0),
                 cpu_millis: capacity.cpu_millis.unwrap_or(0),
                 memory_bytes: capacity.memory_bytes.unwrap_or(0),
+                min_free_disk_bytes: capacity.min_free_disk_bytes,
             }),
             protocol_versions: vec![PROTOCOL],
         })

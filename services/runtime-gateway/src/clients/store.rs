@@ -198,6 +198,12 @@ impl StoreClient {
         Ok(())
     }
 
+    /// Has replicas with `size_bytes` deleted. Returns the size of those that are deleted.
+    pub(crate) async fn make_room(&self, credential: &str, size_bytes: u64) -> Result<u64, Refusal> {
+        let request = pb::MakeRoomRequest { session_credential: credential.to_owned(), size_bytes };
+        Ok(self.0.clone().make_room(request).await?.into_inner().size_bytes)
+    }
+
     /// Marks a container as garbage.
     pub(crate) async fn mark_container(
         &self,

@@ -31,6 +31,7 @@ pub(crate) enum StoreCall {
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
     DescribeOrphans(pb::DescribeOrphansRequest, Answer<pb::DescribeOrphansResponse>),
     ListVolumes(pb::ListVolumesRequest, Answer<pb::ListVolumesResponse>),
+    MakeRoom(pb::MakeRoomRequest, Answer<pb::MakeRoomResponse>),
 }
 
 /// The first store life.
@@ -90,6 +91,13 @@ impl Inventory for Script {
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {
         self.forward(|answer| StoreCall::Touch(request.into_inner(), answer)).await
+    }
+
+    async fn make_room(
+        &self,
+        request: Request<pb::MakeRoomRequest>,
+    ) -> Result<Response<pb::MakeRoomResponse>, Status> {
+        self.forward(|answer| StoreCall::MakeRoom(request.into_inner(), answer)).await
     }
 
     async fn mark_container(

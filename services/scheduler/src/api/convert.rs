@@ -177,6 +177,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
             max_volumes: placed.capacity.max_volumes.unwrap_or(0),
             cpu_millis: placed.capacity.cpu_millis.unwrap_or(0),
             memory_bytes: placed.capacity.memory_bytes.unwrap_or(0),
+            min_free_disk_bytes: placed.capacity.min_free_disk_bytes,
         }),
         active_tasks: placed.load.tasks,
         containers: kept.containers,
@@ -551,5 +552,6 @@ pub(super) fn parse_capacity(capacity: pb::Capacity) -> Capacity {
         cpu_millis: Some(capacity.cpu_millis).filter(|amount| *amount > 0),
         memory_bytes: Some(capacity.memory_bytes).filter(|amount| *amount > 0),
         disk_bytes: capacity.disk_bytes,
+        min_free_disk_bytes: capacity.min_free_disk_bytes,
     }
 }

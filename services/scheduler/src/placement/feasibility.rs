@@ -106,6 +106,9 @@ pub(super) fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
 /// Returns the refusals if the worker had this `load`.
 pub(super) fn of_load_with(shape: &Shape, worker: &Worker, load: &Load) -> Vec<Refusal> {
     let mut refusals = Vec::new();
+    if load.short_of_disk {
+        refusals.push(Refusal::DiskPressure(worker.capacity.min_free_disk_bytes));
+    }
     if shape.process.is_some() {
         refusals.extend(full_with(Some(&shape.team), worker, load));
     }

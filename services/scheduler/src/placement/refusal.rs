@@ -55,6 +55,8 @@ pub(crate) enum Refusal {
     TeamKeepsToItsOwn,
     /// The worker is reserved for another request.
     Reserved,
+    /// Less than these bytes of the worker's disk are free.
+    DiskPressure(u64),
     /// All slots are in use.
     Full { active: u32, max: u32 },
     /// The worker has reached its limit of containers.
@@ -85,7 +87,7 @@ pub(crate) enum Resource {
 }
 
 /// All codes of [`Refusal::code`].
-pub(crate) const CODES: [&str; 26] = [
+pub(crate) const CODES: [&str; 27] = [
     "LOST",
     "JUST_LOST",
     "GONE",
@@ -108,6 +110,7 @@ pub(crate) const CODES: [&str; 26] = [
     "QUARANTINED",
     "TEAM_KEEPS_TO_ITS_OWN",
     "RESERVED",
+    "DISK_PRESSURE",
     "FULL",
     "FULL_OF_CONTAINERS",
     "FULL_OF_VOLUMES",
@@ -125,6 +128,7 @@ impl Refusal {
             | Self::Quarantined(_)
             | Self::TeamKeepsToItsOwn
             | Self::Reserved
+            | Self::DiskPressure(_)
             | Self::Full { .. }
             | Self::FullOfContainers { .. }
             | Self::FullOfVolumes { .. }
@@ -181,6 +185,7 @@ impl Refusal {
             Self::Quarantined(_) => "QUARANTINED",
             Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
             Self::Reserved => "RESERVED",
+            Self::DiskPressure(_) => "DISK_PRESSURE",
             Self::Full { .. } => "FULL",
             Self::FullOfContainers { .. } => "FULL_OF_CONTAINERS",
             Self::FullOfVolumes { .. } => "FULL_OF_VOLUMES",
@@ -212,6 +217,7 @@ impl Refusal {
             Self::Quarantined(_) => "its quarantine ends and a process starts on it".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
             Self::Reserved => "the request that it is reserved for is placed".to_owned(),
+            Self::DiskPressure(min) => format!("{} of its disk are free: see `gantry gc`", rounded(*min)),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
             Self::FullOfContainers { .. } => "one of its containers is deleted".to_owned(),
             Self::FullOfVolumes { .. } => "some of its volumes are deleted".to_owned(),
@@ -223,6 +229,7 @@ impl Refusal {
     pub(crate) fn ended_by_of_many(&self) -> String {
         match self {
             Self::OnlyTagged(tags) if tags.is_empty() => "the workload requests its tags".to_owned(),
+            Self::DiskPressure(_) => "space on a disk becomes free: see `gantry gc`".to_owned(),
             Self::Full { .. } => "a task ends".to_owned(),
             Self::FullOfContainers { .. } => "a container is deleted".to_owned(),
             Self::FullOfVolumes { .. } => "some volumes are deleted".to_owned(),
@@ -237,6 +244,7 @@ impl Refusal {
             Self::OnlyTagged(_) => Self::OnlyTagged(Vec::new()),
             Self::Incompatible(_) => Self::Incompatible(Vec::new()),
             Self::Quarantined(_) => Self::Quarantined(String::new()),
+            Self::DiskPressure(_) => Self::DiskPressure(0),
             other => other,
         }
     }
@@ -279,6 +287,7 @@ impl Refusal {
             Self::Short(shortage) => 11 + shortage.of as u32,
             Self::Reserved => 14,
             Self::NotNamed => 15,
+            Self::DiskPressure(_) => 16,
             _ => 31,
         };
         1 << number
@@ -298,6 +307,7 @@ impl Refusal {
             (Self::Incompatible(_), Self::Incompatible(_))
             | (Self::FailedWorker(_), Self::FailedWorker(_))
             | (Self::Quarantined(_), Self::Quarantined(_))
+            | (Self::DiskPressure(_), Self::DiskPressure(_))
             | (Self::Full { .. }, Self::Full { .. })
             | (Self::FullOfContainers { .. }, Self::FullOfContainers { .. })
             | (Self::FullOfVolumes { .. }, Self::FullOfVolumes { .. }) => true,
@@ -334,6 +344,7 @@ impl Refusal {
             Self::Quarantined(_) => "are quarantined after repeated failures".to_owned(),
             Self::TeamKeepsToItsOwn => "serve all teams, and this team uses only its own workers".to_owned(),
             Self::Reserved => "are reserved for large requests that have waited long".to_owned(),
+            Self::DiskPressure(_) => "have nearly full disks".to_owned(),
             Self::Full { .. } => "are full".to_owned(),
             Self::FullOfContainers { .. } => "have reached their limit of containers".to_owned(),
             Self::FullOfVolumes { .. } => "have reached their limit of volumes".to_owned(),
@@ -383,6 +394,7 @@ impl fmt::Display for Refusal {
                 f.write_str("serves all teams, and this team uses only its own workers")
             }
             Self::Reserved => f.write_str("is reserved for a large request that has waited long"),
+            Self::DiskPressure(min) => write!(f, "has less than {} of its disk free", rounded(*min)),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
             Self::FullOfContainers { count, max } => write!(f, "has {count} of {max} containers"),
             Self::FullOfVolumes { count, max } => write!(f, "has {count} of {max} volumes"),

@@ -174,6 +174,8 @@ pub(crate) struct Load {
     pub(crate) kept_containers: u64,
     /// Number of kept volumes, as last reported.
     pub(crate) kept_volumes: u64,
+    /// Whether too little of the disk is free, as last reported.
+    pub(crate) short_of_disk: bool,
 }
 
 impl Load {
@@ -205,6 +207,7 @@ impl Load {
             reserved: self.reserved.and(&other.reserved),
             kept_containers: self.kept_containers.saturating_add(other.kept_containers),
             kept_volumes: self.kept_volumes.saturating_add(other.kept_volumes),
+            short_of_disk: self.short_of_disk || other.short_of_disk,
         }
     }
 

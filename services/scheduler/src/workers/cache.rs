@@ -183,6 +183,7 @@ impl Facts {
                 cpu_millis: row.cpu_millis.map(unsigned),
                 memory_bytes: row.memory_bytes.map(unsigned),
                 disk_bytes: unsigned(row.disk_bytes),
+                min_free_disk_bytes: unsigned(row.min_free_disk_bytes),
             },
             load: Load {
                 tasks: count(row.active_tasks),
@@ -194,6 +195,7 @@ impl Facts {
                 },
                 kept_containers: contact.map_or(0, |contact| unsigned(contact.kept_containers)),
                 kept_volumes: contact.map_or(0, |contact| unsigned(contact.volumes)),
+                short_of_disk: contact.is_some_and(|contact| contact.is_short_of_disk(row)),
             },
             reserved_for: None,
         })
@@ -386,10 +388,14 @@ impl WorkerCache {
     fn changes_placement(&self, contacts: &[heartbeat::Model], id: Uuid) -> bool {
         let Some(new) = contacts.iter().find(|contact| contact.worker_id == id) else { return false };
         let awaited = |contact: &heartbeat::Model| contact.last_contact_at < contact.patient_since;
-        self.facts.lock().contacts.get(&id).is_none_or(|known| {
+        let facts = self.facts.lock();
+        let is_short =
+            |contact: &heartbeat::Model| facts.row(id).is_some_and(|worker| contact.is_short_of_disk(worker));
+        facts.contacts.get(&id).is_none_or(|known| {
             awaited(known) != awaited(new)
                 || known.kept_containers != new.kept_containers
                 || known.volumes != new.volumes
+                || is_short(known) != is_short(new)
         })
     }
 
@@ -438,6 +444,7 @@ fn is_better(known: &Worker, before: Load, now: &Worker) -> bool {
     let freed = after.tasks < before.tasks
         || after.kept_containers < before.kept_containers
         || after.kept_volumes < before.kept_volumes
+        || !after.short_of_disk && before.short_of_disk
         || after.reserved.cpu_millis < before.reserved.cpu_millis
         || after.reserved.memory_bytes < before.reserved.memory_bytes
         || after.reserved.disk_bytes < before.reserved.disk_bytes;

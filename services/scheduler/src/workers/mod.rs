@@ -238,6 +238,7 @@ async fn register_one(
         endpoint: Set(registration.endpoint.clone()),
         labels: Set(to_json(&registration.labels)?),
         disk_bytes: Set(number(registration.capacity.disk_bytes)),
+        min_free_disk_bytes: Set(number(registration.capacity.min_free_disk_bytes)),
         registered_at: known.map_or(Set(now.0), |_| sea_orm::NotSet),
         ephemeral: Set(registration.ephemeral),
         unsupported_versions: Set("[]".to_owned()),
@@ -260,7 +261,7 @@ async fn register_one(
         attended: Set(true),
         containers: Set(0),
         volumes: Set(0),
-        disk_free_bytes: Set(0),
+        disk_free_bytes: Set(heartbeat::UNKNOWN_DISK),
         kept_containers: Set(0),
     };
     let again = OnConflict::column(heartbeat::Column::WorkerId)
@@ -345,6 +346,7 @@ pub(crate) async fn list_incompatible(
                 endpoint: Set(registration.endpoint.clone()),
                 labels: Set(to_json(&registration.labels)?),
                 disk_bytes: Set(number(registration.capacity.disk_bytes)),
+                min_free_disk_bytes: Set(number(registration.capacity.min_free_disk_bytes)),
                 registered_at: Set(now.0),
                 ephemeral: Set(registration.ephemeral),
                 unsupported_versions: Set(versions),
@@ -358,7 +360,7 @@ pub(crate) async fn list_incompatible(
                 attended: Set(false),
                 containers: Set(0),
                 volumes: Set(0),
-                disk_free_bytes: Set(0),
+                disk_free_bytes: Set(heartbeat::UNKNOWN_DISK),
                 kept_containers: Set(0),
             };
             heartbeat::Entity::insert(contact).exec_without_returning(txn).await?;

@@ -89,3 +89,36 @@ pub(crate) async fn reported_limits_override_defaults(database: TestDatabase) {
     }
     scheduler.stop().await;
 }
+
+pub(crate) async fn worker_with_full_disk_takes_no_work(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let capacity = pb::Capacity { disk_bytes: 1000, min_free_disk_bytes: 20, ..pb::Capacity::default() };
+    let registration = pb::Registration { capacity: Some(capacity), ..worker("full", [0; 3]) };
+    let gateway = Gateway::connect(&scheduler, registration).await.expect("welcome");
+    let task = || pb::PlaceRequest { tags: vec!["full".to_owned()], ..task() };
+    let transfer = || pb::PlaceRequest { kind: pb::PlacementKind::Transfer.into(), ..task() };
+    // The disk of a new worker is unknown, so it takes work.
+    let lease = place(&scheduler, task()).await.expect("granted").lease_token;
+    release(&scheduler, &lease).await;
+
+    let expect_refusals = async |free_bytes, expected: &[(String, u64)]| {
+        until("the report is known", async || {
+            gateway.observe_disk(free_bytes).await;
+            (refusals(&scheduler, "full").await == expected).then_some(())
+        })
+        .await;
+    };
+    expect_refusals(19, &[("DISK_PRESSURE".to_owned(), 0)]).await;
+    for request in [task(), transfer()] {
+        let busy = refused(&scheduler, request).await;
+        assert!(busy.is(Reason::AllWorkersBusy), "{busy}");
+        let why = "has less than 20 bytes of its disk free".to_owned();
+        assert_eq!(busy.about.get("full"), Some(&why), "{busy:?}");
+    }
+    expect_refusals(20, &[]).await;
+    for request in [task(), transfer()] {
+        let lease = place(&scheduler, request).await.expect("granted").lease_token;
+        release(&scheduler, &lease).await;
+    }
+    scheduler.stop().await;
+}

@@ -66,7 +66,7 @@ use leases::{
     repeat_with_another_process_is_rejected, resources_of_leases_are_reserved,
     token_with_foreign_signature_is_rejected,
 };
-use limits::reported_limits_override_defaults;
+use limits::{reported_limits_override_defaults, worker_with_full_disk_takes_no_work};
 use lists::{
     large_spec_is_abridged_once_its_workload_has_finished, leases_are_listed_until_they_end,
     lists_are_paginated, pages_of_large_workloads_are_short, workloads_are_found_by_name_and_id,
@@ -677,6 +677,7 @@ on_both! {
     strategy_chain_depends_on_kind_and_inputs,
     resources_of_leases_are_reserved,
     reported_limits_override_defaults,
+    worker_with_full_disk_takes_no_work,
     large_specs_are_sent_in_several_messages,
     invalid_lease_requests_are_rejected,
     driven_lease_has_full_term_after_restart,

@@ -284,22 +284,33 @@ impl Gateway {
 
     /// Reports no leases and the number of containers and volumes.
     pub(crate) async fn observe_kept(&self, containers: u64, volumes: u64) {
-        assert!(self.observe_all(vec![], containers, volumes).await, "the stream is open");
+        assert!(self.observe_all(vec![], containers, volumes, 5).await, "the stream is open");
+    }
+
+    /// Reports no leases and the free disk space.
+    pub(crate) async fn observe_disk(&self, free_bytes: u64) {
+        assert!(self.observe_all(vec![], 3, 4, free_bytes).await, "the stream is open");
     }
 
     /// Returns whether the stream is open.
     async fn observe_leases(&self, leases: Vec<pb::ObservedLease>) -> bool {
-        self.observe_all(leases, 3, 4).await
+        self.observe_all(leases, 3, 4, 5).await
     }
 
-    async fn observe_all(&self, leases: Vec<pb::ObservedLease>, containers: u64, volumes: u64) -> bool {
+    async fn observe_all(
+        &self,
+        leases: Vec<pb::ObservedLease>,
+        containers: u64,
+        volumes: u64,
+        disk_free_bytes: u64,
+    ) -> bool {
         let observed = pb::Observed {
             session_credential: self.welcome.session_credential.clone(),
             applied_generation: self.desired.generation,
             leases,
             containers,
             volumes,
-            disk_free_bytes: 5,
+            disk_free_bytes,
             number: self.number.fetch_add(1, Ordering::Relaxed) + 1,
         };
         let request = pb::SynchronizeRequest { message: Some(Said::Observed(observed)) };

@@ -1,5 +1,6 @@
 //! Conversion of messages from and to types of this crate.
 
+use domain::WorkerId;
 use rpc::pb::streamer as pb;
 use rpc::pb::streamer::materialize_response::Message as MaterializeMessage;
 use rpc::pb::streamer::upload_response::Message as UploadMessage;
@@ -12,6 +13,9 @@ use crate::in_flight::{CopyError, CopyInfo, CopyState, Progress, Route};
 use crate::peers::{PeerError, Ticket};
 use crate::upload::{UploadError, UploadEvent, UploadRequest};
 
+/// Most workers that an upload avoids.
+const MAX_AVOIDED: usize = 1000;
+
 pub(super) fn parse_open(open: pb::UploadOpen) -> Result<UploadRequest, Status> {
     Ok(UploadRequest {
         team: parse_team("open.team", open.team)?,
@@ -22,12 +26,24 @@ pub(super) fn parse_open(open: pb::UploadOpen) -> Result<UploadRequest, Status> 
         },
         build: parse_optional_id("open.build_id", &open.build_id)?,
         label: rpc::parse_label("open.label", open.label)?,
+        avoid: parse_avoided(&open.avoid_worker_ids)?,
     })
+}
+
+fn parse_avoided(ids: &[String]) -> Result<Vec<WorkerId>, Status> {
+    const FIELD: &str = "open.avoid_worker_ids";
+    if ids.len() > MAX_AVOIDED {
+        return Err(rpc::invalid_field(FIELD, format!("must not name more than {MAX_AVOIDED} workers")));
+    }
+    ids.iter().map(|id| parse_id(FIELD, id)).collect()
 }
 
 pub(super) fn upload_event(event: UploadEvent) -> pb::UploadResponse {
     let message = match event {
-        UploadEvent::Write { ticket, worker_name } => UploadMessage::Endpoint(endpoint(ticket, worker_name)),
+        UploadEvent::Write { ticket, worker_name, worker } => {
+            let worker_id = worker.to_string();
+            UploadMessage::Endpoint(pb::TransferEndpoint { worker_name, worker_id, ..endpoint(ticket) })
+        }
         UploadEvent::Uploaded { artifact_id } => UploadMessage::Uploaded(pb::Uploaded { artifact_id }),
     };
     pb::UploadResponse { message: Some(message) }
@@ -35,12 +51,11 @@ pub(super) fn upload_event(event: UploadEvent) -> pb::UploadResponse {
 
 pub(super) fn readable(readable: DownloadLocation) -> pb::DownloadResponse {
     let DownloadLocation { ticket, digest, size_bytes } = readable;
-    pb::DownloadResponse { endpoint: Some(endpoint(ticket, String::new())), digest, size_bytes }
+    pb::DownloadResponse { endpoint: Some(endpoint(ticket)), digest, size_bytes }
 }
 
-fn endpoint(ticket: Ticket, worker_name: String) -> pb::TransferEndpoint {
-    let Ticket { ticket, gateway_endpoint } = ticket;
-    pb::TransferEndpoint { gateway_endpoint, ticket, worker_name }
+fn endpoint(Ticket { ticket, gateway_endpoint }: Ticket) -> pb::TransferEndpoint {
+    pb::TransferEndpoint { gateway_endpoint, ticket, ..pb::TransferEndpoint::default() }
 }
 
 pub(super) fn copy_state(state: CopyState) -> Result<pb::MaterializeResponse, Status> {

@@ -334,6 +334,7 @@ impl Images {
             digest: Some(tree.manifest().tree_digest()),
             build: None,
             label: pull.key.reference.clone(),
+            avoid: Vec::new(),
         };
         let (caller, mut events) = mpsc::channel(4);
         let written = async {

@@ -80,6 +80,19 @@ async fn copy_has_exactly_the_tree_of_its_source() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn upload_avoids_workers_that_it_names() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let (one, two) = (suite.add_worker("one").await, suite.add_worker("two").await);
+    for (avoided, other) in [(one, two), (two, one)] {
+        assert_eq!(suite.worker_for_upload(avoided).await, other);
+    }
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn explanation_shows_bytes_to_move() {
     if !may_be_a_worker() {
         return;

@@ -121,6 +121,7 @@ impl Suite {
             digest: digest.into().map(|digest| digest.as_bytes().to_vec().into()).unwrap_or_default(),
             build_id: String::new(),
             label: "tree".to_owned(),
+            avoid_worker_ids: Vec::new(),
         };
         sender.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
         let mut streamer = StreamerClient::new(self.peer.clone());

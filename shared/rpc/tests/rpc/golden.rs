@@ -270,6 +270,7 @@ fn add_other_messages(corpus: &mut Corpus) {
         digest: Bytes::new(),
         build_id: text(ID),
         label: text("src"),
+        avoid_worker_ids: vec![text(ID)],
     };
     corpus.add(
         "open",
@@ -279,6 +280,7 @@ fn add_other_messages(corpus: &mut Corpus) {
         gateway_endpoint: text("unix:///run/gantry.sock"),
         ticket: text("ticket"),
         worker_name: text("one"),
+        worker_id: text(ID),
     };
     let endpoint = streamer::upload_response::Message::Endpoint(endpoint);
     corpus.add("endpoint", &streamer::UploadResponse { message: Some(endpoint) });

@@ -307,6 +307,7 @@ mod tests {
             max_volumes: Some(3),
             cpu_millis: Some(1500),
             memory_bytes: Some(2 << 30),
+            ..Amounts::default()
         };
         assert_eq!(amounts, [one, Amounts { max_tasks: Some(4), ..Amounts::default() }]);
         Ok(())

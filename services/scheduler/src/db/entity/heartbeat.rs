@@ -16,6 +16,18 @@ pub(crate) struct Model {
     pub(crate) kept_containers: i64,
 }
 
+/// Free disk space before the first heartbeat.
+pub(crate) const UNKNOWN_DISK: i64 = -1;
+
+impl Model {
+    /// Whether less of the disk of `worker` is free than it needs.
+    pub(crate) fn is_short_of_disk(&self, worker: &super::worker::Model) -> bool {
+        worker.disk_bytes > 0
+            && self.disk_free_bytes != UNKNOWN_DISK
+            && self.disk_free_bytes < worker.min_free_disk_bytes
+    }
+}
+
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]
 pub(crate) enum Relation {
     #[sea_orm(

@@ -24,6 +24,7 @@ pub(crate) struct Model {
     pub(crate) endpoint: String,
     pub(crate) labels: String,
     pub(crate) disk_bytes: i64,
+    pub(crate) min_free_disk_bytes: i64,
     pub(crate) registered_at: i64,
     pub(crate) interrupt_at: Option<i64>,
     pub(crate) landed_at: Option<i64>,

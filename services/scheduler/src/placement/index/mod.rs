@@ -39,7 +39,7 @@ const NO_WORKER: &str = "NO_WORKER";
 const NEVER: &str = "NEVER";
 
 /// All codes that [`Index::waits_for`] returns.
-pub(crate) const WAITS_FOR: [&str; 14] = [
+pub(crate) const WAITS_FOR: [&str; 15] = [
     PENDING,
     NO_WORKER,
     NEVER,
@@ -50,6 +50,7 @@ pub(crate) const WAITS_FOR: [&str; 14] = [
     "QUARANTINED",
     "TEAM_KEEPS_TO_ITS_OWN",
     "RESERVED",
+    "DISK_PRESSURE",
     "FULL",
     "FULL_OF_CONTAINERS",
     "FULL_OF_VOLUMES",

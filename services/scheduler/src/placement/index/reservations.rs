@@ -152,8 +152,8 @@ fn with_slots(parts: &[Part]) -> impl Iterator<Item = &Part> {
 /// it never will, or refuses `demand`.
 fn missing_room(demand: &Demand, worker: &Worker, planned: &Load) -> Option<MissingRoom> {
     let shape: &Shape = &demand.shape;
-    let Load { kept_containers, kept_volumes, .. } = worker.load;
-    let without_tasks = Load { kept_containers, kept_volumes, ..*planned };
+    let Load { kept_containers, kept_volumes, short_of_disk, .. } = worker.load;
+    let without_tasks = Load { kept_containers, kept_volumes, short_of_disk, ..*planned };
     if of_place(demand, worker).next().is_some() || !of_load_with(shape, worker, &without_tasks).is_empty() {
         return None;
     }

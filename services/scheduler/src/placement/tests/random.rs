@@ -43,6 +43,7 @@ impl Dice {
             cpu_millis: self.some(&[None, Some(2000)]),
             memory_bytes: self.some(&[None, Some(100)]),
             disk_bytes: self.some(&[0, 50]),
+            min_free_disk_bytes: self.some(&[0, 5]),
         };
         let mut worker = Worker {
             id: WorkerId::from_uuid(Uuid::from_u128(self.0.random())),
@@ -101,6 +102,7 @@ impl Dice {
             },
             kept_containers: self.0.random_range(0..3),
             kept_volumes: self.0.random_range(0..5),
+            short_of_disk: self.some(&[false, false, false, true]),
         }
     }
 

@@ -102,6 +102,9 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
         against.add_passing(is_short, Refusal::Short(Shortage { of, requested, left }));
     }
 
+    let min_free = worker.capacity.min_free_disk_bytes;
+    against.add_passing(load.short_of_disk && !is_lost, Refusal::DiskPressure(min_free));
+
     // The rest concerns the process.
     let Some(process) = &requested.process else { return against };
     let has_tags = !has.tags.is_empty();

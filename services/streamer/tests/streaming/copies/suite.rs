@@ -294,7 +294,7 @@ impl Suite {
         let scanned = transfer::scan(root, &transfer::ScanOptions::default(), None).expect("a manifest");
         let (manifest, artifact) = (Arc::new(scanned.manifest), ArtifactId::new());
         let digest = manifest.tree_digest();
-        let (sender, mut answers, answer) = self.open(artifact, digest).await;
+        let (sender, mut answers, answer) = self.open(artifact, digest, &[]).await;
         let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
         write(&endpoint, root, manifest).await;
         let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
@@ -326,6 +326,7 @@ impl Suite {
         &self,
         artifact: ArtifactId,
         digest: Digest,
+        avoid: &[String],
     ) -> (mpsc::Sender<pb::UploadRequest>, Streaming<pb::UploadResponse>, Answer) {
         let (sender, requests) = mpsc::channel(4);
         let open = pb::UploadOpen {
@@ -334,6 +335,7 @@ impl Suite {
             digest: digest.as_bytes().to_vec().into(),
             build_id: String::new(),
             label: "tree".to_owned(),
+            avoid_worker_ids: avoid.to_vec(),
         };
         sender.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
         let mut answers =
@@ -344,9 +346,18 @@ impl Suite {
 
     /// Returns the artifact that already has these bytes, if an upload need not send them.
     pub(crate) async fn uploaded_artifact(&self, digest: Digest) -> Option<ArtifactId> {
-        match self.open(ArtifactId::new(), digest).await.2 {
+        match self.open(ArtifactId::new(), digest, &[]).await.2 {
             Answer::Uploaded(uploaded) => Some(uploaded.artifact_id.parse().expect("an id")),
             Answer::Endpoint(_) => None,
+        }
+    }
+
+    /// Returns the worker that receives a new tree.
+    pub(crate) async fn worker_for_upload(&self, avoid: WorkerId) -> WorkerId {
+        let digest = Digest([9; 32]);
+        match self.open(ArtifactId::new(), digest, &[avoid.to_string()]).await.2 {
+            Answer::Endpoint(endpoint) => endpoint.worker_id.parse().expect("an id"),
+            Answer::Uploaded(uploaded) => panic!("an unexpected artifact: {uploaded:?}"),
         }
     }
 

@@ -100,6 +100,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
         volume_handle: volume_handle.clone(),
         reason: why.clone(),
     };
+    let make_room = pb::MakeRoomRequest { session_credential: session_credential.clone(), size_bytes: 1 };
     let failed = pb::FailPrepareRequest {
         session_credential,
         container_handle,
@@ -163,6 +164,14 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 id("volume_handle"),
                 but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound),
                 super::reason("reason"),
+            ],
+        ),
+        Call::new(
+            "Inventory.MakeRoom",
+            [make_room],
+            [
+                credential("session_credential", world.suite, &world.here),
+                invalid("size_bytes", "zero", Value::U64(0), "size_bytes"),
             ],
         ),
         Call::new(

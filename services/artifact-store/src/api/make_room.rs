@@ -1,0 +1,91 @@
+//! Handler of `Inventory.MakeRoom`.
+
+use domain::worker::SessionClaims;
+use rpc::pb::artifacts as pb;
+use tonic::Status;
+
+use crate::api::{Handlers, errors};
+use crate::caches::{resource_caches, task_caches};
+use crate::inventory::delete_requests::{self, Drop, DropError};
+use crate::inventory::make_room::{Candidate, Dispensable, candidates};
+use crate::policy::retention::CacheEndReason;
+
+impl Handlers {
+    /// Deletes candidates until their sizes reach `size_bytes`. Each has its own transaction, so
+    /// that other calls need not wait for all of them.
+    pub(super) async fn run_make_room(
+        &self,
+        claims: &SessionClaims,
+        size_bytes: u64,
+    ) -> Result<pb::MakeRoomResponse, Status> {
+        let now = self.store.now();
+        let candidates = candidates(self.store.db.read(), claims.worker, now).await;
+        let candidates = candidates.map_err(|error| errors::database("make room", &error))?;
+        let mut response = pb::MakeRoomResponse::default();
+        for candidate in candidates {
+            if response.size_bytes >= size_bytes {
+                break;
+            }
+            if self.delete_for_space(claims, &candidate).await? {
+                response.size_bytes = response.size_bytes.saturating_add(candidate.size_bytes);
+                response.replicas += 1;
+            }
+        }
+        tracing::info!(
+            worker.id = %claims.worker,
+            wanted_bytes = size_bytes,
+            deleted_bytes = response.size_bytes,
+            replicas = response.replicas,
+            "a worker needs disk space: deleted copies and caches that nothing uses"
+        );
+        Ok(response)
+    }
+
+    /// Deletes a candidate, unless it is used by now. Returns whether it did.
+    async fn delete_for_space(
+        &self,
+        claims: &SessionClaims,
+        Candidate { what, team, .. }: &Candidate,
+    ) -> Result<bool, Status> {
+        let store = &self.store;
+        let (now, tombstone, policy) = (store.now(), store.config.tombstone, &self.policy());
+        let why = CacheEndReason::DiskSpace;
+        let failed = |error| errors::database("make room", &error);
+        match *what {
+            Dispensable::Copy(artifact) => {
+                let why = "another worker has a copy, and this one needed disk space".to_owned();
+                let drop = &Drop { team: team.clone(), artifact, worker: claims.worker, why, force: false };
+                let dropped = store
+                    .db
+                    .write(|txn| async move { delete_requests::drop_replica(&txn, drop, now, policy).await });
+                match dropped.await {
+                    Ok(marked) => {
+                        let is_marked = !marked.is_empty();
+                        store.sweep_wakers.wake(marked);
+                        Ok(is_marked)
+                    }
+                    Err(DropError::ArtifactNotFound(_) | DropError::LastReplica(_)) => Ok(false),
+                    Err(DropError::Database(error)) => Err(failed(error)),
+                }
+            }
+            Dispensable::ResourceCache(cache) => {
+                let deleted = store.db.write(|txn| async move {
+                    resource_caches::delete(&txn, team, cache, why, now, tombstone).await
+                });
+                match deleted.await {
+                    Ok(()) => Ok(true),
+                    Err(
+                        resource_caches::DeleteError::NotFound(_) | resource_caches::DeleteError::InUse(_),
+                    ) => Ok(false),
+                    Err(resource_caches::DeleteError::Database(error)) => Err(failed(error)),
+                }
+            }
+            Dispensable::TaskCache(cache) => {
+                let deleted = store.db.write(|txn| async move {
+                    task_caches::delete_unused(&txn, team, cache, now, tombstone).await
+                });
+                deleted.await.map_err(failed)
+            }
+        }
+    }
+}

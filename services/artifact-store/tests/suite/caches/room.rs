@@ -1,0 +1,68 @@
+//! Deletions from workers that need disk space.
+
+use domain::{BuildId, TransferId, WorkloadId};
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState};
+use testing::databases::TestDatabase;
+
+use super::{Caller, by_workload};
+use crate::{Answer, Gateway, Suite, TEAM, digest, on_both_databases};
+
+on_both_databases! { unused_copies_and_caches_make_room }
+
+/// Requests space on the worker of `gateway`. Returns the number of deleted replicas.
+async fn make_room(suite: &Suite, gateway: &Gateway, size_bytes: u64) -> Answer<u64> {
+    let session_credential = gateway.credential.clone();
+    let request = pb::MakeRoomRequest { session_credential, size_bytes };
+    Ok(suite.inventory().make_room(request).await?.into_inner().replicas)
+}
+
+async fn unused_copies_and_caches_make_room(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (here, there) = (suite.gateway().await, suite.gateway().await);
+    let main = Caller::of(&suite, TEAM);
+    // Without a copy and without a cache, it cannot be made again.
+    suite.uploaded(&here, 1).await;
+    let mut copies = Vec::new();
+    for content in [2, 3] {
+        let (artifact, replica) = suite.upload(&here, None, content).await.expect("uploaded");
+        let copy = suite.plan(artifact, there.worker, TransferId::new()).await.expect("planned");
+        there.complete(&copy, digest(content)).await.expect("complete");
+        copies.push((artifact, replica));
+    }
+    suite.pin(WorkloadId::new(), &[copies[0].0], None).await.expect("pinned");
+
+    let cached = suite.uploaded(&here, 4).await;
+    main.make(4, cached).await;
+    let used = suite.uploaded(&here, 5).await;
+    let cache = main.make(5, used).await;
+    main.use_it(&cache, by_workload(WorkloadId::new())).await.expect("used");
+    let build = BuildId::new();
+    suite.put_build(build, WorkloadId::new(), None).await.expect("put");
+    let (built, _) = suite.upload(&here, Some(build), 6).await.expect("uploaded");
+    main.make(6, built).await;
+    let (task_cache, _) = main.task("job", "/cache", None).await.expect("asked");
+    let version = suite.uploaded(&here, 7).await;
+    main.publish(&task_cache, version).await.expect("published");
+
+    // Copies come first, and no more is deleted than necessary.
+    assert_eq!(make_room(&suite, &here, 1).await.expect("made"), 1);
+    let state = suite.volume_state(&copies[1].1).await;
+    assert_eq!(state, Some(InventoryState::Destroying));
+    let made = make_room(&suite, &there, u64::MAX).await.expect("made");
+    assert_eq!(made, 0, "one copy is pinned, and the other is the last one");
+    assert_eq!(make_room(&suite, &here, u64::MAX).await.expect("made"), 2);
+    assert_eq!(make_room(&suite, &here, u64::MAX).await.expect("made"), 0);
+    suite.collect(DryRun::Off).await;
+    for (artifact, state) in [
+        (copies[0].0, ArtifactState::Sealed),
+        (copies[1].0, ArtifactState::Sealed),
+        (cached, ArtifactState::Deleting),
+        (used, ArtifactState::Sealed),
+        (built, ArtifactState::Sealed),
+        (version, ArtifactState::Deleting),
+    ] {
+        assert_eq!(suite.state(artifact).await, state);
+    }
+    suite.stop().await;
+}
