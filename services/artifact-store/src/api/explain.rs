@@ -24,6 +24,7 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
         can_be_undeleted: explanation.can_be_undeleted,
         bytes_lost: explanation.bytes_lost,
         lost_at: instant(explanation.lost_at),
+        loss_reason: explanation.loss_reason,
         team: explanation.team,
         can_be_adopted: explanation.can_be_adopted,
         in_store: explanation.in_store,

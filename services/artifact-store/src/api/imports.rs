@@ -69,7 +69,7 @@ impl Handlers {
         request: pb::FailImportRequest,
     ) -> Result<pb::FailImportResponse, Status> {
         let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
-        let why = &parse_reason(request.reason)?;
+        let why = &parse_reason("reason", request.reason)?;
         let claims = &self.session(&request.session_credential).await?;
         let now = self.store.now();
 

@@ -18,7 +18,7 @@ use crate::api::inventory_messages::{
 };
 use crate::api::{Handlers, SERVICE, errors, orphans, parse_reason};
 use crate::artifacts;
-use crate::inventory::losses;
+use crate::inventory::losses::{self, LostReplica};
 use crate::inventory::report;
 use crate::inventory::sweep;
 use crate::inventory::{self, AttemptNeeds, Bytes};
@@ -127,7 +127,7 @@ impl pb::inventory_server::Inventory for Handlers {
         }
         let handles = request.volume_handles.iter().map(|handle| rpc::parse_id("volume_handles", handle));
         let volumes = &handles.collect::<Result<Vec<_>, _>>()?;
-        let why = &parse_reason(request.reason)?;
+        let why = &parse_reason("reason", request.reason)?;
         let claims = &self.session(&request.session_credential).await?;
         let now = self.store.now();
 
@@ -142,6 +142,37 @@ impl pb::inventory_server::Inventory for Handlers {
 
         self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::FailPrepareResponse {}))
+    }
+
+    async fn lose_replicas(
+        &self,
+        request: Request<pb::LoseReplicasRequest>,
+    ) -> Result<Response<pb::LoseReplicasResponse>, Status> {
+        let request = request.into_inner();
+        if request.replicas.len() > MAX_VOLUMES {
+            return Err(rpc::invalid_field("replicas", format!("must be at most {MAX_VOLUMES}")));
+        }
+        let replicas = request.replicas.into_iter().map(|replica| {
+            Ok(LostReplica {
+                handle: rpc::parse_id("replicas.volume_handle", &replica.volume_handle)?,
+                reason: parse_reason("replicas.reason", replica.reason)?,
+            })
+        });
+        let replicas = &replicas.collect::<Result<Vec<_>, Status>>()?;
+        let claims = &self.session(&request.session_credential).await?;
+        let now = self.store.now();
+
+        let lost = self
+            .store
+            .db
+            .write(|txn| async move { losses::lose_replicas(&txn, claims, replicas, now).await })
+            .await
+            .map_err(|error| self.forget_lost_session(error))?;
+
+        if lost > 0 {
+            tracing::warn!(worker.id = %claims.worker, replicas = lost, "a gateway found replicas missing or damaged");
+        }
+        Ok(Response::new(pb::LoseReplicasResponse {}))
     }
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {
@@ -165,7 +196,7 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<pb::MarkContainerResponse>, Status> {
         let request = request.into_inner();
         let handle = rpc::parse_id("container_handle", &request.container_handle)?;
-        let why = &parse_reason(request.reason)?;
+        let why = &parse_reason("reason", request.reason)?;
         let claims = self.optional_session(&request.session_credential).await?;
         let claims = claims.as_ref();
         let now = self.store.now();
@@ -187,7 +218,7 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<pb::MarkVolumeResponse>, Status> {
         let request = request.into_inner();
         let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
-        let why = &parse_reason(request.reason)?;
+        let why = &parse_reason("reason", request.reason)?;
         let claims = self.optional_session(&request.session_credential).await?;
         let claims = claims.as_ref();
         let now = self.store.now();

@@ -225,14 +225,14 @@ fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, S
 }
 
 /// Parses a reason for people, which is required and limited.
-fn parse_reason(reason: String) -> Result<String, Status> {
+fn parse_reason(field: &str, reason: String) -> Result<String, Status> {
     match reason.len() {
-        0 => Err(rpc::invalid_field("reason", "is required")),
+        0 => Err(rpc::invalid_field(field, "is required")),
         length if length > MAX_REASON_BYTES => {
-            Err(rpc::invalid_field("reason", format!("must be at most {MAX_REASON_BYTES} bytes")))
+            Err(rpc::invalid_field(field, format!("must be at most {MAX_REASON_BYTES} bytes")))
         }
         // PostgreSQL rejects texts with NUL.
-        _ if reason.contains('\0') => Err(rpc::invalid_field("reason", "must not contain NUL")),
+        _ if reason.contains('\0') => Err(rpc::invalid_field(field, "must not contain NUL")),
         _ => Ok(reason),
     }
 }

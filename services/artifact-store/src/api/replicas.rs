@@ -126,7 +126,7 @@ impl pb::replicas_server::Replicas for Handlers {
             team: rpc::parse_team("team", request.team)?,
             artifact: rpc::parse_id("artifact_id", &request.artifact_id)?,
             worker: rpc::parse_id("worker_id", &request.worker_id)?,
-            why: parse_reason(request.reason)?,
+            why: parse_reason("reason", request.reason)?,
             force: request.force,
         };
         let (now, policy) = (self.store.now(), &self.policy());

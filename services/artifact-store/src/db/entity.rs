@@ -390,6 +390,7 @@ entity! {
         loss_noticed: bool,
         adopted_at: Option<i64>,
         given_up: bool,
+        loss_reason: Option<String>,
     }
 }
 

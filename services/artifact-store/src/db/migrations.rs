@@ -5,6 +5,8 @@ use db::{Migrations, SqlMigration};
 pub(crate) struct Schema;
 
 impl Migrations for Schema {
-    const ALL: &'static [SqlMigration] =
-        &[SqlMigration { name: "0001_store", sql: include_str!("migrations/0001_store.sql") }];
+    const ALL: &'static [SqlMigration] = &[
+        SqlMigration { name: "0001_store", sql: include_str!("migrations/0001_store.sql") },
+        SqlMigration { name: "0002_loss_reason", sql: include_str!("migrations/0002_loss_reason.sql") },
+    ];
 }

@@ -46,5 +46,6 @@ pub(crate) fn new_volume(
         loss_noticed: false,
         adopted_at: None,
         given_up: false,
+        loss_reason: None,
     }
 }

@@ -36,6 +36,7 @@ pub(super) async fn artifact(
             .filter(volume::Column::Purpose.eq(Purpose::Replica))
     };
     let lost = replicas().filter(volume::Column::State.eq(State::Lost));
+    let last_loss = lost.clone().order_by_desc(volume::Column::LostAt).one(conn).await?;
     let lost = related(conn, "lost replicas", ItemKind::Volume, lost, volume::Column::Handle).await?;
     let left = replicas().filter(volume::Column::State.ne(State::Lost));
     let left = related(conn, "replicas", ItemKind::Volume, left, volume::Column::Handle).await?;
@@ -43,6 +44,7 @@ pub(super) async fn artifact(
         size_bytes: size(row.size_bytes),
         created_at: Some(Timestamp(row.created_at)),
         in_store: row.in_store,
+        loss_reason: last_loss.and_then(|row| row.loss_reason).unwrap_or_default(),
         ..Explanation::of(ItemKind::Artifact, row.artifact_id, state)
     };
     explanation.relate(left);

@@ -99,6 +99,8 @@ pub(crate) struct Explanation {
     pub(crate) bytes_lost: bool,
     /// Since when it is missing on its worker.
     pub(crate) lost_at: Option<Timestamp>,
+    /// Why it, or the last lost replica of an artifact, is missing. Empty if unknown.
+    pub(crate) loss_reason: String,
     /// Team of an orphan. Empty if unknown.
     pub(crate) team: String,
     /// Whether an orphan has a known digest.
@@ -126,6 +128,7 @@ impl Explanation {
             can_be_undeleted: false,
             bytes_lost: false,
             lost_at: None,
+            loss_reason: String::new(),
             team: String::new(),
             can_be_adopted: false,
             in_store: false,

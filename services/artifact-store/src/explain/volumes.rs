@@ -45,7 +45,10 @@ pub(super) async fn volume(
         explanation.why = row.mark_reason.unwrap_or_default();
         return Ok(Some(explanation));
     }
-    explanation.lost_at = row.lost_at.filter(|_| row.state == State::Lost).map(Timestamp);
+    if row.state == State::Lost {
+        explanation.lost_at = row.lost_at.map(Timestamp);
+        explanation.loss_reason = row.loss_reason.clone().unwrap_or_default();
+    }
     let Some(facts) = references::volumes(conn, &[(&row).into()]).await?.pop() else {
         return Ok(Some(explanation));
     };

@@ -1,6 +1,7 @@
 //! Losses: volumes and containers that should be on a worker and are not, as an ordered feed.
 //!
-//! A report that lacks a volume or container makes it lost ([`crate::inventory::report`]). After a
+//! A report that lacks a volume or container makes it lost ([`crate::inventory::report`]). So does
+//! a gateway that finds a replica missing or damaged when it is used ([`lose_replicas`]). After a
 //! grace period without it, the collector records the loss, once. So does the call that forgets a
 //! worker ([`crate::inventory::worker_removal`]). [`append`] gives the loss a revision.
 //!
@@ -13,6 +14,7 @@
 use std::collections::{HashMap, HashSet};
 
 use db::rows::Column;
+use domain::worker::SessionClaims;
 use domain::{BuildId, ContainerHandle, Timestamp, VolumeHandle, WorkloadId};
 use sea_orm::sea_query::{Expr, ExprTrait};
 use sea_orm::{
@@ -27,9 +29,11 @@ use uuid::Uuid;
 use crate::app::Store;
 use crate::artifacts::{self, Replica};
 use crate::clock::jittered;
-use crate::db::entity::{attempt, container, loss, store, volume};
+use crate::db::entity::{Purpose, State, attempt, container, loss, store, volume};
 use crate::marks::references::Keepers;
+use crate::marks::sweep_queue;
 use crate::policy::garbage::{KeeperKind, Policy};
+use crate::sessions::{self, SessionError};
 
 /// Maximum number of losses read by one query.
 const PAGE: u64 = 100;
@@ -120,6 +124,55 @@ const ROW: [(&str, Column); 7] = [
     ("attempt", Column::Uuid),
     ("lost_at", Column::Integer),
 ];
+
+/// A replica that its gateway reports as missing or damaged.
+#[derive(Debug, Clone)]
+pub(crate) struct LostReplica {
+    pub(crate) handle: VolumeHandle,
+    /// For people.
+    pub(crate) reason: String,
+}
+
+/// Makes present replicas on the worker of `claims` lost. Returns their number.
+///
+/// The sequence is raised, so that a report with an older token, whose list may have them, does not
+/// judge them.
+pub(crate) async fn lose_replicas(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+    replicas: &[LostReplica],
+    now: Timestamp,
+) -> Result<u64, SessionError> {
+    let mut present = volume::Entity::find()
+        .filter(volume::Column::Handle.is_in(replicas.iter().map(|replica| replica.handle.uuid())))
+        .filter(volume::Column::WorkerId.eq(claims.worker.uuid()))
+        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(volume::Column::State.is_in(State::PRESENT))
+        .all(txn)
+        .await?;
+    if present.is_empty() {
+        sessions::fence(txn, claims).await?;
+        return Ok(0);
+    }
+    let sequence = sessions::advance(txn, claims).await?.sequence;
+    sweep_queue::merge_marks(txn, &mut present).await?;
+    let mut lost = 0;
+    for row in present.iter().filter(|row| !row.state.is_garbage()) {
+        let reason = replicas.iter().find(|replica| replica.handle.uuid() == row.handle);
+        let moved = volume::Entity::update_many()
+            .col_expr(volume::Column::State, Expr::value(State::Lost))
+            .col_expr(volume::Column::LostAt, Expr::value(now.0))
+            .col_expr(volume::Column::LossNoticed, Expr::value(false))
+            .col_expr(volume::Column::LossReason, Expr::value(reason.map(|replica| replica.reason.as_str())))
+            .col_expr(volume::Column::JudgedAfter, Expr::value(sequence))
+            .filter(volume::Column::Handle.eq(row.handle))
+            .filter(volume::Column::State.is_in(State::PRESENT))
+            .exec(txn)
+            .await?;
+        lost += moved.rows_affected;
+    }
+    Ok(lost)
+}
 
 /// A loss, with its dependents at the time of the notice.
 #[derive(Debug, Clone)]

@@ -203,16 +203,17 @@ async fn set<E: Sweepable>(
     if handles.is_empty() {
         return Ok(0);
     }
-    let moved = E::update_many()
+    let mut update = E::update_many()
         .col_expr(E::STATE, Expr::value(to))
         .col_expr(E::LOST_AT, Expr::value(lost_at.map(|at| at.0)))
         .col_expr(E::LOSS_NOTICED, Expr::value(false))
         .filter(E::HANDLE.is_in(handles.iter().copied()))
         .filter(E::STATE.is_in(from.iter().copied()))
-        .filter(E::JUDGED_AFTER.lt(token.sequence))
-        .exec(txn)
-        .await?;
-    Ok(moved.rows_affected)
+        .filter(E::JUDGED_AFTER.lt(token.sequence));
+    if let Some(reason) = E::LOSS_REASON {
+        update = update.col_expr(reason, Expr::value(None::<String>));
+    }
+    Ok(update.exec(txn).await?.rows_affected)
 }
 
 /// Hands out sweeping items again that were handed out before the token and still exist. Containers

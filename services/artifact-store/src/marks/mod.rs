@@ -178,6 +178,8 @@ pub(crate) trait Sweepable: EntityTrait {
     const HAS_QUEUE: bool;
     const LOST_AT: Self::Column;
     const LOSS_NOTICED: Self::Column;
+    /// Why it is lost, if a gateway may report that.
+    const LOSS_REASON: Option<Self::Column>;
 
     const TABLE: &str;
     const KIND: DeletionKind;
@@ -186,7 +188,7 @@ pub(crate) trait Sweepable: EntityTrait {
 }
 
 macro_rules! sweepable {
-    ($($table:ident: $name:literal, $kind:ident, $has_queue:literal;)+) => {$(
+    ($($table:ident: $name:literal, $kind:ident, $has_queue:literal, $loss_reason:expr;)+) => {$(
         impl Sweepable for $table::Entity {
             const HANDLE: Self::Column = $table::Column::Handle;
             const WORKER_ID: Self::Column = $table::Column::WorkerId;
@@ -195,6 +197,7 @@ macro_rules! sweepable {
             const HAS_QUEUE: bool = $has_queue;
             const LOST_AT: Self::Column = $table::Column::LostAt;
             const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
+            const LOSS_REASON: Option<Self::Column> = $loss_reason;
 
             const TABLE: &str = $name;
             const KIND: DeletionKind = DeletionKind::$kind;
@@ -207,8 +210,8 @@ macro_rules! sweepable {
 }
 
 sweepable! {
-    volume: "volumes", Volume, true;
-    container: "containers", Container, false;
+    volume: "volumes", Volume, true, Some(volume::Column::LossReason);
+    container: "containers", Container, false, None;
 }
 
 /// Whether a query waits for rows that another transaction has locked.

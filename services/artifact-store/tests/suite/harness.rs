@@ -477,6 +477,15 @@ impl Gateway {
         Ok(())
     }
 
+    /// Reports a replica as lost.
+    pub(crate) async fn lose(&self, handle: &str, reason: &str) -> Answer<()> {
+        let replica = pb::LostReplica { volume_handle: handle.to_owned(), reason: reason.to_owned() };
+        let request =
+            pb::LoseReplicasRequest { session_credential: self.credential.clone(), replicas: vec![replica] };
+        self.inventory().lose_replicas(request).await?;
+        Ok(())
+    }
+
     pub(crate) async fn complete(&self, handle: &str, digest: Digest) -> Answer<()> {
         self.complete_as(handle, digest, pb::Verification::Verified).await
     }

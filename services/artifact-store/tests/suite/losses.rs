@@ -16,6 +16,7 @@ use crate::{
 
 on_both_databases! {
     loss_is_reported_once_with_its_dependents,
+    damaged_replica_is_lost_at_once_with_the_reason,
     item_found_within_grace_is_no_loss,
     loss_of_garbage_is_reported_after_restore,
     watcher_resumes_or_is_rejected_as_compacted,
@@ -137,6 +138,43 @@ async fn loss_is_reported_once_with_its_dependents(database: TestDatabase) {
     gateway.report(&[], &[]).await.expect("reported");
     record_losses(&suite).await;
     assert_eq!(watcher.next().await.volume_handle, replica);
+    suite.stop().await;
+}
+
+async fn damaged_replica_is_lost_at_once_with_the_reason(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    copy(&suite, &elsewhere, artifact, 1).await;
+    let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+    suite.pin(workload, &[artifact], None).await.expect("pinned");
+    let needs = [input("in", artifact)];
+    let planned = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
+    assert_eq!(planned.volumes[0].parent_handle, replica);
+    let loss_reason = async |id: &str| {
+        let request = pb::ExplainRequest { team: TEAM.to_owned(), id: id.to_owned() };
+        suite.artifacts().explain(request).await.expect("explained").into_inner().loss_reason
+    };
+    // Another worker has no say, and a listing of an earlier time still names the replica.
+    elsewhere.lose(&replica, "is not mine").await.expect("ignored");
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
+    let (container, inputs) =
+        (planned.container_handle, [planned.volumes[0].volume_handle.clone(), replica.clone()]);
+    let older = gateway.begin_report().await.expect("begun");
+    for _ in 0..2 {
+        gateway.lose(&replica, "is damaged: a file has changed").await.expect("recorded");
+    }
+    gateway.report_with(older, &inputs, std::slice::from_ref(&container)).await.expect("reported");
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Lost));
+    for id in [artifact.to_string(), replica.clone()] {
+        assert_eq!(loss_reason(&id).await, "is damaged: a file has changed");
+    }
+    let planned = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
+    assert_eq!(planned.volumes[0].missing_artifact_id, artifact.to_string(), "it is copied again");
+
+    gateway.report(&inputs, std::slice::from_ref(&container)).await.expect("reported");
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
+    assert_eq!((loss_reason(&replica).await, loss_reason(&artifact.to_string()).await), Default::default());
     suite.stop().await;
 }
 

@@ -336,6 +336,7 @@ pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
         "remembered_until": instant(&explained.remembered_until),
         "can_be_undeleted": explained.can_be_undeleted,
         "bytes_lost": explained.bytes_lost,
+        "loss_reason": some(&explained.loss_reason),
         "lost_at": instant(&explained.lost_at),
         "team": some(&explained.team),
         "can_be_adopted": explained.can_be_adopted,

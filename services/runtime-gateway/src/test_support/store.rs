@@ -22,6 +22,7 @@ pub(crate) type Answer<T> = oneshot::Sender<Result<T, Status>>;
 pub(crate) enum StoreCall {
     Prepare(pb::PrepareRequest, Answer<pb::PrepareResponse>),
     Failed(pb::FailPrepareRequest, Answer<pb::FailPrepareResponse>),
+    Lost(pb::LoseReplicasRequest, Answer<pb::LoseReplicasResponse>),
     Touch(pb::TouchRequest, Answer<pb::TouchResponse>),
     CompleteVolume(pb::CompleteVolumeRequest, Answer<pb::CompleteVolumeResponse>),
     PrepareImport(pb::PrepareImportRequest, Answer<pb::PrepareImportResponse>),
@@ -87,6 +88,13 @@ impl Inventory for Script {
         request: Request<pb::FailPrepareRequest>,
     ) -> Result<Response<pb::FailPrepareResponse>, Status> {
         self.forward(|answer| StoreCall::Failed(request.into_inner(), answer)).await
+    }
+
+    async fn lose_replicas(
+        &self,
+        request: Request<pb::LoseReplicasRequest>,
+    ) -> Result<Response<pb::LoseReplicasResponse>, Status> {
+        self.forward(|answer| StoreCall::Lost(request.into_inner(), answer)).await
     }
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {

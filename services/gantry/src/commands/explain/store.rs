@@ -98,6 +98,7 @@ fn text(explained: &ExplainResponse) -> String {
     if !explained.bytes_lost {
         shown.push(("lost", past(explained.lost_at.as_ref())));
     }
+    shown.push(("lost because", plain(&explained.loss_reason, WIDTH)));
     if explained.state() == ExplainedState::Orphaned {
         shown.push(("adoptable", labels::yes_or_no(explained.can_be_adopted).to_owned()));
     }

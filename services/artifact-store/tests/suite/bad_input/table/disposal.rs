@@ -107,6 +107,12 @@ fn ends(world: &World<'_>) -> Vec<Call> {
         volume_handles: vec![volume_handle],
         reason: why.clone(),
     };
+    let lost = pb::LostReplica {
+        volume_handle: world.prepared.volumes[0].volume_handle.clone(),
+        reason: "is missing".to_owned(),
+    };
+    let lose =
+        pb::LoseReplicasRequest { session_credential: world.here.credential.clone(), replicas: vec![lost] };
     let drop = pb::DropReplicaRequest {
         team: TEAM.to_owned(),
         artifact_id: world.sealed.to_string(),
@@ -185,6 +191,18 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 ids("volume_handles"),
                 nothing("volume_handles", "unknown", text(WorkloadId::new())),
                 super::reason("reason"),
+            ],
+        ),
+        Call::new(
+            "Inventory.LoseReplicas",
+            [lose],
+            [
+                credential("session_credential", world.suite, &world.here),
+                nothing("session_credential", "of another worker", text(&world.there.credential)),
+                many("replicas", 1001),
+                id("replicas.volume_handle"),
+                nothing("replicas.volume_handle", "unknown", text(WorkloadId::new())),
+                super::reason("replicas.reason"),
             ],
         ),
         Call::new(
