@@ -297,6 +297,7 @@ pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) 
         | FailureReason::CgroupUnavailable
         | FailureReason::Unsupported
         | FailureReason::InputDamaged
+        | FailureReason::InputUnreachable
         | FailureReason::WorkerFull => true,
         FailureReason::DiskFull | FailureReason::WorkerFailed => !announced && report.started_at.is_none(),
         _ => false,
@@ -307,8 +308,8 @@ pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) 
 /// Returns whether a fault counts towards quarantine. Other faults only exclude this worker for
 /// this workload.
 pub(crate) fn counts_towards_quarantine(failure: &Failure) -> bool {
-    use FailureReason::{InputDamaged, Unsupported, WorkerFull};
-    !matches!(failure.reason, Unsupported | WorkerFull | InputDamaged)
+    use FailureReason::{InputDamaged, InputUnreachable, Unsupported, WorkerFull};
+    !matches!(failure.reason, Unsupported | WorkerFull | InputDamaged | InputUnreachable)
 }
 
 /// Returns whether the same worker may take the workload later.
@@ -549,6 +550,7 @@ mod tests {
             FailureReason::CgroupUnavailable,
             FailureReason::Unsupported,
             FailureReason::InputDamaged,
+            FailureReason::InputUnreachable,
             FailureReason::WorkerFull,
         ];
         for reason in surely {

@@ -26,7 +26,7 @@ use rpc::pb::runtime as gateway;
 use rpc::pb::runtime::fetch_response::Message as Fetched;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::write_archive_request::Message as Archive;
-use rpc::{Peer, Refusal};
+use rpc::{Peer, Reason, Refusal};
 use tokio_util::sync::CancellationToken;
 
 use crate::in_flight::{CompleteCopy, CopyError, CopyTask, Intent, Progress, Route};
@@ -111,13 +111,12 @@ async fn open_destination(
     peers: &mut Peers,
     task: &CopyTask,
     plan: &Plan,
-) -> Result<(VolumesClient<Peer>, String), CopyError> {
+) -> Result<(VolumesClient<Peer>, Ticket), CopyError> {
     let (team, worker) = (&task.request.team, task.request.worker);
-    let Ticket { ticket, gateway_endpoint } =
-        peers.issue_ticket(team, worker, plan.volume()?, Operation::Write).await?;
-    let outgoing = Outgoing::internal().with_ticket(&ticket);
+    let ticket = peers.issue_ticket(team, worker, plan.volume()?, Operation::Write).await?;
+    let outgoing = Outgoing::internal().with_ticket(&ticket.ticket);
     let malformed = |_| PeerError::Malformed("address of a gateway");
-    let gateway = rpc::client::peer(&gateway_endpoint, outgoing).map_err(malformed)?;
+    let gateway = rpc::client::peer(&ticket.gateway_endpoint, outgoing).map_err(malformed)?;
     Ok((VolumesClient::new(gateway), ticket))
 }
 
@@ -130,14 +129,18 @@ async fn unpack(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<Compl
     let total = tree.size_bytes();
     let progress = Progress { total, route: Route::Store, ..Progress::default() };
     task.publish(progress);
-    let (mut gateway, ticket) = open_destination(peers, task, plan).await?;
+    let (mut gateway, Ticket { ticket, gateway_endpoint: endpoint }) =
+        open_destination(peers, task, plan).await?;
     let open = Archive::Open(gateway::WriteOpen { ticket });
     let pieces = (0..archive.len()).step_by(ARCHIVE_PIECE);
     let piece = |at: usize| Archive::Data(archive.slice(at..archive.len().min(at + ARCHIVE_PIECE)));
     let data = pieces.map(piece).collect::<Vec<_>>();
     let messages = std::iter::once(open).chain(data).chain([Archive::Commit(gateway::WriteCommit {})]);
     let messages = messages.map(|message| gateway::WriteArchiveRequest { message: Some(message) });
-    let written = gateway.write_archive(tokio_stream::iter(messages)).await.map_err(PeerError::from)?;
+    let written = match gateway.write_archive(tokio_stream::iter(messages)).await {
+        Ok(written) => written,
+        Err(status) => return Err(describe_failure(peers, task, &endpoint, &[], status.into()).await),
+    };
     if written.into_inner().digest != plan.digest {
         return Err(CopyError::OtherBytes(task.request.worker));
     }
@@ -172,7 +175,7 @@ async fn open_sources(
     location: Location,
 ) -> Result<Vec<Source>, CopyError> {
     let mut sources = Vec::new();
-    let mut unreadable = None;
+    let (mut unreadable, mut silent) = (None, Vec::new());
     for replica in sources::rank(location.replicas, task.request.worker, &task.readers()) {
         let ticket =
             peers.issue_ticket(&task.request.team, replica.worker, replica.volume, Operation::Read).await;
@@ -181,9 +184,19 @@ async fn open_sources(
                 let fetch = gateway::FetchSource { gateway_endpoint, ticket };
                 sources.push(Source { worker: replica.worker, fetch });
             }
+            Err(PeerError::Refused(refusal)) if refusal.is(Reason::WorkerUnreachable) => {
+                silent.push((replica.worker, refusal.message));
+            }
             Err(error) if error.is_unreadable_replica() => unreadable = Some(error),
             Err(error) => return Err(error.into()),
         }
+    }
+    if sources.is_empty() && !silent.is_empty() {
+        let mut failures = Vec::new();
+        for (worker, error) in silent {
+            failures.push(format!("worker {}: {error}", peers.worker_name(worker).await));
+        }
+        return Err(CopyError::Silent(failures.join("; ")));
     }
     match unreadable {
         Some(error) if sources.is_empty() => Err(error.into()),
@@ -200,16 +213,31 @@ async fn fetch(
     sources: &[Source],
 ) -> Result<CompleteCopy, CopyError> {
     let volume = plan.volume()?;
-    let (mut gateway, ticket) = open_destination(peers, task, plan).await?;
+    let (mut gateway, Ticket { ticket, gateway_endpoint: endpoint }) =
+        open_destination(peers, task, plan).await?;
     let request = gateway::FetchRequest {
         ticket,
         digest: plan.digest.clone(),
         sources: sources.iter().map(|source| source.fetch.clone()).collect(),
     };
-    let mut answers = gateway.fetch(request).await.map_err(PeerError::from)?.into_inner();
+    match receive(gateway.fetch(request).await, task, plan, sources).await {
+        Ok(Some(progress)) => Ok(CompleteCopy { volume, progress: Some(progress) }),
+        Ok(None) => Err(CopyError::Truncated(task.request.worker)),
+        Err(refusal) => Err(describe_failure(peers, task, &endpoint, sources, refusal).await),
+    }
+}
+
+/// Publishes the progress of a fetch until its end. `None`: the gateway ended the call too early.
+async fn receive(
+    answers: Result<tonic::Response<tonic::Streaming<gateway::FetchResponse>>, tonic::Status>,
+    task: &CopyTask,
+    plan: &Plan,
+    sources: &[Source],
+) -> Result<Option<Progress>, Refusal> {
+    let mut answers = answers?.into_inner();
     let mut rate = Rate::default();
     let mut progress = Progress { total: plan.size_bytes, route: Route::Peer, ..Progress::default() };
-    while let Some(answer) = answers.message().await.map_err(Refusal::from).map_err(PeerError::from)? {
+    while let Some(answer) = answers.message().await? {
         match answer.message {
             Some(Fetched::Progress(now)) => {
                 let from = usize::try_from(now.source).ok().and_then(|place| sources.get(place));
@@ -225,10 +253,40 @@ async fn fetch(
             }
             Some(Fetched::Committed(_)) => {
                 progress.done = progress.total;
-                return Ok(CompleteCopy { volume, progress: Some(progress) });
+                return Ok(Some(progress));
             }
             None => break,
         }
     }
-    Err(CopyError::Truncated(task.request.worker))
+    Ok(None)
+}
+
+/// Describes the failure of a call to the gateway of the destination, at `endpoint`. Names the
+/// workers and addresses that cannot be reached.
+async fn describe_failure(
+    peers: &mut Peers,
+    task: &CopyTask,
+    endpoint: &str,
+    sources: &[Source],
+    refusal: Refusal,
+) -> CopyError {
+    if refusal.is(Reason::SourceFailed) {
+        let mut failures = Vec::new();
+        for (index, source) in sources.iter().enumerate() {
+            let Some(error) = refusal.about.get(&format!("source_{index}_error")) else { continue };
+            let name = peers.worker_name(source.worker).await;
+            failures.push(format!("worker {name} at {}: {error}", source.fetch.gateway_endpoint));
+        }
+        let more = sources.len().saturating_sub(failures.len());
+        if more > 0 {
+            failures.push(format!("and {more} more"));
+        }
+        return CopyError::Sources { failures: failures.join("; "), about: refusal.about };
+    }
+    // An error without a reason does not come from the gateway.
+    if refusal.reason.is_none() && refusal.is_transient() {
+        let name = peers.worker_name(task.request.worker).await;
+        return CopyError::Unreachable { name, endpoint: endpoint.to_owned(), error: refusal.message };
+    }
+    PeerError::from(refusal).into()
 }

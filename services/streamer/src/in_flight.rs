@@ -76,6 +76,28 @@ pub(crate) enum CopyError {
     /// A call to another service failed.
     #[error(transparent)]
     Peer(#[from] PeerError),
+    /// No source can be read.
+    #[error("cannot copy the artifact from any worker: {failures}")]
+    Sources {
+        /// The error of each source, with the name and the address of its worker.
+        failures: String,
+        /// Metadata of the gateway's error.
+        about: HashMap<String, String>,
+    },
+    /// Every worker with a replica is out of contact.
+    #[error("cannot copy the artifact from any worker: {0}")]
+    Silent(String),
+    /// The gateway of the worker cannot be reached.
+    #[error(
+        "cannot copy the artifact to worker {name}: its gateway at {endpoint} cannot be reached: {error}"
+    )]
+    Unreachable {
+        /// Name of the worker.
+        name: String,
+        /// Address of its gateway.
+        endpoint: String,
+        error: String,
+    },
     /// The gateway of the worker ended the call without a result.
     #[error("cannot copy the artifact: the gateway of worker {0} ended the call too early; try again")]
     Truncated(WorkerId),

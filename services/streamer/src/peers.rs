@@ -269,6 +269,13 @@ impl Peers {
         })
     }
 
+    /// Returns the name of a worker, or its id if the name is not known now.
+    pub(crate) async fn worker_name(&mut self, worker: WorkerId) -> String {
+        let request = scheduler::GetWorkerRequest { worker: worker.to_string() };
+        let found = self.workers.get_worker(request).await.ok().and_then(|found| found.into_inner().worker);
+        found.map_or_else(|| worker.to_string(), |worker| worker.name)
+    }
+
     pub(crate) async fn create_artifact(
         &mut self,
         artifact: ArtifactId,

@@ -485,6 +485,7 @@ failure_reasons! {
     ImageUnavailable = "IMAGE_UNAVAILABLE";
     InputUnavailable = "INPUT_UNAVAILABLE";
     InputDamaged = "INPUT_DAMAGED";
+    InputUnreachable = "INPUT_UNREACHABLE";
     ContainerNotFound = "CONTAINER_NOT_FOUND";
     DiskFull = "DISK_FULL";
     WorkerFull = "WORKER_FULL";

@@ -24,6 +24,9 @@ use crate::worker_set::{AdmitError, WorkerSet};
 
 /// Most sources of one call.
 const MAX_SOURCES: usize = 100;
+/// Most sources whose errors are described one by one, and longest description in bytes.
+const MAX_DESCRIBED: usize = 5;
+const MAX_ERROR_BYTES: usize = 300;
 /// Timeout of the query for the destination's peer address.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -149,10 +152,15 @@ impl From<FetchError> for Status {
         match error {
             FetchError::Local(error) => error.into(),
             FetchError::Sources(errors) => {
-                let about = errors.iter().enumerate();
-                let about =
-                    about.map(|(index, error)| (format!("source_{index}"), error.reason().to_owned()));
-                Reason::SourceFailed.status_about(SERVICE, message, about)
+                let errors = errors.iter().enumerate();
+                let reasons = errors
+                    .clone()
+                    .map(|(index, error)| (format!("source_{index}"), error.reason().to_owned()));
+                let texts = errors.take(MAX_DESCRIBED).map(|(index, error)| {
+                    let text = domain::error_chain(error);
+                    (format!("source_{index}_error"), rpc::clipped(&text, MAX_ERROR_BYTES).into_owned())
+                });
+                Reason::SourceFailed.status_about(SERVICE, message, reasons.chain(texts))
             }
         }
     }

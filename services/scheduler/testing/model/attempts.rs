@@ -220,12 +220,14 @@ impl State {
         // After a worker fault before the start, another worker may take the workload.
         let fault = report.failure.filter(|_| report.exit.is_none() && lease.stop.is_none());
         let fault = fault.filter(|reason| match reason {
-            FailureReason::StartFailed | FailureReason::InputDamaged | FailureReason::WorkerFull => true,
+            FailureReason::StartFailed | FailureReason::WorkerFull => true,
+            FailureReason::InputDamaged | FailureReason::InputUnreachable => true,
             FailureReason::DiskFull => is_before_start,
             _ => false,
         });
         if let Some(reason) = fault {
-            if !matches!(reason, FailureReason::WorkerFull | FailureReason::InputDamaged) {
+            use FailureReason::{InputDamaged, InputUnreachable, WorkerFull};
+            if !matches!(reason, WorkerFull | InputDamaged | InputUnreachable) {
                 self.fail(lease.worker, self.requirements(id).team, now);
             }
             if self.may_go_elsewhere(id, lease.worker, reason, now) {

@@ -440,6 +440,7 @@ impl World {
                     _ if is_failing && dice.random_bool(0.7) => (None, Some(FailureReason::StartFailed)),
                     0 | 1 | 9 | 10 => (None, Some(FailureReason::StartFailed)),
                     11 => (None, Some(FailureReason::InputDamaged)),
+                    12 => (None, Some(FailureReason::InputUnreachable)),
                     2 => (None, Some(FailureReason::WorkerFull)),
                     3 => (None, Some(FailureReason::DiskFull)),
                     4 => (None, Some(FailureReason::ExitUnknown)),

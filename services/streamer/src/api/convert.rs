@@ -116,6 +116,10 @@ impl From<CopyError> for Status {
             CopyError::NotFound(_) => Reason::ArtifactNotFound,
             CopyError::NoReplica(_) => Reason::NoReplica,
             CopyError::Peer(error) => return error.clone().into(),
+            CopyError::Sources { about, .. } => {
+                return Reason::SourceFailed.status_about(SERVICE, error.to_string(), about.clone());
+            }
+            CopyError::Silent(_) | CopyError::Unreachable { .. } => Reason::WorkerUnreachable,
             CopyError::Cancelled => Reason::TransferCancelled,
             CopyError::Truncated(_)
             | CopyError::OtherBytes(_)

@@ -188,6 +188,32 @@ async fn copy_continues_from_another_source_when_one_dies() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn unreachable_gateways_are_named() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, _) = suite.upload(&root).await;
+    let two = suite.add_worker("two").await;
+
+    suite.link(one).cut_after(0);
+    let failed = suite.materialize(artifact, two).await.expect_err("the source cannot be reached");
+    let source = format!("worker one at {}: ", suite.link(one).endpoint);
+    assert!(failed.is(Reason::SourceFailed) && failed.message.contains(&source), "{failed}");
+    suite.link(one).open();
+    suite.link(two).cut_after(0);
+    let failed = suite.materialize(artifact, two).await.expect_err("the destination cannot be reached");
+    let destination = format!("worker two: its gateway at {} cannot be reached: ", suite.link(two).endpoint);
+    assert!(failed.is(Reason::WorkerUnreachable) && failed.message.contains(&destination), "{failed}");
+    suite.link(two).open();
+    suite.materialize(artifact, two).await.expect("both can be reached");
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn failed_copy_is_invisible_and_leaves_nothing() {
     if !may_be_a_worker() {
         return;
