@@ -18,6 +18,7 @@ mod four;
 mod images;
 mod json_schema;
 mod life;
+mod lost_inputs;
 mod main_job;
 mod mixed;
 mod ordinary_user;

@@ -223,13 +223,15 @@ fn input_expiry_and_lost_bytes_are_explained() {
         assert!(printed.contains(what), "{printed}");
     }
 
-    // The artifact store has not noticed the loss yet.
+    // The download finds the loss.
     let path = cluster.state().join("worker/volumes").join(&replica);
     fs::remove_dir_all(&path).expect("taken away");
     let refused = cluster.output(["download", &source, "back"]);
     assert_eq!(code(&refused), 125, "{}", describe(&refused));
     let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(stderr.contains(&format!("see `gantry explain {source}`")), "{stderr}");
+    assert!(stderr.contains("its bytes are lost"), "{stderr}");
+    let printed = text(&cluster, ["explain", &source]);
+    assert!(printed.contains("lost because:") && printed.contains("is missing on the worker"), "{printed}");
 }
 
 /// Returns the leases of workloads.

@@ -37,6 +37,8 @@ pub struct Config {
     pub manifest_dir: PathBuf,
     /// Interval between two reports of all containers and volumes.
     pub report_interval: Duration,
+    /// Bytes of volumes that are hashed in one second while no work runs. 0: none are hashed.
+    pub scrub_bytes_per_second: u64,
     /// Most containers that are destroyed at a time. Volumes are destroyed in batches of the size
     /// that the worker takes in one call, children before parents.
     pub destroy_concurrency: usize,
@@ -46,6 +48,9 @@ pub struct Config {
     /// disk fills up meanwhile.
     pub hold_destruction: bool,
 }
+
+/// Default of [`Config::scrub_bytes_per_second`].
+const DEFAULT_SCRUB_RATE: u64 = 8 << 20;
 
 /// Timeouts and intervals of a gateway that no operator sets.
 #[derive(Debug, Clone, Copy)]
@@ -102,6 +107,7 @@ impl Config {
             token: None,
             manifest_dir,
             report_interval: Duration::from_secs(60),
+            scrub_bytes_per_second: DEFAULT_SCRUB_RATE,
             destroy_concurrency: 8,
             intervals: Intervals::default(),
             hold_destruction: false,

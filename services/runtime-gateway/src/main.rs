@@ -10,7 +10,7 @@ use clap::Parser;
 use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::{HostConfig, Policy};
 use runtime_gateway::{Amounts, Config};
-use server::settings::term;
+use server::settings::{size, term};
 use server::{Host, ListenArgs, StartContext};
 
 /// The runtime gateway of Gantry: attends this machine or Concourse workers, or serves as a proxy.
@@ -85,6 +85,10 @@ struct Arguments {
     /// Interval between two reports of all containers and volumes, varied by a fifth
     #[arg(long, env = "GANTRY_REPORT_INTERVAL", value_name = "DURATION", default_value = "60s", value_parser = term)]
     report_interval: Duration,
+    /// Bytes of volumes on this machine that are hashed in one second while no work runs, so that
+    /// damage is found. 0: none are hashed
+    #[arg(long, env = "GANTRY_SCRUB_RATE", value_name = "SIZE", default_value = "8MiB", value_parser = size)]
+    scrub_rate: u64,
     /// Number of containers that are destroyed at a time
     #[arg(
         long,
@@ -164,6 +168,7 @@ impl server::Program for Arguments {
             token: context.token.clone(),
             manifest_dir: self.state_dir.join("manifests"),
             report_interval: self.report_interval,
+            scrub_bytes_per_second: self.scrub_rate,
             destroy_concurrency: self.destroy_concurrency.into(),
             intervals: runtime_gateway::Intervals::default(),
             hold_destruction: self.hold_destruction,

@@ -37,6 +37,11 @@ pub(crate) fn add(workers: WorkerSet, host: &server::Host) {
         "gantry_gateway_imports_total",
         "Imports of worker-provided images and certificates, by outcome."
     );
+    metrics::describe_counter!(
+        "gantry_gateway_lost_replicas_total",
+        "Replicas that were found missing or damaged when they were used or hashed."
+    );
+    metrics::counter!("gantry_gateway_lost_replicas_total").absolute(0);
     // Counters exist from the start, so that a metric without events reads 0.
     for kind in ["container", "volume"] {
         metrics::counter!("gantry_gateway_destroyed_total", "kind" => kind).absolute(0);

@@ -44,6 +44,7 @@
 //! | Send content | [`TreeReader::batches`] |
 //! | Receive content | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | Reuse local content | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`] |
+//! | Find damage of a complete tree | [`inspect()`] |
 //! | Share files with a complete tree | [`SealedTree`], [`TreeWriter::link_file`] |
 //! | Reuse the content of a directory | [`local_matches`] and [`Matches::copy_from`] |
 //! | Download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace()`] |
@@ -70,6 +71,7 @@ mod encoding;
 mod entry;
 mod guard;
 mod in_place;
+mod inspect;
 mod link;
 mod manifest;
 mod matches;
@@ -97,6 +99,7 @@ pub use entry::{
 };
 pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
 pub use in_place::{Conflict, Gone, Standing, changes, remove_gone};
+pub use inspect::{Difference, inspect};
 pub use link::SealedTree;
 pub use manifest::{InvalidManifest, Limits, LocatedExtent, Manifest, ManifestBuilder};
 pub use matches::{Matches, local_matches, remember};

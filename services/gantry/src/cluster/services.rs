@@ -79,6 +79,7 @@ pub(super) async fn start(
     let manifests = paths.worker().join("manifests");
     let gateway = runtime_gateway::Config {
         hold_destruction: args.hold_destruction,
+        scrub_bytes_per_second: args.scrub_rate,
         amounts: args.amounts.clone(),
         ..runtime_gateway::Config::for_worker(WORKER, callers, &endpoint, &endpoint, &endpoint, manifests)
     };

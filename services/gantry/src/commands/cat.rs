@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use crate::cli::args::{AllowArgs, CatArgs, CpArgs};
 use crate::client::connect::Connection;
 use crate::client::references::artifact_id;
-use crate::ending::error::{Interrupted, Refused, may_pass};
+use crate::ending::error::{Interrupted, Refused, may_be_read};
 use crate::ending::exit_code;
 use crate::render::stdout::{print_json, write_all};
 use crate::render::ui::Ui;
@@ -108,7 +108,7 @@ async fn transfer(
         FileTransfer { artifact, path, connection, target, avoid: Vec::new(), out: None, received: 0 };
     let mut outage = connection.patience.of_call();
     let mut read = transfer.attempt().await;
-    while let Some(refused) = read.as_ref().err().and_then(may_pass)
+    while let Some(refused) = read.as_ref().err().and_then(may_be_read)
         && outage.goes_on(None)
     {
         connection.wait_out(&mut outage, refused).await;

@@ -184,6 +184,14 @@ pub(crate) fn may_pass(error: &anyhow::Error) -> Option<&Refused> {
     refusal(error).filter(|refused| refused.may_pass())
 }
 
+/// Returns the refusal if a repeated read of an artifact may succeed. Its replica may have been
+/// missing or damaged, and another one may exist.
+pub(crate) fn may_be_read(error: &anyhow::Error) -> Option<&Refused> {
+    let is_lost =
+        |refused: &Refused| refused.is(Reason::VolumeNotFound) || refused.is(Reason::DigestMismatch);
+    refusal(error).filter(|refused| refused.may_pass() || is_lost(refused))
+}
+
 /// Returns the reason of an error, for programs.
 pub(crate) fn reason(error: &anyhow::Error) -> String {
     match refusal(error) {
@@ -243,6 +251,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "UNAVAILABLE" => "try again, or check `gantry status`",
         "INPUT_UNAVAILABLE" => "upload the input again",
         "INPUT_DAMAGED" => "run the command again; the input is then copied from another place",
+        "INPUT_UNREACHABLE" => "check that the gateways of the named workers can reach each other",
         "NO_COMPATIBLE_WORKER" => "change the requirements, or see `gantry list workers`",
         "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
         "INVALID_IMAGE" => {

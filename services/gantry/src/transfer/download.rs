@@ -31,7 +31,7 @@ use transfer::{
 use crate::cli::args::AllowArgs;
 use crate::client::connect::{Connection, Service};
 use crate::client::why;
-use crate::ending::error::{Refused, may_pass};
+use crate::ending::error::{Refused, may_be_read};
 use crate::render::progress::{Bar, Progress};
 use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
@@ -74,7 +74,7 @@ impl Downloader<'_> {
         loop {
             bar.doing("downloading");
             let result = self.attempt(artifact, name, directory, base, &mut avoid, &bar).await;
-            if let Some(refused) = result.as_ref().err().and_then(may_pass)
+            if let Some(refused) = result.as_ref().err().and_then(may_be_read)
                 && outage.goes_on(None)
             {
                 self.connection.wait_out(&mut outage, refused).await;

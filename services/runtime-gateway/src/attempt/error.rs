@@ -1,10 +1,11 @@
 //! Errors of attempts, and the failures that callers see.
 
 use domain::workload::{Failure, FailureReason};
-use domain::{ArtifactId, VolumeHandle, error_chain};
+use domain::{ArtifactId, error_chain};
 use rpc::{Reason, Refusal};
 use runtime::RuntimeError;
 
+use crate::transfer::error::ReplicaLoss;
 use crate::util::retry::is_superseded;
 use crate::worker::attempts::StopRequest;
 
@@ -20,10 +21,12 @@ pub(crate) enum AttemptError {
     /// The scheduler requested a stop before the process was started.
     #[error("stopped before the process was started")]
     StopRequested(StopRequest),
-    /// The bytes of an input were damaged by a machine crash, or differ from those in the artifact
-    /// store.
-    #[error("volume {0} is damaged: its contents differ from its manifest")]
-    InputDamaged(VolumeHandle),
+    /// The replica of an input on this worker is missing or damaged.
+    #[error(transparent)]
+    InputDamaged(ReplicaLoss),
+    /// The lost replicas of inputs cannot be replaced.
+    #[error("{}", join_losses(.0))]
+    NotReplaced(Vec<ReplicaLoss>, #[source] Box<AttemptError>),
     /// An input cannot be copied to this worker.
     #[error("cannot copy input {0:?} (artifact {1}) to this worker")]
     InputMissing(String, ArtifactId, #[source] Refusal),
@@ -67,6 +70,7 @@ impl AttemptError {
             Self::Worker(RuntimeError::TakenOver(_)) => self,
             Self::Worker(_)
             | Self::InputDamaged(_)
+            | Self::NotReplaced(..)
             | Self::InputMissing(..)
             | Self::ImageUnavailable(..)
             | Self::InvalidAnswer(_) => Self::Service(name.to_owned(), Box::new(self)),
@@ -84,6 +88,17 @@ impl AttemptError {
     }
 }
 
+/// Whether the bytes of an input exist, so that another worker may be able to copy them.
+pub(super) fn may_succeed_elsewhere(refusal: &Refusal) -> bool {
+    [Reason::SourceFailed, Reason::WorkerUnreachable, Reason::ClaimLost, Reason::NotAttended]
+        .into_iter()
+        .any(|reason| refusal.is(reason))
+}
+
+fn join_losses(losses: &[ReplicaLoss]) -> String {
+    losses.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
 pub(crate) fn failure(stopped: &AttemptError) -> Failure {
     match stopped {
         AttemptError::Worker(error) => error.failure(),
@@ -96,6 +111,8 @@ pub(crate) fn failure(stopped: &AttemptError) -> Failure {
         AttemptError::InputMissing(_, _, refusal) => {
             let reason = if refusal.is(Reason::DiskFull) {
                 FailureReason::DiskFull
+            } else if may_succeed_elsewhere(refusal) {
+                FailureReason::InputUnreachable
             } else {
                 FailureReason::InputUnavailable
             };
@@ -112,6 +129,9 @@ pub(crate) fn failure(stopped: &AttemptError) -> Failure {
         AttemptError::Service(name, error) => {
             let Failure { reason, message } = failure(error);
             Failure { reason, message: format!("service {name}: {message}") }
+        }
+        AttemptError::NotReplaced(_, error) => {
+            Failure { reason: failure(error).reason, message: error_chain(stopped) }
         }
         AttemptError::ServiceFailed(failure) => failure.clone(),
         AttemptError::InputDamaged(_) => {

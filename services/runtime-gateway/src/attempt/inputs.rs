@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use domain::workload::Image;
@@ -11,7 +12,7 @@ use rpc::{Reason, Refusal};
 use runtime::{RuntimeError, WorkerProvided};
 
 use super::context::AttemptContext;
-use super::error::AttemptError;
+use super::error::{AttemptError, may_succeed_elsewhere};
 use super::spec_plan::{Plan, PlannedVolume, WorkerImports};
 use crate::clients::scheduler_messages::{AttemptTask, InputProgress};
 use crate::clients::store::PrepareAttempt;
@@ -21,10 +22,12 @@ use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::base_types::BaseTypeImports;
 
-/// Time for which failing sources of an input are tried again, because gateways may restart.
-const SOURCE_RETRY_TIME: Duration = Duration::from_secs(120);
-/// Time for which failing sources of a cache are tried again. It is shorter, because a cache may
-/// start empty.
+/// Time without progress after which the attempt continues on another worker, because the gateway
+/// of a source or of this worker cannot be reached. Gateways may restart meanwhile.
+const SOURCE_RETRY_TIME: Duration = Duration::from_secs(60);
+/// Time for which the pull of an image is tried again.
+const PULL_RETRY_TIME: Duration = Duration::from_secs(120);
+/// Time without progress after which a cache starts empty.
 const CACHE_RETRY_TIME: Duration = Duration::from_secs(15);
 /// First and longest pause between two attempts to pull an image.
 const FIRST_PULL_PAUSE: Duration = Duration::from_millis(100);
@@ -135,7 +138,7 @@ async fn pull_image(
         let may_return = refusal.is(Reason::RegistryUnavailable) || refusal.is(Reason::AllWorkersBusy);
         if may_return || !refusal.is_transient() {
             let since = *failing_since.get_or_insert_with(Instant::now);
-            if !may_return || since.elapsed() > SOURCE_RETRY_TIME {
+            if !may_return || since.elapsed() > PULL_RETRY_TIME {
                 return Err(AttemptError::ImageUnavailable(reference.clone(), refusal));
             }
         }
@@ -319,8 +322,8 @@ fn image_name(task: &AttemptTask) -> String {
     }
 }
 
-/// Copies one artifact to the worker, and returns the number of copied bytes. Failing sources are
-/// tried again for `patience`.
+/// Copies one artifact to the worker, and returns the number of copied bytes. If gateways cannot be
+/// reached, it gives up after `patience` without progress.
 async fn materialize(
     worker: &Worker,
     task: &AttemptTask,
@@ -328,22 +331,34 @@ async fn materialize(
     patience: Duration,
     report: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
-    let mut pause = Duration::from_millis(20);
-    let mut failing_since = None;
+    let first_pause = Duration::from_millis(20);
+    let (mut pause, mut failing_since) = (first_pause, None);
+    let (most_done, has_progressed) = (AtomicU64::new(0), AtomicBool::new(false));
+    let watched = |event: InputEvent<'_>| {
+        if let InputEvent::Bytes(done, _) = event
+            && done > most_done.fetch_max(done, Ordering::Relaxed)
+        {
+            has_progressed.store(true, Ordering::Relaxed);
+        }
+        report(event);
+    };
     loop {
-        let refusal = match materialize_once(worker, task, artifact, &report).await {
+        let refusal = match materialize_once(worker, task, artifact, &watched).await {
             Ok(bytes) => return Ok(bytes),
             Err(refusal) => refusal,
         };
-        let may_return =
-            [Reason::SourceFailed, Reason::WorkerUnreachable, Reason::ClaimLost, Reason::NotAttended];
-        if !refusal.is_transient() {
+        if has_progressed.swap(false, Ordering::Relaxed) {
+            (pause, failing_since) = (first_pause, None);
+        }
+        if may_succeed_elsewhere(&refusal) {
             let since = *failing_since.get_or_insert_with(Instant::now);
-            if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > patience {
+            if since.elapsed() > patience {
                 return Err(refusal);
             }
-            report(InputEvent::Waiting(&refusal.message));
+        } else if !refusal.is_transient() {
+            return Err(refusal);
         }
+        report(InputEvent::Waiting(&refusal.message));
         tracing::info!(artifact.id = %artifact, error = %refusal, "cannot copy an input: trying again");
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_secs(2));

@@ -48,7 +48,7 @@ use crate::worker::attached_callers;
 use crate::worker::attempts::StopRequest;
 use context::AttemptContext;
 use error::{AttemptError, failure};
-use make::{make, report_failed_container};
+use make::make;
 use process::{
     announce_start, process_spec, report_running, resource_usage, stop_process, stop_requested, wait,
 };
@@ -240,18 +240,15 @@ async fn carry_out(
         request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
         () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
     };
-    let (plan, prepared) = prepared.map_err(AttemptError::before_start)?;
+    let (mut plan, mut prepared) = prepared.map_err(AttemptError::before_start)?;
     let mut since = None;
     if let Err(RuntimeError::ProcessNotFound(_)) = process_state {
         let services = services::make_containers(context, task, stop).await?;
-        let made = make(context, task, services.network_of(task), &plan, &prepared).await;
-        let process = match made.map_err(AttemptError::before_start) {
-            Ok(defaults) => process_spec(task, &defaults).map_err(AttemptError::from)?,
-            Err(stopped) => {
-                report_failed_container(worker, &prepared, &stopped).await;
-                return Err(stopped);
-            }
-        };
+        let network = services.network_of(task);
+        let made = make(context, task, network, (plan, prepared), &report, stop).await;
+        let made = made.map_err(AttemptError::before_start)?;
+        let process = process_spec(task, &made.defaults).map_err(AttemptError::from)?;
+        (plan, prepared) = (made.plan, made.prepared);
         if let Some(request) = stop.borrow_and_update().clone() {
             return Err(AttemptError::StopRequested(request));
         }

@@ -28,7 +28,7 @@ use tokio::sync::watch;
 use super::context::AttemptContext;
 use super::error::AttemptError;
 use super::inputs;
-use super::make::{make, report_failed_container};
+use super::make::{MadeAttempt, make};
 use super::process::{end, process_spec, stop_requested, wait_until_started};
 use crate::clients::scheduler::AttemptResult;
 use crate::clients::scheduler_messages::AttemptTask;
@@ -115,14 +115,10 @@ pub(super) async fn make_containers(
             () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
         };
         let of_service = |error: AttemptError| error.before_start().of_service(&service.name);
-        let (plan, prepared) = prepared.map_err(of_service)?;
-        let process = match make(context, &task, containers.network_of(&task), &plan, &prepared).await {
-            Ok(defaults) => process_spec(&task, &defaults).map_err(|error| of_service(error.into()))?,
-            Err(error) => {
-                report_failed_container(worker, &prepared, &error).await;
-                return Err(of_service(error));
-            }
-        };
+        let network = containers.network_of(&task);
+        let made = make(context, &task, network, prepared.map_err(of_service)?, &report, stop).await;
+        let MadeAttempt { prepared, defaults, .. } = made.map_err(of_service)?;
+        let process = process_spec(&task, &defaults).map_err(|error| of_service(error.into()))?;
         let session = worker.session.opened().await;
         let call = || worker.clients.store.mark_prepared(&session.credential, task.attempt);
         until_answered("report that a service is prepared", call).await?;

@@ -20,6 +20,9 @@ use super::malformed;
 
 const STORE: &str = "artifact store";
 
+/// Longest reason of a lost replica, in bytes. The store accepts a little more.
+const MAX_REASON_BYTES: usize = 900;
+
 /// Most handles of one message of a report.
 const REPORT_BATCH: usize = 5_000;
 
@@ -202,6 +205,22 @@ impl StoreClient {
     pub(crate) async fn make_room(&self, credential: &str, size_bytes: u64) -> Result<u64, Refusal> {
         let request = pb::MakeRoomRequest { session_credential: credential.to_owned(), size_bytes };
         Ok(self.0.clone().make_room(request).await?.into_inner().size_bytes)
+    }
+
+    /// Reports that replicas are missing or damaged.
+    pub(crate) async fn lose_replicas(
+        &self,
+        credential: &str,
+        replicas: &[(VolumeHandle, String)],
+    ) -> Result<(), Refusal> {
+        let lost = replicas.iter().map(|(volume, reason)| pb::LostReplica {
+            volume_handle: volume.to_string(),
+            reason: rpc::clipped(reason, MAX_REASON_BYTES).into_owned(),
+        });
+        let request =
+            pb::LoseReplicasRequest { session_credential: credential.to_owned(), replicas: lost.collect() };
+        self.0.clone().lose_replicas(request).await?;
+        Ok(())
     }
 
     /// Marks a container as garbage.

@@ -78,7 +78,7 @@ pub(crate) async fn create(
     };
     let mut stop = held.operation.stop.clone();
     let report = |inputs: Option<Vec<InputProgress>>| report(inputs.unwrap_or_default());
-    let (plan, prepared) = tokio::select! {
+    let prepared = tokio::select! {
         prepared = inputs::prepare(context, &task, &report) => match prepared {
             Err(AttemptError::Refused(refusal)) if refusal.is(Reason::AttemptEnded) => {
                 let key = task.driven.map(|note| note.key).unwrap_or_default();
@@ -91,10 +91,7 @@ pub(crate) async fn create(
     if !worker.session.is_exclusive() {
         return Err(AttemptError::NotExclusive.into());
     }
-    if let Err(error) = make::make(context, &task, network_of, &plan, &prepared).await {
-        make::report_failed_container(worker, &prepared, &error).await;
-        return Err(error.into());
-    }
+    make::make(context, &task, network_of, prepared, &report, &mut stop).await?;
     tokio::select! {
         found = held.container(worker, id) => found,
         request = stop_requested(&mut stop) => Err(AttemptError::StopRequested(request).into()),

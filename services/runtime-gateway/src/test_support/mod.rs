@@ -153,6 +153,7 @@ impl FakeGateways for Arc<FakeWorker> {
             token: None,
             manifest_dir: self.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
+            scrub_bytes_per_second: 0,
             destroy_concurrency: DESTROYED_AT_ONCE,
             intervals: INTERVALS,
             hold_destruction,

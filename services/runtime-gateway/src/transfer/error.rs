@@ -9,12 +9,33 @@ use transfer::{ArchiveError, ArchiveWriteError, ReadError, WriteError};
 
 use super::disk_reservations::InsufficientDisk;
 
+/// A replica that cannot be used: it is missing on the worker, or damaged.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("volume {volume} {cause}")]
+pub(crate) struct ReplicaLoss {
+    pub(crate) volume: VolumeHandle,
+    /// For people. It continues the volume.
+    pub(crate) cause: String,
+}
+
+impl ReplicaLoss {
+    /// The volume does not exist.
+    pub(crate) fn missing(volume: VolumeHandle) -> Self {
+        Self { volume, cause: "is missing on the worker".to_owned() }
+    }
+
+    /// The volume differs from its manifest.
+    pub(crate) fn damaged(volume: VolumeHandle, how: &str) -> Self {
+        Self { volume, cause: format!("is damaged: {how}") }
+    }
+}
+
 /// The reason why a manifest cannot be read or is not valid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ManifestError {
-    /// The bytes of the volume were damaged by a machine crash.
-    #[error("volume {0} is damaged: its contents differ from its manifest")]
-    Damaged(VolumeHandle),
+    /// The volume differs from its manifest.
+    #[error(transparent)]
+    Damaged(ReplicaLoss),
     /// The runtime failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
@@ -27,8 +48,8 @@ pub(crate) enum ReadVolumeError {
     #[error(transparent)]
     Worker(#[from] RuntimeError),
     /// The bytes of the volume differ from its manifest.
-    #[error("volume {0} is damaged: its contents differ from its manifest")]
-    Damaged(VolumeHandle),
+    #[error(transparent)]
+    Damaged(ReplicaLoss),
     /// The tree cannot be read.
     #[error("cannot read the volume")]
     Read(#[from] ReadError),
@@ -61,8 +82,8 @@ pub(crate) enum WriteVolumeError {
     #[error(transparent)]
     Worker(#[from] RuntimeError),
     /// The bytes of the volume differ from its manifest.
-    #[error("volume {0} is damaged: its contents differ from its manifest")]
-    Damaged(VolumeHandle),
+    #[error(transparent)]
+    Damaged(ReplicaLoss),
     /// The tree cannot be written.
     #[error(transparent)]
     Write(#[from] WriteError),
@@ -134,7 +155,7 @@ impl From<ArchiveWriteError> for WriteVolumeError {
 impl From<ManifestError> for ReadVolumeError {
     fn from(error: ManifestError) -> Self {
         match error {
-            ManifestError::Damaged(volume) => Self::Damaged(volume),
+            ManifestError::Damaged(loss) => Self::Damaged(loss),
             ManifestError::Worker(error) => Self::Worker(error),
         }
     }
@@ -143,7 +164,7 @@ impl From<ManifestError> for ReadVolumeError {
 impl From<ManifestError> for WriteVolumeError {
     fn from(error: ManifestError) -> Self {
         match error {
-            ManifestError::Damaged(volume) => Self::Damaged(volume),
+            ManifestError::Damaged(loss) => Self::Damaged(loss),
             ManifestError::Worker(error) => Self::Worker(error),
         }
     }

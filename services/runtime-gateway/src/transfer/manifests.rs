@@ -3,11 +3,13 @@
 //! [`super`] asks for the manifest before it reads a volume, and stores it when a volume is
 //! complete. [`super::write`] looks up extents that need not be sent.
 //!
-//! Invariant: a volume whose manifest was stored in this boot holds the tree of the manifest. After
-//! a machine crash this is no longer certain, because contents are not synced before a volume is
-//! complete. So [`Manifests::load_verified`] compares a volume from an earlier boot before it is
-//! used. A volume that differs is remembered as damaged. It is no longer read, and the report omits
-//! it, so that the artifact store counts it as lost.
+//! Invariant: Gantry never changes a volume whose manifest was stored in this boot. After a machine
+//! crash its contents are uncertain, because they are not synced before a volume is complete. So
+//! [`Manifests::load_verified`] compares a volume from an earlier boot before it is used. People
+//! and disks change volumes, too. So the metadata of each file is inspected before a use, and
+//! [`super::scrub`] hashes the contents from time to time. A volume that differs is remembered as
+//! damaged. It is no longer read, and the report omits it, so that the artifact store counts it as
+//! lost.
 //!
 //! The manifest of a volume on another machine is stored by its worker beside the volume. Its
 //! contents are compared whenever they are read ([`crate::transfer::remote`]).
@@ -17,20 +19,23 @@
 //! their volume. Otherwise a team could detect the contents of another team by what it need not
 //! send.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime};
 
 use domain::{Digest, VolumeHandle, error_chain};
 use runtime::{Contents, Layer, Runtime, RuntimeError};
 use transfer::Manifest;
 
-use super::error::ManifestError;
+use super::error::{ManifestError, ReplicaLoss};
 use super::local_dir::local_directory;
 use super::manifest_file::{PARTIAL_SUFFIX, decode, encode, load, load_recent, save};
 use super::remote;
 use super::scan::{omitted, scan_layer};
+use super::scrub;
 use super::verify::{self, Comparison};
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
@@ -38,6 +43,12 @@ use crate::util::keyed_locks::lock;
 const DAMAGED_SUFFIX: &str = "damaged";
 /// Suffix of the file that marks a volume that a transfer fills.
 const FILLING_SUFFIX: &str = "filling";
+
+/// Most entries of a tree that is inspected before each use.
+const MAX_ALWAYS_INSPECTED: usize = 1_000;
+
+/// Time for which a larger tree is not inspected again.
+const INSPECTION_TERM: Duration = Duration::from_secs(5 * 60);
 
 /// Most bytes of encoded manifests in memory.
 const MAX_MANIFEST_BYTES: u64 = 64 << 20;
@@ -59,7 +70,10 @@ struct State {
     order: VecDeque<VolumeHandle>,
     bytes: u64,
     extents: HashMap<Digest, (VolumeHandle, u64)>,
-    damaged: BTreeSet<VolumeHandle>,
+    /// Damaged volumes, with the cause.
+    damaged: BTreeMap<VolumeHandle, String>,
+    /// When large volumes were inspected.
+    inspected: HashMap<VolumeHandle, Instant>,
     /// Volumes that transfers fill and that are not complete.
     filling: BTreeSet<VolumeHandle>,
 }
@@ -75,11 +89,17 @@ struct Tree {
 pub(crate) struct StoredManifest {
     team: String,
     manifest: Arc<Manifest>,
-    /// Whether the manifest was stored in this boot, so that the volume certainly holds its tree.
+    /// Whether the manifest was stored in this boot, so that no crash has changed the volume since.
     this_boot: bool,
+    is_local: bool,
 }
 
 impl StoredManifest {
+    /// Returns the manifest itself.
+    pub(super) fn manifest(&self) -> Arc<Manifest> {
+        self.manifest.clone()
+    }
+
     /// Returns the team of the volume.
     pub(crate) fn team(&self) -> &str {
         &self.team
@@ -124,7 +144,11 @@ impl Manifests {
             match path.extension().and_then(|extension| extension.to_str()) {
                 // A gateway was killed while it wrote this file.
                 Some(PARTIAL_SUFFIX) => std::fs::remove_file(&path)?,
-                Some(DAMAGED_SUFFIX) => state.damaged.extend(handle()),
+                Some(DAMAGED_SUFFIX) => {
+                    let cause = std::fs::read(&path).unwrap_or_default();
+                    let cause = String::from_utf8_lossy(&cause).into_owned();
+                    state.damaged.extend(handle().map(|handle| (handle, cause)));
+                }
                 // A gateway was killed after the volume was complete.
                 Some(FILLING_SUFFIX) if path.with_extension("").exists() => std::fs::remove_file(&path)?,
                 Some(FILLING_SUFFIX) => state.filling.extend(handle()),
@@ -139,40 +163,54 @@ impl Manifests {
         })
     }
 
-    /// Returns the manifest of a volume that certainly holds its tree. The volume is read if no
-    /// manifest of this boot exists.
+    /// Returns the manifest of a volume that holds its tree. The volume is read if no manifest of
+    /// this boot exists. Otherwise only the metadata of its entries is compared, unless that was
+    /// done a short time ago.
     pub(crate) async fn load_verified(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
     ) -> Result<Arc<Manifest>, ManifestError> {
-        if self.state().damaged.contains(&volume) {
-            return Err(ManifestError::Damaged(volume));
+        if let Some(cause) = self.state().damaged.get(&volume) {
+            return Err(ManifestError::Damaged(ReplicaLoss { volume, cause: cause.clone() }));
         }
-        let Some(StoredManifest { team, manifest, this_boot }) = self.stored(runtime, volume).await? else {
+        let Some(stored) = self.stored(runtime, volume).await? else {
             return Ok(self.scan(runtime, volume, team).await?);
         };
-        if this_boot {
+        let StoredManifest { team, manifest, this_boot, is_local } = stored;
+        // The contents of a volume on another machine are compared when they are read.
+        if !is_local {
             return Ok(manifest);
         }
         let root = local_directory(runtime, volume).await?;
-        let expected = manifest.clone();
-        match blocking(move || verify::compare(&root, &expected)).await? {
-            Comparison::Same => {
-                self.insert(runtime, volume, &team, manifest.clone()).await;
-                Ok(manifest)
-            }
-            Comparison::Differs(path) => {
-                tracing::error!(
-                    volume.handle = %volume,
-                    path = %path.display(),
-                    "volume damaged by a machine crash: it is no longer used"
-                );
-                self.mark_damaged(volume).await;
-                Err(ManifestError::Damaged(volume))
-            }
+        if !this_boot {
+            let expected = manifest.clone();
+            return match blocking(move || verify::compare(&root, &expected)).await? {
+                Comparison::Same => {
+                    self.insert(runtime, volume, &team, manifest.clone()).await;
+                    Ok(manifest)
+                }
+                Comparison::Differs(path) => {
+                    let how = format!("{path:?} differs from its manifest");
+                    Err(self.mark_damaged(volume, &how).await)
+                }
+            };
         }
+        if self.state().is_inspected(volume, &manifest) {
+            return Ok(manifest);
+        }
+        let expected = manifest.clone();
+        let inspect = move || {
+            transfer::inspect(&root, &expected).map_err(|error| RuntimeError::io("inspect a volume", error))
+        };
+        if let Some(difference) = blocking(inspect).await? {
+            // It may have been destroyed meanwhile.
+            local_directory(runtime, volume).await?;
+            return Err(self.mark_damaged(volume, &difference.to_string()).await);
+        }
+        self.state().set_inspected(volume, &manifest);
+        Ok(manifest)
     }
 
     /// Verifies that a volume holds the tree with this digest.
@@ -187,14 +225,66 @@ impl Manifests {
         if manifest.tree_digest() == digest {
             return Ok(manifest);
         }
-        tracing::error!(volume.handle = %volume, "volume damaged: its tree differs from that in the artifact store, so it is no longer used");
-        self.mark_damaged(volume).await;
-        Err(ManifestError::Damaged(volume))
+        Err(self.mark_damaged(volume, "it has another tree than its artifact").await)
     }
 
     /// Returns the damaged volumes.
     pub(crate) fn damaged(&self) -> BTreeSet<VolumeHandle> {
-        self.state().damaged.clone()
+        self.state().damaged.keys().copied().collect()
+    }
+
+    /// Returns the first volume after `last` whose manifest is older than `age`.
+    pub(super) async fn next_to_scrub(
+        &self,
+        last: VolumeHandle,
+        age: Duration,
+    ) -> Result<Option<VolumeHandle>, RuntimeError> {
+        let (directory, before) = (self.directory.clone(), SystemTime::now() - age);
+        let listed = blocking(move || {
+            scrub::volumes_stored_before(&directory, before)
+                .map_err(|error| RuntimeError::io("list manifests", error))
+        });
+        let damaged = self.damaged();
+        Ok(listed.await?.into_iter().find(|volume| *volume > last && !damaged.contains(volume)))
+    }
+
+    /// Returns other volumes whose trees share the file at `path` of `volume` by a hard link, as
+    /// far as their manifests are in memory.
+    pub(super) async fn sharing(
+        &self,
+        runtime: &dyn Runtime,
+        volume: VolumeHandle,
+        manifest: &Manifest,
+        path: &Path,
+    ) -> Vec<VolumeHandle> {
+        let Some(index) = manifest.find(path.as_os_str().as_bytes()) else { return Vec::new() };
+        let Ok(file) = local_directory(runtime, volume).await.map(|root| root.join(path)) else {
+            return Vec::new();
+        };
+        let candidates: Vec<_> = {
+            let state = self.state();
+            let others = state.trees.iter().filter(|(other, tree)| **other != volume && tree.is_local);
+            let same = others.filter_map(|(other, tree)| {
+                let same = scrub::same_file_in(&tree.manifest, manifest, index)?;
+                Some((*other, tree.manifest.entries()[same].path().to_owned()))
+            });
+            same.collect()
+        };
+        let mut sharing = Vec::new();
+        for (other, path) in candidates {
+            if let Ok(root) = local_directory(runtime, other).await
+                && scrub::is_one_file(&file, &root.join(path))
+            {
+                sharing.push(other);
+            }
+        }
+        sharing
+    }
+
+    /// Forgets that a volume exists, because it is missing on the worker. Its extents are not found
+    /// any more.
+    pub(crate) fn forget_missing(&self, volume: VolumeHandle) {
+        self.state().remove(volume);
     }
 
     /// Marks a new volume as one that a transfer fills. The mark is as durable as the manifests.
@@ -227,17 +317,22 @@ impl Manifests {
         }
     }
 
-    async fn mark_damaged(&self, volume: VolumeHandle) {
+    /// Remembers that a volume differs from its manifest, so that it is no longer used. Other trees
+    /// may share its files, so all are inspected before their next use.
+    pub(super) async fn mark_damaged(&self, volume: VolumeHandle, how: &str) -> ManifestError {
+        let loss = ReplicaLoss::damaged(volume, how);
         {
             let mut state = self.state();
             state.remove(volume);
-            state.damaged.insert(volume);
+            state.inspected.clear();
+            state.damaged.insert(volume, loss.cause.clone());
         }
         let path = self.path(volume).with_extension(DAMAGED_SUFFIX);
-        if let Err(error) = tokio::fs::write(&path, b"").await {
+        if let Err(error) = tokio::fs::write(&path, &loss.cause).await {
             // The damage is detected again at the next use.
             tracing::warn!(volume.handle = %volume, %error, "cannot mark a damaged volume");
         }
+        ManifestError::Damaged(loss)
     }
 
     /// Scans a complete volume, and stores its manifest.
@@ -291,7 +386,7 @@ impl Manifests {
     ) -> Result<Option<(Layer, Arc<Manifest>)>, RuntimeError> {
         let Some(layer) = runtime.layer(volume).await? else { return Ok(None) };
         let below = self.stored_here(layer.parent).await?;
-        let is_damaged = self.state().damaged.contains(&layer.parent);
+        let is_damaged = self.state().damaged.contains_key(&layer.parent);
         let below = below.filter(|below| below.this_boot && below.team == team && !is_damaged);
         Ok(below.map(|below| (layer, below.manifest)))
     }
@@ -330,7 +425,9 @@ impl Manifests {
                 false
             }
         };
-        self.state().insert(volume, Tree { team: team.to_owned(), manifest, is_local });
+        let mut state = self.state();
+        state.insert(volume, Tree { team: team.to_owned(), manifest: manifest.clone(), is_local });
+        state.set_inspected(volume, &manifest);
         Ok(())
     }
 
@@ -367,7 +464,7 @@ impl Manifests {
         let manifest = Arc::new(manifest);
         let tree = Tree { team: team.clone(), manifest: manifest.clone(), is_local: false };
         self.state().insert(volume, tree);
-        Ok(Some(StoredManifest { team, manifest, this_boot: true }))
+        Ok(Some(StoredManifest { team, manifest, this_boot: true, is_local: false }))
     }
 
     /// Returns the manifest of a volume that is stored on this machine.
@@ -376,8 +473,8 @@ impl Manifests {
         volume: VolumeHandle,
     ) -> Result<Option<StoredManifest>, RuntimeError> {
         if let Some(tree) = self.state().trees.get(&volume) {
-            let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
-            return Ok(Some(StoredManifest { team, manifest, this_boot: true }));
+            let (team, manifest, is_local) = (tree.team.clone(), tree.manifest.clone(), tree.is_local);
+            return Ok(Some(StoredManifest { team, manifest, this_boot: true, is_local }));
         }
         let path = self.path(volume);
         let loaded = blocking(move || match load(&path) {
@@ -395,7 +492,7 @@ impl Manifests {
             let tree = Tree { team: team.clone(), manifest: manifest.clone(), is_local: true };
             self.state().insert(volume, tree);
         }
-        Ok(Some(StoredManifest { team, manifest, this_boot }))
+        Ok(Some(StoredManifest { team, manifest, this_boot, is_local: true }))
     }
 
     /// Loads the newest manifests of earlier gateways from this boot, once, so that [`Self::find`]
@@ -468,6 +565,20 @@ impl Manifests {
 }
 
 impl State {
+    /// Whether a volume need not be inspected now.
+    fn is_inspected(&self, volume: VolumeHandle, manifest: &Manifest) -> bool {
+        let is_recent = |at: &Instant| at.elapsed() < INSPECTION_TERM;
+        manifest.entries().len() > MAX_ALWAYS_INSPECTED && self.inspected.get(&volume).is_some_and(is_recent)
+    }
+
+    /// Remembers that a large volume was just inspected.
+    fn set_inspected(&mut self, volume: VolumeHandle, manifest: &Manifest) {
+        if manifest.entries().len() > MAX_ALWAYS_INSPECTED {
+            self.inspected.retain(|_, at| at.elapsed() < INSPECTION_TERM);
+            self.inspected.insert(volume, Instant::now());
+        }
+    }
+
     fn insert(&mut self, volume: VolumeHandle, tree: Tree) {
         self.remove(volume);
         if tree.manifest.encoded_bytes() > MAX_MANIFEST_BYTES {
@@ -489,6 +600,7 @@ impl State {
     }
 
     fn remove(&mut self, volume: VolumeHandle) {
+        self.inspected.remove(&volume);
         let Some(tree) = self.trees.remove(&volume) else { return };
         self.bytes -= tree.manifest.encoded_bytes();
         self.order.retain(|stored| *stored != volume);

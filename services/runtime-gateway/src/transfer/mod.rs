@@ -19,6 +19,7 @@ pub(crate) mod pull;
 pub(crate) mod read;
 mod remote;
 pub(crate) mod scan;
+pub(crate) mod scrub;
 mod verify;
 pub(crate) mod write;
 
@@ -28,12 +29,15 @@ use std::sync::{Arc, Mutex};
 
 use domain::worker::TicketClaims;
 use domain::{VolumeHandle, error_chain};
+use rpc::Refusal;
+use runtime::{Contents, RuntimeError};
 use transfer::Manifest;
 
 use crate::util::keyed_locks::lock;
+use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use disk_reservations::DiskReservations;
-use error::ManifestError;
+use error::{ManifestError, ReplicaLoss};
 use manifests::Manifests;
 
 /// The volumes of one worker, for transfers.
@@ -63,13 +67,61 @@ impl Transfers {
 
     /// Returns the manifest of a complete volume that certainly holds its tree.
     pub(crate) async fn manifest(&self, ticket: &TicketClaims) -> Result<Arc<Manifest>, ManifestError> {
-        let proven =
+        let verified =
             self.manifests.load_verified(self.worker.runtime.as_ref(), ticket.volume, &ticket.team).await;
-        if let Err(ManifestError::Damaged(_)) = proven {
-            self.worker.report_due.notify_one();
+        match &verified {
+            Err(ManifestError::Damaged(loss)) => self.announce_loss(loss.clone()),
+            Err(ManifestError::Worker(RuntimeError::VolumeNotFound(volume))) if *volume == ticket.volume => {
+                self.announce_loss(ReplicaLoss::missing(*volume));
+            }
+            Ok(_) | Err(_) => {}
         }
-        proven
+        verified
     }
+
+    /// Returns access to the bytes of a replica that is read.
+    async fn contents(&self, volume: VolumeHandle) -> Result<Contents, RuntimeError> {
+        let contents = self.worker.runtime.contents(volume).await;
+        if let Err(RuntimeError::VolumeNotFound(_)) = contents {
+            self.announce_loss(ReplicaLoss::missing(volume));
+        }
+        contents
+    }
+
+    /// Tells the artifact store that replicas are missing or damaged, so that it names others.
+    pub(crate) async fn report_losses(&self, losses: &[ReplicaLoss]) -> Result<(), Refusal> {
+        losses.iter().for_each(|loss| self.record_loss(loss));
+        report_losses(&self.worker, losses).await
+    }
+
+    /// Tells the artifact store in the background that a replica is missing or damaged.
+    pub(crate) fn announce_loss(&self, loss: ReplicaLoss) {
+        self.record_loss(&loss);
+        let worker = self.worker.clone();
+        self.worker.tasks.spawn(async move {
+            let losses = [loss];
+            tokio::select! {
+                reported = report_losses(&worker, &losses) => if let Err(refusal) = reported {
+                    tracing::warn!(error = %refusal, "cannot report a lost replica: the next report omits it");
+                },
+                () = worker.stopping.cancelled() => {}
+            }
+            worker.report_due.notify_one();
+        });
+    }
+
+    fn record_loss(&self, loss: &ReplicaLoss) {
+        tracing::error!(volume.handle = %loss.volume, error = %loss, "replica is lost: it is no longer used");
+        metrics::counter!("gantry_gateway_lost_replicas_total").increment(1);
+        self.manifests.forget_missing(loss.volume);
+    }
+}
+
+async fn report_losses(worker: &Worker, losses: &[ReplicaLoss]) -> Result<(), Refusal> {
+    let session = worker.session.opened().await;
+    let losses: Vec<_> = losses.iter().map(|loss| (loss.volume, loss.cause.clone())).collect();
+    let call = || worker.clients.store.lose_replicas(&session.credential, &losses);
+    until_answered("report lost replicas", call).await
 }
 
 /// The permit to fill a volume. A volume has one writer at a time.

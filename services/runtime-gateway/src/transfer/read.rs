@@ -27,7 +27,7 @@ pub(crate) async fn read(
     wanted: OrdinalRanges,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), ReadVolumeError> {
-    let root = match transfers.worker.runtime.contents(volume).await? {
+    let root = match transfers.contents(volume).await? {
         Contents::Directory(root) => root,
         Contents::Remote(remote) => return remote::read(&remote, manifest, wanted, batches).await,
     };
@@ -53,7 +53,7 @@ pub(crate) async fn read_file(
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
 ) -> Result<(), ReadVolumeError> {
-    let root = match transfers.worker.runtime.contents(volume).await? {
+    let root = match transfers.contents(volume).await? {
         Contents::Directory(root) => root,
         Contents::Remote(remote) => return remote::read_file(&remote, &manifest, path, chunks).await,
     };

@@ -69,6 +69,32 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Compariso
     Ok(Comparison::Same)
 }
 
+/// Hashes the contents of each file in `expected`, after a comparison of the metadata. Passes the
+/// bytes of each read to `may_continue`. `None`: that returned false.
+pub(crate) fn hash(
+    root: &Path,
+    expected: &Arc<Manifest>,
+    mut may_continue: impl FnMut(u64) -> bool,
+) -> Result<Option<Comparison>, RuntimeError> {
+    let inspected = transfer::inspect(root, expected);
+    if let Some(difference) = inspected.map_err(|error| RuntimeError::io("inspect a volume", error))? {
+        return Ok(Some(Comparison::Differs(difference.path)));
+    }
+    let options = ReadOptions { verify: true, ..ReadOptions::default() };
+    let mut reader = TreeReader::new(root, expected.clone(), options).map_err(failed)?;
+    for ordinal in 0..expected.extent_count() {
+        match reader.read(ordinal) {
+            Ok(data) if may_continue(data.len() as u64) => {}
+            Ok(_) => return Ok(None),
+            Err(ReadError::Changed { path } | ReadError::Shrunk { path }) => {
+                return Ok(Some(Comparison::Differs(path)));
+            }
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    Ok(Some(Comparison::Same))
+}
+
 fn failed(error: ReadError) -> RuntimeError {
     RuntimeError::Other(format!("cannot read a volume: {}", domain::error_chain(&error)))
 }

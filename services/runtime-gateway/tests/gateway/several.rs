@@ -97,6 +97,7 @@ impl Machine {
             token: None,
             manifest_dir: self.worker.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
+            scrub_bytes_per_second: 0,
             destroy_concurrency: 1,
             intervals: runtime_gateway::Intervals::default(),
             hold_destruction: false,

@@ -91,6 +91,7 @@ impl Suite {
                 token: token.clone(),
                 manifest_dir: directory.path().join("manifests"),
                 report_interval: Duration::from_secs(60),
+                scrub_bytes_per_second: 0,
                 destroy_concurrency: 4,
                 intervals: runtime_gateway::Intervals::default(),
                 hold_destruction: false,

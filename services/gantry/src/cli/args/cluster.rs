@@ -50,6 +50,16 @@ pub(crate) struct UpArgs {
         value_parser = clap::builder::BoolishValueParser::new()
     )]
     pub(crate) hold_destruction: bool,
+    /// Bytes of volumes on this machine that are hashed in one second while no work runs, so that
+    /// damage is found. 0: none are hashed
+    #[arg(
+        long,
+        value_name = "SIZE",
+        value_parser = server::settings::size,
+        default_value = "8MiB",
+        env = "GANTRY_SCRUB_RATE"
+    )]
+    pub(crate) scrub_rate: u64,
     /// Treat unknown volumes and containers as orphans, because artifact-store.db was restored from
     /// a backup
     ///

@@ -339,9 +339,10 @@ async fn cache_starts_empty_when_it_cannot_be_copied() {
 #[tokio::test(flavor = "multi_thread")]
 async fn container_failure_is_reported_with_its_cause() {
     let mut suite = Suite::start().await;
+    suite.task.spec.inputs.clear();
+    suite.task.spec.user = Some("stranger".to_owned());
     let (_stop, mut stop) = watch::channel(None);
     let script = async {
-        // The parents of the volumes do not exist, so the volumes cannot be made.
         let planned = Suite::prepared(&mut suite.store, &[]).await;
         let StoreCall::Failed(report, answer) = suite.store.next_call().await else {
             panic!("an unexpected call")
@@ -360,46 +361,161 @@ async fn container_failure_is_reported_with_its_cause() {
     suite.end().await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn damaged_input_fails_the_attempt() {
-    let machine = FakeWorker::near();
-    let [sound, damaged] = [machine.volume("contents").await, machine.volume("contents").await];
-    let mut suite = Suite::with(machine, task()).await;
-    let digest =
-        suite.worker.transfers.manifests.load_verified(suite.worker.runtime.as_ref(), sound, "main").await;
-    let digest = digest.expect("a manifest").tree_digest();
+/// Makes the container of an attempt with the inputs `far` and `near`, after `damage` of the
+/// replica of `far`. Answers the calls until the streamer is asked for another replica, and answers
+/// that call with `copied`. Returns the lost replica, the reported reason, and the result.
+async fn made_after(
+    machine: Arc<FakeWorker>,
+    damage: impl AsyncFnOnce(&Arc<FakeWorker>, VolumeHandle),
+    copied: Result<(), Reason>,
+) -> (VolumeHandle, String, Result<Vec<String>, AttemptError>) {
+    let [near, lost, other] =
+        [machine.volume("near").await, machine.volume("far").await, machine.volume("far").await];
+    let mut suite = Suite::with(machine.clone(), task()).await;
+    let manifests = &suite.worker.transfers.manifests;
+    let mut digests = BTreeMap::new();
+    for volume in [near, lost, other] {
+        let manifest = manifests.load_verified(suite.worker.runtime.as_ref(), volume, "main").await;
+        digests.insert(volume, manifest.expect("a manifest").tree_digest());
+    }
+    damage(&machine, lost).await;
+    let report = suite.report();
     let (_stop, mut stop) = watch::channel(None);
-    let script = async {
-        let StoreCall::Prepare(request, answer) = suite.store.next_call().await else {
+    let far = suite.task.spec.inputs[0].artifact;
+    let prepared = async |store: &mut Store, from_far: Option<VolumeHandle>| {
+        let StoreCall::Prepare(request, answer) = store.next_call().await else {
             panic!("an unexpected call")
         };
-        let held = [(sound, digest), (damaged, Digest([1; 32]))];
+        let parents = [from_far, Some(near)];
         let volumes =
-            request.volumes.into_iter().zip(held).map(|(volume, (parent, digest))| store::PreparedVolume {
+            request.volumes.into_iter().zip(parents).map(|(volume, parent)| store::PreparedVolume {
                 name: volume.name,
                 volume_handle: VolumeHandle::new().to_string(),
-                parent_handle: parent.to_string(),
-                parent_digest: digest.as_bytes().to_vec().into(),
-                ..store::PreparedVolume::default()
+                parent_handle: parent.map(|parent| parent.to_string()).unwrap_or_default(),
+                parent_digest: parent
+                    .map(|parent| digests[&parent].as_bytes().to_vec().into())
+                    .unwrap_or_default(),
+                missing_artifact_id: if parent.is_none() { far.to_string() } else { String::new() },
             });
         let container_handle = ContainerHandle::new().to_string();
         let response = store::PrepareResponse { container_handle, volumes: volumes.collect() };
-        answer.send(Ok(response)).expect("the gateway waits");
-        let StoreCall::Failed(_, answer) = suite.store.next_call().await else {
+        answer.send(Ok(response.clone())).expect("the gateway waits");
+        response
+    };
+    let script = async {
+        let first = prepared(&mut suite.store, Some(lost)).await;
+        let StoreCall::Lost(request, answer) = suite.store.next_call().await else {
             panic!("an unexpected call")
         };
+        let [replica] = &request.replicas[..] else { panic!("{request:?}") };
+        assert_eq!(
+            (&*request.session_credential, &*replica.volume_handle),
+            ("credential", &*lost.to_string())
+        );
+        answer.send(Ok(store::LoseReplicasResponse {})).expect("the gateway waits");
+        let StoreCall::Failed(failed, answer) = suite.store.next_call().await else {
+            panic!("an unexpected call")
+        };
+        assert_eq!((failed.container_handle, failed.volume_handles.len()), (first.container_handle, 2));
         answer.send(Ok(store::FailPrepareResponse {})).expect("the gateway waits");
+        prepared(&mut suite.store, None).await;
+        let call = within("a call to the streamer", suite.calls.recv()).await.expect("served");
+        assert_eq!(call.0.artifact_id, far.to_string());
+        match copied {
+            Err(reason) => call.refuse(reason).await,
+            Ok(()) => {
+                call.send(CopyMessage::Materialized(streamer::Materialized::default())).await;
+                prepared(&mut suite.store, Some(other)).await;
+            }
+        }
+        replica.reason.clone()
     };
-    let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
-    let failure = failure(&within("the end", both).await.0.map(drop).expect_err("the input is damaged"));
-    assert_eq!(failure.reason, FailureReason::InputDamaged);
-    assert!(failure.message.contains(&damaged.to_string()), "{}", failure.message);
-    assert_eq!(
-        suite.worker.transfers.manifests.damaged(),
-        BTreeSet::from([damaged]),
-        "it is omitted from the report"
-    );
+    let making = async {
+        let prepared = prepare(&suite.worker.context, &suite.task, &report).await?;
+        let made = crate::attempt::make::make(
+            &suite.worker.context,
+            &suite.task,
+            None,
+            prepared,
+            &report,
+            &mut stop,
+        );
+        Ok::<_, AttemptError>(made.await?.prepared)
+    };
+    let (made, reason) = within("the container", async { tokio::join!(making, script) }).await;
+    let texts = made.map(|made| made.volumes.iter().map(|(volume, _)| machine.read(*volume)).collect());
     suite.end().await;
+    (lost, reason, texts)
+}
+
+async fn destroy(machine: &Arc<FakeWorker>, volume: VolumeHandle) {
+    machine.runtime().destroy_volume(volume).await.expect("destroyed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn missing_replica_is_replaced_before_the_start() {
+    for machine in [FakeWorker::near(), FakeWorker::far()] {
+        let (_, reason, made) = made_after(machine, destroy, Ok(())).await;
+        assert_eq!(reason, "is missing on the worker");
+        assert_eq!(made.expect("another replica is used"), ["far", "near"]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn damaged_replica_is_replaced_before_the_start() {
+    let change = async |machine: &Arc<FakeWorker>, lost| {
+        std::fs::write(machine.path(lost).join("file"), "FAR").expect("written");
+    };
+    let (_, reason, made) = made_after(FakeWorker::near(), change, Ok(())).await;
+    assert_eq!(reason, "is damaged: \"file\" was changed after it was written");
+    assert_eq!(made.expect("another replica is used"), ["far", "near"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn attempt_fails_with_the_loss_of_the_last_replica() {
+    let (lost, _, made) = made_after(FakeWorker::near(), destroy, Err(Reason::NoReplica)).await;
+    let failure = failure(&made.expect_err("no replica is left"));
+    assert_eq!(failure.reason, FailureReason::InputUnavailable);
+    let loss = format!("volume {lost} is missing on the worker");
+    for part in [&*loss, "cannot copy input \"far\"", "as the test asked for"] {
+        assert!(failure.message.contains(part), "{part} in {}", failure.message);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copy_gives_up_after_a_time_without_progress() {
+    let suite = Suite::start().await;
+    let artifact = suite.task.spec.inputs[0].artifact;
+    let (waits, mut calls) = (Mutex::new(Vec::new()), suite.calls);
+    let report = |event: InputEvent<'_>| {
+        if let InputEvent::Waiting(why) = event {
+            lock(&waits).push(why.to_owned());
+        }
+    };
+    let patience = Duration::from_millis(1);
+    let copying = materialize(&suite.worker, &suite.task, artifact, patience, report);
+    let script = async {
+        // An outage of the store or the streamer is waited out, and progress begins the time again.
+        for reason in [Reason::Unavailable, Reason::WorkerUnreachable] {
+            let call = within("a call to the streamer", calls.recv()).await.expect("served");
+            call.refuse(reason).await;
+        }
+        let call = within("a call to the streamer", calls.recv()).await.expect("served");
+        let progress = streamer::TransferProgress { bytes_done: 5, bytes_total: 9, ..Default::default() };
+        call.send(CopyMessage::Progress(progress)).await;
+        call.refuse(Reason::SourceFailed).await;
+        let call = within("a call to the streamer", calls.recv()).await.expect("served");
+        call.refuse(Reason::SourceFailed).await;
+    };
+    let (copied, ()) = tokio::join!(copying, script);
+    let refusal = copied.expect_err("no gateway can be reached");
+    assert!(refusal.is(Reason::SourceFailed), "{refusal}");
+    assert_eq!(lock(&waits).len(), 3, "each failure that is tried again is reported");
+    let failed = failure(&AttemptError::InputMissing("far".to_owned(), artifact, refusal));
+    assert_eq!(failed.reason, FailureReason::InputUnreachable);
+    drop(suite.worker);
+    suite.store.end().await;
+    suite.streamer.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

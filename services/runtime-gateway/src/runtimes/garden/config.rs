@@ -270,6 +270,7 @@ mod tests {
             token: None,
             manifest_dir: PathBuf::new(),
             report_interval: Duration::from_secs(60),
+            scrub_bytes_per_second: 0,
             destroy_concurrency: 8,
             intervals: crate::Intervals::default(),
             hold_destruction: false,

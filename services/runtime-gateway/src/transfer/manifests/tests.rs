@@ -98,6 +98,29 @@ async fn partial_manifest_files_are_removed() {
 }
 
 #[tokio::test]
+async fn changed_volume_is_found_before_its_use() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let machine = testing::fake::FakeWorker::near();
+    let worker = machine.runtime();
+    let trees = Manifests::open(directory.path(), "boot".to_owned()).expect("open");
+    let (small, large) = (machine.volume("contents").await, machine.volume("contents").await);
+    for number in 0..MAX_ALWAYS_INSPECTED {
+        std::fs::write(machine.path(large).join(number.to_string()), "").expect("write");
+    }
+    let load = async |volume| trees.load_verified(&*worker, volume, "main").await;
+    for volume in [small, large] {
+        load(volume).await.expect("a manifest");
+        std::fs::write(machine.path(volume).join("file"), "Contents").expect("write");
+    }
+    load(large).await.expect("a large tree was inspected a moment ago");
+    let Err(ManifestError::Damaged(loss)) = load(small).await else { panic!("it has changed") };
+    assert_eq!(loss.cause, "is damaged: \"file\" was changed after it was written");
+    // Trees may share files, so all are inspected again.
+    assert!(matches!(load(large).await, Err(ManifestError::Damaged(_))));
+    std::fs::remove_dir_all(machine.path(small)).expect("remove");
+}
+
+#[tokio::test]
 async fn volume_stays_damaged_until_it_is_destroyed() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
@@ -109,14 +132,14 @@ async fn volume_stays_damaged_until_it_is_destroyed() {
         trees.load_verified(&*worker, volume, "main").await.expect("a manifest");
     }
     machine.overwrite(lost, "contentS");
-    trees.load_verified(&*worker, lost, "main").await.expect("volumes are not compared in their boot");
+    trees.load_verified(&*worker, lost, "main").await.expect("contents are not compared in their boot");
 
     let trees = open("second");
     let digest =
         trees.load_verified(&*worker, whole, "main").await.expect("the volume is unchanged").tree_digest();
     trees.verify(&*worker, whole, "main", digest).await.expect("the volume is unchanged");
     let damaged = trees.verify(&*worker, lost, "main", digest).await;
-    assert!(matches!(damaged, Err(ManifestError::Damaged(volume)) if volume == lost), "{damaged:?}");
+    assert!(matches!(damaged, Err(ManifestError::Damaged(ref loss)) if loss.volume == lost), "{damaged:?}");
     assert_eq!(trees.damaged(), BTreeSet::from([lost]));
 
     let trees = open("third");

@@ -173,6 +173,7 @@ impl Suite {
             token: Some(TOKEN.to_owned()),
             manifest_dir: at("manifests"),
             report_interval: Duration::from_secs(60),
+            scrub_bytes_per_second: 0,
             destroy_concurrency: 4,
             intervals: runtime_gateway::Intervals::default(),
             hold_destruction: false,

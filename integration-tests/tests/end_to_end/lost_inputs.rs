@@ -1,0 +1,70 @@
+//! Replicas that a person removes or changes on the disk of a host worker.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use integration_tests::may_run_containers;
+use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use serde_json::Value;
+
+fn json(suite: &Suite, arguments: &[&str]) -> Vec<Value> {
+    let printed = suite.succeed(&[arguments, &["--json"]].concat());
+    printed.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+}
+
+/// Returns the handle of the only present replica on a worker, and its directory.
+fn replica(suite: &Suite, name: &str) -> (String, PathBuf) {
+    let worker = json(suite, &["show", "worker", name]).remove(0)["worker_id"].clone();
+    let mut volumes = json(suite, &["list", "volumes"]);
+    volumes.retain(|volume| {
+        volume["worker_id"] == worker && volume["purpose"] == "replica" && volume["state"] == "created"
+    });
+    let [volume] = &volumes[..] else { panic!("{volumes:?}") };
+    let handle = volume["volume_handle"].as_str().expect("a handle").to_owned();
+    (handle.clone(), suite.path(&format!("state-{name}/volumes")).join(handle))
+}
+
+#[test]
+fn lost_replica_costs_no_run_while_another_lives() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
+    for worker in ["one", "two"] {
+        suite.attend(worker, worker, &[("GANTRY_WORKER_TAGS", worker)]);
+        suite.attended(worker, worker);
+    }
+    let script = "printf 'more than eight bytes' > out/file";
+    suite.succeed(&["run", "--quiet", "--tag", "two", "-o", "out", "--", "sh", "-c", script]);
+    let artifact = json(&suite, &["list", "artifacts"]).remove(0)["artifact_id"].clone();
+    let artifact = artifact.as_str().expect("an id");
+    let input = format!("in=artifact:{artifact}");
+    let run = || {
+        let printed =
+            suite.succeed(&["run", "--quiet", "--tag", "one", "-i", &input, "--", "cat", "in/file"]);
+        assert_eq!(printed, "more than eight bytes");
+    };
+    run();
+    type Damage = fn(&Path);
+    let remove: Damage = |volume| fs::remove_dir_all(volume).expect("remove");
+    let overwrite: Damage = |volume| {
+        let file = File::options().write(true).open(volume.join("contents/file")).expect("open");
+        file.write_all_at(b"XXXX", 6).expect("write");
+    };
+    let delete: Damage = |volume| fs::remove_file(volume.join("contents/file")).expect("remove");
+    let cases = [
+        (remove, "is missing on the worker"),
+        (overwrite, "is damaged: \"file\" was changed after it was written"),
+        (delete, "is damaged: its root directory was changed after it was written"),
+    ];
+    for (damage, reason) in cases {
+        let (handle, directory) = replica(&suite, "one");
+        damage(&directory);
+        assert_eq!(suite.succeed(&["cat", artifact, "file"]), "more than eight bytes");
+        run();
+        for id in [&handle, artifact] {
+            assert_eq!(json(&suite, &["explain", id])[0]["loss_reason"], reason);
+        }
+    }
+}
