@@ -4,6 +4,7 @@
 //! a transaction conflicted with another one, and whether a SQLite file is damaged.
 
 use std::error::Error;
+use std::io;
 
 use sea_orm::sqlx;
 use sea_orm::{DbErr, RuntimeErr};
@@ -94,15 +95,18 @@ impl ConnectError {
     }
 }
 
-fn is_unavailable(error: &DbErr) -> bool {
-    let cause = match error {
-        DbErr::ConnectionAcquire(_) => return true,
+pub(crate) fn is_unavailable(error: &DbErr) -> bool {
+    match error {
+        DbErr::ConnectionAcquire(_) => true,
         DbErr::Conn(RuntimeErr::SqlxError(cause))
         | DbErr::Exec(RuntimeErr::SqlxError(cause))
-        | DbErr::Query(RuntimeErr::SqlxError(cause)) => cause,
-        _ => return false,
-    };
-    match &**cause {
+        | DbErr::Query(RuntimeErr::SqlxError(cause)) => is_unavailable_cause(cause),
+        _ => false,
+    }
+}
+
+pub(crate) fn is_unavailable_cause(cause: &sqlx::Error) -> bool {
+    match cause {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
         sqlx::Error::Database(error) => {
             // cannot_connect_now, admin_shutdown, crash_shutdown, too_many_connections.
@@ -110,6 +114,31 @@ fn is_unavailable(error: &DbErr) -> bool {
         }
         _ => false,
     }
+}
+
+/// PostgreSQL has reached its limit of connections.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "PostgreSQL has no free connection: this service uses at most {connections}. Lower --database-connections of the services, or \
+     raise max_connections of PostgreSQL"
+)]
+pub(crate) struct NoFreeConnection {
+    connections: u32,
+    #[source]
+    source: sqlx::Error,
+}
+
+impl NoFreeConnection {
+    /// Returns the error of a service that uses at most `connections` connections, in place of the
+    /// error of PostgreSQL.
+    pub(crate) fn of(connections: u32, source: sqlx::Error) -> sqlx::Error {
+        sqlx::Error::Io(io::Error::other(Self { connections, source }))
+    }
+}
+
+/// Whether PostgreSQL rejected a connection because of its limit (too_many_connections).
+pub(crate) fn is_no_free_connection(error: &sqlx::Error) -> bool {
+    error.as_database_error().is_some_and(|error| error.code().as_deref() == Some("53300"))
 }
 
 /// Whether a failed call may succeed later without a change: the database was unavailable, or each

@@ -12,7 +12,9 @@ use sea_orm::{ConnectOptions, ConnectionTrait, DatabaseConnection, DbBackend, Db
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 
-use crate::{ConnectError, Database, Migrations, Settings, migrate, settings};
+use crate::availability::Availability;
+use crate::error::is_unavailable;
+use crate::{ConnectError, Database, Migrations, Reads, Settings, availability, migrate, settings};
 
 /// Longest wait for a connection of the pool, or for the write permit of SQLite.
 pub(crate) const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -125,28 +127,46 @@ impl Database {
                 options.set_schema_search_path(schema.as_str());
             }
         }
-        let write_pool = sea_orm::Database::connect(options.clone()).await?;
-        if let Some(schema) = &settings.schema {
-            migrate::create_schema(&write_pool, schema, settings.migrate).await?;
-        }
-        if settings.migrate {
-            migrate::up::<M>(&write_pool, &settings.place()).await?;
-        } else {
-            migrate::check::<M>(&write_pool, &settings.place()).await?;
+        let write_pool = match sea_orm::Database::connect(options.clone()).await {
+            Ok(pool) => pool,
+            Err(error) => return Err(cause_of_timeout(error, settings).await.into()),
+        };
+        match prepare::<M>(&write_pool, settings).await {
+            Err(ConnectError::Database(error)) => return Err(cause_of_timeout(error, settings).await.into()),
+            prepared => prepared?,
         }
         let begin_tasks = TaskTracker::new();
         if write_pool.get_database_backend() != DbBackend::Sqlite {
             let schema = settings.schema.clone();
-            let (read_pool, options) = (write_pool.clone(), Some(options));
-            return Ok(Self { write_pool, read_pool, write_permit: None, schema, options, begin_tasks });
+            let to_server = (*write_pool.get_postgres_connection_pool().connect_options()).clone();
+            let availability = Some(Arc::new(Availability::new(to_server, settings.connections)));
+            let read_pool = Reads::new(write_pool.clone(), availability.clone());
+            let options = Some(options);
+            return Ok(Self {
+                write_pool,
+                read_pool,
+                availability,
+                write_permit: None,
+                schema,
+                options,
+                begin_tasks,
+            });
         }
         if let Err(error) = reserve_room(&write_pool).await {
             tracing::warn!(%error, "cannot reserve disk space for the database");
         }
         options.max_connections(SQLITE_READERS).min_connections(SQLITE_READERS);
-        let read_pool = sea_orm::Database::connect(options).await?;
+        let read_pool = Reads::new(sea_orm::Database::connect(options).await?, None);
         let write_permit = Some(Arc::new(Semaphore::new(1)));
-        Ok(Self { write_pool, read_pool, write_permit, schema: None, options: None, begin_tasks })
+        Ok(Self {
+            write_pool,
+            read_pool,
+            availability: None,
+            write_permit,
+            schema: None,
+            options: None,
+            begin_tasks,
+        })
     }
 
     /// Returns the same database with a separate pool of `connections` connections, for a component
@@ -160,16 +180,44 @@ impl Database {
         };
         options.max_connections(connections).min_connections(connections);
         let write_pool = sea_orm::Database::connect(options.clone()).await?;
-        let (read_pool, options) = (write_pool.clone(), Some(options));
-        let schema = self.schema.clone();
+        let read_pool = Reads::new(write_pool.clone(), self.availability.clone());
+        let (schema, options) = (self.schema.clone(), Some(options));
         Ok(Self {
             write_pool,
             read_pool,
+            availability: self.availability.clone(),
             write_permit: None,
             schema,
             options,
             begin_tasks: TaskTracker::new(),
         })
+    }
+}
+
+/// Creates the schema and migrates the database, or checks that nothing is missing.
+async fn prepare<M: Migrations>(
+    connection: &DatabaseConnection,
+    settings: &Settings,
+) -> Result<(), ConnectError> {
+    if let Some(schema) = &settings.schema {
+        migrate::create_schema(connection, schema, settings.migrate).await?;
+    }
+    if settings.migrate {
+        migrate::up::<M>(connection, &settings.place()).await
+    } else {
+        migrate::check::<M>(connection, &settings.place()).await
+    }
+}
+
+/// Returns the cause of a timeout while PostgreSQL was opened. The driver retries without a message
+/// until the timeout.
+async fn cause_of_timeout(error: DbErr, settings: &Settings) -> DbErr {
+    if settings.file().is_some() || !is_unavailable(&error) {
+        return error;
+    }
+    match settings.url.parse() {
+        Ok(options) => availability::diagnose(options, settings.connections).await.unwrap_or(error),
+        Err(_) => error,
     }
 }
 

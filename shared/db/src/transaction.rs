@@ -88,12 +88,19 @@ impl Database {
         };
         let write_pool = self.write_pool.clone();
         let begin = async move { write_pool.begin_with_options(options).await };
-        self.begin_tasks.spawn(begin.in_current_span()).await.unwrap_or_else(|error| {
-            match error.try_into_panic() {
-                Ok(panic) => std::panic::resume_unwind(panic),
-                Err(error) => Err(DbErr::Custom(error.to_string())),
-            }
-        })
+        // The future spawns the task when it is first polled.
+        let begun = async {
+            self.begin_tasks.spawn(begin.in_current_span()).await.unwrap_or_else(|error| {
+                match error.try_into_panic() {
+                    Ok(panic) => std::panic::resume_unwind(panic),
+                    Err(error) => Err(DbErr::Custom(error.to_string())),
+                }
+            })
+        };
+        match &self.availability {
+            Some(availability) => availability.watch(begun).await,
+            None => begun.await,
+        }
     }
 }
 

@@ -228,6 +228,33 @@ impl Server {
         self.end_with(libc::SIGQUIT);
     }
 
+    /// Freezes the server with all its processes. Connections stay open, and nothing answers.
+    pub fn freeze(&self) {
+        self.signal_all(libc::SIGSTOP);
+    }
+
+    /// Continues a frozen server.
+    pub fn thaw(&self) {
+        self.signal_all(libc::SIGCONT);
+    }
+
+    fn signal_all(&self, signal: libc::c_int) {
+        let main = self.server.as_ref().expect("the server runs").id();
+        let main = libc::pid_t::try_from(main).expect("a pid");
+        let processes = std::fs::read_dir("/proc").expect("processes").flatten();
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        // The parent is the second field after the name, which is in parentheses.
+        let is_own = |pid: &libc::pid_t| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1));
+            *pid == main || parent == Some(main.to_string().as_str())
+        };
+        for pid in pids.filter(is_own) {
+            // SAFETY: kill accesses no memory. A process of the server may have ended.
+            unsafe { libc::kill(pid, signal) };
+        }
+    }
+
     fn end_with(&mut self, signal: libc::c_int) {
         if let Some(mut server) = self.server.take() {
             let pid = libc::pid_t::try_from(server.id()).expect("a pid");

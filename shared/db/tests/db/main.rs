@@ -2,5 +2,6 @@
 
 mod cancelled;
 mod full_disk;
+mod outage;
 mod plans;
 mod schemas;
