@@ -9,6 +9,7 @@ mod convert;
 pub mod owner;
 pub mod page;
 mod reason;
+mod replicas;
 pub mod small_tree;
 pub mod spec;
 pub mod token;
@@ -20,6 +21,7 @@ pub use convert::*;
 /// Trait of all generated messages.
 pub use prost::Message;
 pub use reason::{Reason, Refusal, invalid_field, unavailable};
+pub use replicas::ReplicaChannel;
 
 /// Encoded descriptors of all protos, for reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
