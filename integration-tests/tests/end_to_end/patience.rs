@@ -141,3 +141,29 @@ fn command_out_of_patience_names_service() {
         scene.suite.wait_until_ready(service);
     }
 }
+
+#[test]
+fn frozen_replica_costs_new_connections_seconds() {
+    let two = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 1, proxies: 0 };
+    let suite = Suite::start(two, &[]);
+    let frozen = ["scheduler-0", "artifact-store-0", "streamer-0"];
+    for name in frozen {
+        suite.signal(name, libc::SIGSTOP);
+    }
+    // The replica to which a command connects first is random.
+    for _ in 0..6 {
+        for arguments in [["list", "workers"], ["list", "artifacts"], ["list", "images"]] {
+            let began = Instant::now();
+            let output = suite.gantry(&arguments).output().expect("gantry runs");
+            assert_eq!(code(&output), 0, "{arguments:?}: {}", describe(&output));
+            let took = began.elapsed();
+            assert!(took < Duration::from_secs(5), "{arguments:?} took {took:?}");
+        }
+    }
+    let status = suite.gantry(&["status"]).output().expect("gantry runs");
+    let printed = String::from_utf8_lossy(&status.stdout);
+    assert_eq!(printed.matches("no answer  ").count(), frozen.len(), "{printed}");
+    for name in frozen {
+        suite.signal(name, libc::SIGCONT);
+    }
+}

@@ -6,6 +6,7 @@
 
 pub mod client;
 mod convert;
+mod outgoing;
 pub mod owner;
 pub mod page;
 mod reason;

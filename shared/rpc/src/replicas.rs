@@ -30,7 +30,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use tower::{Service, ServiceExt};
 
-use crate::client::Outgoing;
+use crate::outgoing::Outgoing;
 
 /// Maximum time for a replica to accept a connection, and to answer the check of its health.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
