@@ -149,8 +149,11 @@ fn refusal_reason(refusal: &Refusal) -> FailureReason {
     match reason {
         Some(Reason::InputUnavailable) => FailureReason::InputUnavailable,
         Some(Reason::DiskFull) => FailureReason::DiskFull,
-        // The attempt has already ended, and no process was started.
-        Some(Reason::LeaseLost | Reason::AttemptEnded) => FailureReason::StoppedBeforeStart,
+        // The lease has already ended, and no process was started.
+        Some(Reason::LeaseLost) => FailureReason::StoppedBeforeStart,
+        // The artifact store remembers an end that the scheduler does not remember, because its
+        // database was restored from a backup. The process may have run before.
+        Some(Reason::AttemptEnded) => FailureReason::StartUnknown,
         // The message contains the reason.
         _ => FailureReason::WorkerFailed,
     }

@@ -20,6 +20,12 @@ fn every_refusal_has_a_documented_failure_reason() {
 }
 
 #[test]
+fn attempt_ended_before_restore_may_have_run() {
+    let ended = Refusal::from(Reason::AttemptEnded.status("gantry.test", "no"));
+    assert_eq!(failure(&AttemptError::Refused(ended)).reason, FailureReason::StartUnknown);
+}
+
+#[test]
 fn unrequested_stop_has_a_failure_reason() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
     let reason = |stop_cause| ended_result(ended(), None, stop_cause).failure.map(|failure| failure.reason);
