@@ -145,7 +145,12 @@ pub(super) async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Ve
         Ok(Ok(answer)) => answer.into_inner(),
     };
     if answer.services.is_empty() {
-        return silent(answer.not_ready.join("; "), false);
+        // The process is starting, for example because it waits for its database.
+        let starting = silent(answer.not_ready.join("; "), false);
+        return starting
+            .into_iter()
+            .map(|one| Service { instance: answer.instance.clone(), ..one })
+            .collect();
     }
     let service = |service: rpc::pb::capabilities::ServiceCapabilities| Service {
         name: service.service,
