@@ -140,7 +140,7 @@ impl Scheduler {
 /// are used.
 async fn fill(database: &DatabaseConnection, count: usize, taken: u32) -> anyhow::Result<()> {
     let sql = format!(
-        "TRUNCATE leases, events, outbox, workloads, heartbeats, workers;
+        "TRUNCATE leases, events, outbox, workloads, heartbeats, workers CASCADE;
          INSERT INTO workers (id, name, desired, state, generation, active_tasks, max_tasks, incarnation, session, gateway_instance,
                               marker_id, boot_id, endpoint, labels, disk_bytes, registered_at)
          SELECT gen_random_uuid(), 'worker-' || n, 'run', 'running', 1, {taken}, 10, 1, 1, gen_random_uuid(), gen_random_uuid(), '',

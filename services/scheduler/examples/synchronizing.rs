@@ -167,7 +167,8 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     ensure!(database.get_database_backend() == DbBackend::Postgres, "the database must be PostgreSQL");
     let mut results = Vec::new();
     for count in &arguments.workers {
-        let empty = "TRUNCATE leases, events, outbox, workloads, heartbeats, workers, removed_workers";
+        let empty =
+            "TRUNCATE leases, events, outbox, workloads, heartbeats, workers, removed_workers CASCADE";
         database.execute_unprepared(empty).await?;
         let figures = measure_scheduler(&arguments, &database, *count).await?;
         results.extend(figures.into_iter().map(|(name, figure)| format!("\"{count}_{name}\": {figure:.3}")));

@@ -19,16 +19,21 @@ use scheduler::Config;
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend};
 use tokio::task::JoinSet;
 
-/// Runs a scheduler until standard input ends. `store` is the endpoint of its artifact store.
+/// Runs a scheduler until standard input ends. `store` is the endpoint of its artifact store. The
+/// environment variable `GANTRY_DATABASE_CONNECTIONS` applies.
 #[tokio::main]
 pub(crate) async fn serve(database_url: String, store: Option<String>) -> anyhow::Result<()> {
     let day = Duration::from_secs(24 * 3600);
+    let mut database = db::Settings::from(database_url);
+    if let Ok(connections) = std::env::var("GANTRY_DATABASE_CONNECTIONS") {
+        database.connections = connections.parse().context("GANTRY_DATABASE_CONNECTIONS is no number")?;
+    }
     let config = Config {
         // No gateway reports for the workers.
         worker_ttl: day,
         stop_after: day * 2,
         lost_after: day * 3,
-        ..Config::new(database_url, store.unwrap_or("http://127.0.0.1:9".to_owned()))
+        ..Config::new(database, store.unwrap_or("http://127.0.0.1:9".to_owned()))
     };
     let decisions = Decisions::record()?;
     let (listener, ended) = listen(move || decisions.take()).await?;
@@ -140,7 +145,7 @@ pub(crate) async fn connect(database_url: &str) -> anyhow::Result<DatabaseConnec
 pub(crate) async fn fill(database: &DatabaseConnection, count: usize, limit: u32) -> anyhow::Result<()> {
     let labels = "{\"platform\": \"linux\", \"tags\": [], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": [\"network-private\"]}";
     let sql = format!(
-        "TRUNCATE leases, events, outbox, workloads, heartbeats, workers;
+        "TRUNCATE leases, events, outbox, workloads, heartbeats, workers CASCADE;
          INSERT INTO workers (id, name, desired, state, generation, active_tasks, max_tasks, incarnation, session, gateway_instance,
                               marker_id, boot_id, endpoint, labels, disk_bytes, registered_at)
          SELECT gen_random_uuid(), 'worker-' || n, 'run', 'running', 1, 0, {limit}, 1, 1, gen_random_uuid(), gen_random_uuid(), '',
