@@ -133,7 +133,8 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     let streamer = config.streamer.as_deref().map(|streamer| peer(streamer, outgoing)).transpose()?;
     let references = image_references::ImageReferences::new(streamer);
     let own = if config.database.connections < MIN_CONNECTIONS_TO_SPLIT { 0 } else { DISPATCHER_CONNECTIONS };
-    let shared = ::db::Settings { connections: config.database.connections - own, ..config.database.clone() };
+    let listener = u32::from(config.share_notifications);
+    let shared = ::db::Settings { reserved: own + listener, ..config.database.clone() };
     let db = Database::open::<Schema>(&shared).await.context("cannot open the scheduler's database")?;
     let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
     let is_only_replica = db.is_sqlite();

@@ -119,7 +119,7 @@ pub(crate) fn is_unavailable_cause(cause: &sqlx::Error) -> bool {
 /// PostgreSQL has reached its limit of connections.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "PostgreSQL has no free connection: this service uses at most {connections}. Lower --database-connections of the services, or \
+    "PostgreSQL has no free connection: this service uses at most {connections} connections. Lower --database-connections of the services, or \
      raise max_connections of PostgreSQL"
 )]
 pub(crate) struct NoFreeConnection {

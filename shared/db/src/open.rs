@@ -110,7 +110,7 @@ impl Database {
                 pool.after_release(|connection, _| Box::pin(is_reusable(connection)))
             });
         } else {
-            options.max_connections(settings.connections).min_connections(2);
+            options.max_connections(settings.pool()).min_connections(2);
             options.map_sqlx_postgres_opts(|options| {
                 let index_options = if M::BY_INDEX { INDEX_OPTIONS.as_slice() } else { &[] };
                 options

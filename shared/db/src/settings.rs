@@ -11,8 +11,11 @@ pub struct Settings {
     /// On PostgreSQL, the schema of all tables. A missing schema is created. `None` means the
     /// default of the server, usually `public`.
     pub schema: Option<String>,
-    /// On PostgreSQL, the maximum number of connections.
+    /// On PostgreSQL, the maximum number of connections of the service, in all pools.
     pub connections: u32,
+    /// On PostgreSQL, the number of `connections` that the pool leaves to listeners and to
+    /// components with own pools.
+    pub reserved: u32,
     /// Whether missing migrations are applied.
     pub migrate: bool,
     /// Whether opening waits while the database is unavailable.
@@ -21,7 +24,14 @@ pub struct Settings {
 
 impl<T: Into<String>> From<T> for Settings {
     fn from(url: T) -> Self {
-        Self { url: url.into(), schema: None, connections: DEFAULT_CONNECTIONS, migrate: true, wait: false }
+        Self {
+            url: url.into(),
+            schema: None,
+            connections: DEFAULT_CONNECTIONS,
+            reserved: 0,
+            migrate: true,
+            wait: false,
+        }
     }
 }
 
@@ -41,6 +51,11 @@ impl Settings {
 }
 
 impl Settings {
+    /// Returns the number of connections of the pool, on PostgreSQL.
+    pub(crate) fn pool(&self) -> u32 {
+        self.connections.saturating_sub(self.reserved).max(MIN_POOL)
+    }
+
     /// Returns the file of a SQLite database.
     #[must_use]
     pub fn file(&self) -> Option<PathBuf> {
@@ -78,8 +93,13 @@ fn percent_decode(text: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Default of the maximum number of connections.
-const DEFAULT_CONNECTIONS: u32 = 16;
+/// Default of the maximum number of connections. Ten replicas of both services with a database use
+/// 80 of the 97 connections that PostgreSQL admits by default. The others remain for migrations,
+/// probes and operators.
+const DEFAULT_CONNECTIONS: u32 = 4;
+
+/// Smallest pool. A migration holds a lock with one connection, and works with another.
+const MIN_POOL: u32 = 2;
 
 /// Pause between two attempts to open a database that is unavailable.
 pub(crate) const RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -96,7 +116,7 @@ pub struct DatabaseArgs {
     /// default schema of the server
     #[arg(long, env = "GANTRY_DATABASE_SCHEMA", value_name = "NAME", value_parser = schema)]
     database_schema: Option<String>,
-    /// PostgreSQL: maximum number of connections
+    /// PostgreSQL: maximum number of connections of this process
     #[arg(
         long,
         env = "GANTRY_DATABASE_CONNECTIONS",
@@ -115,6 +135,7 @@ impl DatabaseArgs {
             url: self.database_url.clone(),
             schema: self.database_schema.clone(),
             connections: self.database_connections,
+            reserved: 0,
             migrate,
             wait,
         }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use domain::WorkloadId;
 use rpc::pb::scheduler as pb;
+use sea_orm::ConnectionTrait;
 use testing::databases::TestDatabase;
 
 use crate::demand::demand;
@@ -371,7 +372,18 @@ async fn burst_is_spread_over_all_workers() {
     assert_eq!(load.len(), 20);
     let (least, most) = (load.iter().min().expect("some"), load.iter().max().expect("some"));
     assert!(*most * 10 <= *least * 15, "{load:?}");
+    assert!(connections(&database).await <= 8, "each replica has the default number of connections at most");
     for replica in replicas {
         replica.stop().await;
     }
+}
+
+/// Returns the number of connections to a database on PostgreSQL.
+async fn connections(database: &TestDatabase) -> i64 {
+    let own = sea_orm::Database::connect(&database.url).await.expect("connected");
+    let count = "SELECT count(*) AS n FROM pg_stat_activity
+                 WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    let count = sea_orm::Statement::from_string(sea_orm::DbBackend::Postgres, count);
+    let row = own.query_one_raw(count).await.expect("counted").expect("a row");
+    row.try_get("", "n").expect("a number")
 }
