@@ -233,3 +233,40 @@ fn command_runs_on_the_worker_that_it_names() {
     assert_eq!(unknown.status.code(), Some(125), "{}", describe(&unknown));
     assert!(errors.contains("worker \"three\" is unknown"), "{errors}");
 }
+
+#[test]
+fn evacuated_worker_is_safe_to_stop() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = start();
+    let script = "head -c 3000000 /dev/urandom > out/file";
+    suite.succeed(&["run", "--quiet", "--tag", "one", "-o", "out", "--", "sh", "-c", script]);
+    let artifact = json(&suite, &["list", "artifacts"])["artifact_id"].clone();
+    let artifact = artifact.as_str().expect("an id").to_owned();
+    let on = |worker: &str| {
+        let id = json(&suite, &["show", "worker", worker])["worker_id"].clone();
+        let replicas = json(&suite, &["show", "artifact", &artifact])["replicas"].clone();
+        replicas.as_array().expect("replicas").iter().any(|replica| replica["worker_id"] == id)
+    };
+    assert!(on("one") && !on("two"));
+
+    let (printed, noted) =
+        text(&suite.gantry(&["cordon", "one", "--evacuate"]).output().expect("gantry runs"));
+    assert!(printed.contains("worker one: safe to stop"), "{printed} {noted}");
+    assert!(noted.contains("1 artifact copied to other workers"), "{noted}");
+    assert!(on("two"));
+
+    // No worker is left that takes the copies.
+    suite.succeed(&["uncordon", "one"]);
+    suite.succeed(&["cordon", "two"]);
+    let unsafe_output =
+        suite.gantry(&["cordon", "one", "--evacuate", "--deadline", "5s"]).output().expect("gantry runs");
+    let (printed, noted) = text(&unsafe_output);
+    assert_eq!((unsafe_output.status.code(), &*printed), (Some(125), ""), "{noted}");
+    assert!(
+        noted.contains("worker one is not safe to stop: it has the only replicas of 1 artifact"),
+        "{noted}"
+    );
+    assert!(noted.contains(&artifact), "{noted}");
+}

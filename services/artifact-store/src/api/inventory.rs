@@ -487,7 +487,11 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<pb::ListAtRiskResponse>, Status> {
         let request = request.into_inner();
         let page = Page::of(SERVICE, &request)?;
-        let team = rpc::parse_team("team", request.team)?;
+        let team = match request.all_teams {
+            true => None,
+            false => Some(rpc::parse_team("team", request.team)?),
+        };
+        let team = team.as_deref();
         if request.worker_ids.len() > MAX_AT_RISK {
             return Err(rpc::invalid_field("worker_ids", format!("must be at most {MAX_AT_RISK}")));
         }
@@ -495,7 +499,7 @@ impl pb::inventory_server::Inventory for Handlers {
         let workers = workers.collect::<Result<Vec<_>, _>>()?;
         let (now, policy) = (self.store.now(), self.policy());
 
-        let listed = artifacts::list_at_risk(self.store.db.read(), &team, &workers, page, now, &policy).await;
+        let listed = artifacts::list_at_risk(self.store.db.read(), team, &workers, page, now, &policy).await;
         let (listed, looked_at) =
             listed.map_err(|error| errors::database("list artifacts at risk", &error))?;
 

@@ -80,6 +80,7 @@ async fn at_risk(suite: &Suite, without: &[WorkerId]) -> Vec<String> {
             worker_ids: without.iter().map(ToString::to_string).collect(),
             page_size: 1,
             page_token,
+            all_teams: false,
         };
         let page = suite.inventory().list_at_risk(request).await.expect("listed").into_inner();
         ids.extend(page.artifacts.into_iter().map(|artifact| artifact.artifact_id));
@@ -362,7 +363,9 @@ async fn artifacts_at_risk_with_workers_are_listed(database: TestDatabase) {
     forget(&suite, one.worker, true).await.expect("forced");
     assert_eq!(at_risk(&suite, &[]).await, [on_one, on_both, on_two]);
     let foreign = pb::ListAtRiskRequest { team: "other".to_owned(), ..pb::ListAtRiskRequest::default() };
+    let all = pb::ListAtRiskRequest { all_teams: true, ..foreign.clone() };
     assert_eq!(suite.inventory().list_at_risk(foreign).await.expect("listed").into_inner().artifacts, []);
+    assert_eq!(suite.inventory().list_at_risk(all).await.expect("listed").into_inner().artifacts.len(), 3);
     suite.stop().await;
 }
 

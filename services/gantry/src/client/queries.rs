@@ -107,10 +107,12 @@ pub(crate) async fn unreliable_workers(connection: &Connection) -> anyhow::Resul
     others.try_collect().await
 }
 
-/// Streams the artifacts that have no replica on any worker other than these.
+/// Streams the artifacts, of all teams or of one, that have no replica on any worker other than
+/// these.
 pub(crate) fn at_risk(
     connection: &Connection,
     workers: Vec<String>,
+    all_teams: bool,
 ) -> impl Stream<Item = anyhow::Result<Artifact>> {
     pages(async move |page_token| {
         let request = ListAtRiskRequest {
@@ -118,6 +120,7 @@ pub(crate) fn at_risk(
             worker_ids: workers.clone(),
             page_size: 0,
             page_token,
+            all_teams,
         };
         let client = connection.inventory();
         let doing = "cannot list artifacts at risk";

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::bail;
 use futures::TryStreamExt;
 use rpc::Reason;
+use rpc::pb::artifacts::Artifact;
 use rpc::pb::scheduler::{
     CordonWorkerRequest, ListRequest, PruneWorkerRequest, PruneWorkerResponse, PrunedWorkload,
     RetireWorkerRequest, UncordonWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
@@ -19,13 +20,17 @@ use crate::render::json;
 use crate::render::labels;
 use crate::render::labels::command;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{count, plain};
+use crate::render::table::{bytes, count, plain};
 use crate::render::ui::Ui;
+use crate::transfer::evacuate::Evacuation;
 
 /// Interval between two polls of a worker that is drained.
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
-/// Maximum number of workloads that a message names.
+/// Time for interrupted workloads to end after the deadline.
+const DRAIN_GRACE: Duration = Duration::from_secs(10);
+
+/// Maximum number of workloads or artifacts that a message names.
 const NAMED_LIMIT: usize = 5;
 
 /// Executes `gantry cordon`.
@@ -43,6 +48,10 @@ pub(crate) async fn cordon(
         .repeat(Service::Scheduler, &doing, async || client.clone().cordon_worker(request.clone()).await)
         .await?
         .worker;
+    if let Some(cordoned) = cordoned.as_ref().filter(|_| args.wait.evacuate) {
+        let left = evacuate(connection, ui, cordoned, args.wait.deadline).await?;
+        return safe_to_stop(cordoned, &left, as_json);
+    }
     let drained = match cordoned {
         Some(cordoned) if !args.wait.no_wait => {
             DrainWait { connection, ui, seen: None }
@@ -53,6 +62,81 @@ pub(crate) async fn cordon(
     };
     // The worker existed a moment ago, and may have been removed since.
     answer(&args.worker, drained.as_ref(), "removed", as_json)
+}
+
+/// What is left on a worker after its evacuation.
+struct LeftOnWorker {
+    at_risk: Vec<Artifact>,
+    is_drained: bool,
+}
+
+/// Copies what only this worker has, while it is drained and after that.
+async fn evacuate(
+    connection: &Connection,
+    ui: &Ui,
+    cordoned: &Worker,
+    deadline: Option<Duration>,
+) -> anyhow::Result<LeftOnWorker> {
+    let mut evacuation = Evacuation::new(connection, ui, cordoned, deadline);
+    // What exists is copied while workloads end. They may leave outputs.
+    let drain = DrainWait { connection, ui, seen: None };
+    let drained = drain.wait_until(cordoned.clone(), |worker| worker.drained_at.is_some());
+    let (_, is_drained) = tokio::try_join!(evacuation.run(), async {
+        match deadline {
+            Some(deadline) => match tokio::time::timeout(deadline + DRAIN_GRACE, drained).await {
+                Ok(drained) => drained.map(|_| true),
+                Err(_) => Ok(false),
+            },
+            None => drained.await.map(|_| true),
+        }
+    })?;
+    let at_risk = evacuation.run().await?;
+    let Evacuation { copied, copied_bytes, .. } = evacuation;
+    if copied > 0 {
+        let copied = count(copied, "artifact");
+        let name = plain(&cordoned.name, 255);
+        ui.note(&format!("worker {name}: {copied} copied to other workers, {}", bytes(copied_bytes)));
+    }
+    Ok(LeftOnWorker { at_risk, is_drained })
+}
+
+/// Says whether a cordoned worker may be stopped. Fails if it may not.
+fn safe_to_stop(worker: &Worker, left: &LeftOnWorker, as_json: bool) -> anyhow::Result<()> {
+    let (name, LeftOnWorker { at_risk, is_drained }) = (plain(&worker.name, 255), left);
+    if as_json {
+        let artifacts: Vec<_> = at_risk.iter().map(json::artifact).collect();
+        print_json(&serde_json::json!({
+            "name": worker.name,
+            "safe_to_stop": at_risk.is_empty() && *is_drained,
+            "at_risk": artifacts,
+        }))?;
+    }
+    if !is_drained {
+        bail!("worker {name} is not safe to stop: workloads still run on it");
+    }
+    if at_risk.is_empty() {
+        return if as_json { Ok(()) } else { print(&format!("worker {name}: safe to stop\n")) };
+    }
+    let size = at_risk.iter().map(|artifact| artifact.size_bytes).sum();
+    let mut text = format!(
+        "worker {name} is not safe to stop: it has the only replicas of {}, {}",
+        count(at_risk.len() as u64, "artifact"),
+        bytes(size)
+    );
+    for artifact in at_risk.iter().take(NAMED_LIMIT) {
+        let keeper = artifact.kept_by.first().map_or("nothing keeps it", |keeper| keeper.as_str());
+        text.push_str(&format!(
+            "\n  {} {}, {}: {}",
+            artifact.artifact_id,
+            plain(&artifact.label, 40),
+            bytes(artifact.size_bytes),
+            plain(keeper, 80)
+        ));
+    }
+    if at_risk.len() > NAMED_LIMIT {
+        text.push_str(&format!("\n  and {} more", at_risk.len() - NAMED_LIMIT));
+    }
+    bail!(text)
 }
 
 /// Executes `gantry uncordon`.
@@ -89,6 +173,9 @@ pub(crate) async fn retire(
         .repeat(Service::Scheduler, &doing, async || client.clone().retire_worker(request.clone()).await)
         .await?
         .worker;
+    if let Some(retiring) = retiring.as_ref().filter(|_| args.wait.evacuate) {
+        evacuate(connection, ui, retiring, args.wait.deadline).await?;
+    }
     let left = match retiring {
         Some(retiring) if !args.wait.no_wait => {
             let left = DrainWait { connection, ui, seen: None }

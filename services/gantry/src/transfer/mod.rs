@@ -2,6 +2,7 @@
 
 pub(crate) mod directories;
 pub(crate) mod download;
+pub(crate) mod evacuate;
 pub(crate) mod ignore;
 pub(crate) mod images;
 mod receive;

@@ -13,8 +13,15 @@ pub(crate) struct WaitArgs {
     #[arg(long, value_name = "DURATION", value_parser = values::duration)]
     pub(crate) deadline: Option<Duration>,
     /// Return at once instead of waiting until the worker is drained
-    #[arg(long)]
+    #[arg(long, conflicts_with = "evacuate")]
     pub(crate) no_wait: bool,
+    /// Copy artifacts whose only replicas are on the worker to other workers
+    ///
+    /// Artifacts that workloads and builds use are copied first, then caches, then others; small
+    /// ones before large ones. The command ends with "safe to stop" and exit code 0, or lists what
+    /// is at risk and exits with 125. After --deadline, it ends without further copies.
+    #[arg(long)]
+    pub(crate) evacuate: bool,
 }
 
 /// Arguments of `gantry cordon`.
