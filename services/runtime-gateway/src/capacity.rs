@@ -42,7 +42,7 @@ pub struct Amounts {
     #[serde(deserialize_with = "space")]
     pub min_free_disk: Option<DiskSpace>,
     /// Free disk space below which copies and caches that are not in use are deleted: `20G`, `10%`,
-    /// or 0 for never. Default: 5 % of the disk, at most 5 GiB
+    /// or 0 for never. At least `--min-free-disk`. Default: 5 % of the disk, at most 5 GiB
     #[arg(long, env = "GANTRY_WORKER_LOW_DISK", value_name = "SIZE", value_parser = disk_space)]
     #[serde(deserialize_with = "space")]
     pub low_disk: Option<DiskSpace>,
@@ -92,16 +92,24 @@ impl Amounts {
             cpu_millis: self.cpu_millis.or(has.cpu_millis),
             memory_bytes: self.memory_bytes.or(has.memory_bytes),
             disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
-            min_free_disk_bytes: disk.map_or(0, |Disk { total_bytes, .. }| {
-                self.min_free_disk.map_or_else(|| default_space(2, total_bytes), |own| own.of(total_bytes))
-            }),
+            min_free_disk_bytes: disk.map_or(0, |disk| self.min_free_disk_bytes(disk)),
         }
     }
 
+    fn min_free_disk_bytes(&self, Disk { total_bytes, .. }: Disk) -> u64 {
+        self.min_free_disk.map_or_else(|| default_space(2, total_bytes), |own| own.of(total_bytes))
+    }
+
     /// Returns the bytes that must be deleted from a disk that has too little free space.
-    pub(crate) fn bytes_to_free(&self, Disk { total_bytes, free_bytes }: Disk) -> u64 {
-        let low = self.low_disk.map_or_else(|| default_space(5, total_bytes), |own| own.of(total_bytes));
-        low.saturating_sub(free_bytes)
+    pub(crate) fn bytes_to_free(&self, disk: Disk) -> u64 {
+        let Disk { total_bytes, free_bytes } = disk;
+        let low = match self.low_disk.map(|own| own.of(total_bytes)) {
+            Some(0) => return 0,
+            Some(low) => low,
+            None => default_space(5, total_bytes),
+        };
+        // Otherwise the worker could stay without work although caches could be deleted.
+        low.max(self.min_free_disk_bytes(disk)).saturating_sub(free_bytes)
     }
 }
 
@@ -275,6 +283,7 @@ mod tests {
         amounts.min_free_disk = Some(disk_space("7G").expect("a size"));
         amounts.low_disk = Some(disk_space("10%").expect("a percentage"));
         assert_eq!(limits(&amounts, 100), [7, 9]);
+        assert_eq!(limits(&amounts, 20), [7, 6], "no less than the other limit");
         amounts.low_disk = Some(disk_space("0").expect("none"));
         assert_eq!(limits(&amounts, 100), [7, 0]);
     }

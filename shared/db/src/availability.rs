@@ -13,6 +13,7 @@
 //! unless a probe runs or has just ended. An idle process therefore sends nothing.
 
 use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -54,6 +55,8 @@ pub(crate) struct Availability {
     /// Maximum number of connections of the service, for messages.
     connections: u32,
     state: watch::Sender<State>,
+    /// Number of operations that succeeded.
+    succeeded: AtomicU64,
     /// End of the latest probe. `None` while a probe runs.
     last_probe: Mutex<Option<Instant>>,
     tasks: TaskTracker,
@@ -66,6 +69,7 @@ impl Availability {
             options,
             connections,
             state: watch::Sender::new(State::Available),
+            succeeded: AtomicU64::new(0),
             last_probe: Mutex::new(Some(Instant::now())),
             tasks: TaskTracker::new(),
             closing: CancellationToken::new(),
@@ -95,6 +99,9 @@ impl Availability {
             result = &mut operation => result,
             error = self.wait_for_outage() => return Err(error),
         };
+        if result.is_ok() {
+            self.succeeded.fetch_add(1, Ordering::Relaxed);
+        }
         result.map_err(|error| {
             if is_unavailable(&error) {
                 self.start_probe(PROBE_INTERVAL);
@@ -171,7 +178,12 @@ impl Availability {
     }
 
     async fn connect_once(&self) -> State {
+        let succeeded = self.succeeded.load(Ordering::Relaxed);
         let connecting = tokio::time::timeout(PROBE_TIMEOUT, self.options.connect()).await;
+        // PostgreSQL has too much to do for a new connection, but answers on the others.
+        if connecting.is_err() && self.succeeded.load(Ordering::Relaxed) > succeeded {
+            return State::Available;
+        }
         let timeout = || {
             let message = format!("PostgreSQL did not answer within {PROBE_TIMEOUT:?}");
             sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, message))

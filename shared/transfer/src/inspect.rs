@@ -48,6 +48,7 @@ pub fn inspect(root: &Path, manifest: &Manifest) -> io::Result<Option<Difference
             Ok(stat) => difference(entry, &stat),
             Err(error) => match Errno::from_io_error(&error) {
                 Some(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Some("is missing".to_owned()),
+                _ if is_media_error(&error) => Some(format!("cannot be read: {error}")),
                 _ => return Err(error),
             },
         };
@@ -65,6 +66,12 @@ fn stat(cursor: &mut Cursor, path: &[u8]) -> io::Result<Stat> {
     let (parent, name) = split(path);
     let directory = cursor.go(parent)?;
     Ok(statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?)
+}
+
+/// Whether an error shows that the disk or the file system is damaged.
+#[must_use]
+pub fn is_media_error(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::IO | Errno::UCLEAN | Errno::BADMSG))
 }
 
 /// Describes how an entry differs. `None`: it does not.

@@ -99,7 +99,7 @@ pub use entry::{
 };
 pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
 pub use in_place::{Conflict, Gone, Standing, changes, remove_gone};
-pub use inspect::{Difference, inspect};
+pub use inspect::{Difference, inspect, is_media_error};
 pub use link::SealedTree;
 pub use manifest::{InvalidManifest, Limits, LocatedExtent, Manifest, ManifestBuilder};
 pub use matches::{Matches, local_matches, remember};

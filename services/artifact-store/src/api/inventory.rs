@@ -2,8 +2,8 @@
 
 use std::pin::Pin;
 
-use domain::StoreLife;
 use domain::worker::SessionClaims;
+use domain::{StoreLife, WorkerId};
 use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tokio::sync::mpsc;
@@ -242,8 +242,15 @@ impl pb::inventory_server::Inventory for Handlers {
         if request.size_bytes == 0 {
             return Err(rpc::invalid_field("size_bytes", "must be at least 1"));
         }
+        if request.reliable_worker_ids.len() > MAX_AT_RISK {
+            let message = format!("must be at most {MAX_AT_RISK}");
+            return Err(rpc::invalid_field("reliable_worker_ids", message));
+        }
+        let reliable = request.reliable_worker_ids.iter();
+        let reliable = reliable.map(|id| rpc::parse_id("reliable_worker_ids", id));
+        let reliable = reliable.collect::<Result<Vec<WorkerId>, _>>()?;
         let claims = self.session(&request.session_credential).await?;
-        self.run_make_room(&claims, request.size_bytes).await.map(Response::new)
+        self.run_make_room(&claims, request.size_bytes, &reliable).await.map(Response::new)
     }
 
     async fn prepare_import(

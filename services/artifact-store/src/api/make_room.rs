@@ -1,13 +1,15 @@
 //! Handler of `Inventory.MakeRoom`.
 
+use domain::WorkerId;
 use domain::worker::SessionClaims;
 use rpc::pb::artifacts as pb;
 use tonic::Status;
 
 use crate::api::{Handlers, errors};
 use crate::caches::{resource_caches, task_caches};
+use crate::gc;
 use crate::inventory::delete_requests::{self, Drop, DropError};
-use crate::inventory::make_room::{Candidate, Dispensable, candidates};
+use crate::inventory::make_room::{self, Candidate, Dispensable};
 use crate::policy::retention::CacheEndReason;
 
 impl Handlers {
@@ -17,23 +19,36 @@ impl Handlers {
         &self,
         claims: &SessionClaims,
         size_bytes: u64,
+        reliable: &[WorkerId],
     ) -> Result<pb::MakeRoomResponse, Status> {
-        let now = self.store.now();
-        let candidates = candidates(self.store.db.read(), claims.worker, now).await;
-        let candidates = candidates.map_err(|error| errors::database("make room", &error))?;
-        let mut response = pb::MakeRoomResponse::default();
+        let (read, now) = (self.store.db.read(), self.store.now());
+        let failed = |error| errors::database("make room", &error);
+        let pending_bytes = make_room::pending_bytes(read, claims.worker).await.map_err(failed)?;
+        let wanted = size_bytes.saturating_sub(pending_bytes);
+        let mut response = pb::MakeRoomResponse { pending_bytes, ..pb::MakeRoomResponse::default() };
+        if wanted == 0 {
+            return Ok(response);
+        }
+        let candidates = make_room::candidates(read, claims.worker, reliable, now).await.map_err(failed)?;
+        let mut are_caches_deleted = false;
         for candidate in candidates {
-            if response.size_bytes >= size_bytes {
+            if response.size_bytes >= wanted {
                 break;
             }
-            if self.delete_for_space(claims, &candidate).await? {
+            if self.delete_for_space(claims, reliable, &candidate).await? {
                 response.size_bytes = response.size_bytes.saturating_add(candidate.size_bytes);
                 response.replicas += 1;
+                are_caches_deleted |= !matches!(candidate.what, Dispensable::Copy(_));
             }
+        }
+        if are_caches_deleted {
+            // Their artifacts are marked at once, so that the next call counts them as pending.
+            gc::round(&self.store, &self.stopping).await.map_err(failed)?;
         }
         tracing::info!(
             worker.id = %claims.worker,
             wanted_bytes = size_bytes,
+            pending_bytes,
             deleted_bytes = response.size_bytes,
             replicas = response.replicas,
             "a worker needs disk space: deleted copies and caches that nothing uses"
@@ -45,6 +60,7 @@ impl Handlers {
     async fn delete_for_space(
         &self,
         claims: &SessionClaims,
+        reliable: &[WorkerId],
         Candidate { what, team, .. }: &Candidate,
     ) -> Result<bool, Status> {
         let store = &self.store;
@@ -54,7 +70,14 @@ impl Handlers {
         match *what {
             Dispensable::Copy(artifact) => {
                 let why = "another worker has a copy, and this one needed disk space".to_owned();
-                let drop = &Drop { team: team.clone(), artifact, worker: claims.worker, why, force: false };
+                let drop = &Drop {
+                    team: team.clone(),
+                    artifact,
+                    worker: claims.worker,
+                    why,
+                    reliable: Some(reliable.to_vec()),
+                    force: false,
+                };
                 let dropped = store
                     .db
                     .write(|txn| async move { delete_requests::drop_replica(&txn, drop, now, policy).await });

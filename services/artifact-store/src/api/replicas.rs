@@ -127,6 +127,7 @@ impl pb::replicas_server::Replicas for Handlers {
             artifact: rpc::parse_id("artifact_id", &request.artifact_id)?,
             worker: rpc::parse_id("worker_id", &request.worker_id)?,
             why: parse_reason("reason", request.reason)?,
+            reliable: None,
             force: request.force,
         };
         let (now, policy) = (self.store.now(), &self.policy());

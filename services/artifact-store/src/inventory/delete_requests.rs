@@ -145,6 +145,8 @@ pub(crate) struct Drop {
     pub(crate) artifact: ArtifactId,
     pub(crate) worker: WorkerId,
     pub(crate) why: String,
+    /// Workers whose replicas count as others. `None`: all workers.
+    pub(crate) reliable: Option<Vec<WorkerId>>,
     /// Whether to drop the last replica of a kept artifact.
     pub(crate) force: bool,
 }
@@ -187,7 +189,12 @@ pub(crate) async fn drop_replica(
     if here.is_empty() {
         return Ok(Vec::new());
     }
-    let is_last = !artifact.in_store && !elsewhere.iter().any(|row| row.state == State::Created);
+    let counts = |row: &volume::Model| {
+        let worker = WorkerId::from_uuid(row.worker_id);
+        let is_reliable = drop.reliable.as_ref().is_none_or(|reliable| reliable.contains(&worker));
+        row.state == State::Created && is_reliable
+    };
+    let is_last = !artifact.in_store && !elsewhere.iter().any(counts);
     if is_last && !drop.force && artifact.state == ArtifactState::Sealed {
         let facts = references::artifacts(txn, &[(&artifact).into()], now).await?;
         if facts.iter().any(|facts| matches!(garbage::artifact(facts, now, policy), Verdict::Keep(_))) {

@@ -3,11 +3,13 @@
 //! Only copies and caches are chosen, because both can be made again. Each is deleted by the code
 //! that deletes it at the request of a caller, which checks again whether it is used.
 
+use std::collections::HashSet;
+
 use domain::{ArtifactId, CacheId, Timestamp, WorkerId};
 use sea_orm::{ConnectionTrait, DbErr, FromQueryResult, Statement};
 use uuid::Uuid;
 
-use crate::db::units;
+use crate::db::{ids, units};
 use crate::marks::references::build_keeps;
 
 /// How much longer a cache is kept than a copy that was used at the same time. A copy is only
@@ -47,11 +49,13 @@ struct Row {
 }
 
 /// Replicas on the worker `$2` that nothing uses at the instant `$1`, and that can be made again.
+/// Only replicas on the workers `reliable` count as copies.
 const REPLICAS: &str = concat!(
-    "WITH here AS (
-        SELECT v.artifact_id, a.team, v.size_bytes, v.created_at, (a.in_store OR EXISTS (
+    "here AS (
+        SELECT v.artifact_id, a.team, v.size_bytes, v.created_at, a.kept_until, (a.in_store OR EXISTS (
             SELECT 1 FROM volumes o
-                WHERE o.artifact_id = v.artifact_id AND o.worker_id <> v.worker_id AND o.purpose = 'replica'
+                WHERE o.artifact_id = v.artifact_id AND o.worker_id IN (SELECT id FROM reliable) AND o.worker_id <> v.worker_id
+                  AND o.purpose = 'replica'
                   AND o.complete = TRUE AND o.state = 'created'
         )) AS is_copy
         FROM volumes v JOIN artifacts a ON a.artifact_id = v.artifact_id
@@ -72,7 +76,8 @@ const REPLICAS: &str = concat!(
         LEFT JOIN resource_caches r ON r.artifact_id = h.artifact_id
         LEFT JOIN task_caches t ON t.artifact_id = h.artifact_id
         WHERE h.is_copy OR (
-            (r.cache_id IS NOT NULL OR t.cache_id IS NOT NULL)
+            (r.cache_id IS NULL) <> (t.cache_id IS NULL)
+            AND (h.kept_until IS NULL OR h.kept_until <= $1)
             AND NOT EXISTS (
                 SELECT 1 FROM owners o JOIN builds b ON b.build_id = o.build_id
                     WHERE o.artifact_id = h.artifact_id AND ",
@@ -80,19 +85,37 @@ const REPLICAS: &str = concat!(
     "))"
 );
 
-/// Returns what may be deleted from a worker, the least valuable first: what was not used for long,
-/// and copies before caches.
+/// Returns what may be deleted from a worker, the oldest first. The age of a cache is divided by
+/// [`CACHE_WEIGHT`].
 pub(crate) async fn candidates(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
+    reliable: &[WorkerId],
     now: Timestamp,
 ) -> Result<Vec<Candidate>, DbErr> {
-    let values = [now.0.into(), worker.uuid().into()];
-    let statement = Statement::from_sql_and_values(conn.get_database_backend(), REPLICAS, values);
-    let rows = Row::find_by_statement(statement).all(conn).await?;
-    let mut candidates: Vec<_> = rows.into_iter().filter_map(|row| candidate(row, now)).collect();
+    let backend = conn.get_database_backend();
+    let reliable = ids::value(backend, reliable.iter().map(|worker| worker.uuid()));
+    let sql = format!("WITH reliable AS ({}), {REPLICAS}", ids::query(backend, 3));
+    let values = [now.0.into(), worker.uuid().into(), reliable];
+    let rows = Row::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(conn).await?;
+    // An artifact of several caches has several rows.
+    let mut seen = HashSet::new();
+    let rows = rows.into_iter().filter(|row| seen.insert(row.artifact_id));
+    let mut candidates: Vec<_> = rows.filter_map(|row| candidate(row, now)).collect();
     candidates.sort_by_key(|(worthless, _)| std::cmp::Reverse(*worthless));
     Ok(candidates.into_iter().map(|(_, candidate)| candidate).collect())
+}
+
+/// Returns the size of the replicas on a worker that are deleted and not yet destroyed.
+pub(crate) async fn pending_bytes(conn: &impl ConnectionTrait, worker: WorkerId) -> Result<u64, DbErr> {
+    let sql = "SELECT CAST(COALESCE(SUM(v.size_bytes), 0) AS BIGINT) AS size_bytes
+               FROM volumes v LEFT JOIN artifacts a ON a.artifact_id = v.artifact_id
+               WHERE v.worker_id = $1 AND v.purpose = 'replica'
+                 AND (v.state IN ('destroying', 'sweeping') OR a.state = 'deleting')";
+    let values = [worker.uuid().into()];
+    let statement = Statement::from_sql_and_values(conn.get_database_backend(), sql, values);
+    let row = conn.query_one_raw(statement).await?;
+    row.map_or(Ok(0), |row| row.try_get("", "size_bytes").map(units::size))
 }
 
 /// Returns a candidate, and its time without use by which candidates are sorted.

@@ -1,10 +1,11 @@
 //! `gantry cordon`, `uncordon`, `retire` and `prune`: taking workers out of service, and putting
 //! them back.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use anyhow::bail;
-use futures::TryStreamExt;
+use futures::{Stream, TryStreamExt};
 use rpc::Reason;
 use rpc::pb::artifacts::Artifact;
 use rpc::pb::scheduler::{
@@ -40,14 +41,7 @@ pub(crate) async fn cordon(
     args: &CordonArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let interrupt_after = args.wait.deadline.map(rpc::duration);
-    let request = CordonWorkerRequest { worker: args.worker.clone(), interrupt_after };
-    let client = connection.workers();
-    let doing = format!("cannot cordon worker {}", args.worker);
-    let cordoned = connection
-        .repeat(Service::Scheduler, &doing, async || client.clone().cordon_worker(request.clone()).await)
-        .await?
-        .worker;
+    let cordoned = cordon_worker(connection, &args.worker, args.wait.deadline).await?;
     if let Some(cordoned) = cordoned.as_ref().filter(|_| args.wait.evacuate) {
         let left = evacuate(connection, ui, cordoned, args.wait.deadline).await?;
         return safe_to_stop(cordoned, &left, as_json);
@@ -62,6 +56,21 @@ pub(crate) async fn cordon(
     };
     // The worker existed a moment ago, and may have been removed since.
     answer(&args.worker, drained.as_ref(), "removed", as_json)
+}
+
+async fn cordon_worker(
+    connection: &Connection,
+    worker: &str,
+    deadline: Option<Duration>,
+) -> anyhow::Result<Option<Worker>> {
+    let interrupt_after = deadline.map(rpc::duration);
+    let request = CordonWorkerRequest { worker: worker.to_owned(), interrupt_after };
+    let client = connection.workers();
+    let doing = format!("cannot cordon worker {worker}");
+    let cordoned = connection
+        .repeat(Service::Scheduler, &doing, async || client.clone().cordon_worker(request.clone()).await)
+        .await?;
+    Ok(cordoned.worker)
 }
 
 /// What is left on a worker after its evacuation.
@@ -80,7 +89,10 @@ async fn evacuate(
     let mut evacuation = Evacuation::new(connection, ui, cordoned, deadline);
     // What exists is copied while workloads end. They may leave outputs.
     let drain = DrainWait { connection, ui, seen: None };
-    let drained = drain.wait_until(cordoned.clone(), |worker| worker.drained_at.is_some());
+    let drained = async {
+        drain.wait_until(cordoned.clone(), |worker| worker.drained_at.is_some()).await?;
+        wait_until_settled(connection).await
+    };
     let (_, is_drained) = tokio::try_join!(evacuation.run(), async {
         match deadline {
             Some(deadline) => match tokio::time::timeout(deadline + DRAIN_GRACE, drained).await {
@@ -111,11 +123,36 @@ fn safe_to_stop(worker: &Worker, left: &LeftOnWorker, as_json: bool) -> anyhow::
             "at_risk": artifacts,
         }))?;
     }
+    check_left(worker, left)?;
+    if as_json { Ok(()) } else { print(&format!("worker {name}: safe to stop\n")) }
+}
+
+/// Waits until the outputs of all workloads that have just ended are in the artifact store.
+async fn wait_until_settled(connection: &Connection) -> anyhow::Result<()> {
+    let settling = async || {
+        let all = workloads_of_all_teams(connection, WorkloadState::Settling);
+        let ids = all.map_ok(|workload| workload.workload_id);
+        ids.try_collect::<HashSet<_>>().await
+    };
+    let mut waiting = settling().await?;
+    while !waiting.is_empty() {
+        tokio::time::sleep(POLL_INTERVAL).await;
+        let still = settling().await?;
+        waiting.retain(|id| still.contains(id));
+    }
+    Ok(())
+}
+
+/// Fails if a cordoned worker may not be stopped.
+fn check_left(worker: &Worker, LeftOnWorker { at_risk, is_drained }: &LeftOnWorker) -> anyhow::Result<()> {
+    let name = plain(&worker.name, 255);
     if !is_drained {
-        bail!("worker {name} is not safe to stop: workloads still run on it");
+        bail!(
+            "worker {name} is not safe to stop: workloads still run on it, or their outputs are not stored yet"
+        );
     }
     if at_risk.is_empty() {
-        return if as_json { Ok(()) } else { print(&format!("worker {name}: safe to stop\n")) };
+        return Ok(());
     }
     let size = at_risk.iter().map(|artifact| artifact.size_bytes).sum();
     let mut text = format!(
@@ -162,6 +199,14 @@ pub(crate) async fn retire(
     args: &RetireArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
+    if args.wait.evacuate {
+        // A retiring worker is removed as soon as it is empty, so it is only cordoned meanwhile.
+        let cordoned = cordon_worker(connection, &args.worker, args.wait.deadline).await?;
+        if let Some(cordoned) = cordoned {
+            let left = evacuate(connection, ui, &cordoned, args.wait.deadline).await?;
+            check_left(&cordoned, &left)?;
+        }
+    }
     let request = RetireWorkerRequest {
         worker: args.worker.clone(),
         interrupt_after: args.wait.deadline.map(rpc::duration),
@@ -173,9 +218,6 @@ pub(crate) async fn retire(
         .repeat(Service::Scheduler, &doing, async || client.clone().retire_worker(request.clone()).await)
         .await?
         .worker;
-    if let Some(retiring) = retiring.as_ref().filter(|_| args.wait.evacuate) {
-        evacuate(connection, ui, retiring, args.wait.deadline).await?;
-    }
     let left = match retiring {
         Some(retiring) if !args.wait.no_wait => {
             let left = DrainWait { connection, ui, seen: None }
@@ -311,15 +353,7 @@ impl DrainWait<'_> {
             |workload: &Workload| workload.location.as_ref().is_some_and(|there| there.worker_id == worker);
         let mut running = Vec::new();
         for state in [WorkloadState::Assigned, WorkloadState::Starting, WorkloadState::Running] {
-            let all = pages(async |page_token| {
-                let state = state.into();
-                let request = ListRequest { state, page_token, page_size: 1000, ..ListRequest::default() };
-                let client = self.connection.workloads();
-                let page = self.connection.repeat(Service::Scheduler, "cannot list workloads", async || {
-                    client.clone().list(request.clone()).await
-                });
-                page.await.map(|page| (page.workloads, page.next_page_token))
-            });
+            let all = workloads_of_all_teams(self.connection, state);
             let all = all.try_filter(|workload| std::future::ready(there(workload)));
             running.extend(all.try_collect::<Vec<_>>().await?);
         }
@@ -328,6 +362,21 @@ impl DrainWait<'_> {
         running.dedup_by(|one, other| one.workload_id == other.workload_id);
         Ok(running)
     }
+}
+
+fn workloads_of_all_teams(
+    connection: &Connection,
+    state: WorkloadState,
+) -> impl Stream<Item = anyhow::Result<Workload>> {
+    pages(async move |page_token| {
+        let state = state.into();
+        let request = ListRequest { state, page_token, page_size: 1000, ..ListRequest::default() };
+        let client = connection.workloads();
+        let page = connection.repeat(Service::Scheduler, "cannot list workloads", async || {
+            client.clone().list(request.clone()).await
+        });
+        page.await.map(|page| (page.workloads, page.next_page_token))
+    })
 }
 
 /// Describes what the drain of a worker waits for.

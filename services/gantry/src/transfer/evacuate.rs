@@ -1,10 +1,11 @@
 //! Evacuation of a worker: copies artifacts that only it has to other workers.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use futures::{StreamExt, TryStreamExt};
 use rpc::pb::artifacts::Artifact;
-use rpc::pb::scheduler::{DesiredWorkerState, Worker, WorkerState};
+use rpc::pb::scheduler::{Capacity, DesiredWorkerState, Worker, WorkerState};
 use rpc::pb::streamer::{MaterializeRequest, MaterializeResponse, materialize_response};
 
 use crate::client::connect::{Connection, Service};
@@ -15,6 +16,8 @@ use crate::render::ui::Ui;
 
 /// Number of concurrent copies.
 const COPIES: usize = 4;
+/// Number of times that an artifact is copied. Its copies may be lost meanwhile.
+const MAX_TIMES: usize = 2;
 /// Pause before artifacts are listed again whose copies failed.
 const RETRY_PAUSE: Duration = Duration::from_secs(2);
 
@@ -26,6 +29,8 @@ pub(crate) struct Evacuation<'a> {
     deadline: Option<Instant>,
     /// The last message about copies.
     noted: String,
+    /// How often each artifact was copied.
+    times: HashMap<String, usize>,
     pub(crate) copied: u64,
     pub(crate) copied_bytes: u64,
 }
@@ -38,7 +43,16 @@ impl<'a> Evacuation<'a> {
         deadline: Option<Duration>,
     ) -> Self {
         let deadline = deadline.map(|left| Instant::now() + left);
-        Self { connection, ui, worker, deadline, noted: String::new(), copied: 0, copied_bytes: 0 }
+        Self {
+            connection,
+            ui,
+            worker,
+            deadline,
+            noted: String::new(),
+            times: HashMap::new(),
+            copied: 0,
+            copied_bytes: 0,
+        }
     }
 
     /// Copies until nothing is at risk, the deadline has passed, or nothing could be copied twice.
@@ -51,7 +65,9 @@ impl<'a> Evacuation<'a> {
                 return Ok(at_risk);
             }
             let before = self.copied;
-            self.copy(&at_risk).await?;
+            let again = |artifact: &Artifact| self.times.get(&artifact.artifact_id) >= Some(&MAX_TIMES);
+            let (_, left): (Vec<_>, Vec<_>) = at_risk.iter().cloned().partition(again);
+            self.copy(&left).await?;
             if self.copied == before {
                 if failed {
                     return Ok(at_risk);
@@ -82,6 +98,9 @@ impl<'a> Evacuation<'a> {
     }
 
     async fn copy(&mut self, artifacts: &[Artifact]) -> anyhow::Result<()> {
+        if artifacts.is_empty() {
+            return Ok(());
+        }
         let total: u64 = artifacts.iter().map(|artifact| artifact.size_bytes).sum();
         let name = plain(&self.worker.name, 255);
         let all = count(artifacts.len() as u64, "artifact");
@@ -107,6 +126,7 @@ impl<'a> Evacuation<'a> {
             match copied {
                 Ok(true) => {
                     self.copied += 1;
+                    *self.times.entry(artifact.artifact_id.clone()).or_default() += 1;
                     self.copied_bytes += artifact.size_bytes;
                 }
                 Ok(false) => {}
@@ -127,8 +147,8 @@ fn rank(artifact: &Artifact) -> usize {
     artifact.kept_by.iter().filter_map(rank).min().unwrap_or(KEEPERS.len())
 }
 
-/// Copies an artifact to the first worker that takes it. Workers with more free disk space come
-/// first, in turns. Returns `false` if there is no other worker.
+/// Copies an artifact to the first worker that has room and takes it. Workers with more free disk
+/// space come first, in turns. Returns `false` if there is no other worker.
 async fn copy_to_any(
     connection: &Connection,
     from: &Worker,
@@ -136,7 +156,11 @@ async fn copy_to_any(
     turn: usize,
 ) -> anyhow::Result<bool> {
     let takes = |worker: &Worker| {
-        worker.worker_id != from.worker_id
+        let Capacity { disk_bytes, min_free_disk_bytes, .. } = worker.capacity.unwrap_or_default();
+        let left = worker.disk_free_bytes.saturating_sub(artifact.size_bytes);
+        let has_room = disk_bytes == 0 || left > min_free_disk_bytes;
+        has_room
+            && worker.worker_id != from.worker_id
             && worker.state() == WorkerState::Running
             && worker.desired() == DesiredWorkerState::Run
     };

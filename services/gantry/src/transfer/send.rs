@@ -28,12 +28,13 @@ pub(super) enum SendError {
 }
 
 impl SendError {
-    /// Names the worker if its disk is full.
-    pub(super) fn on(self, endpoint: &TransferEndpoint) -> Self {
+    /// Names the worker if its disk is full and another worker may take the upload. A streamer of
+    /// an earlier version names no worker, and would choose it again.
+    pub(super) fn on(self, endpoint: &TransferEndpoint, full: &FullWorkers) -> Self {
+        let may_move = !endpoint.worker_id.is_empty() && !full.ids.contains(&endpoint.worker_id);
+        let is_full = |error| refusal(error).is_some_and(|refused| refused.is(Reason::DiskFull));
         match self {
-            Self::Other(error) if refusal(&error).is_some_and(|refused| refused.is(Reason::DiskFull)) => {
-                Self::DiskFull(endpoint.clone(), error)
-            }
+            Self::Other(error) if may_move && is_full(&error) => Self::DiskFull(endpoint.clone(), error),
             error => error,
         }
     }

@@ -338,7 +338,7 @@ impl Uploader<'_> {
                     // A message before all content was sent is an error.
                     let written = tokio::select! {
                         written = self.write(&endpoint, content, manifest, bar) => {
-                            written.map_err(|error| error.on(&endpoint))?
+                            written.map_err(|error| error.on(&endpoint, full))?
                         }
                         early = answers.message() => {
                             return Err(early.err().map_or_else(Refused::cut, by_streamer).into());

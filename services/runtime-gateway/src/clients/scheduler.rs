@@ -11,6 +11,9 @@ use rpc::{Peer, Refusal};
 /// Most bytes of a desired state, which names all leases of the worker.
 const DESIRED_BYTES: usize = 256 << 20;
 
+/// Most workers that are reliable for a request of disk space.
+const MAX_RELIABLE: usize = 10_000;
+
 /// The result of an attempt, as the scheduler receives it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AttemptResult {
@@ -62,6 +65,24 @@ impl SchedulerClient {
     pub(crate) async fn use_lease(&self, lease_token: &str) -> Result<u64, Refusal> {
         let request = pb::UseLeaseRequest { lease_token: lease_token.to_owned() };
         Ok(self.placements.clone().use_lease(request).await?.into_inner().generation)
+    }
+
+    /// Lists the ids of workers that are in contact and stay in service.
+    pub(crate) async fn reliable_workers(&self) -> Result<Vec<String>, Refusal> {
+        let (mut ids, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let request = pb::ListWorkersRequest { page_size: 1000, page_token };
+            let page = self.workers.clone().list_workers(request).await?.into_inner();
+            let stays = |worker: &pb::Worker| {
+                worker.state() == pb::WorkerState::Running && worker.desired() == pb::DesiredWorkerState::Run
+            };
+            ids.extend(page.workers.into_iter().filter(stays).map(|worker| worker.worker_id));
+            page_token = page.next_page_token;
+            if page_token.is_empty() || ids.len() >= MAX_RELIABLE {
+                ids.truncate(MAX_RELIABLE);
+                return Ok(ids);
+            }
+        }
     }
 
     /// Reports that the process of an attempt is about to start.

@@ -201,10 +201,21 @@ impl StoreClient {
         Ok(())
     }
 
-    /// Has replicas with `size_bytes` deleted. Returns the size of those that are deleted.
-    pub(crate) async fn make_room(&self, credential: &str, size_bytes: u64) -> Result<u64, Refusal> {
-        let request = pb::MakeRoomRequest { session_credential: credential.to_owned(), size_bytes };
-        Ok(self.0.clone().make_room(request).await?.into_inner().size_bytes)
+    /// Has replicas with `size_bytes` deleted. Replicas on the workers `reliable` count as copies.
+    /// Returns the size of those that are deleted, now or before, and still exist.
+    pub(crate) async fn make_room(
+        &self,
+        credential: &str,
+        size_bytes: u64,
+        reliable: Vec<String>,
+    ) -> Result<u64, Refusal> {
+        let request = pb::MakeRoomRequest {
+            session_credential: credential.to_owned(),
+            size_bytes,
+            reliable_worker_ids: reliable,
+        };
+        let made = self.0.clone().make_room(request).await?.into_inner();
+        Ok(made.size_bytes.saturating_add(made.pending_bytes))
     }
 
     /// Reports that replicas are missing or damaged.

@@ -1,4 +1,5 @@
-//! Disk space: the gateway has copies and unused caches deleted while its disk has too little room.
+//! Disk space: while the disk has too little room, the gateway asks the artifact store to delete
+//! copies and unused caches.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,11 +43,13 @@ async fn make_room(worker: &Worker, amounts: &Amounts, credential: &str) -> Dura
     if wanted == 0 {
         return INTERVAL;
     }
-    match worker.clients.store.make_room(credential, wanted).await {
+    // Without the scheduler, no replica counts as a copy.
+    let reliable = worker.clients.scheduler.reliable_workers().await.unwrap_or_default();
+    match worker.clients.store.make_room(credential, wanted, reliable).await {
         Ok(0) => {
             tracing::warn!(
                 wanted_bytes = wanted,
-                "the disk has too little space, and nothing on it may be deleted: delete artifacts, or raise GANTRY_WORKER_LOW_DISK"
+                "the disk has too little space, and neither copies nor unused caches are on it: delete artifacts, or lower GANTRY_WORKER_LOW_DISK"
             );
             AFTER_FAILURE
         }
@@ -90,7 +93,8 @@ mod tests {
                     panic!("no request")
                 };
                 assert!(request.size_bytes > 0);
-                let response = pb::MakeRoomResponse { size_bytes: deleted, replicas: 1 };
+                let response =
+                    pb::MakeRoomResponse { pending_bytes: deleted, ..pb::MakeRoomResponse::default() };
                 answer.send(Ok(response)).expect("the gateway waits");
             };
             let (next, ()) = tokio::join!(make_room(&worker, &all, "credential"), answered);

@@ -248,8 +248,8 @@ impl Manifests {
         Ok(listed.await?.into_iter().find(|volume| *volume > last && !damaged.contains(volume)))
     }
 
-    /// Returns other volumes whose trees share the file at `path` of `volume` by a hard link, as
-    /// far as their manifests are in memory.
+    /// Returns other volumes whose trees share the file at `path` of `volume` by a hard link or as
+    /// layers of an overlay, as far as their manifests are in memory.
     pub(super) async fn sharing(
         &self,
         runtime: &dyn Runtime,
@@ -270,9 +270,12 @@ impl Manifests {
             });
             same.collect()
         };
+        let below = volumes_below(runtime, volume).await;
         let mut sharing = Vec::new();
         for (other, path) in candidates {
-            if let Ok(root) = local_directory(runtime, other).await
+            if below.contains(&other) || volumes_below(runtime, other).await.contains(&volume) {
+                sharing.push(other);
+            } else if let Ok(root) = local_directory(runtime, other).await
                 && scrub::is_one_file(&file, &root.join(path))
             {
                 sharing.push(other);
@@ -562,6 +565,16 @@ impl Manifests {
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
+}
+
+/// Returns the volumes of which a volume is an overlay.
+async fn volumes_below(runtime: &dyn Runtime, volume: VolumeHandle) -> Vec<VolumeHandle> {
+    let (mut below, mut next) = (Vec::new(), volume);
+    while let Ok(Some(layer)) = runtime.layer(next).await {
+        below.push(layer.parent);
+        next = layer.parent;
+    }
+    below
 }
 
 impl State {

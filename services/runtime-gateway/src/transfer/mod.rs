@@ -48,6 +48,8 @@ pub(crate) struct Transfers {
     filling: Arc<Mutex<HashSet<VolumeHandle>>>,
     /// Disk space that transfers have reserved.
     reservations: DiskReservations,
+    /// Lost volumes that are being reported in the background.
+    announcing: Arc<Mutex<HashSet<VolumeHandle>>>,
 }
 
 impl Transfers {
@@ -61,6 +63,7 @@ impl Transfers {
             manifests: Manifests::open(&worker.config.manifest_dir, boot)?,
             filling: Arc::default(),
             reservations: DiskReservations::default(),
+            announcing: Arc::default(),
             worker,
         }))
     }
@@ -96,9 +99,13 @@ impl Transfers {
 
     /// Tells the artifact store in the background that a replica is missing or damaged.
     pub(crate) fn announce_loss(&self, loss: ReplicaLoss) {
+        if !lock(&self.announcing).insert(loss.volume) {
+            return;
+        }
         self.record_loss(&loss);
-        let worker = self.worker.clone();
+        let (worker, announcing) = (self.worker.clone(), self.announcing.clone());
         self.worker.tasks.spawn(async move {
+            let volume = loss.volume;
             let losses = [loss];
             tokio::select! {
                 reported = report_losses(&worker, &losses) => if let Err(refusal) = reported {
@@ -106,6 +113,7 @@ impl Transfers {
                 },
                 () = worker.stopping.cancelled() => {}
             }
+            lock(&announcing).remove(&volume);
             worker.report_due.notify_one();
         });
     }

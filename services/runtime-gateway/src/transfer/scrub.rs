@@ -30,6 +30,8 @@ const TERM: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 const PAUSE: Duration = Duration::from_secs(3 * 60);
 /// Longest pause between two passes, after which the clock is read again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60 * 60);
+/// Number of interrupted tries after which a volume is left to the next pass.
+const MAX_INTERRUPTIONS: usize = 3;
 /// Pause of the hashing thread, in which it checks whether work has begun.
 const STEP: Duration = Duration::from_secs(1);
 
@@ -83,7 +85,7 @@ pub(crate) async fn scrub_forever(transfers: Arc<Transfers>) {
     let path = worker.config.manifest_dir.join("scrub");
     let work = async {
         let mut pass = Pass::read(&path);
-        let mut pause = PAUSE;
+        let (mut pause, mut interruptions) = (PAUSE, 0);
         loop {
             tokio::time::sleep(pause).await;
             pause = PAUSE;
@@ -92,7 +94,10 @@ pub(crate) async fn scrub_forever(transfers: Arc<Transfers>) {
             }
             match transfers.manifests.next_to_scrub(pass.last, TERM).await {
                 Ok(Some(volume)) => {
-                    if scrub(&transfers, volume, rate).await {
+                    interruptions += 1;
+                    // A large volume must not prevent that the others are hashed.
+                    if scrub(&transfers, volume, rate).await || interruptions >= MAX_INTERRUPTIONS {
+                        interruptions = 0;
                         pass.last = volume;
                         pass.write(&path);
                     }

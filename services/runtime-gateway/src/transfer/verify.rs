@@ -89,6 +89,9 @@ pub(crate) fn hash(
             Err(ReadError::Changed { path } | ReadError::Shrunk { path }) => {
                 return Ok(Some(Comparison::Differs(path)));
             }
+            Err(ReadError::Io { path, source }) if transfer::is_media_error(&source) => {
+                return Ok(Some(Comparison::Differs(path)));
+            }
             Err(error) => return Err(failed(error)),
         }
     }

@@ -11,9 +11,11 @@ use crate::{Answer, Gateway, Suite, TEAM, digest, on_both_databases};
 on_both_databases! { unused_copies_and_caches_make_room }
 
 /// Requests space on the worker of `gateway`. Returns the number of deleted replicas.
-async fn make_room(suite: &Suite, gateway: &Gateway, size_bytes: u64) -> Answer<u64> {
+/// Replicas on `reliable` count as copies.
+async fn make_room(suite: &Suite, gateway: &Gateway, size_bytes: u64, reliable: &[&Gateway]) -> Answer<u64> {
     let session_credential = gateway.credential.clone();
-    let request = pb::MakeRoomRequest { session_credential, size_bytes };
+    let reliable_worker_ids = reliable.iter().map(|gateway| gateway.worker.to_string()).collect();
+    let request = pb::MakeRoomRequest { session_credential, size_bytes, reliable_worker_ids };
     Ok(suite.inventory().make_room(request).await?.into_inner().replicas)
 }
 
@@ -45,14 +47,23 @@ async fn unused_copies_and_caches_make_room(database: TestDatabase) {
     let version = suite.uploaded(&here, 7).await;
     main.publish(&task_cache, version).await.expect("published");
 
-    // Copies come first, and no more is deleted than necessary.
-    assert_eq!(make_room(&suite, &here, 1).await.expect("made"), 1);
+    // Without a reliable worker, nothing is a copy. Otherwise copies come first, and no more is
+    // deleted than necessary.
+    let made = async |gateway: &Gateway, size_bytes, reliable: &[&Gateway]| {
+        make_room(&suite, gateway, size_bytes, reliable).await.expect("made")
+    };
+    assert_eq!(made(&there, u64::MAX, &[]).await, 0);
+    assert_eq!(made(&here, 1, &[&there]).await, 1);
     let state = suite.volume_state(&copies[1].1).await;
     assert_eq!(state, Some(InventoryState::Destroying));
-    let made = make_room(&suite, &there, u64::MAX).await.expect("made");
-    assert_eq!(made, 0, "one copy is pinned, and the other is the last one");
-    assert_eq!(make_room(&suite, &here, u64::MAX).await.expect("made"), 2);
-    assert_eq!(make_room(&suite, &here, u64::MAX).await.expect("made"), 0);
+    assert_eq!(made(&here, 1, &[&there]).await, 0, "as much is deleted already");
+    assert_eq!(
+        made(&there, u64::MAX, &[&here]).await,
+        0,
+        "one copy is pinned, and the other is the last one"
+    );
+    assert_eq!(made(&here, u64::MAX, &[&there]).await, 2);
+    assert_eq!(made(&here, u64::MAX, &[&there]).await, 0);
     suite.collect(DryRun::Off).await;
     for (artifact, state) in [
         (copies[0].0, ArtifactState::Sealed),

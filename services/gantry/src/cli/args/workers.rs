@@ -61,7 +61,7 @@ pub(crate) struct RetireArgs {
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
     /// Retire the worker even if the last replica of a kept artifact, or orphans, are lost
-    #[arg(long)]
+    #[arg(long, conflicts_with = "evacuate")]
     pub(crate) force: bool,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,

@@ -115,6 +115,7 @@ fn registration(world: &World<'_>) -> Vec<Vec<Bad>> {
         absurd("max_volumes", Value::U32(u32::MAX)),
         absurd("cpu_millis", Value::U64(u64::MAX)),
         absurd("memory_bytes", Value::U64(u64::MAX)),
+        absurd("min_free_disk_bytes", Value::U64(u64::MAX)),
         vec![cleared("protocol_versions", "protocol_versions")],
         many("protocol_versions", 101),
     ]

@@ -63,6 +63,7 @@ fn looks(world: &World<'_>, of_volumes: String) -> Vec<Call> {
             [
                 team("team"),
                 nothing("team", "that has nothing there", text(OTHER)),
+                nothing("all_teams", "asked for", Value::Bool(true)),
                 id("worker_ids"),
                 nothing("worker_ids", "unknown", text(WorkerId::new())),
                 invalid("worker_ids", "10001 of them", many_workers, "worker_ids"),
@@ -100,7 +101,12 @@ fn ends(world: &World<'_>) -> Vec<Call> {
         volume_handle: volume_handle.clone(),
         reason: why.clone(),
     };
-    let make_room = pb::MakeRoomRequest { session_credential: session_credential.clone(), size_bytes: 1 };
+    let make_room = pb::MakeRoomRequest {
+        session_credential: session_credential.clone(),
+        size_bytes: 1,
+        reliable_worker_ids: vec![world.there.worker.to_string()],
+    };
+    let many_workers = Value::List((0..10_001).map(|_| text(world.here.worker)).collect());
     let failed = pb::FailPrepareRequest {
         session_credential,
         container_handle,
@@ -178,6 +184,8 @@ fn ends(world: &World<'_>) -> Vec<Call> {
             [
                 credential("session_credential", world.suite, &world.here),
                 invalid("size_bytes", "zero", Value::U64(0), "size_bytes"),
+                id("reliable_worker_ids"),
+                invalid("reliable_worker_ids", "10001 of them", many_workers, "reliable_worker_ids"),
             ],
         ),
         Call::new(
