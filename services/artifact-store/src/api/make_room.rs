@@ -9,7 +9,7 @@ use crate::api::{Handlers, errors};
 use crate::caches::{resource_caches, task_caches};
 use crate::gc;
 use crate::inventory::delete_requests::{self, Drop, DropError};
-use crate::inventory::make_room::{self, Candidate, Dispensable};
+use crate::inventory::make_room::{self, Candidate, CandidateKind};
 use crate::policy::retention::CacheEndReason;
 
 impl Handlers {
@@ -38,7 +38,7 @@ impl Handlers {
             if self.delete_for_space(claims, reliable, &candidate).await? {
                 response.size_bytes = response.size_bytes.saturating_add(candidate.size_bytes);
                 response.replicas += 1;
-                are_caches_deleted |= !matches!(candidate.what, Dispensable::Copy(_));
+                are_caches_deleted |= !matches!(candidate.kind, CandidateKind::Copy(_));
             }
         }
         if are_caches_deleted {
@@ -61,14 +61,14 @@ impl Handlers {
         &self,
         claims: &SessionClaims,
         reliable: &[WorkerId],
-        Candidate { what, team, .. }: &Candidate,
+        Candidate { kind, team, .. }: &Candidate,
     ) -> Result<bool, Status> {
         let store = &self.store;
         let (now, tombstone, policy) = (store.now(), store.config.tombstone, &self.policy());
         let why = CacheEndReason::DiskSpace;
         let failed = |error| errors::database("make room", &error);
-        match *what {
-            Dispensable::Copy(artifact) => {
+        match *kind {
+            CandidateKind::Copy(artifact) => {
                 let why = "another worker has a copy, and this one needed disk space".to_owned();
                 let drop = &Drop {
                     team: team.clone(),
@@ -91,7 +91,7 @@ impl Handlers {
                     Err(DropError::Database(error)) => Err(failed(error)),
                 }
             }
-            Dispensable::ResourceCache(cache) => {
+            CandidateKind::ResourceCache(cache) => {
                 let deleted = store.db.write(|txn| async move {
                     resource_caches::delete(&txn, team, cache, why, now, tombstone).await
                 });
@@ -103,7 +103,7 @@ impl Handlers {
                     Err(resource_caches::DeleteError::Database(error)) => Err(failed(error)),
                 }
             }
-            Dispensable::TaskCache(cache) => {
+            CandidateKind::TaskCache(cache) => {
                 let deleted = store.db.write(|txn| async move {
                     task_caches::delete_unused(&txn, team, cache, now, tombstone).await
                 });

@@ -19,15 +19,15 @@ const CACHE_WEIGHT: i64 = 4;
 /// Something on a worker that may be deleted for its space.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Candidate {
-    pub(crate) what: Dispensable,
+    pub(crate) kind: CandidateKind,
     pub(crate) team: String,
     /// Size of the replica on the worker, in bytes.
     pub(crate) size_bytes: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Dispensable {
-    /// A replica of which another worker, or the store, has a copy.
+pub(crate) enum CandidateKind {
+    /// A replica whose bytes a reliable worker or the store has, too.
     Copy(ArtifactId),
     ResourceCache(CacheId),
     TaskCache(CacheId),
@@ -118,20 +118,20 @@ pub(crate) async fn pending_bytes(conn: &impl ConnectionTrait, worker: WorkerId)
     row.map_or(Ok(0), |row| row.try_get("", "size_bytes").map(units::size))
 }
 
-/// Returns a candidate, and its time without use by which candidates are sorted.
+/// Returns a candidate, and the age by which candidates are sorted.
 fn candidate(row: Row, now: Timestamp) -> Option<(i64, Candidate)> {
     let cache = |id: Uuid| CacheId::from_uuid(id);
-    let (what, team, used, weight) = if row.is_copy {
+    let (kind, team, used, weight) = if row.is_copy {
         let artifact = ArtifactId::from_uuid(row.artifact_id);
         let used = [row.resource_cache_used, row.task_cache_used].into_iter().flatten().max();
-        (Dispensable::Copy(artifact), row.team, used.unwrap_or(0), 1)
+        (CandidateKind::Copy(artifact), row.team, used.unwrap_or(0), 1)
     } else if let (Some(id), Some(team), Some(used)) =
         (row.resource_cache, row.resource_cache_team, row.resource_cache_used)
     {
-        (Dispensable::ResourceCache(cache(id)), team, used, CACHE_WEIGHT)
+        (CandidateKind::ResourceCache(cache(id)), team, used, CACHE_WEIGHT)
     } else {
         (
-            Dispensable::TaskCache(cache(row.task_cache?)),
+            CandidateKind::TaskCache(cache(row.task_cache?)),
             row.task_cache_team?,
             row.task_cache_used?,
             CACHE_WEIGHT,
@@ -139,5 +139,5 @@ fn candidate(row: Row, now: Timestamp) -> Option<(i64, Candidate)> {
     };
     let unused = now.0.saturating_sub(used.max(row.created_at)).max(0);
     let size_bytes = units::size(row.size_bytes);
-    Some((unused / weight, Candidate { what, team, size_bytes }))
+    Some((unused / weight, Candidate { kind, team, size_bytes }))
 }

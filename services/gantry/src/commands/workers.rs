@@ -79,7 +79,7 @@ struct LeftOnWorker {
     is_drained: bool,
 }
 
-/// Copies what only this worker has, while it is drained and after that.
+/// Copies artifacts whose only replicas are on this worker, while it is drained and after that.
 async fn evacuate(
     connection: &Connection,
     ui: &Ui,

@@ -97,6 +97,7 @@ impl<'a> Evacuation<'a> {
         Ok(here)
     }
 
+    /// Copies artifacts, and warns of those that cannot be copied.
     async fn copy(&mut self, artifacts: &[Artifact]) -> anyhow::Result<()> {
         if artifacts.is_empty() {
             return Ok(());

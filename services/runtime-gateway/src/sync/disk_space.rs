@@ -44,7 +44,10 @@ async fn make_room(worker: &Worker, amounts: &Amounts, credential: &str) -> Dura
         return INTERVAL;
     }
     // Without the scheduler, no replica counts as a copy.
-    let reliable = worker.clients.scheduler.reliable_workers().await.unwrap_or_default();
+    let reliable = worker.clients.scheduler.reliable_workers().await.unwrap_or_else(|refusal| {
+        tracing::debug!(error = %refusal, "cannot list reliable workers: no copy is deleted");
+        Vec::new()
+    });
     match worker.clients.store.make_room(credential, wanted, reliable).await {
         Ok(0) => {
             tracing::warn!(
