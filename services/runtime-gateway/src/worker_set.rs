@@ -21,7 +21,7 @@ use crate::Config;
 use crate::attempt::context::AttemptContext;
 use crate::attempt::image::ImageDefaults;
 use crate::clients::scheduler::SchedulerClient;
-use crate::sync::{base_type_import, disk_space, inventory_sync, scheduler_stream};
+use crate::sync::{base_type_import, disk_space, disk_usage, inventory_sync, scheduler_stream};
 use crate::transfer::{Transfers, scrub};
 use crate::util::keyed_locks::IdLocks;
 use crate::worker::Worker;
@@ -186,6 +186,7 @@ impl WorkerSet {
         self.0.tasks.spawn(inventory_sync::sweep_forever(transfers.clone()));
         self.0.tasks.spawn(inventory_sync::report_forever(transfers.clone()));
         self.0.tasks.spawn(disk_space::keep_disk_free_forever(transfers.worker.clone()));
+        self.0.tasks.spawn(disk_usage::measure_forever(transfers.clone()));
         self.0.tasks.spawn(scrub::scrub_forever(transfers.clone()));
         self.0.tasks.spawn(base_type_import::import_forever(transfers.clone(), imports.clone()));
         Ok(())

@@ -18,6 +18,7 @@ use crate::api::inventory_messages::{
 };
 use crate::api::{Handlers, SERVICE, errors, orphans, parse_reason};
 use crate::artifacts;
+use crate::inventory::disk_usage::{self, DiskUsage};
 use crate::inventory::losses::{self, LostReplica};
 use crate::inventory::report;
 use crate::inventory::sweep;
@@ -173,6 +174,37 @@ impl pb::inventory_server::Inventory for Handlers {
             tracing::warn!(worker.id = %claims.worker, replicas = lost, "a gateway found replicas missing or damaged");
         }
         Ok(Response::new(pb::LoseReplicasResponse {}))
+    }
+
+    async fn record_disk_usage(
+        &self,
+        request: Request<pb::RecordDiskUsageRequest>,
+    ) -> Result<Response<pb::RecordDiskUsageResponse>, Status> {
+        let request = request.into_inner();
+        if !(1..=MAX_VOLUMES).contains(&request.volumes.len()) {
+            return Err(rpc::invalid_field("volumes", format!("must be 1 to {MAX_VOLUMES}")));
+        }
+        let bytes = |field: &str, bytes| {
+            i64::try_from(bytes)
+                .map_err(|_| rpc::invalid_field(format!("volumes.{field}"), "must be less than 2^63"))
+        };
+        let measured = request.volumes.iter().map(|volume| {
+            Ok(DiskUsage {
+                handle: rpc::parse_id("volumes.volume_handle", &volume.volume_handle)?,
+                exclusive: bytes("exclusive_bytes", volume.exclusive_bytes)?,
+                part: bytes("disk_bytes", volume.disk_bytes)?,
+            })
+        });
+        let measured = &measured.collect::<Result<Vec<_>, Status>>()?;
+        let claims = &self.session(&request.session_credential).await?;
+
+        self.store
+            .db
+            .write(|txn| async move { disk_usage::record(&txn, claims, measured).await })
+            .await
+            .map_err(|error| self.forget_lost_session(error))?;
+
+        Ok(Response::new(pb::RecordDiskUsageResponse {}))
     }
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {

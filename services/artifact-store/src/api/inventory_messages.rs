@@ -207,6 +207,8 @@ pub(super) fn listed_volume(row: volume::Model) -> pb::Volume {
         created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
         lost_at: lost_since(row.state, row.lost_at).map(rpc::timestamp),
         mark_reason: row.mark_reason.unwrap_or_default(),
+        exclusive_bytes: row.exclusive_bytes.map(units::size),
+        disk_bytes: row.disk_bytes.map(units::size),
     }
 }
 

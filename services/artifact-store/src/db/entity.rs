@@ -391,6 +391,8 @@ entity! {
         adopted_at: Option<i64>,
         given_up: bool,
         loss_reason: Option<String>,
+        exclusive_bytes: Option<i64>,
+        disk_bytes: Option<i64>,
     }
 }
 

@@ -8,5 +8,6 @@ impl Migrations for Schema {
     const ALL: &'static [SqlMigration] = &[
         SqlMigration { name: "0001_store", sql: include_str!("migrations/0001_store.sql") },
         SqlMigration { name: "0002_loss_reason", sql: include_str!("migrations/0002_loss_reason.sql") },
+        SqlMigration { name: "0003_disk_usage", sql: include_str!("migrations/0003_disk_usage.sql") },
     ];
 }

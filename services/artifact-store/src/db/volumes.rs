@@ -47,5 +47,7 @@ pub(crate) fn new_volume(
         adopted_at: None,
         given_up: false,
         loss_reason: None,
+        exclusive_bytes: None,
+        disk_bytes: None,
     }
 }

@@ -18,6 +18,7 @@
 //! - Only the current session of a worker changes its rows ([`crate::sessions::fence`]).
 
 pub(crate) mod delete_requests;
+pub(crate) mod disk_usage;
 pub(crate) mod imports;
 pub(crate) mod losses;
 pub(crate) mod make_room;

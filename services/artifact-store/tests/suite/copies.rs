@@ -17,6 +17,7 @@ on_both_databases! {
     copy_is_made_again_after_claim_expires,
     abandoned_copy_leaves_nothing_and_keeps_artifact,
     unconfirmed_replica_is_not_copied_again,
+    disk_usage_of_own_volumes_is_recorded,
 }
 
 async fn plan(
@@ -209,5 +210,24 @@ async fn unconfirmed_replica_is_not_copied_again(database: TestDatabase) {
     let again = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned");
     assert_eq!(again.outcome(), PlanOutcome::Created);
     assert_ne!(again.volume_handle, made);
+    suite.stop().await;
+}
+
+async fn disk_usage_of_own_volumes_is_recorded(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
+    let (_, first) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let (_, second) = suite.upload(&gateway, None, 2).await.expect("uploaded");
+    let usage = async |handle: &str| {
+        let volumes = suite.volumes().await;
+        let volume = volumes.iter().find(|volume| volume.volume_handle == handle).expect("a volume");
+        (volume.exclusive_bytes, volume.disk_bytes)
+    };
+    assert_eq!(usage(&first).await, (None, None));
+    gateway.record_disk_usage(&[(&first, 1, 2), (&second, 0, 3)]).await.expect("recorded");
+    elsewhere.record_disk_usage(&[(&first, 7, 7)]).await.expect("ignored");
+    assert_eq!(usage(&first).await, (Some(1), Some(2)));
+    gateway.record_disk_usage(&[(&second, 4, 4)]).await.expect("recorded");
+    assert_eq!((usage(&first).await, usage(&second).await), ((Some(1), Some(2)), (Some(4), Some(4))));
     suite.stop().await;
 }

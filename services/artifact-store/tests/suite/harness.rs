@@ -486,6 +486,21 @@ impl Gateway {
         Ok(())
     }
 
+    /// Records the exclusive bytes and the bytes on the disk of volumes.
+    pub(crate) async fn record_disk_usage(&self, measured: &[(&str, u64, u64)]) -> Answer<()> {
+        let volumes = measured.iter().map(|(handle, exclusive_bytes, disk_bytes)| pb::VolumeDiskUsage {
+            volume_handle: (*handle).to_owned(),
+            exclusive_bytes: *exclusive_bytes,
+            disk_bytes: *disk_bytes,
+        });
+        let request = pb::RecordDiskUsageRequest {
+            session_credential: self.credential.clone(),
+            volumes: volumes.collect(),
+        };
+        self.inventory().record_disk_usage(request).await?;
+        Ok(())
+    }
+
     pub(crate) async fn complete(&self, handle: &str, digest: Digest) -> Answer<()> {
         self.complete_as(handle, digest, pb::Verification::Verified).await
     }

@@ -353,6 +353,8 @@ pub(crate) fn volume(volume: &artifacts::Volume) -> Value {
         "parent_handle": volume.parent_handle,
         "attempt_id": volume.attempt_id,
         "size_bytes": volume.size_bytes,
+        "exclusive_bytes": volume.exclusive_bytes,
+        "disk_bytes": volume.disk_bytes,
         "created_at": volume.created_at.as_ref().map(labels::instant),
         "lost_at": volume.lost_at.as_ref().map(labels::instant),
         "mark_reason": volume.mark_reason,

@@ -26,6 +26,15 @@ const MAX_REASON_BYTES: usize = 900;
 /// Most handles of one message of a report.
 const REPORT_BATCH: usize = 5_000;
 
+/// The use of the disk by a volume, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct DiskUsage {
+    /// Bytes that no other tree uses.
+    pub(crate) exclusive: u64,
+    /// All bytes, but only a part of those that other trees use, too: each has an equal part.
+    pub(crate) part: u64,
+}
+
 /// The use of a volume of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum VolumePurpose {
@@ -231,6 +240,25 @@ impl StoreClient {
         let request =
             pb::LoseReplicasRequest { session_credential: credential.to_owned(), replicas: lost.collect() };
         self.0.clone().lose_replicas(request).await?;
+        Ok(())
+    }
+
+    /// Reports how much of the disk volumes use.
+    pub(crate) async fn record_disk_usage(
+        &self,
+        credential: &str,
+        measured: &[(VolumeHandle, DiskUsage)],
+    ) -> Result<(), Refusal> {
+        let volumes = measured.iter().map(|(volume, usage)| pb::VolumeDiskUsage {
+            volume_handle: volume.to_string(),
+            exclusive_bytes: usage.exclusive,
+            disk_bytes: usage.part,
+        });
+        let request = pb::RecordDiskUsageRequest {
+            session_credential: credential.to_owned(),
+            volumes: volumes.collect(),
+        };
+        self.0.clone().record_disk_usage(request).await?;
         Ok(())
     }
 

@@ -173,6 +173,7 @@ async fn destroy(
             tracing::warn!(volume.handle = %volume, error = error_chain(error), "cannot destroy a volume");
             all.store(false, Ordering::Relaxed);
         }
+        transfers.volumes_changed.notify_one();
         let gone = length(volumes) - length(&remaining);
         metrics::counter!("gantry_gateway_destroyed_total", "kind" => "volume").increment(gone);
     }

@@ -2,5 +2,6 @@
 
 pub(crate) mod base_type_import;
 pub(crate) mod disk_space;
+pub(crate) mod disk_usage;
 pub(crate) mod inventory_sync;
 pub(crate) mod scheduler_stream;

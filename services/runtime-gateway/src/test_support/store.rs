@@ -23,6 +23,7 @@ pub(crate) enum StoreCall {
     Prepare(pb::PrepareRequest, Answer<pb::PrepareResponse>),
     Failed(pb::FailPrepareRequest, Answer<pb::FailPrepareResponse>),
     Lost(pb::LoseReplicasRequest, Answer<pb::LoseReplicasResponse>),
+    DiskUsage(pb::RecordDiskUsageRequest, Answer<pb::RecordDiskUsageResponse>),
     Touch(pb::TouchRequest, Answer<pb::TouchResponse>),
     CompleteVolume(pb::CompleteVolumeRequest, Answer<pb::CompleteVolumeResponse>),
     PrepareImport(pb::PrepareImportRequest, Answer<pb::PrepareImportResponse>),
@@ -95,6 +96,13 @@ impl Inventory for Script {
         request: Request<pb::LoseReplicasRequest>,
     ) -> Result<Response<pb::LoseReplicasResponse>, Status> {
         self.forward(|answer| StoreCall::Lost(request.into_inner(), answer)).await
+    }
+
+    async fn record_disk_usage(
+        &self,
+        request: Request<pb::RecordDiskUsageRequest>,
+    ) -> Result<Response<pb::RecordDiskUsageResponse>, Status> {
+        self.forward(|answer| StoreCall::DiskUsage(request.into_inner(), answer)).await
     }
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {

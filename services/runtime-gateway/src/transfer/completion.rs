@@ -71,6 +71,7 @@ pub(crate) async fn report_complete(
     let store = &transfers.worker.clients.store;
     let call = || store.complete_volume(&session.credential, volume, size_bytes, digest);
     let artifact = until_answered("report that a volume is complete", call).await?;
+    transfers.volumes_changed.notify_one();
     if let Some(artifact) = artifact {
         let runtime = transfers.worker.runtime.clone();
         transfers.worker.tasks.spawn(async move {

@@ -233,19 +233,30 @@ impl Manifests {
         self.state().damaged.keys().copied().collect()
     }
 
+    /// Returns the volumes whose manifest is stored.
+    pub(crate) async fn complete(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
+        self.list(SystemTime::now()).await
+    }
+
+    /// Returns the volumes whose manifest was stored before `before`, ascending.
+    async fn list(&self, before: SystemTime) -> Result<Vec<VolumeHandle>, RuntimeError> {
+        let directory = self.directory.clone();
+        let listed = blocking(move || {
+            scrub::volumes_stored_before(&directory, before)
+                .map_err(|error| RuntimeError::io("list manifests", error))
+        });
+        listed.await
+    }
+
     /// Returns the first volume after `last` whose manifest is older than `age`.
     pub(super) async fn next_to_scrub(
         &self,
         last: VolumeHandle,
         age: Duration,
     ) -> Result<Option<VolumeHandle>, RuntimeError> {
-        let (directory, before) = (self.directory.clone(), SystemTime::now() - age);
-        let listed = blocking(move || {
-            scrub::volumes_stored_before(&directory, before)
-                .map_err(|error| RuntimeError::io("list manifests", error))
-        });
+        let volumes = self.list(SystemTime::now() - age).await?;
         let damaged = self.damaged();
-        Ok(listed.await?.into_iter().find(|volume| *volume > last && !damaged.contains(volume)))
+        Ok(volumes.into_iter().find(|volume| *volume > last && !damaged.contains(volume)))
     }
 
     /// Returns other volumes whose trees share the file at `path` of `volume` by a hard link or as

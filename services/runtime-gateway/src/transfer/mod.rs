@@ -31,6 +31,7 @@ use domain::worker::TicketClaims;
 use domain::{VolumeHandle, error_chain};
 use rpc::Refusal;
 use runtime::{Contents, RuntimeError};
+use tokio::sync::Notify;
 use transfer::Manifest;
 
 use crate::util::keyed_locks::lock;
@@ -50,6 +51,8 @@ pub(crate) struct Transfers {
     reservations: DiskReservations,
     /// Lost volumes that are being reported in the background.
     announcing: Arc<Mutex<HashSet<VolumeHandle>>>,
+    /// Notified when a volume was completed or destroyed.
+    pub(crate) volumes_changed: Notify,
 }
 
 impl Transfers {
@@ -64,6 +67,7 @@ impl Transfers {
             filling: Arc::default(),
             reservations: DiskReservations::default(),
             announcing: Arc::default(),
+            volumes_changed: Notify::default(),
             worker,
         }))
     }

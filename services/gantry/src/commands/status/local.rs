@@ -124,13 +124,16 @@ async fn volumes(peer: &Peer) -> Result<Vec<Volume>, Status> {
     .await
 }
 
-/// Use of the disk. Blocks that volumes share count for each volume.
+/// Use of the disk.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct DiskUsage {
     artifacts: u64,
     artifact_bytes: u64,
     volumes: u64,
+    /// Bytes that volumes share count for each volume.
     volume_bytes: u64,
+    /// Bytes that the volumes take on the disk. `None`: a complete volume was not measured yet.
+    disk_bytes: Option<u64>,
 }
 
 impl DiskUsage {
@@ -143,7 +146,20 @@ impl DiskUsage {
             artifact_bytes: artifacts.values().sum(),
             volumes: volumes.len() as u64,
             volume_bytes: volumes.iter().map(|volume| volume.size_bytes).sum(),
+            disk_bytes: volumes
+                .iter()
+                .filter(|volume| volume.size_bytes > 0)
+                .map(|volume| volume.disk_bytes)
+                .sum(),
         }
+    }
+}
+
+impl DiskUsage {
+    fn of_volumes(&self) -> String {
+        let on_disk =
+            self.disk_bytes.map_or_else(String::new, |on_disk| format!(", {} on the disk", bytes(on_disk)));
+        format!("{}, {}{on_disk}", self.volumes, bytes(self.volume_bytes))
     }
 }
 
@@ -158,8 +174,8 @@ pub(super) fn samples() -> Vec<serde_json::Value> {
         recovered: vec!["text".to_owned()],
         ..GetStatusResponse::default()
     };
-    let used = DiskUsage::default();
-    vec![as_document(&GetStatusResponse::default(), &used), as_document(&status, &used)]
+    let used = |disk_bytes| DiskUsage { disk_bytes, ..DiskUsage::default() };
+    vec![as_document(&GetStatusResponse::default(), &used(None)), as_document(&status, &used(Some(1)))]
 }
 
 fn as_document(status: &GetStatusResponse, used: &DiskUsage) -> serde_json::Value {
@@ -175,7 +191,7 @@ fn as_document(status: &GetStatusResponse, used: &DiskUsage) -> serde_json::Valu
         "idle_end_seconds": status.idle_end.as_ref().map(seconds),
         "recovered": status.recovered,
         "artifacts": { "count": used.artifacts, "size_bytes": used.artifact_bytes },
-        "volumes": { "count": used.volumes, "size_bytes": used.volume_bytes },
+        "volumes": { "count": used.volumes, "size_bytes": used.volume_bytes, "disk_bytes": used.disk_bytes },
         "holds_destruction": status.holds_destruction,
     })
 }
@@ -196,7 +212,7 @@ fn as_fields(status: &GetStatusResponse, used: &DiskUsage) -> Vec<(&'static str,
         ("listening on", status.endpoints.join("\n")),
         ("state directory", status.state_directory.clone()),
         ("artifacts", format!("{}, {}", used.artifacts, bytes(used.artifact_bytes))),
-        ("volumes", format!("{}, {}", used.volumes, bytes(used.volume_bytes))),
+        ("volumes", used.of_volumes()),
         ("idle for", idle),
         ("recovered", status.recovered.join("\n")),
         (
@@ -216,16 +232,21 @@ mod tests {
             purpose: purpose.into(),
             artifact_id: artifact.to_owned(),
             size_bytes,
+            disk_bytes: (size_bytes > 1).then_some(1),
             ..Volume::default()
         };
         let volumes = [
             volume(VolumePurpose::Replica, "a", 5),
             volume(VolumePurpose::Replica, "a", 5),
             volume(VolumePurpose::Replica, "b", 2),
-            volume(VolumePurpose::Scratch, "", 1),
+            volume(VolumePurpose::Scratch, "", 0),
         ];
-        let used = DiskUsage { artifacts: 2, artifact_bytes: 7, volumes: 4, volume_bytes: 13 };
+        let used =
+            DiskUsage { artifacts: 2, artifact_bytes: 7, volumes: 4, volume_bytes: 12, disk_bytes: Some(3) };
         assert_eq!(DiskUsage::of(&volumes), used);
+        assert_eq!(used.of_volumes(), "4, 12 B, 3 B on the disk");
+        let unmeasured = [volumes[0].clone(), volume(VolumePurpose::Replica, "c", 1)];
+        assert_eq!(DiskUsage::of(&unmeasured).of_volumes(), "2, 6 B");
     }
 
     #[test]

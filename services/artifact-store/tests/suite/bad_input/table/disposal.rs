@@ -119,6 +119,15 @@ fn ends(world: &World<'_>) -> Vec<Call> {
     };
     let lose =
         pb::LoseReplicasRequest { session_credential: world.here.credential.clone(), replicas: vec![lost] };
+    let measured = pb::VolumeDiskUsage {
+        volume_handle: world.prepared.volumes[0].volume_handle.clone(),
+        exclusive_bytes: 1,
+        disk_bytes: 2,
+    };
+    let record = pb::RecordDiskUsageRequest {
+        session_credential: world.here.credential.clone(),
+        volumes: vec![measured],
+    };
     let drop = pb::DropReplicaRequest {
         team: TEAM.to_owned(),
         artifact_id: world.sealed.to_string(),
@@ -211,6 +220,20 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 id("replicas.volume_handle"),
                 nothing("replicas.volume_handle", "unknown", text(WorkloadId::new())),
                 super::reason("replicas.reason"),
+            ],
+        ),
+        Call::new(
+            "Inventory.RecordDiskUsage",
+            [record],
+            [
+                credential("session_credential", world.suite, &world.here),
+                nothing("session_credential", "of another worker", text(&world.there.credential)),
+                invalid("volumes", "none", Value::List(Vec::new()), "volumes"),
+                many("volumes", 1001),
+                id("volumes.volume_handle"),
+                nothing("volumes.volume_handle", "unknown", text(WorkloadId::new())),
+                invalid("volumes.exclusive_bytes", "absurd", Value::U64(1 << 63), "volumes.exclusive_bytes"),
+                invalid("volumes.disk_bytes", "absurd", Value::U64(u64::MAX), "volumes.disk_bytes"),
             ],
         ),
         Call::new(
