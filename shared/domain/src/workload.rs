@@ -342,6 +342,8 @@ pub struct Limits {
     pub memory_bytes: Option<u64>,
     /// Maximum number of processes and threads.
     pub pids: Option<u64>,
+    /// Maximum size of everything that the container writes to its disk, in bytes.
+    pub disk_bytes: Option<u64>,
 }
 
 /// Network of a process.
@@ -488,6 +490,7 @@ failure_reasons! {
     InputUnreachable = "INPUT_UNREACHABLE";
     ContainerNotFound = "CONTAINER_NOT_FOUND";
     DiskFull = "DISK_FULL";
+    DiskLimitExceeded = "DISK_LIMIT_EXCEEDED";
     WorkerFull = "WORKER_FULL";
     WorkerFailed = "WORKER_FAILED";
 }

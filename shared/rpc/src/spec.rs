@@ -30,6 +30,10 @@ pub const DEFAULT_DIRECTORY: &[u8] = b"/workspace";
 pub const MIN_MEMORY_BYTES: u64 = 6 << 20;
 /// Maximum memory limit of a container, in bytes. Every kernel accepts it, and no worker has more.
 pub const MAX_MEMORY_BYTES: u64 = 1 << 60;
+/// Smallest limit of the disk of a container, in bytes.
+pub const MIN_DISK_BYTES: u64 = 1 << 20;
+/// Largest limit of the disk of a container, in bytes.
+pub const MAX_DISK_BYTES: u64 = 1 << 60;
 /// Maximum processor limit of a container, in thousandths of a core. Every kernel accepts it, and
 /// no worker has more.
 pub const MAX_CPU_MILLIS: u64 = 10_000_000;
@@ -274,6 +278,7 @@ fn limits_to_proto(limits: &Limits) -> pb::Limits {
         cpu_millis: limits.cpu_millis.unwrap_or(0),
         memory_bytes: limits.memory_bytes.unwrap_or(0),
         pids: limits.pids.unwrap_or(0),
+        disk_bytes: limits.disk_bytes.unwrap_or(0),
     }
 }
 
@@ -534,7 +539,7 @@ fn check_mounts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
 }
 
 fn check_limits(within: &str, limits: &pb::Limits) -> Result<(), Status> {
-    let pb::Limits { cpu_millis, memory_bytes, pids } = *limits;
+    let pb::Limits { cpu_millis, memory_bytes, pids, disk_bytes } = *limits;
     let reject = |field: &str, why: String| Err(invalid_field(format!("{within}.{field}"), why));
     if memory_bytes != 0 && memory_bytes < MIN_MEMORY_BYTES {
         return reject(
@@ -542,8 +547,12 @@ fn check_limits(within: &str, limits: &pb::Limits) -> Result<(), Status> {
             format!("must be at least {MIN_MEMORY_BYTES}, the memory that a container needs to start"),
         );
     }
+    if disk_bytes != 0 && disk_bytes < MIN_DISK_BYTES {
+        return reject("disk_bytes", format!("must be at least {MIN_DISK_BYTES}"));
+    }
     for (field, value, most) in [
         ("memory_bytes", memory_bytes, MAX_MEMORY_BYTES),
+        ("disk_bytes", disk_bytes, MAX_DISK_BYTES),
         ("cpu_millis", cpu_millis, MAX_CPU_MILLIS),
         ("pids", pids, MAX_PIDS),
     ] {
@@ -585,6 +594,7 @@ fn parse_limits(limits: pb::Limits) -> Limits {
         cpu_millis: limit(limits.cpu_millis),
         memory_bytes: limit(limits.memory_bytes),
         pids: limit(limits.pids),
+        disk_bytes: limit(limits.disk_bytes),
     }
 }
 
@@ -926,6 +936,8 @@ mod tests {
             (pb::Limits { memory_bytes: 1, ..limits }, "spec.limits.memory_bytes"),
             (pb::Limits { memory_bytes: MIN_MEMORY_BYTES - 1, ..limits }, "spec.limits.memory_bytes"),
             (pb::Limits { memory_bytes: MAX_MEMORY_BYTES + 1, ..limits }, "spec.limits.memory_bytes"),
+            (pb::Limits { disk_bytes: MIN_DISK_BYTES - 1, ..limits }, "spec.limits.disk_bytes"),
+            (pb::Limits { disk_bytes: MAX_DISK_BYTES + 1, ..limits }, "spec.limits.disk_bytes"),
             (pb::Limits { cpu_millis: u64::MAX, ..limits }, "spec.limits.cpu_millis"),
             (pb::Limits { pids: 1 << 22, ..limits }, "spec.limits.pids"),
         ] {
@@ -935,7 +947,8 @@ mod tests {
             assert_eq!(violations.field_violations[0].field, field);
             assert!(decode(&with(wrong).encode_to_vec()).is_ok());
         }
-        let most = pb::Limits { memory_bytes: MIN_MEMORY_BYTES, cpu_millis: 1, pids: 1 };
+        let most =
+            pb::Limits { memory_bytes: MIN_MEMORY_BYTES, cpu_millis: 1, pids: 1, disk_bytes: MIN_DISK_BYTES };
         assert!(parse(with(most)).is_ok() && parse(with(limits)).is_ok());
     }
 }

@@ -54,8 +54,8 @@ pub struct Capabilities {
     ///   ([`Runtime::accepts_connections`]);
     /// - `exec`: a container may have several processes at a time;
     /// - `exec-ended`: a process can look into a container whose main process has ended;
-    /// - `limits-memory`, `limits-cpu`, `limits-pids`: this limit of [`ContainerSpec::limits`]
-    ///   applies to all processes of a container;
+    /// - `limits-memory`, `limits-cpu`, `limits-pids`, `limits-disk`: this limit of
+    ///   [`ContainerSpec::limits`] applies to all processes of a container;
     /// - `replaceable-outputs`: the runtime has [`Runtime::take_directory`], so outputs need not be
     ///   mounts;
     /// - `users`: processes can run as any user; without it only as root of the container;

@@ -11,7 +11,7 @@ use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser}
 use domain::ArtifactId;
 use domain::workload::Image;
 use prost_types::Timestamp;
-use rpc::spec::{MAX_MEMORY_BYTES, MIN_MEMORY_BYTES, name};
+use rpc::spec::{MAX_DISK_BYTES, MAX_MEMORY_BYTES, MIN_DISK_BYTES, MIN_MEMORY_BYTES, name};
 pub(crate) use server::settings::{cpu, duration, size};
 
 use crate::render::listing::Format;
@@ -416,6 +416,18 @@ pub(crate) fn memory(text: &str) -> Result<u64, String> {
     Ok(bytes)
 }
 
+/// Parses the disk limit of a container, in bytes, with the syntax of [`size`].
+pub(crate) fn disk(text: &str) -> Result<u64, String> {
+    let bytes = size(text)?;
+    if bytes < MIN_DISK_BYTES {
+        return Err(format!("the limit is too small: at least {}", table::bytes(MIN_DISK_BYTES)));
+    }
+    if bytes > MAX_DISK_BYTES {
+        return Err("no worker has that much disk space".to_owned());
+    }
+    Ok(bytes)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -558,5 +570,14 @@ mod tests {
             assert!(memory(wrong).is_err(), "{wrong}");
         }
         assert!(memory("1K").expect_err("refused").contains("6.0 MiB"));
+    }
+
+    #[test]
+    fn disk_limit_has_bounds() {
+        assert_eq!(disk("1M"), Ok(1 << 20));
+        for wrong in ["0", "1K", "2097152T"] {
+            assert!(disk(wrong).is_err(), "{wrong}");
+        }
+        assert!(disk("1K").expect_err("refused").contains("1.0 MiB"));
     }
 }

@@ -226,6 +226,7 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
             "cpu_millis": limits.cpu_millis,
             "memory_bytes": limits.memory_bytes,
             "pids": limits.pids,
+            "disk_bytes": limits.disk_bytes,
         },
         "privileged": spec.privilege() == scheduler::Privilege::Privileged,
         "network": match spec.network() {

@@ -352,6 +352,7 @@ impl Shape {
             (is_limited(|limits| limits.memory_bytes), "limits-memory"),
             (is_limited(|limits| limits.cpu_millis), "limits-cpu"),
             (is_limited(|limits| limits.pids), "limits-pids"),
+            (is_limited(|limits| limits.disk_bytes), "limits-disk"),
         ];
         capabilities
             .extend(limits.into_iter().filter(|(is_limited, _)| *is_limited).map(|(_, name)| name.into()));

@@ -209,7 +209,7 @@ pub(crate) async fn only_stated_limits_require_capabilities(database: TestDataba
     let scheduler = Running::start(config(&database)).await;
     let mut gateways = Vec::new();
     for (name, can) in [
-        ("all", &["limits-memory", "limits-cpu", "limits-pids"][..]),
+        ("all", &["limits-memory", "limits-cpu", "limits-pids", "limits-disk"][..]),
         ("garden", &["limits-memory", "limits-pids"]),
         ("none", &[]),
     ] {
@@ -236,14 +236,14 @@ pub(crate) async fn only_stated_limits_require_capabilities(database: TestDataba
         let all = [("all", ""), ("garden", garden), ("none", none)];
         BTreeMap::from(all.map(|(name, lacks)| (name.to_owned(), lacks.to_owned())))
     };
-    let (memory_bytes, cpu_millis, pids) = (1 << 30, 500, 10);
+    let (memory_bytes, cpu_millis, pids, disk_bytes) = (1 << 30, 500, 10, 1 << 30);
     let none = pb::Limits::default();
     assert_eq!(lacks(none).await, expected("", ""));
     assert_eq!(lacks(pb::Limits { memory_bytes, ..none }).await, expected("", "limits-memory"));
     assert_eq!(lacks(pb::Limits { pids, ..none }).await, expected("", "limits-pids"));
     assert_eq!(lacks(pb::Limits { cpu_millis, ..none }).await, expected("limits-cpu", "limits-cpu"));
-    let every = lacks(pb::Limits { memory_bytes, cpu_millis, pids }).await;
-    assert_eq!(every, expected("limits-cpu", "limits-memory limits-cpu limits-pids"));
+    let every = lacks(pb::Limits { memory_bytes, cpu_millis, pids, disk_bytes }).await;
+    assert_eq!(every, expected("limits-cpu limits-disk", "limits-memory limits-cpu limits-pids limits-disk"));
 
     // A capability that the spec names is treated the same, and each missing capability is listed
     // once.

@@ -88,7 +88,7 @@ fn spec() -> scheduler::WorkloadSpec {
             path: Bytes::new(),
             owners: vec![OutputOwner { owner: Some(output_owner::Owner::TaskCacheId(text(ID))) }],
         }],
-        limits: Some(Limits { cpu_millis: 1500, memory_bytes: LARGE, pids: 0 }),
+        limits: Some(Limits { cpu_millis: 1500, memory_bytes: LARGE, pids: 0, disk_bytes: 0 }),
         privilege: Privilege::Confined.into(),
         network: Network::None.into(),
         tags: vec![text("gpu"), text("")],
@@ -114,7 +114,7 @@ fn spec() -> scheduler::WorkloadSpec {
             environment: vec![EnvironmentVariable { name: bytes(b"NAME"), value: bytes(NOT_UTF8) }],
             directory: bytes(b"/srv"),
             user: text("db"),
-            limits: Some(Limits { cpu_millis: 500, memory_bytes: 1 << 30, pids: 64 }),
+            limits: Some(Limits { cpu_millis: 500, memory_bytes: 1 << 30, pids: 64, disk_bytes: 1 << 32 }),
             readiness: Some(Readiness {
                 check: Some(readiness::Check::Command(ReadinessCommand { arguments: vec![bytes(b"true")] })),
                 timeout: duration(30, 0),

@@ -200,6 +200,13 @@ pub(crate) struct RunArgs {
     /// worker
     #[arg(long, value_name = "SIZE", value_parser = values::memory, help_heading = "Resources")]
     pub(crate) memory: Option<u64>,
+    /// Limit of what the command writes to disk, such as `512M` or `10G`. At least 1M. Default: no
+    /// limit
+    ///
+    /// Outputs and caches count, and changed files of inputs and of the image with their whole
+    /// size. The command is killed within seconds after it has written more.
+    #[arg(long, value_name = "SIZE", value_parser = values::disk, help_heading = "Resources")]
+    pub(crate) disk: Option<u64>,
     /// Reserve CPU on the worker, in cores such as `0.5` or `2`. Default: nothing
     ///
     /// The command runs only on a worker with that much unreserved. A reservation limits nothing:

@@ -63,6 +63,7 @@ pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<Worklo
             cpu_millis: args.cpu.unwrap_or(0),
             memory_bytes: args.memory.unwrap_or(0),
             pids: 0,
+            disk_bytes: args.disk.unwrap_or(0),
         }),
         privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
         network: match args.network {

@@ -9,7 +9,9 @@ use super::network::{self, Pool};
 use super::policy::{Permission, Policy};
 use super::unprivileged;
 
-pub(super) const ALL_LIMITS: Limits = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
+/// The limits that control groups enforce.
+pub(super) const ALL_LIMITS: Limits =
+    Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1), disk_bytes: None };
 
 /// Prepares the machine for private networks. `None`, with the reason in the log: the machine
 /// cannot have any.
@@ -51,6 +53,7 @@ pub(super) fn capabilities(
         "exec-ended",
         "terminal",
         "services",
+        "limits-disk",
     ];
     let has_users = !unprivileged::is_active() || unprivileged::has_several_ids();
     let optional = [

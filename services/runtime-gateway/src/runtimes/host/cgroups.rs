@@ -447,7 +447,7 @@ mod tests {
         };
         let found = Cgroups::find(&[mount("/c/cpu", "rw,cpu,cpuacct"), mount("/c/pids", "rw,pids")]);
         assert_eq!(found.first_missing(&Limits::default()), None);
-        let limits = Limits { cpu_millis: Some(1), memory_bytes: None, pids: Some(1) };
+        let limits = Limits { cpu_millis: Some(1), pids: Some(1), ..Limits::default() };
         assert_eq!(found.first_missing(&limits), None);
         assert_eq!(found.first_missing(&Limits { memory_bytes: Some(1), ..limits }), Some("memory"));
         assert_eq!(Cgroups::default().first_missing(&limits), Some("cpu"));

@@ -1,4 +1,8 @@
-//! Disk guard: ends the container that has written the most when the worker's disk is nearly full.
+//! Disk guard: ends containers that exceed their limit of the disk, and the container that has
+//! written the most when the worker's disk is nearly full.
+//!
+//! Containers with a limit are measured one after another, with pauses. So a container may exceed
+//! its limit by what it writes within some seconds.
 //!
 //! On a full disk, all containers and transfers of the worker fail. The guard polls the free space.
 //! It walks the trees of containers only when less is free than transfers leave
@@ -9,12 +13,12 @@
 //! Unlinked files count if a process has them open or mapped. A file whose only descriptor is in
 //! the queue of a socket does not count.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use domain::workload::FailureReason;
 use domain::{ContainerHandle, ProcessId, VolumeHandle, error_chain};
@@ -35,6 +39,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Poll interval of the free space while no process runs. Only root layers of ended containers can
 /// be deleted then.
 const IDLE_INTERVAL: Duration = Duration::from_secs(30);
+/// The shortest pause between two measurements of a container with a limit, as a multiple of the
+/// time that the first one took.
+const MEASURE_PAUSE_FACTOR: u32 = 20;
 /// Reserved inodes of the file system, as a fraction: 1/100.
 const FREE_INODES: u64 = 100;
 
@@ -56,10 +63,17 @@ impl Disk {
     }
 }
 
-/// A process to end, with the reason.
+/// A process to end.
 struct GuardDecision {
     process: ProcessId,
-    message: String,
+    /// The request to its supervisor, with the reason.
+    request: Request,
+}
+
+/// The limit of a container, and when it is measured next.
+struct Watch {
+    limit: Option<u64>,
+    due: Instant,
 }
 
 /// Disk usage of a container.
@@ -80,9 +94,13 @@ struct DiskUsage {
 impl HostRuntime {
     /// Runs the disk guard. The future never completes.
     pub async fn guard_disk(self: Arc<Self>) {
+        let mut watched = HashMap::new();
         loop {
             if let Err(error) = self.free_disk().await {
                 tracing::warn!(error = error_chain(&error), "cannot keep the disk free");
+            }
+            if let Err(error) = self.keep_limits(&mut watched).await {
+                tracing::warn!(error = error_chain(&error), "cannot check limits of the disk");
             }
             tokio::time::sleep(INTERVAL).await;
             _ = tokio::time::timeout(IDLE_INTERVAL, self.host.until_any_runs()).await;
@@ -102,6 +120,21 @@ impl HostRuntime {
         }
     }
 
+    /// Ends containers that have written more than their limit.
+    async fn keep_limits(&self, watched: &mut HashMap<ContainerHandle, Watch>) -> Result<(), RuntimeError> {
+        let (host, mut taken) = (Arc::clone(&self.host), std::mem::take(watched));
+        let (returned, exceeding) = blocking(move || {
+            let exceeding = host.exceeding(&mut taken);
+            Ok::<_, RuntimeError>((taken, exceeding))
+        })
+        .await?;
+        *watched = returned;
+        for decision in exceeding? {
+            self.end_for_disk(decision).await?;
+        }
+        Ok(())
+    }
+
     /// Deletes the root layers of containers whose process has ended.
     async fn delete_roots_of_ended(&self) -> Result<(), RuntimeError> {
         let containers: HashSet<_> = lock(&self.host.processes).values().copied().collect();
@@ -118,14 +151,15 @@ impl HostRuntime {
 
     async fn end_for_disk(
         &self,
-        GuardDecision { process: id, message }: GuardDecision,
+        GuardDecision { process: id, request }: GuardDecision,
     ) -> Result<(), RuntimeError> {
-        tracing::warn!(process.id = %id, reason = message, "ending a container to keep the disk usable");
+        tracing::warn!(process.id = %id, ?request, "ending a container because of what it has written");
         let process = self.host.find(id)?;
-        // No file is written here, because the disk is full.
-        self.host.send_request(&process, &Request::EndForDisk(message)).await?;
+        // No file is written here, because the disk may be full.
+        self.host.send_request(&process, &request).await?;
+        let reasons = [FailureReason::DiskFull, FailureReason::DiskLimitExceeded];
         match Host::wait(&self.host, id).await? {
-            Ended::Unknown(failure) if failure.reason == FailureReason::DiskFull => {}
+            Ended::Unknown(failure) if reasons.contains(&failure.reason) => {}
             // The process ended before the request arrived. Its outputs are published.
             _ => return Ok(()),
         }
@@ -173,8 +207,47 @@ impl Host {
             };
             let message =
                 format!("the worker's disk is nearly full, and this container has written the most: {wrote}");
-            GuardDecision { process, message }
+            GuardDecision { process, request: Request::EndForDisk(message) }
         }))
+    }
+
+    /// Measures the containers with a limit that are due. Returns those that exceed it.
+    fn exceeding(
+        &self,
+        watched: &mut HashMap<ContainerHandle, Watch>,
+    ) -> Result<Vec<GuardDecision>, RuntimeError> {
+        let containers: HashSet<_> = lock(&self.processes).values().copied().collect();
+        watched.retain(|container, _| containers.contains(container));
+        for container in containers {
+            if !watched.contains_key(&container)
+                && let Some(spec) = self.read_container(container)?
+            {
+                watched.insert(container, Watch { limit: spec.limits().disk_bytes, due: Instant::now() });
+            }
+        }
+        let mut exceeding = Vec::new();
+        let is_due = |watch: &Watch| watch.limit.is_some() && watch.due <= Instant::now();
+        if !watched.values().any(is_due) {
+            return Ok(exceeding);
+        }
+        for process in self.running_main_processes() {
+            let Some(watch) = watched.get_mut(&process.container).filter(|watch| is_due(watch)) else {
+                continue;
+            };
+            let began = Instant::now();
+            let bytes = self.disk_usage(&process)?.bytes;
+            watch.due = Instant::now() + began.elapsed() * MEASURE_PAUSE_FACTOR;
+            if let Some(limit) = watch.limit.filter(|limit| bytes > *limit) {
+                let wrote = match bytes {
+                    u64::MAX => "has more open files than can be measured".to_owned(),
+                    _ => format!("has written {} MiB", bytes.div_ceil(1 << 20)),
+                };
+                let message = format!("the container {wrote}, and its limit is {} MiB", limit >> 20);
+                exceeding
+                    .push(GuardDecision { process: process.id, request: Request::EndForDiskLimit(message) });
+            }
+        }
+        Ok(exceeding)
     }
 
     /// Lists the running main processes. A process that joined a container ends with it.

@@ -71,6 +71,8 @@ pub(super) struct Container {
     pub(super) cpu_millis: Option<u64>,
     pub(super) memory_bytes: Option<u64>,
     pub(super) pids: Option<u64>,
+    #[serde(default)]
+    pub(super) disk_bytes: Option<u64>,
     pub(super) privileged: bool,
     /// The container whose network the main process joins.
     #[serde(default)]
@@ -142,6 +144,7 @@ impl Container {
             cpu_millis: spec.limits.cpu_millis,
             memory_bytes: spec.limits.memory_bytes,
             pids: spec.limits.pids,
+            disk_bytes: spec.limits.disk_bytes,
             privileged: spec.privileged,
             network_of: spec.network_of,
             network: spec.network.into(),
@@ -163,7 +166,12 @@ impl Container {
     }
 
     pub(super) fn limits(&self) -> Limits {
-        Limits { cpu_millis: self.cpu_millis, memory_bytes: self.memory_bytes, pids: self.pids }
+        Limits {
+            cpu_millis: self.cpu_millis,
+            memory_bytes: self.memory_bytes,
+            pids: self.pids,
+            disk_bytes: self.disk_bytes,
+        }
     }
 }
 

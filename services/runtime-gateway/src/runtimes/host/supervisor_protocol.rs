@@ -74,6 +74,8 @@ pub(super) enum Request {
     AwaitEnd,
     /// Kills all processes, with this reason: the disk must stay usable.
     EndForDisk(String),
+    /// Kills all processes, with this reason: the container has exceeded its limit of the disk.
+    EndForDiskLimit(String),
     /// Kills all processes, and reports that the container ran out of memory.
     EndForMemory,
     /// Changes the size of the terminal. Ignored if the process has none.
@@ -174,6 +176,10 @@ impl Request {
                 out.extend_from_slice(why.as_bytes());
             }
             Self::EndForMemory => out.push(12),
+            Self::EndForDiskLimit(why) => {
+                out.push(14);
+                out.extend_from_slice(why.as_bytes());
+            }
             Self::Resize(TerminalSize { columns, rows }) => {
                 out.push(13);
                 out.extend_from_slice(&columns.to_le_bytes());
@@ -206,6 +212,7 @@ impl Request {
             9 => Self::GetProgress,
             10 => Self::AwaitEnd,
             11 => Self::EndForDisk(String::from_utf8_lossy(fields.0).into_owned()),
+            14 => Self::EndForDiskLimit(String::from_utf8_lossy(fields.0).into_owned()),
             12 => Self::EndForMemory,
             13 => Self::Resize(TerminalSize { columns: fields.short()?, rows: fields.short()? }),
             _ => return None,
@@ -332,6 +339,7 @@ mod tests {
             Request::GetProgress,
             Request::AwaitEnd,
             Request::EndForDisk("full".to_owned()),
+            Request::EndForDiskLimit("too much".to_owned()),
             Request::EndForMemory,
             Request::Resize(TerminalSize { columns: 80, rows: 24 }),
         ];

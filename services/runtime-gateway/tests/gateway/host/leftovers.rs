@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use domain::workload::{EnvironmentVariable, Exit, FailureReason, Limits, OutputMode};
 use domain::{ContainerHandle, ProcessId, VolumeHandle};
-use runtime::{ContainerSpec, Ended, ProcessSpec, Runtime, RuntimeError, VolumeSource};
+use runtime::{
+    ContainerSpec, Contents, Ended, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use testing::conformance::{self, RuntimeExt, Subject, container, in_time, mount, process, programs, until};
 
@@ -112,7 +114,12 @@ async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> Proc
     let runtime = subject.runtime();
     let limits = match ending {
         Ending::OutOfMemory => Limits { memory_bytes: Some(32 << 20), ..Limits::default() },
-        _ => Limits { memory_bytes: Some(1 << 30), cpu_millis: Some(900), pids: Some(100) },
+        _ => Limits {
+            memory_bytes: Some(1 << 30),
+            cpu_millis: Some(900),
+            pids: Some(100),
+            disk_bytes: Some(1 << 40),
+        },
     };
     let handle = runtime.made(ContainerSpec { limits, ..spec }).await;
     let id = ProcessId::new();
@@ -577,4 +584,48 @@ async fn worker_copies_volumes_without_overlays() {
         runtime.destroy_container(held.containers[0]).await.expect("destroy");
     }
     rustix::mount::unmount(&merged, rustix::mount::UnmountFlags::DETACH).expect("unmount");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn container_that_exceeds_its_disk_limit_is_ended() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let host = HostRuntime::open(config(directory.path())).expect("open");
+    let guard = host.clone().guard_disk();
+    let runtime: std::sync::Arc<dyn Runtime> = host;
+    let limits = Limits { disk_bytes: Some(4 << 20), ..Limits::default() };
+    let start = async |limits, script: &str| {
+        let volume = runtime.volume().await;
+        let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], limits, ..container() };
+        let handle = runtime.made(spec).await;
+        let shell = process(&["/bin/sh", "-c", script].map(str::to_owned));
+        (runtime.started(handle, shell).await, volume)
+    };
+    // Together, the root layer and the output are too large.
+    let script = "head -c 3000000 /dev/zero > /var/file; head -c 3000000 /dev/zero > /out/file; sleep 60";
+    let rest = async {
+        let (unlimited, _) = start(Limits::default(), script).await;
+        let (modest, _) = start(limits, "head -c 3000000 /dev/zero > /out/file; sleep 60").await;
+        let (greedy, volume) = start(limits, script).await;
+        let Ended::Unknown(failure) = runtime.ended(greedy).await else { panic!("it was not ended") };
+        assert_eq!(failure.reason, FailureReason::DiskLimitExceeded);
+        assert_eq!(failure.message, "the container has written 6 MiB, and its limit is 4 MiB");
+        let Contents::Directory(output) = runtime.contents(volume).await.expect("contents") else {
+            panic!("it is on this machine")
+        };
+        while output.join("file").exists() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        for process in [unlimited, modest] {
+            assert_eq!(runtime.process(process).await.expect("a process"), ProcessState::Started);
+            runtime.stop(process, Duration::ZERO).await.expect("stopped");
+            runtime.ended(process).await;
+        }
+    };
+    tokio::select! {
+        () = guard => unreachable!("the guard does not end"),
+        () = rest => {}
+    }
 }

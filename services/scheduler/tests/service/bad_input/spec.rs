@@ -48,7 +48,12 @@ pub(super) fn valid(world: &World<'_>) -> pb::WorkloadSpec {
             path: "out".into(),
             owners: vec![pb::OutputOwner { owner: Some(owner) }],
         }],
-        limits: Some(pb::Limits { cpu_millis: 10_000_000, memory_bytes: 1 << 60, pids: 4_194_303 }),
+        limits: Some(pb::Limits {
+            cpu_millis: 10_000_000,
+            memory_bytes: 1 << 60,
+            pids: 4_194_303,
+            disk_bytes: 1 << 60,
+        }),
         privilege: pb::Privilege::Confined.into(),
         network: pb::Network::Private.into(),
         worker: "one".to_owned(),
@@ -97,7 +102,12 @@ fn service(image: ArtifactId) -> pb::Service {
         environment: vec![pb::EnvironmentVariable { name: "A".into(), value: "b".into() }],
         directory: "somewhere".into(),
         user: "x".repeat(1024),
-        limits: Some(pb::Limits { cpu_millis: 10_000_000, memory_bytes: 1 << 60, pids: 4_194_303 }),
+        limits: Some(pb::Limits {
+            cpu_millis: 10_000_000,
+            memory_bytes: 1 << 60,
+            pids: 4_194_303,
+            disk_bytes: 1 << 60,
+        }),
         readiness: Some(pb::Readiness {
             check: Some(check),
             timeout: Some(rpc::duration(std::time::Duration::from_secs(100))),
@@ -349,6 +359,7 @@ fn limits() -> Vec<Bad> {
         limit("cpu_millis", &[10_000_001, u64::MAX]),
         limit("memory_bytes", &[1, (6 << 20) - 1, (1 << 60) + 1, u64::MAX]),
         limit("pids", &[4_194_304, u64::MAX]),
+        limit("disk_bytes", &[1, (1 << 60) + 1, u64::MAX]),
     ]
     .into_iter()
     .flatten()

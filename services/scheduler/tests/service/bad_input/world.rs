@@ -87,6 +87,7 @@ fn able(name: &str) -> pb::Registration {
         "limits-memory",
         "limits-cpu",
         "limits-pids",
+        "limits-disk",
         "network-none",
         "network-private",
         "services",

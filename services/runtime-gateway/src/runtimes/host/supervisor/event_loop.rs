@@ -139,7 +139,7 @@ pub(super) struct RunningContainer {
     kill_at: Option<Duration>,
     stopped: bool,
     /// The reason of a kill by the disk guard.
-    ended_for_disk: Option<String>,
+    ended_for_disk: Option<(FailureReason, String)>,
     /// Whether the memory guard ended the container.
     ended_for_memory: bool,
     /// The program that connects the network of the container.
@@ -462,8 +462,12 @@ impl RunningContainer {
                 self.stop(since_boot().saturating_add(*grace))?;
                 self.update_timer()?;
             }
-            Request::EndForDisk(why) => {
-                self.ended_for_disk = Some(why.clone());
+            Request::EndForDisk(why) | Request::EndForDiskLimit(why) => {
+                let reason = match request {
+                    Request::EndForDiskLimit(_) => FailureReason::DiskLimitExceeded,
+                    _ => FailureReason::DiskFull,
+                };
+                self.ended_for_disk = Some((reason, why.clone()));
                 self.stop(Duration::ZERO)?;
                 self.update_timer()?;
             }
@@ -631,8 +635,8 @@ impl RunningContainer {
     fn end(&self, init_signal: Option<u8>) -> End {
         let stopped = self.stopped && !self.ended_for_memory;
         let killed = u8::try_from(libc::SIGKILL).unwrap_or(9);
-        if let Some(why) = &self.ended_for_disk {
-            return End::unknown(FailureReason::DiskFull, why);
+        if let Some((reason, why)) = &self.ended_for_disk {
+            return End::unknown(*reason, why);
         }
         let out_of_memory = || {
             self.ended_for_memory || !self.has_joined && self.cgroups.out_of_memory_kills(&self.cgroup) > 0

@@ -284,6 +284,7 @@ mod tests {
             cpu_millis: Some(5),
             memory_bytes: Some(1 << 20),
             pids: Some(10),
+            disk_bytes: None,
             privileged,
             network_of: None,
             local_names: Vec::new(),
