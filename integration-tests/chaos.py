@@ -2,17 +2,21 @@
 
 usage: chaos.py [--seconds N] [--seed N] [--release]
 
-Four services and PostgreSQL run as processes, with two host workers. Six callers run commands with inputs and outputs. Each command must exit
-with its own code and bring back what it computed: an outage of up to --patience costs time, not the command. Needs root.
+Four services and PostgreSQL run as processes, with two host workers. Six callers run commands with inputs and outputs, of which most files are
+those of the command before. Each command must run once, exit with its own code and bring back what it computed: an outage of up to --patience
+costs time, not the command. Workers are also evacuated and taken into service again. In the end, everything is deleted, and nothing may be left:
+no rows, volumes, mounts, control groups or processes. Needs root.
 """
 
 import argparse
+import collections
 import hashlib
 import os
 import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +29,8 @@ import clusters
 
 CALLERS = 6
 TAG = "chaos"
+# Files of each caller that most commands share.
+FILES = 40
 # In each group, one process after the other is harmed, and the next one when it is ready again.
 GROUPS = (("scheduler", "artifact-store", "streamer", "PostgreSQL"), ("left", "right"))
 # Longest time for which a service is frozen or away, in seconds. Shorter than the patience of a command.
@@ -57,38 +63,79 @@ class Ledger:
                 print(f"FAILED: {failure}", flush=True)
 
 
-def call(processes, home, source, number):
+class Witness:
+    """Counts, outside of the cluster, how often each command ran."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.seen = collections.Counter()
+        self.server = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = self.server.getsockname()[1]
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self):
+        while True:
+            connection, _ = self.server.accept()
+            with connection, connection.makefile() as lines:
+                number = int(lines.readline())
+                with self.lock:
+                    self.seen[number] += 1
+                # The command goes on when it was counted.
+                connection.sendall(b"counted\n")
+
+    def count(self, number):
+        with self.lock:
+            return self.seen[number]
+
+
+def make_sources(directory, source):
+    """Makes the directory of a caller, which changes a little from command to command."""
+    for number in range(FILES):
+        path = directory / f"d{number % 5}/file{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source.randbytes(20_000))
+
+
+def call(processes, home, source, number, witness):
     """Runs one command, and returns what is wrong with its end. `None`: nothing."""
-    here = pathlib.Path(tempfile.mkdtemp(dir=home))
+    (home / f"in/d{number % 5}/file{source.randrange(FILES // 5) * 5 + number % 5}").write_bytes(source.randbytes(20_000))
     contents = source.randbytes(source.choice((1, 1000, 300_000, 3_000_000)))
+    (home / "in/data").write_bytes(contents)
     code = source.choice((0, 0, 0, 7))
-    (here / "in").mkdir()
-    (here / "in/data").write_bytes(contents)
-    # Not every tree is new.
-    (here / "in/kind").write_text(str(number % 5))
-    script = f"sha256sum < in/data | cut -c 1-64 > out/sum; echo {number}; sleep {source.random():.2f}; exit {code}"
-    ended = processes.run(
-        "run", "-q", "--tag", TAG, "-i", "in=in", "-o", "out=out", "--", "sh", "-c", script, cwd=here, check=False, capture_output=True, text=True
+    # The results of some commands belong into their input.
+    output = source.choice(("in", "out"))
+    script = (
+        f"exec 3<>/dev/tcp/127.0.0.1/{witness.port}; echo {number} >&3; read -r <&3; "
+        f"sha256sum < in/data | cut -c 1-64 > {output}/sum; echo {number}; sleep {source.random():.2f}; exit {code}"
     )
+    words = ("run", "-q", "--tag", TAG, "--network", "host", "-i", "in=in", "-o", f"{output}={output}", "--", "bash", "-c", script)
+    ended = processes.run(*words, cwd=home, check=False, capture_output=True, text=True)
     said = f"command {number} ended with {ended.returncode}, stdout {ended.stdout!r}, stderr {ended.stderr[-2000:]!r}"
     if ended.returncode != code:
         return f"exit code {code} was expected: {said}"
     if ended.stdout != f"{number}\n":
         return f"the output was to be {number}: {said}"
+    if witness.count(number) != 1:
+        return f"it ran {witness.count(number)} times: {said}"
     # The outputs of failed commands are brought back, too.
-    found = (here / "out/sum").read_text().strip() if (here / "out/sum").exists() else "nothing"
+    result = home / output / "sum"
+    found = result.read_text().strip() if result.exists() else "nothing"
     if found != hashlib.sha256(contents).hexdigest():
         return f"the result is {found}: {said}"
-    shutil.rmtree(here)
+    result.unlink()
+    if (home / "in/data").read_bytes() != contents:
+        return f"the input changed: {said}"
     return None
 
 
-def caller(processes, home, seed, index, ledger, stop):
+def caller(processes, home, seed, index, ledger, stop, witness):
     source = random.Random(f"{seed}/{index}")
+    home = home / str(index)
+    make_sources(home / "in", source)
     number = index
     while not stop.is_set():
         begin = time.monotonic()
-        failure = call(processes, home, source, number)
+        failure = call(processes, home, source, number, witness)
         ledger.add(time.monotonic() - begin, failure)
         number += CALLERS
 
@@ -113,6 +160,52 @@ def harm(processes, group, source, stop):
             processes.respawn(name)
 
 
+def evacuate(processes, source, stop):
+    """Takes one worker after the other out of service for a while. What only it has is copied first."""
+    while not stop.wait(source.uniform(5, 15)):
+        name = source.choice(("left", "right"))
+        print(f"evacuate {name}", flush=True)
+        try:
+            # With services that are harmed meanwhile, it may fail.
+            processes.run("cordon", "--evacuate", name, check=False, timeout=source.uniform(2, AWAY), capture_output=True)
+        except subprocess.TimeoutExpired:
+            pass
+        processes.run("uncordon", "--patience", "2m", name, capture_output=True)
+
+
+def lines(processes, *words):
+    return processes.run(*words, capture_output=True, text=True).stdout.splitlines()
+
+
+def groups():
+    """The control groups of containers."""
+    return {str(path) for path in pathlib.Path("/sys/fs/cgroup").glob("**/*gantry*/**/") if path.is_dir()}
+
+
+def remains(processes, groups_before):
+    """Says what is left after everything was deleted. `None`: nothing."""
+    for kind in ("volumes", "containers", "artifacts", "leases"):
+        state = ("--state", "sealed") if kind == "artifacts" else ()
+        if left := lines(processes, "list", kind, "--json", *state):
+            return f"{kind}: {left}"
+    tables = {"its_artifact_store": ("volumes", "containers", "pins", "sweep_queue"), "its_scheduler": ("outbox",)}
+    for schema, names in tables.items():
+        for name in names:
+            counted = subprocess.run(processes.postgres.asked(f"SELECT count(*) FROM {schema}.{name}") + ["-tA"], capture_output=True, text=True, **processes.postgres.options)
+            if counted.stdout.strip() != "0":
+                return f"rows of {name}: {counted.stdout} {counted.stderr}"
+    home = str(processes.home)
+    if left := [line.split()[4] for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines() if f" {home}/" in line]:
+        return f"mounts: {left}"
+    if left := groups() - groups_before:
+        return f"control groups: {left}"
+    if left := [str(path) for name in ("left", "right") for path in (processes.home / f"state-{name}/volumes").iterdir()]:
+        return f"directories of volumes: {left}"
+    if left := set(clusters.Cluster.pids(processes)) - {child.pid for child in processes.children} - {os.getpid()}:
+        return f"processes: {left}"
+    return None
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=int, default=120)
@@ -125,15 +218,20 @@ def main():
         clusters.RELEASE = clusters.ROOT / "target/debug"
         clusters.GANTRY = clusters.RELEASE / "gantry"
     print(f"seed {options.seed}", flush=True)
-    ledger, stop = Ledger(), threading.Event()
+    ledger, stop, witness = Ledger(), threading.Event(), Witness()
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-chaos-", dir="/var/tmp"))
     with clusters.Processes("/var/tmp") as processes:
         for name in ("left", "right"):
-            processes.gateway(name, {"GANTRY_WORKER_TAGS": TAG})
+            processes.gateway(name, {"GANTRY_WORKER_TAGS": TAG, "GANTRY_WORKER_ALLOW": "host-image,host-network"})
         processes.run("run", "-q", "--tag", TAG, "--", "true")
-        callers = [threading.Thread(target=noting_errors, args=(ledger, caller, processes, home, options.seed, index, ledger, stop)) for index in range(CALLERS)]
+        groups_before = groups()
+        callers = [
+            threading.Thread(target=noting_errors, args=(ledger, caller, processes, home, options.seed, index, ledger, stop, witness))
+            for index in range(CALLERS)
+        ]
         sources = [(group, random.Random(f"{options.seed}/{group}")) for group in GROUPS]
         harmers = [threading.Thread(target=noting_errors, args=(ledger, harm, processes, group, source, stop)) for group, source in sources]
+        harmers.append(threading.Thread(target=noting_errors, args=(ledger, evacuate, processes, random.Random(f"{options.seed}/evacuate"), stop)))
         for thread in (*callers, *harmers):
             thread.start()
         stop.wait(options.seconds)
@@ -141,7 +239,19 @@ def main():
         for thread in (*harmers, *callers):
             thread.join()
         # Everything ends when nothing disturbs it.
-        clusters.wait_for("the end of all workloads", lambda: not processes.run("ps", "-q", capture_output=True, text=True).stdout)
+        clusters.wait_for("the end of all workloads", lambda: not lines(processes, "ps", "-q"))
+        left = None
+
+        def is_quiet():
+            nonlocal left
+            processes.run("prune", "-y", check=False, capture_output=True)
+            left = remains(processes, groups_before)
+            return not left
+
+        try:
+            clusters.wait_for("that nothing is left", is_quiet, 120)
+        except TimeoutError:
+            ledger.add(0, f"after everything was deleted, this is left: {left}")
     print(f"{ledger.commands} commands, {len(ledger.failures)} failed; the slowest took {ledger.slowest:.0f} s; seed {options.seed}")
     if ledger.failures or not ledger.commands:
         sys.exit(f"what the failed commands left is in {home}")
