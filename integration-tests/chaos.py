@@ -11,6 +11,7 @@ no rows, volumes, mounts, control groups or processes. Needs root.
 import argparse
 import collections
 import hashlib
+import json
 import os
 import pathlib
 import random
@@ -186,8 +187,10 @@ def remains(processes, groups_before):
     """Says what is left after everything was deleted. `None`: nothing."""
     for kind in ("volumes", "containers", "artifacts", "leases"):
         state = ("--state", "sealed") if kind == "artifacts" else ()
-        if left := lines(processes, "list", kind, "--json", *state):
-            return f"{kind}: {left}"
+        if left := [json.loads(line) for line in lines(processes, "list", kind, "--json", *state)]:
+            artifact = left[0].get("artifact_id")
+            why = processes.run("explain", artifact, capture_output=True, text=True).stdout if artifact else ""
+            return f"{len(left)} {kind}: {left[0]}, {why}"
     tables = {"its_artifact_store": ("volumes", "containers", "pins", "sweep_queue"), "its_scheduler": ("outbox",)}
     for schema, names in tables.items():
         for name in names:

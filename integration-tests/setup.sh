@@ -15,6 +15,8 @@ test)
     need cc gcc
     need make make
     need git git
+    # Tests make file systems that can share blocks between files.
+    need mkfs.xfs xfsprogs
     # Tests make networks.
     need ip iproute2
     need nft nftables

@@ -27,8 +27,8 @@ use std::sync::Arc;
 
 use domain::Digest;
 use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, Stat, Uid, chownat, copy_file_range, fstat, ftruncate,
-    ioctl_ficlone, linkat, mkdirat, mknodat, openat, symlinkat, syncfs, utimensat,
+    AtFlags, FileType, FsWord, Gid, Mode, OFlags, Stat, Uid, chownat, copy_file_range, fstat, fstatfs,
+    ftruncate, ioctl_ficlone, linkat, mkdirat, mknodat, openat, symlinkat, syncfs, utimensat,
 };
 use rustix::io::Errno;
 
@@ -38,6 +38,9 @@ use crate::manifest::{LocatedExtent, Manifest};
 use crate::metadata::{Metadata, SkippedPart, SkippedPartKind, WrittenOwnership, caller, times};
 use crate::ordinal_ranges::OrdinalRanges;
 use crate::read::fill;
+
+/// The types of file systems in which a copy within the kernel can share blocks: XFS and Btrfs.
+const SHARING: [FsWord; 2] = [0x5846_5342, 0x9123_683e];
 
 /// Options of a writer.
 #[derive(Debug, Clone, Copy)]
@@ -202,6 +205,8 @@ pub struct TreeWriter {
     /// Files that are not written.
     omitted: HashSet<usize>,
     may_clone: bool,
+    /// Whether a copy within the kernel shares blocks with its source.
+    shares_ranges: bool,
     /// Device and inode of the files that other trees have, too.
     pub(crate) linked: HashSet<(u64, u64)>,
     written: WriteSummary,
@@ -234,6 +239,7 @@ impl TreeWriter {
             return Err(WriteError::Unsafe { path: device.path().to_owned() });
         }
 
+        let shares_ranges = fstatfs(cursor.root()).is_ok_and(|found| SHARING.contains(&found.f_type));
         let mut writer = Self {
             options,
             metadata,
@@ -243,6 +249,7 @@ impl TreeWriter {
             open: None,
             omitted: HashSet::new(),
             may_clone: true,
+            shares_ranges,
             linked: HashSet::new(),
             written: WriteSummary { content_bytes: 0, skipped: Vec::new() },
             manifest,
@@ -364,14 +371,8 @@ impl TreeWriter {
         }
         let entry = &manifest.entries()[located.entry];
         let length = located.extent.length as usize;
-        if trust == Trust::Trusted {
-            self.open(&manifest, located.entry)?;
-            if let Some((_, file)) = &self.open
-                && copy_range(source, source_offset, file, located.extent.offset, length)
-                    .map_err(|error| WriteError::new(entry, error.into()))?
-            {
-                return self.extent_written(&manifest, located);
-            }
+        if trust == Trust::Trusted && self.copy_within_kernel(&manifest, located, source, source_offset)? {
+            return Ok(());
         }
         let mut data = vec![0; length];
         let read =
@@ -379,7 +380,31 @@ impl TreeWriter {
         if read < length || (trust == Trust::Verify && !matches(located.extent, &data)) {
             return Err(WriteError::DigestMismatch { path: entry.path().to_owned() });
         }
+        // Nothing writes to the source meanwhile: it is a file of a complete tree.
+        if self.shares_ranges && self.copy_within_kernel(&manifest, located, source, source_offset)? {
+            return Ok(());
+        }
         self.write(&manifest, located, &data)
+    }
+
+    /// Copies an extent within the kernel. Returns false if that is not supported.
+    fn copy_within_kernel(
+        &mut self,
+        manifest: &Manifest,
+        located: LocatedExtent<'_>,
+        source: &File,
+        source_offset: u64,
+    ) -> Result<bool, WriteError> {
+        self.open(manifest, located.entry)?;
+        let Some((_, file)) = &self.open else { return Ok(false) };
+        let entry = &manifest.entries()[located.entry];
+        let length = located.extent.length as usize;
+        let is_copied = copy_range(source, source_offset, file, located.extent.offset, length)
+            .map_err(|error| WriteError::new(entry, error.into()))?;
+        if is_copied {
+            self.extent_written(manifest, located)?;
+        }
+        Ok(is_copied)
     }
 
     /// Copies the file at index `entry` from a local file with the same content. The new file is

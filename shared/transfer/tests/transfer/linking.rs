@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
 use crate::common::{is_root, make, manifest_of, noise, random, set_mtime};
@@ -170,4 +171,51 @@ proptest! {
         remove_tree(to.path()).unwrap();
         prop_assert_eq!(&manifest_of(old.path()), &*sealed);
     }
+}
+
+#[test]
+fn unchanged_extents_share_blocks_on_xfs() {
+    const MIB: usize = 1 << 20;
+    let directory = tempdir().unwrap();
+    let (image, disk) = (directory.path().join("image"), directory.path().join("disk"));
+    fs::File::create(&image).and_then(|file| file.set_len(512 << 20)).unwrap();
+    fs::create_dir(&disk).unwrap();
+    let run = |program: &str, arguments: &[&str], path: &Path| {
+        Command::new(program).args(arguments).arg(path).output().is_ok_and(|done| done.status.success())
+    };
+    let is_mounted = is_root()
+        && run("mkfs.xfs", &["-q"], &image)
+        && run("mount", &["-o", "loop", image.to_str().unwrap()], &disk);
+    if !is_mounted {
+        eprintln!("not applicable: this process cannot mount XFS");
+        return;
+    }
+    let [old, new, to] = ["old", "new", "to"].map(|name| disk.join(name));
+    for path in [&old, &new, &to] {
+        fs::create_dir(path).unwrap();
+    }
+    let mut content = noise(1, 64 * MIB);
+    fs::write(old.join("file"), &content).unwrap();
+    content[32 * MIB + 5] ^= 1;
+    fs::write(new.join("file"), &content).unwrap();
+    let used = || {
+        assert!(run("sync", &["-f"], &disk));
+        let found = rustix::fs::statvfs(&disk).unwrap();
+        (found.f_blocks - found.f_bfree) * found.f_frsize
+    };
+    let before = used();
+    let manifest = Arc::new(manifest_of(&new));
+    let mut writer = TreeWriter::new(&to, manifest.clone(), WriteOptions::default()).unwrap();
+    let source = fs::File::open(old.join("file")).unwrap();
+    for located in manifest.extents() {
+        let copied = writer.copy_extent(located.ordinal, &source, located.extent.offset, Trust::Verify);
+        assert_eq!(copied.is_ok(), located.ordinal != 32, "{copied:?}");
+    }
+    writer.put(32, &content[32 * MIB..33 * MIB]).unwrap();
+    writer.finish().unwrap();
+    assert_eq!(manifest_of(&to), *manifest);
+    let grown = used() - before;
+    drop(source);
+    assert!(run("umount", &[], &disk), "it is in use");
+    assert!((MIB as u64..4 * MIB as u64).contains(&grown), "{grown} bytes");
 }
