@@ -1,5 +1,5 @@
 # check: static checks. test: all tests. Both install missing packages if they run as root.
-.PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto contracts test full soak chaos fuzz clients clients-now client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto contracts test full soak chaos edits fuzz clients clients-now client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -93,6 +93,12 @@ chaos:
 	integration-tests/setup.sh test
 	cargo build --workspace --bins --locked
 	python3 -B integration-tests/chaos.py --seconds $${GANTRY_CHAOS:-180}
+
+# Edits of a tree of 2 GiB and runs with it, as in a day, on a disk of 20 GiB. Takes about 12 minutes.
+edits:
+	integration-tests/setup.sh test
+	cargo build --release --workspace --bins --locked
+	python3 -B integration-tests/edits.py --release
 
 # Mutated manifests, archives, compressed streams, responses of workers, tokens and image metadata. Runs for GANTRY_SOAK hours (1) or until a failure.
 fuzz: export GANTRY_SOAK ?= 1

@@ -109,7 +109,9 @@ def call(processes, home, source, number, witness):
         f"exec 3<>/dev/tcp/127.0.0.1/{witness.port}; echo {number} >&3; read -r <&3; "
         f"sha256sum < in/data | cut -c 1-64 > {output}/sum; echo {number}; sleep {source.random():.2f}; exit {code}"
     )
-    words = ("run", "-q", "--tag", TAG, "--network", "host", "-i", "in=in", "-o", f"{output}={output}", "--", "bash", "-c", script)
+    # What a command leaves when it or an upload fails is deleted after these times.
+    kept = ("--keep", source.choice(("0s", "30s")), "--abandoned-after", "1m")
+    words = ("run", "-q", "--tag", TAG, "--network", "host", *kept, "-i", "in=in", "-o", f"{output}={output}", "--", "bash", "-c", script)
     ended = processes.run(*words, cwd=home, check=False, capture_output=True, text=True)
     said = f"command {number} ended with {ended.returncode}, stdout {ended.stdout!r}, stderr {ended.stderr[-2000:]!r}"
     if ended.returncode != code:

@@ -1,4 +1,7 @@
 //! Manifest files, which contain the boot id, the team, and the entries of a tree.
+//!
+//! Files beside the volumes of this machine are compressed with zstd, because many versions of one
+//! tree may be kept.
 
 use std::io;
 use std::path::Path;
@@ -8,6 +11,9 @@ use transfer::{InvalidManifest, Limits, Manifest};
 
 /// Suffix of a manifest file that is being written.
 pub(super) const PARTIAL_SUFFIX: &str = "tmp";
+
+/// Level of zstd. Digests do not shrink, and all levels shrink the rest to a few bytes.
+const LEVEL: i32 = 1;
 
 /// Encodes a manifest file: the tree's digest, the boot id and the team with a length each, and the
 /// entries.
@@ -21,7 +27,7 @@ pub(super) fn encode(boot: &str, team: &str, manifest: &Manifest) -> io::Result<
 
 pub(super) fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<()> {
     let temporary = path.with_extension(PARTIAL_SUFFIX);
-    let file = encode(boot, team, manifest)?;
+    let file = zstd::bulk::compress(&encode(boot, team, manifest)?, LEVEL)?;
     let saved = std::fs::write(&temporary, file).and_then(|()| std::fs::rename(&temporary, path));
     if saved.is_err() {
         // A partial manifest is useless, and uses space on a disk that may be full.
@@ -31,7 +37,7 @@ pub(super) fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> 
 }
 
 /// Loads the manifests of this boot, oldest first. Only the newest ones that fit into `most_bytes`
-/// are loaded.
+/// of memory are loaded.
 pub(super) fn load_recent(
     directory: &Path,
     boot: &str,
@@ -43,18 +49,18 @@ pub(super) fn load_recent(
         let Some(volume) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // A file that was removed meanwhile is skipped.
         let Ok(metadata) = entry.metadata() else { continue };
-        files.push((metadata.modified()?, metadata.len(), volume, entry.path()));
+        files.push((metadata.modified()?, volume, entry.path()));
     }
     files.sort_unstable_by(|a, b| b.cmp(a));
     let (mut recalled, mut bytes) = (Vec::new(), 0);
-    for (_, length, volume, path) in files {
-        bytes += length;
-        if bytes > most_bytes {
-            break;
-        }
+    for (_, volume, path) in files {
         if let Ok((written_in, team, manifest)) = load(&path)
             && written_in == boot
         {
+            bytes += manifest.encoded_bytes();
+            if bytes > most_bytes {
+                break;
+            }
             recalled.push((volume, team, manifest));
         }
     }
@@ -63,7 +69,10 @@ pub(super) fn load_recent(
 }
 
 pub(super) fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
-    decode(&std::fs::read(path)?)
+    let compressed = std::fs::read(path)?;
+    // The source is in memory, so only its contents can be wrong.
+    let malformed = |error| io::Error::new(io::ErrorKind::InvalidData, error);
+    decode(&zstd::decode_all(&compressed[..]).map_err(malformed)?)
 }
 
 /// Splits a text with its length from the bytes that follow.
