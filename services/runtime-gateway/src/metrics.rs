@@ -1,6 +1,7 @@
 //! Metrics of a gateway.
 
 use crate::clients::scheduler_messages::AttemptPhase;
+use crate::util::transferred::{self, Direction};
 use crate::worker::Worker;
 use crate::worker::usage::Usage;
 use crate::worker_set::WorkerSet;
@@ -30,6 +31,10 @@ pub(crate) fn add(workers: WorkerSet, host: &server::Host) {
         "Bytes of volumes that were transferred, by direction."
     );
     metrics::describe_counter!(
+        "gantry_gateway_wire_bytes_total",
+        "Bytes that the transferred contents took on the network after compression, by direction."
+    );
+    metrics::describe_counter!(
         "gantry_gateway_peer_transfers_total",
         "Volumes that another worker was asked to send directly to this worker, by outcome."
     );
@@ -52,8 +57,8 @@ pub(crate) fn add(workers: WorkerSet, host: &server::Host) {
     for outcome in ["imported", "failed"] {
         metrics::counter!("gantry_gateway_imports_total", "outcome" => outcome).absolute(0);
     }
-    for direction in ["in", "out"] {
-        metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => direction).absolute(0);
+    for direction in Direction::ALL {
+        transferred::record(direction, 0, 0);
     }
     host.add_gauges(move || {
         workers.workers().iter().for_each(|attended| set(&attended.worker));

@@ -4,6 +4,7 @@
 //! the trace context of the current span and the credentials of [`Outgoing`].
 
 use std::io;
+use std::net::IpAddr;
 
 use http::Uri;
 use tonic::service::interceptor::InterceptedService;
@@ -59,6 +60,21 @@ pub fn addresses(text: &str) -> Result<String, AddressError> {
     parse(text).map(|_| text.to_owned())
 }
 
+/// Whether a client of the service at `address` calls it over a network. A Unix socket and an
+/// address of the loopback interface are on this machine.
+#[must_use]
+pub fn crosses_network(address: &str) -> bool {
+    let is_far = |replica: &Replica| match replica {
+        Replica::Unix(_) => false,
+        Replica::Tcp(address) => {
+            let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
+            let ip = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+            host != "localhost" && !ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
+        }
+    };
+    parse(address).is_ok_and(|replicas| replicas.iter().any(is_far))
+}
+
 fn malformed(address: &str) -> AddressError {
     AddressError { address: address.to_owned() }
 }
@@ -80,6 +96,23 @@ fn parse(addresses: &str) -> Result<Vec<Replica>, AddressError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_other_machines_are_behind_a_network() {
+        for far in ["http://a:1", "http://192.0.2.1:7400", "http://[2001:db8::1]:1", "unix:///x,http://a:1"] {
+            assert!(crosses_network(far), "{far}");
+        }
+        let near = [
+            "unix:///x",
+            "http://127.0.0.2:1",
+            "http://localhost:1",
+            "http://[::1]:1",
+            "http://[::ffff:127.0.0.1]:1",
+        ];
+        for near in near {
+            assert!(!crosses_network(near), "{near}");
+        }
+    }
 
     #[test]
     fn address_with_path_or_tls_is_rejected() {

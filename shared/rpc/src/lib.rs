@@ -5,6 +5,7 @@
 //! with this crate. Code below the handlers uses neither protobuf types nor `Status`.
 
 pub mod client;
+pub mod compression;
 mod convert;
 mod outgoing;
 pub mod owner;

@@ -67,6 +67,14 @@ pub fn push_part(builder: &mut ManifestBuilder, part: &pb::ManifestPart) -> Resu
     last.map_or(Ok(()), |entry| builder.begin_encoded(&entry.encode_to_vec()))
 }
 
+/// Makes a message of the contents of extents.
+#[must_use]
+pub fn chunk(extents: Vec<transfer::ExtentData>) -> pb::Chunk {
+    let extents = extents.into_iter();
+    let extents = extents.map(|extent| pb::ExtentData { ordinal: extent.ordinal, data: extent.data });
+    pb::Chunk { extents: extents.collect() }
+}
+
 /// Splits ordinals into messages of limited size.
 pub fn runs(runs: &OrdinalRanges) -> Vec<pb::ExtentRuns> {
     let all: Vec<_> =

@@ -194,6 +194,16 @@ impl Connection {
         peer(endpoint, outgoing).context("cannot use the address of the worker's gateway")
     }
 
+    /// Whether transfers with the gateway at `endpoint` cross a network.
+    pub(crate) async fn crosses_network(&self, endpoint: &str) -> bool {
+        let called = match (&self.addresses.proxy, self.addresses.in_one_place()) {
+            (Some(proxy), _) => proxy,
+            (None, Some(address)) if self.is_alias(endpoint).await => address,
+            (None, _) => endpoint,
+        };
+        rpc::client::crosses_network(called)
+    }
+
     async fn is_alias(&self, endpoint: &str) -> bool {
         let asked = self.aliases.get_or_try_init(|| aliases(&self.scheduler)).await;
         // A process that does not answer may be another one.

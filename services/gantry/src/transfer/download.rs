@@ -13,8 +13,9 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use domain::ArtifactId;
+use rpc::compression::{self, SentBytes};
 use rpc::pb::runtime::{
-    ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
+    Chunk, ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
     read_response::Message as ResponseMessage,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, TransferEndpoint};
@@ -39,7 +40,7 @@ use crate::transfer::directories::refuse_links;
 use crate::transfer::ignore;
 use crate::transfer::receive::{LIST_LIMIT, MergeReport, Mode, StagedTree, next, receive_manifest, request};
 use crate::transfer::staging::{Staging, Target, TargetLock};
-use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
+use crate::transfer::tree::{self, DirectoryCache, StopOnDrop, moved};
 
 /// Maximum number of paths that a message names.
 const NAMED_LIMIT: usize = 5;
@@ -122,7 +123,8 @@ impl Downloader<'_> {
 
         let (requests, queue) = mpsc::channel(4);
         // This cannot fail: the queue is empty and its receiver exists.
-        _ = requests.send(request(RequestMessage::Open(ReadOpen { ticket }))).await;
+        let accept_zstd = self.connection.crosses_network(&gateway_endpoint).await;
+        _ = requests.send(request(RequestMessage::Open(ReadOpen { ticket, accept_zstd }))).await;
         let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
         let mut responses = volumes.read(ReceiverStream::new(queue)).await.map_err(by_gateway)?.into_inner();
         let manifest = receive_manifest(&mut responses).await?;
@@ -144,7 +146,7 @@ impl Downloader<'_> {
             _ = requests.send(request(RequestMessage::Want(runs))).await;
         }
         _ = requests.send(request(RequestMessage::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
-        let staged = receive_content(responses, staged, tree, bar.clone()).await?;
+        let (staged, wire) = receive_content(responses, staged, tree, bar.clone()).await?;
         drop(requests);
 
         let mode = match base {
@@ -161,7 +163,8 @@ impl Downloader<'_> {
             staged.put_in_place(&target, &progress, &mode)
         });
         let placed = placed.await.context("the writer thread ended unexpectedly")??;
-        let fetched = format!("{} fetched in {}", bytes(wanted_bytes), duration(started.elapsed()));
+        let fetched = moved(SentBytes { content: wanted_bytes, wire }, "fetched");
+        let fetched = format!("{fetched} in {}", duration(started.elapsed()));
         let mut details = match base {
             Some(_) => self.say_changed(artifact, name, directory, &placed, &whole, &fetched),
             None => self.say(artifact, name, directory, &manifest, &fetched),
@@ -467,13 +470,14 @@ pub(crate) async fn read_file(
     Ok(contents)
 }
 
+/// Receives the requested contents. Also returns the bytes that they took on the network.
 async fn receive_content(
     mut responses: Streaming<ReadResponse>,
     staged: StagedTree,
     tree: Arc<Subtree>,
     bar: Bar,
-) -> anyhow::Result<StagedTree> {
-    let (chunks, mut queue) = mpsc::channel::<rpc::pb::runtime::Chunk>(4);
+) -> anyhow::Result<(StagedTree, u64)> {
+    let (chunks, mut queue) = mpsc::channel::<Chunk>(4);
     let writing = tokio::task::spawn_blocking(move || {
         let mut staged = staged;
         while let Some(chunk) = queue.blocking_recv() {
@@ -487,16 +491,28 @@ async fn receive_content(
         Ok::<_, anyhow::Error>(staged)
     });
     let received = async {
+        let mut wire = 0;
         while let Some(ReadResponse { message }) = next(&mut responses).await? {
-            match message {
+            let chunk: Chunk = match message {
                 Some(ResponseMessage::Chunk(chunk)) => {
-                    if chunks.send(chunk).await.is_err() {
-                        // The writer has failed, and its result has the cause.
-                        return Ok(());
-                    }
+                    wire += chunk.extents.iter().map(|extent| extent.data.len() as u64).sum::<u64>();
+                    chunk
                 }
-                Some(ResponseMessage::Done(_)) => return Ok(()),
-                Some(ResponseMessage::Manifest(_) | ResponseMessage::ManifestEnd(_)) | None => {}
+                Some(ResponseMessage::ZstdChunk(frame)) => {
+                    wire += frame.len() as u64;
+                    compression::decode(frame).await?
+                }
+                Some(ResponseMessage::Done(_)) => return Ok(wire),
+                Some(
+                    ResponseMessage::Manifest(_)
+                    | ResponseMessage::ZstdManifest(_)
+                    | ResponseMessage::ManifestEnd(_),
+                )
+                | None => continue,
+            };
+            if chunks.send(chunk).await.is_err() {
+                // The writer has failed, and its result has the cause.
+                return Ok(wire);
             }
         }
         Err(anyhow::Error::from(Refused::cut()))
@@ -504,5 +520,5 @@ async fn receive_content(
     let received = received.await;
     drop(chunks);
     let staged = writing.await.context("the writer thread ended unexpectedly")??;
-    received.map(|()| staged)
+    received.map(|wire| (staged, wire))
 }

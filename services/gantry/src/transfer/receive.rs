@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
+use rpc::compression;
 use rpc::pb::runtime::{
     ReadRequest, ReadResponse, read_request::Message as RequestMessage,
     read_response::Message as ResponseMessage,
@@ -71,6 +72,9 @@ pub(super) async fn receive_manifest(responses: &mut Streaming<ReadResponse>) ->
             Some(ResponseMessage::Manifest(part)) => {
                 rpc::tree::push_part(&mut builder, &part)?;
             }
+            Some(ResponseMessage::ZstdManifest(frame)) => {
+                rpc::tree::push_part(&mut builder, &compression::decode(frame).await?)?;
+            }
             Some(ResponseMessage::ManifestEnd(end)) => {
                 let manifest = builder.finish()?;
                 if tree::digest(&end.digest)? != manifest.tree_digest() {
@@ -78,7 +82,7 @@ pub(super) async fn receive_manifest(responses: &mut Streaming<ReadResponse>) ->
                 }
                 return Ok(manifest);
             }
-            Some(ResponseMessage::Chunk(_) | ResponseMessage::Done(_)) => {
+            Some(ResponseMessage::Chunk(_) | ResponseMessage::ZstdChunk(_) | ResponseMessage::Done(_)) => {
                 bail!("the worker sent content before it was asked for any")
             }
             None => {}

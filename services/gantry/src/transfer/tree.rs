@@ -1,4 +1,4 @@
-//! Helpers for transfers of trees: message conversion, and the stat cache of scanned directories.
+//! Helpers for transfers of trees: amounts in messages, and the stat cache of scanned directories.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,15 +6,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
 use domain::Digest;
-use rpc::pb::runtime::{Chunk, ExtentData};
+use rpc::compression::SentBytes;
 use transfer::StatCache;
 
 use crate::cluster::Paths;
+use crate::render::table::bytes;
 
-/// Converts content into a message.
-pub(crate) fn chunk(extents: Vec<transfer::ExtentData>) -> Chunk {
-    let extent = |extent: transfer::ExtentData| ExtentData { ordinal: extent.ordinal, data: extent.data };
-    Chunk { extents: extents.into_iter().map(extent).collect() }
+/// Formats the size of contents that were `sent` or `fetched`, with their compressed size if they
+/// were compressed.
+pub(crate) fn moved(amount: SentBytes, verb: &str) -> String {
+    let content = bytes(amount.content);
+    if amount.wire < amount.content {
+        format!("{content} {verb} as {}", bytes(amount.wire))
+    } else {
+        format!("{content} {verb}")
+    }
 }
 
 /// Parses a received digest.

@@ -16,6 +16,7 @@ use anyhow::{Context, bail};
 use domain::{ArtifactId, BuildId};
 use images::ImageTree;
 use rpc::Reason;
+use rpc::compression::{ACCEPT_HEADER, SentBytes};
 use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::{WriteResponse, write_response::Message as ResponseMessage};
@@ -25,7 +26,7 @@ use rpc::pb::streamer::{
 };
 use rpc::small_tree::NotSmall;
 use serde_json::json;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use transfer::{
@@ -43,9 +44,9 @@ use crate::render::ui::Ui;
 use crate::transfer::directories::inside;
 use crate::transfer::download::gateway_of;
 use crate::transfer::ignore::Rules;
-use crate::transfer::send::{Content, FullWorkers, SendError, send_tree};
+use crate::transfer::send::{Answers, Content, FullWorkers, SendError, send_tree};
 use crate::transfer::staging;
-use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
+use crate::transfer::tree::{self, DirectoryCache, StopOnDrop, moved};
 
 /// Number of attempts to send a directory whose files change.
 const TRIES: usize = 4;
@@ -248,9 +249,10 @@ impl Uploader<'_> {
         let took = duration(started.elapsed());
         self.ui.step(&match sent.bytes {
             None => format!("{what}, already in the cluster as artifact {}", sent.artifact),
-            Some(sent) => format!("{what}, {} sent in {took}", bytes(sent)),
+            Some(sent) => format!("{what}, {} in {took}", moved(sent, "sent")),
         });
-        self.uploaded(name, sent.artifact, entries(manifest), manifest.size_bytes(), sent.bytes.unwrap_or(0));
+        let sent_bytes = sent.bytes.unwrap_or_default().content;
+        self.uploaded(name, sent.artifact, entries(manifest), manifest.size_bytes(), sent_bytes);
     }
 
     fn uploaded(&self, name: &str, artifact: ArtifactId, entries: u64, size_bytes: u64, sent_bytes: u64) {
@@ -354,26 +356,31 @@ impl Uploader<'_> {
         }
     }
 
-    /// Fills the volume. Returns the number of bytes of content that were sent.
+    /// Fills the volume. Returns the sizes of the sent contents.
     async fn write(
         &self,
         endpoint: &TransferEndpoint,
         content: &Content,
         manifest: &Arc<Manifest>,
         bar: &Bar,
-    ) -> Result<u64, SendError> {
+    ) -> Result<SentBytes, SendError> {
         let mut volumes: VolumesClient<_> = self.connection.volumes_at(&endpoint.gateway_endpoint).await?;
         let by_gateway = |status| Refused::from(status).by(gateway_of(endpoint));
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
+        let crosses_network = self.connection.crosses_network(&endpoint.gateway_endpoint).await;
+        let (started, may_compress) = watch::channel((!crosses_network).then_some(false));
         let (ticket, content) = (endpoint.ticket.clone(), content.clone());
-        let sending = send_tree(ticket, content, manifest.clone(), missing, requests);
+        let answers = Answers { may_compress, missing };
+        let sending = send_tree(ticket, content, manifest.clone(), answers, requests);
         let mut sender = JoinSet::new();
         sender.spawn(sending);
 
         let answers = async {
-            let mut answers =
-                volumes.write(ReceiverStream::new(queue)).await.map_err(by_gateway)?.into_inner();
+            let response = volumes.write(ReceiverStream::new(queue)).await.map_err(by_gateway)?;
+            let accepts = response.metadata().contains_key(ACCEPT_HEADER);
+            started.send_replace(Some(crosses_network && accepts));
+            let mut answers = response.into_inner();
             let mut missing_known = Some(missing_known);
             let mut missing = OrdinalRanges::new();
             let mut wanted = 0;
@@ -403,16 +410,20 @@ impl Uploader<'_> {
                             )
                             .into());
                         }
-                        return Ok(wanted);
+                        return Ok(());
                     }
                     None => {}
                 }
             }
             Err(Refused::cut().into())
         };
-        let answered: Result<u64, SendError> = answers.await;
+        let answered: Result<(), SendError> = answers.await;
         match answered {
-            Ok(written) => Ok(written),
+            // The gateway committed, so the sender has ended without an error.
+            Ok(()) => match sender.join_next().await {
+                Some(Ok(sent)) => sent,
+                Some(Err(_)) | None => Err(Refused::cut().into()),
+            },
             Err(SendError::Other(error)) => {
                 if refusal(&error).is_some_and(|refused| refused.is(Reason::DigestMismatch)) {
                     return Err(SendError::Mismatch);
@@ -423,7 +434,7 @@ impl Uploader<'_> {
                 }
                 Err(SendError::Other(error))
             }
-            changed => changed,
+            Err(error) => Err(error),
         }
     }
 
@@ -453,8 +464,8 @@ struct ScanResult {
 
 struct SendResult {
     artifact: ArtifactId,
-    /// Number of sent bytes. `None`: the cluster had the bytes already.
-    bytes: Option<u64>,
+    /// Sizes of the sent contents. `None`: the cluster had the bytes already.
+    bytes: Option<SentBytes>,
 }
 
 /// Counts the files, directories and links of a tree.

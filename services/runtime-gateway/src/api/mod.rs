@@ -20,6 +20,7 @@ use std::sync::Arc;
 
 use domain::ProcessId;
 use domain::worker::TicketOperation;
+use rpc::compression::ACCEPT_HEADER;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
 use rpc::pb::runtime::volumes_server::{Volumes, VolumesServer};
@@ -28,6 +29,7 @@ use runtime::RuntimeError;
 use server::Caller;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
@@ -245,7 +247,10 @@ impl Volumes for Handler {
         request: Request<Streaming<pb::WriteRequest>>,
     ) -> Result<Response<Self::WriteStream>, Status> {
         let (_, extensions, requests) = request.into_parts();
-        Ok(self.answer(&extensions, |gateway, answers| volumes::write(gateway, requests, answers)))
+        let mut response =
+            self.answer(&extensions, |gateway, answers| volumes::write(gateway, requests, answers));
+        response.metadata_mut().insert(ACCEPT_HEADER, MetadataValue::from_static("true"));
+        Ok(response)
     }
 
     async fn read(

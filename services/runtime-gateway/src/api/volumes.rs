@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use domain::Digest;
 use domain::worker::{TicketClaims, TicketOperation};
+use domain::{Digest, error_chain};
 use futures::{Stream, StreamExt};
+use rpc::compression::{self, Packed, Packer, SentBytes};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::read_request::Message as ReadMessage;
 use rpc::pb::runtime::read_response::Message as ReadAnswer;
@@ -24,6 +25,8 @@ use crate::SERVICE;
 use crate::transfer::error::ReadVolumeError;
 use crate::transfer::write::VolumeWriter;
 use crate::transfer::{Transfers, read as volume_read};
+use crate::util::blocking::blocking;
+use crate::util::transferred::{self, Direction};
 use crate::worker_set::WorkerSet;
 
 /// Longest pause of a caller between two messages of an upload. An upload without progress keeps
@@ -81,22 +84,26 @@ pub(super) async fn write(
 
     let mut bytes = 0;
     loop {
-        match next(&mut requests).await? {
-            WriteMessage::Chunk(chunk) => {
-                let extents: Vec<_> =
-                    chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
-                if extents.iter().all(|(_, data)| data.is_empty()) {
-                    return Err(invalid_field("chunk", "must have content"));
-                }
-                bytes += extents.iter().map(|(_, data)| length(data)).sum::<u64>();
-                filling.put(&attended.transfers, extents).await?;
-                // Progress is only informative, so it is dropped if the caller does not read it.
-                let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
-                answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();
+        let (chunk, wire) = match next(&mut requests).await? {
+            WriteMessage::Chunk(chunk) => (chunk, None),
+            WriteMessage::ZstdChunk(frame) => {
+                let wire = length(&frame);
+                (decode::<pb::Chunk>("zstd_chunk", frame).await?, Some(wire))
             }
             WriteMessage::Commit(_) => break,
             _ => return Err(invalid_field("message", "only `chunk` and `commit` may follow the manifest")),
+        };
+        let content: u64 = chunk.extents.iter().map(|extent| length(&extent.data)).sum();
+        if content == 0 {
+            return Err(invalid_field("chunk", "must have content"));
         }
+        transferred::record(Direction::In, content, wire.unwrap_or(content));
+        bytes += content;
+        let extents = chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
+        filling.put(&attended.transfers, extents).await?;
+        // Progress is only informative, so it is dropped if the caller does not read it.
+        let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
+        answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();
     }
     let manifest = filling.commit(&attended.transfers).await?;
     let digest = manifest.tree_digest().as_bytes().to_vec().into();
@@ -109,17 +116,24 @@ pub(super) async fn next(
     rpc::required("message", next_message(requests, UPLOAD_PAUSE).await?.message)
 }
 
+/// Decodes a compressed message in the field `field`.
+async fn decode<M: rpc::Message + Default + 'static>(field: &str, frame: Bytes) -> Result<M, Status> {
+    compression::decode(frame).await.map_err(|error| invalid_field(field, error_chain(&error)))
+}
+
 pub(super) async fn receive_manifest(
     requests: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
 ) -> Result<Manifest, Status> {
     let mut builder = ManifestBuilder::new(Limits::of_process());
     let invalid = |error| rpc::tree::invalid_manifest(SERVICE, &error);
     let end = loop {
-        match next(requests).await? {
-            WriteMessage::Manifest(part) => rpc::tree::push_part(&mut builder, &part).map_err(invalid)?,
+        let part = match next(requests).await? {
+            WriteMessage::Manifest(part) => part,
+            WriteMessage::ZstdManifest(frame) => decode("zstd_manifest", frame).await?,
             WriteMessage::ManifestEnd(end) => break end,
             _ => return Err(invalid_field("message", "the whole manifest must come first")),
-        }
+        };
+        rpc::tree::push_part(&mut builder, &part).map_err(invalid)?;
     };
     let manifest = builder.finish().map_err(invalid)?;
     let expected = Digest::try_from(end.digest.as_ref());
@@ -149,7 +163,12 @@ pub(super) async fn read(
     let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
     let manifest = attended.transfers.manifest(&ticket).await.map_err(ReadVolumeError::from)?;
     for part in rpc::tree::manifest_parts(&manifest) {
-        answer(ReadAnswer::Manifest(part)).await?;
+        let part = if open.accept_zstd {
+            blocking(move || Ok::<_, ReadVolumeError>(compression::pack_part(part))).await?
+        } else {
+            Packed::Raw(part)
+        };
+        answer(part.into()).await?;
     }
     answer(ReadAnswer::ManifestEnd(rpc::tree::manifest_end(&manifest))).await?;
 
@@ -168,17 +187,23 @@ pub(super) async fn read(
         return Err(invalid_field("want.runs", "names an extent that the manifest does not have"));
     }
 
-    let (batches, mut ready) = mpsc::channel::<Vec<transfer::ExtentData>>(ANSWER_QUEUE);
+    let (chunks, mut ready) = mpsc::channel(ANSWER_QUEUE);
+    let mut packer = Packer::new(open.accept_zstd);
+    let put = move |extents| {
+        let sent = packer.send(&chunks, rpc::tree::chunk(extents), ReadAnswer::from);
+        if let Some(SentBytes { content, wire }) = sent {
+            transferred::record(Direction::Out, content, wire);
+        }
+        sent.is_some()
+    };
     let reading = async {
-        volume_read::read(&attended.transfers, ticket.volume, manifest, extents_requested, batches)
+        volume_read::read(&attended.transfers, ticket.volume, manifest, extents_requested, put)
             .await
             .map_err(Status::from)
     };
     let sending = async {
-        while let Some(batch) = ready.recv().await {
-            let extents =
-                batch.into_iter().map(|extent| pb::ExtentData { ordinal: extent.ordinal, data: extent.data });
-            answer(ReadAnswer::Chunk(pb::Chunk { extents: extents.collect() })).await?;
+        while let Some(chunk) = ready.recv().await {
+            answer(chunk).await?;
         }
         Ok(())
     };
@@ -208,3 +233,6 @@ pub(super) async fn read_file(
     };
     tokio::try_join!(reading, sending).map(|_| ())
 }
+
+#[cfg(test)]
+mod tests;

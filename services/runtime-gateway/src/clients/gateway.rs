@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use rpc::client::{AddressError, Outgoing};
+use rpc::compression::{self, InvalidFrame};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::read_request::Message as Request;
 use rpc::pb::runtime::read_response::Message as Response;
@@ -13,6 +14,8 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{ExtentData, InvalidManifest, Limits, Manifest, ManifestBuilder, OrdinalRanges};
+
+use crate::util::transferred::{self, Direction};
 
 /// A volume on another worker that has the bytes.
 ///
@@ -45,6 +48,9 @@ pub(crate) enum SourceError {
     /// The manifest of the source is invalid.
     #[error("the manifest of the source is invalid")]
     Manifest(#[from] InvalidManifest),
+    /// A compressed message of the source is malformed.
+    #[error("a compressed message of the source is malformed")]
+    Frame(#[from] InvalidFrame),
     /// The source has another tree.
     #[error("cannot use the source: its tree has another digest than the artifact")]
     OtherBytes,
@@ -64,7 +70,7 @@ impl SourceError {
             Self::Truncated => Reason::Unavailable.as_str(),
             // This gateway has no memory, so the source is not at fault.
             Self::Manifest(InvalidManifest::NoMemory) => Reason::Unavailable.as_str(),
-            Self::Manifest(_) | Self::Protocol => Reason::InvalidManifest.as_str(),
+            Self::Manifest(_) | Self::Frame(_) | Self::Protocol => Reason::InvalidManifest.as_str(),
             Self::OtherBytes => Reason::DigestMismatch.as_str(),
         }
     }
@@ -97,7 +103,8 @@ impl Source {
     pub(crate) async fn read(&self, pause: Duration) -> Result<VolumeReader, SourceError> {
         let mut client = self.client()?;
         let (requests, queue) = mpsc::channel(4);
-        let open = pb::ReadOpen { ticket: self.ticket.clone() };
+        let accept_zstd = self.endpoint.as_deref().is_some_and(rpc::client::crosses_network);
+        let open = pb::ReadOpen { ticket: self.ticket.clone(), accept_zstd };
         // Cannot fail, because the receiver is the stream below.
         requests.send(pb::ReadRequest { message: Some(Request::Open(open)) }).await.ok();
         let answer = tokio::time::timeout(pause, client.read(ReceiverStream::new(queue))).await;
@@ -128,8 +135,13 @@ impl VolumeReader {
         loop {
             match self.next().await? {
                 Response::Manifest(part) => rpc::tree::push_part(&mut builder, &part)?,
+                Response::ZstdManifest(frame) => {
+                    rpc::tree::push_part(&mut builder, &compression::decode(frame).await?)?;
+                }
                 Response::ManifestEnd(_) => return Ok(builder.finish()?),
-                Response::Chunk(_) | Response::Done(_) => return Err(SourceError::Protocol),
+                Response::Chunk(_) | Response::ZstdChunk(_) | Response::Done(_) => {
+                    return Err(SourceError::Protocol);
+                }
             }
         }
     }
@@ -146,14 +158,21 @@ impl VolumeReader {
 
     /// Receives some of the requested extents. `None`: the source has sent all of them.
     pub(crate) async fn extents(&mut self) -> Result<Option<Vec<ExtentData>>, SourceError> {
-        match self.next().await? {
-            Response::Chunk(chunk) => {
-                let extents = chunk.extents.into_iter();
-                let extents = extents.map(|extent| ExtentData { ordinal: extent.ordinal, data: extent.data });
-                Ok(Some(extents.collect()))
+        let (chunk, wire): (pb::Chunk, _) = match self.next().await? {
+            Response::Chunk(chunk) => (chunk, None),
+            Response::ZstdChunk(frame) => {
+                let wire = frame.len() as u64;
+                (compression::decode(frame).await?, Some(wire))
             }
-            Response::Done(_) => Ok(None),
-            Response::Manifest(_) | Response::ManifestEnd(_) => Err(SourceError::Protocol),
-        }
+            Response::Done(_) => return Ok(None),
+            Response::Manifest(_) | Response::ZstdManifest(_) | Response::ManifestEnd(_) => {
+                return Err(SourceError::Protocol);
+            }
+        };
+        let content = chunk.extents.iter().map(|extent| extent.data.len() as u64).sum();
+        transferred::record(Direction::In, content, wire.unwrap_or(content));
+        let extents = chunk.extents.into_iter();
+        let extents = extents.map(|extent| ExtentData { ordinal: extent.ordinal, data: extent.data });
+        Ok(Some(extents.collect()))
     }
 }

@@ -19,26 +19,25 @@ use crate::util::blocking::blocking;
 /// Most bytes of one message of a file.
 const FILE_CHUNK: usize = 1 << 20;
 
-/// Reads extents of a volume into `batches`. Waits when the channel is full.
+/// Reads extents of a volume, and passes them to `send` on a blocking thread until it returns
+/// false, because the caller is gone.
 pub(crate) async fn read(
     transfers: &Transfers,
     volume: VolumeHandle,
     manifest: Arc<Manifest>,
     wanted: OrdinalRanges,
-    batches: mpsc::Sender<Vec<ExtentData>>,
+    mut send: impl FnMut(Vec<ExtentData>) -> bool + Send + 'static,
 ) -> Result<(), ReadVolumeError> {
     let root = match transfers.contents(volume).await? {
         Contents::Directory(root) => root,
-        Contents::Remote(remote) => return remote::read(&remote, manifest, wanted, batches).await,
+        Contents::Remote(remote) => return remote::read(&remote, manifest, wanted, send).await,
     };
     blocking(move || {
         let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
         for batch in reader.batches(&wanted) {
-            let batch = batch?;
-            let bytes: usize = batch.iter().map(|extent| extent.data.len()).sum();
-            batches.blocking_send(batch).map_err(|_| ReadVolumeError::CallerGone)?;
-            metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => "out")
-                .increment(bytes as u64);
+            if !send(batch?) {
+                return Err(ReadVolumeError::CallerGone);
+            }
         }
         Ok(())
     })

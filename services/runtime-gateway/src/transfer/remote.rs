@@ -54,19 +54,19 @@ pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, Runtim
     blocking(move || read().map_err(failed)).await
 }
 
-/// Reads extents of a volume into `batches`, file by file, in the order of the worker's archive.
+/// Reads extents of a volume, and passes them to `send` on a blocking thread until it returns
+/// false. They come file by file, in the order of the worker's archive.
 pub(crate) async fn read(
     volume: &SharedRemoteVolume,
     manifest: Arc<Manifest>,
     extents_wanted: OrdinalRanges,
-    batches: mpsc::Sender<Vec<ExtentData>>,
+    mut send: impl FnMut(Vec<ExtentData>) -> bool + Send + 'static,
 ) -> Result<(), ReadVolumeError> {
     if extents_wanted.is_empty() {
         return Ok(());
     }
     let archive = ArchiveSource::of(&manifest, volume.read(Path::new("")).await?);
     blocking(move || {
-        let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
         let (mut batch, mut bytes) = (Vec::new(), 0);
         ArchiveReader::new(archive)
             .extents(&manifest, &extents_wanted, |extent| {
@@ -76,13 +76,11 @@ pub(crate) async fn read(
                     return Ok(());
                 }
                 bytes = 0;
-                batches.blocking_send(std::mem::take(&mut batch)).map_err(gone)
+                let is_sent = send(std::mem::take(&mut batch));
+                if is_sent { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
             })
             .map_err(read_error)?;
-        if !batch.is_empty() {
-            batches.blocking_send(batch).map_err(|_| ReadVolumeError::CallerGone)?;
-        }
-        Ok(())
+        if batch.is_empty() || send(batch) { Ok(()) } else { Err(ReadVolumeError::CallerGone) }
     })
     .await
 }

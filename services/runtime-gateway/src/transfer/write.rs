@@ -254,9 +254,6 @@ impl VolumeWriter {
         transfers: &Transfers,
         extents: Vec<(u64, Bytes)>,
     ) -> Result<(), WriteVolumeError> {
-        let bytes: usize = extents.iter().map(|(_, data)| data.len()).sum();
-        metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => "in")
-            .increment(bytes as u64);
         let verified: Result<Vec<_>, _> =
             extents.into_iter().map(|(ordinal, data)| self.manifest.verify(ordinal, data)).collect();
         self.put_verified(transfers, verified?).await

@@ -6,3 +6,4 @@ pub(crate) mod disk_reserve;
 pub(crate) mod keyed_locks;
 pub(crate) mod mapped_ids;
 pub(crate) mod retry;
+pub(crate) mod transferred;

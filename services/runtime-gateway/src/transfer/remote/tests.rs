@@ -79,9 +79,10 @@ async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc
 /// Reads a volume into a directory.
 async fn read_into(worker: &TestWorker, volume: VolumeHandle, to: &Path) -> Result<(), ReadVolumeError> {
     let manifest = worker.transfers.manifest(&ticket(volume)).await?;
-    let (batches, mut ready) = mpsc::channel(4);
+    let (batches, mut ready) = mpsc::channel::<Vec<ExtentData>>(4);
     let expected_tree = OrdinalRanges::all(manifest.extent_count());
-    let reading = read::read(&worker.transfers, volume, manifest.clone(), expected_tree, batches);
+    let send = move |batch| batches.blocking_send(batch).is_ok();
+    let reading = read::read(&worker.transfers, volume, manifest.clone(), expected_tree, send);
     let writing = async {
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let mut writer = TreeWriter::new(to, manifest.clone(), options).expect("a writer");
@@ -213,16 +214,8 @@ async fn change_on_the_worker_is_detected_when_read() {
         assert!(matches!(&error, Some(ReadVolumeError::Archive(ArchiveError::Changed { .. }))), "{error:?}");
     };
     let manifest = worker.transfers.manifest(&ticket(volume)).await.expect("kept");
-    let (batches, mut ready) = mpsc::channel(4);
-    let reading = read::read(
-        &worker.transfers,
-        volume,
-        manifest.clone(),
-        OrdinalRanges::all(manifest.extent_count()),
-        batches,
-    );
-    let (read, ()) = tokio::join!(reading, async { while ready.recv().await.is_some() {} });
-    is_changed(read.err());
+    let wanted = OrdinalRanges::all(manifest.extent_count());
+    is_changed(read::read(&worker.transfers, volume, manifest.clone(), wanted, |_| true).await.err());
     is_changed(packed(&worker, volume, "").await.err());
     is_changed(file_of(&worker, volume, "directory/b").await.err());
     file_of(&worker, volume, "z").await.expect("the file is unchanged");
@@ -370,10 +363,10 @@ async fn volume_is_copied_in_source_order() {
         let mut filling = VolumeWriter::begin(&other.transfers, ticket(to), expected_tree.clone())
             .await
             .expect("the volume can be filled");
-        let (batches, mut ready) = mpsc::channel(4);
+        let (batches, mut ready) = mpsc::channel::<Vec<ExtentData>>(4);
         let mut expected = transfer::PendingExtents::new(&filling.missing);
-        let reading =
-            read::read(&one.transfers, from, expected_tree.clone(), filling.missing.clone(), batches);
+        let send = move |batch| batches.blocking_send(batch).is_ok();
+        let reading = read::read(&one.transfers, from, expected_tree.clone(), filling.missing.clone(), send);
         let writing = async {
             while let Some(batch) = ready.recv().await {
                 for extent in &batch {
