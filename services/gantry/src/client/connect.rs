@@ -198,7 +198,7 @@ impl Connection {
     pub(crate) async fn crosses_network(&self, endpoint: &str) -> bool {
         let called = match (&self.addresses.proxy, self.addresses.in_one_place()) {
             (Some(proxy), _) => proxy,
-            (None, Some(address)) if self.is_alias(endpoint).await => address,
+            (None, Some(address)) if endpoint != address && self.is_alias(endpoint).await => address,
             (None, _) => endpoint,
         };
         rpc::client::crosses_network(called)
