@@ -31,6 +31,7 @@ mod prune;
 mod references;
 mod refusals;
 mod registries;
+mod relay;
 mod resources;
 mod restored;
 mod results;

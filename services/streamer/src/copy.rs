@@ -5,6 +5,7 @@
 //!   │ ◀──after a pause── another transfer makes the replica
 //!   └──this transfer makes it
 //!         ├──replicas──▶ sources, tickets ──▶ Volumes.Fetch at the gateway ──▶ complete
+//!         │                └──cannot be reached──▶ relay through this process ──▶ complete
 //!         ├──small tree──▶ Artifacts.ReadTree ──▶ Volumes.WriteArchive at the gateway ──▶ complete
 //!         └──failed──▶ abandon
 //! ```
@@ -17,10 +18,11 @@
 //! volume has the sealed bytes. A copy that ends earlier is abandoned by a call, or, if this
 //! process dies, when the claim expires.
 
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use domain::WorkerId;
+use domain::error_chain;
 use rpc::client::Outgoing;
 use rpc::pb::runtime as gateway;
 use rpc::pb::runtime::fetch_response::Message as Fetched;
@@ -32,18 +34,28 @@ use tokio_util::sync::CancellationToken;
 use crate::in_flight::{CompleteCopy, CopyError, CopyTask, Intent, Progress, Route};
 use crate::peers::{Location, Operation, PeerError, Peers, Plan, PlanOutcome, Ticket};
 use crate::rate::Rate;
-use crate::sources;
+use crate::relay::{RelayError, RelayedBytes, relay};
+use crate::routes::Routes;
+use crate::sources::{self, Replica};
 
 /// Shortest and longest pause before the next query about another transfer.
 const PLAN_PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Most bytes of an archive in one message.
 const ARCHIVE_PIECE: usize = 1 << 20;
+/// Most sources that a gateway tries before the next ones. A source whose address does not answer
+/// costs 5 s.
+const DIRECT_SOURCES: usize = 3;
+/// Longest time that the source of a relay may send nothing, if there are other sources, and if
+/// there are none. The source may have to scan a large volume.
+const SOURCE_PAUSE: (Duration, Duration) = (Duration::from_secs(120), Duration::from_secs(60 * 60));
+/// Most failed sources that an error describes.
+const MAX_DESCRIBED: usize = 5;
 
 /// Makes a copy, and publishes its result.
-pub(crate) async fn run(mut peers: Peers, mut task: CopyTask, stopping: CancellationToken) {
+pub(crate) async fn run(mut peers: Peers, routes: Routes, mut task: CopyTask, stopping: CancellationToken) {
     let (mut intent, mut calls) = (task.intent.clone(), peers.clone());
     let copied = tokio::select! {
-        copied = copy(&mut calls, &mut task) => copied,
+        copied = copy(&mut calls, &routes, &mut task) => copied,
         error = stopped(&mut intent) => Err(error),
         () = stopping.cancelled() => Err(CopyError::Stopping),
     };
@@ -68,7 +80,7 @@ async fn stopped(intent: &mut tokio::sync::watch::Receiver<Intent>) -> CopyError
     }
 }
 
-async fn copy(peers: &mut Peers, task: &mut CopyTask) -> Result<CompleteCopy, CopyError> {
+async fn copy(peers: &mut Peers, routes: &Routes, task: &mut CopyTask) -> Result<CompleteCopy, CopyError> {
     let request = task.request.clone();
     let mut pause = PLAN_PAUSE.0;
     let plan = loop {
@@ -90,20 +102,67 @@ async fn copy(peers: &mut Peers, task: &mut CopyTask) -> Result<CompleteCopy, Co
     task.publish(Progress { total: plan.size_bytes, ..Progress::default() });
     let renewing = renew_claim(peers.clone(), task, plan.term);
     tokio::select! {
-        copied = fill(peers, task, &plan) => copied,
+        copied = fill(peers, routes, task, &plan) => copied,
         lost = renewing => Err(lost.into()),
     }
 }
 
 /// Fills the volume of a plan, from the store or from other workers.
-async fn fill(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<CompleteCopy, CopyError> {
+async fn fill(
+    peers: &mut Peers,
+    routes: &Routes,
+    task: &CopyTask,
+    plan: &Plan,
+) -> Result<CompleteCopy, CopyError> {
     let (team, artifact) = (&task.request.team, task.request.artifact);
     let location = peers.locate(team, artifact).await?.ok_or(CopyError::NotFound(artifact))?;
     if location.is_in_store {
         return unpack(peers, task, plan).await;
     }
     let sources = open_sources(peers, task, location).await?;
-    fetch(peers, task, plan, &sources).await
+    copy_from(peers, routes, task, plan, sources).await
+}
+
+/// Fills a volume from the first source that works. Sources that the destination can probably reach
+/// come first.
+async fn copy_from(
+    peers: &mut Peers,
+    routes: &Routes,
+    task: &CopyTask,
+    plan: &Plan,
+    sources: Vec<Source>,
+) -> Result<CompleteCopy, CopyError> {
+    let is_relayed = |source: &Source| routes.is_relayed(source.replica.worker, task.request.worker);
+    let (relayed, mut direct): (Vec<_>, Vec<_>) = sources.into_iter().partition(is_relayed);
+    let mut relays: VecDeque<_> = relayed.into_iter().map(|source| (source, None)).collect();
+    let mut failed: Vec<FailedSource> = Vec::new();
+    loop {
+        let rest = direct.split_off(direct.len().min(DIRECT_SOURCES));
+        let tried = std::mem::replace(&mut direct, rest);
+        if !tried.is_empty() {
+            let failures = match fetch(peers, task, plan, tried).await? {
+                SourceOutcome::Complete(copy) => return Ok(copy),
+                SourceOutcome::Failed(failures) => failures,
+            };
+            let (unreachable, others): (Vec<_>, Vec<_>) =
+                failures.into_iter().partition(|failure| failure.is_unreachable);
+            failed.extend(others);
+            for failure in unreachable.into_iter().rev() {
+                relays.push_front((failure.source, Some(failure.error)));
+            }
+        }
+        while let Some((source, direct_error)) = relays.pop_front() {
+            let is_last = direct.is_empty() && relays.is_empty();
+            let pause = if is_last { SOURCE_PAUSE.1 } else { SOURCE_PAUSE.0 };
+            match relay_from(peers, routes, task, plan, source, direct_error, pause).await? {
+                SourceOutcome::Complete(copy) => return Ok(copy),
+                SourceOutcome::Failed(failures) => failed.extend(failures),
+            }
+        }
+        if direct.is_empty() {
+            return Err(describe_sources(peers, &failed).await);
+        }
+    }
 }
 
 /// Returns the gateway of the volume that is filled, and the ticket for it.
@@ -139,7 +198,7 @@ async fn unpack(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<Compl
     let messages = messages.map(|message| gateway::WriteArchiveRequest { message: Some(message) });
     let written = match gateway.write_archive(tokio_stream::iter(messages)).await {
         Ok(written) => written,
-        Err(status) => return Err(describe_failure(peers, task, &endpoint, &[], status.into()).await),
+        Err(status) => return Err(describe_failure(peers, task, &endpoint, status.into()).await),
     };
     if written.into_inner().digest != plan.digest {
         return Err(CopyError::OtherBytes(task.request.worker));
@@ -164,8 +223,25 @@ async fn renew_claim(mut peers: Peers, task: &CopyTask, mut term: Duration) -> P
 
 /// A replica on another worker, with the ticket to read it.
 struct Source {
-    worker: WorkerId,
-    fetch: gateway::FetchSource,
+    replica: Replica,
+    ticket: Ticket,
+}
+
+/// A source that did not provide all bytes.
+struct FailedSource {
+    source: Source,
+    /// Reason of the error, for programs.
+    reason: String,
+    error: String,
+    /// Whether the gateway of the destination could not reach it.
+    is_unreachable: bool,
+}
+
+/// The result of a copy from some sources.
+enum SourceOutcome {
+    Complete(CompleteCopy),
+    /// No source provided all bytes. Another one may work.
+    Failed(Vec<FailedSource>),
 }
 
 /// Returns the replicas that can be read now, best first.
@@ -180,10 +256,7 @@ async fn open_sources(
         let ticket =
             peers.issue_ticket(&task.request.team, replica.worker, replica.volume, Operation::Read).await;
         match ticket {
-            Ok(Ticket { ticket, gateway_endpoint }) => {
-                let fetch = gateway::FetchSource { gateway_endpoint, ticket };
-                sources.push(Source { worker: replica.worker, fetch });
-            }
+            Ok(ticket) => sources.push(Source { replica, ticket }),
             Err(PeerError::Refused(refusal)) if refusal.is(Reason::WorkerUnreachable) => {
                 silent.push((replica.worker, refusal.message));
             }
@@ -210,29 +283,48 @@ async fn fetch(
     peers: &mut Peers,
     task: &CopyTask,
     plan: &Plan,
-    sources: &[Source],
-) -> Result<CompleteCopy, CopyError> {
+    sources: Vec<Source>,
+) -> Result<SourceOutcome, CopyError> {
     let volume = plan.volume()?;
     let (mut gateway, Ticket { ticket, gateway_endpoint: endpoint }) =
         open_destination(peers, task, plan).await?;
+    let fetch_source = |Source { ticket, .. }: &Source| gateway::FetchSource {
+        gateway_endpoint: ticket.gateway_endpoint.clone(),
+        ticket: ticket.ticket.clone(),
+    };
     let request = gateway::FetchRequest {
         ticket,
         digest: plan.digest.clone(),
-        sources: sources.iter().map(|source| source.fetch.clone()).collect(),
+        sources: sources.iter().map(fetch_source).collect(),
     };
-    match receive(gateway.fetch(request).await, task, plan, sources).await {
-        Ok(Some(progress)) => Ok(CompleteCopy { volume, progress: Some(progress) }),
+    let mut reached = HashSet::new();
+    match receive(gateway.fetch(request).await, task, plan, &sources, &mut reached).await {
+        Ok(Some(progress)) => Ok(SourceOutcome::Complete(CompleteCopy { volume, progress: Some(progress) })),
         Ok(None) => Err(CopyError::Truncated(task.request.worker)),
-        Err(refusal) => Err(describe_failure(peers, task, &endpoint, sources, refusal).await),
+        Err(refusal) if refusal.is(Reason::SourceFailed) => {
+            let sources = sources.into_iter().enumerate();
+            let failures = sources.map(|(index, source)| {
+                let about = |name: String| refusal.about.get(&name).cloned();
+                let reason = about(format!("source_{index}")).unwrap_or_default();
+                let error = about(format!("source_{index}_error")).unwrap_or_else(|| reason.clone());
+                // A source that has answered and then breaks off is not unreachable.
+                let is_unreachable = reason == Reason::Unavailable.as_str() && !reached.contains(&index);
+                FailedSource { source, reason, error, is_unreachable }
+            });
+            Ok(SourceOutcome::Failed(failures.collect()))
+        }
+        Err(refusal) => Err(describe_failure(peers, task, &endpoint, refusal).await),
     }
 }
 
-/// Publishes the progress of a fetch until its end. `None`: the gateway ended the call too early.
+/// Publishes the progress of a fetch until its end, and adds the indices of sources that answer to
+/// `reached`. `None`: the gateway ended the call too early.
 async fn receive(
     answers: Result<tonic::Response<tonic::Streaming<gateway::FetchResponse>>, tonic::Status>,
     task: &CopyTask,
     plan: &Plan,
     sources: &[Source],
+    reached: &mut HashSet<usize>,
 ) -> Result<Option<Progress>, Refusal> {
     let mut answers = answers?.into_inner();
     let mut rate = Rate::default();
@@ -240,14 +332,15 @@ async fn receive(
     while let Some(answer) = answers.message().await? {
         match answer.message {
             Some(Fetched::Progress(now)) => {
-                let from = usize::try_from(now.source).ok().and_then(|place| sources.get(place));
+                let index = usize::try_from(now.source).unwrap_or(usize::MAX);
+                reached.insert(index);
                 progress = Progress {
                     done: now.bytes_done,
                     total: now.bytes_total,
                     saved: now.bytes_saved,
                     per_second: rate.at(Instant::now(), now.bytes_done.saturating_sub(now.bytes_saved)),
                     route: if now.peer_to_peer { Route::Workers } else { Route::Peer },
-                    from: from.map(|source| source.worker),
+                    from: sources.get(index).map(|source| source.replica.worker),
                 };
                 task.publish(progress);
             }
@@ -261,28 +354,104 @@ async fn receive(
     Ok(None)
 }
 
-/// Describes the failure of a call to the gateway of the destination, at `endpoint`. Names the
-/// workers and addresses that cannot be reached.
-async fn describe_failure(
+/// Carries the bytes from the gateway of a source to the gateway of the destination.
+/// `direct_error` is the error of the destination, if it could not reach the source just now.
+async fn relay_from(
     peers: &mut Peers,
+    routes: &Routes,
     task: &CopyTask,
-    endpoint: &str,
-    sources: &[Source],
-    refusal: Refusal,
-) -> CopyError {
-    if refusal.is(Reason::SourceFailed) {
-        let mut failures = Vec::new();
-        for (index, source) in sources.iter().enumerate() {
-            let Some(error) = refusal.about.get(&format!("source_{index}_error")) else { continue };
-            let name = peers.worker_name(source.worker).await;
-            failures.push(format!("worker {name} at {}: {error}", source.fetch.gateway_endpoint));
+    plan: &Plan,
+    source: Source,
+    direct_error: Option<String>,
+    pause: Duration,
+) -> Result<SourceOutcome, CopyError> {
+    let (team, volume) = (&task.request.team, plan.volume()?);
+    let (from, to) = (source.replica.worker, task.request.worker);
+    let _permit = routes.admit_relay().await;
+    // The tickets of an earlier try may have expired.
+    let read = peers.issue_ticket(team, from, source.replica.volume, Operation::Read).await;
+    let read = match read {
+        Ok(ticket) => ticket,
+        Err(error) if error.is_unreadable_replica() => {
+            let reason = error.reason().to_owned();
+            return Ok(failed_relay(source, reason, error.to_string(), direct_error));
         }
-        let more = sources.len().saturating_sub(failures.len());
-        if more > 0 {
-            failures.push(format!("and {more} more"));
+        Err(error) => return Err(error.into()),
+    };
+    let write = peers.issue_ticket(team, to, volume, Operation::Write).await?;
+
+    let reached = || {
+        if let Some(error) = &direct_error {
+            tracing::info!(from.worker.id = %from, to.worker.id = %to, error, "carrying the bytes between two workers that cannot reach each other");
+            routes.record(from, to, read.gateway_endpoint.clone(), error.clone());
         }
-        return CopyError::Sources { failures: failures.join("; "), about: refusal.about };
+    };
+    let mut rate = Rate::default();
+    let mut publish = |RelayedBytes { done, total, saved }| {
+        let per_second = rate.at(Instant::now(), done.saturating_sub(saved));
+        let progress = Progress { done, total, saved, per_second, route: Route::Relay, from: Some(from) };
+        task.publish(progress);
+        progress
+    };
+    let relayed = relay(&read, &write, &plan.digest, pause, reached, |bytes| _ = publish(bytes)).await;
+    match relayed {
+        Ok(bytes) => {
+            let progress = Some(publish(bytes));
+            Ok(SourceOutcome::Complete(CompleteCopy { volume, progress }))
+        }
+        Err(RelayError::Source(error)) => {
+            let reason = error.reason().to_owned();
+            if reason == Reason::Unavailable.as_str() {
+                routes.forget(from, to);
+            }
+            Ok(failed_relay(source, reason, error_chain(&error), direct_error))
+        }
+        // The source sent other bytes than it declared.
+        Err(RelayError::Destination(refusal)) if refusal.is(Reason::DigestMismatch) => {
+            let reason = Reason::DigestMismatch.as_str().to_owned();
+            Ok(failed_relay(source, reason, refusal.message, direct_error))
+        }
+        Err(RelayError::Destination(refusal)) => {
+            Err(describe_failure(peers, task, &write.gateway_endpoint, refusal).await)
+        }
+        Err(RelayError::Truncated) => Err(CopyError::Truncated(to)),
+        Err(RelayError::Peer(error)) => Err(error.into()),
     }
+}
+
+fn failed_relay(
+    source: Source,
+    reason: String,
+    relay_error: String,
+    direct_error: Option<String>,
+) -> SourceOutcome {
+    let error = match direct_error {
+        Some(direct) => format!("{direct}; the streamer cannot read the source either: {relay_error}"),
+        None => relay_error,
+    };
+    SourceOutcome::Failed(vec![FailedSource { source, reason, error, is_unreachable: false }])
+}
+
+/// Describes the failures of all sources, with the names and addresses of their workers.
+async fn describe_sources(peers: &mut Peers, failed: &[FailedSource]) -> CopyError {
+    let (mut failures, mut about) = (Vec::new(), HashMap::new());
+    for (index, FailedSource { source, reason, error, .. }) in failed.iter().enumerate() {
+        about.insert(format!("source_{index}"), reason.clone());
+        if index < MAX_DESCRIBED {
+            about.insert(format!("source_{index}_error"), error.clone());
+            let name = peers.worker_name(source.replica.worker).await;
+            failures.push(format!("worker {name} at {}: {error}", source.ticket.gateway_endpoint));
+        }
+    }
+    if failed.len() > MAX_DESCRIBED {
+        failures.push(format!("and {} more", failed.len() - MAX_DESCRIBED));
+    }
+    CopyError::Sources { failures: failures.join("; "), about }
+}
+
+/// Describes the failure of a call to the gateway of the destination, at `endpoint`. Names the
+/// worker if it cannot be reached.
+async fn describe_failure(peers: &mut Peers, task: &CopyTask, endpoint: &str, refusal: Refusal) -> CopyError {
     // An error without a reason does not come from the gateway.
     if refusal.reason.is_none() && refusal.is_transient() {
         let name = peers.worker_name(task.request.worker).await;

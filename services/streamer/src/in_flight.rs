@@ -34,6 +34,8 @@ pub(crate) enum Route {
     Workers,
     /// From the artifact store through this streamer.
     Store,
+    /// From one gateway to the other through this streamer.
+    Relay,
     /// Unknown, because another streamer makes the copy.
     Elsewhere,
 }

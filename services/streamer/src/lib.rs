@@ -1,13 +1,16 @@
 //! The streamer: it plans and watches transfers of artifacts.
 //!
 //! Bytes take one hop under a ticket of the scheduler: between a caller and a worker's gateway, or
-//! between two gateways. The streamer stores nothing. A planned transfer is a row in the artifact
-//! store, with a claim that expires unless it is renewed.
+//! between two gateways. If one gateway cannot reach the other, their bytes pass through the
+//! streamer. The streamer stores nothing. A planned transfer is a row in the artifact store, with a
+//! claim that expires unless it is renewed.
 //!
 //! The modules, each above those that it uses:
 //!
 //! - [`api`] serves `Streamer`. Only it knows protobuf types and `Status`.
 //! - [`upload`], [`download`] and [`copy`] run the transfers.
+//! - [`relay`] carries the bytes between two gateways that cannot reach each other, and [`routes`]
+//!   has the pairs of such workers.
 //! - [`in_flight`] has the table of copies, [`sources`] ranks replicas, and [`rate`] measures
 //!   throughput.
 //! - [`images`] makes artifacts of images in registries. Their bytes pass through the streamer.
@@ -20,7 +23,10 @@ mod peers;
 
 mod in_flight;
 mod rate;
+mod routes;
 mod sources;
+
+mod relay;
 
 mod copy;
 mod download;

@@ -485,6 +485,14 @@ impl PeerError {
         matches!(self, Self::Refused(refusal) if reasons.into_iter().any(|reason| refusal.is(reason)))
     }
 
+    /// Returns the reason of a rejection, for programs. Empty: the error has none.
+    pub(crate) fn reason(&self) -> &str {
+        match self {
+            Self::Refused(refusal) => refusal.reason.as_deref().unwrap_or_default(),
+            Self::Malformed(_) => "",
+        }
+    }
+
     /// Whether the same call may succeed later.
     pub(crate) fn is_transient(&self) -> bool {
         matches!(self, Self::Refused(refusal) if refusal.is_transient())

@@ -19,7 +19,6 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
-use rpc::pb::streamer::Transfer;
 use rpc::pb::streamer::images_client::ImagesClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
 use tokio::sync::{Mutex, OnceCell};
@@ -29,7 +28,7 @@ use crate::cli::addresses::Addresses;
 use crate::cli::args::Global;
 use crate::client::outage::{Outage, Patience};
 use crate::client::token::{default_token, read_token};
-use crate::client::transfers::transfers;
+use crate::client::transfers::{Transfers, transfers};
 use crate::cluster::{self, Paths};
 use crate::ending::error::{Refused, without_number};
 use crate::render::ui::Ui;
@@ -276,7 +275,7 @@ impl Connection {
 
     /// Lists the transfers in progress, with the failure of a streamer that does not answer within
     /// `limit`.
-    pub(crate) async fn transfers(&self, limit: Duration) -> (Vec<Transfer>, Option<Status>) {
+    pub(crate) async fn transfers(&self, limit: Duration) -> Transfers {
         transfers(&self.addresses, &self.outgoing, limit).await
     }
 

@@ -11,6 +11,7 @@ use super::SERVICE;
 use crate::download::{DownloadError, DownloadLocation};
 use crate::in_flight::{CopyError, CopyInfo, CopyState, Progress, Route};
 use crate::peers::{PeerError, Ticket};
+use crate::routes::RelayedPair;
 use crate::upload::{UploadError, UploadEvent, UploadRequest};
 
 /// Most workers that an upload avoids.
@@ -83,12 +84,23 @@ pub(super) fn transfer(copy: CopyInfo) -> pb::Transfer {
     }
 }
 
+pub(super) fn relayed_pair(pair: RelayedPair) -> pb::RelayedPair {
+    pb::RelayedPair {
+        from_worker_id: pair.from.to_string(),
+        to_worker_id: pair.to.to_string(),
+        gateway_endpoint: pair.endpoint,
+        error: pair.error,
+        remaining: prost_types::Duration::try_from(pair.remaining).ok(),
+    }
+}
+
 fn progress(now: Progress) -> pb::TransferProgress {
     let route = match now.route {
         Route::Unknown => pb::Route::Unspecified,
         Route::Peer => pb::Route::Peer,
         Route::Workers => pb::Route::Workers,
         Route::Store => pb::Route::Store,
+        Route::Relay => pb::Route::Relay,
         Route::Elsewhere => pb::Route::OtherStreamer,
     };
     pb::TransferProgress {

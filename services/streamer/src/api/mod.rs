@@ -25,6 +25,7 @@ use crate::copy;
 use crate::download::{self, DownloadRequest};
 use crate::in_flight::{CopyRequest, CopyState, InFlight, Waiter};
 use crate::peers::Peers;
+use crate::routes::Routes;
 use crate::upload::{self, Caller, UploadError};
 
 /// The domain of the errors that this service returns.
@@ -40,13 +41,20 @@ pub(crate) fn service(
         "Uploads that are neither sealed nor abandoned."
     );
     metrics::gauge!("gantry_streamer_uploads_in_flight").set(0.0);
-    StreamerServer::new(Handler { peers, in_flight: InFlight::default(), tasks, stopping })
+    metrics::describe_counter!(
+        "gantry_streamer_relayed_bytes_total",
+        "Bytes of content that passed through the streamer, between gateways that cannot reach each other."
+    );
+    metrics::counter!("gantry_streamer_relayed_bytes_total").absolute(0);
+    let (in_flight, routes) = (InFlight::default(), Routes::default());
+    StreamerServer::new(Handler { peers, in_flight, routes, tasks, stopping })
 }
 
 #[derive(Clone)]
 pub(crate) struct Handler {
     peers: Peers,
     in_flight: InFlight,
+    routes: Routes,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -130,7 +138,11 @@ impl Streamer for Handler {
         _: Request<pb::ListTransfersRequest>,
     ) -> Result<Response<pb::ListTransfersResponse>, Status> {
         let transfers = self.in_flight.list().into_iter().map(convert::transfer);
-        Ok(Response::new(pb::ListTransfersResponse { transfers: transfers.collect() }))
+        let relayed_pairs = self.routes.list().into_iter().map(convert::relayed_pair);
+        Ok(Response::new(pb::ListTransfersResponse {
+            transfers: transfers.collect(),
+            relayed_pairs: relayed_pairs.collect(),
+        }))
     }
 
     async fn cancel_transfer(
@@ -146,7 +158,8 @@ impl Handler {
     /// Starts a copy, or joins the one in flight.
     fn copy(&self, request: CopyRequest) -> Waiter {
         self.in_flight.join(request, |task| {
-            let copying = copy::run(self.peers.clone(), task, self.stopping.clone());
+            let (peers, routes) = (self.peers.clone(), self.routes.clone());
+            let copying = copy::run(peers, routes, task, self.stopping.clone());
             self.tasks.spawn(copying.in_current_span());
         })
     }

@@ -9,6 +9,7 @@ use rpc::pb::streamer as pb;
 use rpc::{Reason, Refusal};
 
 mod proxy;
+mod relay;
 mod suite;
 mod tickets;
 mod tree;

@@ -15,7 +15,6 @@ use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::{ListOrphansRequest, Orphan};
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::{ListWorkersRequest, Worker, WorkerState, Workload, WorkloadState};
-use rpc::pb::streamer::Transfer;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
@@ -26,7 +25,9 @@ use crate::cli::args::{Global, StatusArgs};
 use crate::client::connect::named_token;
 use crate::client::queries::pages;
 use crate::client::token::default_token;
-use crate::client::transfers::{transfer_document, transfers, transfers_text};
+use crate::client::transfers::{
+    Transfers, relayed_pair_document, relayed_pairs_text, transfer_document, transfers, transfers_text,
+};
 use crate::cluster;
 use crate::ending::error::{Interrupted, Refused, describe};
 use crate::ending::signals::Signals;
@@ -114,7 +115,8 @@ fn failed(error: &anyhow::Error) -> ClusterView {
 
 /// Removes fields that change only because time passes.
 fn lasting(document: &Value) -> Value {
-    const VOLATILE_FIELDS: [&str; 3] = ["last_contact_at", "disk_free_bytes", "idle_for_seconds"];
+    const VOLATILE_FIELDS: [&str; 4] =
+        ["last_contact_at", "disk_free_bytes", "idle_for_seconds", "remaining_seconds"];
     match document {
         Value::Object(fields) => {
             let fields = fields.iter().filter(|(name, _)| !VOLATILE_FIELDS.contains(&name.as_str()));
@@ -163,7 +165,10 @@ pub(crate) fn samples() -> Vec<Value> {
         services: vec![service],
         workers: Vec::new(),
         unfinished: vec![waiting, with_team, undated],
-        transfers: Vec::new(),
+        transfers: Transfers {
+            relayed_pairs: vec![rpc::pb::streamer::RelayedPair::default()],
+            ..Transfers::default()
+        },
         orphans: OrphanCount::default(),
         unseen: vec![("workers", "text".to_owned())],
     };
@@ -178,7 +183,7 @@ pub(crate) struct Overview {
     services: Vec<Service>,
     workers: Vec<Worker>,
     unfinished: Vec<Workload>,
-    transfers: Vec<Transfer>,
+    transfers: Transfers,
     orphans: OrphanCount,
     /// Parts that cannot be read, with the cause.
     unseen: Vec<(&'static str, String)>,
@@ -199,7 +204,7 @@ impl Overview {
         let workers = workers.map_err(|status| hidden("workers", status)).unwrap_or_default();
         let unfinished = unfinished.map_err(|status| hidden("workloads", status)).unwrap_or_default();
         // A streamer that does not answer is shown among the services.
-        let (services, (transfers, _), orphans) = tokio::join!(
+        let (services, transfers, orphans) = tokio::join!(
             services(addresses, &workers, outgoing),
             transfers(addresses, outgoing, PATIENCE),
             orphans(addresses, outgoing)
@@ -229,7 +234,8 @@ impl Overview {
         document["workloads"] =
             states.into_iter().map(|(state, count)| (state, Value::from(count))).collect();
         document["queue"] = queue_document(&self.unfinished).into();
-        document["transfers"] = self.transfers.iter().map(transfer_document).collect();
+        document["transfers"] = self.transfers.running.iter().map(transfer_document).collect();
+        document["relayed_pairs"] = self.transfers.relayed_pairs.iter().map(relayed_pair_document).collect();
         let OrphanCount { volumes, containers, more } = self.orphans;
         document["orphans"] = json!({ "volumes": volumes, "containers": containers, "more": more });
         document["unseen"] =
@@ -247,7 +253,9 @@ impl Overview {
             workers => filled(&WORKERS, &workers.iter().map(worker_row).collect::<Vec<_>>()),
         };
         let (services, workloads) = (services_text(&self.services), workloads_text(&self.unfinished));
-        let transfers = transfers_text(&self.transfers, &self.workers);
+        let Transfers { running, relayed_pairs, .. } = &self.transfers;
+        let transfers =
+            transfers_text(running, &self.workers) + &relayed_pairs_text(relayed_pairs, &self.workers);
         let upper = match hidden.as_str() {
             "" => format!("{workers}\n{workloads}"),
             hidden => format!("{hidden}{workers}"),
@@ -381,7 +389,7 @@ fn queue_text(unfinished: &[Workload]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::streamer::TransferProgress;
+    use rpc::pb::streamer::{Transfer, TransferProgress};
 
     use super::services::hide_silent_ports;
     use super::*;

@@ -99,7 +99,7 @@ impl Observer {
         let mut next = Snapshot { at: SystemTime::now().into(), ..self.last.clone() };
         next.unseen.clear();
         let connection = &self.connection;
-        let (workers, placed, queue, waiting, leases, (transfers, failure)) = tokio::join!(
+        let (workers, placed, queue, waiting, leases, transfers) = tokio::join!(
             in_time(workers(connection)),
             in_time(placed(connection)),
             in_time(queue(connection)),
@@ -113,8 +113,8 @@ impl Observer {
         keep(&mut next.waiting, waiting, "the demand", &mut next.unseen);
         keep(&mut next.leases, leases, "leases", &mut next.unseen);
         // Transfers of a streamer that does not answer are unknown.
-        next.transfers = transfers;
-        if let Some(status) = failure {
+        next.transfers = transfers.running;
+        if let Some(status) = transfers.failure {
             next.unseen.push(("transfers".to_owned(), Refused::from(status).cause()));
         }
         self.measure(&mut next).await;

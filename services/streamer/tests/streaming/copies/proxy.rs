@@ -22,6 +22,8 @@ struct Flow {
     breaks: AtomicBool,
     changed: Notify,
     sent: AtomicU64,
+    /// Number of further connections that break at once.
+    refused: AtomicU64,
 }
 
 impl Link {
@@ -34,12 +36,17 @@ impl Link {
             breaks: AtomicBool::new(false),
             changed: Notify::new(),
             sent: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
         });
         let shared = flow.clone();
         #[expect(clippy::disallowed_methods, reason = "it ends with the link")]
         let served = tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
             while let Ok((client, _)) = listener.accept().await {
+                let less = |left: u64| left.checked_sub(1);
+                if shared.refused.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).is_ok() {
+                    continue;
+                }
                 connections.spawn(shared.clone().carry(client, target.clone()));
             }
         });
@@ -59,6 +66,12 @@ impl Link {
     /// Breaks old and new connections after this number of bytes.
     pub(crate) fn cut_after(&self, bytes: u64) {
         self.flow.set(i64::try_from(bytes).expect("few"), true);
+    }
+
+    /// Breaks the next connections at once. A caller that tries once cannot reach the server, and
+    /// the next one can.
+    pub(crate) fn refuse_next(&self, connections: u64) {
+        self.flow.refused.store(connections, Ordering::SeqCst);
     }
 
     /// Returns the number of bytes that the server has sent.

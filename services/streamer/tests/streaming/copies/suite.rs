@@ -292,10 +292,20 @@ impl Suite {
 
     /// Uploads a directory to a worker that the scheduler chooses.
     pub(crate) async fn upload(&self, root: &Path) -> (ArtifactId, Digest) {
+        self.upload_to(root, &[]).await
+    }
+
+    /// Uploads a directory to a worker that is not in `avoid`.
+    pub(crate) async fn upload_avoiding(&self, root: &Path, avoid: &[WorkerId]) -> ArtifactId {
+        let avoid: Vec<_> = avoid.iter().map(ToString::to_string).collect();
+        self.upload_to(root, &avoid).await.0
+    }
+
+    async fn upload_to(&self, root: &Path, avoid: &[String]) -> (ArtifactId, Digest) {
         let scanned = transfer::scan(root, &transfer::ScanOptions::default(), None).expect("a manifest");
         let (manifest, artifact) = (Arc::new(scanned.manifest), ArtifactId::new());
         let digest = manifest.tree_digest();
-        let (sender, mut answers, answer) = self.open(artifact, digest, &[]).await;
+        let (sender, mut answers, answer) = self.open(artifact, digest, avoid).await;
         let Answer::Endpoint(endpoint) = answer else { panic!("{answer:?}") };
         write(&endpoint, root, manifest).await;
         let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
@@ -409,6 +419,12 @@ impl Suite {
     pub(crate) async fn transfers(&self) -> Vec<pb::Transfer> {
         let listed = self.streamer().list_transfers(pb::ListTransfersRequest {}).await;
         listed.expect("listed").into_inner().transfers
+    }
+
+    /// Returns the pairs of workers whose copies pass through the streamer.
+    pub(crate) async fn relayed_pairs(&self) -> Vec<pb::RelayedPair> {
+        let listed = self.streamer().list_transfers(pb::ListTransfersRequest {}).await;
+        listed.expect("listed").into_inner().relayed_pairs
     }
 
     /// Returns the gateway for a download that avoids these gateways.
