@@ -18,6 +18,8 @@ pub struct Config {
     pub tags: Vec<String>,
     /// Only team that may use the worker. `None`: every team.
     pub team: Option<String>,
+    /// Zone of the worker, a part of the network with fast connections. Empty: no zone.
+    pub zone: String,
     /// Limits and capacity of the worker.
     pub amounts: Amounts,
     /// Whether the worker is pruned once it is lost.
@@ -98,6 +100,7 @@ impl Config {
             platform: "linux".to_owned(),
             tags: Vec::new(),
             team: None,
+            zone: String::new(),
             amounts: Amounts::default(),
             ephemeral: false,
             endpoint: endpoint.to_owned(),
@@ -122,6 +125,7 @@ impl Config {
             image_kinds: capabilities.image_kinds.clone(),
             capabilities: capabilities.features.clone(),
             resource_types: capabilities.resource_types(),
+            zone: self.zone.clone(),
         }
     }
 }

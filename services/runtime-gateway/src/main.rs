@@ -69,6 +69,16 @@ struct Arguments {
     /// Only team that may use the worker. Default: every team
     #[arg(long, env = "GANTRY_WORKER_TEAM", value_name = "TEAM")]
     team: Option<String>,
+    /// Zone of the worker, such as a site or a rack: a part of the network with fast connections.
+    /// Copies come from a worker of the same zone if there is one. Default: no zone
+    #[arg(
+        long,
+        env = "GANTRY_WORKER_ZONE",
+        value_name = "ZONE",
+        default_value = "",
+        hide_default_value = true
+    )]
+    zone: String,
     #[command(flatten)]
     amounts: Amounts,
     #[command(flatten)]
@@ -159,6 +169,7 @@ impl server::Program for Arguments {
             platform: self.platform.clone(),
             tags: self.tags.clone(),
             team: self.team.clone(),
+            zone: self.zone.clone(),
             amounts: self.amounts.clone(),
             ephemeral: self.ephemeral,
             endpoint: self.endpoint.unwrap_or(context.endpoint),

@@ -119,19 +119,22 @@ async fn fill(
     if location.is_in_store {
         return unpack(peers, task, plan).await;
     }
-    let sources = open_sources(peers, task, location).await?;
-    copy_from(peers, routes, task, plan, sources).await
+    let write = peers.issue_ticket(team, task.request.worker, plan.volume()?, Operation::Write).await?;
+    let sources = open_sources(peers, task, location, &write.zone).await?;
+    copy_from(peers, routes, task, plan, write, sources).await
 }
 
 /// Fills a volume from the first source that works. Sources that the destination can probably reach
-/// come first.
+/// come first. `write` is the ticket of the first try.
 async fn copy_from(
     peers: &mut Peers,
     routes: &Routes,
     task: &CopyTask,
     plan: &Plan,
+    write: Ticket,
     sources: Vec<Source>,
 ) -> Result<CompleteCopy, CopyError> {
+    let mut write = Some(write);
     let is_relayed = |source: &Source| routes.is_relayed(source.replica.worker, task.request.worker);
     let (relayed, mut direct): (Vec<_>, Vec<_>) = sources.into_iter().partition(is_relayed);
     let mut relays: VecDeque<_> = relayed.into_iter().map(|source| (source, None)).collect();
@@ -140,7 +143,7 @@ async fn copy_from(
         let rest = direct.split_off(direct.len().min(DIRECT_SOURCES));
         let tried = std::mem::replace(&mut direct, rest);
         if !tried.is_empty() {
-            let failures = match fetch(peers, task, plan, tried).await? {
+            let failures = match fetch(peers, task, plan, write.take(), tried).await? {
                 SourceOutcome::Complete(copy) => return Ok(copy),
                 SourceOutcome::Failed(failures) => failures,
             };
@@ -165,14 +168,18 @@ async fn copy_from(
     }
 }
 
-/// Returns the gateway of the volume that is filled, and the ticket for it.
+/// Returns the gateway of the volume that is filled, and the ticket for it: `write`, or a new one.
 async fn open_destination(
     peers: &mut Peers,
     task: &CopyTask,
     plan: &Plan,
+    write: Option<Ticket>,
 ) -> Result<(VolumesClient<Peer>, Ticket), CopyError> {
     let (team, worker) = (&task.request.team, task.request.worker);
-    let ticket = peers.issue_ticket(team, worker, plan.volume()?, Operation::Write).await?;
+    let ticket = match write {
+        Some(ticket) => ticket,
+        None => peers.issue_ticket(team, worker, plan.volume()?, Operation::Write).await?,
+    };
     let outgoing = Outgoing::internal().with_ticket(&ticket.ticket);
     let malformed = |_| PeerError::Malformed("address of a gateway");
     let gateway = rpc::client::peer(&ticket.gateway_endpoint, outgoing).map_err(malformed)?;
@@ -188,8 +195,8 @@ async fn unpack(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<Compl
     let total = tree.size_bytes();
     let progress = Progress { total, route: Route::Store, ..Progress::default() };
     task.publish(progress);
-    let (mut gateway, Ticket { ticket, gateway_endpoint: endpoint }) =
-        open_destination(peers, task, plan).await?;
+    let (mut gateway, Ticket { ticket, gateway_endpoint: endpoint, .. }) =
+        open_destination(peers, task, plan, None).await?;
     let open = Archive::Open(gateway::WriteOpen { ticket });
     let pieces = (0..archive.len()).step_by(ARCHIVE_PIECE);
     let piece = |at: usize| Archive::Data(archive.slice(at..archive.len().min(at + ARCHIVE_PIECE)));
@@ -244,15 +251,16 @@ enum SourceOutcome {
     Failed(Vec<FailedSource>),
 }
 
-/// Returns the replicas that can be read now, best first.
+/// Returns the replicas that can be read now, best first. `zone` is that of the destination.
 async fn open_sources(
     peers: &mut Peers,
     task: &CopyTask,
     location: Location,
+    zone: &str,
 ) -> Result<Vec<Source>, CopyError> {
-    let mut sources = Vec::new();
+    let (mut sources, readers) = (Vec::new(), task.readers());
     let (mut unreadable, mut silent) = (None, Vec::new());
-    for replica in sources::rank(location.replicas, task.request.worker, &task.readers()) {
+    for replica in sources::candidates(location.replicas, task.request.worker, &readers) {
         let ticket =
             peers.issue_ticket(&task.request.team, replica.worker, replica.volume, Operation::Read).await;
         match ticket {
@@ -264,6 +272,8 @@ async fn open_sources(
             Err(error) => return Err(error.into()),
         }
     }
+    let is_near = |source: &Source| !zone.is_empty() && source.ticket.zone == zone;
+    sources.sort_by_key(|source: &Source| sources::rank(&source.replica, is_near(source), &readers));
     if sources.is_empty() && !silent.is_empty() {
         let mut failures = Vec::new();
         for (worker, error) in silent {
@@ -278,16 +288,18 @@ async fn open_sources(
     }
 }
 
-/// Requests the worker's gateway to fetch the bytes from the gateways of the sources.
+/// Requests the worker's gateway to fetch the bytes from the gateways of the sources. `write` is the
+/// ticket of the worker. `None`: a new one is needed.
 async fn fetch(
     peers: &mut Peers,
     task: &CopyTask,
     plan: &Plan,
+    write: Option<Ticket>,
     sources: Vec<Source>,
 ) -> Result<SourceOutcome, CopyError> {
     let volume = plan.volume()?;
-    let (mut gateway, Ticket { ticket, gateway_endpoint: endpoint }) =
-        open_destination(peers, task, plan).await?;
+    let (mut gateway, Ticket { ticket, gateway_endpoint: endpoint, .. }) =
+        open_destination(peers, task, plan, write).await?;
     let fetch_source = |Source { ticket, .. }: &Source| gateway::FetchSource {
         gateway_endpoint: ticket.gateway_endpoint.clone(),
         ticket: ticket.ticket.clone(),

@@ -87,6 +87,8 @@ pub(crate) enum Operation {
 pub(crate) struct Ticket {
     pub(crate) ticket: String,
     pub(crate) gateway_endpoint: String,
+    /// Zone of the worker. Empty: no zone, or an earlier version of the scheduler.
+    pub(crate) zone: String,
 }
 
 /// A replica that is planned, or already exists.
@@ -251,7 +253,8 @@ impl Peers {
             operation: operation.into(),
         };
         let issued = self.workers.issue_ticket(issue).await?.into_inner();
-        Ok(Ticket { ticket: issued.ticket, gateway_endpoint: issued.gateway_endpoint })
+        let scheduler::IssueTicketResponse { ticket, gateway_endpoint, zone, .. } = issued;
+        Ok(Ticket { ticket, gateway_endpoint, zone })
     }
 
     /// Returns whether a worker is in contact with the scheduler.

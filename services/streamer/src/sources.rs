@@ -16,16 +16,33 @@ pub(crate) struct Replica {
     pub(crate) is_verified: bool,
 }
 
-/// Returns the replicas on other workers, verified ones first, then those with the fewest copies.
-pub(crate) fn rank(
+/// The rank of a source. The least one is the best.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Rank {
+    is_unverified: bool,
+    is_in_other_zone: bool,
+    /// Copies that are read from the worker now.
+    copies: usize,
+}
+
+/// Returns the rank of a replica. `is_near`: its worker is in the zone of the destination.
+pub(crate) fn rank(replica: &Replica, is_near: bool, readers: &HashMap<WorkerId, usize>) -> Rank {
+    Rank {
+        is_unverified: !replica.is_verified,
+        is_in_other_zone: !is_near,
+        copies: readers.get(&replica.worker).copied().unwrap_or_default(),
+    }
+}
+
+/// Returns the replicas on other workers. If there are too many, the best ones are kept, as far as
+/// that is known without their zones.
+pub(crate) fn candidates(
     mut replicas: Vec<Replica>,
     destination: WorkerId,
     readers: &HashMap<WorkerId, usize>,
 ) -> Vec<Replica> {
     replicas.retain(|replica| replica.worker != destination);
-    replicas.sort_by_key(|replica| {
-        (!replica.is_verified, readers.get(&replica.worker).copied().unwrap_or_default())
-    });
+    replicas.sort_by_key(|replica| rank(replica, false, readers));
     replicas.truncate(MAX_SOURCES);
     replicas
 }
@@ -35,18 +52,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn verified_and_idle_sources_come_first() {
-        let workers: [WorkerId; 4] = std::array::from_fn(|_| WorkerId::new());
-        let [busy, idle, reported, destination] = workers;
+    fn verified_then_near_then_idle_sources_come_first() {
+        let workers: [WorkerId; 5] = std::array::from_fn(|_| WorkerId::new());
+        let [near, busy, idle, reported, destination] = workers;
         let replica = |worker, is_verified| Replica { worker, volume: VolumeHandle::new(), is_verified };
         let replicas = vec![
             replica(destination, true),
             replica(reported, false),
+            replica(near, true),
             replica(busy, true),
             replica(idle, true),
         ];
-        let ranked = rank(replicas, destination, &HashMap::from([(busy, 2)]));
-        let ranked: Vec<_> = ranked.into_iter().map(|replica| replica.worker).collect();
-        assert_eq!(ranked, [idle, busy, reported]);
+        let readers = HashMap::from([(busy, 2), (near, 3)]);
+        let mut candidates = candidates(replicas, destination, &readers);
+        let order = |ranked: &[Replica]| ranked.iter().map(|replica| replica.worker).collect::<Vec<_>>();
+        assert_eq!(order(&candidates), [idle, busy, near, reported]);
+        candidates.sort_by_key(|replica| rank(replica, [near, reported].contains(&replica.worker), &readers));
+        assert_eq!(order(&candidates), [near, idle, busy, reported]);
     }
 }

@@ -114,6 +114,9 @@ pub struct Labels {
     /// Resource types with a worker-provided image.
     #[serde(default)]
     pub resource_types: Vec<ResourceType>,
+    /// Zone, a part of the network with fast connections. Empty: no zone.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub zone: String,
 }
 
 /// A resource type with a worker-provided image.

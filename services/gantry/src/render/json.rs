@@ -74,6 +74,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
             "capabilities": labels.capabilities,
             "resource_types": resource_types(&labels),
             "ephemeral": labels.ephemeral,
+            "zone": labels.zone,
         },
         "capacity": {
             "max_tasks": capacity.max_tasks,

@@ -106,6 +106,7 @@ impl Registration {
                     .map(|ResourceType { name, version }| pb::ResourceType { name, version })
                     .collect(),
                 ephemeral: config.ephemeral,
+                zone: labels.zone,
             }),
             capacity: Some(pb::Capacity {
                 max_tasks: capacity.max_tasks.unwrap_or(0),

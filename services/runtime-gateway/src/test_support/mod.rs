@@ -145,6 +145,7 @@ impl FakeGateways for Arc<FakeWorker> {
             tags: Vec::new(),
             team: None,
             amounts: crate::Amounts::default(),
+            zone: String::new(),
             ephemeral: false,
             endpoint: UNREACHABLE.to_owned(),
             scheduler: scheduler.to_owned(),

@@ -89,6 +89,7 @@ impl Machine {
             tags: Vec::new(),
             team: None,
             amounts: runtime_gateway::Amounts::default(),
+            zone: String::new(),
             ephemeral: false,
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),

@@ -145,6 +145,7 @@ fn labels(labels: Labels, ephemeral: bool) -> pb::WorkerLabels {
         capabilities: labels.capabilities,
         resource_types: labels.resource_types.into_iter().map(resource_type).collect(),
         ephemeral,
+        zone: labels.zone,
     }
 }
 
@@ -512,6 +513,7 @@ pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
         image_kinds: texts("image_kinds", labels.image_kinds)?,
         capabilities: texts("capabilities", labels.capabilities)?,
         resource_types: parse_resource_types(labels.resource_types)?,
+        zone: rpc::parse_printable("registration.labels.zone", labels.zone)?,
     };
     if bytes > MAX_LABELS_BYTES {
         return Err(invalid_field(

@@ -87,6 +87,7 @@ impl Workers for WorkersService {
             ticket: ticket.token,
             gateway_endpoint: ticket.gateway_endpoint,
             valid_for: Some(rpc::duration(self.0.context.config.ticket_validity)),
+            zone: ticket.zone,
         }))
     }
 

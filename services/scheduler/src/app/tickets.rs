@@ -9,7 +9,7 @@ use sea_orm::DbErr;
 use crate::context::Context;
 use crate::db::entity::worker;
 use crate::store_client::Store;
-use crate::workers;
+use crate::workers::{self, Reach};
 
 /// Reason why a ticket cannot be issued.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +33,8 @@ pub(crate) enum TicketError {
 pub(crate) struct Ticket {
     pub(crate) token: String,
     pub(crate) gateway_endpoint: String,
+    /// Zone of the worker. Empty: no zone.
+    pub(crate) zone: String,
 }
 
 /// Issues tickets. Cheap to clone.
@@ -58,16 +60,16 @@ impl Tickets {
         operation: TicketOperation,
         now: Timestamp,
     ) -> Result<Ticket, TicketError> {
-        let (state, gateway_endpoint) =
-            workers::reach(self.context.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
+        let reach = workers::reach(self.context.db.read(), worker).await?;
+        let Reach { state, endpoint, zone } = reach.ok_or(TicketError::NotFound(worker))?;
         if state != worker::State::Running {
             return Err(TicketError::Unreachable(worker));
         }
         self.store.authorize_transfer(&team, worker, volume, operation).await?;
         let expires_at = now + self.context.config.ticket_validity;
-        let endpoint = gateway_endpoint.clone();
+        let gateway_endpoint = endpoint.clone();
         let claims = TicketClaims { worker, volume, team, operation, expires_at, endpoint };
-        Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
+        Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint, zone })
     }
 
     /// Signs a permission to forward calls to a worker.
@@ -77,9 +79,9 @@ impl Tickets {
         now: Timestamp,
     ) -> Result<Ticket, TicketError> {
         // A worker that is out of contact with the scheduler may still be reachable for callers.
-        let (_, gateway_endpoint) =
-            workers::reach(self.context.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
+        let reach = workers::reach(self.context.db.read(), worker).await?;
+        let Reach { endpoint: gateway_endpoint, zone, .. } = reach.ok_or(TicketError::NotFound(worker))?;
         let claims = ProxyClaims { worker, expires_at: now + self.context.config.ticket_validity };
-        Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
+        Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint, zone })
     }
 }

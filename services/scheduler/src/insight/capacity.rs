@@ -278,7 +278,7 @@ fn add_supply(app: &App, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
 
 /// Returns the reported part of labels, as a sort key.
 fn key(labels: &Labels) -> (String, Vec<String>, Option<String>, Vec<String>, Vec<String>) {
-    let Labels { platform, tags, team, image_kinds, capabilities, resource_types: _ } = labels;
+    let Labels { platform, tags, team, image_kinds, capabilities, resource_types: _, zone: _ } = labels;
     (platform.clone(), tags.clone(), team.clone(), image_kinds.clone(), capabilities.clone())
 }
 

@@ -791,11 +791,17 @@ fn is_named(worker: &str) -> Condition {
     }
 }
 
-/// Returns the state of a worker and the address of its gateway. `None`: the worker is unknown.
-pub(crate) async fn reach(
-    db: &impl ConnectionTrait,
-    worker: WorkerId,
-) -> Result<Option<(State, String)>, DbErr> {
-    let row = worker::Entity::find_by_id(worker.uuid()).one(db).await?;
-    Ok(row.map(|row| (row.state, row.endpoint)))
+/// What a caller needs in order to reach a worker.
+pub(crate) struct Reach {
+    pub(crate) state: State,
+    /// Address of the gateway.
+    pub(crate) endpoint: String,
+    pub(crate) zone: String,
+}
+
+/// Returns the state, the address and the zone of a worker. `None`: the worker is unknown.
+pub(crate) async fn reach(db: &impl ConnectionTrait, worker: WorkerId) -> Result<Option<Reach>, DbErr> {
+    let Some(row) = worker::Entity::find_by_id(worker.uuid()).one(db).await? else { return Ok(None) };
+    let labels: Labels = from_json(&row.labels)?;
+    Ok(Some(Reach { state: row.state, endpoint: row.endpoint, zone: labels.zone }))
 }

@@ -21,6 +21,7 @@ pub(crate) fn registration(name: &str) -> Registration {
             image_kinds: vec![],
             capabilities: vec!["network-private".to_owned()],
             resource_types: vec![],
+            zone: String::new(),
         },
         capacity: Capacity::default(),
         ephemeral: false,

@@ -74,10 +74,10 @@ pub(crate) async fn get(context: &Context, team: &str, id: WorkloadId) -> Result
         workload.result = workloads::results::find(db, id).await?;
     }
     if let Some(location) = &mut workload.location
-        && let Some((_, endpoint)) = workers::reach(db, location.worker).await?
+        && let Some(reach) = workers::reach(db, location.worker).await?
     {
         // The gateway may have moved since the workload was placed.
-        location.gateway_endpoint = endpoint;
+        location.gateway_endpoint = reach.endpoint;
     }
     Ok(workload)
 }

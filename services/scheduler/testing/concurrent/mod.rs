@@ -194,6 +194,7 @@ impl World {
                 image_kinds: vec!["host".to_owned()],
                 capabilities: ["stop-after", "network-private"].map(str::to_owned).to_vec(),
                 resource_types: vec![],
+                zone: String::new(),
             },
             capacity: Capacity {
                 max_tasks: max_tasks(worker),

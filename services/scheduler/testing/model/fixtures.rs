@@ -152,6 +152,7 @@ pub(super) fn registration(
             image_kinds: owned(&["host"]),
             capabilities: owned(&[traits.capabilities, &["network-private"]].concat()),
             resource_types: vec![],
+            zone: String::new(),
         },
         capacity: Capacity {
             max_tasks: traits.max_tasks,
@@ -183,6 +184,7 @@ pub(super) fn registration_on_stream(registration: &Registration, signer: &Token
             capabilities: labels.capabilities,
             resource_types: vec![],
             ephemeral,
+            zone: labels.zone,
         }),
         capacity: Some(pb::Capacity {
             max_tasks: capacity.max_tasks.unwrap_or(0),

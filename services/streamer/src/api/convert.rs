@@ -55,7 +55,7 @@ pub(super) fn readable(readable: DownloadLocation) -> pb::DownloadResponse {
     pb::DownloadResponse { endpoint: Some(endpoint(ticket)), digest, size_bytes }
 }
 
-fn endpoint(Ticket { ticket, gateway_endpoint }: Ticket) -> pb::TransferEndpoint {
+fn endpoint(Ticket { ticket, gateway_endpoint, .. }: Ticket) -> pb::TransferEndpoint {
     pb::TransferEndpoint { gateway_endpoint, ticket, ..pb::TransferEndpoint::default() }
 }
 

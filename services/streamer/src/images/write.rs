@@ -46,7 +46,7 @@ pub(super) async fn write(
     tree: Arc<ImageTree>,
     progress: impl Fn(u64, u64),
 ) -> Result<Digest, WriteError> {
-    let Ticket { ticket, gateway_endpoint } = ticket;
+    let Ticket { ticket, gateway_endpoint, .. } = ticket;
     let malformed = |_| PeerError::Malformed("address of a gateway");
     let outgoing = Outgoing::internal().with_ticket(&ticket);
     let mut gateway = VolumesClient::new(rpc::client::peer(&gateway_endpoint, outgoing).map_err(malformed)?);

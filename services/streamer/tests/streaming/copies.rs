@@ -189,6 +189,27 @@ async fn copy_continues_from_another_source_when_one_dies() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn source_in_zone_of_destination_is_preferred() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker_in("north", "one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, _) = suite.upload(&root).await;
+    let two = suite.add_worker_in("south", "two").await;
+    suite.materialize(artifact, two).await.expect("copied");
+    for (zone, name, source) in [("north", "three", one), ("south", "four", two)] {
+        let worker = suite.add_worker_in(zone, name).await;
+        let copied = suite.materialize(artifact, worker).await.expect("copied");
+        let from = copied.progress.expect("there was a copy").from_worker_id;
+        assert_eq!(from, source.to_string(), "{name}");
+    }
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn unreachable_gateways_are_named() {
     if !may_be_a_worker() {
         return;

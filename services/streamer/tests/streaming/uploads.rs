@@ -83,6 +83,7 @@ impl Suite {
                 tags: Vec::new(),
                 team: None,
                 amounts: runtime_gateway::Amounts::default(),
+                zone: String::new(),
                 ephemeral: false,
                 endpoint: endpoint.clone(),
                 scheduler: endpoint.clone(),

@@ -27,6 +27,7 @@ fn keys(kind: Kind) -> &'static [Key] {
             ("platform", &["labels.platform"]),
             ("tag", &["labels.tags"]),
             ("team", &["labels.team"]),
+            ("zone", &["labels.zone"]),
         ],
         Kind::Workloads => &[
             ("state", &["state", "outcome"]),

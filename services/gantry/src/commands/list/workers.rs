@@ -62,6 +62,7 @@ pub(super) fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("platform", plain(&labels.platform, 100)),
         ("tags", plain(&labels.tags.join(" "), 1000)),
         ("team", labels.team.clone()),
+        ("zone", plain(&labels.zone, 1024)),
         ("images", labels.image_kinds.join(" ")),
         ("resource types", plain(&resource_types(&labels), 1000)),
         ("capabilities", labels.capabilities.join(" ")),

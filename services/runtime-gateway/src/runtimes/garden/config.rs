@@ -59,6 +59,9 @@ pub struct GardenWorker {
     /// The only team that may use the worker. Empty: every team.
     #[serde(default, deserialize_with = "nullable")]
     pub team: String,
+    /// Zone of the worker. Empty: the value of the flag.
+    #[serde(default, deserialize_with = "nullable")]
+    pub zone: String,
     /// Limits and capacity of the worker.
     #[serde(flatten)]
     pub amounts: Amounts,
@@ -207,6 +210,7 @@ impl GardenWorker {
             platform: if self.platform.is_empty() { "linux".to_owned() } else { self.platform.clone() },
             tags: self.tags.clone(),
             team: Some(self.team.clone()).filter(|team| !team.is_empty()),
+            zone: if self.zone.is_empty() { common.zone.clone() } else { self.zone.clone() },
             amounts: self.amounts.clone(),
             ephemeral: self.ephemeral || common.ephemeral,
             manifest_dir: state_dir.join("manifests"),

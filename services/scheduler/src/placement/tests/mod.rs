@@ -27,6 +27,7 @@ fn labels() -> Labels {
         image_kinds: vec!["host".to_owned()],
         capabilities: vec![],
         resource_types: vec![],
+        zone: String::new(),
     }
 }
 

@@ -35,6 +35,7 @@ impl Dice {
                 vec![of_type("git", "1")],
                 vec![of_type("s3", "1"), of_type("git", "2")],
             ]),
+            zone: String::new(),
         };
         let capacity = Capacity {
             max_tasks: self.some(&[None, Some(1), Some(3)]),

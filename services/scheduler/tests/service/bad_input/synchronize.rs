@@ -109,6 +109,8 @@ fn registration(world: &World<'_>) -> Vec<Vec<Bad>> {
         ),
         twice("labels.resource_types", "labels.resource_types.name"),
         taken("labels.ephemeral", "otherwise than before", Value::Bool(true)),
+        longest("labels.zone", 1024),
+        control("labels.zone"),
         absurd("max_tasks", Value::U32(u32::MAX)),
         absurd("disk_bytes", Value::U64(u64::MAX)),
         absurd("max_containers", Value::U32(u32::MAX)),

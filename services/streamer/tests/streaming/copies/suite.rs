@@ -150,6 +150,11 @@ impl Suite {
 
     /// Adds a worker with its own gateway.
     pub(crate) async fn add_worker(&mut self, name: &str) -> WorkerId {
+        self.add_worker_in("", name).await
+    }
+
+    /// Adds a worker of a zone.
+    pub(crate) async fn add_worker_in(&mut self, zone: &str, name: &str) -> WorkerId {
         let at = |what: &str| self.path(&format!("{name}-{what}"));
         let config = HostConfig {
             policy: Policy::allowing([Permission::HostImage]),
@@ -165,6 +170,7 @@ impl Suite {
             tags: Vec::new(),
             team: None,
             amounts: runtime_gateway::Amounts::default(),
+            zone: zone.to_owned(),
             ephemeral: false,
             endpoint: link.endpoint.clone(),
             scheduler: self.core.endpoint.clone(),
