@@ -31,7 +31,7 @@ use rpc::pb::runtime::write_archive_request::Message as Archive;
 use rpc::{Peer, Reason, Refusal};
 use tokio_util::sync::CancellationToken;
 
-use crate::in_flight::{CompleteCopy, CopyError, CopyTask, Intent, Progress, Route};
+use crate::in_flight::{CompleteCopy, CopyError, CopyState, CopyTask, Intent, Progress, ReadableCopy, Route};
 use crate::peers::{Location, Operation, PeerError, Peers, Plan, PlanOutcome, Ticket};
 use crate::rate::Rate;
 use crate::relay::{RelayError, RelayedBytes, relay};
@@ -48,6 +48,11 @@ const DIRECT_SOURCES: usize = 3;
 /// Longest time that the source of a relay may send nothing, if there are other sources, and if
 /// there are none. The source may have to scan a large volume.
 const SOURCE_PAUSE: (Duration, Duration) = (Duration::from_secs(120), Duration::from_secs(60 * 60));
+/// Least size of an artifact that is read from a copy in flight, in bytes. A smaller one is copied
+/// in the time that it takes to wait for the other copy.
+const MIN_CHAINED_BYTES: u64 = 16 << 20;
+/// Longest wait for a copy in flight to become readable. Its source may have to scan a volume.
+const CHAIN_WAIT: Duration = Duration::from_secs(60);
 /// Most failed sources that an error describes.
 const MAX_DESCRIBED: usize = 5;
 
@@ -120,8 +125,51 @@ async fn fill(
         return unpack(peers, task, plan).await;
     }
     let write = peers.issue_ticket(team, task.request.worker, plan.volume()?, Operation::Write).await?;
-    let sources = open_sources(peers, task, location, &write.zone).await?;
+    let mut sources = open_sources(peers, task, location, &write.zone).await?;
+    if plan.size_bytes >= MIN_CHAINED_BYTES
+        && let Some(source) = open_copy_in_flight(peers, routes, task, plan, &write.zone, &sources[0]).await?
+    {
+        sources.insert(0, source);
+    }
     copy_from(peers, routes, task, plan, write, sources).await
+}
+
+/// Returns a copy in flight as a source, if the best replica is busy. Waits until it can be read.
+async fn open_copy_in_flight(
+    peers: &mut Peers,
+    routes: &Routes,
+    task: &CopyTask,
+    plan: &Plan,
+    zone: &str,
+    best: &Source,
+) -> Result<Option<Source>, CopyError> {
+    let is_near = is_near(best, zone);
+    let is_relayed = |worker| routes.is_relayed(worker, task.request.worker);
+    let copy = task.choose_source(best.replica.worker, plan.volume()?, zone, is_near, is_relayed);
+    let Some(ReadableCopy { worker, volume, mut states }) = copy else { return Ok(None) };
+    let can_be_read = |state: &CopyState| match state {
+        CopyState::Running(progress) => progress.from.is_some(),
+        CopyState::Ended(result) => result.is_ok(),
+    };
+    let waited = tokio::time::timeout(CHAIN_WAIT, states.wait_for(can_be_read));
+    let is_readable = matches!(waited.await, Ok(Ok(_)));
+    if !is_readable {
+        return Ok(None);
+    }
+    match peers.issue_ticket(&task.request.team, worker, volume, Operation::Read).await {
+        Ok(ticket) => {
+            let replica = Replica { worker, volume, is_verified: true };
+            Ok(Some(Source { replica, ticket }))
+        }
+        // The copy has failed meanwhile, or its scheduler or store is older.
+        Err(error) if error.is_unreadable_replica() => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a source is in the zone of the destination.
+fn is_near(source: &Source, zone: &str) -> bool {
+    !zone.is_empty() && source.ticket.zone == zone
 }
 
 /// Fills a volume from the first source that works. Sources that the destination can probably reach
@@ -272,8 +320,7 @@ async fn open_sources(
             Err(error) => return Err(error.into()),
         }
     }
-    let is_near = |source: &Source| !zone.is_empty() && source.ticket.zone == zone;
-    sources.sort_by_key(|source: &Source| sources::rank(&source.replica, is_near(source), &readers));
+    sources.sort_by_key(|source: &Source| sources::rank(&source.replica, is_near(source, zone), &readers));
     if sources.is_empty() && !silent.is_empty() {
         let mut failures = Vec::new();
         for (worker, error) in silent {
@@ -288,8 +335,8 @@ async fn open_sources(
     }
 }
 
-/// Requests the worker's gateway to fetch the bytes from the gateways of the sources. `write` is the
-/// ticket of the worker. `None`: a new one is needed.
+/// Requests the worker's gateway to fetch the bytes from the gateways of the sources. `write` is
+/// the ticket of the worker. `None`: a new one is needed.
 async fn fetch(
     peers: &mut Peers,
     task: &CopyTask,

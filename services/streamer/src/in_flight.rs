@@ -127,6 +127,24 @@ pub(crate) enum Intent {
     Cancel,
 }
 
+/// Where a copy in flight gets its bytes, and where they can be read meanwhile.
+#[derive(Debug, Clone)]
+struct Link {
+    /// Worker from which the copy is read, as chosen at its start.
+    source: WorkerId,
+    volume: VolumeHandle,
+    /// Zone of the worker that is filled. Empty: no zone.
+    zone: String,
+}
+
+/// A copy in flight from which another copy of the same artifact can be read.
+#[derive(Debug, Clone)]
+pub(crate) struct ReadableCopy {
+    pub(crate) worker: WorkerId,
+    pub(crate) volume: VolumeHandle,
+    pub(crate) states: watch::Receiver<CopyState>,
+}
+
 /// The copies in flight. Clones share them.
 #[derive(Clone, Default)]
 pub(crate) struct InFlight(Arc<Mutex<HashMap<CopyRequest, Entry>>>);
@@ -135,6 +153,8 @@ struct Entry {
     transfer: TransferId,
     since: Timestamp,
     waiting: usize,
+    /// `None`: its source is not chosen yet.
+    link: Option<Link>,
     intent: watch::Sender<Intent>,
     states: watch::Receiver<CopyState>,
 }
@@ -170,7 +190,7 @@ impl InFlight {
         let (intent, intents) = watch::channel(Intent::Continue);
         let (sender, states) = watch::channel(CopyState::Running(Progress::default()));
         let since = Timestamp::now();
-        let entry = Entry { transfer, since, waiting: 1, intent, states: states.clone() };
+        let entry = Entry { transfer, since, waiting: 1, link: None, intent, states: states.clone() };
         entries.insert(request.clone(), entry);
         drop(entries);
         start(CopyTask {
@@ -202,11 +222,7 @@ impl InFlight {
 
     /// Returns the number of copies that are read from each worker.
     pub(crate) fn readers(&self) -> HashMap<WorkerId, usize> {
-        let mut readers = HashMap::new();
-        for from in self.list().iter().filter_map(|listed| listed.progress.from) {
-            *readers.entry(from).or_default() += 1;
-        }
-        readers
+        count_readers(&self.entries())
     }
 
     /// Stops a copy, if it is in flight.
@@ -228,7 +244,65 @@ impl InFlight {
     }
 }
 
+/// Counts the copies that are read from each worker, or will be.
+fn count_readers(entries: &HashMap<CopyRequest, Entry>) -> HashMap<WorkerId, usize> {
+    let mut readers = HashMap::new();
+    for entry in entries.values() {
+        let from = match &*entry.states.borrow() {
+            CopyState::Running(progress) => progress.from,
+            CopyState::Ended(_) => continue,
+        };
+        if let Some(from) = from.or_else(|| entry.link.as_ref().map(|link| link.source)) {
+            *readers.entry(from).or_default() += 1;
+        }
+    }
+    readers
+}
+
 impl CopyTask {
+    /// Chooses the source of this copy: `best`, unless other copies are read from it and a copy in
+    /// flight is idle. `volume` and `zone` are those of the destination. `is_near`: `best` is in
+    /// that zone, so a copy in another zone is no alternative. Workers of `avoid` are not chosen.
+    ///
+    /// Copies that start at the same time thus form a chain. It has no circle, because only a copy
+    /// whose source is chosen can be read.
+    pub(crate) fn choose_source(
+        &self,
+        best: WorkerId,
+        volume: VolumeHandle,
+        zone: &str,
+        is_near: bool,
+        avoid: impl Fn(WorkerId) -> bool,
+    ) -> Option<ReadableCopy> {
+        let mut entries = self.in_flight.entries();
+        let readers = count_readers(&entries);
+        let is_idle = |worker: WorkerId| !readers.contains_key(&worker);
+        let found = if is_idle(best) {
+            None
+        } else {
+            let candidates = entries.iter().filter_map(|(request, entry)| {
+                let link = entry.link.as_ref()?;
+                let is_link_near = !zone.is_empty() && link.zone == zone;
+                let is_same =
+                    (&request.team, request.artifact) == (&self.request.team, self.request.artifact);
+                let may_be_read = is_same
+                    && request.worker != self.request.worker
+                    && is_idle(request.worker)
+                    && (is_link_near || !is_near)
+                    && !avoid(request.worker);
+                let (volume, states) = (link.volume, entry.states.clone());
+                let copy = ReadableCopy { worker: request.worker, volume, states };
+                may_be_read.then_some((!is_link_near, entry.since, copy))
+            });
+            candidates.min_by_key(|(is_far, since, _)| (*is_far, *since)).map(|(_, _, copy)| copy)
+        };
+        let source = found.as_ref().map_or(best, |copy| copy.worker);
+        if let Some(entry) = entries.get_mut(&self.request).filter(|entry| entry.transfer == self.transfer) {
+            entry.link = Some(Link { source, volume, zone: zone.to_owned() });
+        }
+        found
+    }
+
     /// Publishes the progress.
     pub(crate) fn publish(&self, progress: Progress) {
         self.states.send_replace(CopyState::Running(progress));

@@ -164,6 +164,11 @@ pub struct Verified<T> {
 }
 
 impl<T> Verified<T> {
+    /// Returns the ordinal of the extent.
+    pub fn ordinal(&self) -> u64 {
+        self.ordinal
+    }
+
     /// Returns the content.
     pub fn data(&self) -> &T {
         &self.data

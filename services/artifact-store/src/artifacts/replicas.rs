@@ -224,7 +224,8 @@ pub(crate) enum AuthorizeError {
 /// Checks that `team` may transfer `volume` in `direction`.
 ///
 /// To write, a transfer with a valid claim must fill the volume. To read, the volume must be a
-/// replica that the team may use. Volumes of containers are never permitted.
+/// replica that the team may use, or such a transfer must fill it. Volumes of containers are never
+/// permitted.
 pub(crate) async fn authorize(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -234,18 +235,19 @@ pub(crate) async fn authorize(
     now: Timestamp,
 ) -> Result<(), AuthorizeError> {
     let row = volume::Entity::find_by_id(volume.uuid()).one(conn).await?;
+    let is_filled = |row: &volume::Model| {
+        !row.complete
+            && !row.state.is_garbage()
+            && !row.given_up
+            && row.transfer_id.is_some()
+            && row.claimed_until.is_some_and(|until| until > now.0)
+    };
     let planned = |row: &volume::Model| {
         row.worker_id == worker.uuid()
             && row.purpose == Purpose::Replica
             && match direction {
-                Direction::Write => {
-                    !row.complete
-                        && !row.state.is_garbage()
-                        && !row.given_up
-                        && row.transfer_id.is_some()
-                        && row.claimed_until.is_some_and(|until| until > now.0)
-                }
-                Direction::Read => row.complete && row.state.is_present(),
+                Direction::Write => is_filled(row),
+                Direction::Read => row.complete && row.state.is_present() || is_filled(row),
             }
     };
     let artifact = row.filter(planned).and_then(|row| row.artifact_id).map(ArtifactId::from_uuid);

@@ -46,6 +46,7 @@ impl From<ReadVolumeError> for Status {
         let reason = match error {
             ReadVolumeError::Worker(error) => return status(error),
             ReadVolumeError::CallerGone => return truncated(),
+            ReadVolumeError::Incomplete => Reason::Unavailable,
             ReadVolumeError::Archive(ref error) => match archive_reason(error) {
                 Some(reason) => reason,
                 None => return truncated(),

@@ -18,7 +18,6 @@ use super::errors::status;
 use super::volumes::send;
 use crate::SERVICE;
 use crate::clients::gateway::Source;
-use crate::transfer::error::ReadVolumeError;
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
 use crate::worker_set::{AdmitError, WorkerSet};
 
@@ -98,7 +97,7 @@ pub(super) async fn stream_to_peer(
     let into = gateway.verify_ticket(&request.destination_ticket, TicketOperation::Write).await?;
     let address = rpc::required("peer_url", Some(request.peer_url).filter(|url| !url.is_empty()))?;
     let to = Inlet { address, volume: into.volume, encoding: request.encoding };
-    attended.transfers.manifest(&from).await.map_err(ReadVolumeError::from)?;
+    attended.transfers.read_manifest(&from).await?;
     confirm(&to, &into, &request.destination_ticket).await?;
     match attended.worker.runtime.contents(from.volume).await.map_err(status)? {
         Contents::Remote(remote) => remote.send(&to).await.map_err(status)?,

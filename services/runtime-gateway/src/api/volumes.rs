@@ -22,7 +22,6 @@ use transfer::{Limits, Manifest, ManifestBuilder, OrdinalRanges};
 use super::errors::truncated;
 use super::{ANSWER_QUEUE, Answers};
 use crate::SERVICE;
-use crate::transfer::error::ReadVolumeError;
 use crate::transfer::write::VolumeWriter;
 use crate::transfer::{Transfers, read as volume_read};
 use crate::util::blocking::blocking;
@@ -161,10 +160,14 @@ pub(super) async fn read(
     };
     let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
-    let manifest = attended.transfers.manifest(&ticket).await.map_err(ReadVolumeError::from)?;
+    let growing = attended.transfers.growing(ticket.volume);
+    let manifest = match &growing {
+        Some(growing) => growing.manifest.clone(),
+        None => attended.transfers.read_manifest(&ticket).await?,
+    };
     for part in rpc::tree::manifest_parts(&manifest) {
         let part = if open.accept_zstd {
-            blocking(move || Ok::<_, ReadVolumeError>(compression::pack_part(part))).await?
+            blocking(move || Ok::<_, Status>(compression::pack_part(part))).await?
         } else {
             Packed::Raw(part)
         };
@@ -197,9 +200,14 @@ pub(super) async fn read(
         sent.is_some()
     };
     let reading = async {
-        volume_read::read(&attended.transfers, ticket.volume, manifest, extents_requested, put)
-            .await
-            .map_err(Status::from)
+        let read = match growing {
+            Some(growing) => growing.read(extents_requested, put).await,
+            None => {
+                let (transfers, volume) = (&attended.transfers, ticket.volume);
+                volume_read::read(transfers, volume, manifest, extents_requested, put).await
+            }
+        };
+        read.map_err(Status::from)
     };
     let sending = async {
         while let Some(chunk) = ready.recv().await {
@@ -218,7 +226,7 @@ pub(super) async fn read_file(
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
     // The manifest is checked first, so that bytes damaged by a machine crash are never read.
-    let manifest = transfers.manifest(&ticket).await.map_err(ReadVolumeError::from)?;
+    let manifest = transfers.read_manifest(&ticket).await?;
     let (chunks, mut ready) = mpsc::channel(ANSWER_QUEUE);
     let reading = async {
         volume_read::read_file(&transfers, ticket.volume, manifest, path, chunks).await.map_err(Status::from)

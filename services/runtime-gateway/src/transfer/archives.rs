@@ -194,7 +194,7 @@ pub(crate) async fn pack(
     path: &[u8],
     pieces: mpsc::Sender<Piece>,
 ) -> Result<Option<Digest>, ReadVolumeError> {
-    let manifest = transfers.manifest(ticket).await?;
+    let manifest = transfers.read_manifest(ticket).await?;
     let subtree = if path.is_empty() {
         None
     } else {

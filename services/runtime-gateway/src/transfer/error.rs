@@ -70,6 +70,9 @@ pub(crate) enum ReadVolumeError {
         /// The type of the file at the path.
         kind: String,
     },
+    /// The volume is incomplete.
+    #[error("cannot read the volume: it is incomplete; read another replica")]
+    Incomplete,
     /// The caller is gone.
     #[error("cannot read the volume: the caller is gone")]
     CallerGone,

@@ -11,6 +11,7 @@ mod blocking_pipe;
 pub(crate) mod completion;
 pub(crate) mod disk_reservations;
 pub(crate) mod error;
+mod growing;
 mod local_dir;
 mod manifest_file;
 pub(crate) mod manifests;
@@ -23,7 +24,8 @@ pub(crate) mod scrub;
 mod verify;
 pub(crate) mod write;
 
-use std::collections::HashSet;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Mutex};
 
@@ -38,7 +40,8 @@ use crate::util::keyed_locks::lock;
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use disk_reservations::DiskReservations;
-use error::{ManifestError, ReplicaLoss};
+use error::{ManifestError, ReadVolumeError, ReplicaLoss};
+use growing::GrowingVolume;
 use manifests::Manifests;
 
 /// The volumes of one worker, for transfers.
@@ -46,7 +49,7 @@ pub(crate) struct Transfers {
     pub(crate) worker: Arc<Worker>,
     pub(crate) manifests: Manifests,
     /// Volumes that are being filled. Each has one writer.
-    filling: Arc<Mutex<HashSet<VolumeHandle>>>,
+    filling: Filling,
     /// Disk space that transfers have reserved.
     reservations: DiskReservations,
     /// Lost volumes that are being reported in the background.
@@ -72,6 +75,11 @@ impl Transfers {
         }))
     }
 
+    /// Returns a volume that is being filled, if its manifest is known.
+    pub(crate) fn growing(&self, volume: VolumeHandle) -> Option<GrowingVolume> {
+        lock(&self.filling).get(&volume).cloned().flatten()
+    }
+
     /// Returns the manifest of a complete volume that certainly holds its tree.
     pub(crate) async fn manifest(&self, ticket: &TicketClaims) -> Result<Arc<Manifest>, ManifestError> {
         let verified =
@@ -84,6 +92,23 @@ impl Transfers {
             Ok(_) | Err(_) => {}
         }
         verified
+    }
+
+    /// Returns the manifest of a volume that a caller reads.
+    ///
+    /// Errors: [`ReadVolumeError::Incomplete`] if the volume is incomplete. A scan would take its
+    /// partial tree for the whole one.
+    pub(crate) async fn read_manifest(
+        &self,
+        ticket: &TicketClaims,
+    ) -> Result<Arc<Manifest>, ReadVolumeError> {
+        let runtime = self.worker.runtime.as_ref();
+        if self.manifests.is_filling(ticket.volume)
+            && self.manifests.stored(runtime, ticket.volume).await?.is_none()
+        {
+            return Err(ReadVolumeError::Incomplete);
+        }
+        Ok(self.manifest(ticket).await?)
     }
 
     /// Returns access to the bytes of a replica that is read.
@@ -136,16 +161,29 @@ async fn report_losses(worker: &Worker, losses: &[ReplicaLoss]) -> Result<(), Re
     until_answered("report lost replicas", call).await
 }
 
+/// The volumes that are being filled. Those that can be read meanwhile have a value.
+type Filling = Arc<Mutex<HashMap<VolumeHandle, Option<GrowingVolume>>>>;
+
 /// The permit to fill a volume. A volume has one writer at a time.
 pub(crate) struct WriterPermit {
-    filling: Arc<Mutex<HashSet<VolumeHandle>>>,
+    filling: Filling,
     volume: VolumeHandle,
 }
 
 impl WriterPermit {
-    pub(crate) fn acquire(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
-        let is_free = lock(filling).insert(volume);
-        is_free.then(|| Self { filling: filling.clone(), volume })
+    pub(crate) fn acquire(filling: &Filling, volume: VolumeHandle) -> Option<Self> {
+        match lock(filling).entry(volume) {
+            Entry::Occupied(_) => None,
+            Entry::Vacant(vacant) => {
+                vacant.insert(None);
+                Some(Self { filling: filling.clone(), volume })
+            }
+        }
+    }
+
+    /// Lets other workers read the volume until the permit is dropped.
+    pub(crate) fn publish(&self, growing: GrowingVolume) {
+        lock(&self.filling).insert(self.volume, Some(growing));
     }
 
     /// Destroys a volume that was not filled completely, to free its space at once. The artifact

@@ -26,6 +26,7 @@ use super::blocking_pipe::Outlet;
 use super::completion::{finish_volume, make_empty};
 use super::disk_reservations::{self, DiskReservation};
 use super::error::WriteVolumeError;
+use super::growing::{GrowingVolume, Growth};
 use super::local_dir::local_directory;
 use super::manifests::ExtentLocation;
 use super::remote::{self, SharedRemoteVolume};
@@ -139,10 +140,10 @@ impl VolumeWriter {
             }
         };
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
-        let tree = manifest.clone();
+        let (tree, to) = (manifest.clone(), root.clone());
         let begin_result = blocking(move || {
             MappedIds::of_this_process().check_owners(&tree)?;
-            let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
+            let mut writer = TreeWriter::new(&to, tree.clone(), options)?;
             contents.take(&mut writer)?;
             let (missing, copied) = (writer.missing(), writer.content_bytes());
             Ok::<_, WriteVolumeError>((writer, missing, copied))
@@ -157,10 +158,12 @@ impl VolumeWriter {
         };
 
         reserved.record_written(written);
+        let (growing, growth) = GrowingVolume::new(root, manifest.clone(), &missing);
+        permit.publish(growing);
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             // The thread holds the permit until its last write, even if its caller is dropped.
-            (permit, write(writer, steps).map_err(WriteVolumeError::from))
+            (permit, write(writer, steps, &growth).map_err(WriteVolumeError::from))
         });
         Ok(Self {
             volume: ticket.volume,
@@ -304,10 +307,13 @@ impl VolumeWriter {
 }
 
 /// Writes extents until the commit. If the queue ends earlier, the volume stays incomplete.
-fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), WriteError> {
+fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>, growth: &Growth) -> Result<(), WriteError> {
     while let Some(step) = steps.blocking_recv() {
         match step {
-            Step::Put(extents) => extents.iter().try_for_each(|extent| writer.put_verified(extent))?,
+            Step::Put(extents) => {
+                extents.iter().try_for_each(|extent| writer.put_verified(extent))?;
+                growth.add(&extents);
+            }
             Step::Commit => return writer.finish().map(|_| ()),
         }
     }

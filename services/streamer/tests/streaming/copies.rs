@@ -8,6 +8,7 @@ use rpc::pb::artifacts as store;
 use rpc::pb::streamer as pb;
 use rpc::{Reason, Refusal};
 
+mod chain;
 mod proxy;
 mod relay;
 mod suite;

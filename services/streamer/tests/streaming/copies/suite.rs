@@ -458,12 +458,18 @@ impl Suite {
 
     /// Returns the number of volumes of a worker in the inventory.
     pub(crate) async fn volumes_on(&self, worker: WorkerId) -> usize {
+        self.volume_handles(worker).await.len()
+    }
+
+    /// Returns the handles of the volumes of a worker in the inventory.
+    pub(crate) async fn volume_handles(&self, worker: WorkerId) -> Vec<String> {
         let request = store::ListVolumesRequest {
             worker_id: worker.to_string(),
             ..store::ListVolumesRequest::default()
         };
         let listed = InventoryClient::new(client(&self.core.endpoint)).list_volumes(request).await;
-        listed.expect("listed").into_inner().volumes.len()
+        let listed = listed.expect("listed").into_inner().volumes.into_iter();
+        listed.map(|volume| volume.volume_handle).collect()
     }
 
     /// Waits until a worker has no volume in the inventory and on its disk.
