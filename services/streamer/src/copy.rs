@@ -147,12 +147,18 @@ async fn open_copy_in_flight(
     let is_relayed = |worker| routes.is_relayed(worker, task.request.worker);
     let copy = task.choose_source(best.replica.worker, plan.volume()?, zone, is_near, is_relayed);
     let Some(ReadableCopy { worker, volume, mut states }) = copy else { return Ok(None) };
-    let can_be_read = |state: &CopyState| match state {
+    let has_begun = |state: &CopyState| match state {
         CopyState::Running(progress) => progress.from.is_some(),
-        CopyState::Ended(result) => result.is_ok(),
+        CopyState::Ended(_) => true,
     };
-    let waited = tokio::time::timeout(CHAIN_WAIT, states.wait_for(can_be_read));
-    let is_readable = matches!(waited.await, Ok(Ok(_)));
+    let waited = tokio::time::timeout(CHAIN_WAIT, states.wait_for(has_begun));
+    let is_readable = match waited.await {
+        Ok(Ok(state)) => match &*state {
+            CopyState::Running(progress) => progress.is_readable,
+            CopyState::Ended(result) => result.is_ok(),
+        },
+        Ok(Err(_)) | Err(_) => false,
+    };
     if !is_readable {
         return Ok(None);
     }
@@ -400,6 +406,7 @@ async fn receive(
                     per_second: rate.at(Instant::now(), now.bytes_done.saturating_sub(now.bytes_saved)),
                     route: if now.peer_to_peer { Route::Workers } else { Route::Peer },
                     from: sources.get(index).map(|source| source.replica.worker),
+                    is_readable: now.readable,
                 };
                 task.publish(progress);
             }
@@ -448,7 +455,8 @@ async fn relay_from(
     let mut rate = Rate::default();
     let mut publish = |RelayedBytes { done, total, saved }| {
         let per_second = rate.at(Instant::now(), done.saturating_sub(saved));
-        let progress = Progress { done, total, saved, per_second, route: Route::Relay, from: Some(from) };
+        let (route, from) = (Route::Relay, Some(from));
+        let progress = Progress { done, total, saved, per_second, route, from, is_readable: false };
         task.publish(progress);
         progress
     };

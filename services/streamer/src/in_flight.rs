@@ -49,6 +49,8 @@ pub(crate) struct Progress {
     pub(crate) per_second: u64,
     pub(crate) route: Route,
     pub(crate) from: Option<WorkerId>,
+    /// Whether other workers can read the volume already.
+    pub(crate) is_readable: bool,
 }
 
 /// The state of a copy, for its callers.

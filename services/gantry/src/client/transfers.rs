@@ -160,7 +160,7 @@ mod tests {
         };
         assert_eq!(
             relayed_pairs_text(&[pair], &[worker("1", "one"), worker("2", "two")]),
-            "\none → two: bytes go through the streamer for 4m more, because two cannot reach one at http://a:7404: no route\n"
+            "\none → two: bytes go through the streamer for 4 min more, because two cannot reach one at http://a:7404: no route\n"
         );
         assert_eq!(relayed_pairs_text(&[], &[]), "");
     }

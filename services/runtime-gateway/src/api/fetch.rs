@@ -48,13 +48,14 @@ pub(super) async fn fetch(
     let to = Destination { ticket, signed: request.ticket };
 
     // Progress is only informative, so it is dropped if the caller does not read it.
-    let report = |Progress { done, total, saved, source, by_peer }| {
+    let report = |Progress { done, total, saved, source, by_peer, readable }| {
         let progress = pb::FetchProgress {
             bytes_done: done,
             bytes_total: total,
             bytes_saved: saved,
             source: u32::try_from(source).unwrap_or(u32::MAX),
             peer_to_peer: by_peer,
+            readable,
         };
         answers.try_send(Ok(pb::FetchResponse { message: Some(Answer::Progress(progress)) })).ok();
     };

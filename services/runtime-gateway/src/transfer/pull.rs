@@ -41,6 +41,8 @@ pub(crate) struct Progress {
     pub(crate) source: usize,
     /// Whether the worker of that source sends the volume directly.
     pub(crate) by_peer: bool,
+    /// Whether other workers can read the volume already.
+    pub(crate) readable: bool,
 }
 
 /// The reason why a volume cannot be copied.
@@ -188,7 +190,8 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         let forwarding = async {
             while updates.changed().await.is_ok() {
                 let done = *updates.borrow_and_update();
-                (self.progress)(Progress { done, total, saved: 0, source: index, by_peer: true });
+                let by_peer = Progress { done, total, source: index, by_peer: true, ..Progress::default() };
+                (self.progress)(by_peer);
             }
             std::future::pending::<()>().await;
         };
@@ -199,7 +202,8 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
         let done = total.saturating_sub(missing);
         let saved = if by_peer { 0 } else { done };
-        let progress = Progress { done, total, saved, source: index, by_peer };
+        let readable = filling.is_readable();
+        let progress = Progress { done, total, saved, source: index, by_peer, readable };
         Ok(PartialVolume { missing: filling.missing.clone(), filling, manifest, progress })
     }
 

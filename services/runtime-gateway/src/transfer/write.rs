@@ -48,6 +48,8 @@ pub(crate) struct VolumeWriter {
     whole_files: bool,
     /// Whether the worker of the source has sent all extents directly.
     pub(crate) by_peer: bool,
+    /// Whether other workers can read the volume already.
+    is_readable: bool,
     /// Disk space of the transfer. `None`: nothing is written here.
     reserved: Option<DiskReservation>,
     queue: mpsc::Sender<Step>,
@@ -172,6 +174,7 @@ impl VolumeWriter {
             missing,
             whole_files: false,
             by_peer: false,
+            is_readable: true,
             reserved: Some(reserved),
             queue,
             writer,
@@ -206,6 +209,7 @@ impl VolumeWriter {
             missing,
             whole_files: true,
             by_peer: false,
+            is_readable: false,
             reserved: None,
             queue,
             writer,
@@ -227,10 +231,16 @@ impl VolumeWriter {
             missing,
             whole_files: false,
             by_peer: false,
+            is_readable: false,
             reserved: None,
             queue,
             writer,
         }
+    }
+
+    /// Whether other workers can read the volume already.
+    pub(crate) fn is_readable(&self) -> bool {
+        self.is_readable
     }
 
     /// Whether a partial file can only be sent again from its beginning.

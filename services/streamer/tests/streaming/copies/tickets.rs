@@ -152,12 +152,14 @@ async fn ticket_requires_a_planned_transfer() {
     let replica = suite.replicas(artifact).await.remove(0).volume_handle;
     let two = suite.add_worker("two").await;
     suite.planned(two).await;
+    let planned = suite.volume_handles(two).await.remove(0);
     let unknown = VolumeHandle::new().to_string();
     let refused = [
         ("to fill a volume that is complete", one, &replica, TicketOperation::Write),
         ("to fill a volume that is not planned", one, &unknown, TicketOperation::Write),
         ("to read a volume that is not planned", one, &unknown, TicketOperation::Read),
         ("to read a replica where it is not", two, &replica, TicketOperation::Read),
+        ("to read an upload that is not sealed", two, &planned, TicketOperation::Read),
     ];
     for (what, worker, volume, operation) in refused {
         let refused = suite.try_ticket(worker, volume, operation).await.expect_err(what);
