@@ -265,6 +265,7 @@ mod tests {
             platform: String::new(),
             tags: vec!["another".to_owned()],
             team: Some("another".to_owned()),
+            zone: "north".to_owned(),
             amounts: Amounts::default(),
             ephemeral: false,
             endpoint: "http://gateway".to_owned(),
@@ -282,6 +283,7 @@ mod tests {
         let (config, garden) = worker.config(&common, Path::new("/state"));
         assert!(config.ephemeral);
         assert_eq!((config.worker_name.as_str(), config.team, config.tags.len()), ("w1", None, 0));
+        assert_eq!(config.zone, "north", "the entry has none");
         assert_eq!(config.manifest_dir, Path::new("/state/w1/manifests"));
         let environment: Vec<_> = garden.environment.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(environment, ["http_proxy", "no_proxy"]);
