@@ -101,7 +101,7 @@ pub(crate) async fn relay(
 ) -> Result<RelayedBytes, RelayError> {
     let (mut from, mut to) = (gateway(source)?, gateway(destination)?);
     let (wants, queue) = mpsc::channel(QUEUE);
-    let open = Read::Open(pb::ReadOpen { ticket: source.ticket.clone() });
+    let open = Read::Open(pb::ReadOpen { ticket: source.ticket.clone(), accept_zstd: false });
     // Cannot fail, because the receiver is the stream below.
     wants.send(pb::ReadRequest { message: Some(open) }).await.ok();
     let opened = tokio::time::timeout(pause, from.read(ReceiverStream::new(queue))).await;

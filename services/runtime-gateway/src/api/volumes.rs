@@ -22,6 +22,7 @@ use transfer::{Limits, Manifest, ManifestBuilder, OrdinalRanges};
 use super::errors::truncated;
 use super::{ANSWER_QUEUE, Answers};
 use crate::SERVICE;
+use crate::transfer::error::ReadVolumeError;
 use crate::transfer::write::VolumeWriter;
 use crate::transfer::{Transfers, read as volume_read};
 use crate::util::blocking::blocking;
@@ -167,7 +168,7 @@ pub(super) async fn read(
     };
     for part in rpc::tree::manifest_parts(&manifest) {
         let part = if open.accept_zstd {
-            blocking(move || Ok::<_, Status>(compression::pack_part(part))).await?
+            blocking(move || Ok::<_, ReadVolumeError>(compression::pack_part(part))).await?
         } else {
             Packed::Raw(part)
         };
