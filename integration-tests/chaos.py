@@ -4,12 +4,13 @@ usage: chaos.py [--seconds N] [--seed N] [--release]
 
 Four services and PostgreSQL run as processes, with two host workers. Six callers run commands with inputs and outputs, of which most files are
 those of the command before. Each command must run once, exit with its own code and bring back what it computed: an outage of up to --patience
-costs time, not the command. Workers are also evacuated and taken into service again. In the end, everything is deleted, and nothing may be left:
-no rows, volumes, mounts, control groups or processes. Needs root.
+costs time, not the command. Workers are also evacuated and taken into service again, and their connections to each other are cut. In the end,
+everything is deleted, and nothing may be left: no rows, volumes, mounts, control groups or processes. Needs root.
 """
 
 import argparse
 import collections
+import ctypes
 import hashlib
 import json
 import os
@@ -30,12 +31,15 @@ import clusters
 
 CALLERS = 6
 TAG = "chaos"
+# The groups of the gateways, by which their packets are recognized.
+GIDS = {"left": 4711, "right": 4712}
 # Files of each caller that most commands share.
 FILES = 40
 # In each group, one process after the other is harmed, and the next one when it is ready again.
 GROUPS = (("scheduler", "artifact-store", "streamer", "PostgreSQL"), ("left", "right"))
 # Longest time for which a service is frozen or away, in seconds. Shorter than the patience of a command.
 AWAY = 20
+CLONE_NEWNET = 0x40000000
 
 
 def noting_errors(ledger, action, *arguments):
@@ -109,9 +113,11 @@ def call(processes, home, source, number, witness):
         f"exec 3<>/dev/tcp/127.0.0.1/{witness.port}; echo {number} >&3; read -r <&3; "
         f"sha256sum < in/data | cut -c 1-64 > {output}/sum; echo {number}; sleep {source.random():.2f}; exit {code}"
     )
+    # Some commands need their input on the other worker.
+    place = source.choice(((), (), ("--worker", "left"), ("--worker", "right")))
     # What a command leaves when it or an upload fails is deleted after these times.
     kept = ("--keep", source.choice(("0s", "30s")), "--abandoned-after", "1m")
-    words = ("run", "-q", "--tag", TAG, "--network", "host", *kept, "-i", "in=in", "-o", f"{output}={output}", "--", "bash", "-c", script)
+    words = ("run", "-q", "--tag", TAG, "--network", "host", *place, *kept, "-i", "in=in", "-o", f"{output}={output}", "--", "bash", "-c", script)
     ended = processes.run(*words, cwd=home, check=False, capture_output=True, text=True)
     said = f"command {number} ended with {ended.returncode}, stdout {ended.stdout!r}, stderr {ended.stderr[-2000:]!r}"
     if ended.returncode != code:
@@ -161,6 +167,23 @@ def harm(processes, group, source, stop):
             clusters.end(processes.named[name], signal.SIGKILL if how == "kill" else signal.SIGTERM)
             stop.wait(seconds)
             processes.respawn(name)
+
+
+def nft(*words):
+    subprocess.run(["nft", *words], check=True, capture_output=True)
+
+
+def cut(ports, source, stop):
+    """Cuts the connections of one gateway to the other for a while. What it needs goes by way of the streamer."""
+    nft("add", "table", "inet", "chaos")
+    nft("add", "chain", "inet", "chaos", "out", "{ type filter hook output priority 0; }")
+    while not stop.wait(source.uniform(5, 15)):
+        name, other = source.choice((("left", "right"), ("right", "left")))
+        how = source.choice(("drop", "reject"))
+        print(f"{how} what {name} sends to {other}", flush=True)
+        nft("add", "rule", "inet", "chaos", "out", "meta", "skgid", str(GIDS[name]), "tcp", "dport", ports[other], how)
+        stop.wait(source.uniform(2, AWAY))
+        nft("flush", "chain", "inet", "chaos", "out")
 
 
 def evacuate(processes, source, stop):
@@ -222,12 +245,18 @@ def main():
     if not options.release:
         clusters.RELEASE = clusters.ROOT / "target/debug"
         clusters.GANTRY = clusters.RELEASE / "gantry"
+    # Rules for packets apply only in a network namespace of this process.
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
+        sys.exit(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}")
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     print(f"seed {options.seed}", flush=True)
     ledger, stop, witness = Ledger(), threading.Event(), Witness()
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-chaos-", dir="/var/tmp"))
     with clusters.Processes("/var/tmp") as processes:
-        for name in ("left", "right"):
-            processes.gateway(name, {"GANTRY_WORKER_TAGS": TAG, "GANTRY_WORKER_ALLOW": "host-image,host-network"})
+        processes.groups, ports = GIDS, {}
+        for name in GIDS:
+            settings = {"GANTRY_WORKER_TAGS": TAG, "GANTRY_WORKER_ALLOW": "host-image,host-network"}
+            ports[name] = processes.gateway(name, settings).rsplit(":", 1)[1]
         processes.run("run", "-q", "--tag", TAG, "--", "true")
         groups_before = groups()
         callers = [
@@ -236,7 +265,9 @@ def main():
         ]
         sources = [(group, random.Random(f"{options.seed}/{group}")) for group in GROUPS]
         harmers = [threading.Thread(target=noting_errors, args=(ledger, harm, processes, group, source, stop)) for group, source in sources]
-        harmers.append(threading.Thread(target=noting_errors, args=(ledger, evacuate, processes, random.Random(f"{options.seed}/evacuate"), stop)))
+        for action, harmed in ((evacuate, processes), (cut, ports)):
+            source = random.Random(f"{options.seed}/{action.__name__}")
+            harmers.append(threading.Thread(target=noting_errors, args=(ledger, action, harmed, source, stop)))
         for thread in (*callers, *harmers):
             thread.start()
         stop.wait(options.seconds)

@@ -147,6 +147,8 @@ class Processes:
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-processes-", dir=base))
         self.named = {}
         self.own = {}
+        # Groups of processes by their names.
+        self.groups = {}
         ports = Ports()
         addresses = {name: ports.address() for name in ("postgres", "scheduler", "artifact-store", "streamer")}
         ports.release()
@@ -203,7 +205,7 @@ class Processes:
         env = {**self.common, **own}
         self.own[name] = (program, own)
         with open(self.home / f"{name}.log", "ab") as log:
-            options = {"env": env, "cwd": self.home, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            options = {"env": env, "cwd": self.home, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "group": self.groups.get(name)}
             self.named[name] = subprocess.Popen([str(RELEASE / program)], **options)
         wait_for(name, lambda: succeeds([str(RELEASE / program), "health"], env=env))
 
