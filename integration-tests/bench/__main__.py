@@ -79,7 +79,7 @@ def sections(quick):
         "versions": lambda: bench_versions(DISK, 1 if quick else 3),
         "images": lambda: bench_images(DISK, 1 if quick else 3),
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
-        "links": lambda: bench_links(DISK, (32 if quick else 128) << 20, 1 if quick else 3),
+        "links": lambda: bench_links("/dev/shm", (32 if quick else 160) << 20, 1 if quick else 3),
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
         "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),
         "placing": lambda: bench_placing(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 1 if quick else 2, 1 if quick else 65, 1 if quick else 3),
