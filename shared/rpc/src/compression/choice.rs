@@ -7,7 +7,8 @@
 //!   was added and when the next one was added, the oldest message left it in between. Only this is
 //!   measured, so buffers behind the queue, such as HTTP/2 windows, do not distort the rate.
 //! - *The start.* The link is unknown at first, and the transfer begins compressed. If
-//!   [`FREE_BYTES`] leave without a wait, the link is fast, and messages are sent raw.
+//!   [`FREE_BYTES`] leave without a wait, and most of the time is that of the compressor, the link
+//!   counts as fast, and messages are sent raw.
 //! - *The content.* A message that does not shrink is sent raw. So are the next ones, whose number
 //!   doubles up to [`MAX_SKIPPED`].
 
@@ -60,6 +61,15 @@ enum Link {
     Slow(Rate),
 }
 
+/// Messages that did not wait for the link.
+#[derive(Debug, Default)]
+struct FreeRun {
+    bytes: u64,
+    time: Duration,
+    /// Part of the time in which the compressor worked.
+    compressing: Duration,
+}
+
 /// The state of one transfer.
 #[derive(Debug)]
 pub(super) struct Choice {
@@ -70,8 +80,8 @@ pub(super) struct Choice {
     queued: VecDeque<usize>,
     /// Whether the queue was full when the last message was added.
     was_full: bool,
-    /// Bytes that were added since the queue was full, and their time.
-    free: (u64, Duration),
+    /// Messages since the queue was full.
+    free: FreeRun,
     /// Messages to send raw before the next one is compressed.
     skip: u32,
     /// Number of messages to skip after the next one that does not shrink.
@@ -85,7 +95,7 @@ impl Choice {
             compressor: Rate::default(),
             queued: VecDeque::new(),
             was_full: false,
-            free: (0, Duration::ZERO),
+            free: FreeRun::default(),
             skip: 0,
             next_skip: 1,
         }
@@ -111,6 +121,7 @@ impl Choice {
     /// Records a compression of `bytes` that took `time`, and whether they shrank.
     pub(super) fn record_compression(&mut self, bytes: usize, time: Duration, shrank: bool) {
         self.compressor.add(bytes, time);
+        self.free.compressing += time;
         if shrank {
             self.next_skip = 1;
         } else {
@@ -133,10 +144,11 @@ impl Choice {
                     rate.add(left, time);
                 }
             }
-            self.free = (0, Duration::ZERO);
+            self.free = FreeRun::default();
         } else {
-            self.free = (self.free.0 + bytes as u64, self.free.1 + time);
-            if self.free.0 >= FREE_BYTES {
+            self.free.bytes += bytes as u64;
+            self.free.time += time;
+            if self.free.bytes >= FREE_BYTES {
                 self.end_free_run();
             }
         }
@@ -145,10 +157,13 @@ impl Choice {
 
     /// Judges the link after many bytes have left without a wait.
     fn end_free_run(&mut self) {
-        let (bytes, time) = std::mem::take(&mut self.free);
+        let FreeRun { bytes, time, compressing } = std::mem::take(&mut self.free);
+        if compressing < time / 2 {
+            // The source of the contents is the limit, so raw messages would not be faster.
+            return;
+        }
         let rate = bytes as f64 / time.as_secs_f64().max(f64::EPSILON);
-        // While messages are compressed, the compressor may be the limit. The link is only known to
-        // be at least that fast.
+        // The compressor may be the limit. The link is only known to be at least that fast.
         let is_as_measured = match &self.link {
             Link::Slow(measured) => measured.per_second().is_some_and(|measured| rate <= measured * FASTER),
             Link::Unknown | Link::Fast => false,

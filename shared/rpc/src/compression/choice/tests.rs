@@ -10,14 +10,14 @@ const MESSAGE: f64 = 1048576.0;
 const QUEUE: usize = 4;
 /// Bytes of content that the compressor reads in a second.
 const COMPRESSOR: f64 = 400e6;
-/// Bytes that the sender reads from its disk in a second.
-const DISK: f64 = 2e9;
 
 /// A transfer with a simulated clock.
 struct Simulation {
     choice: Choice,
     /// Bytes of the link in a second.
     link: f64,
+    /// Bytes that the sender reads from its disk in a second.
+    disk: f64,
     /// Bytes that the buffer holds, such as those of HTTP/2 windows.
     buffer: f64,
     /// Bytes of the messages that have not left.
@@ -37,7 +37,7 @@ struct Outcome {
 impl Simulation {
     fn new(link: f64, buffer: f64) -> Self {
         let waiting = VecDeque::new();
-        Self { choice: Choice::new(), link, buffer, waiting, seconds: 0.0, last_sent: 0.0 }
+        Self { choice: Choice::new(), link, disk: 2e9, buffer, waiting, seconds: 0.0, last_sent: 0.0 }
     }
 
     /// Lets time pass while the link sends.
@@ -65,7 +65,7 @@ impl Simulation {
     fn send(&mut self, messages: u32, ratio: f64) -> Outcome {
         let (begin, mut outcome) = (self.seconds, Outcome::default());
         for _ in 0..messages {
-            self.pass(MESSAGE / DISK);
+            self.pass(MESSAGE / self.disk);
             let mut bytes = MESSAGE;
             if self.choice.compresses_next() {
                 let time = MESSAGE / COMPRESSOR;
@@ -117,6 +117,15 @@ fn fast_link_carries_raw_content_soon() {
         let mut simulation = Simulation::new(1.2e9, buffer);
         simulation.send(60, 0.25);
         assert_eq!(simulation.send(1000, 0.25).compressions, 0, "{buffer}");
+    }
+}
+
+#[test]
+fn slow_source_does_not_make_the_link_look_fast() {
+    for buffer in BUFFERS {
+        let mut simulation = Simulation::new(12.5e6, buffer);
+        simulation.disk = 40e6;
+        assert_eq!(simulation.send(300, 0.25).compressed, 300, "{buffer}");
     }
 }
 
