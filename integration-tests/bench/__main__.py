@@ -12,6 +12,7 @@ from clusters import ROOT
 from compose import bench_compose
 from driving import bench_attached, bench_driven
 from terminals import bench_exec
+from fanout import bench_fanout
 from garden import bench_garden
 from idle import bench_idle
 from images import bench_images
@@ -80,6 +81,7 @@ def sections(quick):
         "images": lambda: bench_images(DISK, 1 if quick else 3),
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
         "links": lambda: bench_links("/dev/shm", (32 if quick else 160) << 20, 1 if quick else 3),
+        "fanout": lambda: bench_fanout(DISK, (32 if quick else 512) << 20, 1 if quick else 3),
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
         "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),
         "placing": lambda: bench_placing(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 1 if quick else 2, 1 if quick else 65, 1 if quick else 3),
