@@ -339,11 +339,12 @@ async fn services_present_the_cluster_token() {
 /// Simulates a crash: changes the boot id in each manifest file, and the file in each volume.
 fn crash(directory: &Path) {
     for entry in std::fs::read_dir(directory.join("manifests")).expect("list").flatten() {
-        let mut kept = std::fs::read(entry.path()).expect("read");
-        // The boot id follows the digest and its own length.
-        if kept.len() > 33 {
+        let file = std::fs::read(entry.path()).expect("read");
+        // The directory also has the state of the scrub.
+        if let Ok(mut kept) = zstd::decode_all(&file[..]) {
+            // The boot id follows the digest and its own length.
             kept[33] ^= 1;
-            std::fs::write(entry.path(), kept).expect("write");
+            std::fs::write(entry.path(), zstd::bulk::compress(&kept, 1).expect("compressed")).expect("write");
         }
     }
     for entry in std::fs::read_dir(directory.join("worker/volumes")).expect("list").flatten() {
