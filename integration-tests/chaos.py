@@ -115,8 +115,9 @@ def call(processes, home, source, number, witness):
     )
     # Some commands need their input on the other worker.
     place = source.choice(((), (), ("--worker", "left"), ("--worker", "right")))
-    # What a command leaves when it or an upload fails is deleted after these times.
-    kept = ("--keep", source.choice(("0s", "30s")), "--abandoned-after", "1m")
+    # What a command leaves when it or an upload fails is deleted after these times. They are longer than outages, during which no result can be
+    # downloaded.
+    kept = ("--keep", "2m", "--abandoned-after", "2m")
     words = ("run", "-q", "--tag", TAG, "--network", "host", *place, *kept, "-i", "in=in", "-o", f"{output}={output}", "--", "bash", "-c", script)
     ended = processes.run(*words, cwd=home, check=False, capture_output=True, text=True)
     said = f"command {number} ended with {ended.returncode}, stdout {ended.stdout!r}, stderr {ended.stderr[-2000:]!r}"
@@ -285,7 +286,7 @@ def main():
             return not left
 
         try:
-            clusters.wait_for("that nothing is left", is_quiet, 120)
+            clusters.wait_for("that nothing is left", is_quiet, 240)
         except TimeoutError:
             ledger.add(0, f"after everything was deleted, this is left: {left}")
     print(f"{ledger.commands} commands, {len(ledger.failures)} failed; the slowest took {ledger.slowest:.0f} s; seed {options.seed}")
