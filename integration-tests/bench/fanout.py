@@ -14,14 +14,15 @@ from clusters import GANTRY, RELEASE, end, wait_for
 from links import inside, run
 from measure import MIB, row, table
 
-WORKERS, MBIT = 9, 1000
+WORKERS, RATES = 9, (250, 1000)
 NETWORK = "10.83.18"
 
 
 class Star:
     """A cluster without workers, and workers in network namespaces. Each has a link to a bridge, to which the cluster belongs, too."""
 
-    def __init__(self, base):
+    def __init__(self, base, mbit):
+        self.mbit = mbit
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-fanout-", dir=base))
         self.stack = contextlib.ExitStack()
         self.stack.callback(shutil.rmtree, self.home, ignore_errors=True)
@@ -45,7 +46,7 @@ class Star:
             run("ip", "-n", name, "link", "set", device, "up")
         if limited:
             for namespace, device in ((name, "eth0"), (hub, name)):
-                run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{MBIT}mbit", "burst", "256kb", "latency", "50ms")
+                run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self.mbit}mbit", "burst", "256kb", "latency", "50ms")
 
     def start(self, namespace, program, settings):
         env = {**self.env, **settings}
@@ -126,17 +127,21 @@ def copied(star, tree, size, destinations):
 
 
 def bench_fanout(base, size, runs):
-    one, many = [], []
-    with Star(base) as star:
-        # Starts each worker's first container.
-        copied(star, star.home / "tree", MIB, WORKERS - 1)
-        for _ in range(runs):
-            one.append(copied(star, star.home / "tree", size, 1))
-            many.append(copied(star, star.home / "tree", size, WORKERS - 1))
-    lines = [row("an input to one worker", one), row(f"the same to {WORKERS - 1} workers at once", many, one)]
+    lines = []
+    for mbit in RATES:
+        one, many = [], []
+        share = size * mbit // max(RATES)
+        with Star(base, mbit) as star:
+            # Starts each worker's first container.
+            copied(star, star.home / "tree", MIB, WORKERS - 1)
+            for _ in range(runs):
+                one.append(copied(star, star.home / "tree", share, 1))
+                many.append(copied(star, star.home / "tree", share, WORKERS - 1))
+        lines.append(row(f"{mbit} Mbit/s: {share >> 20} MiB to one worker", one))
+        lines.append(row(f"{mbit} Mbit/s: the same to {WORKERS - 1} workers at once", many, one))
     text = [
-        f"An input of {size >> 20} MiB that one worker has, and commands on other workers that need it. Each worker has a network namespace with a link of {MBIT} Mbit/s. The time is",
-        "that until the end of all commands. All gateways share the processors of this machine.",
+        "An input in memory, which one worker has, and commands on other workers that need it. Each worker has a network namespace with a link of this rate. The time is",
+        "that until the end of all commands. All gateways and their networks share the processors of this machine, which are fully used at the higher rate.",
         "",
     ]
-    return [*table(f"One to many, links of {MBIT} Mbit/s", lines), *text]
+    return [*table("One to many", lines), *text]
