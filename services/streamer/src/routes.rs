@@ -17,8 +17,8 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 const TERM: Duration = Duration::from_secs(5 * 60);
 /// Most pairs that are recorded.
 const MAX_PAIRS: usize = 10_000;
-/// Most copies at a time whose bytes pass through this streamer. Each takes up to 30 MiB of
-/// memory.
+/// Most copies at a time whose bytes pass through this streamer. Each has queues and HTTP/2 windows
+/// in memory.
 const MAX_RELAYS: usize = 16;
 
 /// A source and a destination.
