@@ -298,6 +298,7 @@ pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) 
         | FailureReason::Unsupported
         | FailureReason::InputDamaged
         | FailureReason::InputUnreachable
+        | FailureReason::WorkerUnreachable
         | FailureReason::WorkerFull => true,
         FailureReason::DiskFull | FailureReason::WorkerFailed => !announced && report.started_at.is_none(),
         _ => false,
@@ -551,6 +552,7 @@ mod tests {
             FailureReason::Unsupported,
             FailureReason::InputDamaged,
             FailureReason::InputUnreachable,
+            FailureReason::WorkerUnreachable,
             FailureReason::WorkerFull,
         ];
         for reason in surely {

@@ -521,8 +521,9 @@ async fn describe_sources(peers: &mut Peers, failed: &[FailedSource]) -> CopyErr
 async fn describe_failure(peers: &mut Peers, task: &CopyTask, endpoint: &str, refusal: Refusal) -> CopyError {
     // An error without a reason does not come from the gateway.
     if refusal.reason.is_none() && refusal.is_transient() {
-        let name = peers.worker_name(task.request.worker).await;
-        return CopyError::Unreachable { name, endpoint: endpoint.to_owned(), error: refusal.message };
+        let worker = task.request.worker;
+        let (name, endpoint) = (peers.worker_name(worker).await, endpoint.to_owned());
+        return CopyError::Unreachable { worker, name, endpoint, error: refusal.message };
     }
     PeerError::from(refusal).into()
 }

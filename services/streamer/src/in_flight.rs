@@ -96,6 +96,7 @@ pub(crate) enum CopyError {
         "cannot copy the artifact to worker {name}: its gateway at {endpoint} cannot be reached: {error}"
     )]
     Unreachable {
+        worker: WorkerId,
         /// Name of the worker.
         name: String,
         /// Address of its gateway.

@@ -488,6 +488,7 @@ failure_reasons! {
     InputUnavailable = "INPUT_UNAVAILABLE";
     InputDamaged = "INPUT_DAMAGED";
     InputUnreachable = "INPUT_UNREACHABLE";
+    WorkerUnreachable = "WORKER_UNREACHABLE";
     ContainerNotFound = "CONTAINER_NOT_FOUND";
     DiskFull = "DISK_FULL";
     DiskLimitExceeded = "DISK_LIMIT_EXCEEDED";

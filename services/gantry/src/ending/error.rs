@@ -252,6 +252,9 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "INPUT_UNAVAILABLE" => "upload the input again",
         "INPUT_DAMAGED" => "run the command again; the input is then copied from another place",
         "INPUT_UNREACHABLE" => "check that the gateways of the named workers can reach each other",
+        "WORKER_UNREACHABLE" => {
+            "check the address of the worker in `gantry show worker`, and the network to it"
+        }
         "NO_COMPATIBLE_WORKER" => "change the requirements, or see `gantry list workers`",
         "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
         "INVALID_IMAGE" => {

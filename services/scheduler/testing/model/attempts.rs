@@ -220,7 +220,7 @@ impl State {
         // After a worker fault before the start, another worker may take the workload.
         let fault = report.failure.filter(|_| report.exit.is_none() && lease.stop.is_none());
         let fault = fault.filter(|reason| match reason {
-            FailureReason::StartFailed | FailureReason::WorkerFull => true,
+            FailureReason::StartFailed | FailureReason::WorkerUnreachable | FailureReason::WorkerFull => true,
             FailureReason::InputDamaged | FailureReason::InputUnreachable => true,
             FailureReason::DiskFull => is_before_start,
             _ => false,

@@ -438,7 +438,8 @@ impl World {
                 let code = Some(Exit::Code(dice.random_range(0..2)));
                 let (exit, failure) = match dice.random_range(0..19) {
                     _ if is_failing && dice.random_bool(0.7) => (None, Some(FailureReason::StartFailed)),
-                    0 | 1 | 9 | 10 => (None, Some(FailureReason::StartFailed)),
+                    0 | 1 | 9 => (None, Some(FailureReason::StartFailed)),
+                    10 => (None, Some(FailureReason::WorkerUnreachable)),
                     11 => (None, Some(FailureReason::InputDamaged)),
                     12 => (None, Some(FailureReason::InputUnreachable)),
                     2 => (None, Some(FailureReason::WorkerFull)),

@@ -131,7 +131,11 @@ impl From<CopyError> for Status {
             CopyError::Sources { about, .. } => {
                 return Reason::SourceFailed.status_about(SERVICE, error.to_string(), about.clone());
             }
-            CopyError::Silent(_) | CopyError::Unreachable { .. } => Reason::WorkerUnreachable,
+            CopyError::Unreachable { worker, .. } => {
+                let about = [("worker", worker.to_string())];
+                return Reason::WorkerUnreachable.status_about(SERVICE, error.to_string(), about);
+            }
+            CopyError::Silent(_) => Reason::WorkerUnreachable,
             CopyError::Cancelled => Reason::TransferCancelled,
             CopyError::Truncated(_)
             | CopyError::OtherBytes(_)

@@ -231,6 +231,7 @@ async fn unreachable_gateways_are_named() {
     let failed = suite.materialize(artifact, two).await.expect_err("the destination cannot be reached");
     let destination = format!("worker two: its gateway at {} cannot be reached: ", suite.link(two).endpoint);
     assert!(failed.is(Reason::WorkerUnreachable) && failed.message.contains(&destination), "{failed}");
+    assert_eq!(failed.about.get("worker"), Some(&two.to_string()));
     suite.link(two).open();
     suite.materialize(artifact, two).await.expect("both can be reached");
     suite.stop().await;

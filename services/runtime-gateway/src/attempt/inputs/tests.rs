@@ -511,8 +511,13 @@ async fn copy_gives_up_after_a_time_without_progress() {
     let refusal = copied.expect_err("no gateway can be reached");
     assert!(refusal.is(Reason::SourceFailed), "{refusal}");
     assert_eq!(lock(&waits).len(), 3, "each failure that is tried again is reported");
-    let failed = failure(&AttemptError::InputMissing("far".to_owned(), artifact, refusal));
-    assert_eq!(failed.reason, FailureReason::InputUnreachable);
+    let reason = |refusal| failure(&AttemptError::InputMissing("far".to_owned(), artifact, refusal)).reason;
+    assert_eq!(reason(refusal), FailureReason::InputUnreachable);
+    let of_sources = Reason::WorkerUnreachable.status("gantry.streamer", "all sources are silent");
+    assert_eq!(reason(Refusal::from(of_sources)), FailureReason::InputUnreachable);
+    let about = [("worker", suite.worker.session.opened().await.worker.to_string())];
+    let of_this = Reason::WorkerUnreachable.status_about("gantry.streamer", "cannot be reached", about);
+    assert_eq!(reason(Refusal::from(of_this)), FailureReason::WorkerUnreachable);
     drop(suite.worker);
     suite.store.end().await;
     suite.streamer.end().await;
