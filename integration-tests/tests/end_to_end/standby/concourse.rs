@@ -36,7 +36,11 @@ fn attend(suite: &mut Suite, pair: &ConcourseWorker, name: &str) {
 
 impl Scene {
     fn start(kind: (Manner, Driver)) -> Self {
-        let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
+        Self::with_terms(kind, SHORT_TERMS)
+    }
+
+    fn with_terms(kind: (Manner, Driver), terms: &[(&str, &str)]) -> Self {
+        let mut suite = Suite::start(Shape::NO_WORKER, terms);
         let pair = ConcourseWorker::start(kind.0, kind.1);
         attend(&mut suite, &pair, "first");
         suite.attended(WORKER, "first");
@@ -112,6 +116,20 @@ fn standby_replaces_killed_gateway() {
         scene.suite.wait_for_log("third", "this gateway stands by");
         scene.runs_another();
     }
+}
+
+#[test]
+fn standby_replaces_ended_gateway_at_once() {
+    if !may_run_containers() {
+        return;
+    }
+    let terms =
+        [("GANTRY_WORKER_TTL", "1h"), ("GANTRY_STOP_AFTER", "2h"), ("GANTRY_LOST_AFTER", "3h")];
+    let mut scene = Scene::with_terms((Manner::Containerd, Driver::Overlay), &terms);
+    let before = scene.suite.attended(WORKER, "first");
+    assert!(scene.suite.terminate("first").success());
+    scene.goes_on(&before);
+    scene.ends_well();
 }
 
 #[test]

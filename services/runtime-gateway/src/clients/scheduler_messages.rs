@@ -258,6 +258,13 @@ impl SchedulerStream {
             None => Err(StreamError::Closed),
         }
     }
+
+    /// Closes the stream, and waits until the scheduler has recorded that and ended it, too.
+    pub(crate) async fn sign_off(self) {
+        let Self { up, mut down } = self;
+        drop(up);
+        while let Ok(Some(_)) = down.message().await {}
+    }
 }
 
 impl From<AttemptPhase> for pb::LeasePhase {

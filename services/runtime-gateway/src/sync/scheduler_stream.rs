@@ -21,7 +21,7 @@ use crate::attempt;
 use crate::attempt::context::AttemptContext;
 use crate::clients::scheduler_messages::{
     AttemptPhase, DesiredLease, DesiredState, Directive, LeaseRequest, LeaseState, Registration,
-    SchedulerStream, StreamError, WorkerState,
+    SchedulerStream, StreamError, Welcome, WorkerState,
 };
 use crate::driven;
 use crate::util::clock::since_boot;
@@ -34,6 +34,8 @@ use crate::worker::usage::Usage;
 /// Time of an extra state message after a registration, if the heartbeat is slower. The scheduler
 /// ignores listings of the first second.
 const FIRST_OBSERVATION: Duration = Duration::from_millis(1100);
+/// Maximum time for the scheduler to record that a gateway has signed off.
+const SIGN_OFF_TIME: Duration = Duration::from_secs(2);
 
 /// The reason why a stream to the scheduler ended.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +48,8 @@ enum StreamEnd {
     NeverSent,
     #[error("the scheduler does not know this worker any more")]
     Forgotten,
+    #[error("the gateway is stopping")]
+    Stopping,
 }
 
 /// Keeps a stream to the scheduler open until the gateway stops.
@@ -54,11 +58,9 @@ pub(crate) async fn synchronize_forever(context: Arc<AttemptContext>, mut instan
     let mut pause = Duration::from_millis(20);
     let (mut standing_by, mut retired) = (false, false);
     loop {
-        let ended = tokio::select! {
-            ended = run_stream(&context, instance, &mut pause) => ended,
-            () = worker.stopping.cancelled() => return,
-        };
+        let ended = run_stream(&context, instance, &mut pause).await;
         match &ended {
+            StreamEnd::Stopping => return,
             StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::StaleSession) => {
                 tracing::warn!(
                     worker.name = worker.config.worker_name,
@@ -107,28 +109,60 @@ pub(crate) async fn synchronize_forever(context: Arc<AttemptContext>, mut instan
     }
 }
 
-/// Registers, and exchanges messages until the stream ends.
+/// Registers, and exchanges messages until the stream ends. Signs off if the gateway stops.
 async fn run_stream(
     context: &Arc<AttemptContext>,
     instance: GatewayInstance,
     pause: &mut Duration,
 ) -> StreamEnd {
-    match try_run_stream(context, instance, pause).await {
-        Ok(never) => match never {},
-        Err(ended) => ended,
+    let worker = &context.worker;
+    let opened = tokio::select! {
+        opened = open_stream(worker, instance) => opened,
+        () = worker.stopping.cancelled() => return StreamEnd::Stopping,
+    };
+    let (mut stream, welcome, registered_at) = match opened {
+        Ok(opened) => opened,
+        Err(ended) => return ended,
+    };
+    tokio::select! {
+        exchanged = exchange(context, &mut stream, welcome, registered_at, pause) => match exchanged {
+            Ok(never) => match never {},
+            Err(ended) => return ended,
+        },
+        () = worker.stopping.cancelled() => {}
     }
+    // Another gateway may start and destroy something as soon as this one has signed off.
+    worker.session.end_exclusive();
+    if tokio::time::timeout(SIGN_OFF_TIME, stream.sign_off()).await.is_err() {
+        tracing::warn!(
+            worker.name = worker.config.worker_name,
+            "cannot sign off: the scheduler does not answer"
+        );
+    }
+    StreamEnd::Stopping
 }
 
-async fn try_run_stream(
-    context: &Arc<AttemptContext>,
+/// Registers. Returns also the time before the registration, by `CLOCK_BOOTTIME`.
+async fn open_stream(
+    worker: &Worker,
     instance: GatewayInstance,
+) -> Result<(SchedulerStream, Welcome, Duration), StreamEnd> {
+    let registration = registration(worker, instance).await?;
+    let registered_at = since_boot();
+    let (stream, welcome) = SchedulerStream::open(&worker.clients.scheduler, registration).await?;
+    Ok((stream, welcome, registered_at))
+}
+
+/// Exchanges messages in a new session until the stream ends.
+async fn exchange(
+    context: &Arc<AttemptContext>,
+    stream: &mut SchedulerStream,
+    welcome: Welcome,
+    registered_at: Duration,
     pause: &mut Duration,
 ) -> Result<Infallible, StreamEnd> {
     let worker = &context.worker;
-    let registration = registration(worker, instance).await?;
-    let registered_at = since_boot();
     let mut heartbeats = Heartbeats::new(registered_at);
-    let (mut stream, welcome) = SchedulerStream::open(&worker.clients.scheduler, registration).await?;
     let session = OpenSession {
         credential: welcome.credential,
         worker: welcome.worker,

@@ -71,7 +71,7 @@ impl SessionState {
     /// Opens or ends a session.
     pub(crate) fn set(&self, open: Option<OpenSession>) {
         if open.is_none() {
-            *lock(&self.exclusive_until) = Some(Duration::ZERO);
+            self.end_exclusive();
         }
         self.session.send_if_modified(|now| {
             let modified = *now != open;
@@ -84,6 +84,11 @@ impl SessionState {
     pub(crate) fn extend_exclusive(&self, until: Duration) {
         let mut current = lock(&self.exclusive_until);
         *current = Some(current.map_or(until, |current| current.max(until)));
+    }
+
+    /// Ends the time in which the scheduler admits no other gateway.
+    pub(crate) fn end_exclusive(&self) {
+        *lock(&self.exclusive_until) = Some(Duration::ZERO);
     }
 
     /// Whether no other gateway can speak for the worker. Only then may this gateway start or
