@@ -204,7 +204,8 @@ pub(crate) struct RunArgs {
     /// limit
     ///
     /// Outputs and caches count, and changed files of inputs and of the image with their whole
-    /// size. The command is killed within seconds after it has written more.
+    /// size. The command is killed soon after it has written more. At its end it is measured again,
+    /// and a command that has written more has no outputs.
     #[arg(long, value_name = "SIZE", value_parser = values::disk, help_heading = "Resources")]
     pub(crate) disk: Option<u64>,
     /// Reserve CPU on the worker, in cores such as `0.5` or `2`. Default: nothing

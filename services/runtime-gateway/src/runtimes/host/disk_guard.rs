@@ -1,8 +1,10 @@
 //! Disk guard: ends containers that exceed their limit of the disk, and the container that has
 //! written the most when the worker's disk is nearly full.
 //!
-//! Containers with a limit are measured one after another, with pauses. So a container may exceed
-//! its limit by what it writes within some seconds.
+//! Containers with a limit are measured one after another, with pauses: about once per second, and
+//! at least a minute after the last time if that took long. Each is measured again at its end,
+//! before its outputs are published. So a container may exceed its limit only while it runs, by
+//! what it writes between two measurements.
 //!
 //! On a full disk, all containers and transfers of the worker fail. The guard polls the free space.
 //! It walks the trees of containers only when less is free than transfers leave
@@ -20,8 +22,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use domain::workload::FailureReason;
+use domain::workload::{Failure, FailureReason};
 use domain::{ContainerHandle, ProcessId, VolumeHandle, error_chain};
+use futures::future::join_all;
 use runtime::{Ended, RuntimeError};
 use rustix::fs::{AtFlags, FileType, Stat, statat};
 use transfer::TreeWalk;
@@ -42,6 +45,8 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(30);
 /// The shortest pause between two measurements of a container with a limit, as a multiple of the
 /// time that the first one took.
 const MEASURE_PAUSE_FACTOR: u32 = 20;
+/// Maximum of that pause.
+const MAX_MEASURE_PAUSE: Duration = Duration::from_secs(60);
 /// Reserved inodes of the file system, as a fraction: 1/100.
 const FREE_INODES: u64 = 100;
 
@@ -94,17 +99,27 @@ struct DiskUsage {
 impl HostRuntime {
     /// Runs the disk guard. The future never completes.
     pub async fn guard_disk(self: Arc<Self>) {
-        let mut watched = HashMap::new();
-        loop {
-            if let Err(error) = self.free_disk().await {
-                tracing::warn!(error = error_chain(&error), "cannot keep the disk free");
+        let free = async {
+            loop {
+                if let Err(error) = self.free_disk().await {
+                    tracing::warn!(error = error_chain(&error), "cannot keep the disk free");
+                }
+                tokio::time::sleep(INTERVAL).await;
+                _ = tokio::time::timeout(IDLE_INTERVAL, self.host.until_any_runs()).await;
             }
-            if let Err(error) = self.keep_limits(&mut watched).await {
-                tracing::warn!(error = error_chain(&error), "cannot check limits of the disk");
+        };
+        // Containers with a limit must not delay the protection of the disk.
+        let limit = async {
+            let mut watched = HashMap::new();
+            loop {
+                if let Err(error) = self.keep_limits(&mut watched).await {
+                    tracing::warn!(error = error_chain(&error), "cannot check limits of the disk");
+                }
+                tokio::time::sleep(INTERVAL).await;
+                self.host.until_any_runs().await;
             }
-            tokio::time::sleep(INTERVAL).await;
-            _ = tokio::time::timeout(IDLE_INTERVAL, self.host.until_any_runs()).await;
-        }
+        };
+        tokio::join!(free, limit);
     }
 
     async fn free_disk(&self) -> Result<(), RuntimeError> {
@@ -124,15 +139,13 @@ impl HostRuntime {
     async fn keep_limits(&self, watched: &mut HashMap<ContainerHandle, Watch>) -> Result<(), RuntimeError> {
         let (host, mut taken) = (Arc::clone(&self.host), std::mem::take(watched));
         let (returned, exceeding) = blocking(move || {
-            let exceeding = host.exceeding(&mut taken);
+            let exceeding = host.find_exceeding(&mut taken);
             Ok::<_, RuntimeError>((taken, exceeding))
         })
         .await?;
         *watched = returned;
-        for decision in exceeding? {
-            self.end_for_disk(decision).await?;
-        }
-        Ok(())
+        let ends = exceeding.into_iter().map(|decision| self.end_for_disk(decision));
+        join_all(ends).await.into_iter().collect()
     }
 
     /// Deletes the root layers of containers whose process has ended.
@@ -212,42 +225,55 @@ impl Host {
     }
 
     /// Measures the containers with a limit that are due. Returns those that exceed it.
-    fn exceeding(
-        &self,
-        watched: &mut HashMap<ContainerHandle, Watch>,
-    ) -> Result<Vec<GuardDecision>, RuntimeError> {
+    fn find_exceeding(&self, watched: &mut HashMap<ContainerHandle, Watch>) -> Vec<GuardDecision> {
         let containers: HashSet<_> = lock(&self.processes).values().copied().collect();
         watched.retain(|container, _| containers.contains(container));
         for container in containers {
             if !watched.contains_key(&container)
-                && let Some(spec) = self.read_container(container)?
+                && let Ok(Some(spec)) = self.read_container(container)
             {
                 watched.insert(container, Watch { limit: spec.limits().disk_bytes, due: Instant::now() });
             }
         }
-        let mut exceeding = Vec::new();
         let is_due = |watch: &Watch| watch.limit.is_some() && watch.due <= Instant::now();
         if !watched.values().any(is_due) {
-            return Ok(exceeding);
+            return Vec::new();
         }
+        let mut exceeding = Vec::new();
         for process in self.running_main_processes() {
             let Some(watch) = watched.get_mut(&process.container).filter(|watch| is_due(watch)) else {
                 continue;
             };
             let began = Instant::now();
-            let bytes = self.disk_usage(&process)?.bytes;
-            watch.due = Instant::now() + began.elapsed() * MEASURE_PAUSE_FACTOR;
-            if let Some(limit) = watch.limit.filter(|limit| bytes > *limit) {
-                let wrote = match bytes {
-                    u64::MAX => "has more open files than can be measured".to_owned(),
-                    _ => format!("has written {} MiB", bytes.div_ceil(1 << 20)),
-                };
-                let message = format!("the container {wrote}, and its limit is {} MiB", limit >> 20);
-                exceeding
-                    .push(GuardDecision { process: process.id, request: Request::EndForDiskLimit(message) });
+            // A container that ends now is measured at its end.
+            let usage = self.disk_usage(&process);
+            let pause = began.elapsed() * MEASURE_PAUSE_FACTOR;
+            watch.due = Instant::now() + pause.min(MAX_MEASURE_PAUSE);
+            match usage {
+                Ok(usage) => {
+                    let message = watch.limit.and_then(|limit| describe_excess(usage.bytes, limit));
+                    let request = message.map(Request::EndForDiskLimit);
+                    exceeding.extend(request.map(|request| GuardDecision { process: process.id, request }));
+                }
+                Err(error) => {
+                    let error = error_chain(&error);
+                    tracing::debug!(process.id = %process.id, error, "cannot measure a container");
+                }
             }
         }
-        Ok(exceeding)
+        exceeding
+    }
+
+    /// Returns the failure of a process that has exited, if its container has exceeded its limit.
+    pub(super) fn exceeded_limit(&self, id: ProcessId) -> Result<Option<Failure>, RuntimeError> {
+        let process = self.find(id)?;
+        let container = self.read_container(process.container)?;
+        let Some(limit) = container.and_then(|spec| spec.limits().disk_bytes) else { return Ok(None) };
+        if Self::taken_intent(&process)?.is_some_and(|intent| intent.joins.is_some()) {
+            return Ok(None);
+        }
+        let message = describe_excess(self.disk_usage(&process)?.bytes, limit);
+        Ok(message.map(|message| Failure { reason: FailureReason::DiskLimitExceeded, message }))
     }
 
     /// Lists the running main processes. A process that joined a container ends with it.
@@ -267,15 +293,21 @@ impl Host {
         let state = &self.config.state_dir;
         let device = rustix::fs::stat(state).map_err(|error| at("check", state)(error.into()))?.st_dev;
         let mut taken = DiskUsage { device, ..DiskUsage::default() };
-        for (_, layer) in self.layers_of(process)? {
+        let mut copied = 0;
+        for (volume, layer) in self.layers_of(process)? {
             if let Err(error) = taken.add_tree(&layer) {
                 tracing::debug!(path = %layer.display(), %error, "cannot walk the whole tree of a container");
+            }
+            if let Some(volume) = volume {
+                copied += self.volumes.copied(volume)?;
             }
         }
         for pid in self.cgroups.processes(&process.cgroup()) {
             // The process may have ended.
             taken.add_unlinked(pid).unwrap_or_default();
         }
+        // The container did not write what was there before.
+        taken.bytes = taken.bytes.saturating_sub(copied);
         if taken.open > MAX_LOOKED_AT {
             (taken.bytes, taken.inodes) = (u64::MAX, u64::MAX);
         }
@@ -323,6 +355,20 @@ impl Host {
         }
         Ok(())
     }
+}
+
+/// Says by how much a container has exceeded its limit. `None`: it has not.
+fn describe_excess(bytes: u64, limit: u64) -> Option<String> {
+    let wrote = match bytes {
+        u64::MAX => "has more open files than can be measured".to_owned(),
+        _ => format!("has written {:.1} MiB", mebibytes(bytes)),
+    };
+    (bytes > limit).then(|| format!("the container {wrote}, and its limit is {:.1} MiB", mebibytes(limit)))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "the result is rounded")]
+fn mebibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
 }
 
 /// Deletes the contents of a directory.

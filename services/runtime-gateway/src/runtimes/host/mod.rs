@@ -483,7 +483,13 @@ impl Runtime for HostRuntime {
     }
 
     async fn wait(&self, process: ProcessId) -> Result<Ended, RuntimeError> {
-        Host::wait(&self.host, process).await
+        let ended = Host::wait(&self.host, process).await?;
+        if !matches!(ended, Ended::Exited { .. }) {
+            return Ok(ended);
+        }
+        let host = Arc::clone(&self.host);
+        let exceeded = blocking(move || host.exceeded_limit(process)).await?;
+        Ok(exceeded.map_or(ended, Ended::Unknown))
     }
 
     async fn usage(&self, process: ProcessId) -> Result<Usage, RuntimeError> {

@@ -50,8 +50,9 @@ pub(super) fn own_tree(path: &Path, uid: u32, gid: u32) -> io::Result<()> {
 }
 
 /// Copies the contents of `from` into the empty directory `to`, which gets the owner, mode and
-/// times of `from`.
-pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
+/// times of `from`. Returns the bytes on the disk of the copied files.
+pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<u64> {
+    let mut bytes = 0;
     let (mut source, mut target) = (TreeWalk::open(from)?, Descent::open(to)?);
     let mut links = Links::new(target.directory().try_clone_to_owned()?);
     loop {
@@ -62,7 +63,7 @@ pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
             let found = rustix::fs::fstat(source.directory())?;
             finish(source.directory(), target.directory(), &found)?;
             if source.leave()?.is_none() {
-                return Ok(());
+                return Ok(bytes);
             }
             target.leave()?;
             continue;
@@ -73,9 +74,9 @@ pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
             source.enter(&name)?;
             target.enter(&name)?;
         } else if found.st_nlink < 2 {
-            entry(directory, target.directory(), &name, &found)?;
+            bytes += entry(directory, target.directory(), &name, &found)?;
         } else if !links.link(target.directory(), &name, &found)? {
-            entry(directory, target.directory(), &name, &found)?;
+            bytes += entry(directory, target.directory(), &name, &found)?;
             links.remember(target.directory(), &name, &found)?;
         }
     }
@@ -83,8 +84,9 @@ pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
 
 /// Copies the files at `names` in `from`, with their directories, into `to`. Hard links in `names`
 /// stay hard links. `names` must be in the order of a manifest, so that each directory is entered
-/// once.
-pub(super) fn copy_files(from: &Path, to: &Path, names: &[PathBuf]) -> io::Result<()> {
+/// once. Returns the bytes on the disk of the copied files.
+pub(super) fn copy_files(from: &Path, to: &Path, names: &[PathBuf]) -> io::Result<u64> {
+    let mut bytes = 0;
     let (mut source, mut target) = (Descent::open(from)?, Descent::open(to)?);
     let mut links = Links::new(target.directory().try_clone_to_owned()?);
     let mut current: Vec<&OsStr> = Vec::new();
@@ -101,14 +103,15 @@ pub(super) fn copy_files(from: &Path, to: &Path, names: &[PathBuf]) -> io::Resul
         current = parent;
         let (name, found) = (name.as_bytes(), stat(source.directory(), name.as_bytes())?);
         if found.st_nlink < 2 {
-            entry(source.directory(), target.directory(), name, &found)?;
+            bytes += entry(source.directory(), target.directory(), name, &found)?;
         } else if !links.link(target.directory(), name, &found)? {
-            entry(source.directory(), target.directory(), name, &found)?;
+            bytes += entry(source.directory(), target.directory(), name, &found)?;
             links.remember(target.directory(), name, &found)?;
         }
     }
     leave(&mut source, &mut target, current.len())?;
-    links.clear()
+    links.clear()?;
+    Ok(bytes)
 }
 
 /// Leaves directories whose copies are complete.
@@ -191,8 +194,9 @@ impl Links {
     }
 }
 
-/// Copies an entry that is not a directory.
-fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<()> {
+/// Copies an entry that is not a directory. Returns its bytes on the disk.
+fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<u64> {
+    let bytes = u64::try_from(found.st_blocks).unwrap_or(0) * 512;
     match FileType::from_raw_mode(found.st_mode) {
         FileType::RegularFile => {
             // Without O_NONBLOCK, opening a file that was replaced by a pipe would block.
@@ -205,7 +209,8 @@ fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) ->
             if rustix::fs::ioctl_ficlone(&target, &source).is_err() {
                 contents(&mut source, &mut target)?;
             }
-            return finish(source.as_fd(), target.as_fd(), found);
+            finish(source.as_fd(), target.as_fd(), found)?;
+            return Ok(bytes);
         }
         FileType::Symlink => {
             let link = rustix::fs::readlinkat(from, name, Vec::new())?;
@@ -218,7 +223,8 @@ fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) ->
     }
     let owner = (Some(Uid::from_raw(found.st_uid)), Some(Gid::from_raw(found.st_gid)));
     rustix::fs::chownat(to, name, owner.0, owner.1, AtFlags::SYMLINK_NOFOLLOW)?;
-    Ok(rustix::fs::utimensat(to, name, &times(found), AtFlags::SYMLINK_NOFOLLOW)?)
+    rustix::fs::utimensat(to, name, &times(found), AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(bytes)
 }
 
 /// Copies the data of a file and keeps its holes.

@@ -46,6 +46,10 @@ enum CopyOnWrite {
 /// In the directory of a volume: its directories that became other volumes, one file for each.
 const GIVEN: &str = "given";
 
+/// In the directory of a volume: the bytes on the disk that were copied into its top layer when it
+/// was created.
+const COPIED: &str = "copied";
+
 /// With these options, a change of owner does not copy the contents up.
 const METACOPY: &[&str] = &["volatile", "index=off", "redirect_dir=on", "metacopy=on"];
 /// Options in the user namespace of an ordinary user, who cannot write `trusted` attributes.
@@ -170,13 +174,17 @@ impl Volumes {
         };
         fs::create_dir(new).map_err(at("make", new))?;
         let contents = make("contents")?;
+        let note_copied = |bytes: u64| {
+            let path = new.join(COPIED);
+            fs::write(&path, bytes.to_string()).map_err(at("write", &path))
+        };
         let (parent, names) = match source {
             VolumeSource::Empty => return Ok(()),
             VolumeSource::CopyOnWrite { parent } => (*parent, &[][..]),
             VolumeSource::CopyOnWriteLinked { parent, names } => (*parent, &names[..]),
             VolumeSource::Copy { original } => {
                 let from = self.directory(*original)?;
-                return copy_tree(&from, &contents).map_err(at("copy", &from));
+                return note_copied(copy_tree(&from, &contents).map_err(at("copy", &from))?);
             }
             VolumeSource::WorkerProvided(what) => {
                 return Err(RuntimeError::Unsupported(format!("a host worker does not provide {what:?}")));
@@ -186,7 +194,7 @@ impl Volumes {
         let max_layers = mounts::max_layers().map_err(at("test overlays below", new))?;
         if !self.overlays() || layers.len() >= max_layers {
             let from = self.directory(parent)?;
-            return copy_tree(&from, &contents).map_err(at("copy", &from));
+            return note_copied(copy_tree(&from, &contents).map_err(at("copy", &from))?);
         }
         let (upper, _) = (make("upper")?, make("work")?);
         // The root of the topmost layer is the visible root.
@@ -196,12 +204,20 @@ impl Volumes {
             // An overlay copies a file up under one name, which breaks its hard links. A file that
             // is already in the top layer stays one file.
             let from = self.directory(parent)?;
-            copy_files(&from, &upper, names).map_err(at("copy", &from))?;
+            note_copied(copy_files(&from, &upper, names).map_err(at("copy", &from))?)?;
         }
         let path = new.join("parent");
         fs::write(&path, parent.to_string()).map_err(at("write", &path))?;
         lock(&self.children).entry(parent).or_default().insert(handle);
         Ok(())
+    }
+
+    /// Returns the bytes on the disk that were copied into the top layer of a volume when it was
+    /// created.
+    pub(super) fn copied(&self, handle: VolumeHandle) -> Result<u64, RuntimeError> {
+        let path = self.volume(handle).join(COPIED);
+        let text = filesystem::read_if_exists(&path).map_err(at("read", &path))?;
+        Ok(text.and_then(|text| String::from_utf8(text).ok()?.parse().ok()).unwrap_or(0))
     }
 
     /// Removes a destroyed volume from the children of its parent.
@@ -339,7 +355,7 @@ impl Volumes {
             Ok(()) => Ok(()),
             // The volume has a separate mount.
             Err(Errno::XDEV) => {
-                copy_tree(&source.join(path), &target).map_err(at("copy", &source.join(path)))
+                copy_tree(&source.join(path), &target).map(drop).map_err(at("copy", &source.join(path)))
             }
             Err(error) => Err(at("take", &source.join(path))(error.into())),
         }

@@ -573,8 +573,11 @@ async fn worker_copies_volumes_without_overlays() {
         let directory = conformance::directory(&*runtime, parent).await;
         fs::create_dir(directory.join("dir")).expect("make");
         fs::write(directory.join("dir/file"), "line\n").expect("write");
+        fs::write(directory.join("large"), vec![1; 3 << 20]).expect("write");
         let child = runtime.child(parent).await;
-        let spec = ContainerSpec { mounts: vec![mount(child, "/out", false)], ..container() };
+        // The copy of the parent does not count as written.
+        let limits = Limits { disk_bytes: Some(1 << 20), ..Limits::default() };
+        let spec = ContainerSpec { mounts: vec![mount(child, "/out", false)], limits, ..container() };
         let said = runtime.run(spec, process(&programs::append("/out/dir/file"))).await;
         assert!(matches!(said.ended, Some(Ended::Exited { .. })), "{said:?}");
         let copied = conformance::directory(&*runtime, child).await.join("dir/file");
@@ -603,6 +606,10 @@ async fn container_that_exceeds_its_disk_limit_is_ended() {
         let shell = process(&["/bin/sh", "-c", script].map(str::to_owned));
         (runtime.started(handle, shell).await, volume)
     };
+    // The guard does not run yet, so this one is only measured at its end.
+    let (quick, _) = start(limits, "head -c 6000000 /dev/zero > /out/file").await;
+    let Ended::Unknown(failure) = runtime.ended(quick).await else { panic!("it ended well") };
+    assert_eq!(failure.reason, FailureReason::DiskLimitExceeded);
     // Together, the root layer and the output are too large.
     let script = "head -c 3000000 /dev/zero > /var/file; head -c 3000000 /dev/zero > /out/file; sleep 60";
     let rest = async {
@@ -611,7 +618,7 @@ async fn container_that_exceeds_its_disk_limit_is_ended() {
         let (greedy, volume) = start(limits, script).await;
         let Ended::Unknown(failure) = runtime.ended(greedy).await else { panic!("it was not ended") };
         assert_eq!(failure.reason, FailureReason::DiskLimitExceeded);
-        assert_eq!(failure.message, "the container has written 6 MiB, and its limit is 4 MiB");
+        assert!(failure.message.ends_with(", and its limit is 4.0 MiB"), "{}", failure.message);
         let Contents::Directory(output) = runtime.contents(volume).await.expect("contents") else {
             panic!("it is on this machine")
         };
