@@ -3,6 +3,8 @@
 //! Volumes may share files, so sizes of volumes say neither what they take together nor what the
 //! deletion of one frees.
 
+use std::collections::BTreeMap;
+
 use db::rows::Column;
 use domain::VolumeHandle;
 use domain::worker::SessionClaims;
@@ -39,12 +41,11 @@ pub(crate) async fn record(
     measured: &[DiskUsage],
 ) -> Result<(), SessionError> {
     sessions::fence(txn, claims).await?;
-    let mut rows: Vec<_> = measured
-        .iter()
-        .map(|usage| Row { handle: usage.handle.uuid(), exclusive: usage.exclusive, part: usage.part })
-        .collect();
-    // The order in which other transactions lock volumes.
-    rows.sort_unstable_by_key(|row| row.handle);
+    // With two rows for a volume, the statement below would choose one at random.
+    let rows: BTreeMap<_, _> = measured.iter().map(|usage| (usage.handle.uuid(), usage)).collect();
+    let rows =
+        rows.into_iter().map(|(handle, usage)| Row { handle, exclusive: usage.exclusive, part: usage.part });
+    let rows: Vec<_> = rows.collect();
     let backend = txn.get_database_backend();
     let sql = format!(
         "UPDATE volumes SET exclusive_bytes = measured.exclusive, disk_bytes = measured.part

@@ -33,22 +33,31 @@ const BATCH: usize = 1000;
 /// The pause after each volume, as a multiple of the time in which it was measured.
 const PAUSE_FACTOR: u32 = 9;
 
-/// What was measured for a volume. `None`: its files are not on this machine.
-struct Measured {
+/// The use of the disk by a volume. `None`: its files are not on this machine.
+struct Measurement {
     usage: Option<DiskUsage>,
     at: Instant,
+}
+
+/// What was measured in a session, and what the artifact store does not have yet.
+#[derive(Default)]
+struct Measurements {
+    known: HashMap<VolumeHandle, Measurement>,
+    unsent: HashMap<VolumeHandle, DiskUsage>,
 }
 
 /// Measures volumes until the gateway stops.
 pub(crate) async fn measure_forever(transfers: Arc<Transfers>) {
     let worker = &transfers.worker;
     let work = async {
-        let mut measured = HashMap::new();
+        let (mut measurements, mut of) = (Measurements::default(), None);
         loop {
             let session = worker.session.opened().await;
-            if !measure_all(&transfers, &mut measured, &session.credential).await {
-                // The store may have forgotten or never known what was sent.
-                measured.clear();
+            // The store may have forgotten what was sent in an earlier session.
+            if of.replace(session.session).is_some_and(|of| of != session.session) {
+                measurements = Measurements::default();
+            }
+            if !measure_all(&transfers, &mut measurements, &session.credential).await {
                 tokio::time::sleep(AFTER_FAILURE).await;
                 continue;
             }
@@ -64,31 +73,19 @@ pub(crate) async fn measure_forever(transfers: Arc<Transfers>) {
 
 /// Measures all complete volumes once, those of a change meanwhile first. Returns whether the store
 /// has all results.
-async fn measure_all(
-    transfers: &Transfers,
-    measured: &mut HashMap<VolumeHandle, Measured>,
-    credential: &str,
-) -> bool {
-    let store = &transfers.worker.clients.store;
-    let (mut unsent, mut sent_at) = (Vec::new(), Instant::now());
-    let mut queue = list(transfers, measured).await;
-    loop {
-        let next = queue.pop_front();
-        let is_due = unsent.len() >= BATCH || sent_at.elapsed() >= MAX_DELAY || next.is_none();
-        if is_due && !unsent.is_empty() {
-            if let Err(refusal) = store.record_disk_usage(credential, &std::mem::take(&mut unsent)).await {
-                tracing::debug!(error = %refusal, "cannot report the disk usage of volumes: trying again");
-                return false;
-            }
-            sent_at = Instant::now();
-        }
-        let Some(volume) = next else { return true };
+async fn measure_all(transfers: &Transfers, measurements: &mut Measurements, credential: &str) -> bool {
+    if !send(transfers, measurements, credential).await {
+        return false;
+    }
+    let mut sent_at = Instant::now();
+    let mut queue = list(transfers, &mut measurements.known).await;
+    while let Some(volume) = queue.pop_front() {
         let began = Instant::now();
         match measure(&*transfers.worker.runtime, volume).await {
             Ok(usage) => {
-                let before = measured.insert(volume, Measured { usage, at: began });
+                let before = measurements.known.insert(volume, Measurement { usage, at: began });
                 let is_new = before.and_then(|before| before.usage) != usage;
-                unsent.extend(usage.filter(|_| is_new).map(|usage| (volume, usage)));
+                measurements.unsent.extend(usage.filter(|_| is_new).map(|usage| (volume, usage)));
             }
             // It was destroyed meanwhile.
             Err(RuntimeError::VolumeNotFound(_)) => {}
@@ -96,17 +93,41 @@ async fn measure_all(
                 tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot measure a volume");
             }
         }
-        tokio::time::sleep((began.elapsed() * PAUSE_FACTOR).min(MAX_DELAY)).await;
+        let pause = began.elapsed() * PAUSE_FACTOR;
+        if measurements.unsent.len() >= BATCH || sent_at.elapsed() + pause >= MAX_DELAY {
+            if !send(transfers, measurements, credential).await {
+                return false;
+            }
+            sent_at = Instant::now();
+        }
+        tokio::time::sleep(pause).await;
         if transfers.volumes_changed.notified().now_or_never().is_some() {
-            queue = list(transfers, measured).await;
+            queue = list(transfers, &mut measurements.known).await;
         }
     }
+    send(transfers, measurements, credential).await
+}
+
+/// Sends what the store does not have yet. Returns whether the store has it now.
+async fn send(transfers: &Transfers, measurements: &mut Measurements, credential: &str) -> bool {
+    let unsent: Vec<_> = measurements.unsent.iter().map(|(volume, usage)| (*volume, *usage)).collect();
+    for batch in unsent.chunks(BATCH) {
+        let store = &transfers.worker.clients.store;
+        if let Err(refusal) = store.record_disk_usage(credential, batch).await {
+            tracing::debug!(error = %refusal, "cannot report the disk usage of volumes: trying again");
+            return false;
+        }
+        for (volume, _) in batch {
+            measurements.unsent.remove(volume);
+        }
+    }
+    true
 }
 
 /// Lists complete volumes: new ones, then the others, ascending by the time of their measurement.
 async fn list(
     transfers: &Transfers,
-    measured: &mut HashMap<VolumeHandle, Measured>,
+    measured: &mut HashMap<VolumeHandle, Measurement>,
 ) -> VecDeque<VolumeHandle> {
     let mut volumes = transfers.manifests.complete().await.unwrap_or_else(|error| {
         tracing::warn!(error = error_chain(&error), "cannot list complete volumes");
@@ -114,7 +135,7 @@ async fn list(
     });
     let present: HashSet<_> = volumes.iter().copied().collect();
     measured.retain(|volume, _| present.contains(volume));
-    volumes.sort_by_key(|volume| measured.get(volume).map(|measured| measured.at));
+    volumes.sort_by_key(|volume| measured.get(volume).map(|known| known.at));
     volumes.into()
 }
 
@@ -231,7 +252,7 @@ mod tests {
             let manifests = &worker.transfers.manifests;
             manifests.load_verified(worker.runtime.as_ref(), volume, "main").await.expect("a manifest");
         };
-        let mut measured = HashMap::new();
+        let mut measurements = Measurements::default();
         let mut reported = async || {
             let answered = async {
                 let StoreCall::DiskUsage(request, answer) = store.next_call().await else {
@@ -240,10 +261,10 @@ mod tests {
                 answer.send(Ok(pb::RecordDiskUsageResponse {})).expect("the gateway waits");
                 request.volumes
             };
-            let measuring = measure_all(&worker.transfers, &mut measured, "credential");
+            let measuring = measure_all(&worker.transfers, &mut measurements, "credential");
             let (is_sent, volumes) = tokio::join!(measuring, within("a report", answered));
             assert!(is_sent, "the store took it");
-            let repeated = measure_all(&worker.transfers, &mut measured, "credential").await;
+            let repeated = measure_all(&worker.transfers, &mut measurements, "credential").await;
             assert!(repeated, "there is nothing to send");
             let exclusive =
                 |volume: pb::VolumeDiskUsage| (volume.volume_handle, volume.exclusive_bytes > 4096);
