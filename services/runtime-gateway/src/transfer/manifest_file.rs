@@ -3,7 +3,7 @@
 //! Files beside the volumes of this machine are compressed with zstd, because many versions of one
 //! tree may be kept.
 
-use std::io;
+use std::io::{self, Read};
 use std::path::Path;
 
 use domain::VolumeHandle;
@@ -14,6 +14,9 @@ pub(super) const PARTIAL_SUFFIX: &str = "tmp";
 
 /// Level of zstd. Digests do not shrink, and all levels shrink the rest to a few bytes.
 const LEVEL: i32 = 1;
+
+/// Maximum length of the digest and the boot id with its length.
+const HEAD_BYTES: u64 = 32 + 1 + 255;
 
 /// Encodes a manifest file: the tree's digest, the boot id and the team with a length each, and the
 /// entries.
@@ -54,8 +57,8 @@ pub(super) fn load_recent(
     files.sort_unstable_by(|a, b| b.cmp(a));
     let (mut recalled, mut bytes) = (Vec::new(), 0);
     for (_, volume, path) in files {
-        if let Ok((written_in, team, manifest)) = load(&path)
-            && written_in == boot
+        if written_in(&path).is_ok_and(|written_in| written_in == boot)
+            && let Ok((_, team, manifest)) = load(&path)
         {
             bytes += manifest.encoded_bytes();
             if bytes > most_bytes {
@@ -68,11 +71,24 @@ pub(super) fn load_recent(
     Ok(recalled)
 }
 
+/// Reads the boot id of a manifest file, without its entries.
+fn written_in(path: &Path) -> io::Result<String> {
+    let mut head = Vec::new();
+    let file = zstd::Decoder::new(std::fs::File::open(path)?)?;
+    file.take(HEAD_BYTES).read_to_end(&mut head)?;
+    let boot = head.get(32..).and_then(text).map(|(boot, _)| boot);
+    boot.ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
 pub(super) fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
-    let compressed = std::fs::read(path)?;
+    let file = std::fs::read(path)?;
+    // Files of earlier versions are not compressed.
+    if !file.starts_with(&zstd::zstd_safe::MAGICNUMBER.to_le_bytes()) {
+        return decode(&file);
+    }
     // The source is in memory, so only its contents can be wrong.
     let malformed = |error| io::Error::new(io::ErrorKind::InvalidData, error);
-    decode(&zstd::decode_all(&compressed[..]).map_err(malformed)?)
+    decode(&zstd::decode_all(&file[..]).map_err(malformed)?)
 }
 
 /// Splits a text with its length from the bytes that follow.
