@@ -82,7 +82,11 @@ class Witness:
         while True:
             connection, _ = self.server.accept()
             with connection, connection.makefile() as lines:
-                number = int(lines.readline())
+                try:
+                    number = int(lines.readline())
+                except (ValueError, OSError):
+                    # The command was killed before it had said its number.
+                    continue
                 with self.lock:
                     self.seen[number] += 1
                 # The command goes on when it was counted.

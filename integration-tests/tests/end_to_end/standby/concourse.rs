@@ -123,8 +123,7 @@ fn standby_replaces_ended_gateway_at_once() {
     if !may_run_containers() {
         return;
     }
-    let terms =
-        [("GANTRY_WORKER_TTL", "1h"), ("GANTRY_STOP_AFTER", "2h"), ("GANTRY_LOST_AFTER", "3h")];
+    let terms = [("GANTRY_WORKER_TTL", "1h"), ("GANTRY_STOP_AFTER", "2h"), ("GANTRY_LOST_AFTER", "3h")];
     let mut scene = Scene::with_terms((Manner::Containerd, Driver::Overlay), &terms);
     let before = scene.suite.attended(WORKER, "first");
     assert!(scene.suite.terminate("first").success());
