@@ -4,8 +4,8 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use integration_tests::may_run_containers;
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use integration_tests::{describe, may_run_containers, wait_for};
 use serde_json::Value;
 
 fn json(suite: &Suite, arguments: &[&str]) -> Vec<Value> {
@@ -67,4 +67,51 @@ fn lost_replica_costs_no_run_while_another_lives() {
             assert_eq!(json(&suite, &["explain", id])[0]["loss_reason"], reason);
         }
     }
+}
+
+#[test]
+fn damage_that_only_a_reader_finds_loses_the_replica() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
+    for worker in ["one", "two"] {
+        suite.attend(worker, worker, &[("GANTRY_WORKER_TAGS", worker)]);
+        suite.attended(worker, worker);
+    }
+    let make = |contents: &str| {
+        let script = format!("printf {contents} > out/file");
+        suite.succeed(&["run", "--quiet", "--tag", "two", "-o", "out", "--", "sh", "-c", &script]);
+        let artifact =
+            json(&suite, &["list", "artifacts", "--state", "sealed"]).remove(0)["artifact_id"].clone();
+        let artifact = artifact.as_str().expect("an id").to_owned();
+        // Size and times stay as they are, as with damage by the disk.
+        let file = replica(&suite, "two").1.join("contents/file");
+        let modified = fs::metadata(&file).and_then(|found| found.modified()).expect("times");
+        let file = File::options().write(true).open(file).expect("open");
+        file.write_all_at(b"X", 0).expect("write");
+        file.set_modified(modified).expect("set");
+        artifact
+    };
+    let is_lost = |artifact: &str| {
+        wait_for("the loss of the replica", || {
+            let explained = json(&suite, &["explain", artifact]).remove(0);
+            (explained["loss_reason"] == "is damaged: \"file\" differs from its manifest").then_some(())
+        });
+    };
+
+    let artifact = make("first");
+    let target = suite.path("target").display().to_string();
+    let failed = suite.gantry(&["download", &artifact, &target]).output().expect("gantry runs");
+    let printed = describe(&failed);
+    assert!(!failed.status.success() && printed.contains("every replica is lost"), "{printed}");
+    is_lost(&artifact);
+
+    let artifact = make("second");
+    let input = format!("in=artifact:{artifact}");
+    let run = ["run", "--quiet", "--tag", "one", "-i", &input, "--", "cat", "in/file"];
+    let failed = suite.gantry(&run).output().expect("gantry runs");
+    let printed = describe(&failed);
+    assert!(!failed.status.success() && printed.contains("INPUT_UNAVAILABLE"), "{printed}");
+    is_lost(&artifact);
 }

@@ -15,8 +15,8 @@ use anyhow::{Context, bail};
 use domain::ArtifactId;
 use rpc::compression::{self, SentBytes};
 use rpc::pb::runtime::{
-    Chunk, ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
-    read_response::Message as ResponseMessage,
+    Chunk, ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadResponse, VerifyRequest,
+    read_request::Message as RequestMessage, read_response::Message as ResponseMessage,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, TransferEndpoint};
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{
     Allowed, Conflict, Dropped, DroppedKind, Gone, Guarded, Manifest, Matches, OrdinalRanges, ScanError,
-    ScanOptions, Standing, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
+    ScanOptions, Standing, Subtree, TreeWriter, Trust, WriteError, WriteOptions, WrittenOwnership,
 };
 
 use crate::cli::args::AllowArgs;
@@ -146,7 +146,16 @@ impl Downloader<'_> {
             _ = requests.send(request(RequestMessage::Want(runs))).await;
         }
         _ = requests.send(request(RequestMessage::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
-        let (staged, wire) = receive_content(responses, staged, tree, bar.clone()).await?;
+        let received = receive_content(responses, staged, tree, bar.clone()).await;
+        let (staged, wire) = match received {
+            Err(error) if is_damage(&error) => {
+                bar.doing("checking the stored copy");
+                let request = VerifyRequest { ticket: endpoint.ticket.clone() };
+                volumes.verify(request).await.map_err(by_gateway)?;
+                return Err(error);
+            }
+            received => received?,
+        };
         drop(requests);
 
         let mode = match base {
@@ -471,6 +480,11 @@ pub(crate) async fn read_file(
 }
 
 /// Receives the requested contents. Also returns the bytes that they took on the network.
+/// Whether the worker sent other content than the manifest declares.
+fn is_damage(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(WriteError::DigestMismatch { .. }))
+}
+
 async fn receive_content(
     mut responses: Streaming<ReadResponse>,
     staged: StagedTree,

@@ -156,11 +156,15 @@ impl From<FetchError> for Status {
                 let reasons = errors
                     .clone()
                     .map(|(index, error)| (format!("source_{index}"), error.reason().to_owned()));
+                let unreached = errors
+                    .clone()
+                    .filter(|(_, error)| error.is_from_transport())
+                    .map(|(index, _)| (format!("source_{index}_unreachable"), "true".to_owned()));
                 let texts = errors.take(MAX_DESCRIBED).map(|(index, error)| {
                     let text = domain::error_chain(error);
                     (format!("source_{index}_error"), rpc::clipped(&text, MAX_ERROR_BYTES).into_owned())
                 });
-                Reason::SourceFailed.status_about(SERVICE, message, reasons.chain(texts))
+                Reason::SourceFailed.status_about(SERVICE, message, reasons.chain(unreached).chain(texts))
             }
         }
     }

@@ -229,6 +229,18 @@ impl Volumes for Handler {
         fetch::peer_address(gateway, request).await.map(Response::new)
     }
 
+    async fn verify(
+        &self,
+        request: Request<pb::VerifyRequest>,
+    ) -> Result<Response<pb::VerifyResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
+        let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
+        attended.transfers.verify_contents(&ticket).await?;
+        Ok(Response::new(pb::VerifyResponse {}))
+    }
+
     async fn stream_to_peer(
         &self,
         request: Request<pb::StreamToPeerRequest>,

@@ -65,10 +65,6 @@ pub(super) async fn write(
     mut requests: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
-    let answer = async |message| {
-        let sent = send(&answers, pb::WriteResponse { message: Some(message) });
-        tokio::time::timeout(UPLOAD_PAUSE, sent).await.map_err(|_| paused("took", UPLOAD_PAUSE))?
-    };
     let WriteMessage::Open(open) = next(&mut requests).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
@@ -77,20 +73,39 @@ pub(super) async fn write(
     let manifest = receive_manifest(&mut requests).await?;
 
     let mut filling = VolumeWriter::begin(&attended.transfers, ticket, Arc::new(manifest)).await?;
-    for runs in rpc::tree::runs(&filling.missing) {
-        answer(WriteAnswer::Missing(runs)).await?;
+    if let Err(failed) = receive_extents(&attended.transfers, &mut filling, &mut requests, &answers).await {
+        // The caller may write again, and a volume has one writer at a time.
+        filling.abandon().await;
+        return Err(failed);
     }
-    answer(WriteAnswer::MissingEnd(pb::ExtentRunsEnd { bytes: filling.missing_bytes() })).await?;
+    let manifest = filling.commit(&attended.transfers).await?;
+    let digest = manifest.tree_digest().as_bytes().to_vec().into();
+    let committed = pb::Committed { digest, size_bytes: manifest.size_bytes() };
+    answer_write(&answers, WriteAnswer::Committed(committed)).await
+}
+
+/// Says what a volume lacks, and writes the extents that the caller sends, up to its `commit`.
+async fn receive_extents(
+    transfers: &Transfers,
+    filling: &mut VolumeWriter,
+    requests: &mut Streaming<pb::WriteRequest>,
+    answers: &Answers<pb::WriteResponse>,
+) -> Result<(), Status> {
+    for runs in rpc::tree::runs(&filling.missing) {
+        answer_write(answers, WriteAnswer::Missing(runs)).await?;
+    }
+    answer_write(answers, WriteAnswer::MissingEnd(pb::ExtentRunsEnd { bytes: filling.missing_bytes() }))
+        .await?;
 
     let mut bytes = 0;
     loop {
-        let (chunk, wire) = match next(&mut requests).await? {
+        let (chunk, wire) = match next(requests).await? {
             WriteMessage::Chunk(chunk) => (chunk, None),
             WriteMessage::ZstdChunk(frame) => {
                 let wire = length(&frame);
                 (decode::<pb::Chunk>("zstd_chunk", frame).await?, Some(wire))
             }
-            WriteMessage::Commit(_) => break,
+            WriteMessage::Commit(_) => return Ok(()),
             _ => return Err(invalid_field("message", "only `chunk` and `commit` may follow the manifest")),
         };
         let content: u64 = chunk.extents.iter().map(|extent| length(&extent.data)).sum();
@@ -100,14 +115,16 @@ pub(super) async fn write(
         transferred::record(Direction::In, content, wire.unwrap_or(content));
         bytes += content;
         let extents = chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
-        filling.put(&attended.transfers, extents).await?;
+        filling.put(transfers, extents).await?;
         // Progress is only informative, so it is dropped if the caller does not read it.
         let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
         answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();
     }
-    let manifest = filling.commit(&attended.transfers).await?;
-    let digest = manifest.tree_digest().as_bytes().to_vec().into();
-    answer(WriteAnswer::Committed(pb::Committed { digest, size_bytes: manifest.size_bytes() })).await
+}
+
+async fn answer_write(answers: &Answers<pb::WriteResponse>, message: WriteAnswer) -> Result<(), Status> {
+    let sent = send(answers, pb::WriteResponse { message: Some(message) });
+    tokio::time::timeout(UPLOAD_PAUSE, sent).await.map_err(|_| paused("took", UPLOAD_PAUSE))?
 }
 
 pub(super) async fn next(

@@ -17,6 +17,9 @@ use transfer::{ExtentData, InvalidManifest, Limits, Manifest, ManifestBuilder, O
 
 use crate::util::transferred::{self, Direction};
 
+/// Maximum time for another gateway to hash a volume.
+const VERIFY_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+
 /// A volume on another worker that has the bytes.
 ///
 /// Invariant: this gateway connects only to the address that the scheduler signed, never to an
@@ -76,11 +79,28 @@ impl SourceError {
     }
 }
 
+impl SourceError {
+    /// Whether the gateway of the source could not be reached, or the connection to it broke.
+    pub(crate) fn is_from_transport(&self) -> bool {
+        // An error with a reason comes from the gateway.
+        matches!(self, Self::Refused(refusal) if refusal.reason.is_none() && refusal.is_transient())
+    }
+}
+
 impl Source {
     fn client(&self) -> Result<VolumesClient<Peer>, SourceError> {
         let endpoint = self.endpoint.as_deref().ok_or(SourceError::Ticket)?;
         let outgoing = Outgoing::internal().with_ticket(&self.ticket);
         Ok(VolumesClient::new(rpc::client::peer(endpoint, outgoing)?))
+    }
+
+    /// Requests the gateway of the source to hash the volume, because it sent other bytes than its
+    /// manifest declares. Returns the error of the gateway, which is expected if it is damaged.
+    pub(crate) async fn verify(&self) -> Result<(), SourceError> {
+        let mut request = tonic::Request::new(pb::VerifyRequest { ticket: self.ticket.clone() });
+        request.set_timeout(VERIFY_TIMEOUT);
+        self.client()?.verify(request).await.map_err(Refusal::from)?;
+        Ok(())
     }
 
     /// Requests the worker of the source to send the volume to another worker, at `inlet`.

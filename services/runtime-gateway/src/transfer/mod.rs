@@ -56,6 +56,8 @@ pub(crate) struct Transfers {
     announcing: Arc<Mutex<HashSet<VolumeHandle>>>,
     /// Notified when a volume was completed or destroyed.
     pub(crate) volumes_changed: Notify,
+    /// Held while a volume is hashed for a reader.
+    verifying: tokio::sync::Mutex<()>,
 }
 
 impl Transfers {
@@ -71,6 +73,7 @@ impl Transfers {
             reservations: DiskReservations::default(),
             announcing: Arc::default(),
             volumes_changed: Notify::default(),
+            verifying: tokio::sync::Mutex::default(),
             worker,
         }))
     }
@@ -109,6 +112,23 @@ impl Transfers {
             return Err(ReadVolumeError::Incomplete);
         }
         Ok(self.manifest(ticket).await?)
+    }
+
+    /// Hashes a volume for a reader that received other bytes than its manifest declares. If the
+    /// volume is damaged, the artifact store knows that before the error is returned.
+    pub(crate) async fn verify_contents(&self, ticket: &TicketClaims) -> Result<(), ReadVolumeError> {
+        let _turn = self.verifying.lock().await;
+        self.read_manifest(ticket).await?;
+        match scrub::hash(self, ticket.volume, |_| true).await {
+            Ok(_) => Ok(()),
+            Err(ManifestError::Damaged(loss)) => {
+                if let Err(refusal) = self.report_losses(std::slice::from_ref(&loss)).await {
+                    tracing::warn!(error = %refusal, "cannot report a lost replica: the next report omits it");
+                }
+                Err(ReadVolumeError::Damaged(loss))
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Returns access to the bytes of a replica that is read.

@@ -110,11 +110,31 @@ pub(crate) async fn fetch(
             Err(SourceFailure::Local(error)) => return Err(error.into()),
             Err(SourceFailure::Source(error)) => {
                 tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = error_chain(&error), "cannot copy from a source: trying the next one");
+                if matches!(error, SourceError::OtherBytes) {
+                    request_verification(transfers, source.clone());
+                }
                 failed.push(error);
             }
         }
     }
+    // The caller may fill the volume in another way, and a volume has one writer at a time.
+    if let Some(partial) = fetch.partial.take() {
+        partial.filling.abandon().await;
+    }
     Err(FetchError::Sources(failed))
+}
+
+/// Has a damaged source hashed in the background, so that it is used no longer.
+fn request_verification(transfers: &Transfers, source: Source) {
+    let worker = transfers.worker.clone();
+    transfers.worker.tasks.spawn(async move {
+        let verified = tokio::select! {
+            verified = source.verify() => verified,
+            () = worker.stopping.cancelled() => return,
+        };
+        let error = verified.err().map(|error| error_chain(&error));
+        tracing::info!(source = ?source.endpoint, error, "a source that sent other bytes was verified");
+    });
 }
 
 /// The state of a copy across sources.

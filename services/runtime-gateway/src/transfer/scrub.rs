@@ -119,7 +119,23 @@ pub(crate) async fn scrub_forever(transfers: Arc<Transfers>) {
 
 /// Hashes one volume. Returns false if work has begun meanwhile, so that it must be hashed again.
 pub(super) async fn scrub(transfers: &Arc<Transfers>, volume: VolumeHandle, rate: u64) -> bool {
-    match hash(transfers, volume, rate).await {
+    let began = Instant::now();
+    let (mut hashed, busy) = (0, transfers.clone());
+    let may_go_on = move |bytes| {
+        hashed += bytes;
+        let due = Duration::from_secs_f64(hashed as f64 / rate as f64);
+        loop {
+            if busy.is_busy() {
+                return false;
+            }
+            // Pauses are long, so that the thread wakes up rarely.
+            if due.saturating_sub(began.elapsed()) < STEP {
+                return true;
+            }
+            std::thread::sleep(STEP);
+        }
+    };
+    match hash(transfers, volume, may_go_on).await {
         Ok(is_complete) => is_complete,
         Err(ManifestError::Damaged(loss)) => {
             transfers.announce_loss(loss);
@@ -134,31 +150,22 @@ pub(super) async fn scrub(transfers: &Arc<Transfers>, volume: VolumeHandle, rate
     }
 }
 
-async fn hash(transfers: &Arc<Transfers>, volume: VolumeHandle, rate: u64) -> Result<bool, ManifestError> {
+/// Compares the contents of a volume on this machine with its manifest. Calls `may_go_on` with the
+/// number of bytes after each step. Returns false if that returned false.
+pub(super) async fn hash(
+    transfers: &Transfers,
+    volume: VolumeHandle,
+    mut may_go_on: impl FnMut(u64) -> bool + Send + 'static,
+) -> Result<bool, ManifestError> {
     let (runtime, manifests) = (transfers.worker.runtime.as_ref(), &transfers.manifests);
     let Contents::Directory(root) = runtime.contents(volume).await? else { return Ok(true) };
     let Some(stored) = manifests.stored_here(volume).await? else { return Ok(true) };
     let manifest = stored.manifest();
     let is_dropped = Arc::new(AtomicBool::new(false));
     let _guard = DropFlag(is_dropped.clone());
-    let (expected, busy) = (manifest.clone(), transfers.clone());
+    let expected = manifest.clone();
     let compared = blocking(move || {
-        let began = Instant::now();
-        let mut hashed = 0;
-        verify::hash(&root, &expected, |bytes| {
-            hashed += bytes;
-            let due = Duration::from_secs_f64(hashed as f64 / rate as f64);
-            loop {
-                if busy.is_busy() || is_dropped.load(Ordering::Relaxed) {
-                    return false;
-                }
-                // Pauses are long, so that the thread wakes up rarely.
-                if due.saturating_sub(began.elapsed()) < STEP {
-                    return true;
-                }
-                std::thread::sleep(STEP);
-            }
-        })
+        verify::hash(&root, &expected, |bytes| !is_dropped.load(Ordering::Relaxed) && may_go_on(bytes))
     });
     match compared.await? {
         None => Ok(false),
