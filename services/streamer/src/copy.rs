@@ -53,6 +53,10 @@ const SOURCE_PAUSE: (Duration, Duration) = (Duration::from_secs(120), Duration::
 const MIN_CHAINED_BYTES: u64 = 16 << 20;
 /// Longest wait for a copy in flight to become readable. Its source may have to scan a volume.
 const CHAIN_WAIT: Duration = Duration::from_secs(60);
+/// Age from which a ticket is requested again before its first use.
+const MAX_TICKET_AGE: Duration = Duration::from_secs(5);
+/// Maximum time for a gateway to hash a volume.
+const VERIFY_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// Most failed sources that an error describes.
 const MAX_DESCRIBED: usize = 5;
 
@@ -124,6 +128,7 @@ async fn fill(
     if location.is_in_store {
         return unpack(peers, task, plan).await;
     }
+    let issued_at = Instant::now();
     let write = peers.issue_ticket(team, task.request.worker, plan.volume()?, Operation::Write).await?;
     let mut sources = open_sources(peers, task, location, &write.zone).await?;
     if plan.size_bytes >= MIN_CHAINED_BYTES
@@ -131,6 +136,8 @@ async fn fill(
     {
         sources.insert(0, source);
     }
+    // The ticket may have expired during the wait for the copy in flight.
+    let write = Some(write).filter(|_| issued_at.elapsed() < MAX_TICKET_AGE);
     copy_from(peers, routes, task, plan, write, sources).await
 }
 
@@ -179,20 +186,21 @@ fn is_near(source: &Source, zone: &str) -> bool {
 }
 
 /// Fills a volume from the first source that works. Sources that the destination can probably reach
-/// come first. `write` is the ticket of the first try.
+/// come first. `write` is the ticket of the first try. `None`: a new one is needed.
 async fn copy_from(
     peers: &mut Peers,
     routes: &Routes,
     task: &CopyTask,
     plan: &Plan,
-    write: Ticket,
+    mut write: Option<Ticket>,
     sources: Vec<Source>,
 ) -> Result<CompleteCopy, CopyError> {
-    let mut write = Some(write);
     let is_relayed = |source: &Source| routes.is_relayed(source.replica.worker, task.request.worker);
     let (relayed, mut direct): (Vec<_>, Vec<_>) = sources.into_iter().partition(is_relayed);
     let mut relays: VecDeque<_> = relayed.into_iter().map(|source| (source, None)).collect();
     let mut failed: Vec<FailedSource> = Vec::new();
+    // Sources whose ticket had expired in a long copy.
+    let mut renewed = HashSet::new();
     loop {
         let rest = direct.split_off(direct.len().min(DIRECT_SOURCES));
         let tried = std::mem::replace(&mut direct, rest);
@@ -201,6 +209,16 @@ async fn copy_from(
                 SourceOutcome::Complete(copy) => return Ok(copy),
                 SourceOutcome::Failed(failures) => failures,
             };
+            let (expired, failures): (Vec<_>, Vec<_>) =
+                failures.into_iter().partition(|failure| failure.reason == Reason::InvalidToken.as_str());
+            for mut failure in expired {
+                let is_again = !renewed.insert(failure.source.replica.volume);
+                if is_again || !renew_ticket(peers, task, &mut failure.source).await? {
+                    failed.push(failure);
+                } else {
+                    direct.insert(0, failure.source);
+                }
+            }
             let (unreachable, others): (Vec<_>, Vec<_>) =
                 failures.into_iter().partition(|failure| failure.is_unreachable);
             failed.extend(others);
@@ -220,6 +238,17 @@ async fn copy_from(
             return Err(describe_sources(peers, &failed).await);
         }
     }
+}
+
+/// Requests a new ticket for a source. Returns `false` if the replica cannot be read any more.
+async fn renew_ticket(peers: &mut Peers, task: &CopyTask, source: &mut Source) -> Result<bool, PeerError> {
+    let Replica { worker, volume, .. } = source.replica;
+    match peers.issue_ticket(&task.request.team, worker, volume, Operation::Read).await {
+        Ok(ticket) => source.ticket = ticket,
+        Err(error) if error.is_unreadable_replica() => return Ok(false),
+        Err(error) => return Err(error),
+    }
+    Ok(true)
 }
 
 /// Returns the gateway of the volume that is filled, and the ticket for it: `write`, or a new one.
@@ -373,7 +402,8 @@ async fn fetch(
                 let reason = about(format!("source_{index}")).unwrap_or_default();
                 let error = about(format!("source_{index}_error")).unwrap_or_else(|| reason.clone());
                 // A source that has answered and then breaks off is not unreachable.
-                let is_unreachable = reason == Reason::Unavailable.as_str() && !reached.contains(&index);
+                let is_unreachable =
+                    about(format!("source_{index}_unreachable")).is_some() && !reached.contains(&index);
                 FailedSource { source, reason, error, is_unreachable }
             });
             Ok(SourceOutcome::Failed(failures.collect()))
@@ -468,6 +498,9 @@ async fn relay_from(
         }
         Err(RelayError::Source(error)) => {
             let reason = error.reason().to_owned();
+            if reason == Reason::DigestMismatch.as_str() {
+                request_verification(read);
+            }
             if reason == Reason::Unavailable.as_str() {
                 routes.forget(from, to);
             }
@@ -476,6 +509,7 @@ async fn relay_from(
         // The source sent other bytes than it declared.
         Err(RelayError::Destination(refusal)) if refusal.is(Reason::DigestMismatch) => {
             let reason = Reason::DigestMismatch.as_str().to_owned();
+            request_verification(read);
             Ok(failed_relay(source, reason, refusal.message, direct_error))
         }
         Err(RelayError::Destination(refusal)) => {
@@ -484,6 +518,23 @@ async fn relay_from(
         Err(RelayError::Truncated) => Err(CopyError::Truncated(to)),
         Err(RelayError::Peer(error)) => Err(error.into()),
     }
+}
+
+/// Has a damaged source hashed in the background, so that it is used no longer.
+fn request_verification(source: Ticket) {
+    tokio::spawn(async move {
+        let outgoing = Outgoing::internal().with_ticket(&source.ticket);
+        let Ok(gateway) = rpc::client::peer(&source.gateway_endpoint, outgoing) else { return };
+        let mut request = tonic::Request::new(gateway::VerifyRequest { ticket: source.ticket });
+        request.set_timeout(VERIFY_TIMEOUT);
+        let verified = VolumesClient::new(gateway).verify(request).await;
+        let error = verified.err().map(|status| Refusal::from(status).to_string());
+        tracing::info!(
+            gateway.endpoint = source.gateway_endpoint,
+            error,
+            "a source that sent other bytes was verified"
+        );
+    });
 }
 
 fn failed_relay(

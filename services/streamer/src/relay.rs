@@ -24,7 +24,7 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::write_request::Message as Write;
 use rpc::pb::runtime::write_response::Message as Written;
 use rpc::{Peer, Reason, Refusal};
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
@@ -115,14 +115,14 @@ pub(crate) async fn relay(
     let (requests, queue) = mpsc::channel(QUEUE);
     let open = Write::Open(pb::WriteOpen { ticket: destination.ticket.clone() });
     requests.send(pb::WriteRequest { message: Some(open) }).await.ok();
-    let total = AtomicU64::new(0);
+    let (total, wanted) = (AtomicU64::new(0), Notify::new());
     let mut writing = std::pin::pin!(async {
         let answers = to.write(ReceiverStream::new(queue)).await.map_err(Refusal::from);
         let answers = answers.map_err(RelayError::Destination)?.into_inner();
-        pass_back(answers, wants, digest, &total, progress).await
+        pass_back(answers, wants, digest, &total, &wanted, progress).await
     });
     let failing = async {
-        match pass_on(reader, first, requests, digest, &total).await {
+        match pass_on(reader, first, requests, digest, &total, &wanted).await {
             Err(error) => error,
             // The destination has the result.
             Ok(()) => std::future::pending().await,
@@ -165,13 +165,15 @@ impl Reader {
 }
 
 /// Passes the manifest and the extents of the source on to the destination, and then commits. Adds
-/// the bytes of content to `total`. Returns early if the destination has ended the call.
+/// the bytes of content to `total`. `wanted` is notified when the source knows what to send. Returns
+/// early if the destination has ended the call.
 async fn pass_on(
     mut reader: Reader,
     first: Answer,
     requests: mpsc::Sender<pb::WriteRequest>,
     digest: &[u8],
     total: &AtomicU64,
+    wanted: &Notify,
 ) -> Result<(), SourceError> {
     let mut answer = first;
     let mut is_manifest_complete = false;
@@ -186,7 +188,18 @@ async fn pass_on(
                     return Err(SourceError::OtherBytes);
                 }
                 is_manifest_complete = true;
-                Write::ManifestEnd(end)
+                let message = Some(Write::ManifestEnd(end));
+                if requests.send(pb::WriteRequest { message }).await.is_err() {
+                    return Ok(());
+                }
+                // The source sends nothing until it knows what the destination lacks. That takes as
+                // long as the destination needs to link and copy what it has.
+                tokio::select! {
+                    () = wanted.notified() => {}
+                    () = requests.closed() => return Ok(()),
+                }
+                answer = reader.next().await?;
+                continue;
             }
             Answer::Chunk(chunk) if is_manifest_complete => {
                 let bytes: usize = chunk.extents.iter().map(|extent| extent.data.len()).sum();
@@ -226,6 +239,7 @@ async fn pass_back(
     wants: mpsc::Sender<pb::ReadRequest>,
     digest: &[u8],
     total: &AtomicU64,
+    wanted: &Notify,
     mut progress: impl FnMut(RelayedBytes),
 ) -> Result<RelayedBytes, RelayError> {
     let want = async |message| {
@@ -241,6 +255,7 @@ async fn pass_back(
             Some(Written::MissingEnd(end)) => {
                 saved = total.saturating_sub(end.bytes);
                 want(Read::WantEnd(end)).await;
+                wanted.notify_one();
                 progress(RelayedBytes { done: saved, total, saved });
             }
             Some(Written::Progress(now)) => {
