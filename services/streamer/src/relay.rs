@@ -165,8 +165,8 @@ impl Reader {
 }
 
 /// Passes the manifest and the extents of the source on to the destination, and then commits. Adds
-/// the bytes of content to `total`. `wanted` is notified when the source knows what to send. Returns
-/// early if the destination has ended the call.
+/// the bytes of content to `total`. `wanted` is notified when the source knows what to send.
+/// Returns early if the destination has ended the call.
 async fn pass_on(
     mut reader: Reader,
     first: Answer,

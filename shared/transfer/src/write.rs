@@ -385,7 +385,8 @@ impl TreeWriter {
         if read < length || (trust == Trust::Verify && !matches(located.extent, &data)) {
             return Err(WriteError::DigestMismatch { path: entry.path().to_owned() });
         }
-        // Nothing writes to the source meanwhile: it is a file of a complete tree.
+        // Nothing of Gantry writes to a file of a complete tree. Damage between this check and the
+        // copy is found like any later damage.
         if self.shares_ranges && self.copy_within_kernel(&manifest, located, source, source_offset)? {
             return Ok(());
         }

@@ -112,8 +112,8 @@ pub(crate) fn failure(stopped: &AttemptError) -> Failure {
             let reason = if refusal.is(Reason::DiskFull) {
                 FailureReason::DiskFull
             } else if refusal.is(Reason::WorkerUnreachable) && refusal.about.contains_key("worker") {
-                // The error is about one worker, which is this one. Otherwise it is about all workers
-                // with a replica.
+                // The error is about one worker, which is this one. Otherwise it is about all
+                // workers with a replica.
                 FailureReason::WorkerUnreachable
             } else if may_succeed_elsewhere(refusal) {
                 FailureReason::InputUnreachable
