@@ -5,7 +5,7 @@
 use bytes::Bytes;
 use domain::ArtifactId;
 
-use crate::in_flight::{CompleteCopy, CopyError, CopyRequest, CopyState, Waiter};
+use crate::in_flight::{CopyError, CopyRequest, Waiter};
 use crate::peers::{Operation, PeerError, Peers, Ticket};
 
 /// The reason why an artifact cannot be read.
@@ -85,16 +85,7 @@ async fn copy_from_store(
     copy: impl FnOnce(CopyRequest) -> Waiter,
 ) -> Result<Ticket, DownloadError> {
     let lease = peers.place(team, &[]).await?;
-    let copied = end_of(copy(CopyRequest { team: team.to_owned(), artifact, worker: lease.worker })).await;
+    let copied = copy(CopyRequest { team: team.to_owned(), artifact, worker: lease.worker }).ended().await;
     peers.release_lease(lease.token).await;
     Ok(peers.issue_ticket(team, lease.worker, copied?.volume, Operation::Read).await?)
-}
-
-/// Waits for the result of a copy.
-async fn end_of(mut waiter: Waiter) -> Result<CompleteCopy, CopyError> {
-    // A task that is dropped without a result has died.
-    match waiter.states.wait_for(|state| matches!(state, CopyState::Ended(_))).await.as_deref() {
-        Ok(CopyState::Ended(result)) => result.clone(),
-        Ok(CopyState::Running(_)) | Err(_) => Err(CopyError::Abandoned),
-    }
 }

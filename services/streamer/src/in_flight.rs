@@ -331,6 +331,17 @@ pub(crate) struct Waiter {
     pub(crate) states: watch::Receiver<CopyState>,
 }
 
+impl Waiter {
+    /// Waits for the result of the copy.
+    pub(crate) async fn ended(mut self) -> Result<CompleteCopy, CopyError> {
+        // A task that is dropped without a result has died.
+        match self.states.wait_for(|state| matches!(state, CopyState::Ended(_))).await.as_deref() {
+            Ok(CopyState::Ended(result)) => result.clone(),
+            Ok(CopyState::Running(_)) | Err(_) => Err(CopyError::Abandoned),
+        }
+    }
+}
+
 impl Drop for Waiter {
     fn drop(&mut self) {
         let mut entries = self.in_flight.entries();

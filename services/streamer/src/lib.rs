@@ -8,6 +8,7 @@
 //! The modules, each above those that it uses:
 //!
 //! - [`api`] serves `Streamer`. Only it knows protobuf types and `Status`.
+//! - [`evacuation`] copies the artifacts that would be lost with a worker.
 //! - [`upload`], [`download`] and [`copy`] run the transfers.
 //! - [`relay`] carries the bytes between two gateways that cannot reach each other, and [`routes`]
 //!   has the pairs of such workers.
@@ -31,6 +32,8 @@ mod relay;
 mod copy;
 mod download;
 mod upload;
+
+mod evacuation;
 
 mod images;
 

@@ -13,6 +13,7 @@ use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::artifacts::find_or_create_resource_cache_response::Outcome as CacheOutcome;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::replicas_client::ReplicasClient;
 use rpc::pb::scheduler;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
@@ -32,6 +33,8 @@ pub(crate) const START_PATIENCE: Duration = Duration::from_secs(3);
 pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 /// Shortest term of a claim or a lease that is accepted.
 const MIN_TERM: Duration = Duration::from_secs(1);
+/// Number of items in a page of a list.
+const PAGE_SIZE: u32 = 1000;
 /// Type of the resource caches of images.
 const IMAGE_CACHE_TYPE: &str = "image";
 /// Term if another service returns none.
@@ -42,6 +45,7 @@ const DEFAULT_TERM: Duration = Duration::from_secs(60);
 pub(crate) struct Peers {
     artifacts: ArtifactsClient<Peer>,
     caches: CachesClient<Peer>,
+    inventory: InventoryClient<Peer>,
     replicas: ReplicasClient<Peer>,
     placements: PlacementsClient<Peer>,
     workers: WorkersClient<Peer>,
@@ -174,6 +178,16 @@ pub(crate) enum CacheState {
     BeingMade,
 }
 
+/// A worker as a possible destination of copies.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WorkerSpace {
+    pub(crate) worker: WorkerId,
+    /// Whether the worker is in contact, and neither cordoned nor retiring.
+    pub(crate) is_reliable: bool,
+    /// Free disk space above the reserve of the worker, in bytes. `None`: not reported.
+    pub(crate) room: Option<u64>,
+}
+
 /// Whether a worker is in contact with the scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Contact {
@@ -191,6 +205,7 @@ impl Peers {
         Ok(Self {
             artifacts: ArtifactsClient::new(store.clone()),
             caches: CachesClient::new(store.clone()),
+            inventory: InventoryClient::new(store.clone()),
             replicas: ReplicasClient::new(store),
             placements: PlacementsClient::new(scheduler.clone()),
             workers: WorkersClient::new(scheduler.clone()),
@@ -258,12 +273,12 @@ impl Peers {
     }
 
     /// Returns whether a worker is in contact with the scheduler.
-    pub(crate) async fn contact(&mut self, worker: &str) -> Result<Contact, PeerError> {
-        let request = scheduler::GetWorkerRequest { worker: worker.to_owned() };
-        let worker_state = match self.workers.get_worker(request).await.map_err(Refusal::from) {
-            Ok(answer) => answer.into_inner().worker.unwrap_or_default(),
-            Err(refusal) if refusal.is(Reason::WorkerNotFound) => return Ok(Contact::Silent),
-            Err(refusal) => return Err(refusal.into()),
+    pub(crate) async fn contact(&self, worker: &str) -> Result<Contact, PeerError> {
+        let worker_state = match self.get_worker(worker).await {
+            Err(PeerError::Refused(refusal)) if refusal.is(Reason::WorkerNotFound) => {
+                return Ok(Contact::Silent);
+            }
+            found => found?,
         };
         Ok(match worker_state.awaited {
             true => Contact::Awaited,
@@ -272,11 +287,59 @@ impl Peers {
         })
     }
 
+    async fn get_worker(&self, worker: &str) -> Result<scheduler::Worker, PeerError> {
+        let request = scheduler::GetWorkerRequest { worker: worker.to_owned() };
+        Ok(self.workers.clone().get_worker(request).await?.into_inner().worker.unwrap_or_default())
+    }
+
+    /// Returns the id of a worker by its name or id.
+    pub(crate) async fn find_worker(&self, worker: &str) -> Result<WorkerId, PeerError> {
+        self.get_worker(worker).await?.worker_id.parse().map_err(|_| PeerError::Malformed("worker"))
+    }
+
+    /// Lists all workers.
+    pub(crate) async fn list_workers(&self) -> Result<Vec<WorkerSpace>, PeerError> {
+        let (mut listed, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let request = scheduler::ListWorkersRequest { page_size: PAGE_SIZE, page_token };
+            let page = self.workers.clone().list_workers(request).await?.into_inner();
+            listed.extend(page.workers.iter().filter_map(worker_space));
+            if page.next_page_token.is_empty() {
+                return Ok(listed);
+            }
+            page_token = page.next_page_token;
+        }
+    }
+
+    /// Lists the kept artifacts of all teams that would be lost together with `workers`, and that
+    /// meet `wanted`.
+    pub(crate) async fn list_at_risk(
+        &self,
+        workers: &[WorkerId],
+        wanted: impl Fn(&store::Artifact) -> bool,
+    ) -> Result<Vec<store::Artifact>, PeerError> {
+        let worker_ids: Vec<_> = workers.iter().map(ToString::to_string).collect();
+        let mut request = store::ListAtRiskRequest {
+            worker_ids,
+            all_teams: true,
+            page_size: PAGE_SIZE,
+            ..store::ListAtRiskRequest::default()
+        };
+        let mut listed = Vec::new();
+        loop {
+            let page = self.inventory.clone().list_at_risk(request.clone()).await?.into_inner();
+            listed.extend(page.artifacts.into_iter().filter(&wanted));
+            if page.next_page_token.is_empty() {
+                return Ok(listed);
+            }
+            request.page_token = page.next_page_token;
+        }
+    }
+
     /// Returns the name of a worker, or its id if the name is not known now.
-    pub(crate) async fn worker_name(&mut self, worker: WorkerId) -> String {
-        let request = scheduler::GetWorkerRequest { worker: worker.to_string() };
-        let found = self.workers.get_worker(request).await.ok().and_then(|found| found.into_inner().worker);
-        found.map_or_else(|| worker.to_string(), |worker| worker.name)
+    pub(crate) async fn worker_name(&self, worker: WorkerId) -> String {
+        let id = worker.to_string();
+        self.get_worker(&id).await.map_or(id, |worker| worker.name)
     }
 
     pub(crate) async fn create_artifact(
@@ -507,6 +570,17 @@ fn replica(replica: &store::Replica) -> Option<Replica> {
         worker: replica.worker_id.parse().ok()?,
         volume: replica.volume_handle.parse().ok()?,
         is_verified: replica.verification() == store::Verification::Verified,
+    })
+}
+
+fn worker_space(worker: &scheduler::Worker) -> Option<WorkerSpace> {
+    let scheduler::Capacity { disk_bytes, min_free_disk_bytes, .. } = worker.capacity.unwrap_or_default();
+    let room = worker.disk_free_bytes.saturating_sub(min_free_disk_bytes);
+    Some(WorkerSpace {
+        worker: worker.worker_id.parse().ok()?,
+        is_reliable: worker.state() == scheduler::WorkerState::Running
+            && worker.desired() == scheduler::DesiredWorkerState::Run,
+        room: (disk_bytes > 0).then_some(room),
     })
 }
 

@@ -57,6 +57,13 @@ pub mod pb {
     }
 }
 
+/// The path by which generated code of other packages refers to `gantry.artifacts.v1`.
+mod artifacts {
+    pub(crate) mod v1 {
+        pub(crate) use crate::pb::artifacts::*;
+    }
+}
+
 /// The path by which generated code of other packages refers to `gantry.scheduler.v1`.
 mod scheduler {
     pub(crate) mod v1 {

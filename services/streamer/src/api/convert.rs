@@ -1,7 +1,9 @@
 //! Conversion of messages from and to types of this crate.
 
 use domain::WorkerId;
+use rpc::pb::artifacts::Artifact;
 use rpc::pb::streamer as pb;
+use rpc::pb::streamer::evacuate_worker_response::Message as EvacuateMessage;
 use rpc::pb::streamer::materialize_response::Message as MaterializeMessage;
 use rpc::pb::streamer::upload_response::Message as UploadMessage;
 use rpc::{Reason, Refusal, parse_digest, parse_id, parse_optional_id, parse_team};
@@ -9,6 +11,7 @@ use tonic::Status;
 
 use super::SERVICE;
 use crate::download::{DownloadError, DownloadLocation};
+use crate::evacuation::{self, FailedCopy};
 use crate::in_flight::{CopyError, CopyInfo, CopyState, Progress, Route};
 use crate::peers::{PeerError, Ticket};
 use crate::routes::RelayedPair;
@@ -16,6 +19,8 @@ use crate::upload::{UploadError, UploadEvent, UploadRequest};
 
 /// Most workers that an upload avoids.
 const MAX_AVOIDED: usize = 1000;
+/// Most artifacts at risk in the last message of an evacuation.
+const MAX_AT_RISK: usize = 100;
 
 pub(super) fn parse_open(open: pb::UploadOpen) -> Result<UploadRequest, Status> {
     Ok(UploadRequest {
@@ -92,6 +97,36 @@ pub(super) fn relayed_pair(pair: RelayedPair) -> pb::RelayedPair {
         error: pair.error,
         remaining: prost_types::Duration::try_from(pair.remaining).ok(),
     }
+}
+
+pub(super) fn evacuation(now: &evacuation::Progress) -> pb::EvacuateWorkerResponse {
+    pb::EvacuateWorkerResponse { message: Some(EvacuateMessage::Progress(evacuation_progress(now))) }
+}
+
+pub(super) fn evacuated(
+    (mut at_risk, now): (Vec<Artifact>, evacuation::Progress),
+) -> pb::EvacuateWorkerResponse {
+    let nothing_at_risk = at_risk.is_empty();
+    at_risk.truncate(MAX_AT_RISK);
+    let evacuated = pb::Evacuated { nothing_at_risk, progress: Some(evacuation_progress(&now)), at_risk };
+    pb::EvacuateWorkerResponse { message: Some(EvacuateMessage::Evacuated(evacuated)) }
+}
+
+fn evacuation_progress(now: &evacuation::Progress) -> pb::EvacuationProgress {
+    pb::EvacuationProgress {
+        artifacts_copied: now.copied,
+        bytes_copied: now.copied_bytes,
+        artifacts_at_risk: now.at_risk,
+        bytes_at_risk: now.at_risk_bytes,
+        failures: now.failures.iter().cloned().map(failed_copy).collect(),
+    }
+}
+
+fn failed_copy(FailedCopy { team, artifact, error }: FailedCopy) -> pb::FailedCopy {
+    let no_room = || Reason::AllWorkersBusy.status(SERVICE, "no other reliable worker has room for it");
+    let refusal = Refusal::from(error.map_or_else(no_room, Status::from));
+    let (artifact_id, reason) = (artifact.to_string(), refusal.reason.unwrap_or_default());
+    pb::FailedCopy { artifact_id, team, reason, message: refusal.message }
 }
 
 fn progress(now: Progress) -> pb::TransferProgress {

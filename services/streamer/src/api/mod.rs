@@ -5,6 +5,8 @@
 mod convert;
 pub(crate) mod images;
 
+use std::time::Duration;
+
 use domain::worker::LeaseClaims;
 use domain::{ArtifactId, Digest};
 use futures::StreamExt;
@@ -13,7 +15,7 @@ use rpc::pb::streamer as pb;
 use rpc::pb::streamer::streamer_server::{Streamer, StreamerServer};
 use rpc::pb::streamer::upload_request::Message as UploadMessage;
 use rpc::token::VerifyError;
-use rpc::{Reason, parse_digest, parse_id, parse_team};
+use rpc::{Reason, invalid_field, parse_digest, parse_duration, parse_id, parse_name, parse_team};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -23,6 +25,7 @@ use tracing::Instrument;
 
 use crate::copy;
 use crate::download::{self, DownloadRequest};
+use crate::evacuation;
 use crate::in_flight::{CopyRequest, CopyState, InFlight, Waiter};
 use crate::peers::Peers;
 use crate::routes::Routes;
@@ -30,6 +33,8 @@ use crate::upload::{self, Caller, UploadError};
 
 /// The domain of the errors that this service returns.
 const SERVICE: &str = "gantry.streamer";
+/// Number of messages of an evacuation that wait for a slow reader.
+const EVACUATION_MESSAGES: usize = 64;
 
 pub(crate) fn service(
     peers: Peers,
@@ -130,6 +135,42 @@ impl Streamer for Handler {
                 () = answers.closed() => {}
             }
         });
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type EvacuateWorkerStream = ReceiverStream<Result<pb::EvacuateWorkerResponse, Status>>;
+
+    async fn evacuate_worker(
+        &self,
+        request: Request<pb::EvacuateWorkerRequest>,
+    ) -> Result<Response<Self::EvacuateWorkerStream>, Status> {
+        let request = request.into_inner();
+        let name = parse_name("worker", request.worker)?;
+        let limit = parse_duration("deadline", request.deadline)?.unwrap_or(Duration::MAX);
+        if limit.is_zero() {
+            return Err(invalid_field("deadline", "must be more than 0"));
+        }
+        let worker = self.peers.find_worker(&name).await?;
+        let (answers, stream) = mpsc::channel(EVACUATION_MESSAGES);
+        let handler = self.clone();
+        // A separate task, which ends when the caller is gone.
+        let task = async move {
+            // A slow reader misses some progress.
+            let report = |now: &evacuation::Progress| drop(answers.try_send(Ok(convert::evacuation(now))));
+            let copy = |request| handler.copy(request);
+            let last = tokio::select! {
+                ended = evacuation::run(&handler.peers, worker, limit, copy, report) => {
+                    ended.map(convert::evacuated).map_err(Status::from)
+                }
+                () = answers.closed() => return,
+                () = handler.stopping.cancelled() => {
+                    Err(Reason::Unavailable.status(SERVICE, "the streamer is stopping"))
+                }
+            };
+            // If sending fails, the caller is gone.
+            answers.send(last).await.ok();
+        };
+        self.tasks.spawn(task.in_current_span());
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 

@@ -9,6 +9,7 @@ use rpc::pb::streamer as pb;
 use rpc::{Reason, Refusal};
 
 mod chain;
+mod evacuation;
 mod proxy;
 mod relay;
 mod suite;

@@ -52,6 +52,7 @@ fn unused<T>() -> Result<Response<T>, Status> {
 impl Streamer for Script {
     type UploadStream = ReceiverStream<Result<streamer::UploadResponse, Status>>;
     type MaterializeStream = ReceiverStream<Result<streamer::MaterializeResponse, Status>>;
+    type EvacuateWorkerStream = ReceiverStream<Result<streamer::EvacuateWorkerResponse, Status>>;
 
     async fn upload(
         &self,
@@ -75,6 +76,13 @@ impl Streamer for Script {
         let call = CopyCall(request.into_inner(), report);
         self.0.send(call).await.map_err(|_| Status::unavailable("the test is over"))?;
         Ok(Response::new(ReceiverStream::new(answers)))
+    }
+
+    async fn evacuate_worker(
+        &self,
+        _: Request<streamer::EvacuateWorkerRequest>,
+    ) -> Result<Response<Self::EvacuateWorkerStream>, Status> {
+        unused()
     }
 
     async fn list_transfers(

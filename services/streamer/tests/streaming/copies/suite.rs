@@ -23,6 +23,7 @@ use rpc::pb::scheduler::{
     WorkloadSpec, explain_request, image,
 };
 use rpc::pb::streamer as pb;
+use rpc::pb::streamer::evacuate_worker_response::Message as EvacuateMessage;
 use rpc::pb::streamer::materialize_response::Message as CopyMessage;
 use rpc::pb::streamer::streamer_client::StreamerClient;
 use rpc::pb::streamer::upload_request::Message as UploadMessage;
@@ -420,6 +421,32 @@ impl Suite {
             ..materialize_request(artifact, worker)
         };
         copy_result(self.streamer().materialize(request).await?.into_inner()).await
+    }
+
+    pub(crate) async fn begin_evacuation(
+        &self,
+        worker: &str,
+        deadline: Option<prost_types::Duration>,
+    ) -> Result<Streaming<pb::EvacuateWorkerResponse>, Refusal> {
+        let request = pb::EvacuateWorkerRequest { worker: worker.to_owned(), deadline };
+        Ok(self.streamer().evacuate_worker(request).await?.into_inner())
+    }
+
+    /// Evacuates a worker. Returns the progress and the result.
+    pub(crate) async fn evacuate(
+        &self,
+        worker: &str,
+        deadline: Option<Duration>,
+    ) -> Result<(Vec<pb::EvacuationProgress>, pb::Evacuated), Refusal> {
+        let mut answers = self.begin_evacuation(worker, deadline.map(rpc::duration)).await?;
+        let mut progress = Vec::new();
+        while let Some(answer) = answers.message().await? {
+            match answer.message.expect("a message") {
+                EvacuateMessage::Progress(now) => progress.push(now),
+                EvacuateMessage::Evacuated(evacuated) => return Ok((progress, evacuated)),
+            }
+        }
+        panic!("the stream ended without `evacuated`");
     }
 
     pub(crate) async fn transfers(&self) -> Vec<pb::Transfer> {
