@@ -107,12 +107,10 @@ pub(crate) async fn unreliable_workers(connection: &Connection) -> anyhow::Resul
     others.try_collect().await
 }
 
-/// Streams the artifacts, of all teams or of one, that have no replica on any worker other than
-/// these.
+/// Streams the artifacts of the team that have no replica on any worker other than these.
 pub(crate) fn at_risk(
     connection: &Connection,
     workers: Vec<String>,
-    all_teams: bool,
 ) -> impl Stream<Item = anyhow::Result<Artifact>> {
     pages(async move |page_token| {
         let request = ListAtRiskRequest {
@@ -120,7 +118,7 @@ pub(crate) fn at_risk(
             worker_ids: workers.clone(),
             page_size: 0,
             page_token,
-            all_teams,
+            all_teams: false,
         };
         let client = connection.inventory();
         let doing = "cannot list artifacts at risk";

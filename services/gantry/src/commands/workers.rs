@@ -2,16 +2,16 @@
 //! them back.
 
 use std::collections::HashSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use futures::{Stream, TryStreamExt};
 use rpc::Reason;
-use rpc::pb::artifacts::Artifact;
 use rpc::pb::scheduler::{
     CordonWorkerRequest, ListRequest, PruneWorkerRequest, PruneWorkerResponse, PrunedWorkload,
     RetireWorkerRequest, UncordonWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
+use rpc::pb::streamer::Evacuated;
 
 use crate::cli::args::{CordonArgs, RetireArgs, UncordonArgs};
 use crate::client::connect::{Connection, Service};
@@ -75,7 +75,7 @@ async fn cordon_worker(
 
 /// What is left on a worker after its evacuation.
 struct LeftOnWorker {
-    at_risk: Vec<Artifact>,
+    evacuated: Evacuated,
     is_drained: bool,
 }
 
@@ -86,7 +86,9 @@ async fn evacuate(
     cordoned: &Worker,
     deadline: Option<Duration>,
 ) -> anyhow::Result<LeftOnWorker> {
-    let mut evacuation = Evacuation::new(connection, ui, cordoned, deadline);
+    let until = deadline.map(|deadline| Instant::now() + deadline);
+    let printed = HashSet::new();
+    let mut evacuation = Evacuation { connection, ui, worker: cordoned, deadline: until, printed };
     // What exists is copied while workloads end. They may leave outputs.
     let drain = DrainWait { connection, ui, seen: None };
     let drained = async {
@@ -102,24 +104,18 @@ async fn evacuate(
             None => drained.await.map(|_| true),
         }
     })?;
-    let at_risk = evacuation.run().await?;
-    let Evacuation { copied, copied_bytes, .. } = evacuation;
-    if copied > 0 {
-        let copied = count(copied, "artifact");
-        let name = plain(&cordoned.name, 255);
-        ui.note(&format!("worker {name}: {copied} copied to other workers, {}", bytes(copied_bytes)));
-    }
-    Ok(LeftOnWorker { at_risk, is_drained })
+    let evacuated = evacuation.run().await?;
+    Ok(LeftOnWorker { evacuated, is_drained })
 }
 
 /// Says whether a cordoned worker may be stopped. Fails if it may not.
 fn safe_to_stop(worker: &Worker, left: &LeftOnWorker, as_json: bool) -> anyhow::Result<()> {
-    let (name, LeftOnWorker { at_risk, is_drained }) = (plain(&worker.name, 255), left);
+    let (name, LeftOnWorker { evacuated, is_drained }) = (plain(&worker.name, 255), left);
     if as_json {
-        let artifacts: Vec<_> = at_risk.iter().map(json::artifact).collect();
+        let artifacts: Vec<_> = evacuated.at_risk.iter().map(json::artifact).collect();
         print_json(&serde_json::json!({
             "name": worker.name,
-            "safe_to_stop": at_risk.is_empty() && *is_drained,
+            "safe_to_stop": evacuated.nothing_at_risk && *is_drained,
             "at_risk": artifacts,
         }))?;
     }
@@ -144,23 +140,25 @@ async fn wait_until_settled(connection: &Connection) -> anyhow::Result<()> {
 }
 
 /// Fails if a cordoned worker may not be stopped.
-fn check_left(worker: &Worker, LeftOnWorker { at_risk, is_drained }: &LeftOnWorker) -> anyhow::Result<()> {
+fn check_left(worker: &Worker, LeftOnWorker { evacuated, is_drained }: &LeftOnWorker) -> anyhow::Result<()> {
     let name = plain(&worker.name, 255);
     if !is_drained {
         bail!(
             "worker {name} is not safe to stop: workloads still run on it, or their outputs are not stored yet"
         );
     }
-    if at_risk.is_empty() {
+    if evacuated.nothing_at_risk {
         return Ok(());
     }
-    let size = at_risk.iter().map(|artifact| artifact.size_bytes).sum();
+    let totals = evacuated.progress.clone().unwrap_or_default();
     let mut text = format!(
         "worker {name} is not safe to stop: it has the only replicas of {}, {}",
-        count(at_risk.len() as u64, "artifact"),
-        bytes(size)
+        count(totals.artifacts_at_risk, "artifact"),
+        bytes(totals.bytes_at_risk)
     );
-    for artifact in at_risk.iter().take(NAMED_LIMIT) {
+    let named = evacuated.at_risk.iter().take(NAMED_LIMIT);
+    let others = totals.artifacts_at_risk.saturating_sub(named.len() as u64);
+    for artifact in named {
         let keeper = artifact.kept_by.first().map_or("nothing keeps it", |keeper| keeper.as_str());
         text.push_str(&format!(
             "\n  {} {}, {}: {}",
@@ -170,8 +168,8 @@ fn check_left(worker: &Worker, LeftOnWorker { at_risk, is_drained }: &LeftOnWork
             plain(keeper, 80)
         ));
     }
-    if at_risk.len() > NAMED_LIMIT {
-        text.push_str(&format!("\n  and {} more", at_risk.len() - NAMED_LIMIT));
+    if others > 0 {
+        text.push_str(&format!("\n  and {others} more"));
     }
     bail!(text)
 }

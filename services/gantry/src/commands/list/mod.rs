@@ -80,7 +80,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         kind if args.orphans => orphans::list(connection, kind, listing).await,
         Kind::Artifacts if args.at_risk => {
-            let at_risk = queries::at_risk(connection, queries::unreliable_workers(connection).await?, false);
+            let at_risk = queries::at_risk(connection, queries::unreliable_workers(connection).await?);
             listing.short().print(at_risk, json::artifact, ARTIFACTS, artifact_row).await
         }
         Kind::Artifacts => {
