@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -110,6 +111,54 @@ fn concourse_worker_runs_with_input_and_output() {
         assert_eq!(runs, 2, "each once, on the Concourse worker");
         let missing = cluster.output([&suite.job(&[], "")[..7], &["--", "gantry-no-such"]].concat());
         assert_eq!(code(&missing), 127, "{kind:?}: {}", describe(&missing));
+    }
+}
+
+/// Deletes a volume at the volume server, as an operator could.
+fn delete_volume(volumes: &baggageclaim::Server, handle: &str) {
+    let mut stream = TcpStream::connect(volumes.address()).expect("a connection");
+    let request = format!("DELETE /volumes/{handle} HTTP/1.1\r\nHost: volumes\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).expect("sent");
+    let mut response = String::new();
+    stream.read_to_string(&mut response).expect("text");
+    assert!(response.starts_with("HTTP/1.1 204"), "{response}");
+}
+
+#[test]
+fn volumes_deleted_on_concourse_worker_cost_no_run() {
+    if !may_run_containers() {
+        return;
+    }
+    for kind in [EVERY[0], EVERY[1]] {
+        let suite = Suite::new(kind);
+        let cluster = &suite.cluster;
+        write(&cluster.path("src").join("file"), "contents");
+        let source = format!("src=artifact:{}", cluster.upload("src"));
+        // The host worker has replicas of the image and the input, too.
+        let image = format!("image={}", suite.image);
+        cluster.succeed(["run", "--quiet", "-i", &source, "-i", &image, "--", "true"]);
+        let script = "cat src/file; echo x >> /tmp/cache/runs; wc -l < /tmp/cache/runs";
+        let run = || {
+            let output =
+                cluster.output(suite.job(&["--quiet", "-i", &source, "--cache", "kept=/tmp/cache"], script));
+            assert_eq!(code(&output), 0, "{kind:?}: {}", describe(&output));
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        };
+        assert_eq!((run(), run()), ("contents1\n".to_owned(), "contents2\n".to_owned()));
+
+        let held = suite.volumes.handles();
+        let mut replicas = cluster.list("volumes");
+        replicas.retain(|volume| volume["purpose"] == "replica" || volume["purpose"] == "cache");
+        let mut deleted = 0;
+        for handle in replicas.iter().filter_map(|volume| volume["volume_handle"].as_str()) {
+            if held.iter().any(|known| known.as_str() == handle) {
+                delete_volume(&suite.volumes, handle);
+                deleted += 1;
+            }
+        }
+        assert!(deleted >= 3, "image, input and cache: {replicas:?}");
+        assert_eq!(run(), "contents1\n", "the only replica of the cache is gone, so it starts empty");
+        assert_eq!(suite.garden.requests().iter().filter(|line| line.ends_with("/processes")).count(), 3);
     }
 }
 
