@@ -200,7 +200,14 @@ impl Server {
     /// Creates a server, and waits until it answers.
     #[must_use]
     pub fn new() -> Self {
-        let root = tempfile::Builder::new().prefix("gantry-postgres-").tempdir().expect("a directory");
+        Self::new_in(&std::env::temp_dir())
+    }
+
+    /// Creates a server whose data is in `directory`, and waits until it answers.
+    #[must_use]
+    pub fn new_in(directory: &Path) -> Self {
+        let root = tempfile::Builder::new().prefix("gantry-postgres-").tempdir_in(directory);
+        let root = root.expect("a directory");
         let bin = binaries();
         initialize(&bin, root.path());
         let mut server = Self { bin, root, port: free_port(), server: None };
@@ -216,6 +223,15 @@ impl Server {
             assert!(Instant::now() < deadline, "cannot connect to PostgreSQL");
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+
+    /// Whether the server has ended without a request. It can then be started again.
+    pub fn has_ended(&mut self) -> bool {
+        let ended = self.server.as_mut().is_some_and(|server| server.try_wait().expect("wait").is_some());
+        if ended {
+            self.server = None;
+        }
+        ended
     }
 
     /// Stops the server without waiting for its clients.

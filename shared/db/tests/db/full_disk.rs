@@ -1,12 +1,15 @@
-//! SQLite on a full disk. Writes fail while the disk is full, and succeed once it has space again.
+//! Databases on a full disk. Writes fail while the disk is full, and succeed once it has space
+//! again.
 
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use gantry_db::{Database, Migrations, SqlMigration};
 use sea_orm::{ConnectionTrait, DbErr, Statement};
+use testing::databases::Server;
 
 struct Schema;
 
@@ -22,14 +25,14 @@ struct SmallDisk(tempfile::TempDir);
 
 impl SmallDisk {
     /// Returns `None` if the process may not mount file systems.
-    fn new() -> Option<Self> {
+    fn new(size: &str) -> Option<Self> {
         if std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) != 0) {
             eprintln!("not applicable: this process is not root");
             return None;
         }
         let directory = tempfile::tempdir().expect("a directory");
         let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=32m", "tmpfs"])
+            .args(["-t", "tmpfs", "-o", &format!("size={size},mode=755"), "tmpfs"])
             .arg(directory.path())
             .status()
             .expect("mount");
@@ -64,14 +67,15 @@ async fn insert(database: &Database, n: i64, size: usize) -> Result<(), DbErr> {
 }
 
 async fn rows(database: &Database) -> i64 {
-    let count = Statement::from_string(sea_orm::DbBackend::Sqlite, "SELECT COUNT(*) AS n FROM rows");
+    let backend = database.read().get_database_backend();
+    let count = Statement::from_string(backend, "SELECT COUNT(*) AS n FROM rows");
     let row = database.read().query_one_raw(count).await.expect("query").expect("a row");
     row.try_get("", "n").expect("a number")
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn full_disk_fails_only_writes_while_full() {
-    let Some(disk) = SmallDisk::new() else { return };
+    let Some(disk) = SmallDisk::new("32m") else { return };
     let url = format!("sqlite://{}/rows.db", disk.0.path().display());
     let database = Database::connect::<Schema>(&url).await.expect("open");
     let mut expected = 0;
@@ -103,5 +107,51 @@ async fn full_disk_fails_only_writes_while_full() {
             expected += 8;
             assert_eq!(rows(&database).await, expected);
         }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_on_full_disk_loses_no_committed_change() {
+    let Some(disk) = SmallDisk::new("160m") else { return };
+    let mut server = Server::new_in(disk.0.path());
+    let database = Database::connect::<Schema>(&server.url("postgres")).await.expect("open");
+    let (mut committed, mut uncertain, mut next) = (0, 0, 0);
+    for size in [1_000, 300_000] {
+        let filler = disk.0.path().join("filler");
+        fill(&filler);
+        let mut failures = Vec::new();
+        // Until a change needs space that is not there.
+        while failures.len() < 3 {
+            next += 1;
+            match insert(&database, next, size).await {
+                Ok(()) => committed += 8,
+                Err(error) => failures.push(error.to_string()),
+            }
+        }
+        uncertain += 8 * i64::try_from(failures.len()).expect("few");
+        let is_told = |failure: &String| failure.contains("No space left on device");
+        assert!(failures.iter().any(is_told), "{failures:?}");
+
+        std::fs::remove_file(&filler).expect("remove");
+        // Without space for its log, the server ends. Its operator starts it again.
+        let began = Instant::now();
+        loop {
+            if server.has_ended() {
+                server.start();
+            }
+            next += 1;
+            match insert(&database, next, 10).await {
+                Ok(()) => break,
+                Err(error) => assert!(began.elapsed() < Duration::from_secs(60), "{error}"),
+            }
+            uncertain += 8;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        committed += 8;
+        let rows = rows(&database).await;
+        assert!(
+            (committed..=committed + uncertain).contains(&rows) && rows % 8 == 0,
+            "{rows} of {committed}"
+        );
     }
 }
