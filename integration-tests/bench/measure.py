@@ -23,7 +23,7 @@ def in_words(ratio):
 
 def row(name, figures, reference=None, unit="ms"):
     median = statistics.median(figures)
-    digits = 1 if median < 100 else 0
+    digits = 2 if unit == "s" else 1 if median < 100 else 0
     ratio = in_words(median / statistics.median(reference)) if reference else ""
     cells = [name, f"{median:.{digits}f} {unit}", f"{min(figures):.{digits}f} – {max(figures):.{digits}f}", ratio]
     line = "| " + " | ".join(cells) + " |"

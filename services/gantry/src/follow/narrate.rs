@@ -53,8 +53,8 @@ pub(crate) fn describe_event(event: &Event) -> EventDescription {
         Event::Materializing(materializing) => {
             let inputs = &materializing.inputs;
             let details = inputs.iter().map(|input| {
-                let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
-                json!({ "name": name, "bytes_done": bytes_done, "bytes_total": bytes_total, "waits_for": waits_for })
+                let InputProgress { name, bytes_done, bytes_total, waits_for, relayed } = input;
+                json!({ "name": name, "bytes_done": bytes_done, "bytes_total": bytes_total, "waits_for": waits_for, "relayed": relayed })
             });
             let details = json!({ "inputs": details.collect::<Vec<_>>() });
             ("materializing", details, describe_inputs(inputs), true)
@@ -95,7 +95,8 @@ fn describe_inputs(inputs: &[InputProgress]) -> String {
     let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
     let (done, total) = (of(|input| input.bytes_done), of(|input| input.bytes_total));
     let far = if total == 0 { String::new() } else { format!(": {} of {}", bytes(done), bytes(total)) };
-    format!("copying {} to the worker{far}", names.join(", "))
+    let route = if inputs.iter().any(|input| input.relayed) { " through the streamer" } else { "" };
+    format!("copying {} to the worker{route}{far}", names.join(", "))
 }
 
 /// Query for the reason why a workload waits, repeated each time that the reason changes.

@@ -16,7 +16,7 @@ use super::error::{AttemptError, may_succeed_elsewhere};
 use super::spec_plan::{Plan, PlannedVolume, WorkerImports};
 use crate::clients::scheduler_messages::{AttemptTask, InputProgress};
 use crate::clients::store::PrepareAttempt;
-use crate::clients::streamer::CopyEvent;
+use crate::clients::streamer::{CopyEvent, CopyProgress};
 use crate::util::keyed_locks::lock;
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
@@ -119,7 +119,7 @@ async fn pull_image(
     let name = image_name(task);
     let progress = |bytes_done, bytes_total, waits_for: &str| {
         let (name, waits_for) = (name.clone(), waits_for.to_owned());
-        report(Some(vec![InputProgress { name, bytes_done, bytes_total, waits_for }]));
+        report(Some(vec![InputProgress { name, bytes_done, bytes_total, waits_for, relayed: false }]));
     };
     let mut pause = FIRST_PULL_PAUSE;
     let mut failing_since = None;
@@ -284,8 +284,7 @@ async fn copy_missing(
 /// An event of the copy of an input.
 #[derive(Debug, Clone, Copy)]
 enum InputEvent<'n> {
-    /// Bytes on the worker, and bytes in total.
-    Bytes(u64, u64),
+    Progress(CopyProgress),
     /// The copy waits, for this reason.
     Waiting(&'n str),
 }
@@ -295,9 +294,10 @@ enum InputEvent<'n> {
 fn apply_event(input: &mut InputProgress, event: InputEvent<'_>) {
     match event {
         InputEvent::Waiting(why) => why.clone_into(&mut input.waits_for),
-        InputEvent::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
-        InputEvent::Bytes(done, total) => {
-            (input.bytes_done, input.bytes_total) = (done, total);
+        InputEvent::Progress(CopyProgress { done, .. })
+            if !input.waits_for.is_empty() && done <= input.bytes_done => {}
+        InputEvent::Progress(CopyProgress { done, total, relayed }) => {
+            (input.bytes_done, input.bytes_total, input.relayed) = (done, total, relayed);
             input.waits_for.clear();
         }
     }
@@ -335,7 +335,7 @@ async fn materialize(
     let (mut pause, mut failing_since) = (first_pause, None);
     let (most_done, has_progressed) = (AtomicU64::new(0), AtomicBool::new(false));
     let watched = |event: InputEvent<'_>| {
-        if let InputEvent::Bytes(done, _) = event
+        if let InputEvent::Progress(CopyProgress { done, .. }) = event
             && done > most_done.fetch_max(done, Ordering::Relaxed)
         {
             has_progressed.store(true, Ordering::Relaxed);
@@ -376,7 +376,7 @@ async fn materialize_once(
     let mut copy = streamer.materialize(&task.spec.team, artifact, session.worker, &task.token).await?;
     loop {
         match copy.next().await? {
-            CopyEvent::Progress(done, total) => report(InputEvent::Bytes(done, total)),
+            CopyEvent::Progress(progress) => report(InputEvent::Progress(progress)),
             CopyEvent::Done(moved) => return Ok(moved),
         }
     }

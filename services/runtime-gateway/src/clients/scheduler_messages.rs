@@ -44,6 +44,8 @@ pub(crate) struct InputProgress {
     pub(crate) bytes_total: u64,
     /// The reason why the copy waits. Empty: it does not wait.
     pub(crate) waits_for: String,
+    /// Whether the streamer carries the bytes.
+    pub(crate) relayed: bool,
 }
 
 /// An attempt that the gateway must run under a lease, or a container that a caller drives.
@@ -298,8 +300,8 @@ fn observed(state: WorkerState) -> pb::Observed {
 
 /// Converts the progress of an input.
 pub(crate) fn input_progress(input: InputProgress) -> pb::InputProgress {
-    let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
-    pb::InputProgress { name, bytes_done, bytes_total, waits_for }
+    let InputProgress { name, bytes_done, bytes_total, waits_for, relayed } = input;
+    pb::InputProgress { name, bytes_done, bytes_total, waits_for, relayed }
 }
 
 fn parse_welcome(welcome: pb::Welcome) -> Result<Welcome, StreamError> {

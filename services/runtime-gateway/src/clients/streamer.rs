@@ -16,10 +16,19 @@ pub(crate) struct StreamerClient {
     images: ImagesClient<Peer>,
 }
 
+/// The progress of a copy.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CopyProgress {
+    /// Bytes that exist on the worker.
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    /// Whether the streamer carries the bytes.
+    pub(crate) relayed: bool,
+}
+
 /// An event of a copy.
 pub(crate) enum CopyEvent {
-    /// Bytes that exist on the worker, and bytes in total.
-    Progress(u64, u64),
+    Progress(CopyProgress),
     /// The copy is complete. Bytes that were transferred.
     Done(u64),
 }
@@ -83,7 +92,9 @@ impl Copy {
     pub(crate) async fn next(&mut self) -> Result<CopyEvent, Refusal> {
         match self.0.message().await?.and_then(|answer| answer.message) {
             Some(Message::Progress(progress)) => {
-                Ok(CopyEvent::Progress(progress.bytes_done, progress.bytes_total))
+                let relayed = progress.route() == pb::Route::Relay;
+                let pb::TransferProgress { bytes_done: done, bytes_total: total, .. } = progress;
+                Ok(CopyEvent::Progress(CopyProgress { done, total, relayed }))
             }
             Some(Message::Materialized(materialized)) => {
                 let moved =

@@ -168,9 +168,10 @@ impl AttemptTable {
     }
 }
 
-/// Returns the progress of all inputs in tenths, and what each input waits for.
-fn rough_progress(inputs: &[InputProgress]) -> (u64, Vec<&str>) {
+/// Returns the progress of all inputs in tenths, and what each input waits for and whether it is
+/// relayed.
+fn rough_progress(inputs: &[InputProgress]) -> (u64, Vec<(&str, bool)>) {
     let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
     let tenths = of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1);
-    (tenths, inputs.iter().map(|input| input.waits_for.as_str()).collect())
+    (tenths, inputs.iter().map(|input| (input.waits_for.as_str(), input.relayed)).collect())
 }

@@ -46,8 +46,8 @@ pub(super) fn revision(revision: Revision, result: Option<Bytes>) -> pb::WatchRe
         Event::Preparing => Pb::Preparing(pb::Preparing {}),
         Event::Materializing { inputs } => {
             let inputs = inputs.into_iter().map(|input| {
-                let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
-                pb::InputProgress { name, bytes_done, bytes_total, waits_for }
+                let InputProgress { name, bytes_done, bytes_total, waits_for, relayed } = input;
+                pb::InputProgress { name, bytes_done, bytes_total, waits_for, relayed }
             });
             Pb::Materializing(pb::Materializing { inputs: inputs.collect() })
         }

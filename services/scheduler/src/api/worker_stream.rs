@@ -212,7 +212,7 @@ struct Attendance<'s> {
     ended: HashMap<Uuid, Timestamp>,
     /// The last recorded input progress of each lease: tenths, reasons for waiting, and the number
     /// of changes.
-    brought: HashMap<Uuid, ((u64, Vec<String>), usize)>,
+    brought: HashMap<Uuid, ((u64, Vec<(String, bool)>), usize)>,
     /// Disagreement about leases.
     drift: drift::StreamDrift,
 }
@@ -549,15 +549,15 @@ impl Attendance<'_> {
             let inputs: Vec<_> = inputs
                 .into_iter()
                 .map(|input| {
-                    let pb::InputProgress { name, bytes_done, bytes_total, waits_for } = input;
+                    let pb::InputProgress { name, bytes_done, bytes_total, waits_for, relayed } = input;
                     let [name, waits_for] =
                         [name, waits_for].map(|text| rpc::clipped(&text, MAX_PROGRESS_BYTES).into_owned());
-                    InputProgress { name, bytes_done, bytes_total, waits_for }
+                    InputProgress { name, bytes_done, bytes_total, waits_for, relayed }
                 })
                 .take(MAX_INPUTS)
                 .collect();
-            let waits_for = inputs.iter().map(|input| input.waits_for.clone()).collect();
-            let now = (InputProgress::tenths(&inputs), waits_for);
+            let states = inputs.iter().map(|input| (input.waits_for.clone(), input.relayed)).collect();
+            let now = (InputProgress::tenths(&inputs), states);
             let changes = match self.brought.get(&lease.id) {
                 Some((before, _)) if *before == now => continue,
                 Some((_, changes)) => changes + 1,

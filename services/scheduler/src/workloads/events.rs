@@ -40,6 +40,9 @@ pub(crate) struct InputProgress {
     /// Reason why the copy waits. Empty: the copy is in progress.
     #[serde(default)]
     pub(crate) waits_for: String,
+    /// Whether the streamer carries the bytes.
+    #[serde(default)]
+    pub(crate) relayed: bool,
 }
 
 impl InputProgress {

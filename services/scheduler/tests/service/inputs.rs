@@ -17,6 +17,7 @@ pub(crate) async fn watchers_see_progress_of_inputs(database: TestDatabase) {
             bytes_done,
             bytes_total,
             waits_for: String::new(),
+            relayed: false,
         };
         vec![input("src", bytes_done, 100), input("tools", 0, 0)]
     };
@@ -26,13 +27,14 @@ pub(crate) async fn watchers_see_progress_of_inputs(database: TestDatabase) {
     for bytes_done in [0, 1, 2, 9, 9, 55, 57] {
         gateway.observe_inputs(&lease, inputs(bytes_done)).await;
     }
+    let relayed = || inputs(57).into_iter().map(|input| pb::InputProgress { relayed: true, ..input });
+    gateway.observe_inputs(&lease, relayed().collect()).await;
     // A new reason for waiting causes an event.
     for _ in 0..2 {
         gateway.observe_inputs(&lease, waiting().collect()).await;
     }
     gateway.observe_inputs(&lease, inputs(100)).await;
-    let expected =
-        ["placed", "preparing", "materializing", "materializing", "materializing", "materializing"];
+    let expected = [&["placed", "preparing"][..], &["materializing"; 5]].concat();
     assert_eq!(names(&scheduler.watch_some(id, 0, expected.len()).await), expected);
     start(&scheduler, &run.lease_token).await.expect("started");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
@@ -50,7 +52,10 @@ pub(crate) async fn watchers_see_progress_of_inputs(database: TestDatabase) {
         Some(pb::watch_response::Event::Materializing(progress)) => Some(progress.inputs),
         _ => None,
     });
-    assert_eq!(progress.collect::<Vec<_>>(), [inputs(0), inputs(55), waiting().collect(), inputs(100)]);
+    assert_eq!(
+        progress.collect::<Vec<_>>(),
+        [inputs(0), inputs(55), relayed().collect(), waiting().collect(), inputs(100)]
+    );
     scheduler.stop().await;
 }
 

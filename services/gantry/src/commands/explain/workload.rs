@@ -53,7 +53,7 @@ impl MissingInput {
     }
 
     fn text(&self) -> String {
-        let InputProgress { name, bytes_done, bytes_total, waits_for } = &self.progress;
+        let InputProgress { name, bytes_done, bytes_total, waits_for, relayed } = &self.progress;
         let name = plain(name, WIDTH);
         match &self.since {
             Some(since) => format!(
@@ -62,7 +62,10 @@ impl MissingInput {
                 labels::ago(Some(since)),
                 plain(waits_for, WIDTH)
             ),
-            None => format!("input {name}: {} of {} are copied", bytes(*bytes_done), bytes(*bytes_total)),
+            None => {
+                let route = if *relayed { " through the streamer" } else { "" };
+                format!("input {name}: {} of {} are copied{route}", bytes(*bytes_done), bytes(*bytes_total))
+            }
         }
     }
 }
@@ -229,6 +232,7 @@ mod tests {
                 bytes_done: 5,
                 bytes_total: 9,
                 waits_for: waits_for.to_owned(),
+                relayed: false,
             };
             let near = InputProgress { name: "near".to_owned(), bytes_total: 9, ..Default::default() };
             Event::Materializing(Materializing { inputs: vec![far, near] })

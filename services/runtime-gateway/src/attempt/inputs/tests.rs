@@ -244,9 +244,9 @@ async fn missing_input_is_copied_under_the_lease() {
         assert_eq!(call.0, expected);
         let progress = streamer::TransferProgress { bytes_done: 5, bytes_total: 9, ..Default::default() };
         call.send(CopyMessage::Progress(progress)).await;
-        let report = async |bytes_done, waits_for: &str| {
+        let report = async |bytes_done, waits_for: &str, relayed| {
             let (name, waits_for) = ("far".to_owned(), waits_for.to_owned());
-            let input = InputProgress { name, bytes_done, bytes_total: 9, waits_for };
+            let input = InputProgress { name, bytes_done, bytes_total: 9, waits_for, relayed };
             within("the reported progress", async {
                 while phase(&worker, lease) != (AttemptPhase::Materializing, vec![input.clone()]) {
                     tokio::task::yield_now().await;
@@ -254,17 +254,19 @@ async fn missing_input_is_copied_under_the_lease() {
             })
             .await;
         };
-        report(5, "").await;
+        report(5, "", false).await;
 
         // The reason to wait is reported until more bytes exist than before.
         call.refuse(Reason::WorkerUnreachable).await;
-        report(5, "as the test asked for").await;
+        report(5, "as the test asked for", false).await;
         let call = within("another call", suite.calls.recv()).await.expect("the server runs");
         for bytes_done in [0, 5, 6] {
-            let progress = streamer::TransferProgress { bytes_done, bytes_total: 9, ..Default::default() };
+            let route = streamer::Route::Relay.into();
+            let progress =
+                streamer::TransferProgress { bytes_done, bytes_total: 9, route, ..Default::default() };
             call.send(CopyMessage::Progress(progress)).await;
         }
-        report(6, "").await;
+        report(6, "", true).await;
         call.send(CopyMessage::Materialized(streamer::Materialized::default())).await;
         Suite::prepared(&mut suite.store, &[]).await;
     };

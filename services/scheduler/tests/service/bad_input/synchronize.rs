@@ -195,6 +195,7 @@ fn observed_wrong(world: &World<'_>) -> Vec<Vec<Bad>> {
         absurd("leases.inputs.bytes_done"),
         absurd("leases.inputs.bytes_total"),
         taken("leases.inputs.waits_for", "with NUL", text("a\0b")),
+        taken("leases.inputs.relayed", "without bytes", Value::Bool(true)),
         absurd("containers"),
         absurd("volumes"),
         absurd("disk_free_bytes"),
