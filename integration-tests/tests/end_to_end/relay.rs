@@ -24,7 +24,7 @@ fn json(suite: &Suite, arguments: &[&str]) -> Value {
 }
 
 #[test]
-fn workload_runs_on_worker_that_cannot_reach_its_input() {
+fn workload_runs_without_connection_to_its_input() {
     if !may_run_containers() {
         return;
     }

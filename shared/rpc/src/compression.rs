@@ -34,45 +34,45 @@ const MAX_BYTES: u64 = 4 << 20;
 
 /// A message that is ready to be sent.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Packed<M> {
+pub enum RawOrZstd<M> {
     /// The message itself.
     Raw(M),
     /// The message as a zstd frame.
     Zstd(Bytes),
 }
 
-impl From<Packed<Chunk>> for write_request::Message {
-    fn from(packed: Packed<Chunk>) -> Self {
+impl From<RawOrZstd<Chunk>> for write_request::Message {
+    fn from(packed: RawOrZstd<Chunk>) -> Self {
         match packed {
-            Packed::Raw(chunk) => Self::Chunk(chunk),
-            Packed::Zstd(frame) => Self::ZstdChunk(frame),
+            RawOrZstd::Raw(chunk) => Self::Chunk(chunk),
+            RawOrZstd::Zstd(frame) => Self::ZstdChunk(frame),
         }
     }
 }
 
-impl From<Packed<ManifestPart>> for write_request::Message {
-    fn from(packed: Packed<ManifestPart>) -> Self {
+impl From<RawOrZstd<ManifestPart>> for write_request::Message {
+    fn from(packed: RawOrZstd<ManifestPart>) -> Self {
         match packed {
-            Packed::Raw(part) => Self::Manifest(part),
-            Packed::Zstd(frame) => Self::ZstdManifest(frame),
+            RawOrZstd::Raw(part) => Self::Manifest(part),
+            RawOrZstd::Zstd(frame) => Self::ZstdManifest(frame),
         }
     }
 }
 
-impl From<Packed<Chunk>> for read_response::Message {
-    fn from(packed: Packed<Chunk>) -> Self {
+impl From<RawOrZstd<Chunk>> for read_response::Message {
+    fn from(packed: RawOrZstd<Chunk>) -> Self {
         match packed {
-            Packed::Raw(chunk) => Self::Chunk(chunk),
-            Packed::Zstd(frame) => Self::ZstdChunk(frame),
+            RawOrZstd::Raw(chunk) => Self::Chunk(chunk),
+            RawOrZstd::Zstd(frame) => Self::ZstdChunk(frame),
         }
     }
 }
 
-impl From<Packed<ManifestPart>> for read_response::Message {
-    fn from(packed: Packed<ManifestPart>) -> Self {
+impl From<RawOrZstd<ManifestPart>> for read_response::Message {
+    fn from(packed: RawOrZstd<ManifestPart>) -> Self {
         match packed {
-            Packed::Raw(part) => Self::Manifest(part),
-            Packed::Zstd(frame) => Self::ZstdManifest(frame),
+            RawOrZstd::Raw(part) => Self::Manifest(part),
+            RawOrZstd::Zstd(frame) => Self::ZstdManifest(frame),
         }
     }
 }
@@ -117,9 +117,9 @@ fn decode_now<M: Message + Default>(frame: &[u8]) -> Result<M, InvalidFrame> {
 ///
 /// It does not depend on the link, which is not measured before a manifest is sent.
 #[must_use]
-pub fn pack_part(part: ManifestPart) -> Packed<ManifestPart> {
+pub fn pack_part(part: ManifestPart) -> RawOrZstd<ManifestPart> {
     let frame = Compressor::new(LEVEL).ok().and_then(|mut zstd| compress(&mut zstd, &part));
-    frame.map_or(Packed::Raw(part), Packed::Zstd)
+    frame.map_or(RawOrZstd::Raw(part), RawOrZstd::Zstd)
 }
 
 /// Compresses a message. `None`: it does not shrink to 90 %, or is too small.
@@ -171,13 +171,13 @@ impl Packer {
         &mut self,
         queue: &mpsc::Sender<T>,
         chunk: Chunk,
-        wrap: impl FnOnce(Packed<Chunk>) -> T,
+        wrap: impl FnOnce(RawOrZstd<Chunk>) -> T,
     ) -> Option<SentBytes> {
         let content: usize = chunk.extents.iter().map(|extent| extent.data.len()).sum();
         let packed = self.pack(chunk, content);
         let wire = match &packed {
-            Packed::Raw(_) => content,
-            Packed::Zstd(frame) => frame.len(),
+            RawOrZstd::Raw(_) => content,
+            RawOrZstd::Zstd(frame) => frame.len(),
         };
         let was_full = match queue.try_send(wrap(packed)) {
             Ok(()) => false,
@@ -195,15 +195,15 @@ impl Packer {
         Some(SentBytes { content: content as u64, wire: wire as u64 })
     }
 
-    fn pack(&mut self, chunk: Chunk, content: usize) -> Packed<Chunk> {
-        let Some((zstd, choice)) = &mut self.compressing else { return Packed::Raw(chunk) };
+    fn pack(&mut self, chunk: Chunk, content: usize) -> RawOrZstd<Chunk> {
+        let Some((zstd, choice)) = &mut self.compressing else { return RawOrZstd::Raw(chunk) };
         if content < MIN_BYTES || !choice.compresses_next() {
-            return Packed::Raw(chunk);
+            return RawOrZstd::Raw(chunk);
         }
         let begin = Instant::now();
         let frame = compress(zstd, &chunk);
         choice.record_compression(content, begin.elapsed(), frame.is_some());
-        frame.map_or(Packed::Raw(chunk), Packed::Zstd)
+        frame.map_or(RawOrZstd::Raw(chunk), RawOrZstd::Zstd)
     }
 }
 

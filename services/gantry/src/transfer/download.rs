@@ -40,7 +40,7 @@ use crate::transfer::directories::refuse_links;
 use crate::transfer::ignore;
 use crate::transfer::receive::{LIST_LIMIT, MergeReport, Mode, StagedTree, next, receive_manifest, request};
 use crate::transfer::staging::{Staging, Target, TargetLock};
-use crate::transfer::tree::{self, DirectoryCache, StopOnDrop, moved};
+use crate::transfer::tree::{self, DirectoryCache, StopOnDrop, describe_moved};
 
 /// Maximum number of paths that a message names.
 const NAMED_LIMIT: usize = 5;
@@ -172,7 +172,7 @@ impl Downloader<'_> {
             staged.put_in_place(&target, &progress, &mode)
         });
         let placed = placed.await.context("the writer thread ended unexpectedly")??;
-        let fetched = moved(SentBytes { content: wanted_bytes, wire }, "fetched");
+        let fetched = describe_moved(SentBytes { content: wanted_bytes, wire }, "fetched");
         let fetched = format!("{fetched} in {}", duration(started.elapsed()));
         let mut details = match base {
             Some(_) => self.say_changed(artifact, name, directory, &placed, &whole, &fetched),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use images::ImageTree;
 use rpc::Reason;
-use rpc::compression::{Packed, Packer, SentBytes, pack_part};
+use rpc::compression::{Packer, RawOrZstd, SentBytes, pack_part};
 use rpc::pb::runtime::{WriteCommit, WriteOpen, WriteRequest, write_request::Message as Write};
 use rpc::pb::streamer::TransferEndpoint;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -171,7 +171,7 @@ pub(super) async fn send_tree(
             let packing = tokio::task::spawn_blocking(|| pack_part(part));
             packing.await.context("cannot compress the list of entries: the task panicked")?
         } else {
-            Packed::Raw(part)
+            RawOrZstd::Raw(part)
         };
         if requests.send(request(part.into())).await.is_err() {
             return Ok(total);

@@ -14,7 +14,7 @@ use crate::render::table::bytes;
 
 /// Formats the size of contents that were `sent` or `fetched`, with their compressed size if they
 /// were compressed.
-pub(crate) fn moved(amount: SentBytes, verb: &str) -> String {
+pub(crate) fn describe_moved(amount: SentBytes, verb: &str) -> String {
     let content = bytes(amount.content);
     if amount.wire < amount.content {
         format!("{content} {verb} as {}", bytes(amount.wire))

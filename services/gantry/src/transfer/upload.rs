@@ -46,7 +46,7 @@ use crate::transfer::download::gateway_of;
 use crate::transfer::ignore::Rules;
 use crate::transfer::send::{Answers, Content, FullWorkers, SendError, send_tree};
 use crate::transfer::staging;
-use crate::transfer::tree::{self, DirectoryCache, StopOnDrop, moved};
+use crate::transfer::tree::{self, DirectoryCache, StopOnDrop, describe_moved};
 
 /// Number of attempts to send a directory whose files change.
 const TRIES: usize = 4;
@@ -249,7 +249,7 @@ impl Uploader<'_> {
         let took = duration(started.elapsed());
         self.ui.step(&match sent.bytes {
             None => format!("{what}, already in the cluster as artifact {}", sent.artifact),
-            Some(sent) => format!("{what}, {} in {took}", moved(sent, "sent")),
+            Some(sent) => format!("{what}, {} in {took}", describe_moved(sent, "sent")),
         });
         let sent_bytes = sent.bytes.unwrap_or_default().content;
         self.uploaded(name, sent.artifact, entries(manifest), manifest.size_bytes(), sent_bytes);

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use domain::worker::{TicketClaims, TicketOperation};
 use domain::{Digest, error_chain};
 use futures::{Stream, StreamExt};
-use rpc::compression::{self, Packed, Packer, SentBytes};
+use rpc::compression::{self, Packer, RawOrZstd, SentBytes};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::read_request::Message as ReadMessage;
 use rpc::pb::runtime::read_response::Message as ReadAnswer;
@@ -178,7 +178,7 @@ pub(super) async fn read(
     };
     let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
-    let growing = attended.transfers.growing(ticket.volume);
+    let growing = attended.transfers.find_growing(ticket.volume);
     let manifest = match &growing {
         Some(growing) => growing.manifest.clone(),
         None => attended.transfers.read_manifest(&ticket).await?,
@@ -187,7 +187,7 @@ pub(super) async fn read(
         let part = if open.accept_zstd {
             blocking(move || Ok::<_, ReadVolumeError>(compression::pack_part(part))).await?
         } else {
-            Packed::Raw(part)
+            RawOrZstd::Raw(part)
         };
         answer(part.into()).await?;
     }

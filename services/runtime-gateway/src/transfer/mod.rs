@@ -79,7 +79,7 @@ impl Transfers {
     }
 
     /// Returns a volume that is being filled, if its manifest is known.
-    pub(crate) fn growing(&self, volume: VolumeHandle) -> Option<GrowingVolume> {
+    pub(crate) fn find_growing(&self, volume: VolumeHandle) -> Option<GrowingVolume> {
         lock(&self.filling).get(&volume).cloned().flatten()
     }
 

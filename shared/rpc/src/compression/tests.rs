@@ -37,8 +37,8 @@ fn message_that_does_not_shrink_is_sent_raw() {
     assert_eq!(compress(&mut zstd, &chunk(noise(1 << 20))), None);
     assert_eq!(compress(&mut zstd, &chunk(text(MIN_BYTES / 2))), None, "it is too small");
     let entries = |count| ManifestPart { entries: vec![Entry::default(); count], more: false };
-    assert!(matches!(pack_part(entries(10)), Packed::Raw(part) if part == entries(10)));
-    assert!(matches!(pack_part(entries(10_000)), Packed::Zstd(_)));
+    assert!(matches!(pack_part(entries(10)), RawOrZstd::Raw(part) if part == entries(10)));
+    assert!(matches!(pack_part(entries(10_000)), RawOrZstd::Zstd(_)));
 }
 
 #[tokio::test]
@@ -73,10 +73,10 @@ async fn packer_compresses_only_if_permitted() {
         let sent = sending.await.expect("no panic").expect("there is a receiver");
         assert_eq!(sent.content, 100_000);
         match messages.recv().await {
-            Some(Packed::Raw(raw)) if !may_compress => {
+            Some(RawOrZstd::Raw(raw)) if !may_compress => {
                 assert_eq!((raw, sent.wire), (chunk(text(100_000)), 100_000));
             }
-            Some(Packed::Zstd(frame)) if may_compress => assert_eq!(sent.wire, frame.len() as u64),
+            Some(RawOrZstd::Zstd(frame)) if may_compress => assert_eq!(sent.wire, frame.len() as u64),
             other => panic!("{may_compress}: {other:?}"),
         }
     }

@@ -41,7 +41,7 @@ fn text() -> Bytes {
 }
 
 /// Packs a chunk with the only extent of the tree.
-async fn packed(data: Bytes) -> Packed<pb::Chunk> {
+async fn packed(data: Bytes) -> RawOrZstd<pb::Chunk> {
     let (queue, mut messages) = mpsc::channel(1);
     let chunk = pb::Chunk { extents: vec![pb::ExtentData { ordinal: 0, data }] };
     let sending = move || Packer::new(true).send(&queue, chunk, |packed| packed);
@@ -184,7 +184,7 @@ async fn malformed_compressed_message_ends_the_write() {
     let (mut scene, volume) = (Scene::new().await, VolumeHandle::new());
     let directory = tempfile::tempdir().expect("a directory");
     let manifest = make_tree(directory.path());
-    let Packed::Zstd(whole) = packed(text()).await else { panic!("it shrinks") };
+    let RawOrZstd::Zstd(whole) = packed(text()).await else { panic!("it shrinks") };
     // A header that states 1 GiB of content.
     let bomb = Bytes::from_static(&[0x28, 0xb5, 0x2f, 0xfd, 0xa0, 0, 0, 0, 0x40, 3, 0, 0, 0]);
     let cut = whole.slice(..whole.len() / 2);
@@ -196,7 +196,9 @@ async fn malformed_compressed_message_ends_the_write() {
         let refused = scene.write(volume, messages.collect()).await.expect_err("the chunk is malformed");
         assert!(refused.is(Reason::InvalidField) && refused.message.contains("zstd_chunk"), "{refused}");
     }
-    let Packed::Zstd(other) = packed("OTHER TEXT".repeat(50_000).into()).await else { panic!("it shrinks") };
+    let RawOrZstd::Zstd(other) = packed("OTHER TEXT".repeat(50_000).into()).await else {
+        panic!("it shrinks")
+    };
     let messages = raw_parts(&manifest).into_iter().chain([WriteMessage::ZstdChunk(other)]);
     let refused = scene.write(volume, messages.collect()).await.expect_err("the digest differs");
     assert!(refused.is(Reason::DigestMismatch), "{refused}");

@@ -121,7 +121,7 @@ fn fast_link_carries_raw_content_soon() {
 }
 
 #[test]
-fn slow_source_does_not_make_the_link_look_fast() {
+fn slow_source_does_not_make_link_look_fast() {
     for buffer in BUFFERS {
         let mut simulation = Simulation::new(12.5e6, buffer);
         simulation.disk = 40e6;
@@ -130,7 +130,7 @@ fn slow_source_does_not_make_the_link_look_fast() {
 }
 
 #[test]
-fn link_near_the_compressor_is_not_measured_again_and_again() {
+fn link_near_the_compressor_is_not_measured_again() {
     for buffer in BUFFERS {
         let outcome = Simulation::new(110e6, buffer).send(1000, 0.25);
         assert!(outcome.compressed > 950, "{buffer}: {outcome:?}");
