@@ -150,7 +150,9 @@ fn worker_with_last_replica_is_not_removed() {
     let (_, printed) = text(&refused);
     assert!(!refused.status.success());
     assert!(
-        printed.contains("LAST_REPLICA") && printed.contains(&artifact) && printed.contains("--force"),
+        printed.contains("LAST_REPLICA")
+            && printed.contains(&artifact)
+            && printed.contains("retire one --evacuate"),
         "{printed}"
     );
     assert_eq!(json(&suite, &["show", "worker", "one"])["desired"], "run");
@@ -265,8 +267,11 @@ fn evacuated_worker_is_safe_to_stop() {
     let (printed, noted) = text(&unsafe_output);
     assert_eq!((unsafe_output.status.code(), &*printed), (Some(125), ""), "{noted}");
     assert!(
-        noted.contains("worker one is not safe to stop: it has the only replicas of 1 artifact"),
+        noted.contains(
+            "worker one is not safe to stop: of the workers in service, it has the only replicas of 1 artifact"
+        ),
         "{noted}"
     );
+    assert!(noted.contains("No other worker is in service: two is running, cordoned"), "{noted}");
     assert!(noted.contains(&artifact), "{noted}");
 }

@@ -427,7 +427,7 @@ impl From<DropError> for Status {
 impl From<ForgetError> for Status {
     fn from(error: ForgetError) -> Self {
         match error {
-            ForgetError::LastReplica(_, ref alone) => {
+            ForgetError::LastReplica(ref alone) => {
                 let named = (1..).zip(&alone.some).map(|(number, artifact)| {
                     let key =
                         if number == 1 { "artifact_id".to_owned() } else { format!("artifact_id_{number}") };
@@ -438,7 +438,7 @@ impl From<ForgetError> for Status {
             }
             // The handler answers a successful check with success.
             ForgetError::OnlyChecked(_) => Reason::Unavailable.status(SERVICE, error.to_string()),
-            ForgetError::HoldsOrphans(_) => Reason::HoldsOrphans.status(SERVICE, error.to_string()),
+            ForgetError::HoldsOrphans => Reason::HoldsOrphans.status(SERVICE, error.to_string()),
             ForgetError::Database(source) => database("forget a worker", &source),
         }
     }

@@ -54,10 +54,10 @@ pub(crate) struct LastReplicas {
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ForgetError {
-    #[error("cannot forget worker {0}: it has the last replica of {1}")]
-    LastReplica(WorkerId, LastReplicas),
-    #[error("cannot forget worker {0}: it has orphans. Adopt or purge them first")]
-    HoldsOrphans(WorkerId),
+    #[error("the worker has the last replica of {0}")]
+    LastReplica(LastReplicas),
+    #[error("the worker has orphans. Adopt or purge them first")]
+    HoldsOrphans,
     /// Result of a successful check. It is an error, so that the transaction is rolled back.
     #[error("worker {0} may be forgotten")]
     OnlyChecked(WorkerId),
@@ -141,7 +141,7 @@ async fn prepare_removal(
         return Ok(false);
     }
     if !force && holds_orphans(txn, id).await? {
-        return Err(ForgetError::HoldsOrphans(id));
+        return Err(ForgetError::HoldsOrphans);
     }
     // A check alone is rolled back.
     let released = imports::forget_worker(txn, id).await?;
@@ -151,7 +151,7 @@ async fn prepare_removal(
         // Without the references of the worker's own imports, which are deleted by now.
         let alone = last_replicas(txn, id, now, policy).await?;
         if alone.count > 0 {
-            return Err(ForgetError::LastReplica(id, alone));
+            return Err(ForgetError::LastReplica(alone));
         }
     }
     Ok(true)

@@ -98,13 +98,15 @@ pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item
 
 /// Lists the ids of workers that are not in contact, cordoned or retiring.
 pub(crate) async fn unreliable_workers(connection: &Connection) -> anyhow::Result<Vec<String>> {
-    let stays = |worker: &Worker| {
-        worker.state() == WorkerState::Running && worker.desired() == DesiredWorkerState::Run
-    };
     let others = workers(connection)
-        .try_filter(|worker| std::future::ready(!stays(worker)))
+        .try_filter(|worker| std::future::ready(!is_reliable(worker)))
         .map_ok(|worker| worker.worker_id);
     others.try_collect().await
+}
+
+/// Returns whether a worker is in contact and neither cordoned nor retiring.
+pub(crate) fn is_reliable(worker: &Worker) -> bool {
+    worker.state() == WorkerState::Running && worker.desired() == DesiredWorkerState::Run
 }
 
 /// Streams the artifacts of the team that have no replica on any worker other than these.

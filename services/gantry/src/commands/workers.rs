@@ -8,20 +8,20 @@ use anyhow::bail;
 use futures::{Stream, TryStreamExt};
 use rpc::Reason;
 use rpc::pb::scheduler::{
-    CordonWorkerRequest, ListRequest, PruneWorkerRequest, PruneWorkerResponse, PrunedWorkload,
-    RetireWorkerRequest, UncordonWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
+    CordonWorkerRequest, DesiredWorkerState, ListRequest, PruneWorkerRequest, PruneWorkerResponse,
+    PrunedWorkload, RetireWorkerRequest, UncordonWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 use rpc::pb::streamer::Evacuated;
 
 use crate::cli::args::{CordonArgs, RetireArgs, UncordonArgs};
 use crate::client::connect::{Connection, Service};
-use crate::client::queries::{pages, worker};
-use crate::ending::error::refusal;
+use crate::client::queries::{self, pages};
+use crate::ending::error::{refusal, with_advice};
 use crate::render::json;
 use crate::render::labels;
 use crate::render::labels::command;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{bytes, count, plain};
+use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
 use crate::transfer::evacuate::Evacuation;
 
@@ -31,7 +31,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(300);
 /// Time for interrupted workloads to end after the deadline.
 const DRAIN_GRACE: Duration = Duration::from_secs(10);
 
-/// Maximum number of workloads or artifacts that a message names.
+/// Longest time between two heartbeats of a worker in contact, with the default settings: two of
+/// them.
+const LONGEST_SILENCE: Duration = Duration::from_secs(10);
+
+/// Maximum number of workloads, artifacts or workers that a message names.
 const NAMED_LIMIT: usize = 5;
 
 /// Executes `gantry cordon`.
@@ -41,21 +45,31 @@ pub(crate) async fn cordon(
     args: &CordonArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let cordoned = cordon_worker(connection, &args.worker, args.wait.deadline).await?;
-    if let Some(cordoned) = cordoned.as_ref().filter(|_| args.wait.evacuate) {
-        let left = evacuate(connection, ui, cordoned, args.wait.deadline).await?;
-        return safe_to_stop(cordoned, &left, as_json);
+    let until = args.wait.deadline.map(|deadline| Instant::now() + deadline);
+    // All of them are cordoned first, so that none gets the work and the artifacts of another one.
+    let mut cordoned = Vec::new();
+    for worker in &args.workers {
+        cordoned.push((worker, cordon_worker(connection, worker, args.wait.deadline).await?));
     }
-    let drained = match cordoned {
-        Some(cordoned) if !args.wait.no_wait => {
-            DrainWait { connection, ui, seen: None }
-                .wait_until(cordoned, |worker| worker.drained_at.is_some())
-                .await?
+    let mut not_safe = Vec::new();
+    for (name, cordoned) in cordoned {
+        if let Some(cordoned) = cordoned.as_ref().filter(|_| args.wait.evacuate) {
+            let left = evacuate(connection, ui, cordoned, until).await?;
+            not_safe.extend(safe_to_stop(cordoned, &left, as_json)?);
+            continue;
         }
-        cordoned => cordoned,
-    };
-    // The worker existed a moment ago, and may have been removed since.
-    answer(&args.worker, drained.as_ref(), "removed", as_json)
+        let drained = match cordoned {
+            Some(cordoned) if !args.wait.no_wait => {
+                DrainWait { connection, ui, seen: None }
+                    .wait_until(cordoned, |worker| worker.drained_at.is_some())
+                    .await?
+            }
+            cordoned => cordoned,
+        };
+        // The worker existed a moment ago, and may have been removed since.
+        answer(name, drained.as_ref(), "removed", as_json)?;
+    }
+    if not_safe.is_empty() { Ok(()) } else { bail!(not_safe.join("\n")) }
 }
 
 async fn cordon_worker(
@@ -77,6 +91,8 @@ async fn cordon_worker(
 struct LeftOnWorker {
     evacuated: Evacuated,
     is_drained: bool,
+    /// All workers of the cluster after the evacuation.
+    workers: Vec<Worker>,
 }
 
 /// Copies artifacts whose only replicas are on this worker, while it is drained and after that.
@@ -84,9 +100,8 @@ async fn evacuate(
     connection: &Connection,
     ui: &Ui,
     cordoned: &Worker,
-    deadline: Option<Duration>,
+    until: Option<Instant>,
 ) -> anyhow::Result<LeftOnWorker> {
-    let until = deadline.map(|deadline| Instant::now() + deadline);
     let printed = HashSet::new();
     let mut evacuation = Evacuation { connection, ui, worker: cordoned, deadline: until, printed };
     // What exists is copied while workloads end. They may leave outputs.
@@ -96,31 +111,33 @@ async fn evacuate(
         wait_until_settled(connection).await
     };
     let (_, is_drained) = tokio::try_join!(evacuation.run(), async {
-        match deadline {
-            Some(deadline) => match tokio::time::timeout(deadline + DRAIN_GRACE, drained).await {
-                Ok(drained) => drained.map(|_| true),
+        match until {
+            Some(until) => match tokio::time::timeout_at((until + DRAIN_GRACE).into(), drained).await {
+                Ok(drained) => drained.map(|()| true),
                 Err(_) => Ok(false),
             },
-            None => drained.await.map(|_| true),
+            None => drained.await.map(|()| true),
         }
     })?;
     let evacuated = evacuation.run().await?;
-    Ok(LeftOnWorker { evacuated, is_drained })
+    let workers = queries::workers(connection).try_collect().await?;
+    Ok(LeftOnWorker { evacuated, is_drained, workers })
 }
 
-/// Says whether a cordoned worker may be stopped. Fails if it may not.
-fn safe_to_stop(worker: &Worker, left: &LeftOnWorker, as_json: bool) -> anyhow::Result<()> {
-    let (name, LeftOnWorker { evacuated, is_drained }) = (plain(&worker.name, 255), left);
+/// Prints whether a cordoned worker may be stopped. Returns why it may not.
+fn safe_to_stop(worker: &Worker, left: &LeftOnWorker, as_json: bool) -> anyhow::Result<Option<String>> {
+    let not_safe = why_not_safe(worker, left);
     if as_json {
-        let artifacts: Vec<_> = evacuated.at_risk.iter().map(json::artifact).collect();
+        let artifacts: Vec<_> = left.evacuated.at_risk.iter().map(json::artifact).collect();
         print_json(&serde_json::json!({
             "name": worker.name,
-            "safe_to_stop": evacuated.nothing_at_risk && *is_drained,
+            "safe_to_stop": not_safe.is_none(),
             "at_risk": artifacts,
         }))?;
+    } else if not_safe.is_none() {
+        print(&format!("worker {}: safe to stop\n", plain(&worker.name, 255)))?;
     }
-    check_left(worker, left)?;
-    if as_json { Ok(()) } else { print(&format!("worker {name}: safe to stop\n")) }
+    Ok(not_safe)
 }
 
 /// Waits until the outputs of all workloads that have just ended are in the artifact store.
@@ -139,22 +156,32 @@ async fn wait_until_settled(connection: &Connection) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Fails if a cordoned worker may not be stopped.
-fn check_left(worker: &Worker, LeftOnWorker { evacuated, is_drained }: &LeftOnWorker) -> anyhow::Result<()> {
-    let name = plain(&worker.name, 255);
+/// Says why a cordoned worker may not be stopped. `None`: it may be stopped.
+fn why_not_safe(worker: &Worker, left: &LeftOnWorker) -> Option<String> {
+    let (name, LeftOnWorker { evacuated, is_drained, workers }) = (plain(&worker.name, 255), left);
+    let not_safe = format!("worker {name} is not safe to stop");
     if !is_drained {
-        bail!(
-            "worker {name} is not safe to stop: workloads still run on it, or their outputs are not stored yet"
-        );
+        let now = workers.iter().find(|other| other.worker_id == worker.worker_id);
+        return Some(match now.and_then(silence) {
+            Some(silence) => format!(
+                "{not_safe}: it has been silent for {}, and workloads may still run on it; start its gateway, or use \
+                 `gantry prune {name}` if its machine is gone",
+                duration(silence)
+            ),
+            None => {
+                format!("{not_safe}: workloads still run on it, or their outputs are not stored yet")
+            }
+        });
     }
     if evacuated.nothing_at_risk {
-        return Ok(());
+        return None;
     }
     let totals = evacuated.progress.clone().unwrap_or_default();
     let mut text = format!(
-        "worker {name} is not safe to stop: it has the only replicas of {}, {}",
+        "{not_safe}: of the workers in service, it has the only replicas of {}, {}{}",
         count(totals.artifacts_at_risk, "artifact"),
-        bytes(totals.bytes_at_risk)
+        bytes(totals.bytes_at_risk),
+        without_destination(worker, workers)
     );
     let named = evacuated.at_risk.iter().take(NAMED_LIMIT);
     let others = totals.artifacts_at_risk.saturating_sub(named.len() as u64);
@@ -169,9 +196,31 @@ fn check_left(worker: &Worker, LeftOnWorker { evacuated, is_drained }: &LeftOnWo
         ));
     }
     if others > 0 {
-        text.push_str(&format!("\n  and {others} more"));
+        text.push_str(&format!(
+            "\n  and {others} more: `gantry list artifacts --at-risk` lists those of a team"
+        ));
     }
-    bail!(text)
+    Some(text)
+}
+
+/// Returns how long a worker has been silent, if that is longer than a worker in contact is.
+fn silence(worker: &Worker) -> Option<Duration> {
+    let silence = labels::since(worker.last_contact_at.as_ref()?);
+    (worker.state() != WorkerState::Running || silence > LONGEST_SILENCE).then_some(silence)
+}
+
+/// Says that no other worker is in service. Empty: there is one.
+fn without_destination(worker: &Worker, workers: &[Worker]) -> String {
+    let others = || workers.iter().filter(|other| other.worker_id != worker.worker_id);
+    if others().any(queries::is_reliable) {
+        return String::new();
+    }
+    let named = others().take(NAMED_LIMIT);
+    let named = named.map(|other| format!("{} is {}", plain(&other.name, 255), labels::standing(other)));
+    match named.collect::<Vec<_>>().join("; ") {
+        none if none.is_empty() => ". There is no other worker".to_owned(),
+        some => format!(". No other worker is in service: {some}"),
+    }
 }
 
 /// Executes `gantry uncordon`.
@@ -180,14 +229,19 @@ pub(crate) async fn uncordon(
     args: &UncordonArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let request = UncordonWorkerRequest { worker: args.worker.clone() };
-    let client = connection.workers();
-    let doing = format!("cannot uncordon worker {}", args.worker);
-    let running = connection
-        .repeat(Service::Scheduler, &doing, async || client.clone().uncordon_worker(request.clone()).await)
-        .await?
-        .worker;
-    answer(&args.worker, running.as_ref(), "may register again", as_json)
+    for worker in &args.workers {
+        let request = UncordonWorkerRequest { worker: worker.clone() };
+        let client = connection.workers();
+        let doing = format!("cannot uncordon worker {worker}");
+        let running = connection
+            .repeat(Service::Scheduler, &doing, async || {
+                client.clone().uncordon_worker(request.clone()).await
+            })
+            .await?
+            .worker;
+        answer(worker, running.as_ref(), "may register again", as_json)?;
+    }
+    Ok(())
 }
 
 /// Executes `gantry retire`.
@@ -198,25 +252,26 @@ pub(crate) async fn retire(
     as_json: bool,
 ) -> anyhow::Result<()> {
     if args.wait.evacuate {
-        // A retiring worker is removed as soon as it is empty, so it is only cordoned meanwhile.
-        let cordoned = cordon_worker(connection, &args.worker, args.wait.deadline).await?;
-        if let Some(cordoned) = cordoned {
-            let left = evacuate(connection, ui, &cordoned, args.wait.deadline).await?;
-            check_left(&cordoned, &left)?;
+        let until = args.wait.deadline.map(|deadline| Instant::now() + deadline);
+        // A worker with last replicas can be cordoned, but not retired.
+        let evacuating = match queries::worker(connection, "retire", &args.worker).await?.desired() {
+            DesiredWorkerState::Retire => retire_worker(connection, args).await?,
+            _ => cordon_worker(connection, &args.worker, args.wait.deadline).await?,
+        };
+        if let Some(evacuating) = evacuating {
+            match evacuate(connection, ui, &evacuating, until).await {
+                Ok(left) => {
+                    if let Some(not_safe) = why_not_safe(&evacuating, &left) {
+                        bail!(not_safe);
+                    }
+                }
+                // A retiring worker is removed as soon as it is empty.
+                Err(error) if is_removed(&error) => {}
+                Err(error) => return Err(error),
+            }
         }
     }
-    let request = RetireWorkerRequest {
-        worker: args.worker.clone(),
-        interrupt_after: args.wait.deadline.map(rpc::duration),
-        force: args.force,
-    };
-    let client = connection.workers();
-    let doing = format!("cannot retire worker {}", args.worker);
-    let retiring = connection
-        .repeat(Service::Scheduler, &doing, async || client.clone().retire_worker(request.clone()).await)
-        .await?
-        .worker;
-    let left = match retiring {
+    let left = match retire_worker(connection, args).await? {
         Some(retiring) if !args.wait.no_wait => {
             let left = DrainWait { connection, ui, seen: None }
                 .wait_until(retiring, |worker| !worker.blocked_by.is_empty());
@@ -226,12 +281,40 @@ pub(crate) async fn retire(
     };
     if let Some(held_up) = left.as_ref().filter(|left| !left.blocked_by.is_empty()) {
         bail!(
-            "worker {} is drained but cannot be removed: {}; copy the artifacts to another worker, or retry with --force",
-            plain(&held_up.name, 255),
-            held_up.blocked_by
+            "worker {name} is drained but cannot be removed: {}; `gantry retire {name} --evacuate` copies artifacts to \
+             other workers, and --force gives up what only this worker has",
+            held_up.blocked_by,
+            name = plain(&held_up.name, 255)
         );
     }
     answer(&args.worker, left.as_ref(), "removed", as_json)
+}
+
+async fn retire_worker(connection: &Connection, args: &RetireArgs) -> anyhow::Result<Option<Worker>> {
+    let RetireArgs { worker, force, wait } = args;
+    let interrupt_after = wait.deadline.map(rpc::duration);
+    let request = RetireWorkerRequest { worker: worker.clone(), interrupt_after, force: *force };
+    let client = connection.workers();
+    let retired = connection
+        .repeat(Service::Scheduler, &format!("cannot retire worker {worker}"), async || {
+            client.clone().retire_worker(request.clone()).await
+        })
+        .await
+        .map_err(|error| match refusal(&error) {
+            Some(refused) if refused.is(Reason::LastReplica) => {
+                let advice = format!(
+                    "`gantry retire {worker} --evacuate` copies them to other workers, and --force gives them up"
+                );
+                with_advice(error, advice)
+            }
+            _ => error,
+        })?;
+    Ok(retired.worker)
+}
+
+/// Returns whether a call failed because the worker does not exist any more.
+fn is_removed(error: &anyhow::Error) -> bool {
+    refusal(error).is_some_and(|refused| refused.is(Reason::WorkerNotFound))
 }
 
 /// Executes `gantry prune`.
@@ -246,7 +329,16 @@ pub(crate) async fn prune(
     let doing = format!("cannot prune worker {worker}");
     let pruned = connection
         .repeat(Service::Scheduler, &doing, async || client.clone().prune_worker(request.clone()).await)
-        .await?;
+        .await
+        .map_err(|error| match refusal(&error) {
+            Some(refused) if refused.is(Reason::LastReplica) => with_advice(
+                error,
+                format!(
+                    "start its gateway and use `gantry retire {worker} --evacuate`, or give them up with --force"
+                ),
+            ),
+            _ => error,
+        })?;
     if as_json {
         let workload =
             |of: &PrunedWorkload| serde_json::json!({ "team": of.team, "workload_id": of.workload_id });
@@ -292,15 +384,18 @@ fn answer(name: &str, worker: Option<&Worker>, gone: &str, as_json: bool) -> any
         (Some(worker), true) => print_json(&json::worker(worker)),
         (None, true) => print_json(&serde_json::json!({ "name": name, "gone": true })),
         (Some(worker), false) => {
-            let interrupts = match &worker.interrupt_at {
-                Some(at) => format!(", remaining workloads are interrupted at {}", labels::instant(at)),
-                None => String::new(),
-            };
+            let interrupts = interrupts(worker);
             let standing = labels::standing(worker);
             print(&format!("worker {}: {standing}{interrupts}\n", plain(&worker.name, 255)))
         }
         (None, false) => print(&format!("worker {}: {gone}\n", plain(name, 255))),
     }
+}
+
+/// Says from when on leases of a worker are interrupted. Empty: they are not.
+fn interrupts(worker: &Worker) -> String {
+    let at = worker.interrupt_at.as_ref().map(labels::instant);
+    at.map_or_else(String::new, |at| format!(", leases are interrupted from {at} on"))
 }
 
 /// Wait for a worker to be drained or removed.
@@ -323,11 +418,9 @@ impl DrainWait<'_> {
         while seen.leases > 0 || !wanted(&seen) {
             self.report(&seen).await?;
             tokio::time::sleep(POLL_INTERVAL).await;
-            seen = match worker(self.connection, "show", &id).await {
+            seen = match queries::worker(self.connection, "show", &id).await {
                 Ok(seen) => seen,
-                Err(error) if refusal(&error).is_some_and(|refusal| refusal.is(Reason::WorkerNotFound)) => {
-                    return Ok(None);
-                }
+                Err(error) if is_removed(&error) => return Ok(None),
                 Err(error) => return Err(error),
             };
         }
@@ -392,9 +485,7 @@ fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
     if worker.leases > 0 && worker.state() == WorkerState::Lost {
         text.push_str(", which may still run; if the machine is gone, use `gantry prune`");
     }
-    if let Some(at) = &worker.interrupt_at {
-        text.push_str(&format!(", interrupted at {}", labels::instant(at)));
-    }
+    text.push_str(&interrupts(worker));
     for workload in workloads.iter().take(NAMED_LIMIT) {
         let command = plain(&command(workload.spec.as_ref()), 40);
         let team = workload.spec.as_ref().map_or("", |spec| spec.team.as_str());
@@ -408,7 +499,9 @@ fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::scheduler::{DesiredWorkerState, WorkloadSpec};
+    use rpc::pb::artifacts::Artifact;
+    use rpc::pb::scheduler::WorkloadSpec;
+    use rpc::pb::streamer::EvacuationProgress;
 
     use super::*;
 
@@ -461,5 +554,57 @@ mod tests {
         assert!(text.ends_with("which may still run; if the machine is gone, use `gantry prune`"), "{text}");
         let empty = Worker { leases: 0, uninterruptible_leases: 0, ..worker };
         assert_eq!(waits_for(&empty, &[]), "worker one: running, cordoned");
+    }
+
+    #[test]
+    fn worker_that_may_not_stop_has_cause_and_remedy() {
+        let worker = |name: &str, desired: DesiredWorkerState| Worker {
+            name: name.to_owned(),
+            worker_id: format!("id of {name}"),
+            state: WorkerState::Running.into(),
+            desired: desired.into(),
+            last_contact_at: Some(labels::now()),
+            ..Worker::default()
+        };
+        let one = worker("one", DesiredWorkerState::Cordon);
+        let left = |is_drained, at_risk: u64, workers: &[Worker]| {
+            let progress = EvacuationProgress {
+                artifacts_at_risk: at_risk,
+                bytes_at_risk: 1024 * at_risk,
+                ..EvacuationProgress::default()
+            };
+            let evacuated = Evacuated {
+                nothing_at_risk: at_risk == 0,
+                progress: Some(progress),
+                at_risk: vec![Artifact {
+                    artifact_id: "a".to_owned(),
+                    size_bytes: 1024,
+                    ..Artifact::default()
+                }],
+            };
+            let workers = workers.to_vec();
+            why_not_safe(&one, &LeftOnWorker { evacuated, is_drained, workers })
+        };
+        let two = worker("two", DesiredWorkerState::Run);
+        assert_eq!(left(true, 0, &[one.clone()]), None);
+        assert_eq!(
+            left(true, 2, &[one.clone(), two.clone()]).as_deref(),
+            Some(
+                "worker one is not safe to stop: of the workers in service, it has the only replicas of 2 artifacts, 2.0 KiB\n  \
+                 a , 1.0 KiB: nothing keeps it\n  and 1 more: `gantry list artifacts --at-risk` lists those of a team"
+            )
+        );
+        let cordoned = worker("two", DesiredWorkerState::Cordon);
+        let text = left(true, 1, &[one.clone(), cordoned]).expect("a cause");
+        let cause =
+            "only replicas of 1 artifact, 1.0 KiB. No other worker is in service: two is running, cordoned\n";
+        assert!(text.contains(cause), "{text}");
+        let text = left(true, 1, &[one.clone()]).expect("a cause");
+        assert!(text.contains(", 1.0 KiB. There is no other worker\n"), "{text}");
+        let text = left(false, 1, &[one.clone(), two.clone()]).expect("a cause");
+        assert!(text.ends_with("workloads still run on it, or their outputs are not stored yet"), "{text}");
+        let silent = Worker { state: WorkerState::Stalled.into(), ..one.clone() };
+        let text = left(false, 1, &[silent, two]).expect("a cause");
+        assert!(text.contains("it has been silent for ") && text.contains("`gantry prune one`"), "{text}");
     }
 }

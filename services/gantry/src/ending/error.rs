@@ -272,7 +272,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "CONTAINER_NOT_FOUND" => "see `gantry list containers`",
         "WORKER_IN_CONTACT" => "retire the worker, or stop its gateway and wait until the worker is stalled",
         "LAST_REPLICA" => {
-            "use the artifact as an input of a run on another worker, which copies it there, or give it up with --force"
+            "`gantry retire WORKER --evacuate` copies such artifacts to other workers, and --force gives them up"
         }
         "INTERRUPTED" => "run the command again; use --interruptible if the command may run twice",
         "WORKER_NOT_FOUND" => "see `gantry list workers`",

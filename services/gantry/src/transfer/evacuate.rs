@@ -78,8 +78,8 @@ impl Evacuation<'_> {
                 return Ok(evacuated);
             }
             let all = count(now.artifacts_at_risk, "artifact");
-            let doing =
-                format!("worker {name}: copying {all} of {} to other workers", bytes(now.bytes_at_risk));
+            let size = bytes(now.bytes_at_risk);
+            let doing = format!("worker {name}: {all} to copy to other workers, {size}");
             if now.artifacts_at_risk > at_risk && self.printed.insert(doing.clone()) {
                 self.ui.note(&doing);
             }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use domain::{Timestamp, WorkerId};
 
+use crate::db::entity::worker::Desired;
 use crate::lifecycle::Lifecycle;
 use crate::lifecycle::departure::{self, OpenLeases, RegistryError, Withdrawal};
 use crate::notify::changes::Effects;
@@ -43,7 +44,9 @@ impl Lifecycle {
     ) -> Result<Option<Worker>, RegistryError> {
         if down == (Withdrawal::Retire { force: false })
             && let Some(known) = workers::get(self.context.db.read(), &self.context.config, worker).await?
+            && known.placed.desired != Desired::Retire
         {
+            // A retiring worker is checked before its removal. Here it may get another deadline.
             self.store.forget_worker(known.placed.id, Forget::Check).await.map_err(RegistryError::Kept)?;
         }
         let id = self

@@ -317,6 +317,8 @@ pub(crate) async fn new_replica_blocks_retirement(database: TestDatabase) {
     .await;
     assert!(held_up.blocked_by.contains("last replica of a kept artifact"), "{}", held_up.blocked_by);
     assert!(held_up.drained_at.is_some());
+    let again = scheduler.retire("one", false).await.expect("a repeat").expect("the worker still exists");
+    assert_eq!(again.desired(), pb::DesiredWorkerState::Retire);
     scheduler.retire("one", true).await.expect("forced");
     scheduler.wait_until_removed("one").await;
     store.stop().await;

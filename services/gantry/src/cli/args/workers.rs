@@ -33,9 +33,9 @@ Workloads started with --interruptible do not delay the drain: once all others h
 worker. After --deadline, workloads that have not started yet also move to another worker. Running workloads that are not interruptible end \
 as errored (INTERRUPTED).")]
 pub(crate) struct CordonArgs {
-    /// Name or id of the worker
-    #[arg(value_name = "WORKER")]
-    pub(crate) worker: String,
+    /// Names or ids of the workers
+    #[arg(value_name = "WORKER", required = true)]
+    pub(crate) workers: Vec<String>,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
 }
@@ -43,16 +43,16 @@ pub(crate) struct CordonArgs {
 /// Arguments of `gantry uncordon`.
 #[derive(Debug, Args)]
 pub(crate) struct UncordonArgs {
-    /// Name or id of the worker
-    #[arg(value_name = "WORKER")]
-    pub(crate) worker: String,
+    /// Names or ids of the workers
+    #[arg(value_name = "WORKER", required = true)]
+    pub(crate) workers: Vec<String>,
 }
 
 /// Arguments of `gantry retire`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 The worker is drained as with `gantry cordon`, and then forgotten. If it has the only replica of an artifact that is still kept, it stays \
-and the command fails: use the artifact on another worker first, or give --force.
+and the command fails: copy such artifacts to other workers with --evacuate, or give them up with --force.
 
 Volumes stay on the worker's disk. They are destroyed if the machine becomes a worker again. The gateway of a retired worker keeps trying to \
 register and is rejected: stop it, or admit it as a new worker with `gantry uncordon`.")]

@@ -54,7 +54,7 @@ pub(super) fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("desired", labels::desire(worker.desired())),
         ("gets no work", plain(&labels::no_work(worker), 1000)),
         ("drained", worker.drained_at.as_ref().map(labels::instant).unwrap_or_default()),
-        ("interrupted at", worker.interrupt_at.as_ref().map(labels::instant).unwrap_or_default()),
+        ("interrupts from", worker.interrupt_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("blocked by", plain(&worker.blocked_by, 1000)),
         ("failures", failures(worker)),
         ("quarantined until", worker.quarantined_until.as_ref().map(labels::instant).unwrap_or_default()),
